@@ -1,0 +1,130 @@
+"""The `titan-ckpt` command line: a table of commands, each loaded only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titan_ckpt.command import Command
+from titan_ckpt.errors import MissingExtraError, TitanError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a command lives (`module:attribute`, a `Command`) and its one-line help."""
+
+    target: str
+    help: str
+
+
+COMMANDS = {
+    "train": Entry("titan_ckpt.trainer.cli:TRAIN", "train a model from a TOML config, saving to any store"),
+    "ls": Entry("titan_ckpt.commands:LS", "list a run's checkpoints"),
+    "inspect": Entry("titan_ckpt.commands:INSPECT", "show what a checkpoint holds: mesh, tensors, files"),
+    "verify": Entry("titan_ckpt.commands:VERIFY", "check a checkpoint; --data re-reads every byte"),
+    "diff": Entry("titan_ckpt.commands:DIFF", "compare two checkpoints"),
+    "reshard": Entry("titan_ckpt.commands:RESHARD", "rewrite a checkpoint for another mesh, without GPUs"),
+    "cp": Entry("titan_ckpt.commands:CP", "mirror a checkpoint to another store, verified"),
+    "prune": Entry("titan_ckpt.commands:PRUNE", "delete old checkpoints by a policy; previews unless --yes"),
+    "convert": Entry("titan_ckpt.converters.cli:CONVERT", "convert from and to Hugging Face"),
+    "debug": Entry("titan_ckpt.debug.cli:DEBUG", "name the rank and line at fault in a hung or dead job"),
+    "tui": Entry("titan_ckpt.tui.cli:TUI", "browse hangs, checkpoints and training in the terminal"),
+}
+
+EPILOG = """\
+examples:
+  titan-ckpt train configs/tiny.toml --set save.url=s3://bucket/run
+  titan-ckpt reshard s3://bucket/run@1200 s3://bucket/run-64 --mesh pp=2,dp_shard=8,tp=4
+  titan-ckpt convert to-hf s3://bucket/run@1200 ./my-model --dtype bfloat16
+  titan-ckpt debug s3://bucket/run
+
+URL@STEP names a checkpoint; a bare run URL names its newest committed one.
+exit codes: 0 fine, 1 a finding, 2 usage or config, 3 the operation failed, 130 interrupted
+"""
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser; only command `only` is loaded and given its arguments (all of them when None)."""
+    parser = argparse.ArgumentParser(
+        prog="titan-ckpt",
+        description="Train, reshard, convert and debug with checkpoints at the centre.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log at INFO to stderr")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, entry in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name,
+            help=entry.help,
+            description=entry.help[0].upper() + entry.help[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if only is None or only == name:
+            command = load_command(name)
+            command.configure(subparser)
+            subparser.set_defaults(run=command.run)
+    return parser
+
+
+def load_command(name: str) -> Command:
+    """Import the room that owns `name`; a library it lacks becomes the pip command that brings it."""
+    module_name, attribute = COMMANDS[name].target.split(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, f"`titan-ckpt {name}`") from error
+    command = getattr(module, attribute)
+    assert isinstance(command, Command)
+    return command
+
+
+_EXTRA_OF = {
+    "torch": "torch", "torchao": "train", "tokenizers": "train", "tensorboard": "train",
+    "transformers": "hf", "safetensors": "hf", "s3fs": "s3", "botocore": "s3",
+}  # fmt: skip
+
+
+def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:
+    """The error to raise for a failed import: MissingExtraError if an extra brings the library, else `error` itself."""
+    library = (error.name or "").partition(".")[0]
+    return MissingExtraError(library, _EXTRA_OF[library], what) if library in _EXTRA_OF else error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; every TitanError becomes its text on stderr and its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = "--traceback" in arguments
+    name = next((a for a in arguments if a in COMMANDS), "")
+    try:
+        namespace = build_parser(only=name).parse_args(arguments)
+        logging.basicConfig(
+            level=logging.INFO if namespace.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+        )
+        return int(namespace.run(namespace))
+    except ModuleNotFoundError as error:
+        return _fail(missing_extra(error, f"`titan-ckpt {name}`"), show_traceback)
+    except TitanError as error:
+        return _fail(error, show_traceback)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _fail(error: Exception, show_traceback: bool) -> int:
+    if not isinstance(error, TitanError):
+        raise error
+    if show_traceback:
+        traceback.print_exception(error)
+    else:
+        sys.stderr.write(f"titan-ckpt: error: {error}\n")
+    return error.exit_code

@@ -1,0 +1,385 @@
+"""One small protocol over every place that holds bytes: local disk, memory, S3, and any other fsspec scheme.
+
+A `path` is relative to the store's URL and never leaves it. A write is visible whole or not at all, and a local write is
+on the disk (file and folder fsynced) when it returns. Transient failures are retried here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import random
+import secrets
+import shutil
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from titan_ckpt.errors import (
+    AlreadyExistsError,
+    ConditionFailedError,
+    NotFoundError,
+    PermissionDeniedError,
+    StoreError,
+    TransientStoreError,
+)
+from titan_ckpt.location import check_relative, local_path, normalise, redact, scheme
+
+log = logging.getLogger(__name__)
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+T = TypeVar("T")
+TEMPORARY_PREFIX = ".tmp-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One stored object. `version` changes whenever its bytes do (an ETag, or a digest for local files)."""
+
+    path: str
+    size_bytes: int
+    modified_s: float
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """Exponential backoff with full jitter, bounded by tries and by a deadline for the whole operation."""
+
+    tries: int = 6
+    first_wait_s: float = 0.1
+    longest_wait_s: float = 5.0
+    deadline_s: float = 120.0
+
+
+def retry(action: Callable[[], T], policy: RetryPolicy, *, what: str, sleep: Callable[[float], None] = time.sleep) -> T:
+    """The result of `action()`, tried again on TransientStoreError only; the last such error when the tries are spent."""
+    give_up_at = time.monotonic() + policy.deadline_s
+    for attempt in range(1, policy.tries + 1):
+        try:
+            return action()
+        except TransientStoreError as error:
+            wait_s = random.uniform(0, min(policy.longest_wait_s, policy.first_wait_s * 2**attempt))
+            if attempt == policy.tries or time.monotonic() + wait_s > give_up_at:
+                raise TransientStoreError(f"{what}: given up after {attempt} tries: {error}") from error
+            log.warning("%s: %s; try %d of %d in %.1f s", what, error, attempt + 1, policy.tries, wait_s)
+            sleep(wait_s)
+    raise AssertionError("unreachable: a retry policy allows at least one try")
+
+
+class Store(ABC):
+    """Bytes under one URL. Thread-safe. `str(store)` is the URL without secrets."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __str__(self) -> str:
+        return redact(self.url)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({redact(self.url)!r})"
+
+    def where(self, path: str) -> str:
+        """`path` as a full URL for messages, without secrets."""
+        return f"{redact(self.url)}/{path}" if path else redact(self.url)
+
+    @abstractmethod
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of `path` from `start`. StoreError if the object ends before that."""
+
+    @abstractmethod
+    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+        """Write `parts` one after another as one object, streamed: memory does not grow with the size.
+
+        An exception from `parts` leaves no object. An object that is there already is replaced whole.
+        """
+
+    @abstractmethod
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
+        """Write a small object only if the one at `path` has `version` (None: only if there is none).
+
+        ConditionFailedError when somebody else was first. Only binding where `honours_conditions()`.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Every object at or below folder `prefix`, in order of path; nothing if there is no such folder."""
+
+    @abstractmethod
+    def folders(self, prefix: str = "") -> list[str]:
+        """Names of the folders directly below folder `prefix`, sorted."""
+
+    @abstractmethod
+    def stat(self, path: str) -> Entry:
+        """NotFoundError if there is no such object."""
+
+    @abstractmethod
+    def delete(self, paths: Iterable[str]) -> None:
+        """Remove objects (those already gone are fine) and, on a file system, folders that this leaves empty."""
+
+    @abstractmethod
+    def honours_conditions(self) -> bool:
+        """Whether `write_if` really refuses on this store; probed once with an object of our own where unknown."""
+
+    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        """`length` bytes from `start`, or all to the end."""
+        size = (self.stat(path).size_bytes - start) if length is None else length
+        buffer = bytearray(max(size, 0))
+        self.read_into(path, start, memoryview(buffer))
+        return bytes(buffer)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is an object at `path`."""
+        try:
+            self.stat(path)
+        except NotFoundError:
+            return False
+        return True
+
+
+def open_store(url: str, *, retry_policy: RetryPolicy | None = None, **options: Any) -> Store:
+    """The store for `url`, chosen by scheme; `options` go to the fsspec file system (secrets belong in its own config).
+
+    `file` and plain paths, `s3` and `s3a` have backends of their own; every other scheme is what fsspec knows.
+    """
+    url = normalise(url)
+    policy = retry_policy or RetryPolicy()
+    if scheme(url) == "file":
+        return FileStore(url)
+    if scheme(url) in ("s3", "s3a"):
+        from titan_ckpt.store_s3 import S3Store  # botocore is an extra and slow to import
+
+        return S3Store(url, policy, **options)
+    from titan_ckpt.store_fsspec import FsspecStore  # fsspec costs 0.1 s, which `debug` on local files need not pay
+
+    return FsspecStore(url, policy, **options)
+
+
+def probe_conditions(store: Store) -> bool:
+    """Write an object of our own twice with "only if absent": True when the second write is refused."""
+    path = f".probe-{secrets.token_hex(8)}"
+    store.write_if(path, b"probe", version=None)
+    try:
+        store.write_if(path, b"probe", version=None)
+    except ConditionFailedError:
+        return True
+    finally:
+        store.delete([path])
+    log.warning("%s ignores conditional writes: two jobs that commit the same step at once cannot be told apart", store)
+    return False
+
+
+class FileStore(Store):
+    """A local or mounted POSIX file system."""
+
+    _lock = threading.Lock()
+
+    def __init__(self, url: str) -> None:
+        super().__init__(normalise(url))
+        self._root = local_path(self.url)
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self._root, check_relative(path)) if path else self._root
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        view = buffer.cast("B")
+        with _os_errors(self.where(path)), open(self._full(path), "rb", buffering=0) as file:
+            done = 0
+            while done < len(view):
+                count = os.preadv(file.fileno(), [view[done:]], start + done)
+                if count == 0:
+                    raise StoreError(
+                        f"{self.where(path)}: ends at byte {start + done}; {len(view)} bytes from {start} were asked for"
+                    )
+                done += count
+
+    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+        target = self._full(path)
+        return self._publish(path, parts, lambda temporary: os.replace(temporary, target))
+
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
+        target = self._full(path)
+
+        def create(temporary: str) -> None:
+            try:
+                os.link(temporary, target)
+            except FileExistsError as error:
+                raise ConditionFailedError(f"{self.where(path)}: exists already") from error
+            os.unlink(temporary)
+
+        def replace(temporary: str) -> None:
+            with FileStore._lock, _exclusive_lock(f"{os.path.dirname(target)}/{TEMPORARY_PREFIX}lock"):
+                if not self.exists(path) or self.stat(path).version != version:
+                    raise ConditionFailedError(f"{self.where(path)}: was changed by somebody else")
+                os.replace(temporary, target)
+
+        return self._publish(path, [data], create if version is None else replace)
+
+    def _publish(self, path: str, parts: Iterable[Buffer], publish: Callable[[str], None]) -> Entry:
+        target = self._full(path)
+        folder, name = os.path.split(target)
+        temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{name}-{secrets.token_hex(6)}")
+        with _os_errors(self.where(path)):
+            _make_folders(folder)
+            try:
+                with open(temporary, "wb", buffering=0) as file:
+                    for part in parts:
+                        _write_all(file.fileno(), memoryview(part).cast("B"))
+                    os.fsync(file.fileno())
+                publish(temporary)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+            _fsync_folder(folder)
+        return self.stat(path)
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        root = self._full(prefix)
+        for folder, subfolders, names in os.walk(root):
+            subfolders.sort()
+            for name in sorted(names):
+                if name.startswith(TEMPORARY_PREFIX):
+                    continue
+                full = os.path.join(folder, name)
+                try:
+                    yield self.stat(os.path.relpath(full, self._root))
+                except NotFoundError:
+                    continue
+
+    def folders(self, prefix: str = "") -> list[str]:
+        try:
+            with os.scandir(self._full(prefix)) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def stat(self, path: str) -> Entry:
+        full = self._full(path)
+        with _os_errors(self.where(path)):
+            info = os.stat(full)
+            if not os.path.isfile(full):
+                raise NotFoundError(f"{self.where(path)}: not a file")
+        version = f"{info.st_ino:x}-{info.st_mtime_ns:x}-{info.st_size:x}"
+        return Entry(path=path, size_bytes=info.st_size, modified_s=info.st_mtime, version=version)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        touched = set()
+        for path in paths:
+            full = self._full(path)
+            with _os_errors(self.where(path)):
+                Path(full).unlink(missing_ok=True)
+            touched.add(os.path.dirname(full))
+        for folder in sorted(touched, key=len, reverse=True):
+            self._remove_empty(folder)
+
+    def _remove_empty(self, folder: str) -> None:
+        while folder.startswith(self._root + os.sep):
+            lock_file = Path(folder, f"{TEMPORARY_PREFIX}lock")
+            try:
+                if os.listdir(folder) == [lock_file.name]:
+                    lock_file.unlink(missing_ok=True)
+                os.rmdir(folder)
+            except OSError:
+                return
+            folder = os.path.dirname(folder)
+
+    def honours_conditions(self) -> bool:
+        return True
+
+    def free_bytes(self) -> int:
+        """Bytes free on the disk that holds this store."""
+        folder = self._root
+        while not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        return shutil.disk_usage(folder).free
+
+
+def digest_version(data: Buffer) -> str:
+    """A version for a small object on a store that has no ETags."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+class _os_errors:  # noqa: N801  (a context manager reads as a verb)
+    """Turn OSError into the store's errors, with the URL."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
+        if not isinstance(error, OSError):
+            return
+        text = f"{self._where}: {error.strerror or error}"
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise NotFoundError(f"{self._where}: no such file or folder") from error
+        if isinstance(error, FileExistsError):
+            raise AlreadyExistsError(text) from error
+        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            raise PermissionDeniedError(text) from error
+        raise StoreError(text) from error
+
+
+class _exclusive_lock:  # noqa: N801
+    """An advisory lock between processes on one machine, held while a file is compared and replaced."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        import fcntl  # POSIX only, like this class
+
+        self._file = open(self._path, "a")  # noqa: SIM115  (closed in __exit__)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        done += os.write(descriptor, view[done:])
+
+
+def _make_folders(folder: str) -> None:
+    """Create `folder` and fsync every parent that gained an entry, so that a crash cannot lose the path."""
+    missing = []
+    while not os.path.isdir(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    for path in reversed(missing):
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
+        _fsync_folder(os.path.dirname(path))
+
+
+def _fsync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+__all__ = [
+    "Buffer",
+    "Entry",
+    "FileStore",
+    "RetryPolicy",
+    "Store",
+    "digest_version",
+    "open_store",
+    "probe_conditions",
+    "retry",
+]
