@@ -108,12 +108,12 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Every object at or below folder `prefix`, in order of path; nothing if there is no such folder."""
-
-    @abstractmethod
     def folders(self, prefix: str = "") -> list[str]:
         """Names of the folders directly below folder `prefix`, sorted."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Every object at or below folder `prefix`, in order of path; nothing if there is no such folder."""
 
     @abstractmethod
     def stat(self, path: str) -> Entry:
@@ -239,6 +239,13 @@ class FileStore(Store):
             _fsync_folder(folder)
         return self.stat(path)
 
+    def folders(self, prefix: str = "") -> list[str]:
+        try:
+            with os.scandir(self._full(prefix)) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
     def list(self, prefix: str = "") -> Iterator[Entry]:
         root = self._full(prefix)
         for folder, subfolders, names in os.walk(root):
@@ -251,13 +258,6 @@ class FileStore(Store):
                     yield self.stat(os.path.relpath(full, self._root))
                 except NotFoundError:
                     continue
-
-    def folders(self, prefix: str = "") -> list[str]:
-        try:
-            with os.scandir(self._full(prefix)) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
 
     def stat(self, path: str) -> Entry:
         full = self._full(path)
@@ -336,7 +336,7 @@ class _exclusive_lock:  # noqa: N801
     def __enter__(self) -> None:
         import fcntl  # POSIX only, like this class
 
-        self._file = open(self._path, "a")  # noqa: SIM115  (closed in __exit__)
+        self._file = open(self._path, "a")
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def __exit__(self, *_: object) -> None:

@@ -1,0 +1,58 @@
+"""Names of the files and folders of a run; the on-disk contract is docs/format.md."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+
+COMMIT = "COMMIT.json"
+MANIFEST = "manifest.json"
+DIGESTS = "digests.bin"
+METADATA = ".metadata"
+LOGS = "logs"
+DEBUG = "debug"
+ASSETS = "assets"
+
+_STEP = re.compile(r"step-(\d{8,})")
+_ATTEMPT = re.compile(r"a-\d{8}T\d{6}Z-[0-9a-f]{8}")
+_DATA_FILE = re.compile(r"(?:\.\./step-\d{8,}/)?a-\d{8}T\d{6}Z-[0-9a-f]{8}/__\d+_\d+\.distcp")
+
+
+def step_folder(step: int) -> str:
+    """The folder of a step.
+
+    >>> step_folder(1200)
+    'step-00001200'
+    """
+    return f"step-{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a canonical folder name, None for every other name (`step-1200`, `step-00001200-keep`).
+
+    >>> parse_step("step-00001200"), parse_step("step-1200"), parse_step("step-00001200-keep")
+    (1200, None, None)
+    """
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match and step_folder(int(match.group(1))) == name else None
+
+
+def new_attempt(now_s: float | None = None) -> str:
+    """A folder name for one save attempt: its UTC start, which ages garbage, and 32 random bits."""
+    return time.strftime("a-%Y%m%dT%H%M%SZ-", time.gmtime(now_s)) + secrets.token_hex(4)
+
+
+def is_attempt(name: str) -> bool:
+    """Whether `name` is a folder that a save attempt made."""
+    return _ATTEMPT.fullmatch(name) is not None
+
+
+def data_file(attempt: str, rank: int, number: int = 0) -> str:
+    """Path of a data file relative to the step's folder, in DCP's naming."""
+    return f"{attempt}/__{rank}_{number}.distcp"
+
+
+def is_data_file(path: str) -> bool:
+    """Whether `path` may stand in a manifest: a data file of this step, or of another step of the same run."""
+    return _DATA_FILE.fullmatch(path) is not None

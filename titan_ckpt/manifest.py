@@ -1,0 +1,280 @@
+"""`manifest.json`: the JSON form of `Manifest`, strict both ways. The contract is docs/format.md.
+
+Columns of the chunk table are plain lists while they are short, so that a person can read the file; longer ones are
+`{"count": n, "zstd": base64}` of the little-endian int64 differences, which shrink to almost nothing where ranks repeat.
+Digests are base64 in the manifest; past `MAX_INLINE_DIGESTS` they stand beside it in `digests.bin`, 16 bytes a chunk.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import numpy as np
+import xxhash
+import zstandard
+
+from titan_ckpt.errors import ConfigError, DamagedError, UnsafeContentError
+from titan_ckpt.index import (
+    DIGEST_BYTES,
+    ELEMENT_SIZE,
+    ChunkTable,
+    FileEntry,
+    Int64s,
+    Manifest,
+    ObjectEntry,
+    TensorEntry,
+)
+from titan_ckpt.layout import DIGESTS, is_attempt, is_data_file
+from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.placement import Placements, Shard
+
+FORMAT = "titan-ckpt"
+VERSION = 1
+MAX_PLAIN_VALUES = 4096
+MAX_INLINE_DIGESTS = 100_000
+MAX_COLUMN_VALUES = 1 << 28
+_INT_COLUMNS = (
+    "file", "offset", "length", "payload_offset", "payload_length", "codec", "box_offsets", "box_sizes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedManifest:
+    """What to store: the JSON text and, for large checkpoints, the digest table that goes beside it."""
+
+    manifest: bytes
+    digests: bytes | None
+
+
+def digest(data: bytes | bytearray | memoryview) -> bytes:
+    """xxh3-128 of `data`, 16 bytes, big-endian as the reference prints it."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def encode_manifest(manifest: Manifest) -> EncodedManifest:
+    """The files that say what `manifest` says."""
+    table: list[Placements | None] = []
+    rows = [_encode_tensor(tensor, table) for tensor in manifest.tensors]
+    digests = manifest.chunks.digests
+    beside = digests is not None and len(manifest.chunks) > MAX_INLINE_DIGESTS
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "kind": manifest.kind,
+        "created": manifest.created,
+        "versions": dict(manifest.versions),
+        "mesh": None if manifest.mesh is None else dict(manifest.mesh.items()),
+        "pipeline": manifest.pipeline,
+        "training": manifest.training,
+        "config": manifest.config,
+        "assets": dict(manifest.assets),
+        "user": manifest.user,
+        "placements": [None if p is None else [[axes, shard.dim] for axes, shard in p.items()] for p in table],
+        "tensors": rows,
+        "codecs": list(manifest.codecs),
+        "chunks": {name: _encode_column(getattr(manifest.chunks, name)) for name in _INT_COLUMNS},
+        "digests": _encode_digests(digests, beside),
+        "objects": [
+            {"fqn": o.fqn, "file": o.file, "offset": o.offset, "length": o.length, "digest": _hex(o.digest)}
+            for o in manifest.objects
+        ],
+        "files": [{"path": f.path, "size": f.size_bytes, "digest": _hex(f.digest)} for f in manifest.files],
+    }
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    return EncodedManifest(manifest=text, digests=digests if beside else None)
+
+
+def decode_manifest(data: bytes, *, where: str) -> Manifest:
+    """The manifest in `data`; digests that stand beside it are left out (see `digests_beside`).
+
+    Raises DamagedError for anything that is not a manifest of a version we know, UnsafeContentError for paths that leave the run.
+    """
+    content = _parse(data, where)
+    try:
+        return _decode(content, where)
+    except (KeyError, TypeError, ValueError, IndexError, zstandard.ZstdError, ConfigError) as error:
+        raise DamagedError(f"{where}: not a valid manifest: {type(error).__name__}: {error}") from error
+
+
+def digests_beside(data: bytes) -> str | None:
+    """Hex digest of the `digests.bin` that belongs to this manifest, None where the digests stand in the manifest."""
+    digests = json.loads(data)["digests"]
+    return digests["xxh3_128"] if isinstance(digests, dict) else None
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise DamagedError(f"{where}: not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DamagedError(f"{where}: not a titan-ckpt manifest")
+    if content.get("version") != VERSION:
+        raise DamagedError(
+            f"{where}: format version {content.get('version')!r}; this release reads version {VERSION}: upgrade titan-ckpt"
+        )
+    return content
+
+
+def _decode(content: Mapping[str, Any], where: str) -> Manifest:
+    placements = [None if p is None else {axes: Shard(dim) for axes, dim in p} for p in content["placements"]]
+    files = tuple(
+        FileEntry(path=_safe_path(f["path"], where), size_bytes=int(f["size"]), digest=_unhex(f["digest"]))
+        for f in content["files"]
+    )
+    tensors = _decode_tensors(content["tensors"], placements)
+    if not is_attempt(content["attempt"]):
+        raise UnsafeContentError(f"{where}: attempt {content['attempt']!r} is not a name that a save makes")
+    columns = {name: _decode_column(content["chunks"][name]) for name in _INT_COLUMNS}
+    manifest = Manifest(
+        step=int(content["step"]),
+        attempt=content["attempt"],
+        kind=content["kind"],
+        created=content["created"],
+        versions=content["versions"],
+        mesh=None if content["mesh"] is None else MeshSpec.of(content["mesh"]),
+        pipeline=content["pipeline"],
+        tensors=tensors,
+        chunks=ChunkTable(**columns, digests=_decode_digests(content["digests"])),
+        codecs=tuple(content["codecs"]),
+        objects=tuple(
+            ObjectEntry(
+                fqn=o["fqn"],
+                file=_safe_path(o["file"], where),
+                offset=int(o["offset"]),
+                length=int(o["length"]),
+                digest=_unhex(o["digest"]),
+            )
+            for o in content["objects"]
+        ),
+        files=files,
+        training=content["training"],
+        config=content["config"],
+        assets=content["assets"],
+        user=content["user"],
+    )
+    _check(manifest, where)
+    return manifest
+
+
+def _check(manifest: Manifest, where: str) -> None:
+    """Refuse a manifest whose parts contradict each other, before anything trusts an offset of it."""
+    table, sizes = manifest.chunks, np.array([f.size_bytes for f in manifest.files] or [0], dtype=np.int64)
+    rows = sum(t.num_chunks for t in manifest.tensors)
+    coordinates = sum(t.num_chunks * len(t.global_shape) for t in manifest.tensors)
+    for name in _INT_COLUMNS:
+        found = len(getattr(table, name))
+        if found != (coordinates if name.startswith("box_") else rows):
+            _damaged(where, f"column {name!r} has {found} values")
+    if table.digests is not None and len(table.digests) != rows * DIGEST_BYTES:
+        _damaged(where, f"{len(table.digests)} bytes of digests for {rows} chunks")
+    if rows == 0:
+        return
+    if min(int(getattr(table, name).min(initial=0)) for name in _INT_COLUMNS) < 0:
+        _damaged(where, "a negative number in the chunk table")
+    if int(table.file.max()) >= len(manifest.files) or int(table.codec.max()) >= len(manifest.codecs):
+        _damaged(where, "a chunk names a file or codec that is not listed")
+    if bool((table.offset + table.length > sizes[table.file]).any()):
+        _damaged(where, "a chunk reaches past the end of its file")
+    if bool((table.payload_offset + table.payload_length > table.length).any()):
+        _damaged(where, "a chunk's payload reaches past its blob")
+    for tensor in manifest.tensors:
+        offsets, box_sizes = manifest.boxes(tensor)
+        if bool((offsets + box_sizes > np.array(tensor.global_shape, dtype=np.int64)).any()):
+            _damaged(where, f"{tensor.fqn}: a chunk lies outside the global shape {tensor.global_shape}")
+
+
+def _damaged(where: str, text: str) -> NoReturn:
+    raise DamagedError(f"{where}: {text}: the manifest is damaged")
+
+
+def _encode_tensor(tensor: TensorEntry, table: list[Placements | None]) -> dict[str, Any]:
+    items = None if tensor.placements is None else list(tensor.placements.items())
+    known = [None if p is None else list(p.items()) for p in table]
+    if items not in known:
+        table.append(tensor.placements)
+        known.append(items)
+    row = {
+        "fqn": tensor.fqn,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.global_shape),
+        "placement": known.index(items),
+        "chunks": tensor.num_chunks,
+    }
+    return row if tensor.stages is None else row | {"stages": list(tensor.stages)}
+
+
+def _decode_tensors(rows: list[dict[str, Any]], placements: list[Any]) -> tuple[TensorEntry, ...]:
+    tensors, first = [], 0
+    for row in rows:
+        if row["dtype"] not in ELEMENT_SIZE:
+            raise ValueError(f"{row['fqn']}: unknown dtype {row['dtype']!r}")
+        tensors.append(
+            TensorEntry(
+                fqn=row["fqn"],
+                dtype=row["dtype"],
+                global_shape=tuple(int(n) for n in row["shape"]),
+                placements=placements[row["placement"]],
+                stages=tuple(row["stages"]) if "stages" in row else None,
+                first_chunk=first,
+                num_chunks=int(row["chunks"]),
+            )
+        )
+        first += int(row["chunks"])
+    if any(a.fqn >= b.fqn for a, b in pairwise(tensors)):
+        raise ValueError("tensors are not in order of name, or one is listed twice")
+    return tuple(tensors)
+
+
+def _encode_column(values: Int64s) -> list[int] | dict[str, Any]:
+    if len(values) <= MAX_PLAIN_VALUES:
+        return [int(v) for v in values]
+    differences = np.diff(values, prepend=np.int64(0)).astype("<i8")
+    packed = zstandard.ZstdCompressor(level=3).compress(differences.tobytes())
+    return {"count": len(values), "zstd": base64.b64encode(packed).decode("ascii")}
+
+
+def _decode_column(column: list[int] | dict[str, Any]) -> Int64s:
+    if isinstance(column, list):
+        return np.array(column, dtype=np.int64)
+    count = int(column["count"])
+    if not 0 <= count <= MAX_COLUMN_VALUES:
+        raise ValueError(f"a column of {count} values")
+    packed = base64.b64decode(column["zstd"], validate=True)
+    raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=count * 8)
+    if len(raw) != count * 8:
+        raise ValueError(f"a column has {len(raw)} bytes for {count} values")
+    return np.cumsum(np.frombuffer(raw, dtype="<i8"), dtype=np.int64)
+
+
+def _encode_digests(digests: bytes | None, beside: bool) -> str | dict[str, str] | None:
+    if digests is None:
+        return None
+    if beside:
+        return {"file": DIGESTS, "xxh3_128": digest(digests).hex()}
+    return base64.b64encode(digests).decode("ascii")
+
+
+def _decode_digests(value: str | dict[str, str] | None) -> bytes | None:
+    return base64.b64decode(value, validate=True) if isinstance(value, str) else None
+
+
+def _safe_path(path: str, where: str) -> str:
+    if not is_data_file(path):
+        raise UnsafeContentError(f"{where}: {path!r} is not the name of a data file of this run")
+    return path
+
+
+def _hex(value: bytes | None) -> str | None:
+    return None if value is None else value.hex()
+
+
+def _unhex(value: str | None) -> bytes | None:
+    return None if value is None else bytes.fromhex(value)

@@ -1,0 +1,108 @@
+"""A mesh of ranks with named axes, pure arithmetic.
+
+Ranks are numbered as torch's `init_device_mesh` does: `arange(world).view(degrees)`, the last axis fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from titan_ckpt.errors import ConfigError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+FOLD = "+"
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSpec:
+    """Degrees of all of `AXES`, in that order; an axis that is not named has degree 1."""
+
+    degrees: tuple[int, ...] = (1,) * len(AXES)
+
+    @staticmethod
+    def of(degrees: Mapping[str, int]) -> MeshSpec:
+        """The mesh with these degrees.
+
+        >>> MeshSpec.of({"tp": 2, "pp": 4}).world_size
+        8
+        """
+        for axis, degree in degrees.items():
+            if axis not in AXES:
+                raise ConfigError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
+            if not isinstance(degree, int) or degree < 1:
+                raise ConfigError(f"mesh axis {axis}: degree {degree!r} is not a positive whole number")
+        return MeshSpec(tuple(degrees.get(axis, 1) for axis in AXES))
+
+    @staticmethod
+    def parse(text: str) -> MeshSpec:
+        """The mesh written as `axis=degree,...`; the empty text and `1` are a single rank.
+
+        >>> str(MeshSpec.parse("tp=4,pp=2"))
+        'pp=2,tp=4'
+        """
+        degrees: dict[str, int] = {}
+        for item in [] if text.strip() in ("", "1") else text.split(","):
+            axis, _, degree = (part.strip() for part in item.partition("="))
+            if not degree.isdigit():
+                raise ConfigError(
+                    f"mesh {text!r}: {item.strip()!r} is not axis=degree; write for example pp=2,dp_shard=4,tp=2"
+                )
+            if axis in degrees:
+                raise ConfigError(f"mesh {text!r}: axis {axis!r} is given twice")
+            degrees[axis] = int(degree)
+        return MeshSpec.of(degrees)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return prod(self.degrees)
+
+    def degree(self, axes: str) -> int:
+        """Size of an axis, or of several folded into one such as `dp_shard+cp`."""
+        return prod(self.degrees[_position(axis)] for axis in axes.split(FOLD))
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on each axis."""
+        place = {}
+        for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
+            rank, place[axis] = divmod(rank, degree)
+        return {axis: place[axis] for axis in AXES}
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at `coordinate`; axes left out are 0."""
+        rank = 0
+        for axis, degree in zip(AXES, self.degrees, strict=True):
+            rank = rank * degree + coordinate.get(axis, 0)
+        return rank
+
+    def fold(self, axes: str, coordinate: Mapping[str, int]) -> int:
+        """Position on an axis, or on several folded into one (row-major in the order they are named)."""
+        index = 0
+        for axis in axes.split(FOLD):
+            index = index * self.degrees[_position(axis)] + coordinate[axis]
+        return index
+
+    def items(self) -> Iterator[tuple[str, int]]:
+        """(axis, degree) for the axes that have more than one rank."""
+        return ((axis, degree) for axis, degree in zip(AXES, self.degrees, strict=True) if degree > 1)
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={degree}" for axis, degree in self.items()) or "1"
+
+
+def _position(axis: str) -> int:
+    try:
+        return AXES.index(axis)
+    except ValueError:
+        raise ConfigError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}") from None
+
+
+def format_coordinate(coordinate: Mapping[str, int], axes: Iterable[str] = AXES) -> str:
+    """A coordinate for logs.
+
+    >>> format_coordinate({"dp_shard": 1, "tp": 0}, ["dp_shard", "tp"])
+    'dp_shard1 tp0'
+    """
+    return " ".join(f"{axis}{coordinate[axis]}" for axis in axes)
