@@ -1,0 +1,123 @@
+"""The commit: the one small file whose presence makes a checkpoint exist, and the order in which files become visible.
+
+Data first, then `manifest.json` (and `digests.bin`), then `.metadata` for plain DCP readers, then `COMMIT.json`. Each write is
+whole and durable when it returns, so whatever the moment of a crash, COMMIT names files that are all there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ckpt.errors import ConditionFailedError, DamagedError, NotCommittedError, NotFoundError, UnsafeContentError
+from titan_ckpt.index import Manifest
+from titan_ckpt.layout import COMMIT, DIGESTS, MANIFEST, METADATA, is_attempt, step_folder
+from titan_ckpt.manifest import digest, encode_manifest
+from titan_ckpt.store import Store
+
+FORMAT = "titan-ckpt-commit"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """What COMMIT.json says. `version` is the store's version of that object, for a later conditional write."""
+
+    step: int
+    attempt: str
+    kind: str
+    created: str
+    size_bytes: int
+    mesh: str
+    manifest_size: int
+    manifest_digest: str
+    metadata_digest: str
+    version: str
+
+
+def commit_path(step: int) -> str:
+    """Path of a step's COMMIT, relative to the run."""
+    return f"{step_folder(step)}/{COMMIT}"
+
+
+def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces: Commit | None) -> Commit:
+    """Make a checkpoint exist whose data files are all written.
+
+    `replaces` is the commit that was there when the save began (None: there was none). ConditionFailedError when another
+    job committed this step meanwhile; where the store cannot tell (`Store.honours_conditions`), the last writer wins.
+    """
+    folder = step_folder(manifest.step)
+    encoded = encode_manifest(manifest)
+    store.write(f"{folder}/{manifest.attempt}/{MANIFEST}", [encoded.manifest])
+    if encoded.digests is not None:
+        store.write(f"{folder}/{manifest.attempt}/{DIGESTS}", [encoded.digests])
+    store.write(f"{folder}/{METADATA}", [metadata])
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "kind": manifest.kind,
+        "created": manifest.created,
+        "size_bytes": manifest.size_bytes,
+        "mesh": "" if manifest.mesh is None else str(manifest.mesh),
+        "manifest": {"size": len(encoded.manifest), "xxh3_128": digest(encoded.manifest).hex()},
+        "metadata": {"size": len(metadata), "xxh3_128": digest(metadata).hex()},
+    }
+    path = commit_path(manifest.step)
+    data = json.dumps(content, indent=1).encode()
+    try:
+        entry = store.write_if(path, data, version=None if replaces is None else replaces.version)
+    except ConditionFailedError as error:
+        raise ConditionFailedError(
+            f"{store.where(path)}: another job committed step {manifest.step} while this one was saving it; this save "
+            f"(attempt {manifest.attempt}) was not made visible. Stop one of the two jobs, or give them different URLs."
+        ) from error
+    return _decode(content, version=entry.version, where=store.where(path))
+
+
+def read_commit(store: Store, step: int) -> Commit:
+    """The commit of `step`. NotCommittedError if there is none, DamagedError if it cannot be understood."""
+    path = commit_path(step)
+    try:
+        entry = store.stat(path)
+        data = store.read(path, 0, entry.size_bytes)
+    except NotFoundError as error:
+        raise NotCommittedError(f"{store.where(step_folder(step))} is not committed: it has no {COMMIT}") from error
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise DamagedError(f"{store.where(path)}: not JSON: {error}") from error
+    return _decode(content, version=entry.version, where=store.where(path))
+
+
+def find_commit(store: Store, step: int) -> Commit | None:
+    """The commit of `step`, None when there is none."""
+    try:
+        return read_commit(store, step)
+    except NotCommittedError:
+        return None
+
+
+def _decode(content: Any, *, version: str, where: str) -> Commit:
+    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise DamagedError(f"{where}: not a commit of format version {VERSION}")
+    try:
+        commit = Commit(
+            step=int(content["step"]),
+            attempt=str(content["attempt"]),
+            kind=str(content["kind"]),
+            created=str(content["created"]),
+            size_bytes=int(content["size_bytes"]),
+            mesh=str(content["mesh"]),
+            manifest_size=int(content["manifest"]["size"]),
+            manifest_digest=str(content["manifest"]["xxh3_128"]),
+            metadata_digest=str(content["metadata"]["xxh3_128"]),
+            version=version,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{where}: {type(error).__name__}: {error}: the commit is damaged") from error
+    if not is_attempt(commit.attempt):
+        raise UnsafeContentError(f"{where}: attempt {commit.attempt!r} is not a name that a save makes")
+    return commit
