@@ -17,7 +17,7 @@ import numpy as np
 from titan_ckpt.errors import DamagedError, UnsafeContentError
 from titan_ckpt.index import ELEMENT_SIZE, RAW, ChunkTable, FileEntry, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.location import check_relative
-from titan_ckpt.pickle_codes import INT, get, get_global, put, text, tuple_of
+from titan_ckpt.pickle_codes import INT, POP, get, get_global, put, text, tuple_of
 from titan_ckpt.placement import Box, Shape
 
 FOREIGN_ATTEMPT = "a-19700101T000000Z-00000000"
@@ -26,18 +26,23 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
 
 class _Writer:
-    """Pickle opcodes of one Metadata record; classes, dtypes, names and paths are remembered once."""
+    """Pickle opcodes of one Metadata record; classes, dtypes, names and paths are said once, in a preamble, then referred to."""
 
     def __init__(self) -> None:
         self._memo: dict[bytes, int] = {}
+        self._preamble: list[bytes] = []
 
     def once(self, opcodes: bytes) -> bytes:
-        """`opcodes` the first time, a reference to their value after that."""
+        """A reference to the value of `opcodes`, which the preamble makes and remembers."""
         index = self._memo.get(opcodes)
-        if index is not None:
-            return get(index)
-        self._memo[opcodes] = len(self._memo)
-        return opcodes + put(len(self._memo) - 1)
+        if index is None:
+            index = self._memo[opcodes] = len(self._memo)
+            self._preamble.append(opcodes + put(index) + POP)
+        return get(index)
+
+    def finish(self, body: bytes) -> bytes:
+        """The whole pickle."""
+        return b"\x80\x02" + b"".join(self._preamble) + body + b"."
 
     def text(self, value: str) -> bytes:
         return self.once(text(value))
@@ -84,7 +89,7 @@ def dcp_metadata(manifest: Manifest, *, paths: Mapping[str, tuple[str, ...]] | N
             "version": writer.text("1.0.0"),
         },
     )
-    return b"\x80\x02" + body + b"."
+    return writer.finish(body)
 
 
 def _tensor_record(writer: _Writer, manifest: Manifest, tensor: TensorEntry) -> bytes:
@@ -179,7 +184,7 @@ class _Reader(pickle.Unpickler):
             f"{self._where}: asks for {module}.{name}, which DCP's own index never needs; it was not loaded"
         )
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, _pid: Any) -> Any:
         raise UnsafeContentError(f"{self._where}: refers to something outside the file; it was not loaded")
 
 
@@ -221,7 +226,8 @@ def _manifest_of(root: Any, sizes: Mapping[str, int], step: int, where: str) -> 
         if path not in sizes:
             raise DamagedError(f"{where}: data file {path} is missing")
     number = {path: n for n, path in enumerate(paths)}
-    tensors, rows, boxes, objects = [], [], [], []
+    tensors, boxes, objects = [], [], []
+    rows: list[tuple[int, ...]] = []
     for fqn in sorted(root["state_dict_metadata"]):
         entry = root["state_dict_metadata"][fqn]
         if "chunks" not in (getattr(entry, "state", None) or {}):

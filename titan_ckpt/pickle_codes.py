@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import struct
 
+POP = b"0"
+
 
 def INT(value: int) -> bytes:  # noqa: N802  (named like the opcode family)
     """An integer of any size."""
