@@ -70,22 +70,25 @@ def overlaps(a_offsets: Int64s, a_sizes: Int64s, b_offsets: Int64s, b_sizes: Int
 
     A sorted join along the dimension that `a` cuts most, then a filter by the others: near-linear for regular cuts.
     """
-    ndim = a_offsets.shape[1]
-    if ndim == 0:
-        i, j = np.meshgrid(np.arange(len(a_offsets)), np.arange(len(b_offsets)))
-        return i.ravel().astype(np.int64), j.ravel().astype(np.int64)
-    dim = max(range(ndim), key=lambda d: len(np.unique(a_offsets[:, d])))
-    order: Int64s = np.argsort(a_offsets[:, dim], kind="stable").astype(np.int64)
-    starts: Int64s = a_offsets[order, dim]
-    # The running maximum makes the ends searchable where boxes of `a` overlap or differ in length.
-    ends: Int64s = np.maximum.accumulate(starts + a_sizes[order, dim])
-    low = np.searchsorted(ends, b_offsets[:, dim], side="right")
-    high = np.searchsorted(starts, b_offsets[:, dim] + b_sizes[:, dim], side="left")
-    counts = np.maximum(high - low, 0)
-    j = np.repeat(np.arange(len(b_offsets)), counts)
-    first = np.repeat(low - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
-    i: Int64s = order[first + np.arange(len(j))]
+    i, j = _candidates(a_offsets, a_sizes, b_offsets, b_sizes)
     begin = np.maximum(a_offsets[i], b_offsets[j])
     end = np.minimum(a_offsets[i] + a_sizes[i], b_offsets[j] + b_sizes[j])
     keep = (begin < end).all(axis=1)
-    return i[keep].astype(np.int64), j[keep].astype(np.int64)
+    return i[keep], j[keep]
+
+
+def _candidates(a_offsets: Int64s, a_sizes: Int64s, b_offsets: Int64s, b_sizes: Int64s) -> tuple[Int64s, Int64s]:
+    """Pairs that meet along one dimension, the one that `a` cuts most (all pairs of scalars)."""
+    num_a, ndim = a_offsets.shape
+    if ndim == 0:
+        return np.tile(np.arange(num_a), len(b_offsets)), np.repeat(np.arange(len(b_offsets)), num_a)
+    dim = max(range(ndim), key=lambda d: len(np.unique(a_offsets[:, d])))
+    order = np.argsort(a_offsets[:, dim], kind="stable")
+    starts = a_offsets[order, dim]
+    # The running maximum makes the ends searchable where boxes of `a` overlap or differ in length.
+    ends = np.maximum.accumulate((a_offsets[:, dim] + a_sizes[:, dim])[order])
+    low = np.searchsorted(ends, b_offsets[:, dim], side="right")
+    high = np.searchsorted(starts, b_offsets[:, dim] + b_sizes[:, dim], side="left")
+    counts = np.maximum(high - low, 0)
+    first = np.repeat(low - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
+    return order[first + np.arange(len(first))], np.repeat(np.arange(len(b_offsets)), counts)

@@ -1,0 +1,138 @@
+"""Which tensor lives on which pipeline coordinate, from its FQN alone. No torch, no I/O.
+
+A trainer records `PipelineSpec(...).to_dict()` as `SaveOptions.pipeline`, also where `pp` is 1 (so that a later reshard to
+`pp=2` knows how many layers there are); `stage_layers` and `coordinate_of_stage` are there for the trainer to cut by, so that an
+offline reshard and the trainer put every layer in the same place. A mismatch costs locality, never correctness: `load` finds
+every byte wherever it is.
+
+    PipelineSpec(num_layers=32).to_dict()                              one stage per coordinate (GPipe, 1F1B)
+    PipelineSpec(num_layers=32, stages_per_rank=2).to_dict()           interleaved: stage s is on coordinate s % pp
+    PipelineSpec(num_layers=32, stages_per_rank=2, style="v").to_dict()      V-shaped (ZBV, DualPipeV)
+    PipelineSpec(num_layers=4, layers_per_stage=(1, 3)).to_dict()      an uneven split, for that number of stages only
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ckpt.errors import PlanError
+
+LOOP, V = "loop", "v"
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
+_FIRST = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|wte)\.")
+_LAST = re.compile(r"(?:^|\.)(?:norm|lm_head|output|ln_f)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpec:
+    """How layers are dealt to pipeline stages. `layers_per_stage` None: evenly, earlier stages take one more where it is uneven.
+
+    `has_tied_embeddings`: the first stage's embedding is the last stage's head too, so both hold it.
+    """
+
+    num_layers: int
+    stages_per_rank: int = 1
+    style: str = LOOP
+    layers_per_stage: tuple[int, ...] | None = None
+    has_tied_embeddings: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form that a manifest carries."""
+        split = None if self.layers_per_stage is None else list(self.layers_per_stage)
+        return {
+            "num_layers": self.num_layers,
+            "stages_per_rank": self.stages_per_rank,
+            "style": self.style,
+            "layers_per_stage": split,
+            "has_tied_embeddings": self.has_tied_embeddings,
+        }
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Any]) -> PipelineSpec:
+        """The spec that `to_dict` wrote; PlanError for anything else."""
+        try:
+            split = content.get("layers_per_stage")
+            spec = PipelineSpec(
+                num_layers=int(content["num_layers"]),
+                stages_per_rank=int(content.get("stages_per_rank", 1)),
+                style=str(content.get("style", LOOP)),
+                layers_per_stage=None if split is None else tuple(int(n) for n in split),
+                has_tied_embeddings=bool(content.get("has_tied_embeddings", False)),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"pipeline {dict(content)!r} of the source cannot be understood: {error}") from error
+        if spec.style not in (LOOP, V) or (spec.style == V and spec.stages_per_rank != 2):
+            raise PlanError(
+                f"pipeline style {spec.style!r} with {spec.stages_per_rank} stages per rank; known: loop, v (2)"
+            )
+        return spec
+
+
+def stage_layers(num_layers: int, num_stages: int, layers_per_stage: tuple[int, ...] | None = None) -> list[range]:
+    """The layers of each stage.
+
+    >>> stage_layers(5, 2), stage_layers(4, 2, (1, 3))
+    ([range(0, 3), range(3, 5)], [range(0, 1), range(1, 4)])
+    """
+    if num_stages > num_layers:
+        raise PlanError(f"a pipeline of {num_stages} stages does not fit a model of {num_layers} layers: lower pp")
+    base, more = divmod(num_layers, num_stages)
+    counts = layers_per_stage or tuple(base + (stage < more) for stage in range(num_stages))
+    if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 0:
+        raise PlanError(f"layers per stage {list(counts)} do not deal {num_layers} layers to {num_stages} stages")
+    starts = [sum(counts[:stage]) for stage in range(num_stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def coordinate_of_stage(stage: int, pp: int, style: str = LOOP) -> int:
+    """The `pp` coordinate that holds `stage`: round and round, or there and back for the V shape.
+
+    >>> [coordinate_of_stage(s, 2) for s in range(4)], [coordinate_of_stage(s, 2, "v") for s in range(4)]
+    ([0, 1, 0, 1], [0, 1, 1, 0])
+    """
+    turn, place = divmod(stage, pp)
+    return pp - 1 - place if style == V and turn % 2 else place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTable:
+    """Pipeline coordinates by layer, for one degree of `pp`."""
+
+    by_layer: tuple[int, ...]
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    def coordinates(self, fqn: str) -> tuple[int, ...] | None:
+        """The `pp` coordinates that hold `fqn`; None for what belongs to no stage (every coordinate has it).
+
+        >>> stage_table(PipelineSpec(num_layers=4), pp=2).coordinates("model.model.layers.3.mlp.up_proj.weight")
+        (1,)
+        """
+        layer = _LAYER.search(fqn)
+        if layer:
+            index = int(layer.group(1))
+            if index >= len(self.by_layer):
+                raise PlanError(f"{fqn}: layer {index}, but the pipeline was recorded with {len(self.by_layer)} layers")
+            return (self.by_layer[index],)
+        if _FIRST.search(fqn):
+            return self.first
+        return self.last if _LAST.search(fqn) else None
+
+
+def stage_table(spec: PipelineSpec, pp: int) -> StageTable:
+    """Where each layer goes on a mesh with `pp` pipeline coordinates."""
+    num_stages = pp * spec.stages_per_rank
+    split = spec.layers_per_stage
+    layers = stage_layers(spec.num_layers, num_stages, split if split and len(split) == num_stages else None)
+    places = [coordinate_of_stage(stage, pp, spec.style) for stage in range(num_stages)]
+    by_layer = [places[stage] for stage, some in enumerate(layers) for _ in some]
+    first = {places[0], places[-1]} if spec.has_tied_embeddings else {places[0]}
+    return StageTable(by_layer=tuple(by_layer), first=tuple(sorted(first)), last=(places[-1],))
+
+
+def count_layers(fqns: list[str]) -> int:
+    """The number of layers that these names speak of, 0 if none does."""
+    return max((int(match.group(1)) + 1 for fqn in fqns if (match := _LAYER.search(fqn))), default=0)
