@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 from titan_ckpt.commit import Commit, read_commit
 from titan_ckpt.errors import CheckpointError, DamagedError, NotCommittedError, NotFoundError
-from titan_ckpt.index import DIGEST_BYTES, Manifest
+from titan_ckpt.foreign import locate_payload
+from titan_ckpt.index import DIGEST_BYTES, Chunk, Manifest
 from titan_ckpt.layout import ASSETS, DIGESTS, MANIFEST, METADATA, parse_step, step_folder
 from titan_ckpt.location import join, parse_location, redact
 from titan_ckpt.manifest import decode_manifest, digest, digests_beside
@@ -48,6 +49,10 @@ class Checkpoint:
     def path(self, file: str) -> str:
         """A manifest's file as a path of the store; `../step-N/...` reaches another step of the run."""
         return os.path.normpath(f"{self.folder}/{file}") if self.folder else file
+
+    def locate(self, chunk: Chunk) -> Chunk:
+        """`chunk` with its payload's place known; one that others wrote is looked into for it."""
+        return chunk if chunk.payload_offset >= 0 else locate_payload(self.store, self.path(chunk.file), chunk)
 
     def asset(self, name: str) -> bytes:
         """A small file that was saved along (`tokenizer.json`, ...). NotFoundError if there is none of that name."""

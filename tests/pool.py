@@ -1,0 +1,99 @@
+"""A pool of real ranks over gloo: processes that import torch once and then run one function after another.
+
+    with RankPool(4) as pool:
+        results = pool.run(function, argument)     # function(rank, argument) on every rank, results in order of rank
+
+`function` is a module-level function of a test module. An exception on a rank is raised here with its traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 120.0
+
+
+class RankPool:
+    """`world_size` processes that form one gloo process group."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`function(rank, *arguments)` on every rank; their results in order of rank."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        answers = [self._receive(rank) for rank in range(len(self._pipes))]
+        failures = [f"rank {rank}:\n{text}" for rank, (is_fine, text) in enumerate(answers) if not is_fine]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def _receive(self, rank: int) -> Any:
+        if not self._pipes[rank].poll(TIMEOUT_S):
+            self.close()
+            raise AssertionError(f"rank {rank} did not answer in {TIMEOUT_S} s")
+        return self._pipes[rank].recv()
+
+    def close(self) -> None:
+        """End the ranks."""
+        for pipe in self._pipes:
+            if not pipe.closed:
+                pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank),
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = (True, function(rank, *arguments))
+        except BaseException:  # noqa: BLE001  (the test raises it)
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+    os._exit(0)

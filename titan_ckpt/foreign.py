@@ -1,0 +1,103 @@
+"""Inside a blob that others wrote: where the tensor's bytes are. No torch, nothing of the pickle runs.
+
+A blob is what `torch.save(tensor)` writes: a ZIP whose `data.pkl` names storage, offset and strides, and whose `data/0` is the
+storage. Contiguous tensors only, which is what DCP stores.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from dataclasses import replace
+from typing import Any
+
+from titan_ckpt.errors import DamagedError, UnsafeContentError
+from titan_ckpt.index import ELEMENT_SIZE, Chunk
+from titan_ckpt.placement import Shape
+from titan_ckpt.store import Store
+
+_LOCAL_HEADER_BYTES = 30
+
+
+class _Range(io.RawIOBase):
+    """A part of a stored object as a read-only file."""
+
+    def __init__(self, store: Store, path: str, start: int, length: int) -> None:
+        self._store, self._path, self._start, self._length, self._at = store, path, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        rest = max(0, self._length - self._at)
+        size = rest if size is None or size < 0 else min(size, rest)
+        data = self._store.read(self._path, self._start + self._at, size) if size else b""
+        self._at += size
+        return data
+
+
+class _TensorReader(pickle.Unpickler):
+    """Understands the pickle of one tensor: the arguments of `_rebuild_tensor_v2/v3`, as plain values."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return lambda *arguments: arguments
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module in ("torch", "torch.storage") and (name.endswith("Storage") or name in ELEMENT_SIZE):
+            return f"{module}.{name}"
+        raise UnsafeContentError(
+            f"{self._where}: asks for {module}.{name}, which a plain tensor never needs; it was not loaded"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def locate_payload(store: Store, path: str, chunk: Chunk) -> Chunk:
+    """`chunk` with `payload_offset` and `payload_length` read from its blob. DamagedError where that is not a plain tensor."""
+    where = f"{store.where(path)}: {chunk.fqn} at byte {chunk.offset}"
+    try:
+        with zipfile.ZipFile(_Range(store, path, chunk.offset, chunk.length)) as archive:
+            names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            data = names["data/0"]
+            _check_contiguous(_TensorReader(archive.read(names["data.pkl"]), where).load(), chunk.box.sizes, where)
+    except (zipfile.BadZipFile, KeyError, pickle.UnpicklingError, ValueError, EOFError, NotImplementedError) as error:
+        raise DamagedError(f"{where}: not a tensor that torch.save wrote: {type(error).__name__}: {error}") from error
+    header = store.read(path, chunk.offset + data.header_offset, _LOCAL_HEADER_BYTES)
+    name_length, extra_length = struct.unpack_from("<HH", header, 26)
+    start = data.header_offset + _LOCAL_HEADER_BYTES + name_length + extra_length
+    return replace(chunk, payload_offset=start, payload_length=data.file_size)
+
+
+def _check_contiguous(arguments: Any, sizes: Shape, where: str) -> None:
+    """Refuse a stored tensor whose bytes are not the row-major elements of the chunk."""
+    _storage, offset, found, strides = arguments[:4]
+    step, expected = 1, []
+    for size in reversed(found):
+        expected.append(step)
+        step *= max(size, 1)
+    significant = [s for s, size in zip(strides, found, strict=True) if size > 1]
+    wanted = [s for s, size in zip(reversed(expected), found, strict=True) if size > 1]
+    if tuple(found) != sizes or offset != 0 or (significant != wanted and 0 not in found):
+        raise DamagedError(
+            f"{where}: stored with sizes {tuple(found)}, strides {tuple(strides)}, offset {offset}; "
+            f"expected contiguous {sizes}"
+        )

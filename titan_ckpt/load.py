@@ -1,0 +1,347 @@
+"""Loading: ranged reads straight into the destination tensors, any source mesh to any target mesh, under a strict contract."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, UnsafeContentError
+from titan_ckpt.index import DIGEST_BYTES, RAW, Chunk, TensorEntry
+from titan_ckpt.manifest import digest
+from titan_ckpt.placement import Box
+from titan_ckpt.state import DTYPE_NAME, TORCH_DTYPE, as_bytes, describe, flatten, local_part
+
+log = logging.getLogger(__name__)
+Answer = Literal["error", "warn", "allow"]
+SMALL_BYTES = 1 << 20
+GAP_BYTES = 64 << 10
+GROUP_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPolicy:
+    """What to do where checkpoint and state differ. Another global shape is always an error.
+
+    `missing`: the state has it, the checkpoint does not. `extra`: the checkpoint has it, the state does not (judged only below
+    the state's own top-level names). `cast`: another dtype that holds every value; `lossy_cast`: one that may not.
+    `verify` checks the digest of every chunk that is read whole, and reads whole those that are not with `verify="all"`.
+    """
+
+    missing: Answer = "error"
+    extra: Answer = "error"
+    cast: Answer = "error"
+    lossy_cast: Answer = "error"
+    verify: Literal["read", "all", "none"] = "read"
+    threads: int = 8
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What happened. `unverified_bytes` came from chunks of which only a part was read."""
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    cast: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    needed_bytes: int = 0
+    fetched_bytes: int = 0
+    unverified_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """One range of one file, and what to do with its bytes; `target` is filled in place where it can be."""
+
+    path: str
+    start: int
+    length: int
+    target: memoryview | None
+    done: Callable[[memoryview], None]
+
+
+def load(
+    checkpoint: Checkpoint | str, state: MutableMapping[str, Any], *, policy: LoadPolicy | None = None
+) -> LoadReport:
+    """Fill the tensors of `state` in place and replace its other values; each rank reads just what it holds.
+
+    LoadContractError, before anything is read, for a difference that `policy` does not allow; DamagedError for bytes that are
+    not what was saved (the tensors' contents are undefined then).
+    """
+    checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    policy = policy or LoadPolicy()
+    flat = flatten(state)
+    report = LoadReport()
+    _apply_contract(checkpoint, flat.tensors, flat.objects, policy, report)
+    plan = _Plan(checkpoint, policy, report)
+    for fqn in report.loaded:
+        if fqn in flat.tensors:
+            plan.add(checkpoint.manifest.by_fqn[fqn], flat.tensors[fqn])
+    plan.run()
+    for fqn in flat.objects:
+        if fqn in checkpoint.manifest.objects_by_fqn:
+            report.objects[fqn] = read_object(checkpoint, fqn)
+            _replace(state, flat.paths[fqn], report.objects[fqn])
+    return report
+
+
+def read_tensor(checkpoint: Checkpoint, fqn: str, box: Box | None = None) -> torch.Tensor:
+    """A tensor, or the part in `box`, in CPU memory; every chunk it touches is verified. NotFoundError for an unknown name."""
+    entry = checkpoint.manifest.by_fqn.get(fqn)
+    if entry is None:
+        raise NotFoundError(f"{checkpoint}: no tensor {fqn!r}; `titan-ckpt inspect` lists them")
+    box = box or Box.whole(entry.global_shape)
+    tensor = torch.empty(box.sizes, dtype=TORCH_DTYPE[entry.dtype])
+    plan = _Plan(checkpoint, LoadPolicy(verify="all"), LoadReport())
+    plan.add_box(entry, box, tensor)
+    plan.run()
+    return tensor
+
+
+def read_object(checkpoint: Checkpoint, fqn: str) -> Any:
+    """A non-tensor value, by torch's weights-only rules: a blob that asks for code is refused."""
+    entry = checkpoint.manifest.objects_by_fqn.get(fqn)
+    if entry is None:
+        raise NotFoundError(f"{checkpoint}: no value {fqn!r}")
+    path = checkpoint.path(entry.file)
+    data = checkpoint.store.read(path, entry.offset, entry.length)
+    if entry.digest is not None and digest(data) != entry.digest:
+        raise DamagedError(_damage(checkpoint, path, fqn, entry.offset, entry.length))
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UnsafeContentError(
+            f"{checkpoint}: value {fqn!r} holds more than plain data; it was not loaded. {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _damage(checkpoint: Checkpoint, path: str, fqn: str, start: int, length: int) -> str:
+    return (
+        f"{checkpoint.store.where(path)}: {fqn}: bytes {start} to {start + length} are not what was saved (digest differs); "
+        f"`titan-ckpt verify --data` lists all damage"
+    )
+
+
+def _replace(state: MutableMapping[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for key in path[:-1]:
+        state = state[key]
+    state[path[-1]] = value
+
+
+def _apply_contract(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, torch.Tensor],
+    objects: Mapping[str, Any],
+    policy: LoadPolicy,
+    report: LoadReport,
+) -> None:
+    """Sort every name into the report; raise for what the policy forbids, all of it at once."""
+    stored = checkpoint.manifest
+    errors: list[str] = []
+    for fqn, tensor in tensors.items():
+        entry = stored.by_fqn.get(fqn)
+        if entry is None:
+            report.missing.append(fqn)
+        elif entry.global_shape != tuple(tensor.shape):
+            errors.append(f"{fqn}: checkpoint has global shape {entry.global_shape}, model wants {tuple(tensor.shape)}")
+        else:
+            report.loaded.append(fqn)
+            _judge_dtype(fqn, entry.dtype, tensor.dtype, policy, report, errors)
+    for fqn in objects:
+        (report.loaded if fqn in stored.objects_by_fqn else report.missing).append(fqn)
+    tops = {fqn.partition(".")[0] for fqn in [*tensors, *objects]}
+    wanted = {*tensors, *objects}
+    names = [*stored.by_fqn, *stored.objects_by_fqn]
+    report.extra.extend(fqn for fqn in names if fqn.partition(".")[0] in tops and fqn not in wanted)
+    _judge(policy.missing, "missing from the checkpoint", report.missing, errors)
+    _judge(policy.extra, "in the checkpoint but not in the state", report.extra, errors)
+    if errors:
+        shown = "\n  ".join(errors[:20]) + (f"\n  ... and {len(errors) - 20} more" if len(errors) > 20 else "")
+        raise LoadContractError(f"{checkpoint} does not fit the state:\n  {shown}")
+
+
+def _judge(answer: Answer, what: str, fqns: list[str], errors: list[str]) -> None:
+    if not fqns or answer == "allow":
+        return
+    if answer == "error":
+        errors.extend(f"{fqn}: {what}" for fqn in fqns)
+    else:
+        log.warning("%d entries are %s: %s", len(fqns), what, ", ".join(fqns[:10]))
+
+
+def _judge_dtype(
+    fqn: str, stored: str, wanted: torch.dtype, policy: LoadPolicy, report: LoadReport, errors: list[str]
+) -> None:
+    if TORCH_DTYPE[stored] == wanted:
+        return
+    is_exact = torch.promote_types(TORCH_DTYPE[stored], wanted) == wanted
+    text = f"{stored} -> {DTYPE_NAME.get(wanted, str(wanted))}"
+    report.cast[fqn] = text
+    answer = policy.cast if is_exact else policy.lossy_cast
+    _judge(answer, f"{text} {'changes the dtype' if is_exact else 'may lose precision'}", [fqn], errors)
+
+
+class _Plan:
+    """The reads that fill some tensors."""
+
+    def __init__(self, checkpoint: Checkpoint, policy: LoadPolicy, report: LoadReport) -> None:
+        self._checkpoint, self._policy, self._report = checkpoint, policy, report
+        self._reads: list[_Read] = []
+        self._afterwards: list[Callable[[], None]] = []
+
+    def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
+        """Fill this rank's part of `tensor`."""
+        box, local = describe(entry.fqn, tensor).box, local_part(tensor)
+        if local.is_contiguous() and local.device.type == "cpu" and local.dtype == TORCH_DTYPE[entry.dtype]:
+            self.add_box(entry, box, local)
+            return
+        copy = torch.empty(box.sizes, dtype=TORCH_DTYPE[entry.dtype], pin_memory=local.is_cuda)
+        self.add_box(entry, box, copy)
+        self._afterwards.append(lambda: _copy_into(local, copy))
+
+    def add_box(self, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
+        """Fill the contiguous CPU tensor `target`, which is `box` of the stored tensor."""
+        if box.num_elements == 0:
+            return
+        covered = 0
+        for chunk in self._checkpoint.manifest.chunks_touching(entry, box):
+            part = chunk.box.intersect(box)
+            if part is not None:
+                covered += part.num_elements
+                self._add_chunk(self._checkpoint.locate(chunk), entry, part, box, target)
+        if covered != box.num_elements:
+            raise DamagedError(
+                f"{self._checkpoint}: {entry.fqn}: chunks hold {covered} of the {box.num_elements} elements of {box}"
+            )
+
+    def _add_chunk(self, chunk: Chunk, entry: TensorEntry, part: Box, box: Box, target: torch.Tensor) -> None:
+        if chunk.codec != RAW:
+            raise DamagedError(
+                f"{self._checkpoint}: {chunk.fqn} is stored with the codec {chunk.codec!r}, unknown to this release"
+            )
+        inner, outer = part.relative_to(chunk.box), part.relative_to(box)
+        is_whole = part == chunk.box
+        if self._policy.verify == "all" and not is_whole:
+            inner_read = Box.whole(chunk.box.sizes)
+        else:
+            inner_read = inner
+        size = target.element_size()
+        first, last = _span(inner_read, chunk.box.sizes)
+        view = _narrow(target, outer)
+        expected = self._digest(chunk, entry) if inner_read.sizes == chunk.box.sizes else None
+        path, start = self._checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset + first * size
+        is_straight = view.is_contiguous() and (last - first) == inner.num_elements
+
+        def finish(data: memoryview) -> None:
+            if expected is not None and digest(data) != expected:
+                raise DamagedError(_damage(self._checkpoint, path, chunk.fqn, start, len(data)))
+            if not is_straight:
+                _copy_box(data, inner, first, chunk.box, view)
+
+        self._count(part, size, (last - first) * size, is_verified=expected is not None)
+        memory = as_bytes(view) if is_straight else None
+        self._reads.append(_Read(path=path, start=start, length=(last - first) * size, target=memory, done=finish))
+
+    def _count(self, part: Box, size: int, fetched: int, *, is_verified: bool) -> None:
+        self._report.needed_bytes += part.num_elements * size
+        self._report.fetched_bytes += fetched
+        if not is_verified:
+            self._report.unverified_bytes += part.num_elements * size
+
+    def _digest(self, chunk: Chunk, entry: TensorEntry) -> bytes | None:
+        if self._policy.verify == "none":
+            return None
+        if chunk.digest is not None or self._checkpoint.digests is None:
+            return chunk.digest
+        offsets = self._checkpoint.manifest.boxes(entry)[0].tolist()
+        start = (entry.first_chunk + offsets.index(list(chunk.box.offsets))) * DIGEST_BYTES
+        return self._checkpoint.digests[start : start + DIGEST_BYTES]
+
+    def run(self) -> None:
+        """Read everything, in parallel; the first error ends it."""
+        store = self._checkpoint.store
+        with ThreadPoolExecutor(max_workers=self._policy.threads, thread_name_prefix="titan-ckpt-load") as pool:
+            futures = [pool.submit(_fetch, store, group) for group in _group(self._reads)]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        for action in self._afterwards:
+            action()
+
+
+def _fetch(store: Any, group: list[_Read]) -> None:
+    """Read one group: a single read straight into its target, several neighbours through one scratch buffer."""
+    first, last = group[0], group[-1]
+    if len(group) == 1:
+        memory = first.target if first.target is not None else memoryview(bytearray(first.length))
+        store.read_into(first.path, first.start, memory)
+        first.done(memory)
+        return
+    scratch = memoryview(bytearray(last.start + last.length - first.start))
+    store.read_into(first.path, first.start, scratch)
+    for read in group:
+        data = scratch[read.start - first.start :][: read.length]
+        if read.target is not None:
+            read.target[:] = data
+        read.done(data)
+
+
+def _group(reads: Iterable[_Read]) -> list[list[_Read]]:
+    """Neighbouring small reads of a file together, in order of place; large ones alone."""
+    groups: list[list[_Read]] = []
+    for read in sorted(reads, key=lambda read: (read.path, read.start)):
+        last = groups[-1][-1] if groups else None
+        is_near = (
+            last is not None
+            and last.path == read.path
+            and max(last.length, read.length) <= SMALL_BYTES
+            and 0 <= read.start - (last.start + last.length) <= GAP_BYTES
+            and read.start + read.length - groups[-1][0].start <= GROUP_BYTES
+        )
+        if is_near:
+            groups[-1].append(read)
+        else:
+            groups.append([read])
+    return groups
+
+
+def _span(inner: Box, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """[first, last) in elements of the row-major run that covers `inner` of a chunk of `sizes`."""
+    first = last = 0
+    for offset, size, whole in zip(inner.offsets, inner.sizes, sizes, strict=True):
+        first = first * whole + offset
+        last = last * whole + offset + size - 1
+    return first, last + 1
+
+
+def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def _copy_box(data: memoryview, inner: Box, first: int, chunk: Box, view: torch.Tensor) -> None:
+    """Copy `inner` of a chunk out of the run that starts at element `first` of it."""
+    strides = torch.empty(chunk.sizes, device="meta").stride()
+    offset = sum(o * s for o, s in zip(inner.offsets, strides, strict=True)) - first
+    flat = torch.frombuffer(data, dtype=view.dtype)
+    view.copy_(flat.as_strided(inner.sizes, strides, storage_offset=offset))
+
+
+def _copy_into(local: torch.Tensor, copy: torch.Tensor) -> None:
+    with torch.no_grad():
+        local.copy_(copy)
+
+
+__all__ = ["LoadPolicy", "LoadReport", "load", "open_checkpoint", "read_object", "read_tensor"]

@@ -1,0 +1,401 @@
+"""Saving: `Saver` stages a state in one copy, uploads it behind the training loop and commits it when every rank is done.
+
+The states of one save, on each rank:
+
+    plan      which boxes this rank writes; agreed once, then reused while nobody's state changes shape
+    stage     copy into the arena; when this ends, `save` returns
+    upload    the arena to the store, on a thread
+    gather    every rank's part list, or its error, to the coordinator
+    commit    manifest, .metadata, COMMIT by the coordinator; everybody learns the outcome
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import platform
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+import titan_ckpt
+from titan_ckpt.commit import Commit, find_commit, write_commit
+from titan_ckpt.errors import TitanError
+from titan_ckpt.index import RAW, ChunkTable, FileEntry, Manifest, ObjectEntry
+from titan_ckpt.layout import ASSETS, new_attempt, step_folder
+from titan_ckpt.manifest import digest
+from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.metadata import dcp_metadata
+from titan_ckpt.ranks import Ranks
+from titan_ckpt.share import Share, divide
+from titan_ckpt.stage import Arena
+from titan_ckpt.state import FlatState, Item, describe, dump_object, flatten
+from titan_ckpt.store import Store, open_store
+from titan_ckpt.upload import Part, upload
+
+log = logging.getLogger(__name__)
+Kind = Literal["full", "model"]
+PhaseHook = Callable[[str, int], AbstractContextManager[Any]]
+
+
+class SaveError(TitanError):
+    """A save failed on some rank; nothing was committed. The text carries that rank's traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How a run is saved.
+
+    `mesh` names the axes, so that the checkpoint can be resharded; `pipeline` says which layers are on which stage (see
+    `titan_ckpt.pipeline`). `timeout_s` bounds every exchange between ranks; it must exceed the longest upload.
+    `phase(name, step)` is entered around ckpt_stage, ckpt_upload and ckpt_commit, for a recorder of hangs.
+    """
+
+    mesh: MeshSpec | None = None
+    pipeline: Mapping[str, Any] | None = None
+    timeout_s: float = 1800.0
+    phase: PhaseHook | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """A committed save; bytes and times are this rank's."""
+
+    step: int
+    attempt: str
+    written_bytes: int
+    stall_s: float
+    upload_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverMetrics:
+    """Where a saver stands. `stall_s` is how long the last `save` kept the training loop."""
+
+    uploaded_bytes: int
+    last_committed_step: int | None
+    stall_s: float
+    is_uploading: bool
+
+
+@dataclass(slots=True)
+class SaveHandle:
+    """A save under way."""
+
+    step: int
+    stall_s: float
+    future: Future[SaveReport]
+
+    def wait(self, timeout_s: float | None = None) -> SaveReport:
+        """The report once it is committed; raises what went wrong, on whichever rank."""
+        return self.future.result(timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """One agreed division, kept for as long as every rank's state keeps its shape. `share` is the coordinator's."""
+
+    signature: bytes
+    fqns: list[str]
+    objects: list[str]
+    arena: Arena
+    share: Share | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What one save carries to its upload thread."""
+
+    step: int
+    attempt: str
+    kind: Kind
+    plan: _Plan
+    objects: dict[str, bytes]
+    paths: dict[str, tuple[str, ...]]
+    training: Mapping[str, Any]
+    config: Mapping[str, Any]
+    assets: Mapping[str, bytes]
+    user: Mapping[str, Any]
+    stall_s: float = field(default=0.0)
+
+
+class Saver:
+    """Saves the states of one run. Made, used and closed by all ranks together; a context manager.
+
+    One upload is in flight at most: a `save` that comes too early waits for the one before (and says so), so that host memory
+    stays at one copy of this rank's share. An error of the upload, on any rank, is raised by the next call here.
+    """
+
+    def __init__(self, url: str | Store, options: SaveOptions | None = None) -> None:
+        self._options = options or SaveOptions()
+        self._store = url if isinstance(url, Store) else open_store(url)
+        self._ranks = Ranks(timeout_s=self._options.timeout_s)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
+        self._plan: _Plan | None = None
+        self._pending: SaveHandle | None = None
+        self._uploaded_bytes = 0
+        self._last_committed_step: int | None = None
+        self._stall_s = 0.0
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        kind: Kind = "full",
+        training: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        assets: Mapping[str, bytes] | None = None,
+        user: Mapping[str, Any] | None = None,
+    ) -> SaveHandle:
+        """Stage `state` and start its upload; returns when the tensors may be changed again. All ranks call it.
+
+        `training`, `config` and `user` must be JSON; the coordinator's count, as its `assets` (small files by name) do.
+        `kind="model"` marks an export that must never be taken for a checkpoint to resume from.
+        """
+        started = time.perf_counter()
+        self.wait()
+        with self._phase("ckpt_stage", step):
+            flat, plan, attempt = self._agree(state, step)
+            objects = {fqn: dump_object(value) for fqn, value in flat.objects.items()}
+            plan.arena.stage([flat.tensors[fqn] for fqn in plan.fqns])
+        self._stall_s = time.perf_counter() - started
+        job = _Job(
+            step=step, attempt=attempt, kind=kind, plan=plan, objects=objects, paths=flat.paths,
+            training=training or {}, config=config or {}, assets=assets or {}, user=user or {}, stall_s=self._stall_s,
+        )  # fmt: skip
+        self._pending = SaveHandle(step=step, stall_s=self._stall_s, future=self._thread.submit(self._run, job))
+        return self._pending
+
+    def check(self) -> None:
+        """Raise the error of a save that failed, on any rank; cheap, for every step of a loop."""
+        if self._pending is not None and self._pending.future.done():
+            self.wait()
+
+    def wait(self) -> SaveReport | None:
+        """Wait for the save in flight, if there is one, and raise its error."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.wait()
+
+    def metrics(self) -> SaverMetrics:
+        """Counters for a training log."""
+        return SaverMetrics(
+            uploaded_bytes=self._uploaded_bytes,
+            last_committed_step=self._last_committed_step,
+            stall_s=self._stall_s,
+            is_uploading=self._pending is not None and not self._pending.future.done(),
+        )
+
+    def close(self) -> None:
+        """Wait for the save in flight, raise its error, give threads and groups back."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._ranks.close()
+
+    def _abandon(self) -> None:
+        """The caller is failing: let an upload in flight end if it can, but do not hide the caller's error behind its."""
+        pending, self._pending = self._pending, None
+        error = None if pending is None else pending.future.exception()
+        if error is not None:
+            log.error("the save of step %d failed as well: %s", pending.step if pending else -1, error)
+        self._thread.shutdown()
+
+    def _phase(self, name: str, step: int) -> AbstractContextManager[Any]:
+        return nullcontext() if self._options.phase is None else self._options.phase(name, step)
+
+    def _agree(self, state: Mapping[str, Any], step: int) -> tuple[FlatState, _Plan, str]:
+        """The flat state, the plan all ranks share and the attempt's name; an error on one rank is raised on all."""
+        flat: FlatState | None = None
+        items: list[Item] = []
+        failure: _Failure | None = None
+        signature = b""
+        try:
+            flat = flatten(state)
+            items = [describe(fqn, tensor) for fqn, tensor in flat.tensors.items()]
+            signature = digest(pickle.dumps((items, sorted(flat.objects))))
+        except Exception:  # noqa: BLE001  (it is raised below, on every rank)
+            failure = _Failure(self._ranks.rank, traceback.format_exc())
+        is_current = self._plan is not None and self._plan.signature == signature
+        answers = self._ranks.all_gather((failure, is_current, new_attempt()))
+        _raise_failures([answer[0] for answer in answers], step)
+        assert flat is not None
+        if self._plan is None or not all(answer[1] for answer in answers):
+            self._plan = self._make_plan(items, flat, signature, step)
+        return flat, self._plan, answers[0][2]
+
+    def _make_plan(self, items: list[Item], flat: FlatState, signature: bytes, step: int) -> _Plan:
+        held = self._ranks.gather((items, sorted(flat.objects)))
+        share: Share | None = None
+        failure: _Failure | None = None
+        orders: list[tuple[list[int], list[str]]] = [([], [])] * self._ranks.world_size
+        if self._ranks.is_coordinator:
+            try:
+                share = divide([entry[0] for entry in held], [entry[1] for entry in held], self._options.mesh)
+                orders = list(zip(share.items, share.objects, strict=True))
+            except TitanError:
+                failure = _Failure(self._ranks.rank, traceback.format_exc())
+        answer = self._ranks.scatter([(failure, order) for order in orders])
+        _raise_failures([answer[0]], step)
+        mine, objects = answer[1]
+        chosen = [items[index] for index in mine]
+        is_pinned = any(flat.tensors[item.fqn].is_cuda for item in chosen)
+        self._plan = None  # the old arena goes before the new one comes
+        arena = Arena(chosen, is_pinned=is_pinned)
+        return _Plan(signature=signature, fqns=[item.fqn for item in chosen], objects=objects, arena=arena, share=share)
+
+    def _run(self, job: _Job) -> SaveReport:
+        """The upload thread's work."""
+        started = time.perf_counter()
+        part: Part | _Failure
+        previous: Commit | None = None
+        own_error: BaseException | None = None
+        try:
+            if self._ranks.is_coordinator:
+                previous = find_commit(self._store, job.step)
+            with self._phase("ckpt_upload", job.step):
+                part = self._upload(job)
+        except BaseException as error:  # noqa: BLE001  (it is raised below, after the others have been told)
+            own_error = error
+            part = _Failure(self._ranks.rank, traceback.format_exc())
+        with self._phase("ckpt_commit", job.step):
+            parts = self._ranks.gather(part)
+            outcome = self._ranks.broadcast(self._commit(job, parts, previous) if self._ranks.is_coordinator else None)
+        if own_error is not None:
+            raise own_error
+        _raise_failures([outcome], job.step)
+        self._last_committed_step = job.step
+        return SaveReport(
+            step=job.step,
+            attempt=job.attempt,
+            written_bytes=part.size_bytes if isinstance(part, Part) else 0,
+            stall_s=job.stall_s,
+            upload_s=time.perf_counter() - started,
+        )
+
+    def _upload(self, job: _Job) -> Part:
+        part = upload(
+            self._store, job.plan.arena, step=job.step, attempt=job.attempt, rank=self._ranks.rank, objects=job.objects,
+            mine=job.plan.objects, sent=self._count,
+        )  # fmt: skip
+        if self._ranks.is_coordinator:
+            for name, data in job.assets.items():
+                self._store.write(f"{step_folder(job.step)}/{job.attempt}/{ASSETS}/{name}", [data])
+        return part
+
+    def _count(self, sent_bytes: int) -> None:
+        self._uploaded_bytes += sent_bytes
+
+    def _commit(self, job: _Job, parts: list[Part | _Failure], previous: Commit | None) -> _Failure | None:
+        """Commit on the coordinator; a failure is returned, so that every rank hears of it."""
+        failures = [part for part in parts if isinstance(part, _Failure)]
+        if failures:
+            return _Failure(failures[0].rank, "\n".join(failure.text for failure in failures))
+        try:
+            manifest = _manifest(job, [part for part in parts if isinstance(part, Part)], self._options)
+            write_commit(self._store, manifest, dcp_metadata(manifest, paths=job.paths), replaces=previous)
+        except Exception:  # noqa: BLE001  (reported to every rank)
+            return _Failure(self._ranks.rank, traceback.format_exc())
+        return None
+
+
+def save(
+    url: str | Store,
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    options: SaveOptions | None = None,
+    training: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    user: Mapping[str, Any] | None = None,
+) -> SaveReport:
+    """Save and commit before returning. All ranks call it; see `Saver.save` for the arguments."""
+    with Saver(url, options) as saver:
+        return saver.save(state, step=step, training=training, config=config, user=user).wait()
+
+
+def _raise_failures(failures: list[_Failure | None], step: int) -> None:
+    told = [failure for failure in failures if failure is not None]
+    if told:
+        ranks = ", ".join(str(failure.rank) for failure in told)
+        raise SaveError(f"the save of step {step} failed on rank {ranks}; nothing was committed\n{told[0].text}")
+
+
+def _manifest(job: _Job, parts: list[Part], options: SaveOptions) -> Manifest:
+    """Merge the ranks' parts into the manifest, in the order that the share fixed."""
+    share = job.plan.share
+    assert share is not None
+    _check_objects(parts, job.step)
+    files = [part for part in parts if part.size_bytes]
+    number = {part.path: n for n, part in enumerate(files)}
+    columns = np.concatenate([part.columns for part in parts])[share.rows].T
+    ranks = np.concatenate([np.full(len(part.columns), number.get(part.path, 0)) for part in parts])[share.rows]
+    digests = np.frombuffer(b"".join(part.digests for part in parts), dtype="V16")[share.rows].tobytes()
+    table = ChunkTable(
+        file=ranks.astype(np.int64), offset=columns[0], length=columns[1], payload_offset=columns[2],
+        payload_length=columns[3], codec=np.zeros(len(share.rows), dtype=np.int64), box_offsets=share.box_offsets,
+        box_sizes=share.box_sizes, digests=digests,
+    )  # fmt: skip
+    objects = [
+        ObjectEntry(fqn=o.fqn, file=part.path, offset=o.offset, length=o.length, digest=o.digest)
+        for part in parts
+        for o in part.objects
+    ]
+    return Manifest(
+        step=job.step,
+        attempt=job.attempt,
+        kind=job.kind,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        versions={
+            "titan_ckpt": titan_ckpt.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        mesh=options.mesh,
+        pipeline=options.pipeline,
+        tensors=share.tensors,
+        chunks=table,
+        codecs=(RAW,),
+        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
+        files=tuple(FileEntry(path=p.path, size_bytes=p.size_bytes, digest=p.file_digest) for p in files),
+        training=job.training,
+        config=job.config,
+        assets={name: digest(data).hex() for name, data in job.assets.items()},
+        user=job.user,
+    )
+
+
+def _check_objects(parts: list[Part], step: int) -> None:
+    """A value that several ranks hold must be one value; DCP would silently keep one of them."""
+    seen: dict[str, tuple[int, bytes]] = {}
+    for rank, part in enumerate(parts):
+        for fqn, found in part.all_object_digests.items():
+            first_rank, expected = seen.setdefault(fqn, (rank, found))
+            if found != expected:
+                raise TitanError(
+                    f"step {step}: {fqn}: the value on rank {rank} differs from the one on rank {first_rank}; "
+                    f"put the rank into its name, or save one value"
+                )

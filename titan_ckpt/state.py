@@ -1,0 +1,151 @@
+"""A state dict as the checkpoint sees it: flat names, and for each tensor what this rank holds of it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_ckpt.errors import TitanError, UsageError
+from titan_ckpt.index import ELEMENT_SIZE
+from titan_ckpt.mesh import AXES, FOLD
+from titan_ckpt.placement import Box, Placements, Shape, Shard
+
+TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ELEMENT_SIZE}
+DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What a rank holds of one tensor: a box, and how the whole was cut (None: not known by axis name)."""
+
+    fqn: str
+    dtype: str
+    global_shape: Shape
+    placements: tuple[tuple[str, int], ...] | None
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def box(self) -> Box:
+        """The part that is held."""
+        return Box(self.offsets, self.sizes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Raw bytes of the part."""
+        return self.box.num_elements * ELEMENT_SIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatState:
+    """A state dict without nesting: tensors, other values, and where in the nesting each name stood."""
+
+    tensors: dict[str, torch.Tensor]
+    objects: dict[str, Any]
+    paths: dict[str, tuple[str, ...]]
+
+
+def flatten(state: Mapping[str, Any]) -> FlatState:
+    """Names joined with dots, as DCP flattens; dicts always, lists and tuples where they hold tensors.
+
+    UsageError when two entries get the same name.
+    """
+    flat = FlatState(tensors={}, objects={}, paths={})
+    for path, value in _walk((), state):
+        fqn = ".".join(path)
+        if fqn in flat.paths:
+            raise UsageError(f"state has two entries named {fqn!r}: {flat.paths[fqn]} and {path}")
+        flat.paths[fqn] = path
+        if isinstance(value, torch.Tensor):
+            flat.tensors[fqn] = value
+        else:
+            flat.objects[fqn] = value
+    return flat
+
+
+def _walk(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _walk((*path, str(key)), inner)
+    elif isinstance(value, list | tuple) and any(isinstance(inner, torch.Tensor | Mapping) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _walk((*path, str(index)), inner)
+    else:
+        yield path, value
+
+
+def describe(fqn: str, tensor: torch.Tensor) -> Item:
+    """What this rank holds of `tensor`. UsageError for what cannot be stored (partial sums, sparse, unknown dtypes)."""
+    dtype = DTYPE_NAME.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided:
+        raise UsageError(f"{fqn}: tensors of {tensor.dtype}, {tensor.layout} cannot be stored in a checkpoint")
+    global_shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Item(fqn, dtype, global_shape, (), (0,) * tensor.dim(), global_shape)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UsageError(f"{fqn}: placement {tensor.placements} holds partial sums; reduce it before saving")
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local_shape = tuple(tensor.to_local().shape)
+    if tuple(shape) != local_shape:
+        raise TitanError(f"{fqn}: DTensor says this rank holds {tuple(shape)}, but it holds {local_shape}")
+    placements = cut_order(tensor.device_mesh, tensor.placements)
+    items = None if placements is None else tuple((axes, shard.dim) for axes, shard in placements.items())
+    return Item(fqn, dtype, global_shape, items, tuple(offset), local_shape)
+
+
+def cut_order(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> Placements | None:
+    """DTensor placements as axis -> Shard in the order of the cuts; None where a mesh dimension has no axis name of ours.
+
+    `_StridedShard(dim, split_factor=f)` cuts after those later mesh dimensions whose degrees multiply to `f`.
+    """
+    names = mesh.mesh_dim_names or ()
+    cuts: list[tuple[str, int, int]] = []
+    for index in reversed(range(len(placements))):
+        placement = placements[index]
+        if isinstance(placement, TorchReplicate):
+            continue
+        if index >= len(names) or any(axis not in AXES for axis in names[index].split(FOLD)):
+            return None
+        dim = _shard_dim(placement)
+        position, product = 0, 1
+        while product < getattr(placement, "split_factor", 1):
+            product *= cuts[position][2] if cuts[position][1] == dim else 1
+            position += 1
+        cuts.insert(position, (names[index], dim, mesh.size(index)))
+    return {axes: Shard(dim) for axes, dim, _ in cuts}
+
+
+def _shard_dim(placement: TorchPlacement) -> int:
+    dim = getattr(placement, "dim", None)
+    if not isinstance(placement, TorchShard) and dim is None:
+        raise UsageError(f"placement {placement} cannot be stored in a checkpoint")
+    return int(dim)  # type: ignore[arg-type]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part as a plain tensor that shares its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def dump_object(value: Any) -> bytes:
+    """A non-tensor value as DCP stores it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
