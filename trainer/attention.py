@@ -1,0 +1,99 @@
+"""Attention on one rank: which keys a query sees, and the two kernels that compute it.
+
+A kernel is an `Attend`: `plan` is called once per forward with the batch's positions and documents, and what it returns is
+handed to the kernel in every layer. Context parallelism brings two more of them (see context.py).
+
+Shapes: B batch, S queries, T keys, H query heads, G key/value heads, K head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+Mask: TypeAlias = Any  # what a kernel's own `plan` returned; None means plain causal
+
+
+class Attend(Protocol):
+    """Causal attention, within documents and a sliding window where asked."""
+
+    def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> Mask:
+        """What depends on the batch and not on the layer."""
+
+    def __call__(self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Mask) -> Tensor:
+        """The mixed values, shaped like `q`."""
+
+
+class SdpaAttend:
+    """torch's scaled_dot_product_attention; a boolean mask only where documents or a window need one."""
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+
+    def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor | None:
+        """None (plain causal) or visible_B1ST."""
+        seq_len = positions_BS.shape[1]
+        if documents_BS is None and (self.window is None or seq_len <= self.window):
+            return None
+        order_1S = torch.arange(seq_len, device=positions_BS.device)[None]
+        return visible(order_1S, order_1S, documents_BS, documents_BS, self.window)
+
+    def __call__(self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None) -> Tensor:
+        return sdpa(q_BSHK, k_BTGK, v_BTGK, mask, is_causal=mask is None)
+
+
+class FlexAttend:
+    """torch's flex_attention with a block mask: skips the blocks that documents or a window hide."""
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+        self.kernel: Any = torch.compile(flex_attention)
+
+    def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> BlockMask:
+        """The block mask, shared by all heads."""
+        batch, seq_len = positions_BS.shape
+
+        def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:  # noqa: ARG001 - the signature is torch's
+            seen = q >= k
+            if self.window is not None:
+                seen = seen & (q - k < self.window)
+            return seen if documents_BS is None else seen & (documents_BS[b, q] == documents_BS[b, k])
+
+        return create_block_mask(sees, batch, None, seq_len, seq_len, device=positions_BS.device)
+
+    def __call__(self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: BlockMask) -> Tensor:
+        q_BHSK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
+        enable_gqa = q_BHSK.shape[1] != k_BGTK.shape[1]
+        o_BHSK: Tensor = self.kernel(q_BHSK, k_BGTK, v_BGTK, block_mask=mask, enable_gqa=enable_gqa)
+        return o_BHSK.transpose(1, 2)
+
+
+def sdpa(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, visible_B1ST: Tensor | None, *, is_causal: bool) -> Tensor:
+    """scaled_dot_product_attention in this package's layout."""
+    q_BHSK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
+    enable_gqa = q_BHSK.shape[1] != k_BGTK.shape[1]
+    o_BHSK = F.scaled_dot_product_attention(
+        q_BHSK, k_BGTK, v_BGTK, attn_mask=visible_B1ST, is_causal=is_causal, enable_gqa=enable_gqa
+    )
+    return o_BHSK.transpose(1, 2)
+
+
+def visible(
+    q_positions_BS: Tensor,
+    k_positions_BT: Tensor,
+    q_documents_BS: Tensor | None,
+    k_documents_BT: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    """visible_B1ST: whether a query may look at a key: not later, within the window, of the same document."""
+    distance_BST = q_positions_BS[:, :, None] - k_positions_BT[:, None, :]
+    seen_BST = distance_BST >= 0
+    if window is not None:
+        seen_BST = seen_BST & (distance_BST < window)
+    if q_documents_BS is not None and k_documents_BT is not None:
+        seen_BST = seen_BST & (q_documents_BS[:, :, None] == k_documents_BT[:, None, :])
+    return seen_BST[:, None]

@@ -1,0 +1,104 @@
+"""Attention of a block of queries over a block of keys, forward and backward, for results that are merged later.
+
+Forward returns the log-sum-exp beside the values, and backward takes the *merged* values and log-sum-exp: with those, each
+block's gradient is exact and blocks simply add up. torch's fused kernels do both, on CPU always and on CUDA in half precision;
+a masked block, and CUDA in float32, is written out.
+
+Shapes: B batch, S queries, T keys, H query heads, G key/value heads, K head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Which rows of a rank's queries meet which of another's keys, and how."""
+
+    queries: slice = field(default_factory=lambda: slice(None))
+    keys: slice = field(default_factory=lambda: slice(None))
+    is_causal: bool = False
+    visible_B1ST: Tensor | None = None
+
+
+def block_forward(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """(values, log-sum-exp_BHS); -inf where a query sees no key of the block."""
+    k_BHTK, v_BHTK = (_spread(x, q_BHSK.shape[1]) for x in (k_BGTK, v_BGTK))
+    if block.visible_B1ST is None and q_BHSK.device.type == "cpu":
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHSK, k_BHTK, v_BHTK, 0.0, block.is_causal
+        )
+        return o, lse
+    if block.visible_B1ST is None and q_BHSK.dtype != torch.float32:
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention(q_BHSK, k_BHTK, v_BHTK, 0.0, block.is_causal)[:2]
+        return o, lse
+    scores_BHST = _scores(q_BHSK, k_BHTK, block)
+    lse_BHS = scores_BHST.logsumexp(dim=-1)
+    weights_BHST = (scores_BHST - lse_BHS[..., None]).exp().nan_to_num(0.0)
+    return weights_BHST @ v_BHTK.float(), lse_BHS
+
+
+def block_backward(
+    grad_BHSK: Tensor,
+    q_BHSK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    out_BHSK: Tensor,
+    lse_BHS: Tensor,
+    block: Block,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; `out` and `lse` are the merged ones."""
+    groups = k_BGTK.shape[1]
+    k_BHTK, v_BHTK = (_spread(x, q_BHSK.shape[1]) for x in (k_BGTK, v_BGTK))
+    if block.visible_B1ST is None and q_BHSK.device.type == "cpu":
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_BHSK, q_BHSK, k_BHTK, v_BHTK, out_BHSK, lse_BHS, 0.0, block.is_causal
+        )
+    elif block.visible_B1ST is None and q_BHSK.dtype != torch.float32:
+        dq, dk, dv = _flash_backward(grad_BHSK, q_BHSK, k_BHTK, v_BHTK, out_BHSK, lse_BHS, block.is_causal)
+    else:
+        dq, dk, dv = _written_out_backward(grad_BHSK, q_BHSK, k_BHTK, v_BHTK, out_BHSK, lse_BHS, block)
+    return dq, _gather_heads(dk, groups), _gather_heads(dv, groups)
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state of a dropout that is off
+    q_len, k_len = q.shape[2], k.shape[2]
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse.contiguous(), None, None, q_len, k_len, 0.0, is_causal, unused, unused
+    )
+    return grads
+
+
+def _written_out_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad = grad.float()
+    weights_BHST = (_scores(q, k, block) - lse[..., None]).exp()
+    pull_BHS1 = (grad * out.float()).sum(dim=-1, keepdim=True)
+    grad_scores_BHST = weights_BHST * (grad @ v.float().mT - pull_BHS1) / math.sqrt(q.shape[-1])
+    return grad_scores_BHST @ k.float(), grad_scores_BHST.mT @ q.float(), weights_BHST.mT @ grad
+
+
+def _scores(q_BHSK: Tensor, k_BHTK: Tensor, block: Block) -> Tensor:
+    scores_BHST = (q_BHSK.float() @ k_BHTK.float().mT) / math.sqrt(q_BHSK.shape[-1])
+    seen = block.visible_B1ST
+    if block.is_causal:
+        seen = torch.ones(scores_BHST.shape[-2:], dtype=torch.bool, device=q_BHSK.device).tril()
+    return scores_BHST if seen is None else scores_BHST.masked_fill(~seen, -torch.inf)
+
+
+def _spread(x_BGTK: Tensor, heads: int) -> Tensor:
+    groups = x_BGTK.shape[1]
+    return x_BGTK if groups == heads else x_BGTK.repeat_interleave(heads // groups, dim=1)
+
+
+def _gather_heads(grad_BHTK: Tensor, groups: int) -> Tensor:
+    return grad_BHTK if grad_BHTK.shape[1] == groups else grad_BHTK.unflatten(1, (groups, -1)).sum(dim=2)

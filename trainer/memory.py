@@ -1,0 +1,75 @@
+"""Trading compute for memory and back: activation checkpointing, and compilation block by block.
+
+Both wrap `forward` in place, so that names, hooks and weights of a block stay what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titan_ckpt.trainer.parallel_config import ParallelConfig
+
+# Outputs worth keeping under `selective`: costly to recompute, or a collective.
+_KEPT = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_reduce.default,
+    }
+)
+_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
+
+
+def apply_activation_checkpointing(layers: nn.ModuleDict, parallel: ParallelConfig) -> None:
+    """Make blocks forget activations and recompute them in backward, as much as the mode says.
+
+    full: all blocks. every_n: every n-th. selective: all, but attention, collectives and every second matrix product are kept.
+    budget: the compiler decides what to keep within `activation_memory_budget` (1.0 keeps everything).
+    """
+    match parallel.activation_checkpoint:
+        case "none":
+            return
+        case "budget":
+            torch._functorch.config.activation_memory_budget = parallel.activation_memory_budget
+        case "every_n":
+            for index, block in layers.items():
+                if int(index) % parallel.checkpoint_every_n == 0:
+                    _recompute(block)
+        case "full":
+            for block in layers.values():
+                _recompute(block)
+        case "selective":
+            for block in layers.values():
+                _recompute(block, context_fn=_selective_contexts)
+
+
+def apply_compile(layers: nn.ModuleDict) -> None:
+    """Compile each block's forward by itself: one compilation serves all of them, and FSDP's hooks stay outside."""
+    for block in layers.values():
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+
+
+def _recompute(block: nn.Module, **options: Any) -> None:
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
+
+
+def _selective_contexts() -> Any:
+    products = {True: 0, False: 0}  # counted apart in forward and in recomputation
+
+    def policy(context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if op in _PRODUCTS:
+            products[context.is_recompute] += 1
+            keep = products[context.is_recompute] % 2 == 1
+        else:
+            keep = op in _KEPT
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,93 @@
+"""Number formats: FSDP's mixed precision, and Float8 matrix products through torchao.
+
+The optimizer's weights are float32 always. `param_dtype` is what forward and backward compute in, `reduce_dtype` what gradients
+are summed in. Float8 replaces the products of the blocks' projections; embedding, norms and head keep `param_dtype`. Without
+hardware for it the products are emulated: cast to float8 and back, multiplied in the wider type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from titan_ckpt.errors import ConfigError, MissingExtraError
+from titan_ckpt.trainer.model import Block, Decoder, Linear, local
+from titan_ckpt.trainer.parallel_config import ParallelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MULTIPLE = 16  # a float8 product needs both sides of a weight to be multiples of this
+
+
+def mixed_precision(parallel: ParallelConfig) -> MixedPrecisionPolicy:
+    """FSDP's policy. Inputs are not cast: ids become hidden states of the right type, rotations stay float32."""
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[parallel.param_dtype],
+        reduce_dtype=DTYPES[parallel.reduce_dtype],
+        cast_forward_inputs=False,
+    )
+
+
+def describe_precision(parallel: ParallelConfig, device: torch.device) -> str:
+    """One line for the log: which numbers are in which format."""
+    products = parallel.param_dtype
+    if parallel.float8 != "none":
+        how = "" if _has_float8(device) else ", emulated"
+        products = f"float8 {parallel.float8} in the blocks ({parallel.param_dtype} elsewhere{how})"
+    return (
+        f"weights and moments float32, products {products}, gradients summed in {parallel.reduce_dtype}, loss float32"
+    )
+
+
+def apply_float8(part: Decoder, parallel: ParallelConfig, device: torch.device) -> None:
+    """Swap the projections in the blocks for ones that multiply in float8."""
+    if parallel.float8 == "none":
+        return
+    make = _float8_factory(parallel, device)
+    for block in part.model.layers.values():
+        assert isinstance(block, Block)
+        for owner in (block.self_attn, block.mlp):
+            for name, child in list(owner.named_children()):
+                if isinstance(child, Linear):
+                    setattr(owner, name, _swap(child, name, make))
+
+
+def _swap(linear: Linear, name: str, make: Any) -> nn.Module:
+    sizes = tuple(linear.weight.shape)
+    if any(size % MULTIPLE for size in sizes):
+        raise ConfigError(f"float8: {name} has weight {sizes}; both sides must be multiples of {MULTIPLE}")
+    swapped: nn.Module = make(linear)
+    return swapped
+
+
+def _float8_factory(parallel: ParallelConfig, device: torch.device) -> Any:
+    try:
+        from torchao.float8.config import Float8LinearConfig
+        from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+    except ImportError as error:
+        raise MissingExtraError("torchao", "train", "float8") from error
+
+    class LocalFloat8Linear(Float8Linear):  # type: ignore[misc]
+        """torchao's layer, multiplying with this rank's part of the weight."""
+
+        bias_share = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = matmul_with_hp_or_float8_args.apply(
+                x, local(self.weight).t(), self.linear_mm_config, self.config
+            )
+            return y if self.bias is None else y + (local(self.bias) * self.bias_share).to(y.dtype)
+
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(parallel.float8),
+        emulate=not _has_float8(device),
+        enable_fsdp_float8_all_gather=parallel.float8_all_gather,
+    )
+    return lambda linear: LocalFloat8Linear.from_float(linear, config=config)
+
+
+def _has_float8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

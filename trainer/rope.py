@@ -1,0 +1,105 @@
+"""Rotary positions: the frequencies of every scaling rule, and the rotation (half-split, as Hugging Face stores q and k).
+
+Shapes: B batch, S sequence, H heads, K head dim, P = K / 2 rotated pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+RopeKind: TypeAlias = Literal["linear", "llama3", "yarn"]
+Rotation: TypeAlias = tuple[Tensor, Tensor]  # cos_BS1P, sin_BS1P in fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How a model trained on `original_max_seq_len` reads further; fields that a kind does not use are ignored."""
+
+    kind: RopeKind
+    factor: float
+    original_max_seq_len: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """What the rotation of one model depends on."""
+
+    head_dim: int
+    theta: float = 10_000.0
+    scaling: RopeScaling | None = None
+
+
+def rotation(config: RopeConfig, positions_BS: Tensor) -> Rotation:
+    """Cosines and sines for these positions, computed once per forward and shared by all layers."""
+    frequencies_P = _frequencies(config, positions_BS.device)
+    angles_BS1P = (positions_BS[..., None].float() * frequencies_P)[:, :, None, :]
+    amplitude = _amplitude(config.scaling)
+    cos_BS1P, sin_BS1P = angles_BS1P.cos(), angles_BS1P.sin()
+    return (cos_BS1P, sin_BS1P) if amplitude == 1.0 else (cos_BS1P * amplitude, sin_BS1P * amplitude)
+
+
+def rotate(x_BSHK: Tensor, by: Rotation) -> Tensor:
+    """`x` turned by its positions, in fp32, returned in its own dtype."""
+    cos_BS1P, sin_BS1P = by
+    a_BSHP, b_BSHP = x_BSHK.float().chunk(2, dim=-1)
+    turned = (a_BSHP * cos_BS1P - b_BSHP * sin_BS1P, b_BSHP * cos_BS1P + a_BSHP * sin_BS1P)
+    return torch.cat(turned, dim=-1).type_as(x_BSHK)
+
+
+@functools.lru_cache(maxsize=8)
+def _frequencies(config: RopeConfig, device: torch.device) -> Tensor:
+    exponents_P = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device=device).float() / config.head_dim
+    plain_P = 1.0 / (config.theta**exponents_P)
+    match config.scaling:
+        case None:
+            return plain_P
+        case RopeScaling(kind="linear", factor=factor):
+            return plain_P / factor
+        case RopeScaling(kind="llama3"):
+            return _llama3(plain_P, config.scaling)
+        case _:
+            return _yarn(plain_P, config, config.scaling)
+
+
+def _llama3(plain_P: Tensor, scaling: RopeScaling) -> Tensor:
+    """Long waves are slowed by `factor`, short ones kept, the band between blended (Llama 3.1 model card)."""
+    turns_P = scaling.original_max_seq_len * plain_P / (2 * math.pi)
+    kept = (turns_P - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept_P = kept.clamp(0.0, 1.0)
+    return plain_P * kept_P + plain_P / scaling.factor * (1.0 - kept_P)
+
+
+def _yarn(plain_P: Tensor, config: RopeConfig, scaling: RopeScaling) -> Tensor:
+    """A linear ramp over the dimensions between `beta_fast` and `beta_slow` turns (YaRN, arXiv 2309.00071, section 3.2)."""
+
+    def dimension_of(turns: float) -> float:
+        waves = scaling.original_max_seq_len / (turns * 2 * math.pi)
+        return config.head_dim * math.log(waves) / (2 * math.log(config.theta))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    pairs_P = torch.arange(len(plain_P), dtype=torch.float32, device=plain_P.device)
+    slowed_P = ((pairs_P - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return plain_P * (1.0 - slowed_P) + plain_P / scaling.factor * slowed_P
+
+
+def _amplitude(scaling: RopeScaling | None) -> float:
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1.0 else 1.0
