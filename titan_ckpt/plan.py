@@ -18,7 +18,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, RAW, Int64s, Manifest
+from titan_ckpt.checkpoint import Checkpoint
+from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, RAW, Int64s, Manifest, TensorEntry
 from titan_ckpt.placement import Box, Shape
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -166,28 +167,28 @@ class Wave:
     files: tuple[TargetFile, ...]
 
 
-def source_of(manifest: Manifest, folder: str) -> Source:
-    """The source that a checkpoint is; `folder` is its step's folder, relative to the source store."""
-    objects = tuple(f"{folder}/{file.path}" for file in manifest.files)
-    return Source(objects=objects, tensors=_tensors(manifest))
+def source_of(checkpoint: Checkpoint) -> Source:
+    """The source that a checkpoint is: its data files, and its tensors with the digests that were recorded."""
+    manifest, digests = checkpoint.manifest, checkpoint.digests
+    return Source(
+        objects=tuple(checkpoint.path(file.path) for file in manifest.files),
+        tensors={entry.fqn: _source_tensor(manifest, entry, digests) for entry in manifest.tensors},
+    )
 
 
-def _tensors(manifest: Manifest) -> dict[str, SourceTensor]:
-    table, tensors = manifest.chunks, {}
-    for entry in manifest.tensors:
-        rows = slice(entry.first_chunk, entry.first_chunk + entry.num_chunks)
-        offsets, sizes = manifest.boxes(entry)
-        digests = table.digests
-        tensors[entry.fqn] = SourceTensor(
-            dtype=entry.dtype,
-            global_shape=entry.global_shape,
-            box_offsets=offsets,
-            box_sizes=sizes,
-            object=table.file[rows],
-            start=table.offset[rows] + table.payload_offset[rows],
-            length=table.payload_length[rows],
-            codec=table.codec[rows],
-            codecs=manifest.codecs,
-            digests=None if digests is None else digests[rows.start * DIGEST_BYTES : rows.stop * DIGEST_BYTES],
-        )
-    return tensors
+def _source_tensor(manifest: Manifest, entry: TensorEntry, digests: bytes | None) -> SourceTensor:
+    table = manifest.chunks
+    rows = slice(entry.first_chunk, entry.first_chunk + entry.num_chunks)
+    offsets, sizes = manifest.boxes(entry)
+    return SourceTensor(
+        dtype=entry.dtype,
+        global_shape=entry.global_shape,
+        box_offsets=offsets,
+        box_sizes=sizes,
+        object=table.file[rows],
+        start=table.offset[rows] + table.payload_offset[rows],
+        length=table.payload_length[rows],
+        codec=table.codec[rows],
+        codecs=manifest.codecs,
+        digests=None if digests is None else digests[rows.start * DIGEST_BYTES : rows.stop * DIGEST_BYTES],
+    )
