@@ -1,0 +1,139 @@
+"""`titan-ckpt convert`: a thin skin over `export_hf`, `import_hf` and the plain torch files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from titan_ckpt.checkpoint import open_checkpoint
+from titan_ckpt.command import Command
+from titan_ckpt.converters.export import run_export
+from titan_ckpt.converters.from_hf import plan_import
+from titan_ckpt.converters.hf_config import Config, parse_config
+from titan_ckpt.converters.hf_source import CONFIG, open_hf
+from titan_ckpt.converters.importing import run_import
+from titan_ckpt.converters.layouts import LAYOUTS, TITAN
+from titan_ckpt.converters.progress import Bar
+from titan_ckpt.converters.to_hf import DEFAULT_SHARD_BYTES, plan_export
+from titan_ckpt.converters.transforms import FLOATS
+from titan_ckpt.converters.verify import Verification, verify_export
+from titan_ckpt.errors import UsageError
+from titan_ckpt.layout import new_attempt
+from titan_ckpt.location import join, parse_location
+from titan_ckpt.store import open_store
+from titan_ckpt.units import format_size, parse_size
+
+
+def configure(parser: ArgumentParser) -> None:
+    """The sub-commands and their arguments."""
+    commands = parser.add_subparsers(dest="direction", metavar="DIRECTION", required=True)
+    to_hf = commands.add_parser("to-hf", help="a checkpoint's model as a Hugging Face folder or prefix")
+    to_hf.add_argument("src", metavar="RUN[@STEP]")
+    to_hf.add_argument("dst", metavar="DST", help="a folder or prefix that does not exist yet")
+    to_hf.add_argument("--max-shard-size", type=parse_size, default=DEFAULT_SHARD_BYTES, metavar="SIZE", help="5GB")
+    to_hf.add_argument("--config", metavar="PATH", help="a config.json, for checkpoints that do not say what they hold")
+    to_hf.add_argument("--verify", action="store_true", help="read back every byte; compare logits with transformers")
+    to_hf.set_defaults(convert=_to_hf)
+    from_hf = commands.add_parser("from-hf", help="a Hugging Face model as a checkpoint")
+    from_hf.add_argument("src", metavar="SRC", help="a folder, a hub cache's models--... folder, or a prefix")
+    from_hf.add_argument("dst", metavar="RUN[@STEP]", help="step 0 if none is given")
+    from_hf.add_argument("--layout", choices=list(LAYOUTS), default=TITAN, help="whose tensor names (default: titan)")
+    from_hf.set_defaults(convert=_from_hf)
+    for command in (to_hf, from_hf):
+        command.add_argument("--dtype", choices=FLOATS, metavar="D", help="cast floating-point tensors (default: keep)")
+        command.add_argument("-n", "--dry-run", action="store_true", help="check and show, write nothing")
+        command.add_argument("--json", action="store_true", help="the result as JSON on stdout")
+
+
+def run(arguments: Namespace) -> int:
+    """Run the direction that was asked for."""
+    return int(arguments.convert(arguments))
+
+
+def _to_hf(arguments: Namespace) -> int:
+    checkpoint = open_checkpoint(arguments.src)
+    config = None if arguments.config is None else _read_config(arguments.config)
+    plan = plan_export(checkpoint, dtype=arguments.dtype, max_shard_bytes=arguments.max_shard_size, config=config)
+    facts: dict[str, Any] = {
+        "source": str(checkpoint),
+        "destination": arguments.dst,
+        "family": plan.spec.family,
+        "tensors": len(plan.tensors),
+        "bytes": plan.size_bytes,
+        "files": sorted([*(file.path for file in plan.weights), *plan.small, *plan.last]),
+        "written": not arguments.dry_run,
+    }
+    result: Verification | None = None
+    if not arguments.dry_run:
+        with Bar("writing", plan.size_bytes) as bar:
+            report = run_export(checkpoint, plan, arguments.dst, on_progress=bar.add)
+        if arguments.verify:
+            result = verify_export(checkpoint, plan, report)
+            facts["verification"] = result.as_json()
+    _show(facts, as_json=arguments.json)
+    if result is not None and not arguments.json:
+        sys.stdout.write(_verdict(result))
+    return 0 if result is None or result.is_equal else 1
+
+
+def _from_hf(arguments: Namespace) -> int:
+    model = open_hf(arguments.src)
+    location = parse_location(arguments.dst)
+    plan = plan_import(
+        model, dtype=arguments.dtype, step=location.step or 0, attempt=new_attempt(), layout=arguments.layout
+    )
+    if not arguments.dry_run:
+        with Bar("writing", plan.size_bytes) as bar:
+            run_import(plan, location.url, on_progress=bar.add)
+    facts = {
+        "source": str(model.store),
+        "destination": f"{location.url}@{plan.step}",
+        "family": plan.spec.family,
+        "tensors": len({chunk.tensor.fqn for chunk in plan.chunks}),
+        "bytes": plan.size_bytes,
+        "files": sorted(model.assets),
+        "written": not arguments.dry_run,
+    }
+    _show(facts, as_json=arguments.json)
+    return 0
+
+
+def _read_config(path: str) -> Config:
+    """The config.json at `path`, which may be its folder."""
+    folder, _, name = path.rpartition("/")
+    if name != CONFIG:
+        folder = path
+    store = open_store(folder or ".")
+    if not store.exists(CONFIG):
+        raise UsageError(f"--config {path}: no {CONFIG} there")
+    return parse_config(store.read(CONFIG), join(str(store), CONFIG))
+
+
+def _show(facts: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(facts, indent=1) + "\n")
+        return
+    verb = "wrote" if facts["written"] else "would write"
+    size = format_size(facts["bytes"])
+    sys.stdout.write(
+        f"{verb} {facts['destination']}: a {facts['family']} model, {facts['tensors']} tensors, {size}\n"
+        f"  from   {facts['source']}\n  files  {', '.join(facts['files'])}\n"
+    )
+
+
+def _verdict(result: Verification) -> str:
+    lines = [f"  bytes  {result.tensors} tensors read back, all equal ({format_size(result.bytes)})"]
+    logits = result.logits
+    if logits is None:
+        return lines[0] + f"\n  logits not compared: {result.why_no_logits}\n"
+    where = f"; first difference: {logits.first_layer}" if logits.first_layer else ""
+    lines.append(
+        f"  logits {'equal' if result.is_equal else 'DIFFER'} over {logits.tokens} tokens: max |difference| "
+        f"{logits.max_abs_difference:.2g}, KL {logits.kl:.2g}, top-1 {logits.top1_agreement:.1%}{where}"
+    )
+    return "\n".join(lines) + "\n"
+
+
+CONVERT = Command(configure=configure, run=run)

@@ -1,0 +1,203 @@
+"""config.json to `ModelSpec` and back: every field that changes logits, unknown keys kept, what we cannot express refused.
+
+Both spellings of rotary positions are read: `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (5). A new
+config.json has the older spelling, which both read; one that came from Hugging Face keeps its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from titan_ckpt.converters.families import FAMILIES, Family, check_spec
+from titan_ckpt.converters.model_spec import ModelSpec, RopeScaling
+from titan_ckpt.errors import DamagedError, PlanError
+
+Config = dict[str, Any]
+
+# field of the spec -> key of config.json, where the value is the same
+_PLAIN_KEYS = {
+    "vocab_size": "vocab_size", "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn_dim": "intermediate_size", "norm_eps": "rms_norm_eps",
+    "max_seq_len": "max_position_embeddings", "tied_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SCALING_KEYS = {
+    "factor": "factor", "original_max_seq_len": "original_max_position_embeddings", "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor", "truncate": "truncate",
+}  # fmt: skip
+_SCALING_USES = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_seq_len", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_seq_len", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+}
+# Keys that change logits in a way no field of the spec says, with the only value that is read.
+_ONLY: dict[str, Any] = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+
+
+def parse_config(text: bytes, where: str) -> Config:
+    """The JSON object in a config.json."""
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise DamagedError(f"{where}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise DamagedError(f"{where}: not a JSON object")
+    return config
+
+
+def encode_config(config: Mapping[str, Any]) -> bytes:
+    """A config.json as Hugging Face writes it: two spaces, sorted keys, a final newline."""
+    return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
+    """The spec that `config` describes. PlanError names the key that cannot be expressed."""
+    family = _family(config, where)
+    missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
+    if missing:
+        raise PlanError(f"{where}: {', '.join(missing)} missing or not a number")
+    for key, only in _ONLY.items():
+        if config.get(key, only) not in (only, None):
+            _refuse(where, key, config[key], f"only {only!r} is supported")
+    values = dict(family.defaults) | {key: value for key, value in config.items() if value is not None}
+    values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    if config.get("num_key_value_heads", 0) is None:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    values.setdefault("tie_word_embeddings", False)
+    plain = {field: values[key] for field, key in _PLAIN_KEYS.items()}
+    theta, scaling = _read_rope(config, values, where)
+    has_bias = bool(values.get("attention_bias", False))
+    spec = ModelSpec(
+        family=family.name,
+        **plain,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qkv_bias=family.name == "qwen2" or (has_bias and family.name != "mistral"),
+        o_bias=has_bias and family.name in ("llama", "qwen3"),
+        qk_norm=family.name == "qwen3",
+        sliding_window=_read_window(config, values, family, where),
+    )
+    check_spec(spec)
+    return spec
+
+
+def _family(config: Mapping[str, Any], where: str) -> Family:
+    architectures = config.get("architectures")
+    kind = config.get("model_type")
+    if isinstance(architectures, list) and architectures:
+        found = [family for family in FAMILIES.values() if family.architecture in architectures]
+        said = ", ".join(map(str, architectures))
+    else:
+        found = [FAMILIES[kind]] if kind in FAMILIES else []
+        said = f"model_type {kind!r}"
+    if not found or kind not in (None, found[0].name):
+        supported = ", ".join(family.architecture for family in FAMILIES.values())
+        raise PlanError(f"{where}: {said} (model_type {kind!r}) is not supported; supported are {supported}")
+    return found[0]
+
+
+def _read_rope(config: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    record: Mapping[str, Any] = new if isinstance(new, Mapping) else old if isinstance(old, Mapping) else {}
+    theta = float(record.get("rope_theta", values["rope_theta"]))
+    kind = record.get("rope_type", record.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind not in _SCALING_USES:
+        _refuse(where, "rope_scaling", record, f"rope types are default, {', '.join(_SCALING_USES)}")
+    extra = {"mscale", "mscale_all_dim"} & set(record)
+    if extra:
+        _refuse(where, "rope_scaling", record, f"{', '.join(sorted(extra))} is not supported")
+    fields = {field: record[key] for field, key in _SCALING_KEYS.items() if record.get(key) is not None}
+    if "factor" not in fields:
+        _refuse(where, "rope_scaling", record, "it has no factor")
+    fields.setdefault("original_max_seq_len", values["max_position_embeddings"])
+    used = {field: value for field, value in fields.items() if field in _SCALING_USES[kind]}
+    return theta, RopeScaling(kind=kind, **used)
+
+
+def _read_window(config: Mapping[str, Any], values: Mapping[str, Any], family: Family, where: str) -> int | None:
+    if family.name == "llama":
+        return None
+    window = config.get("sliding_window", family.defaults["sliding_window"])
+    if family.name == "mistral":
+        return int(window) if window else None
+    kinds = set(values.get("layer_types", ()))
+    if len(kinds) > 1:
+        _refuse(where, "layer_types", sorted(kinds), "all layers must attend alike")
+    if not values.get("use_sliding_window", False) or not window or kinds == {"full_attention"}:
+        return None
+    first = int(values["max_window_layers"])
+    if not kinds and first >= int(values["num_hidden_layers"]):
+        return None
+    if not kinds and first > 0:
+        _refuse(where, "max_window_layers", first, "all layers must attend alike")
+    return int(window)
+
+
+def hf_config(spec: ModelSpec, *, base: Mapping[str, Any] | None, dtype: str) -> Config:
+    """config.json for `spec`. `base` is the one the model came with: its keys stay, save those whose meaning has changed."""
+    family = check_spec(spec)
+    if base is None:
+        return _new_config(spec, family, dtype)
+    before = spec_from_hf(base, "the config.json in the checkpoint")
+    config = dict(base)
+    for field, key in _PLAIN_KEYS.items():
+        if getattr(before, field) != getattr(spec, field):
+            config[key] = getattr(spec, field)
+    if (before.rope_theta, before.rope_scaling) != (spec.rope_theta, spec.rope_scaling):
+        config = {
+            key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling", "rope_theta")
+        }
+        config |= _rope_keys(spec)
+    if before.sliding_window != spec.sliding_window:
+        config = {key: value for key, value in config.items() if key != "layer_types"} | _window_keys(spec)
+    if (before.family, before.qkv_bias, before.o_bias) != (spec.family, spec.qkv_bias, spec.o_bias):
+        config |= _family_keys(spec, family)
+    config.pop("dtype" if "torch_dtype" in config else "torch_dtype", None)
+    return config | {"dtype" if "dtype" in config else "torch_dtype": dtype}
+
+
+def _new_config(spec: ModelSpec, family: Family, dtype: str) -> Config:
+    config = {key: getattr(spec, field) for field, key in _PLAIN_KEYS.items()}
+    config |= {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "torch_dtype": dtype}
+    return config | _family_keys(spec, family) | _rope_keys(spec) | _window_keys(spec)
+
+
+def _family_keys(spec: ModelSpec, family: Family) -> Config:
+    keys: Config = {"architectures": [family.architecture], "model_type": family.name}
+    if family.name in ("llama", "qwen3"):
+        keys["attention_bias"] = spec.qkv_bias
+    return keys | ({"mlp_bias": False} if family.name == "llama" else {})
+
+
+def _rope_keys(spec: ModelSpec) -> Config:
+    if spec.rope_scaling is None:
+        return {"rope_theta": spec.rope_theta, "rope_scaling": None}
+    scaling = spec.rope_scaling
+    used = {_SCALING_KEYS[field]: getattr(scaling, field) for field in _SCALING_USES[scaling.kind]}
+    record = {"rope_type": scaling.kind} | {key: value for key, value in used.items() if value is not None}
+    return {"rope_theta": spec.rope_theta, "rope_scaling": record}
+
+
+def _window_keys(spec: ModelSpec) -> Config:
+    if spec.family == "llama":
+        return {}
+    if spec.family == "mistral":
+        return {"sliding_window": spec.sliding_window}
+    if spec.sliding_window is None:
+        return {"use_sliding_window": False, "sliding_window": None}
+    return {"use_sliding_window": True, "sliding_window": spec.sliding_window, "max_window_layers": 0}
+
+
+def _refuse(where: str, key: str, found: object, text: str) -> NoReturn:
+    raise PlanError(f"{where}: {key} = {found!r:.200} cannot be converted: {text}")

@@ -1,0 +1,94 @@
+"""`import_hf`: plan, stream, commit."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass
+
+import titan_ckpt
+from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.commit import find_commit, write_commit
+from titan_ckpt.converters.families import EMBEDDING, HEAD
+from titan_ckpt.converters.from_hf import ImportPlan, import_manifest, plan_import, state_paths
+from titan_ckpt.converters.hf_source import HfModel, open_hf
+from titan_ckpt.converters.layouts import TITAN
+from titan_ckpt.converters.stream import Progress, stream, tensor_digests
+from titan_ckpt.errors import AlreadyExistsError, LoadContractError, StoreError
+from titan_ckpt.layout import ASSETS, new_attempt, step_folder
+from titan_ckpt.location import parse_location
+from titan_ckpt.metadata import dcp_metadata
+from titan_ckpt.store import FileStore, Store, open_store
+from titan_ckpt.units import format_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportReport:
+    """A finished import."""
+
+    checkpoint: Checkpoint
+    num_tensors: int
+    size_bytes: int
+
+
+def import_hf(
+    src: str | HfModel,
+    dst: str,
+    *,
+    dtype: str | None = None,
+    layout: str = TITAN,
+    on_progress: Progress | None = None,
+) -> ImportReport:
+    """Write the Hugging Face model at `src` as a committed model-only checkpoint `dst` (`URL[@STEP]`, step 0 if none is given).
+
+    Every dtype is kept unless `dtype` is given. Config and tokenizer files are kept in the checkpoint, so that `export_hf`
+    restores them. `layout` names the tensors for another trainer (`torchtitan`, `torchtitan-qkv`).
+    """
+    model = open_hf(src) if isinstance(src, str) else src
+    location = parse_location(dst)
+    plan = plan_import(model, dtype=dtype, step=location.step or 0, attempt=new_attempt(), layout=layout)
+    run_import(plan, location.url, on_progress=on_progress)
+    checkpoint = open_checkpoint(location.url, step=plan.step)
+    return ImportReport(checkpoint=checkpoint, num_tensors=len(checkpoint.manifest.tensors), size_bytes=plan.size_bytes)
+
+
+def run_import(plan: ImportPlan, url: str, *, on_progress: Progress | None = None) -> None:
+    """Write and commit what `plan` says into the run at `url`; a failure leaves nothing."""
+    store = open_store(url)
+    if find_commit(store, plan.step) is not None:
+        raise AlreadyExistsError(f"{store}@{plan.step} is committed already; give another run, or a step as URL@STEP")
+    _check_space(store, plan)
+    _check_tied_head(plan)
+    folder = step_folder(plan.step)
+    try:
+        results = stream(plan.model.source, plan.model.store, store, plan.files, on_progress=on_progress)
+        for name, data in plan.model.assets.items():
+            store.write(f"{folder}/{plan.attempt}/{ASSETS}/{name}", [data])
+        manifest = import_manifest(
+            plan,
+            results,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            versions={"titan_ckpt": titan_ckpt.__version__, "python": platform.python_version()},
+        )
+        write_commit(store, manifest, dcp_metadata(manifest, paths=state_paths(plan)), replaces=None)
+    except BaseException:
+        store.delete([entry.path for entry in store.list(f"{folder}/{plan.attempt}")])
+        raise
+
+
+def _check_space(store: Store, plan: ImportPlan) -> None:
+    if isinstance(store, FileStore) and store.free_bytes() < plan.size_bytes:
+        free = format_size(store.free_bytes())
+        raise StoreError(f"{store}: needs {format_size(plan.size_bytes)}, the disk has {free} free")
+
+
+def _check_tied_head(plan: ImportPlan) -> None:
+    """A tied head that the files store as well must equal the embedding; it is then kept once."""
+    if not plan.has_stored_tied_head:
+        return
+    digests = tensor_digests(plan.model.source, plan.model.store, [EMBEDDING, HEAD])
+    if digests[EMBEDDING] != digests[HEAD]:
+        raise LoadContractError(
+            f"{plan.model.store}: config.json ties the head to the embedding, but {HEAD} and {EMBEDDING} differ; "
+            "set tie_word_embeddings to false to keep both"
+        )

@@ -1,0 +1,87 @@
+"""What decides a decoder's logits besides its weights. Field names are the trainer's (`[model]` of a training config)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ckpt.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How rotary positions are stretched; fields that a kind (linear, llama3, yarn) does not use are ignored."""
+
+    kind: str
+    factor: float
+    original_max_seq_len: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One dense decoder. `rope_scaling` is None for plain rotary positions."""
+
+    family: str
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    max_seq_len: int
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Lengths of the dimensions by the letters that the tensor tables use."""
+        return {
+            "V": self.vocab_size,
+            "D": self.dim,
+            "F": self.ffn_dim,
+            "Q": self.n_heads * self.head_dim,
+            "K": self.n_kv_heads * self.head_dim,
+            "H": self.head_dim,
+        }
+
+
+def spec_of(config: Mapping[str, Any], where: str) -> ModelSpec:
+    """The spec in a checkpoint's training config (its `model` section)."""
+    section = config.get("model")
+    if not isinstance(section, Mapping):
+        raise PlanError(
+            f"{where} does not say what model it holds (its config has no [model]); pass --config with a Hugging Face config.json"
+        )
+    try:
+        values = _known(ModelSpec, section)
+        scaling = values.get("rope_scaling")
+        values["rope_scaling"] = None if scaling is None else RopeScaling(**_known(RopeScaling, scaling))
+        values["head_dim"] = values.get("head_dim") or values["dim"] // values["n_heads"]
+        return ModelSpec(**values)
+    except (TypeError, KeyError) as error:
+        raise PlanError(f"{where}: the [model] section of its config is incomplete: {error}") from error
+
+
+def _known(kind: type[ModelSpec] | type[RopeScaling], section: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in section.items() if name in names}
+
+
+def spec_to_config(spec: ModelSpec) -> dict[str, Any]:
+    """The `model` section of a training config that describes `spec`."""
+    return dataclasses.asdict(spec)
