@@ -97,7 +97,8 @@ class Store(ABC):
     def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
         """Write `parts` one after another as one object, streamed: memory does not grow with the size.
 
-        An exception from `parts` leaves no object. An object that is there already is replaced whole.
+        Parts are sent as they stand, without a copy: none may change before `write` returns. An exception from `parts`
+        leaves no object. An object that is there already is replaced whole.
         """
 
     @abstractmethod
@@ -185,7 +186,10 @@ class FileStore(Store):
         self._root = local_path(self.url)
 
     def _full(self, path: str) -> str:
-        return os.path.join(self._root, check_relative(path)) if path else self._root
+        return os.path.join(self._root, check_relative(path))
+
+    def _folder(self, prefix: str) -> str:
+        return self._full(prefix) if prefix else self._root
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         view = buffer.cast("B")
@@ -241,13 +245,13 @@ class FileStore(Store):
 
     def folders(self, prefix: str = "") -> list[str]:
         try:
-            with os.scandir(self._full(prefix)) as entries:
+            with os.scandir(self._folder(prefix)) as entries:
                 return sorted(entry.name for entry in entries if entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        root = self._full(prefix)
+        root = self._folder(prefix)
         for folder, subfolders, names in os.walk(root):
             subfolders.sort()
             for name in sorted(names):

@@ -1,0 +1,46 @@
+"""Fixtures that every room shares: a real S3 server, started once and only when a test asks for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.s3_server import Server, running_server
+
+BUCKET = "titan-tests"
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SeaweedFS on loopback for the whole session, with an empty bucket."""
+    with running_server(tmp_path_factory.mktemp("s3"), [BUCKET]) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_environment(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables that make `s3://` mean our server, set in this process and returned for children."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
+    return s3_server.environment
+
+
+@pytest.fixture
+def s3_url(s3_environment: dict[str, str]) -> str:
+    """A run URL on our server that no other test uses."""
+    assert s3_environment
+    return f"s3://{BUCKET}/run-{next(_numbers)}"
+
+
+@pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.s3)])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A run URL that no other test uses, on each kind of store."""
+    if request.param == "s3":
+        return str(request.getfixturevalue("s3_url"))
+    return str(tmp_path / "run") if request.param == "file" else f"memory://run-{next(_numbers)}"
