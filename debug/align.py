@@ -1,0 +1,146 @@
+"""Collectives lined up by (group, sequence number): who is where, and where ranks disagree. Pure, columnar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan_ckpt.debug.records import COMPLETED, Array, Names, Run
+
+# Ranks may pass different sizes to these, or name them differently on the two sides.
+UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "coalesced", "allgatherv", "all_gatherv")
+_EQUAL_NAMES = {"gather": "gather", "scatter": "scatter"}
+MAX_WINDOW = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """The collectives of one group as a matrix: a row per member, a column per sequence number from `first_seq`.
+
+    `row` is the position in the rank's own operations (-1: not seen). `last` is each member's newest sequence number
+    (-1: none seen), `done` whether that one returned, `is_silent` whether nothing at all is known of the member.
+    """
+
+    group: int
+    members: tuple[int, ...]
+    first_seq: int
+    row: Array
+    signature: Array
+    last: Array
+    done: Array
+    is_silent: Array
+
+    def seen_at(self, seq: int) -> dict[int, int]:
+        """Row by rank of those who issued `seq`."""
+        column = self.row[:, seq - self.first_seq]
+        return {rank: int(row) for rank, row in zip(self.members, column, strict=True) if row >= 0}
+
+
+def lanes(run: Run) -> list[Lane]:
+    """One lane per group that two or more ranks belong to, largest groups first."""
+    sizes = _elements(run.names)
+    ops = _op_codes(run.names)
+    found = [lane for group in range(len(run.groups)) if (lane := _lane(run, group, sizes, ops)) is not None]
+    return sorted(found, key=lambda lane: -len(lane.members))
+
+
+def _lane(run: Run, group: int, sizes: Array, ops: Array) -> Lane | None:
+    if run.groups[group].name == "?":
+        return None
+    parts = dict(_rows_of(run, group))
+    members = run.groups[group].members or _users(run, group, parts)
+    members = tuple(rank for rank in members if rank in run.ranks)
+    if len(members) < 2 or not any(len(rows) for rows, _ in parts.values()):
+        return None
+    highest = max(int(seqs[-1]) for _, seqs in parts.values() if len(seqs))
+    lowest = min(int(seqs[0]) for _, seqs in parts.values() if len(seqs))
+    first = max(lowest, highest - MAX_WINDOW + 1)
+    row = np.full((len(members), highest - first + 1), -1, np.int32)
+    signature = np.full(row.shape, -1, np.int64)
+    last, done = np.full(len(members), -1, np.int64), np.ones(len(members), bool)
+    for i, rank in enumerate(members):
+        rows, seqs = parts.get(rank, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
+        if len(rows):
+            table = run.ranks[rank].operations
+            last[i] = seqs[-1]
+            done[i] = bool(table["retired"][rows[-1]] or table["state"][rows[-1]] == COMPLETED)
+            keep = seqs >= first
+            row[i, seqs[keep] - first] = rows[keep]
+            signature[i, seqs[keep] - first] = _signature(table[rows[keep]], sizes, ops)
+    silent = np.array([not run.ranks[rank].dumps for rank in members])
+    return Lane(
+        group=group,
+        members=members,
+        first_seq=first,
+        row=row,
+        signature=signature,
+        last=last,
+        done=done,
+        is_silent=silent,
+    )
+
+
+def _rows_of(run: Run, group: int) -> Iterator[tuple[int, tuple[Array, Array]]]:
+    for rank, record in run.ranks.items():
+        table = record.operations
+        rows = np.flatnonzero((table["group"] == group) & (table["p2p"] == 0) & (table["seq"] >= 0))
+        if len(rows):
+            order = np.argsort(table["seq"][rows], kind="stable")
+            yield rank, (rows[order], table["seq"][rows[order]].astype(np.int64))
+
+
+def _users(run: Run, group: int, parts: Mapping[int, tuple[Array, Array]]) -> tuple[int, ...]:
+    """Members of a group that nobody recorded: the world for the default group, else those who used it."""
+    if run.groups[group].description == "default_pg":
+        return tuple(run.ranks)
+    return tuple(parts)
+
+
+def _signature(table: Array, sizes: Array, ops: Array) -> Array:
+    code = ops[table["op"]]
+    elements = np.where(code & 1, 0, sizes[table["sizes"]])
+    return (code.astype(np.int64) << 48) | (table["dtypes"].astype(np.int64) << 32) | elements
+
+
+def _op_codes(names: Names) -> Array:
+    """A number per op name; odd where ranks may pass different sizes."""
+    return np.array([2 * i + int(is_uneven(op)) for i, op in enumerate(names.ops)], np.int32)
+
+
+def is_uneven(op: str) -> bool:
+    """Whether members may legally pass different sizes to `op`."""
+    return any(op == word or (word in op and word not in ("gather", "scatter")) for word in UNEVEN)
+
+
+def _elements(names: Names) -> Array:
+    """A number per sizes text that is equal when the numbers of elements are: shapes may differ, their product not."""
+    distinct: dict[tuple[int, ...], int] = {}
+    return np.array([distinct.setdefault(elements_of(text), len(distinct)) for text in names.sizes], np.int64)
+
+
+def elements_of(sizes: str) -> tuple[int, ...]:
+    """
+    >>> elements_of("64x32, 8")
+    (2048, 8)
+    """
+    if not sizes:
+        return ()
+    return tuple(_product(shape) for shape in sizes.split(", "))
+
+
+def _product(shape: str) -> int:
+    total = 1
+    for size in shape.split("x"):
+        total *= int(size)
+    return total
+
+
+def first_disagreement(lane: Lane) -> int | None:
+    """The lowest sequence number at which two members issued different operations."""
+    seen = lane.signature >= 0
+    largest = np.where(seen, lane.signature, np.iinfo(np.int64).min).max(axis=0)
+    smallest = np.where(seen, lane.signature, np.iinfo(np.int64).max).min(axis=0)
+    columns = np.flatnonzero((seen.sum(axis=0) > 1) & (largest != smallest))
+    return None if len(columns) == 0 else lane.first_seq + int(columns[0])

@@ -1,0 +1,172 @@
+"""From a rank that others wait for to a verdict that names why. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from titan_ckpt.debug.records import Evidence, Run, Verdict
+from titan_ckpt.debug.situation import (
+    DEAD,
+    FINISHED,
+    FROZEN,
+    GIL_HELD,
+    IN_COLLECTIVE,
+    IN_INIT,
+    IN_P2P,
+    IN_TEARDOWN,
+    ON_CPU,
+    Situation,
+    saw_peers_close,
+    saw_timeouts,
+)
+from titan_ckpt.debug.waits import Edge, shortest_chain
+
+_ADVICE: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("RANK_DIED", "signal"): ("look at `dmesg` and the scheduler's log of that host", "set ulimit -c unlimited, or faulthandler, for the next crash"),
+    ("RANK_DIED", "oom"): ("lower the batch or the memory of the rank's host; compare its memory with its peers'",),
+    ("RANK_DIED", "python_exception"): ("fix the exception at that line; the other ranks are only its victims",),
+    ("RANK_DIED", ""): ("read that rank's log and its host's `dmesg`", "turn the recorder on, so that the next death leaves a black box"),
+    ("RANK_FROZEN", ""): ("look at `/proc/PID/stat` and `dmesg` on its host: stopped (T), in disk sleep (D), or lost", "take the host out and restart from the newest checkpoint"),
+    ("STUCK_ON_CPU", "dataloader"): ("check the storage and the worker processes behind that line", "give the loader a timeout (DataLoader(timeout=...))"),
+    ("STUCK_ON_CPU", "checkpoint_io"): ("check the store that the checkpoint goes to: quota, throttling, a hung mount", "save asynchronously (titan_ckpt.Saver), with no barrier behind a slow write"),
+    ("STUCK_ON_CPU", "python_lock"): ("find who holds the lock: the other threads of this rank's stacks", "acquire with a timeout; keep the order of locks fixed"),
+    ("STUCK_ON_CPU", "gil_held"): ("find the extension code at that line that keeps the GIL", "run py-spy dump --native on the process"),
+    ("STUCK_ON_CPU", "gc"): ("call gc.freeze() after start-up and gc.collect() at fixed steps on all ranks at once",),
+    ("STUCK_ON_CPU", ""): ("take a stack of that rank: `py-spy dump --pid PID`",),
+}  # fmt: skip
+
+
+def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:
+    """Why `root`, for whom others wait, does not come."""
+    state = states[root]
+    chain = shortest_chain(edges, root)
+    first = next((edge for edge in edges if edge.awaited == root and edge.group >= 0), None)
+    name, subtype, confidence, says = _classify(run, state, first)
+    record = run.ranks[root]
+    return Verdict(
+        verdict=name,
+        subtype=subtype,
+        culprits=(root,),
+        victims=tuple(sorted({waiter for waiter, _ in chain})),
+        group=str(run.groups[first.group]) if first else "",
+        seq=first.seq if first and not first.is_p2p else None,
+        op=_operation_waited_for(run, first),
+        step=_step(run, root),
+        confidence=confidence,
+        headline=f"rank {root}{_coordinate(record.coordinates)} {says}",
+        evidence=(*state.evidence, *_waiting(run, first, chain, states)),
+        chain=chain,
+        next_steps=_ADVICE.get((name, subtype), _ADVICE.get((name, ""), ())),
+    )
+
+
+def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, float, str]:
+    where = f" at {state.frame.file}:{state.frame.line}" if state.frame else ""
+    if state.kind == DEAD:
+        how = {"oom": "ran out of memory", "python_exception": "raised an exception"}.get(
+            state.detail, f"was killed by {state.call or 'a signal'}"
+        )
+        return "RANK_DIED", state.detail, state.confidence, f"died: it {how}{where}"
+    if state.kind == FROZEN:
+        return (
+            "RANK_FROZEN",
+            "",
+            state.confidence,
+            f"is frozen: its process does not run at all; last seen{where or ' nowhere'}",
+        )
+    if state.kind == GIL_HELD:
+        return "STUCK_ON_CPU", state.detail, state.confidence, f"is stuck with the GIL held{where}"
+    if state.kind == FINISHED:
+        return (
+            "SKIPPED_COLLECTIVE",
+            "finished_early",
+            0.85,
+            "ended normally while the others expect another operation of it",
+        )
+    if state.kind == IN_TEARDOWN:
+        return "TEARDOWN_STUCK", "", 0.7, f"is shutting down{where} while the others expect another operation of it"
+    if state.kind == IN_INIT:
+        return "PG_INIT_HANG", "new_group", 0.75, f"waits for a process group to be made{where}"
+    if state.kind == IN_P2P:
+        return "P2P_MISSING_PEER", "", 0.6, f"waits in {state.call}{where} for a peer that does not come"
+    if state.kind == IN_COLLECTIVE and edge is not None:
+        return (
+            "WAIT_CHAIN",
+            "",
+            0.5,
+            f"waits in {state.call or 'a collective'}{where}, for whom the evidence does not say",
+        )
+    if state.kind == ON_CPU:
+        busy = {
+            "dataloader": "in its data loader",
+            "checkpoint_io": "in checkpoint I/O",
+            "python_lock": "waiting for a Python lock",
+            "gc": "in garbage collection",
+        }.get(state.detail, "in its own code")
+        return "STUCK_ON_CPU", state.detail, state.confidence, f"is stuck {busy}{where}, not in any collective"
+    return _silent(run, state)
+
+
+def _silent(run: Run, state: Situation) -> tuple[str, str, float, str]:
+    """A rank that left no stack and no exit code: its peers' errors tell whether it was still connected."""
+    closed, timeouts = saw_peers_close(run), saw_timeouts(run)
+    is_silent = not run.ranks[state.rank].dumps
+    if closed and not timeouts:
+        return "RANK_DIED", "", 0.7, "is gone: its peers' connections to it were closed"
+    if is_silent and timeouts and not closed:
+        return "RANK_FROZEN", "", 0.6, "left nothing, and its peers' connections to it stayed open until they timed out"
+    if is_silent:
+        return "RANK_DIED", "", 0.4, "left nothing at all: no dump, no stack, no exit code"
+    return (
+        "STUCK_ON_CPU",
+        "",
+        0.5,
+        "did not issue the operation that the others wait for; without its stack the reason is unknown",
+    )
+
+
+def _operation_waited_for(run: Run, edge: Edge | None) -> str:
+    if edge is None:
+        return ""
+    table = run.ranks[edge.waiter].operations
+    match = (table["group"] == edge.group) & (table["seq"] == edge.seq) & ((table["p2p"] != 0) == edge.is_p2p)
+    rows = match.nonzero()[0]
+    return run.names.ops[table["op"][rows[-1]]] if len(rows) else ""
+
+
+def _waiting(
+    run: Run, edge: Edge | None, chain: Sequence[tuple[int, int]], states: Mapping[int, Situation]
+) -> list[Evidence]:
+    if edge is None:
+        return []
+    frame = states[edge.waiter].frame
+    op = _operation_waited_for(run, edge)
+    direct = sorted(waiter for waiter, awaited in chain if awaited == chain[0][1])
+    others = f" (as do {len(direct) - 1} more)" if len(direct) > 1 else ""
+    return [
+        Evidence(
+            text=f"waits in {op} #{edge.seq} of group {run.groups[edge.group]}{others}",
+            rank=edge.waiter,
+            source="flight recorder",
+            file=frame.file if frame else "",
+            line=frame.line if frame else 0,
+        )  # fmt: skip
+    ]
+
+
+def _coordinate(coordinates: Mapping[str, int]) -> str:
+    return " (" + ", ".join(f"{axis} {place}" for axis, place in coordinates.items()) + ")" if coordinates else ""
+
+
+def _step(run: Run, rank: int) -> int | None:
+    return step_of(run, rank)
+
+
+def step_of(run: Run, rank: int) -> int | None:
+    """The training step a rank was in: its heartbeat's, else the last its log mentions."""
+    record = run.ranks.get(rank)
+    if record is None:
+        return None
+    if record.heartbeat and record.heartbeat.step >= 0:
+        return record.heartbeat.step
+    return record.log.last_step if record.log else None

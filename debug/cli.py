@@ -1,0 +1,82 @@
+"""`titan-ckpt debug PATH`, and its verbs `collect`, `inject` and `watch`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from titan_ckpt.command import Command
+from titan_ckpt.debug.diagnosis import diagnose
+from titan_ckpt.debug.reader import open_run
+from titan_ckpt.debug.text import as_json, report
+from titan_ckpt.errors import UsageError
+
+_EPILOG = """\
+  titan-ckpt debug PATH [--json]          diagnose a run, an incident folder, or any folder of dumps and logs
+  titan-ckpt debug collect [OPTIONS]      gather dumps, stacks and states of a job on this host into one folder
+  titan-ckpt debug inject CASE [OPTIONS]  hang a small real job on purpose and leave its incident (a drill)
+  titan-ckpt debug watch URL [OPTIONS]    follow a running job; say when it stops or a rank falls behind
+
+A folder that is named like a verb is given as ./collect. Each verb has its own --help.
+exit codes: 0 healthy, 1 a fault was found, 2 usage, 3 nothing readable
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """PATH is the first word; a verb's own words follow it and are parsed by the verb."""
+    parser.epilog = _EPILOG
+    parser.usage = "titan-ckpt debug PATH [--json] | collect ... | inject CASE ... | watch URL ..."
+    parser.add_argument(
+        "path", metavar="PATH", help="a run's URL, an incident folder, a folder of dumps or of logs, or one dump"
+    )
+    parser.add_argument("--json", action="store_true", help="print all verdicts and flags as JSON")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Diagnose PATH, or hand over to the verb."""
+    verb = _verb(arguments.path)
+    if verb is not None:
+        return verb.run(_parse_verb(arguments.path, verb, arguments))
+    for word in arguments.rest:
+        if word != "--json":
+            raise UsageError(f"unexpected argument {word!r} after PATH; `titan-ckpt debug --help` shows the forms")
+    return _diagnose(arguments.path, as_text=not (arguments.json or "--json" in arguments.rest))
+
+
+def _verb(word: str) -> Command | None:
+    """The command of a verb; each is imported only when it is called."""
+    if word == "collect":
+        from titan_ckpt.debug.collect import COLLECT  # the analyzer alone must start fast
+
+        return COLLECT
+    if word == "inject":
+        from titan_ckpt.debug.inject import INJECT
+
+        return INJECT
+    if word == "watch":
+        from titan_ckpt.debug.watch import WATCH
+
+        return WATCH
+    return None
+
+
+def _parse_verb(word: str, verb: Command, arguments: argparse.Namespace) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"titan-ckpt debug {word}")
+    verb.configure(parser)
+    words = [*arguments.rest, *(["--json"] if arguments.json and "--json" not in arguments.rest else [])]
+    return parser.parse_args(words)
+
+
+def _diagnose(path: str, *, as_text: bool) -> int:
+    evidence = open_run(path)
+    verdicts = diagnose(evidence)
+    if as_text:
+        sys.stdout.write(report(evidence, verdicts))
+    else:
+        sys.stdout.write(json.dumps(as_json(evidence, verdicts), indent=1) + "\n")
+    return 0 if verdicts[0].verdict == "HEALTHY" else 1
+
+
+DEBUG = Command(configure=configure, run=run)

@@ -1,0 +1,114 @@
+"""Cycles in the wait-for graph: P2P cycles, calls on the wrong group, groups entered in different orders. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from titan_ckpt.debug.causes import step_of
+from titan_ckpt.debug.logs import user_frame
+from titan_ckpt.debug.records import Evidence, Operation, Run, Verdict
+from titan_ckpt.debug.situation import Situation
+from titan_ckpt.debug.waits import Edge
+
+
+def deadlock(run: Run, cycle: tuple[int, ...], edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:
+    """The verdict on ranks that wait for each other in a circle."""
+    inside = [edge for edge in edges if edge.waiter in cycle and edge.awaited in cycle]
+    outside = tuple(sorted({edge.waiter for edge in edges if edge.awaited in cycle} - set(cycle)))
+    if all(edge.is_p2p for edge in inside):
+        return _verdict(
+            run, "P2P_CYCLE", "", cycle, outside, inside, states, 0.9,
+            f"ranks {_list(cycle)} each wait for the other's half of a send/recv pair: a P2P cycle",
+            ("reverse the order on every second rank, or use batch_isend_irecv",),
+        )  # fmt: skip
+    stray = _stray(run, cycle, inside)
+    if stray is not None:
+        rank, right, wrong = stray
+        victims = tuple(sorted((set(cycle) | set(outside)) - {rank}))
+        return _verdict(
+            run, "WRONG_GROUP", "", (rank,), victims, inside, states, 0.85,
+            f"rank {rank} called {wrong.op} on group {wrong.group}, where nobody joins it; its peers wait for the same "
+            f"operation on group {right.group}",
+            ("check which group the call site passes (group=...)",),
+        )  # fmt: skip
+    culprits, confidence = _out_of_order(run, cycle, inside)
+    return _verdict(
+        run, "ORDER_MISMATCH", "across_groups", culprits, tuple(sorted((set(cycle) | set(outside)) - set(culprits))),
+        inside, states, confidence,
+        f"ranks {_list(cycle)} entered operations of different groups in different orders and wait for each other",
+        ("make every rank issue the operations of its groups in the same order",),
+    )  # fmt: skip
+
+
+def _stray(run: Run, cycle: Sequence[int], inside: Sequence[Edge]) -> tuple[int, Operation, Operation] | None:
+    """(rank, what its peers wait in, what it called): the same operation, alone on another group."""
+    for rank in cycle:
+        mine = next((edge for edge in inside if edge.waiter == rank and not edge.is_p2p), None)
+        theirs = [edge for edge in inside if edge.awaited == rank and not edge.is_p2p]
+        if mine is None or any(edge.group == mine.group for edge in inside if edge.waiter != rank):
+            continue
+        for edge in theirs:
+            called, expected = _operation(run, mine), _operation(run, edge)
+            if called and expected and edge.group != mine.group and _same(called, expected) and not _joined(run, mine):
+                return rank, expected, called
+    return None
+
+
+def _joined(run: Run, edge: Edge) -> bool:
+    """Whether another member has issued this operation of this group as well."""
+    for rank, record in run.ranks.items():
+        table = record.operations
+        if (
+            rank != edge.waiter
+            and ((table["group"] == edge.group) & (table["seq"] >= edge.seq) & (table["p2p"] == 0)).any()
+        ):
+            return True
+    return False
+
+
+def _same(a: Operation, b: Operation) -> bool:
+    return (a.op, a.sizes, a.dtypes) == (b.op, b.sizes, b.dtypes)
+
+
+def _out_of_order(run: Run, cycle: Sequence[int], inside: Sequence[Edge]) -> tuple[tuple[int, ...], float]:
+    """The minority that waits on its own group; everybody where the parties are equal."""
+    by_group: dict[int, set[int]] = {}
+    for edge in inside:
+        by_group.setdefault(edge.group, set()).add(edge.waiter)
+    parties = sorted(by_group.values(), key=len)
+    if len(parties) > 1 and len(parties[0]) < len(parties[-1]):
+        return tuple(sorted(parties[0])), 0.75
+    return tuple(cycle), 0.6
+
+
+def _operation(run: Run, edge: Edge) -> Operation | None:
+    table = run.ranks[edge.waiter].operations
+    rows = (
+        (table["group"] == edge.group) & (table["seq"] == edge.seq) & ((table["p2p"] != 0) == edge.is_p2p)
+    ).nonzero()[0]
+    return run.operation(edge.waiter, int(rows[-1])) if len(rows) else None
+
+
+def _verdict(
+    run: Run, name: str, subtype: str, culprits: tuple[int, ...], victims: tuple[int, ...], inside: Sequence[Edge],
+    states: Mapping[int, Situation], confidence: float, headline: str, advice: tuple[str, ...],
+) -> Verdict:  # fmt: skip
+    evidence = []
+    for edge in inside[:8]:
+        operation = _operation(run, edge)
+        frame = (user_frame(operation.frames, run.wrappers) if operation else None) or states[edge.waiter].frame
+        text = f"waits for rank {edge.awaited}" + (f" in {operation.op} on {operation.group}" if operation else "")
+        evidence.append(
+            Evidence(text=text, rank=edge.waiter, file=frame.file if frame else "", line=frame.line if frame else 0)
+        )
+    first = _operation(run, inside[0])
+    return Verdict(
+        verdict=name, subtype=subtype, culprits=culprits, victims=victims, group=str(first.group) if first else "",
+        seq=inside[0].seq if inside[0].seq >= 0 else None, op=first.op if first else "", step=step_of(run, culprits[0]),
+        confidence=confidence, headline=headline, evidence=tuple(evidence),
+        chain=tuple((edge.waiter, edge.awaited) for edge in inside), next_steps=advice,
+    )  # fmt: skip
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,152 @@
+"""All detectors in order, and the ranking of what they say. Pure: a Run in, verdicts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from titan_ckpt.debug.align import Lane, lanes
+from titan_ckpt.debug.causes import step_of, verdict_of
+from titan_ckpt.debug.deadlock import deadlock
+from titan_ckpt.debug.initialisation import initialisation
+from titan_ckpt.debug.mismatch import mismatch
+from titan_ckpt.debug.pace import straggler
+from titan_ckpt.debug.records import Evidence, Run, Verdict
+from titan_ckpt.debug.situation import (
+    DEAD,
+    FROZEN,
+    GIL_HELD,
+    IN_COLLECTIVE,
+    IN_INIT,
+    IN_P2P,
+    SILENT,
+    Situation,
+    own_exception,
+    situations,
+)
+from titan_ckpt.debug.transport import transport
+from titan_ckpt.debug.waits import Edge, roots, wait_edges
+
+MAX_VERDICTS = 8
+
+
+def diagnose(run: Run) -> list[Verdict]:
+    """What happened, most likely first; never empty. HEALTHY and INSUFFICIENT_DATA are verdicts too."""
+    states = situations(run)
+    found_lanes = lanes(run)
+    edges = wait_edges(run, found_lanes, states)
+    found = [*_faults(run, found_lanes, edges, states)]
+    if not found:
+        found = [_nothing_found(run, found_lanes, edges, states)]
+    ranked = _ranked(found)
+    return [_with_step(run, verdict) for verdict in ranked[:MAX_VERDICTS]]
+
+
+def _faults(
+    run: Run, found_lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]
+) -> Iterable[Verdict]:
+    progressed = went_on(run)
+    yield from initialisation(run, states)
+    for lane in found_lanes:
+        verdict = mismatch(run, lane)
+        if verdict is not None:
+            yield _unless_died_before(run, verdict)
+    slow = straggler(run, found_lanes, is_over=progressed)
+    if slow is not None:
+        yield slow
+    if progressed:
+        return
+    ends = roots(edges)
+    for root in ends.sinks:
+        yield verdict_of(run, root, edges, states)
+    for cycle in ends.cycles:
+        yield deadlock(run, cycle, edges, states)
+    yield from transport(run, found_lanes, states)
+    waited_for = set(ends.sinks)
+    for rank, state in states.items():
+        if state.kind in (DEAD, FROZEN, GIL_HELD) and rank not in waited_for:
+            yield verdict_of(run, rank, edges, states)
+
+
+def went_on(run: Run) -> bool:
+    """Whether the job is known to have ended well, or to have run on after the dumps: then nobody hung."""
+    if run.launcher is not None and run.launcher.code == 0:
+        return True
+    codes = [record.exit.code for record in run.ranks.values() if record.exit]
+    return len(codes) == run.world_size > 0 and not any(codes)
+
+
+def _unless_died_before(run: Run, verdict: Verdict) -> Verdict:
+    """A rank that raised an exception of its own before it deviated deviated because of that (its clean-up did)."""
+    for rank in verdict.culprits:
+        error = own_exception(run.ranks[rank])
+        if error is not None and len(verdict.culprits) == 1:
+            return replace(verdict, confidence=verdict.confidence * 0.8)
+    return verdict
+
+
+def _nothing_found(
+    run: Run, found_lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]
+) -> Verdict:
+    waiting = [rank for rank, state in states.items() if state.kind in (IN_COLLECTIVE, IN_P2P, IN_INIT)]
+    silent = [rank for rank, state in states.items() if state.kind == SILENT]
+    failed = [rank for rank, record in run.ranks.items() if record.exit and record.exit.code]
+    if went_on(run) or (found_lanes and not waiting and not silent and not failed and not edges):
+        return _healthy(run, found_lanes)
+    return Verdict(
+        verdict="INSUFFICIENT_DATA",
+        victims=tuple(waiting),
+        confidence=0.3,
+        headline="the evidence does not show who is at fault",
+        evidence=(
+            Evidence(text=f"{len(waiting)} ranks wait, {len(silent)} left nothing, {len(failed)} ended with an error"),
+            *(Evidence(text=flag.text, source=flag.source) for flag in run.flags[:3]),
+        ),
+        next_steps=(
+            "collect from every rank: a Flight Recorder dump, its stack (py-spy dump --pid PID), its log, its exit code",
+            "turn the recorder on (titan_ckpt.debug.Recorder.start(folder, rank=..., world_size=...)) and run again",
+        ),
+    )
+
+
+def _healthy(run: Run, found_lanes: Sequence[Lane]) -> Verdict:
+    newest = ", ".join(f"{run.groups[lane.group]} at #{int(lane.last.max())}" for lane in found_lanes[:3])
+    return Verdict(
+        verdict="HEALTHY",
+        confidence=0.9 if found_lanes else 0.6,
+        headline="no fault found: all ranks issued the same operations"
+        if found_lanes
+        else "no fault found in the logs",
+        evidence=(
+            Evidence(text=f"{run.world_size} ranks agree ({newest})" if newest else f"{run.world_size} ranks seen"),
+        ),
+    )
+
+
+def _ranked(found: Iterable[Verdict]) -> list[Verdict]:
+    """By confidence; a verdict whose culprits an earlier one already explains as victims steps back."""
+    ordered = sorted(found, key=lambda v: -v.confidence * _WEIGHT.get(v.verdict, 1.0))
+    if not ordered:
+        return ordered
+    top = ordered[0]
+    explained = set(top.victims)
+    rest = [
+        replace(v, confidence=v.confidence * 0.5) if v.culprits and set(v.culprits) <= explained else v
+        for v in ordered[1:]
+    ]
+    return [top, *sorted(rest, key=lambda v: -v.confidence)]
+
+
+# A cause goes before what follows from it: operations that do not match end in dead and waiting ranks.
+_WEIGHT = {
+    "SKIPPED_COLLECTIVE": 1.4, "ORDER_MISMATCH": 1.4, "OP_MISMATCH": 1.4, "SIZE_MISMATCH": 1.4, "DTYPE_MISMATCH": 1.4,
+    "CALLSITE_DIVERGENCE": 1.4, "P2P_SIZE_MISMATCH": 1.4, "PG_INIT_HANG": 1.3, "WRONG_GROUP": 1.4, "WAIT_CHAIN": 0.5,
+    "PG_CONFIG_CONFLICT": 1.2,
+}  # fmt: skip
+
+
+def _with_step(run: Run, verdict: Verdict) -> Verdict:
+    if verdict.step is not None:
+        return verdict
+    ranks = verdict.culprits or tuple(run.ranks)[:1]
+    return replace(verdict, step=step_of(run, ranks[0]) if ranks else None)

@@ -1,0 +1,70 @@
+"""Who is always late: stragglers, from the times at which the ranks issued the same collectives. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from titan_ckpt.debug.align import Lane
+from titan_ckpt.debug.records import Evidence, Run, Verdict
+
+LEAST_TIMES = 3
+LEAST_LAG_NS = 50_000_000
+LEAST_SHARE = 0.2
+
+
+def straggler(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict | None:
+    """STRAGGLER when one rank came last again and again and the others' waiting for it is a large part of the time.
+
+    Compared per collective with the second-last rank, so that the clocks of hosts matter little next to the lags that count.
+    """
+    for lane in lanes:
+        found = _slowest(run, lane)
+        if found is not None:
+            rank, lag_ns, times, share = found
+            return _verdict(run, lane, rank, lag_ns, times, share, is_over)
+    return None
+
+
+def _slowest(run: Run, lane: Lane) -> tuple[int, int, int, float] | None:
+    complete = np.flatnonzero((lane.row >= 0).all(axis=0))[-2000:]
+    if len(complete) < LEAST_TIMES or len(lane.members) < 2:
+        return None
+    created = np.stack(
+        [run.ranks[rank].operations["created_ns"][lane.row[i, complete]] for i, rank in enumerate(lane.members)]
+    )
+    if (created <= 0).any():
+        return None
+    ordered = np.partition(created, -2, axis=0)
+    lag = ordered[-1] - ordered[-2]
+    last = created.argmax(axis=0)
+    span = int(ordered[-1].max() - created.min())
+    totals = np.bincount(last, weights=np.maximum(lag, 0), minlength=len(lane.members))
+    i = int(totals.argmax())
+    mine = lag[(last == i) & (lag >= LEAST_LAG_NS)]
+    share = float(mine.sum()) / max(span, 1)
+    if len(mine) < LEAST_TIMES or share < LEAST_SHARE or totals[i] < 0.7 * totals.sum():
+        return None
+    return lane.members[i], int(np.median(mine)), len(mine), share
+
+
+def _verdict(run: Run, lane: Lane, rank: int, lag_ns: int, times: int, share: float, is_over: bool) -> Verdict:
+    group = run.groups[lane.group]
+    return Verdict(
+        verdict="STRAGGLER",
+        culprits=(rank,),
+        victims=tuple(other for other in lane.members if other != rank),
+        group=str(group),
+        confidence=0.9 if is_over else 0.45 + 0.4 * min(share, 1.0) * (share > 0.6),
+        headline=f"rank {rank} is a straggler: it came last to {times} collectives of group {group}, by {lag_ns / 1e6:.0f} ms "
+        f"(median); the others spent {share:.0%} of the time waiting for it",
+        evidence=(
+            Evidence(text=f"late by {lag_ns / 1e6:.0f} ms at {times} collectives", rank=rank, source="flight recorder"),
+        ),
+        chain=tuple((other, rank) for other in lane.members if other != rank),
+        next_steps=(
+            "compare that rank's data loading, CPU load, clocks and thermals with a healthy host's",
+            "profile one step of that rank and of another",
+        ),
+    )

@@ -1,0 +1,339 @@
+"""What each rank was doing when the evidence was taken: waiting in a collective, busy on its CPU, frozen, dead. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from titan_ckpt.debug.logs import is_library, user_frame
+from titan_ckpt.debug.records import Evidence, Frame, LogEvent, RankRecord, Run, StackSnapshot, Thread
+
+IN_COLLECTIVE, IN_P2P, IN_INIT, IN_TEARDOWN, ON_CPU = "in_collective", "in_p2p", "in_init", "in_teardown", "on_cpu"
+DEAD, FROZEN, GIL_HELD, FINISHED, SILENT, UNKNOWN = "dead", "frozen", "gil_held", "finished", "silent", "unknown"
+
+_INIT = ("init_process_group", "_new_process_group_helper", "_store_based_barrier", "rendezvous", "new_group",
+         "_new_group_with_tag", "split_group", "_create_tcp_store", "next_rendezvous")  # fmt: skip
+_TEARDOWN = ("destroy_process_group", "_shutdown", "_exit_function", "_python_exit")
+_P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+_WAITS = re.compile(r"\.wait\(|synchronize\(|\.item\(|\.cpu\(")
+
+# What a busy rank is busy with, by words in its frames (function, file), source lines and last log lines.
+_BUSY: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("checkpoint_io", re.compile(r"checkpoint|ckpt|torch[./]save|serialization|safetensors|state_dict|distcp|fsync|\bs3\b|upload|filesystem", re.I)),
+    ("dataloader", re.compile(r"data_?loader|dataset|_fetch|fetch_|next_batch|_next_data|get_batch|read_shard|__next__|data_pipe|prefetch|utils/data/", re.I)),
+    ("python_lock", re.compile(r"\block\b|_lock\b|\.acquire\(|lock_|mutex|semaphore|rlock|deadlock|wait_for_tstate_lock|condition", re.I)),
+    ("gc", re.compile(r"\bgc\.collect|garbage", re.I)),
+)  # fmt: skip
+_PHASES = {
+    "data": "dataloader",
+    "ckpt_stage": "checkpoint_io",
+    "ckpt_upload": "checkpoint_io",
+    "ckpt_commit": "checkpoint_io",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What one rank was doing. `frame` is the user's line; `detail` the subtype (of being busy, or of death)."""
+
+    rank: int
+    kind: str
+    detail: str = ""
+    frame: Frame | None = None
+    call: str = ""
+    evidence: tuple[Evidence, ...] = ()
+    confidence: float = 0.5
+
+
+def situations(run: Run) -> dict[int, Situation]:
+    """Every rank's situation."""
+    has_stacks = any(record.stacks for record in run.ranks.values())
+    return {rank: situation(run, record, others_left_stacks=has_stacks) for rank, record in run.ranks.items()}
+
+
+def situation(run: Run, record: RankRecord, *, others_left_stacks: bool) -> Situation:
+    """Death first, then a stopped process, then what its main thread was in."""
+    return (
+        _dead(record)
+        or _frozen(run, record, others_left_stacks)
+        or _by_stack(run, record)
+        or _by_log(record)
+        or Situation(rank=record.rank, kind=UNKNOWN if record.dumps else SILENT, evidence=_last_words(record))
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- death
+
+
+def own_exception(record: RankRecord) -> LogEvent | None:
+    """The first error of the program's own that this rank logged before any error of its peers' making.
+
+    A traceback is preferred over the log line that announces it, because it tells the line of code.
+    """
+    events = record.log.events if record.log else ()
+    first = next((event for event in events if event.kind in ("exception", "oom", "comm_closed", "comm_timeout", "comm_error", "comm_mismatch", "watchdog", "store_wait")), None)  # fmt: skip
+    if first is None or first.kind not in ("exception", "oom"):
+        return None
+    if first.values.get("type", "").rpartition(".")[2] in ("SignalException", "KeyboardInterrupt", "SystemExit"):
+        return None
+    same = (event for event in events if event.frame and event.kind == first.kind)
+    return next(same, first)
+
+
+def _dead(record: RankRecord) -> Situation | None:
+    error = own_exception(record)
+    exit_ = record.exit
+    if error is not None and (exit_ is None or exit_.code != 0):
+        subtype = "oom" if error.kind == "oom" else "python_exception"
+        return Situation(
+            rank=record.rank, kind=DEAD, detail=subtype, frame=error.frame, confidence=0.95,
+            evidence=(_event(error),),
+        )  # fmt: skip
+    number = signal_of(exit_.code) if exit_ else 0
+    if exit_ and number and not exit_.was_told and number not in (signal.SIGTERM, signal.SIGINT):
+        return _killed(record, number)
+    fatal = next((event for event in (record.log.events if record.log else ()) if event.kind == "fatal_signal"), None)
+    if fatal is not None:
+        stack = next((s for s in record.stacks if s.reason == "fatal"), None)
+        return Situation(
+            rank=record.rank, kind=DEAD, detail="signal", frame=_frame_of(stack), confidence=0.9,
+            evidence=(_event(fatal), *_last_words(record)),
+        )  # fmt: skip
+    return None
+
+
+def signal_of(code: int) -> int:
+    """The signal that an exit code stands for (-9 and 137 are SIGKILL), or 0."""
+    number = -code if code < 0 else code - 128 if 128 < code < 160 else 0
+    return number if number in {s.value for s in signal.Signals} else 0
+
+
+def _killed(record: RankRecord, number: int) -> Situation:
+    assert record.exit is not None
+    name = signal.Signals(number).name
+    events = record.log.events if record.log else ()
+    is_oom = any(event.kind == "oom" for event in events)
+    stack = next((s for s in record.stacks if s.reason == "fatal"), None)
+    where = Evidence(
+        text=f"exit code {record.exit.code}: killed by {name}", rank=record.rank, source=record.exit.source, line=0
+    )
+    return Situation(
+        rank=record.rank, kind=DEAD, detail="oom" if is_oom else "signal", frame=_frame_of(stack), call=name,
+        confidence=0.95, evidence=(where, *_last_words(record)),
+    )  # fmt: skip
+
+
+def _event(event: LogEvent) -> Evidence:
+    return Evidence(
+        text=event.text, rank=event.rank, source=f"{event.source}:{event.line}",
+        file=event.frame.file if event.frame else "", line=event.frame.line if event.frame else 0,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- frozen, GIL
+
+
+def _frozen(run: Run, record: RankRecord, others_left_stacks: bool) -> Situation | None:
+    state = record.process_state
+    if state[:1] in ("T", "t"):
+        text = f"the kernel says the process is stopped (state {state})"
+        return Situation(
+            rank=record.rank, kind=FROZEN, confidence=0.97, frame=_last_call_site(run, record),
+            evidence=(Evidence(text=text, rank=record.rank), *_last_words(record)),
+        )  # fmt: skip
+    gil = next((s for s in record.stacks if s.reason.endswith("gil")), None)
+    if gil is not None and not _was_alive_later(run, record):
+        text = "the watching thread could not run: something holds the GIL; stack taken by the C timer"
+        return Situation(
+            rank=record.rank, kind=GIL_HELD, detail="gc" if _in_gc(gil) else "gil_held", frame=_frame_of(gil), confidence=0.95,
+            evidence=(Evidence(text=text, rank=record.rank, source=gil.source), *_last_words(record)),
+        )  # fmt: skip
+    left_nothing = not record.stacks and not any(dump.kind == "flight_recorder" for dump in record.dumps)
+    if not left_nothing or not others_left_stacks:
+        return None
+    told = record.exit is not None and record.exit.was_told and signal_of(record.exit.code) == signal.SIGKILL
+    if told:
+        text = "left no dump and did not react to SIGTERM: the launcher had to SIGKILL it"
+        return Situation(
+            rank=record.rank, kind=FROZEN, confidence=0.9, frame=_last_call_site(run, record),
+            evidence=(Evidence(text=text, rank=record.rank, source=record.exit.source if record.exit else ""), *_last_words(record)),
+        )  # fmt: skip
+    return None
+
+
+def _was_alive_later(run: Run, record: RankRecord) -> bool:
+    """Whether the watching thread ran until about the end: then the GIL was free again."""
+    others = [r.heartbeat.alive_ns for r in run.ranks.values() if r.heartbeat and r.rank != record.rank]
+    if record.heartbeat is None or not others:
+        return False
+    return record.heartbeat.alive_ns > max(others) - 1_000_000_000
+
+
+def _in_gc(stack: StackSnapshot) -> bool:
+    return bool(stack.main and stack.main.state.startswith("Garbage"))
+
+
+def _last_call_site(run: Run, record: RankRecord) -> Frame | None:
+    if not len(record.operations):
+        return None
+    return user_frame(run.operation(record.rank, -1).frames, run.wrappers)
+
+
+# ---------------------------------------------------------------------------------------------------------- stacks
+
+
+def hang_stack(record: RankRecord) -> StackSnapshot | None:
+    """The snapshot that shows where the main thread hung: not one that the main thread wrote itself, earliest reason first."""
+    usable = [s for s in record.stacks if s.main and s.main.frames and not s.main.is_current]
+    return min(usable, key=lambda s: (_lateness(s.reason), s.source), default=None)
+
+
+def _lateness(reason: str) -> int:
+    if reason in ("", "stall") or reason.startswith("stall"):
+        return 0
+    return 1 if "gil" in reason or "term" in reason.lower() or "demand" in reason else 2
+
+
+def _frame_of(stack: StackSnapshot | None) -> Frame | None:
+    return user_frame(stack.main.frames) if stack and stack.main else None
+
+
+def _by_stack(run: Run, record: RankRecord) -> Situation | None:
+    stack = hang_stack(record)
+    if stack is None or stack.main is None:
+        return None
+    main = stack.main
+    frame = user_frame(main.frames, run.wrappers)
+    kind, call = _inside(main)
+    seen = Evidence(
+        text=f"main thread in {frame.function}" + (f" -> {call}" if call else ""), rank=record.rank, source=stack.source,
+        file=frame.file, line=frame.line,
+    ) if frame else Evidence(text="main thread", rank=record.rank, source=stack.source)  # fmt: skip
+    detail, why = ("", None) if kind != ON_CPU else _busy_with(record, stack)
+    return Situation(
+        rank=record.rank, kind=kind, detail=detail, frame=frame, call=call, confidence=0.9,
+        evidence=tuple(item for item in (seen, why, *(_last_words(record) if kind == ON_CPU else ())) if item),
+    )  # fmt: skip
+
+
+def _inside(main: Thread) -> tuple[str, str]:
+    """The kind of wait that a main thread is in, and the name of the library call."""
+    for frame in main.frames[:12]:
+        if not is_library(frame):
+            return (
+                (IN_COLLECTIVE, "wait") if _WAITS.search(frame.text) and "work" in frame.text.lower() else (ON_CPU, "")
+            )
+        name, file = frame.function, frame.file
+        if name in _TEARDOWN and ("torch/" in file or "threading" in file or "concurrent" in file):
+            return IN_TEARDOWN, name
+        if name in _INIT:
+            return IN_INIT, _outermost(main, _INIT) or name
+        if "torch/distributed" in file and name in _P2P:
+            return IN_P2P, name
+        if (
+            file.endswith(("distributed_c10d.py", "_functional_collectives.py", "_symmetric_memory/__init__.py"))
+            and name != "wrapper"
+        ):
+            return IN_COLLECTIVE, name
+    return ON_CPU, ""
+
+
+def _outermost(main: Thread, names: Sequence[str]) -> str:
+    return next((frame.function for frame in reversed(main.frames) if frame.function in names), "")
+
+
+def _busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[str, Evidence | None]:
+    """Subtype of STUCK_ON_CPU, and what told it: garbage collection, the recorder's phase, the stack, the last log lines."""
+    assert stack.main is not None
+    if _in_gc(stack):
+        return "gc", Evidence(text="the main thread is in garbage collection", rank=record.rank, source=stack.source)
+    near = stack.main.frames[:8]
+    inner = next((i for i, frame in enumerate(near) if not is_library(frame)), 0)
+    if any(
+        f.function in ("acquire", "wait", "join", "_wait_for_tstate_lock") and f.file.endswith("threading.py")
+        for f in near[:inner]
+    ):
+        return "python_lock", None
+    for subtype in _words([f"{frame.text} {frame.file} {frame.function}" for frame in near[:inner]]):
+        return subtype, None
+    for subtype in _words([_spoken(near[inner])]):
+        return subtype, None
+    if record.heartbeat and record.heartbeat.phase in _PHASES:
+        text = f"the training loop was in phase {record.heartbeat.phase}"
+        return _PHASES[record.heartbeat.phase], Evidence(text=text, rank=record.rank, source=record.heartbeat.source)
+    for subtype in _words(_own_lines(record)[-1:]) + _words([_spoken(frame) for frame in near[inner + 1 : inner + 3]]):
+        return subtype, None
+    return "user_code", None
+
+
+def _spoken(frame: Frame) -> str:
+    return f"{frame.text} {frame.function} {frame.file.rpartition('/')[2]}"
+
+
+def _words(texts: Sequence[str]) -> list[str]:
+    joined = "\n".join(texts)
+    return [subtype for subtype, words in _BUSY if words.search(joined)]
+
+
+_RECORDER_TALK = re.compile(r"flight recorder|SIGTERM|monitor:|dump", re.IGNORECASE)
+
+
+def _own_lines(record: RankRecord) -> list[str]:
+    """The last log lines that are the program's, not a monitor's."""
+    return [line for line in (record.log.tail if record.log else ()) if not _RECORDER_TALK.search(line)]
+
+
+def _last_words(record: RankRecord) -> tuple[Evidence, ...]:
+    lines = _own_lines(record)
+    if not lines or record.log is None:
+        return ()
+    return (Evidence(text=f"last log line: {lines[-1].strip()[:160]}", rank=record.rank, source=record.log.source),)
+
+
+# ------------------------------------------------------------------------------------------------------------ logs
+
+
+def _by_log(record: RankRecord) -> Situation | None:
+    """Without a stack: a rank that reported its peers' absence was waiting for them."""
+    events = record.log.events if record.log else ()
+    for event in events:
+        kind = {"store_wait": IN_INIT}.get(event.kind, IN_COLLECTIVE)
+        if event.kind in ("comm_timeout", "comm_closed", "comm_mismatch", "comm_error", "watchdog", "store_wait"):
+            frame = next((e.frame for e in events if e.frame), event.frame)
+            return Situation(rank=record.rank, kind=kind, frame=frame, confidence=0.7, evidence=(_event(event),))
+    if record.exit is not None and record.exit.code == 0:
+        text = "ended normally (exit code 0)"
+        return Situation(
+            rank=record.rank, kind=FINISHED, confidence=0.9, evidence=(Evidence(text=text, rank=record.rank),)
+        )
+    return None
+
+
+def saw_peers_close(run: Run) -> list[int]:
+    """Ranks that lost a connection: a peer of theirs ended."""
+    return _ranks_with(run, "comm_closed")
+
+
+def saw_timeouts(run: Run) -> list[int]:
+    """Ranks whose wait for a peer ran out: that peer was still connected."""
+    return [*_ranks_with(run, "comm_timeout"), *_ranks_with(run, "watchdog")]
+
+
+def _ranks_with(run: Run, kind: str) -> list[int]:
+    return [r for r, record in run.ranks.items() if record.log and any(e.kind == kind for e in record.log.events)]
+
+
+def awaited_in_store(run: Run) -> Mapping[int, int]:
+    """How many ranks waited for each rank's key in the rendezvous store."""
+    counts: dict[int, int] = {}
+    for record in run.ranks.values():
+        keys = {
+            e.values["rank"]
+            for e in (record.log.events if record.log else ())
+            if "rank" in e.values and e.kind == "store_wait"
+        }
+        for key in keys:
+            counts[int(key)] = counts.get(int(key), 0) + 1
+    return counts

@@ -1,0 +1,65 @@
+"""Several snapshots of one rank become one record: the longest history, and the earliest knowledge of what was pending."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from titan_ckpt.debug.records import COMPLETED, NO_OPERATIONS, Array
+
+
+def merge_dumps(snapshots: Sequence[Array]) -> Array:
+    """One table of operations out of Flight Recorder snapshots of the same process, oldest first.
+
+    After a failure gloo marks an operation `retired` just as after success. So what an earlier snapshot saw pending counts
+    as done only when its group went on afterwards.
+    """
+    known = sorted((s for s in snapshots if len(s)), key=lambda s: (int(s["created_ns"].max()), len(s)))
+    if not known:
+        return NO_OPERATIONS
+    merged = known[-1].copy()
+    for earlier in known[:-1]:
+        _keep_pending(merged, earlier[(~earlier["retired"]) & (earlier["state"] != COMPLETED)])
+    return merged
+
+
+def _keep_pending(merged: Array, pending: Array) -> None:
+    for entry in pending:
+        same_group = (merged["group"] == entry["group"]) & (merged["p2p"] == entry["p2p"])
+        if entry["p2p"]:
+            same_group &= merged["peer"] == entry["peer"]
+        went_on = (same_group & (merged["seq"] > entry["seq"])).any()
+        if not went_on:
+            merged["retired"][same_group & (merged["seq"] == entry["seq"])] = False
+
+
+def add_box(dump: Array, box: Array) -> Array:
+    """A dump's collectives with the box's P2P (which gloo's dumps lack); all of the box where there is no dump.
+
+    Where the box saw later collectives than the dump (a dump taken early, or of before the stall), those are added too.
+    """
+    if not len(dump):
+        return box
+    if not len(box):
+        return dump
+    newest = {
+        int(group): int(dump["seq"][(dump["group"] == group) & (dump["p2p"] == 0)].max(initial=-1))
+        for group in np.unique(box["group"])
+    }
+    latest = np.array([newest[int(group)] for group in box["group"]])
+    has_p2p = bool((dump["p2p"] != 0).any())
+    extra = box[((box["p2p"] != 0) & (not has_p2p)) | ((box["p2p"] == 0) & (box["seq"] > latest))]
+    both = np.concatenate([dump, extra])
+    _finish_from_box(both[: len(dump)], box)
+    return both[np.argsort(both["created_ns"], kind="stable")] if len(extra) else both
+
+
+def _finish_from_box(dump: Array, box: Array) -> None:
+    """The box knows whether a call returned; gloo's `retired` does not. Only each group's last collective matters."""
+    collectives = box[box["p2p"] == 0]
+    for group in np.unique(collectives["group"]):
+        of_group = collectives[collectives["group"] == group]
+        last = of_group[of_group["seq"].argmax()]
+        if not last["retired"] and last["state"] != COMPLETED:
+            dump["retired"][(dump["group"] == group) & (dump["seq"] == last["seq"]) & (dump["p2p"] == 0)] = False

@@ -1,0 +1,205 @@
+"""Who waits for whom: edges from collectives, P2P and the store; sinks are root causes, cycles are deadlocks. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan_ckpt.debug.align import Lane
+from titan_ckpt.debug.records import COMPLETED, RECV, SEND, Run
+from titan_ckpt.debug.situation import DEAD, FINISHED, FROZEN, GIL_HELD, IN_COLLECTIVE, IN_P2P, ON_CPU, Situation
+
+MAX_AWAITED = 32  # laggards kept per waiting rank: the furthest behind are the ones that matter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """`waiter` cannot go on before `awaited` does something in `group` (a position, -1 unknown)."""
+
+    waiter: int
+    awaited: int
+    group: int
+    seq: int
+    is_p2p: bool = False
+    is_inferred: bool = False
+
+
+def wait_edges(run: Run, lanes: Iterable[Lane], states: Mapping[int, Situation]) -> list[Edge]:
+    """Every wait that the evidence shows."""
+    edges = [edge for lane in lanes for edge in _collective_edges(lane, states)]
+    edges += _p2p_edges(run, states)
+    waiting = {edge.waiter for edge in edges}
+    edges += [edge for edge in _unknown_peers(run, states) if edge.waiter not in waiting]
+    return edges
+
+
+def _collective_edges(lane: Lane, states: Mapping[int, Situation]) -> list[Edge]:
+    """Members with a pending newest operation wait for the members that have not issued it."""
+    newest = int(lane.last.max())
+    edges = []
+    for i, rank in enumerate(lane.members):
+        seq = int(lane.last[i])
+        state = states[rank]
+        if seq < 0 or not can_wait(state) or (lane.done[i] and state.kind != IN_COLLECTIVE):
+            continue
+        if seq < newest and lane.done[i]:
+            continue  # this group is not where it waits
+        behind = np.flatnonzero(lane.last < seq)
+        if len(behind) > MAX_AWAITED:
+            behind = behind[np.argsort(lane.last[behind], kind="stable")[:MAX_AWAITED]]
+        edges += [Edge(waiter=rank, awaited=lane.members[j], group=lane.group, seq=seq) for j in behind]
+    return edges
+
+
+def can_wait(state: Situation) -> bool:
+    """Whether a rank with a pending operation may be waiting for it. A stack that ends in user code may be at
+    `work.wait()`, which leaves no frame of its own; the source line tells, where it was saved."""
+    if state.kind in (DEAD, FROZEN, GIL_HELD, FINISHED):
+        return False
+    if state.kind != ON_CPU:
+        return True
+    text = state.frame.text if state.frame else ""
+    return "wait" in text if text else state.detail == "user_code"
+
+
+def _p2p_edges(run: Run, states: Mapping[int, Situation]) -> list[Edge]:
+    """Pending sends and receives whose peer has issued fewer of the other half."""
+    counts: dict[tuple[int, int, int], int] = defaultdict(int)
+    for rank, record in run.ranks.items():
+        table = record.operations[record.operations["p2p"] != 0]
+        for direction, peer in zip(table["p2p"].tolist(), table["peer"].tolist(), strict=True):
+            counts[rank, direction, peer] += 1
+    edges = []
+    for rank, record in run.ranks.items():
+        if not can_wait(states[rank]):
+            continue
+        for row in pending_p2p(run, rank):
+            entry = record.operations[row]
+            peer, direction = int(entry["peer"]), int(entry["p2p"])
+            other = RECV if direction == SEND else SEND
+            if peer in run.ranks and counts[peer, other, rank] < counts[rank, direction, peer]:
+                edges.append(
+                    Edge(waiter=rank, awaited=peer, group=int(entry["group"]), seq=int(entry["seq"]), is_p2p=True)
+                )
+    return edges
+
+
+def pending_p2p(run: Run, rank: int) -> list[int]:
+    """Rows of sends and receives that have not returned, newest last."""
+    table = run.ranks[rank].operations
+    rows = np.flatnonzero(
+        (table["p2p"] != 0) & ~table["retired"] & (table["state"] != COMPLETED) & (table["peer"] >= 0)
+    )
+    return [int(row) for row in rows]
+
+
+def _unknown_peers(run: Run, states: Mapping[int, Situation]) -> list[Edge]:
+    """A rank inside send or recv whose peer nobody recorded (gloo's dumps never do): in a pipeline it is the rank with the
+    same place in another group of the same size, if only one such rank is not itself in P2P."""
+    edges = []
+    blocked = [rank for rank, state in states.items() if state.kind == IN_P2P]
+    for rank in blocked:
+        if pending_p2p(run, rank):
+            continue
+        peers = [peer for peer in _same_place(run, rank) if states[peer].kind != IN_P2P]
+        if len(peers) == 1:
+            edges.append(Edge(waiter=rank, awaited=peers[0], group=-1, seq=-1, is_p2p=True, is_inferred=True))
+    return edges
+
+
+def _same_place(run: Run, rank: int) -> list[int]:
+    groups = [run.members(position) for position in range(len(run.groups))]
+    mine = [members for members in groups if rank in members and 1 < len(members) < run.world_size]
+    return sorted(
+        {
+            other[members.index(rank)]
+            for members in mine
+            for other in groups
+            if len(other) == len(members) and not set(other) & set(members)
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roots:
+    """`sinks`: awaited ranks that wait for nobody. `cycles`: sets of ranks that wait for each other and nobody else."""
+
+    sinks: tuple[int, ...]
+    cycles: tuple[tuple[int, ...], ...]
+
+
+def roots(edges: Iterable[Edge]) -> Roots:
+    """The ends of all waiting, found as strongly connected components without a way out (Tarjan, iterative)."""
+    successors: dict[int, set[int]] = defaultdict(set)
+    nodes: set[int] = set()
+    for edge in edges:
+        successors[edge.waiter].add(edge.awaited)
+        nodes |= {edge.waiter, edge.awaited}
+    sinks, cycles = [], []
+    for component in _components(nodes, successors):
+        leaves = {target for node in component for target in successors[node]} - component
+        if leaves:
+            continue
+        if len(component) == 1:
+            sinks.append(next(iter(component)))
+        else:
+            cycles.append(tuple(sorted(component)))
+    return Roots(sinks=tuple(sorted(sinks)), cycles=tuple(sorted(cycles)))
+
+
+def _components(nodes: Iterable[int], successors: Mapping[int, set[int]]) -> list[set[int]]:
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    on_stack: set[int] = set()
+    found: list[set[int]] = []
+    for start in sorted(nodes):
+        if start in index:
+            continue
+        work = [(start, iter(sorted(successors.get(start, ()))))]
+        index[start] = low[start] = len(index)
+        stack.append(start)
+        on_stack.add(start)
+        while work:
+            node, targets = work[-1]
+            for target in targets:
+                if target not in index:
+                    index[target] = low[target] = len(index)
+                    stack.append(target)
+                    on_stack.add(target)
+                    work.append((target, iter(sorted(successors.get(target, ())))))
+                    break
+                if target in on_stack:
+                    low[node] = min(low[node], index[target])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    component: set[int] = set()
+                    while node not in component:
+                        component.add(stack.pop())
+                    on_stack -= component
+                    found.append(component)
+    return found
+
+
+def shortest_chain(edges: Iterable[Edge], root: int, limit: int = 64) -> tuple[tuple[int, int], ...]:
+    """(waiter, awaited) pairs that lead to `root`, nearest first: one edge per waiting rank."""
+    waiters: dict[int, list[int]] = defaultdict(list)
+    for edge in edges:
+        waiters[edge.awaited].append(edge.waiter)
+    chain: list[tuple[int, int]] = []
+    seen, frontier = {root}, [root]
+    while frontier and len(chain) < limit:
+        following = []
+        for rank in frontier:
+            for waiter in sorted(set(waiters[rank]) - seen):
+                chain.append((waiter, rank))
+                seen.add(waiter)
+                following.append(waiter)
+        frontier = following
+    return tuple(chain)
