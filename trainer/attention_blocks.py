@@ -101,4 +101,4 @@ def _spread(x_BGTK: Tensor, heads: int) -> Tensor:
 
 
 def _gather_heads(grad_BHTK: Tensor, groups: int) -> Tensor:
-    return grad_BHTK if grad_BHTK.shape[1] == groups else grad_BHTK.unflatten(1, (groups, -1)).sum(dim=2)
+    return grad_BHTK if grad_BHTK.shape[1] == groups else torch.unflatten(grad_BHTK, 1, (groups, -1)).sum(dim=2)

@@ -61,10 +61,9 @@ class AllGatherAttend:
         keys_1W = torch.arange(2 * chunk * self.degree, device=positions_BS.device)[None]
         masks = []
         for end in ends:
-            documents = (
-                (None, None) if documents_BS is None else (documents_BS[:, end - chunk : end], documents_BS[:, :end])
-            )
-            masks.append(visible(keys_1W[:, end - chunk : end], keys_1W[:, :end], *documents, self.window))
+            rows = slice(end - chunk, end)
+            theirs, ours = (None, None) if documents_BS is None else (documents_BS[:, :end], documents_BS[:, rows])
+            masks.append(visible(keys_1W[:, rows], keys_1W[:, :end], ours, theirs, self.window))
         order_W = _all_positions(keys_1W.shape[1], self.degree, positions_BS.device).flatten().argsort()
         return GatherPlan(order_W=order_W, lengths=ends, visible_B1ST=(masks[0], masks[1]))
 
@@ -111,8 +110,11 @@ class RingAttend:
         blocks = []
         for source in sources:
             theirs_T = held_RT[source]
-            documents = (None, None) if documents_BS is None else (documents_BS[:, mine_S], documents_BS[:, theirs_T])
-            blocks.append(Block(visible_B1ST=visible(mine_S[None], theirs_T[None], *documents, self.window)))
+            ours, theirs = (
+                (None, None) if documents_BS is None else (documents_BS[:, mine_S], documents_BS[:, theirs_T])
+            )
+            seen = visible(mine_S[None], theirs_T[None], ours, theirs, self.window)
+            blocks.append(Block(visible_B1ST=seen))
         return blocks
 
     def _causal_block(self, source: int, chunk: int) -> Block:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_ckpt.errors import ConfigError
@@ -81,7 +82,7 @@ def init_rank_mesh(spec: MeshSpec, device: torch.device) -> RankMesh:
 
 def _ensure_process_group(spec: MeshSpec, device: torch.device) -> None:
     if not dist.is_initialized() and spec.world_size == 1:
-        dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(BACKENDS[device.type], store=HashStore(), rank=0, world_size=1)
     world_size = dist.get_world_size()
     if world_size != spec.world_size:
         raise ConfigError(f"mesh {spec} is for {spec.world_size} ranks, but {world_size} are running")
@@ -92,6 +93,6 @@ def _axis_group(spec: MeshSpec, axis: str) -> dist.ProcessGroup:
     for rank in range(spec.world_size):
         place = spec.coordinate(rank)
         lines.setdefault(tuple(p for a, p in place.items() if a != axis), []).append(rank)
-    group, _ = dist.new_subgroups_by_enumeration(list(lines.values()))
-    assert group is not None
+    group, _ = dist.new_subgroups_by_enumeration(list(lines.values()))  # type: ignore[no-untyped-call]
+    assert isinstance(group, dist.ProcessGroup)
     return group

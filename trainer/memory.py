@@ -54,11 +54,11 @@ def apply_activation_checkpointing(layers: nn.ModuleDict, parallel: ParallelConf
 def apply_compile(layers: nn.ModuleDict) -> None:
     """Compile each block's forward by itself: one compilation serves all of them, and FSDP's hooks stay outside."""
     for block in layers.values():
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward)
 
 
 def _recompute(block: nn.Module, **options: Any) -> None:
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
 def _selective_contexts() -> Any:
@@ -72,4 +72,4 @@ def _selective_contexts() -> Any:
             keep = op in _KEPT
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

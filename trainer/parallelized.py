@@ -90,7 +90,7 @@ class Parallelized:
         tokens_BS, kwargs = self._shard_sequence(tokens_BS, labels_BS, documents_BS)
         if self.pipeline is not None:
             return self.pipeline.run(tokens_BS, kwargs, global_valid_tokens=global_valid_tokens)
-        loss = self.parts[0](tokens_BS, **kwargs).sum()
+        loss: Tensor = self.parts[0](tokens_BS, **kwargs).sum()
         (loss / global_valid_tokens).backward()
         return loss.detach()
 
@@ -123,7 +123,7 @@ class Parallelized:
             return
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=self.ranks.group("tp"))
-        pieces = flat.split([grad.numel() for grad in grads])
+        pieces = torch.split(flat, [grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
 
     @torch.no_grad()

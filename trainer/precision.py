@@ -33,7 +33,7 @@ def mixed_precision(parallel: ParallelConfig) -> MixedPrecisionPolicy:
 
 def describe_precision(parallel: ParallelConfig, device: torch.device) -> str:
     """One line for the log: which numbers are in which format."""
-    products = parallel.param_dtype
+    products: str = parallel.param_dtype
     if parallel.float8 != "none":
         how = "" if _has_float8(device) else ", emulated"
         products = f"float8 {parallel.float8} in the blocks ({parallel.param_dtype} elsewhere{how})"
