@@ -81,7 +81,7 @@ def load(
     flat = flatten(state)
     report = LoadReport()
     _apply_contract(checkpoint, flat.tensors, flat.objects, policy, report)
-    plan = _Plan(checkpoint, policy, report)
+    plan = ReadPlan(checkpoint, policy, report)
     for fqn in report.loaded:
         if fqn in flat.tensors:
             plan.add(checkpoint.manifest.by_fqn[fqn], flat.tensors[fqn])
@@ -100,7 +100,7 @@ def read_tensor(checkpoint: Checkpoint, fqn: str, box: Box | None = None) -> tor
         raise NotFoundError(f"{checkpoint}: no tensor {fqn!r}; `titan-ckpt inspect` lists them")
     box = box or Box.whole(entry.global_shape)
     tensor = torch.empty(box.sizes, dtype=TORCH_DTYPE[entry.dtype])
-    plan = _Plan(checkpoint, LoadPolicy(verify="all"), LoadReport())
+    plan = ReadPlan(checkpoint, LoadPolicy(verify="all"), LoadReport())
     plan.add_box(entry, box, tensor)
     plan.run()
     return tensor
@@ -108,6 +108,17 @@ def read_tensor(checkpoint: Checkpoint, fqn: str, box: Box | None = None) -> tor
 
 def read_object(checkpoint: Checkpoint, fqn: str) -> Any:
     """A non-tensor value, by torch's weights-only rules: a blob that asks for code is refused."""
+    data = read_object_bytes(checkpoint, fqn)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UnsafeContentError(
+            f"{checkpoint}: value {fqn!r} holds more than plain data; it was not loaded. {str(error).splitlines()[0]}"
+        ) from error
+
+
+def read_object_bytes(checkpoint: Checkpoint, fqn: str) -> bytes:
+    """The blob of a non-tensor value, its digest checked."""
     entry = checkpoint.manifest.objects_by_fqn.get(fqn)
     if entry is None:
         raise NotFoundError(f"{checkpoint}: no value {fqn!r}")
@@ -115,12 +126,7 @@ def read_object(checkpoint: Checkpoint, fqn: str) -> Any:
     data = checkpoint.store.read(path, entry.offset, entry.length)
     if entry.digest is not None and digest(data) != entry.digest:
         raise DamagedError(_damage(checkpoint, path, fqn, entry.offset, entry.length))
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UnsafeContentError(
-            f"{checkpoint}: value {fqn!r} holds more than plain data; it was not loaded. {str(error).splitlines()[0]}"
-        ) from error
+    return data
 
 
 def _damage(checkpoint: Checkpoint, path: str, fqn: str, start: int, length: int) -> str:
@@ -189,7 +195,7 @@ def _judge_dtype(
     _judge(answer, f"{text} {'changes the dtype' if is_exact else 'may lose precision'}", [fqn], errors)
 
 
-class _Plan:
+class ReadPlan:
     """The reads that fill some tensors."""
 
     def __init__(self, checkpoint: Checkpoint, policy: LoadPolicy, report: LoadReport) -> None:
@@ -199,7 +205,10 @@ class _Plan:
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
         """Fill this rank's part of `tensor`."""
-        box, local = describe(entry.fqn, tensor).box, local_part(tensor)
+        self.add_local(entry, describe(entry.fqn, tensor).box, local_part(tensor))
+
+    def add_local(self, entry: TensorEntry, box: Box, local: torch.Tensor) -> None:
+        """Fill `local`, which is `box` of the stored tensor, on any device and in any dtype and layout."""
         if local.is_contiguous() and local.device.type == "cpu" and local.dtype == TORCH_DTYPE[entry.dtype]:
             self.add_box(entry, box, local)
             return
@@ -344,4 +353,13 @@ def _copy_into(local: torch.Tensor, copy: torch.Tensor) -> None:
         local.copy_(copy)
 
 
-__all__ = ["LoadPolicy", "LoadReport", "load", "open_checkpoint", "read_object", "read_tensor"]
+__all__ = [
+    "LoadPolicy",
+    "LoadReport",
+    "ReadPlan",
+    "load",
+    "open_checkpoint",
+    "read_object",
+    "read_object_bytes",
+    "read_tensor",
+]

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -35,7 +35,7 @@ from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.metadata import dcp_metadata
 from titan_ckpt.ranks import Ranks
 from titan_ckpt.share import Share, divide
-from titan_ckpt.stage import Arena
+from titan_ckpt.stage import Arena, Direct, Source
 from titan_ckpt.state import FlatState, Item, describe, dump_object, flatten
 from titan_ckpt.store import Store, open_store
 from titan_ckpt.upload import Part, upload
@@ -109,9 +109,8 @@ class _Plan:
     """One agreed division, kept for as long as every rank's state keeps its shape. `share` is the coordinator's."""
 
     signature: bytes
-    fqns: list[str]
+    items: list[Item]
     objects: list[str]
-    arena: Arena
     share: Share | None
 
 
@@ -123,13 +122,14 @@ class _Job:
     attempt: str
     kind: Kind
     plan: _Plan
+    source: Source
     objects: dict[str, bytes]
     paths: dict[str, tuple[str, ...]]
     training: Mapping[str, Any]
     config: Mapping[str, Any]
     assets: Mapping[str, bytes]
     user: Mapping[str, Any]
-    stall_s: float = field(default=0.0)
+    stall_s: float
 
 
 class Saver:
@@ -145,6 +145,7 @@ class Saver:
         self._ranks = Ranks(timeout_s=self._options.timeout_s)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
         self._plan: _Plan | None = None
+        self._arena: Arena | None = None
         self._pending: SaveHandle | None = None
         self._uploaded_bytes = 0
         self._last_committed_step: int | None = None
@@ -178,16 +179,54 @@ class Saver:
         started = time.perf_counter()
         self.wait()
         with self._phase("ckpt_stage", step):
-            flat, plan, attempt = self._agree(state, step)
-            objects = {fqn: dump_object(value) for fqn, value in flat.objects.items()}
-            plan.arena.stage([flat.tensors[fqn] for fqn in plan.fqns])
+            job, tensors = self._prepare(state, step, kind, training, config, assets, user)
+            if self._arena is None or self._arena.items != job.plan.items:
+                self._arena = None  # the old one goes before the new one comes
+                self._arena = Arena(job.plan.items, is_pinned=any(tensor.is_cuda for tensor in tensors))
+            self._arena.stage(tensors)
         self._stall_s = time.perf_counter() - started
-        job = _Job(
-            step=step, attempt=attempt, kind=kind, plan=plan, objects=objects, paths=flat.paths,
-            training=training or {}, config=config or {}, assets=assets or {}, user=user or {}, stall_s=self._stall_s,
-        )  # fmt: skip
+        job = replace(job, source=self._arena, stall_s=self._stall_s)
         self._pending = SaveHandle(step=step, stall_s=self._stall_s, future=self._thread.submit(self._run, job))
         return self._pending
+
+    def save_now(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        kind: Kind = "full",
+        training: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        assets: Mapping[str, bytes] | None = None,
+        user: Mapping[str, Any] | None = None,
+    ) -> SaveReport:
+        """Like `save`, but read the tensors where they are, without a staged copy, and return when it is committed."""
+        started = time.perf_counter()
+        self.wait()
+        job, _ = self._prepare(state, step, kind, training, config, assets, user)
+        report = self._run(job)
+        self._stall_s = time.perf_counter() - started
+        return replace(report, stall_s=self._stall_s)
+
+    def _prepare(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        kind: Kind,
+        training: Mapping[str, Any] | None,
+        config: Mapping[str, Any] | None,
+        assets: Mapping[str, bytes] | None,
+        user: Mapping[str, Any] | None,
+    ) -> tuple[_Job, list[torch.Tensor]]:
+        """The job, its source the tensors themselves, and those tensors: one per item of the plan."""
+        flat, plan, attempt = self._agree(state, step)
+        tensors = [flat.tensors[item.fqn] for item in plan.items]
+        job = _Job(
+            step=step, attempt=attempt, kind=kind, plan=plan, source=Direct(plan.items, tensors),
+            objects={fqn: dump_object(value) for fqn, value in flat.objects.items()}, paths=flat.paths,
+            training=training or {}, config=config or {}, assets=assets or {}, user=user or {}, stall_s=0.0,
+        )  # fmt: skip
+        return job, tensors
 
     def check(self) -> None:
         """Raise the error of a save that failed, on any rank; cheap, for every step of a loop."""
@@ -261,11 +300,7 @@ class Saver:
         answer = self._ranks.scatter([(failure, order) for order in orders])
         _raise_failures([answer[0]], step)
         mine, objects = answer[1]
-        chosen = [items[index] for index in mine]
-        is_pinned = any(flat.tensors[item.fqn].is_cuda for item in chosen)
-        self._plan = None  # the old arena goes before the new one comes
-        arena = Arena(chosen, is_pinned=is_pinned)
-        return _Plan(signature=signature, fqns=[item.fqn for item in chosen], objects=objects, arena=arena, share=share)
+        return _Plan(signature=signature, items=[items[index] for index in mine], objects=objects, share=share)
 
     def _run(self, job: _Job) -> SaveReport:
         """The upload thread's work."""
@@ -298,7 +333,7 @@ class Saver:
 
     def _upload(self, job: _Job) -> Part:
         part = upload(
-            self._store, job.plan.arena, step=job.step, attempt=job.attempt, rank=self._ranks.rank, objects=job.objects,
+            self._store, job.source, step=job.step, attempt=job.attempt, rank=self._ranks.rank, objects=job.objects,
             mine=job.plan.objects, sent=self._count,
         )  # fmt: skip
         if self._ranks.is_coordinator:
@@ -334,7 +369,7 @@ def save(
 ) -> SaveReport:
     """Save and commit before returning. All ranks call it; see `Saver.save` for the arguments."""
     with Saver(url, options) as saver:
-        return saver.save(state, step=step, training=training, config=config, user=user).wait()
+        return saver.save_now(state, step=step, training=training, config=config, user=user)
 
 
 def _raise_failures(failures: list[_Failure | None], step: int) -> None:

@@ -1,14 +1,16 @@
-"""Staging: from the tensors of a training job into one host buffer that is reused and that already is the file.
+"""Staging: from the tensors of a training job into one host buffer that is reused by every save.
 
-The buffer holds every blob of the file where it will stand, frames included, so that staging is one copy per tensor and an
-upload sends slices of the buffer without another copy. With a GPU the buffer is pinned and the copies run on a stream of
-their own: `stage` returns when they are launched, and work that is queued after it waits for them on the device.
+`Arena` holds this rank's tensors one after another, so that staging is one copy per tensor and an upload sends slices of it
+without another copy. With a GPU it is pinned and the copies run on a stream of their own: `stage` returns when they are
+launched, and work that is queued after it waits for them on the device. `Direct` reads the tensors where they are, for a
+save that the caller waits for anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -24,45 +26,44 @@ class Slot:
     frame: Frame
 
     @property
-    def payload_start(self) -> int:
-        """Where the tensor's bytes begin."""
-        return self.offset + len(self.frame.prefix)
+    def end(self) -> int:
+        """Where the blob ends."""
+        return self.offset + self.frame.length
+
+
+def lay_out(items: Sequence[Item]) -> list[Slot]:
+    """The slots of these items, one after another in their file."""
+    slots: list[Slot] = []
+    end = 0
+    for item in items:
+        slots.append(Slot(offset=align(end), frame=frame(item.dtype, item.sizes)))
+        end = slots[-1].end
+    return slots
+
+
+class Source(Protocol):
+    """Where an upload finds the bytes of each slot."""
 
     @property
-    def payload_end(self) -> int:
-        """Where they end."""
-        return self.payload_start + self.frame.payload_length
+    def slots(self) -> list[Slot]: ...
 
-
-def lay_out(items: Sequence[Item]) -> tuple[list[Slot], int]:
-    """The slots of these items one after another, and the length of the file."""
-    slots, end = [], 0
-    for item in items:
-        slot = Slot(offset=align(end), frame=frame(item.dtype, item.sizes))
-        slots.append(slot)
-        end = slot.offset + slot.frame.length
-    return slots, end
+    def payload(self, index: int) -> memoryview:
+        """The bytes of slot `index`."""
 
 
 class Arena:
-    """A file's image in host memory; one per layout, reused by every save of that layout."""
+    """Host memory for the payloads of one set of items."""
 
     def __init__(self, items: Sequence[Item], *, is_pinned: bool) -> None:
         self.items = list(items)
-        self.slots, self.length = lay_out(self.items)
-        self._buffer = torch.empty(self.length, dtype=torch.uint8, pin_memory=is_pinned)
-        self.view = as_bytes(self._buffer)
-        self._stream: torch.cuda.Stream | None = torch.cuda.Stream() if is_pinned else None  # type: ignore[no-untyped-call]
-        self._copied: torch.cuda.Event | None = None
-        self._write_frames()
-
-    def _write_frames(self) -> None:
-        end = 0
+        self.slots = lay_out(self.items)
+        self._starts, length = [], 0
         for slot in self.slots:
-            self.view[end : slot.offset] = bytes(slot.offset - end)
-            self.view[slot.offset : slot.payload_start] = slot.frame.prefix
-            end = slot.offset + slot.frame.length
-            self.view[slot.payload_end : end] = slot.frame.suffix
+            self._starts.append(length)
+            length = align(length + slot.frame.payload_length)
+        self._buffer = torch.empty(length, dtype=torch.uint8, pin_memory=is_pinned)
+        self._stream = torch.cuda.Stream() if is_pinned else None  # type: ignore[no-untyped-call]
+        self._copied: torch.cuda.Event | None = None
 
     def stage(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the tensors' local parts, one per item; they may be changed as soon as this returns."""
@@ -76,16 +77,28 @@ class Arena:
         torch.cuda.current_stream().wait_event(self._copied)
 
     def _copy(self, tensors: Sequence[torch.Tensor], *, non_blocking: bool) -> None:
-        for tensor, item, slot in zip(tensors, self.items, self.slots, strict=True):
+        for index, (tensor, item) in enumerate(zip(tensors, self.items, strict=True)):
             local = local_part(tensor)
-            target = self._buffer[slot.payload_start : slot.payload_end].view(local.dtype).view(item.sizes)
-            target.copy_(local, non_blocking=non_blocking)
+            self._bytes(index).view(local.dtype).view(item.sizes).copy_(local, non_blocking=non_blocking)
 
-    def wait(self) -> None:
-        """Return when the bytes are really in the buffer; called off the training thread, before the upload."""
+    def _bytes(self, index: int) -> torch.Tensor:
+        start = self._starts[index]
+        return self._buffer[start : start + self.slots[index].frame.payload_length]
+
+    def payload(self, index: int) -> memoryview:
+        """The bytes of slot `index`; waits until a copy from a GPU is really there."""
         if self._copied is not None:
             self._copied.synchronize()
+        return as_bytes(self._bytes(index))
 
-    def payload(self, slot: Slot) -> memoryview:
-        """A tensor's bytes."""
-        return self.view[slot.payload_start : slot.payload_end]
+
+class Direct:
+    """The tensors themselves; one that is not contiguous in CPU memory is copied while it is sent."""
+
+    def __init__(self, items: Sequence[Item], tensors: Sequence[torch.Tensor]) -> None:
+        self.slots = lay_out(items)
+        self._tensors = tensors
+
+    def payload(self, index: int) -> memoryview:
+        """The bytes of slot `index`."""
+        return as_bytes(local_part(self._tensors[index]).cpu().contiguous())

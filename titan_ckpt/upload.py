@@ -1,4 +1,4 @@
-"""Upload: a staged file to its store, digests on the way, and what the coordinator must know about it."""
+"""Upload: one rank's file to its store, digests on the way, and what the coordinator must know about it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import xxhash
 from titan_ckpt.index import Int64s
 from titan_ckpt.layout import data_file, step_folder
 from titan_ckpt.manifest import digest
-from titan_ckpt.stage import Arena
-from titan_ckpt.store import Store
+from titan_ckpt.stage import Slot, Source
+from titan_ckpt.store import Buffer, Store
 
 WINDOW_BYTES = 16 << 20
+SMALL_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class Part:
 
 def upload(
     store: Store,
-    arena: Arena,
+    source: Source,
     *,
     step: int,
     attempt: str,
@@ -51,24 +52,69 @@ def upload(
     mine: list[str],
     sent: Callable[[int], None],
 ) -> Part:
-    """Write this rank's file (nothing if it has nothing to write). `sent` is told the bytes of each window handed over."""
-    arena.wait()
+    """Write this rank's file (none if it has nothing to write). `sent` is told the bytes of each piece handed over.
+
+    `objects` are the values this rank holds, `mine` the names of those it writes.
+    """
     path = data_file(attempt, rank)
-    stored = list(_place(mine, objects, arena.length))
-    tail = b"".join(objects[entry.fqn] for entry in stored)
-    hasher = xxhash.xxh3_128()
-    size_bytes = arena.length + len(tail)
+    end = source.slots[-1].end if source.slots else 0
+    stored = list(_place(mine, objects, end))
+    size_bytes = end + sum(entry.length for entry in stored)
+    writing = _Writing(source, [objects[name] for name in mine], sent)
     if size_bytes:
-        store.write(f"{step_folder(step)}/{path}", _windows(arena, tail, hasher, sent))
+        store.write(f"{step_folder(step)}/{path}", writing.pieces())
     return Part(
         path=path,
         size_bytes=size_bytes,
-        file_digest=hasher.digest(),
-        columns=_columns(arena),
-        digests=b"".join(digest(arena.payload(slot)) for slot in arena.slots),
+        file_digest=writing.file_hash.digest(),
+        columns=slot_columns(source.slots),
+        digests=b"".join(writing.digests),
         objects=tuple(stored),
         all_object_digests={fqn: digest(data) for fqn, data in objects.items()},
     )
+
+
+class _Writing:
+    """The bytes of a file in order, hashed as they pass: the file as a whole and each payload."""
+
+    def __init__(self, source: Source, tail: list[bytes], sent: Callable[[int], None]) -> None:
+        self._source, self._tail, self._sent = source, tail, sent
+        self.file_hash = xxhash.xxh3_128()
+        self.digests: list[bytes] = []
+
+    def pieces(self) -> Iterator[Buffer]:
+        """Small pieces gathered, large ones as they are: no copy of what is large."""
+        gathered = bytearray()
+        for piece in self._raw_pieces():
+            self.file_hash.update(piece)
+            if len(piece) <= SMALL_BYTES:
+                gathered += piece
+                if len(gathered) < WINDOW_BYTES:
+                    continue
+                piece = b""
+            yield from self._send(gathered)
+            yield from self._send(piece)
+            gathered = bytearray()
+        yield from self._send(gathered)
+
+    def _send(self, piece: Buffer) -> Iterator[Buffer]:
+        if len(piece):
+            yield piece
+            self._sent(len(piece))
+
+    def _raw_pieces(self) -> Iterator[Buffer]:
+        end = 0
+        for index, slot in enumerate(self._source.slots):
+            yield bytes(slot.offset - end) + slot.frame.prefix
+            payload, payload_hash = self._source.payload(index), xxhash.xxh3_128()
+            for start in range(0, len(payload), WINDOW_BYTES):
+                window = payload[start : start + WINDOW_BYTES]
+                payload_hash.update(window)
+                yield window
+            self.digests.append(payload_hash.digest())
+            yield slot.frame.suffix
+            end = slot.end
+        yield from self._tail
 
 
 def _place(mine: list[str], objects: dict[str, bytes], start: int) -> Iterator[StoredObject]:
@@ -78,20 +124,7 @@ def _place(mine: list[str], objects: dict[str, bytes], start: int) -> Iterator[S
         start += len(data)
 
 
-def _windows(
-    arena: Arena, tail: bytes, hasher: xxhash.xxh3_128, sent: Callable[[int], None]
-) -> Iterator[bytes | memoryview]:
-    for start in range(0, arena.length, WINDOW_BYTES):
-        window = arena.view[start : start + WINDOW_BYTES]
-        hasher.update(window)
-        yield window
-        sent(len(window))
-    if tail:
-        hasher.update(tail)
-        yield tail
-        sent(len(tail))
-
-
-def _columns(arena: Arena) -> Int64s:
-    rows = [(slot.offset, slot.frame.length, len(slot.frame.prefix), slot.frame.payload_length) for slot in arena.slots]
+def slot_columns(slots: list[Slot]) -> Int64s:
+    """Offset, length, payload offset and payload length of each blob."""
+    rows = [(slot.offset, slot.frame.length, len(slot.frame.prefix), slot.frame.payload_length) for slot in slots]
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
