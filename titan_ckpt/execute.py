@@ -79,6 +79,10 @@ class Budget:
         max_open = min(MAX_OPEN_FILES, (memory_bytes - slabs * slab_bytes) // per_file) if per_file else MAX_OPEN_FILES
         return Budget(slab_bytes=slab_bytes, slabs_per_pool=SLABS_PER_POOL, max_open_files=max_open)
 
+    def total_bytes(self, bytes_per_file: int, num_files: int) -> int:
+        """The most that an execution with `num_files` per wave can hold at once."""
+        return (2 * self.slabs_per_pool + 2) * self.slab_bytes + bytes_per_file * min(num_files, self.max_open_files)
+
 
 def sink_bytes(target: Store) -> int:
     """Memory that one open `target.write` holds on to: nothing on a file system, multipart buffers in flight elsewhere."""

@@ -82,6 +82,11 @@ class SourceTensor:
         return len(self.object)
 
     @property
+    def size_bytes(self) -> int:
+        """Raw bytes of all of it."""
+        return Box.whole(self.global_shape).num_elements * self.element_size
+
+    @property
     def element_size(self) -> int:
         """Bytes of one element."""
         return ELEMENT_SIZE[self.dtype]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from titan_ckpt.plan import Literal, Piece, Region, Segment, Source, SourceTenso
 from titan_ckpt.strips import columns, cut_strips, hull, merged_rows, pairs, span, strides, with_rows
 
 SLAB_ALIGNMENT = 64
+# What stands between two payloads of neighbouring blobs, and the share of a unit that wider gaps may add to it.
+FRAME_GAP = 2048
+MAX_WASTE = 0.03
 PieceKey = tuple[str, int]
 
 
@@ -358,27 +361,38 @@ def _pack(strips: list[_Strip], limits: Limits) -> Unit:
 
 
 def _coalesce(fetches: list[_Fetch], limits: Limits) -> tuple[list[Read], dict[_Fetch, int]]:
-    """Reads for these ranges and the place of each range in the slab; gaps are read through while the slab has room for them."""
+    """Reads for these ranges and the place of each range in the slab."""
     ordered = sorted(set(fetches), key=lambda f: (f.object, f.start, -f.length))
-    room = limits.slab_bytes - sum(f.length + 2 * SLAB_ALIGNMENT for f in ordered)
-    reads, places, at = [], {}, 0
-    for number, group in groupby(ordered, key=lambda f: f.object):
-        start = end = -1
-        members: list[_Fetch] = []
-        for fetch in [*group, None]:
-            gap = 0 if fetch is None else fetch.start - end
-            if members and (fetch is None or gap > min(limits.max_gap, room)):
-                at += (start - at) % SLAB_ALIGNMENT
-                reads.append(Read(number, start, end - start, at))
-                places.update({member: at + member.start - start for member in members})
-                at += end - start
-                members = []
-            if fetch is not None:
-                room -= max(gap, 0) if members else 0
-                start, end = (
-                    (start, max(end, fetch.start + fetch.length))
-                    if members
-                    else (fetch.start, fetch.start + fetch.length)
-                )
-                members.append(fetch)
+    reads: list[Read] = []
+    places: dict[_Fetch, int] = {}
+    at = 0
+    for run in _runs(ordered, limits):
+        start, end = run[0].start, max(fetch.start + fetch.length for fetch in run)
+        at += (start - at) % SLAB_ALIGNMENT
+        reads.append(Read(run[0].object, start, end - start, at))
+        places.update({fetch: at + fetch.start - start for fetch in run})
+        at += end - start
     return reads, places
+
+
+def _runs(ordered: list[_Fetch], limits: Limits) -> Iterator[list[_Fetch]]:
+    """Ranges that are read by one request: neighbours, and those with gaps that are small or add little to the whole."""
+    total = sum(fetch.length for fetch in ordered)
+    room = limits.slab_bytes - sum(fetch.length + 2 * SLAB_ALIGNMENT for fetch in ordered)
+    waste = total * MAX_WASTE
+    run: list[_Fetch] = []
+    end = 0
+    for fetch in ordered:
+        gap = fetch.start - end
+        is_small = gap <= FRAME_GAP or (gap <= limits.max_gap and gap <= waste)
+        if run and fetch.object == run[0].object and is_small and gap <= room:
+            room -= max(gap, 0)
+            waste -= max(gap, 0) if gap > FRAME_GAP else 0
+            run.append(fetch)
+            end = max(end, fetch.start + fetch.length)
+            continue
+        if run:
+            yield run
+        run, end = [fetch], fetch.start + fetch.length
+    if run:
+        yield run

@@ -1,0 +1,140 @@
+"""What a reshard will cost, before it moves a byte: the same schedule that the executor runs, walked without reading."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ckpt.execute import Budget, sink_bytes
+from titan_ckpt.reshard import ReshardPlan
+from titan_ckpt.schedule import Limits, PieceKey, Read, Unit, schedule
+from titan_ckpt.store import Store
+from titan_ckpt.target import DEFAULT, RECORDED, RULE, TABLE
+
+NUM_LARGEST = 5
+MAX_REGIONS = 20_000
+_ATTEMPT = "a-00000000T000000Z-00000000"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A store as a time estimate sees it: bytes per second each way, and seconds before the first byte of a request."""
+
+    bytes_per_s: float = 1e9
+    latency_s: float = 0.0
+    requests_at_once: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Sizes in bytes. Reads of a large plan are walked for some waves only (`walked_files` of `num_files`) and scaled."""
+
+    source: str
+    source_mesh: str | None
+    mesh: str
+    num_tensors: int
+    written_bytes: int
+    read_bytes: int
+    needed_bytes: int
+    read_requests: int
+    num_source_files: int
+    num_files: int
+    walked_files: int
+    num_waves: int
+    peak_memory_bytes: int
+    smallest_file_bytes: int
+    largest_file_bytes: int
+    largest_reads: tuple[tuple[str, int, int], ...]
+    seconds: float
+    placements: dict[str, int]
+    guessed: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        content = {name: getattr(self, name) for name in self.__slots__}
+        content["largest_reads"] = [{"object": o, "start": s, "length": n} for o, s, n in self.largest_reads]
+        return content | {"guessed": list(self.guessed)}
+
+
+def estimate(
+    plan: ReshardPlan, store: Store, *, memory_bytes: int, is_checked: bool = True, link: Link | None = None
+) -> Estimate:
+    """Walk the plan's schedule and add up."""
+    link, budget = link or Link(), Budget.of(memory_bytes, store)
+    waves = plan.waves(budget.max_open_files)
+    walked = list(_some(waves, plan))
+    reads = _Reads()
+    checked: set[PieceKey] | None = set() if is_checked else None
+    for ranks in walked:
+        wave = plan.wave(ranks, _ATTEMPT)
+        for unit in schedule(plan.source, wave, Limits(slab_bytes=budget.slab_bytes), checked=checked):
+            reads.add(unit)
+    sizes = plan.target.file_bytes()
+    files = [rank for wave in waves for rank in wave]
+    walked_bytes = int(sizes[[rank for wave in walked for rank in wave]].sum())
+    scale = float(sizes.sum()) / walked_bytes if walked_bytes else 1.0
+    read_bytes, requests = round(reads.size_bytes * scale), round(reads.requests * scale)
+    written = int(sizes.sum())
+    source_mesh = plan.checkpoint.manifest.mesh
+    waiting_s = requests / link.requests_at_once * link.latency_s
+    return Estimate(
+        source=str(plan.checkpoint),
+        source_mesh=None if source_mesh is None else str(source_mesh),
+        mesh=str(plan.target.mesh),
+        num_tensors=len(plan.target.tensors),
+        written_bytes=written,
+        read_bytes=read_bytes,
+        needed_bytes=sum(plan.source.tensors[tensor.fqn].size_bytes for tensor in plan.target.tensors),
+        read_requests=requests,
+        num_source_files=len(plan.source.objects),
+        num_files=len(files),
+        walked_files=sum(map(len, walked)),
+        num_waves=len(waves),
+        peak_memory_bytes=budget.total_bytes(sink_bytes(store), max(map(len, waves))),
+        smallest_file_bytes=int(sizes[files].min()),
+        largest_file_bytes=int(sizes[files].max()),
+        largest_reads=tuple((plan.source.objects[r.object], r.start, r.length) for r in reads.largest()),
+        seconds=max(read_bytes, written) / link.bytes_per_s + waiting_s,
+        placements=_origins(plan),
+        guessed=tuple(name for name, placed in plan.placed.items() if TABLE in placed.origins)[:NUM_LARGEST],
+    )
+
+
+class _Reads:
+    """Sums over the units of a schedule."""
+
+    def __init__(self) -> None:
+        self.size_bytes = self.requests = self._count = 0
+        self._largest: list[tuple[int, int, Read]] = []
+
+    def add(self, unit: Unit) -> None:
+        for read in unit.reads:
+            self.size_bytes += read.length
+            self.requests += 1
+            item = (read.length, -self.requests, read)
+            if len(self._largest) < NUM_LARGEST:
+                heapq.heappush(self._largest, item)
+            else:
+                heapq.heappushpop(self._largest, item)
+
+    def largest(self) -> list[Read]:
+        """The largest reads, largest first."""
+        return [read for _, _, read in sorted(self._largest, reverse=True)]
+
+
+def _some(waves: list[list[int]], plan: ReshardPlan) -> Iterator[list[int]]:
+    """All waves of a plan of ordinary size, else as many as hold MAX_REGIONS, evenly from first to last."""
+    regions = len(plan.target.rank)
+    wanted = max(1, len(waves) * MAX_REGIONS // max(regions, 1))
+    step = max(1, -(-len(waves) // wanted))
+    yield from waves[::step]
+
+
+def _origins(plan: ReshardPlan) -> dict[str, int]:
+    """How many tensors are cut as recorded, by a rule, by the model table, by FSDP's default."""
+    return {
+        origin: sum(origin in placed.origins for placed in plan.placed.values())
+        for origin in (RECORDED, RULE, TABLE, DEFAULT)
+    }

@@ -1,0 +1,283 @@
+"""The checkpoint that a reshard will make: who holds what on the target mesh, and where in whose file. No torch, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from titan_ckpt.blob import align, frame
+from titan_ckpt.boxes import Cut, cut
+from titan_ckpt.errors import PlanError
+from titan_ckpt.index import ChunkTable, Int64s, Manifest, ObjectEntry, TensorEntry
+from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.pipeline import PipelineSpec, StageTable, count_layers, stage_table
+from titan_ckpt.placement import Box, Placements, Shape, Shard
+from titan_ckpt.rules import FSDP_AXES, Rule, check_dims, match_rule, tensor_parallel
+
+_FSDP = ("dp_shard", "cp", FSDP_AXES)
+_ROLES = ("model.", "optimizer.state.")
+RECORDED, TABLE, RULE, DEFAULT = "recorded", "table", "rule", "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A tensor on the target mesh. `origins`: where its cuts come from, the manifest, the model table or a user's rule."""
+
+    placements: Placements
+    stages: tuple[int, ...] | None
+    origins: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placer:
+    """Decides placements on `target` for tensors that were saved on `source` (None: nobody knows)."""
+
+    source: MeshSpec | None
+    target: MeshSpec
+    rules: tuple[Rule, ...] = ()
+    stages: StageTable | None = None
+
+    def place(self, entry: TensorEntry) -> Placed:
+        """Where `entry` goes. PlanError where an axis of the target would cut it in a way that nobody said."""
+        is_parameter = self.source is None or entry.fqn.startswith(_ROLES)
+        stages = self.stages.coordinates(entry.fqn) if self.stages is not None and is_parameter else None
+        rule = match_rule(self.rules, entry.fqn)
+        if rule is not None:
+            check_dims(entry.fqn, rule, len(entry.global_shape))
+            return Placed(placements=rule, stages=stages, origins=frozenset({RULE}))
+        if not entry.global_shape or not is_parameter:
+            return Placed(placements={}, stages=stages, origins=frozenset({RECORDED}))
+        cuts = [self._model_axis(entry, "tp"), self._model_axis(entry, "ep"), self._fsdp(entry)]
+        dims = {axes: shard for axes, shard, _ in cuts if shard is not None}
+        check_dims(entry.fqn, dims, len(entry.global_shape))
+        return Placed(
+            placements=self._in_recorded_order(entry, dims),
+            stages=stages,
+            origins=frozenset(origin for _, _, origin in cuts if origin is not None),
+        )
+
+    def _is_known(self, entry: TensorEntry, axes: Iterable[str]) -> bool:
+        """Whether the source shows how these axes cut the tensor: it had them, or its placements name them all the same."""
+        if self.source is None or entry.placements is None:
+            return False
+        return any(axis in entry.placements for axis in axes) or any(self.source.degree(axis) > 1 for axis in axes)
+
+    def _model_axis(self, entry: TensorEntry, axis: str) -> tuple[str, Shard | None, str | None]:
+        """How `tp` or `ep` cuts: as recorded, else as the table of Llama-shaped models says."""
+        if self._is_known(entry, (axis,)):
+            assert entry.placements is not None
+            return axis, entry.placements.get(axis), RECORDED
+        if self.target.degree(axis) == 1:
+            return axis, None, None
+        table = tensor_parallel(entry.fqn)
+        if table is not None:
+            return axis, table.get(axis), TABLE
+        if axis == "ep":
+            return axis, None, None
+        raise PlanError(
+            f"{entry.fqn}: no placements known for axis {axis} (the source mesh is {self.source or 'not recorded'}, and the name "
+            f"is not in the table of Llama-shaped models). Say how it is cut in a file: [placements] "
+            f'"{entry.fqn}" = ["{axis}:0", "{FSDP_AXES}:0"], and give it with --placements'
+        )
+
+    def _fsdp(self, entry: TensorEntry) -> tuple[str, Shard | None, str | None]:
+        """How FSDP cuts: as recorded, else dimension 0, which is what `fully_shard` does."""
+        if self._is_known(entry, _FSDP):
+            placements = entry.placements or {}
+            recorded = next((placements[axes] for axes in _FSDP if axes in placements), None)
+            return FSDP_AXES, recorded, RECORDED
+        return FSDP_AXES, Shard(0), DEFAULT if self.target.degree(FSDP_AXES) > 1 else None
+
+    def _in_recorded_order(self, entry: TensorEntry, dims: Mapping[str, Shard]) -> Placements:
+        """The cuts in the order of the source where it has both, else tensor parallelism before FSDP."""
+        recorded = [FSDP_AXES if axes in _FSDP else axes for axes in entry.placements or {}]
+        order = sorted(dims, key=lambda axes: recorded.index(axes) if axes in recorded else -1)
+        return {axes: dims[axes] for axes in (order if len(recorded) > 1 else dims)}
+
+
+def stages_for(manifest: Manifest, mesh: MeshSpec) -> StageTable | None:
+    """Pipeline coordinates on `mesh`; None where it has no pipeline. Without a recorded pipeline, layers are dealt evenly."""
+    if mesh.degree("pp") == 1:
+        return None
+    if manifest.pipeline is not None:
+        return stage_table(PipelineSpec.from_dict(manifest.pipeline), mesh.degree("pp"))
+    num_layers = count_layers([tensor.fqn for tensor in manifest.tensors])
+    if num_layers == 0:
+        raise PlanError("mesh with pp > 1: the source records no pipeline and no name of a tensor speaks of layers")
+    return stage_table(PipelineSpec(num_layers=num_layers), mesh.degree("pp"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Every chunk of the target checkpoint. `rank` holds each row of `table`; `blob_end` is where each rank's blobs end."""
+
+    mesh: MeshSpec
+    tensors: tuple[TensorEntry, ...]
+    table: ChunkTable
+    rank: Int64s
+    tensor_of_row: Int64s
+    first_coordinate: Int64s
+    blob_end: Int64s
+    objects: tuple[ObjectEntry, ...]
+
+    @cached_property
+    def _by_rank(self) -> tuple[Int64s, Int64s]:
+        order = np.argsort(self.rank, kind="stable")
+        return order, np.searchsorted(self.rank[order], np.arange(self.mesh.world_size + 1))
+
+    def rows_of(self, rank: int) -> Int64s:
+        """Rows of the chunks in a rank's file, in the order of the file."""
+        order, starts = self._by_rank
+        return order[starts[rank] : starts[rank + 1]]
+
+    def box(self, row: int) -> Box:
+        """The box of a row."""
+        tensor = self.tensors[int(self.tensor_of_row[row])]
+        ndim = len(tensor.global_shape)
+        start = int(self.first_coordinate[self.tensor_of_row[row]]) + (row - tensor.first_chunk) * ndim
+        at = slice(start, start + ndim)
+        return Box(tuple(self.table.box_offsets[at].tolist()), tuple(self.table.box_sizes[at].tolist()))
+
+    def ranks_with_files(self) -> list[int]:
+        """Ranks that hold anything."""
+        ranks = set(np.unique(self.rank).tolist())
+        return sorted(ranks | ({0} if self.objects else set()))
+
+    def file_bytes(self) -> Int64s:
+        """Size of every rank's file."""
+        sizes = self.blob_end.copy()
+        sizes[0] = max([sizes[0], *(entry.offset + entry.length for entry in self.objects)])
+        return sizes
+
+
+def lay_out(
+    tensors: Iterable[tuple[TensorEntry, Placed]], objects: Iterable[ObjectEntry], mesh: MeshSpec, attempt_path: str
+) -> Target:
+    """Deal all shards to ranks (a replica goes to the emptiest of its holders) and stack each rank's blobs.
+
+    `objects` are the source's; theirs go to rank 0's file, `attempt_path`.
+    """
+    items = list(tensors)
+    cuts = _Cuts(mesh)
+    shards = [cuts.of(entry.global_shape, placed.placements) for entry, placed in items]
+    frames = [cuts.frames(entry.dtype, shard) for (entry, _), shard in zip(items, shards, strict=True)]
+    ranks = _deal([placed for _, placed in items], shards, frames, mesh)
+    counts = [len(shard.ranks) for shard in shards]
+    firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    widths = [count * len(entry.global_shape) for (entry, _), count in zip(items, counts, strict=True)]
+    rank = _joined(ranks)
+    prefix, payload, length = (_joined([f[:, column] for f in frames]) for column in range(3))
+    offset, blob_end = _stack(rank, length, mesh.world_size)
+    table = ChunkTable(
+        file=rank, offset=offset, length=length, payload_offset=prefix, payload_length=payload,
+        codec=np.zeros(len(rank), dtype=np.int64), box_offsets=_joined([s.offsets.ravel() for s in shards]),
+        box_sizes=_joined([s.sizes.ravel() for s in shards]), digests=None,
+    )  # fmt: skip
+    entries = [
+        replace(entry, placements=placed.placements, stages=placed.stages, first_chunk=int(first), num_chunks=count)
+        for (entry, placed), first, count in zip(items, firsts, counts, strict=False)
+    ]
+    return Target(
+        mesh=mesh,
+        tensors=tuple(entries),
+        table=table,
+        rank=rank,
+        tensor_of_row=np.repeat(np.arange(len(items), dtype=np.int64), counts),
+        first_coordinate=np.concatenate([[0], np.cumsum(widths)]).astype(np.int64),
+        blob_end=blob_end,
+        objects=tuple(_place_objects(objects, int(blob_end[0]), attempt_path)),
+    )
+
+
+class _Cuts:
+    """Shards and frames, each distinct pattern computed once."""
+
+    def __init__(self, mesh: MeshSpec) -> None:
+        self._mesh = mesh
+        self._cuts: dict[tuple[Shape, tuple[tuple[str, Shard], ...]], Cut] = {}
+        self._frames: dict[tuple[str, int], Int64s] = {}
+
+    def of(self, global_shape: Shape, placements: Placements) -> Cut:
+        key = (global_shape, tuple(placements.items()))
+        if key not in self._cuts:
+            self._cuts[key] = cut(global_shape, placements, self._mesh)
+        return self._cuts[key]
+
+    def frames(self, dtype: str, shard: Cut) -> Int64s:
+        """Prefix, payload and blob length of every shard, `[n, 3]`."""
+        key = (dtype, id(shard))
+        if key not in self._frames:
+            distinct, inverse = np.unique(shard.sizes, axis=0, return_inverse=True)
+            rows = [frame(dtype, tuple(sizes)) for sizes in distinct.tolist()]
+            lengths = np.array([(len(f.prefix), f.payload_length, f.length) for f in rows], dtype=np.int64)
+            self._frames[key] = lengths[inverse.reshape(-1)]
+        return self._frames[key]
+
+
+def _deal(placed: list[Placed], shards: list[Cut], frames: list[Int64s], mesh: MeshSpec) -> list[Int64s]:
+    """The rank of every shard of every tensor: first those that have one holder, then the rest from the largest down."""
+    load = np.zeros(mesh.world_size, dtype=np.int64)
+    per_stage = mesh.world_size // mesh.degree("pp")
+    dealt: list[Int64s] = [np.zeros(0, dtype=np.int64)] * len(placed)
+
+    def holders(index: int) -> Int64s:
+        stages = placed[index].stages
+        coordinates = np.arange(mesh.degree("pp")) if stages is None else np.array(stages)
+        replicas = np.add.outer(coordinates * per_stage, shards[index].replica_ranks).ravel()
+        return np.add.outer(shards[index].ranks, replicas)
+
+    shared = []
+    for index in range(len(shards)):
+        candidates = holders(index)
+        if candidates.shape[1] > 1:
+            shared.append(index)
+            continue
+        dealt[index] = candidates[:, 0]
+        load[dealt[index]] += frames[index][:, 2]
+
+    for index in sorted(shared, key=lambda i: -int(frames[i][0, 2])):
+        candidates = holders(index)
+        best = np.argmin(load[candidates], axis=1)
+        dealt[index] = candidates[np.arange(len(candidates)), best]
+        load[dealt[index]] += frames[index][:, 2]
+    return dealt
+
+
+def _stack(rank: Int64s, length: Int64s, world_size: int) -> tuple[Int64s, Int64s]:
+    """Offset of every blob in its rank's file, and the end of each rank's last blob."""
+    order = np.argsort(rank, kind="stable")
+    padded = -(-length[order] // align(1)) * align(1)
+    ends = np.cumsum(padded)
+    starts = ends - padded
+    bounds = np.searchsorted(rank[order], np.arange(world_size + 1))
+    base = np.concatenate([starts, [ends[-1] if len(ends) else 0]])[bounds[:-1]]
+    offset = np.empty_like(length)
+    offset[order] = starts - np.repeat(base, np.diff(bounds))
+    blob_end = np.zeros(world_size, dtype=np.int64)
+    np.maximum.at(blob_end, rank, offset + length)
+    return offset, blob_end
+
+
+def _place_objects(objects: Iterable[ObjectEntry], end: int, path: str) -> Iterator[ObjectEntry]:
+    for entry in objects:
+        yield replace(entry, file=path, offset=end)
+        end += entry.length
+
+
+def _joined(columns: list[Int64s]) -> Int64s:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *columns]).astype(np.int64)
+
+
+def check_complete(manifest: Manifest) -> None:
+    """PlanError where a tensor's chunks do not hold each of its elements exactly once, by their volumes."""
+    for entry in manifest.tensors:
+        _, sizes = manifest.boxes(entry)
+        found = int(sizes.prod(axis=1).sum())
+        expected = Box.whole(entry.global_shape).num_elements
+        if found != expected:
+            raise PlanError(
+                f"{entry.fqn}: the source's chunks hold {found} elements, the tensor has {expected}: damaged source"
+            )
