@@ -65,8 +65,9 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
     if missing:
         raise PlanError(f"{where}: {', '.join(missing)} missing or not a number")
     for key, only in _ONLY.items():
-        if config.get(key, only) not in (only, None):
-            _refuse(where, key, config[key], f"only {only!r} is supported")
+        if config.get(key) is not None and config[key] not in only:
+            supported = " or ".join(map(repr, only)) or "none"
+            _refuse(where, key, config[key], f"supported: {supported}")
     values = dict(family.defaults) | {key: value for key, value in config.items() if value is not None}
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     if config.get("num_key_value_heads", 0) is None:

@@ -22,7 +22,7 @@ MAX_CONTEXT = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitComparison:
-    """Over `tokens` real tokens, in fp32. `kl` is the mean KL(checkpoint || export) in nats; `first_layer` is the first to differ."""
+    """Over `tokens` real tokens, in fp32. `kl`: mean KL(checkpoint || export) in nats. `first_layer`: the first that differs."""
 
     tokens: int
     max_abs_difference: float
@@ -34,7 +34,7 @@ class LogitComparison:
 def compare_logits(
     checkpoint: Checkpoint, plan: ExportPlan, folder: str, text: bytes, num_tokens: int
 ) -> LogitComparison:
-    """Both models on the same tokens of `text`: the exported tokenizer's, or bytes folded into the vocabulary where there is none."""
+    """Both models on the same tokens of `text`: the exported tokenizer's, without one the bytes folded into the vocabulary."""
     exported = _load(folder)
     reference = _fill(checkpoint, plan)
     tokens_S = _tokens(folder, text, num_tokens, plan.spec.vocab_size)

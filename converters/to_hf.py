@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 
 from titan_ckpt.checkpoint import FOREIGN, Checkpoint
+from titan_ckpt.converters.byte_tokenizer import BYTES, byte_tokenizer
 from titan_ckpt.converters.contract import check_tensors
 from titan_ckpt.converters.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.hf_config import Config, encode_config, hf_config, parse_config, spec_from_hf
@@ -96,7 +97,7 @@ def plan_export(
         layout=layout,
         tensors=tensors,
         weights=tuple(_target_file(file, shard, spec) for file, shard in shards.items()),
-        small=_assets(checkpoint) | {README: card},
+        small=_assets(checkpoint, spec) | {README: card},
         last=last,
         tied_head=found[HEAD].ours if spec.tied_embeddings and HEAD in found else None,
     )
@@ -203,6 +204,10 @@ def _located(checkpoint: Checkpoint, entry: TensorEntry, tensor: SourceTensor) -
     )
 
 
-def _assets(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """What travels along, save config.json, which is written anew."""
-    return {name: checkpoint.asset(name) for name in sorted(checkpoint.manifest.assets) if name != CONFIG}
+def _assets(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, bytes]:
+    """What travels along, save config.json, which is written anew; a run on bytes gets the tokenizer that it never needed."""
+    names = sorted(name for name in checkpoint.manifest.assets if name != CONFIG)
+    assets = {name: checkpoint.asset(name) for name in names}
+    data = checkpoint.manifest.config.get("data")
+    is_bytes = isinstance(data, Mapping) and data.get("tokenizer") == BYTES
+    return assets | byte_tokenizer(spec) if is_bytes and "tokenizer.json" not in assets else assets
