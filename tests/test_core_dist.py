@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +20,7 @@ from titan_ckpt.errors import NotCommittedError
 from titan_ckpt.load import LoadPolicy, load, open_checkpoint
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.placement import shard_box
-from titan_ckpt.save import Saver, SaveError, SaveOptions
+from titan_ckpt.save import SaveError, SaveOptions, Saver
 from titan_ckpt.store import FileStore
 
 pytestmark = pytest.mark.dist
@@ -46,7 +45,7 @@ class Block(torch.nn.Module):
         return result
 
 
-def _whole(mesh: Any) -> dict[str, torch.Tensor]:
+def _whole() -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     return {name: p.detach().clone() for name, p in Block().named_parameters()}
 
@@ -76,7 +75,7 @@ def _save_fsdp_tp(rank: int, url: str) -> list[Any]:
 
 
 def _load_on_other_meshes(_rank: int, url: str) -> None:
-    expected = _whole(None)
+    expected = _whole()
     for shape, names, placements in (
         ((4,), ("dp_shard",), [Shard(0)]),
         ((2, 2), ("dp_replicate", "dp_shard"), [Replicate(), Shard(0)]),
@@ -84,9 +83,7 @@ def _load_on_other_meshes(_rank: int, url: str) -> None:
         ((4,), ("tp",), [Shard(-1)]),
     ):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        state = {
-            name: distribute_tensor(torch.zeros_like(whole), mesh, placements) for name, whole in expected.items()
-        }
+        state = {name: distribute_tensor(torch.zeros_like(whole), mesh, placements) for name, whole in expected.items()}
         report = load(url, {"model": state, "lr": 0.0})
         assert report.objects == {"lr": 0.5}
         for name, whole in expected.items():
@@ -97,12 +94,12 @@ def test_fsdp_over_tp_is_recorded_as_it_is_cut_and_loads_on_any_mesh(pool: RankP
     for boxes in pool.run(_save_fsdp_tp, str(tmp_path)):
         assert all(recorded == held for _, recorded, held in boxes), boxes
     pool.run(_load_on_other_meshes, str(tmp_path))
-    plain: dict[str, Any] = {"model": {name: torch.zeros_like(t) for name, t in _whole(None).items()}}
+    plain: dict[str, Any] = {"model": {name: torch.zeros_like(t) for name, t in _whole().items()}}
     dcp.load(plain, checkpoint_id=tmp_path / "step-00000003")
-    assert all(torch.equal(plain["model"][name], whole) for name, whole in _whole(None).items())
+    assert all(torch.equal(plain["model"][name], whole) for name, whole in _whole().items())
 
 
-def _save_replicated(rank: int, url: str) -> int:
+def _save_replicated(_rank: int, url: str) -> int:
     state = {f"w{i}": torch.full((1000 + i,), float(i)) for i in range(8)}
     with Saver(url, SaveOptions(timeout_s=60)) as saver:
         return saver.save(state, step=1).wait().written_bytes
@@ -168,16 +165,10 @@ def _load_partial_state(rank: int, url: str) -> list[str]:
         return []
     state: dict[str, Any] = {"model": {"up.weight": torch.zeros(10, 7, dtype=torch.float64), "new": torch.zeros(2)}}
     report = load(url, state, policy=LoadPolicy(missing="allow", extra="allow", cast="allow"))
-    assert torch.equal(state["model"]["up.weight"].float(), _whole(None)["up.weight"])
+    assert torch.equal(state["model"]["up.weight"].float(), _whole()["up.weight"])
     return [*report.missing, *report.cast]
 
 
 def test_the_report_names_what_was_missing_and_cast(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_save_fsdp_tp, str(tmp_path))
     assert pool.run(_load_partial_state, str(tmp_path))[0] == ["model.new", "model.up.weight"]
-    dist_is_up = pool.run(_is_initialised)
-    assert dist_is_up == [True] * 4
-
-
-def _is_initialised(_rank: int) -> bool:
-    return dist.is_initialized()

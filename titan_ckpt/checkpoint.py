@@ -50,9 +50,20 @@ class Checkpoint:
         """A manifest's file as a path of the store; `../step-N/...` reaches another step of the run."""
         return os.path.normpath(f"{self.folder}/{file}") if self.folder else file
 
-    def locate(self, chunk: Chunk) -> Chunk:
-        """`chunk` with its payload's place known; one that others wrote is looked into for it."""
-        return chunk if chunk.payload_offset >= 0 else locate_payload(self.store, self.path(chunk.file), chunk)
+    def locate(self, chunk: Chunk, *, row_major: bool = True) -> Chunk:
+        """`chunk` with its payload's place known; one that others wrote is looked into for it.
+
+        DamagedError for one that is not row-major, unless the caller says that it can read strides.
+        """
+        if chunk.payload_offset >= 0:
+            return chunk
+        located = locate_payload(self.store, self.path(chunk.file), chunk)
+        if row_major and located.strides is not None:
+            raise DamagedError(
+                f"{self}: {chunk.fqn}: stored with strides {located.strides}, which only `load` can read; "
+                f"load it and save it again with titan-ckpt first"
+            )
+        return located
 
     def asset(self, name: str) -> bytes:
         """A small file that was saved along (`tokenizer.json`, ...). NotFoundError if there is none of that name."""

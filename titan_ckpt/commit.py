@@ -10,7 +10,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from titan_ckpt.errors import ConditionFailedError, DamagedError, NotCommittedError, NotFoundError, UnsafeContentError
+from titan_ckpt.errors import (
+    ConditionFailedError,
+    DamagedError,
+    NotCommittedError,
+    NotFoundError,
+    StoreError,
+    UnsafeContentError,
+)
 from titan_ckpt.index import Manifest
 from titan_ckpt.layout import COMMIT, DIGESTS, MANIFEST, METADATA, is_attempt, step_folder
 from titan_ckpt.manifest import digest, encode_manifest
@@ -69,7 +76,13 @@ def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces:
     data = json.dumps(content, indent=1).encode()
     try:
         entry = store.write_if(path, data, version=None if replaces is None else replaces.version)
-    except ConditionFailedError as error:
+    except StoreError as error:
+        # An answer that got lost on its way back leaves a commit that is ours, whatever the store said on the next try.
+        standing = find_commit(store, manifest.step)
+        if standing is not None and standing.attempt == manifest.attempt:
+            return standing
+        if not isinstance(error, ConditionFailedError):
+            raise
         raise ConditionFailedError(
             f"{store.where(path)}: another job committed step {manifest.step} while this one was saving it; this save "
             f"(attempt {manifest.attempt}) was not made visible. Stop one of the two jobs, or give them different URLs."

@@ -1,7 +1,7 @@
 """Inside a blob that others wrote: where the tensor's bytes are. No torch, nothing of the pickle runs.
 
 A blob is what `torch.save(tensor)` writes: a ZIP whose `data.pkl` names storage, offset and strides, and whose `data/0` is the
-storage. Contiguous tensors only, which is what DCP stores.
+storage. DCP stores dense tensors in whatever order of dimensions they have in memory.
 """
 
 from __future__ import annotations
@@ -72,32 +72,33 @@ class _TensorReader(pickle.Unpickler):
 
 
 def locate_payload(store: Store, path: str, chunk: Chunk) -> Chunk:
-    """`chunk` with `payload_offset` and `payload_length` read from its blob. DamagedError where that is not a plain tensor."""
+    """`chunk` with payload and strides read from its blob. DamagedError where that is not a plain tensor."""
     where = f"{store.where(path)}: {chunk.fqn} at byte {chunk.offset}"
     try:
         with zipfile.ZipFile(_Range(store, path, chunk.offset, chunk.length)) as archive:
             names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             data = names["data/0"]
-            _check_contiguous(_TensorReader(archive.read(names["data.pkl"]), where).load(), chunk.box.sizes, where)
+            strides = _strides(_TensorReader(archive.read(names["data.pkl"]), where).load(), chunk, where)
     except (zipfile.BadZipFile, KeyError, pickle.UnpicklingError, ValueError, EOFError, NotImplementedError) as error:
         raise DamagedError(f"{where}: not a tensor that torch.save wrote: {type(error).__name__}: {error}") from error
     header = store.read(path, chunk.offset + data.header_offset, _LOCAL_HEADER_BYTES)
     name_length, extra_length = struct.unpack_from("<HH", header, 26)
     start = data.header_offset + _LOCAL_HEADER_BYTES + name_length + extra_length
-    return replace(chunk, payload_offset=start, payload_length=data.file_size)
+    return replace(chunk, payload_offset=start, payload_length=data.file_size, strides=strides)
 
 
-def _check_contiguous(arguments: Any, sizes: Shape, where: str) -> None:
-    """Refuse a stored tensor whose bytes are not the row-major elements of the chunk."""
-    _storage, offset, found, strides = arguments[:4]
-    step, expected = 1, []
-    for size in reversed(found):
+def _strides(arguments: Any, chunk: Chunk, where: str) -> Shape | None:
+    """The stored strides, None for row-major; refuses a tensor that is not the whole of its storage."""
+    storage, offset, found, strides = arguments[:4]
+    num_elements = storage[4] // (ELEMENT_SIZE[arguments[6][6:]] if storage[1].endswith("UntypedStorage") else 1)
+    if tuple(found) != chunk.box.sizes or offset != 0 or num_elements != chunk.box.num_elements:
+        raise DamagedError(
+            f"{where}: stored with sizes {tuple(found)}, offset {offset}, {num_elements} elements; expected {chunk.box.sizes}"
+        )
+    expected, step = [], 1
+    for size in reversed(chunk.box.sizes):
         expected.append(step)
         step *= max(size, 1)
-    significant = [s for s, size in zip(strides, found, strict=True) if size > 1]
-    wanted = [s for s, size in zip(reversed(expected), found, strict=True) if size > 1]
-    if tuple(found) != sizes or offset != 0 or (significant != wanted and 0 not in found):
-        raise DamagedError(
-            f"{where}: stored with sizes {tuple(found)}, strides {tuple(strides)}, offset {offset}; "
-            f"expected contiguous {sizes}"
-        )
+    pairs = zip(strides, reversed(expected), found, strict=True)
+    is_row_major = 0 in found or all(a == b for a, b, size in pairs if size > 1)
+    return None if is_row_major else tuple(strides)

@@ -57,7 +57,8 @@ class Chunk:
 
     The blob is `[offset, offset + length)` of the file, in the format plain DCP reads; the bytes that matter, after `codec`,
     are `[offset + payload_offset, + payload_length)`. `digest` is xxh3-128 of the raw (decoded) payload, None in checkpoints
-    that others wrote. All sizes in bytes.
+    that others wrote. All sizes in bytes. `strides` (in elements) are given where
+    another writer stored a dense tensor that is not row-major.
     """
 
     fqn: str
@@ -69,6 +70,7 @@ class Chunk:
     payload_length: int
     codec: str
     digest: bytes | None
+    strides: Shape | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

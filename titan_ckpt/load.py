@@ -225,7 +225,7 @@ class ReadPlan:
             part = chunk.box.intersect(box)
             if part is not None:
                 covered += part.num_elements
-                self._add_chunk(self._checkpoint.locate(chunk), entry, part, box, target)
+                self._add_chunk(self._checkpoint.locate(chunk, row_major=False), entry, part, box, target)
         if covered != box.num_elements:
             raise DamagedError(
                 f"{self._checkpoint}: {entry.fqn}: chunks hold {covered} of the {box.num_elements} elements of {box}"
@@ -238,7 +238,7 @@ class ReadPlan:
             )
         inner, outer = part.relative_to(chunk.box), part.relative_to(box)
         is_whole = part == chunk.box
-        if self._policy.verify == "all" and not is_whole:
+        if chunk.strides is not None or (self._policy.verify == "all" and not is_whole):
             inner_read = Box.whole(chunk.box.sizes)
         else:
             inner_read = inner
@@ -247,13 +247,13 @@ class ReadPlan:
         view = _narrow(target, outer)
         expected = self._digest(chunk, entry) if inner_read.sizes == chunk.box.sizes else None
         path, start = self._checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset + first * size
-        is_straight = view.is_contiguous() and (last - first) == inner.num_elements
+        is_straight = chunk.strides is None and view.is_contiguous() and (last - first) == inner.num_elements
 
         def finish(data: memoryview) -> None:
             if expected is not None and digest(data) != expected:
                 raise DamagedError(_damage(self._checkpoint, path, chunk.fqn, start, len(data)))
             if not is_straight:
-                _copy_box(data, inner, first, chunk.box, view)
+                _copy_box(data, inner, first, chunk, view)
 
         self._count(part, size, (last - first) * size, is_verified=expected is not None)
         memory = as_bytes(view) if is_straight else None
@@ -340,9 +340,9 @@ def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor
 
 
-def _copy_box(data: memoryview, inner: Box, first: int, chunk: Box, view: torch.Tensor) -> None:
+def _copy_box(data: memoryview, inner: Box, first: int, chunk: Chunk, view: torch.Tensor) -> None:
     """Copy `inner` of a chunk out of the run that starts at element `first` of it."""
-    strides = torch.empty(chunk.sizes, device="meta").stride()
+    strides = chunk.strides or torch.empty(chunk.box.sizes, device="meta").stride()
     offset = sum(o * s for o, s in zip(inner.offsets, strides, strict=True)) - first
     flat = torch.frombuffer(data, dtype=view.dtype)
     view.copy_(flat.as_strided(inner.sizes, strides, storage_offset=offset))

@@ -92,10 +92,15 @@ class SaveHandle:
     step: int
     stall_s: float
     future: Future[SaveReport]
+    is_told: bool = False
 
     def wait(self, timeout_s: float | None = None) -> SaveReport:
         """The report once it is committed; raises what went wrong, on whichever rank."""
-        return self.future.result(timeout_s)
+        error = self.future.exception(timeout_s)
+        self.is_told = True
+        if error is not None:
+            raise error
+        return self.future.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +239,9 @@ class Saver:
             self.wait()
 
     def wait(self) -> SaveReport | None:
-        """Wait for the save in flight, if there is one, and raise its error."""
+        """Wait for the save in flight and raise its error; None if there is none, or if its handle has told the outcome."""
         pending, self._pending = self._pending, None
-        return None if pending is None else pending.wait()
+        return None if pending is None or pending.is_told else pending.wait()
 
     def metrics(self) -> SaverMetrics:
         """Counters for a training log."""
@@ -258,9 +263,8 @@ class Saver:
     def _abandon(self) -> None:
         """The caller is failing: let an upload in flight end if it can, but do not hide the caller's error behind its."""
         pending, self._pending = self._pending, None
-        error = None if pending is None else pending.future.exception()
-        if error is not None:
-            log.error("the save of step %d failed as well: %s", pending.step if pending else -1, error)
+        if pending is not None and not pending.is_told and (error := pending.future.exception()) is not None:
+            log.error("the save of step %d failed as well: %s", pending.step, error)
         self._thread.shutdown()
 
     def _phase(self, name: str, step: int) -> AbstractContextManager[Any]:
