@@ -29,7 +29,7 @@ COMMANDS = {
     "inspect": Entry("titan_ckpt.commands:INSPECT", "show what a checkpoint holds: mesh, tensors, files"),
     "verify": Entry("titan_ckpt.commands:VERIFY", "check a checkpoint; --data re-reads every byte"),
     "diff": Entry("titan_ckpt.commands:DIFF", "compare two checkpoints"),
-    "reshard": Entry("titan_ckpt.commands:RESHARD", "rewrite a checkpoint for another mesh, without GPUs"),
+    "reshard": Entry("titan_ckpt.commands_reshard:RESHARD", "rewrite a checkpoint for another mesh, without GPUs"),
     "cp": Entry("titan_ckpt.commands:CP", "mirror a checkpoint to another store, verified"),
     "prune": Entry("titan_ckpt.commands:PRUNE", "delete old checkpoints by a policy; previews unless --yes"),
     "convert": Entry("titan_ckpt.converters.cli:CONVERT", "convert from and to Hugging Face"),

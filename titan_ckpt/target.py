@@ -141,6 +141,18 @@ class Target:
         at = slice(start, start + ndim)
         return Box(tuple(self.table.box_offsets[at].tolist()), tuple(self.table.box_sizes[at].tolist()))
 
+    def boxes(self, fqn: str) -> tuple[Int64s, Int64s]:
+        """(offsets, sizes) of a tensor's chunks, each `[num_chunks, ndim]`."""
+        index = next(index for index, tensor in enumerate(self.tensors) if tensor.fqn == fqn)
+        return self.boxes_at(index)
+
+    def boxes_at(self, index: int) -> tuple[Int64s, Int64s]:
+        """`boxes` of the `index`-th tensor."""
+        tensor = self.tensors[index]
+        shape = (tensor.num_chunks, len(tensor.global_shape))
+        at = slice(int(self.first_coordinate[index]), int(self.first_coordinate[index + 1]))
+        return self.table.box_offsets[at].reshape(shape), self.table.box_sizes[at].reshape(shape)
+
     def ranks_with_files(self) -> list[int]:
         """Ranks that hold anything."""
         ranks = set(np.unique(self.rank).tolist())

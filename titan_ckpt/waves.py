@@ -43,7 +43,7 @@ def _edges(target: Target, sources: list[SourceTensor]) -> Int64s:
     found: list[Int64s] = []
     for index, source in enumerate(sources):
         tensor = target.tensors[index]
-        offsets, sizes = _boxes(target, index)
+        offsets, sizes = target.boxes_at(index)
         key = (source.box_offsets.tobytes() + source.box_sizes.tobytes(), offsets.tobytes() + sizes.tobytes())
         if key not in known:
             known[key] = _sharing(*overlaps(source.box_offsets, source.box_sizes, offsets, sizes))
@@ -54,13 +54,6 @@ def _edges(target: Target, sources: list[SourceTensor]) -> Int64s:
         if len(found) >= _MERGE_EVERY:
             found = [np.unique(np.concatenate(found))]
     return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *found]))
-
-
-def _boxes(target: Target, index: int) -> tuple[Int64s, Int64s]:
-    tensor = target.tensors[index]
-    shape = (tensor.num_chunks, len(tensor.global_shape))
-    start, stop = target.first_coordinate[index], target.first_coordinate[index + 1]
-    return target.table.box_offsets[start:stop].reshape(shape), target.table.box_sizes[start:stop].reshape(shape)
 
 
 def _sharing(chunks: Int64s, shards: Int64s) -> tuple[Int64s, Int64s]:
