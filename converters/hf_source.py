@@ -160,9 +160,10 @@ def _read_files(
     tensors: dict[str, StoredTensor] = {}
     file_of: dict[str, int] = {}
     metadata: dict[str, str] = {}
-    for number, file in enumerate(files):
+    for file in files:
         if file not in names and not store.exists(file):
             raise DamagedError(f"{store.where(file)}: missing, though {INDEX} names it")
+    for number, file in enumerate(files):
         header = read_header(store, file)
         metadata |= header.metadata
         for tensor in header.tensors:

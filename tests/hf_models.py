@@ -81,7 +81,8 @@ def write_model(
     if num_files == 1:
         write_safetensors(folder / "model.safetensors", content)
         return folder
-    names, weight_map = list(content), {}
+    names = list(content)
+    weight_map: dict[str, str] = {}
     for n in range(num_files):
         file = f"model-{n + 1:05d}-of-{num_files:05d}.safetensors"
         share = names[n::num_files]
