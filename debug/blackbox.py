@@ -22,22 +22,22 @@ HEADER_BYTES = 512
 TEXT_BYTES = 256 << 10
 CAPACITY = 4096
 
-# magic, rank, world size, pid, capacity, operations so far, start
+# magic, rank, world size, pid, capacity, (unused), start
 HEADER = struct.Struct("<8s4IQq")
 # step, phase, time of the phase, last tick of the watching thread, stopped: from byte 128, so that they share a cache line
 HEARTBEAT = struct.Struct("<qqqqq")
-HEARTBEAT_AT, TEXT_USED_AT, COUNT_AT = 128, 192, 24
-TEXT_USED, COUNT = struct.Struct("<q"), struct.Struct("<Q")
+HEARTBEAT_AT, TEXT_USED_AT = 128, 192
+TEXT_USED = struct.Struct("<q")
 
-# created, ended, elements, seq, site, peer, group, op, dtype, p2p, outcome
-RECORD = struct.Struct("<qqqiiihhhbbxxxx")
+# created, ended, elements, seq, site, peer, group, op, dtype, p2p, outcome, number (from 1, modulo 2**32)
+RECORD = struct.Struct("<qqqiiihhhbbI")
 ENDED_AT, OUTCOME_AT = 8, 43
-ENDED, OUTCOME = struct.Struct("<q"), struct.Struct("<b")
-RUNNING, RETURNED, RAISED, ASYNC = 0, 1, 2, 3
+ENDED = struct.Struct("<q")
+RUNNING, RETURNED, RAISED = 0, 1, 2
 RECORD_DTYPE = np.dtype(
     {
-        "names": ["created", "ended", "elements", "seq", "site", "peer", "group", "op", "dtype", "p2p", "outcome"],
-        "formats": ["<i8", "<i8", "<i8", "<i4", "<i4", "<i4", "<i2", "<i2", "<i2", "i1", "i1"],
+        "names": ["created", "ended", "elements", "seq", "site", "peer", "group", "op", "dtype", "p2p", "outcome", "number"],
+        "formats": ["<i8", "<i8", "<i8", "<i4", "<i4", "<i4", "<i2", "<i2", "<i2", "i1", "i1", "<u4"],
         "itemsize": RECORD.size,
     }
 )  # fmt: skip
@@ -77,17 +77,16 @@ def parse_box(data: bytes, source: str, interner: Interner) -> Box:
     """Read a box. ValueError when it is none or is damaged."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
         raise ValueError("is no black box (wrong magic)")
-    _, rank, world_size, pid, capacity, count, _ = HEADER.unpack_from(data)
+    _, rank, world_size, pid, capacity, _, _ = HEADER.unpack_from(data)
     ring_end = HEADER_BYTES + capacity * RECORD.size
     if not 0 < capacity <= 1 << 24 or len(data) < ring_end or world_size > 1 << 24 or rank > 1 << 24:
         raise ValueError(f"is cut off: a ring of {capacity} records needs {ring_end} bytes, there are {len(data)}")
     (used,) = TEXT_USED.unpack_from(data, TEXT_USED_AT)
     tables = _tables(data[ring_end : ring_end + max(0, min(used, TEXT_BYTES))])
     records = np.frombuffer(data, RECORD_DTYPE, capacity, HEADER_BYTES)
-    if count > capacity:
-        records = np.roll(records, -(count % capacity))
-    else:
-        records = records[:count]
+    used_records = records[records["number"] > 0]
+    count = int(used_records["number"].max(initial=0))
+    records = used_records[np.argsort(used_records["number"], kind="stable")]
     groups = {key: _group(value) for key, value in tables["group"].items()}
     return Box(
         rank=rank,

@@ -178,7 +178,7 @@ def _events_of(stream: _Stream, number: int, line: str) -> None:
         found = raised or logged
         assert found is not None
         kind, values = (
-            _kind_of_error(line, bool(stream.frames)),
+            kind_of_error(line),
             {"type": found.group(1), "message": found.group(2) or ""},
         )
     elif _OOM.search(line):
@@ -203,7 +203,10 @@ def _events_of(stream: _Stream, number: int, line: str) -> None:
         stream.frames = None
 
 
-def _kind_of_error(line: str, _has_frames: bool) -> str:
+def kind_of_error(line: str) -> str:
+    """Whether an error is the program's own, or what a rank feels of its peers' trouble."""
+    if _MISMATCH.search(line):
+        return "comm_mismatch"
     if _OOM.search(line):
         return "oom"
     if _CLOSED.search(line):

@@ -18,6 +18,7 @@ from titan_ckpt.debug.dumps import ParsedDump, parse_dump
 from titan_ckpt.debug.interning import Interner
 from titan_ckpt.debug.logs import (
     group_by_rank,
+    kind_of_error,
     looks_like_launcher,
     merge_logs,
     parse_launcher,
@@ -31,9 +32,11 @@ from titan_ckpt.debug.records import (
     Dump,
     Exit,
     Flag,
+    Frame,
     Group,
     Heartbeat,
     Launcher,
+    LogEvent,
     RankLog,
     RankRecord,
     Run,
@@ -150,8 +153,8 @@ def _read(reading: _Reading, source: Source) -> None:
         _take(reading, source, data)
     except UnsafeContentError as error:
         reading.flag("DUMP_CORRUPT", f"refused: {error}", source.path, source.rank)
-    except ValueError as error:
-        reading.flag("DUMP_CORRUPT", str(error)[:300], source.path, source.rank)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        reading.flag("DUMP_CORRUPT", f"{error}"[:300], source.path, source.rank)
     except StoreError as error:
         reading.flag("DUMP_MISSING", f"cannot be read: {error}"[:300], source.path, source.rank)
 
@@ -233,6 +236,8 @@ def _take_json(reading: _Reading, source: Source, data: bytes) -> None:
     kind = value.get("titan_ckpt") if isinstance(value, dict) else None
     if kind == "sidecar":
         _take_sidecar(reading, value)
+    elif kind == "error":
+        _take_error(reading, source, value)
     elif kind == "exits":
         _take_exits(reading, source, value)
     elif isinstance(value, dict) and "entries" in value and source.rank is not None:
@@ -247,6 +252,24 @@ def _take_sidecar(reading: _Reading, value: Mapping[str, Any]) -> None:
         members = tuple(sorted(int(rank) for rank in item.get("members", [])))
         group = Group(name=str(item.get("name", "")), description=str(item.get("description", "")), members=members)
         record.known_groups[group.name] = group
+
+
+def _take_error(reading: _Reading, source: Source, value: Mapping[str, Any]) -> None:
+    frames = tuple(
+        Frame(file=str(f[0]), line=int(f[1]), function=str(f[2]), text=str(f[3])) for f in value.get("frames", ())
+    )
+    text = f"{value.get('type', 'Error')}: {value.get('message', '')}"
+    event = LogEvent(
+        kind=kind_of_error(text),
+        rank=int(value["rank"]),
+        text=text[:400],
+        source=source.path,
+        line=0,
+        time_s=float(value.get("time_s", 0.0)),
+        frame=user_frame(frames),
+        values={"type": str(value.get("type", ""))},
+    )
+    _rank(reading, event.rank).logs.append(RankLog(source=source.path, events=(event,)))
 
 
 def _take_exits(reading: _Reading, source: Source, value: Mapping[str, Any]) -> None:

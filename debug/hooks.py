@@ -1,0 +1,310 @@
+"""Writes the black box: every operation that Python code issues on any process group, before it is issued.
+
+The methods of torch's `ProcessGroup` class are wrapped, not the functions of `torch.distributed`: so `from torch.distributed
+import all_reduce`, `batch_isend_irecv`, FSDP and pipelines are all seen, whenever they were imported. (Functional
+collectives are issued from C++ and stay in the Flight Recorder only; sequence numbers come from the group itself, so both
+agree.) One operation costs about a microsecond.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from titan_ckpt.debug.blackbox import (
+    CAPACITY,
+    ENDED,
+    ENDED_AT,
+    HEADER,
+    HEADER_BYTES,
+    HEARTBEAT,
+    HEARTBEAT_AT,
+    MAGIC,
+    OUTCOME_AT,
+    PHASES,
+    RAISED,
+    RECORD,
+    RETURNED,
+    RUNNING,
+    TEXT_BYTES,
+    TEXT_USED,
+    TEXT_USED_AT,
+    file_size,
+)
+from titan_ckpt.debug.records import RECV, SEND
+
+# Method of ProcessGroup -> (name as the Flight Recorder writes it, which argument holds the tensors that ranks share).
+COLLECTIVES: Mapping[str, tuple[str, int]] = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce_coalesced", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 1),
+    "_allgather_base": ("all_gather_into_tensor", 1),
+    "all_gather_single": ("all_gather_into_tensor", 1),
+    "reduce_scatter_single": ("reduce_scatter_tensor", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "all_gather_single_coalesced": ("all_gather_into_tensor_coalesced", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", 1),
+    "allgather_coalesced": ("all_gather_coalesced", 1),
+    "allgather_into_tensor_coalesced": ("all_gather_into_tensor_coalesced", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter_tensor", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "barrier": ("barrier", -1),
+    "monitored_barrier": ("monitored_barrier", -1),
+}
+POINT_TO_POINT: Mapping[str, int] = {"send": SEND, "recv": RECV}
+MAX_STACK = 6
+_LIBRARY = os.path.dirname(dist.__file__)
+_HERE = __file__
+
+
+class BoxWriter:
+    """One rank's black box, mapped into memory. Single-writer per slot; safe to read at any time by anybody."""
+
+    def __init__(self, path: Path, *, rank: int, world_size: int, capacity: int = CAPACITY) -> None:
+        self.path = path
+        self.capacity = capacity
+        with open(path, "wb") as file:
+            file.truncate(file_size(capacity))
+        self._file = open(path, "r+b")  # noqa: SIM115  (open as long as the map)
+        self.map = mmap.mmap(self._file.fileno(), file_size(capacity))
+        HEADER.pack_into(self.map, 0, MAGIC, rank, world_size, os.getpid(), capacity, 0, time.time_ns())
+        self._text_at = HEADER_BYTES + capacity * RECORD.size
+        self._text_used = 0
+        self.count = 0
+        self._step, self._phase, self._phase_ns, self._stopped = -1, 0, time.time_ns(), 0
+        self.beat()
+
+    def add_text(self, kind: str, key: int, value: Any) -> None:
+        """Append one entry of a table; dropped when the text area is full (readers then show "not known")."""
+        line = json.dumps([kind, key, value]).encode() + b"\n"
+        if self._text_used + len(line) > TEXT_BYTES:
+            return
+        at = self._text_at + self._text_used
+        self.map[at : at + len(line)] = line
+        self._text_used += len(line)
+        TEXT_USED.pack_into(self.map, TEXT_USED_AT, self._text_used)
+
+    def set_phase(self, step: int, phase: int) -> None:
+        """Where the training loop is."""
+        self._step, self._phase, self._phase_ns = step, phase, time.time_ns()
+        self.beat()
+
+    @property
+    def phase(self) -> tuple[int, int]:
+        """The step and phase last set."""
+        return self._step, self._phase
+
+    def beat(self) -> None:
+        """Say that this process still runs."""
+        HEARTBEAT.pack_into(
+            self.map, HEARTBEAT_AT, self._step, self._phase, self._phase_ns, time.time_ns(), self._stopped
+        )
+
+    def stop(self) -> None:
+        """Mark an orderly end; the file stays."""
+        self._stopped = 1
+        self.beat()
+
+
+class Hooks:
+    """The wrapped methods of ProcessGroup and Work, as long as they are installed."""
+
+    def __init__(self, box: BoxWriter) -> None:
+        self._box = box
+        self._groups: dict[Any, tuple[int, list[int], list[int], bool]] = {}
+        self._dtypes: dict[Any, int] = {}
+        self._sites: dict[Any, int] = {}
+        self._slots: dict[int, int] = {}
+        self._originals: list[tuple[type, str, Any]] = []
+        self._inside: dict[CodeType, bool] = {}
+
+    @property
+    def progress(self) -> int:
+        """A number that changes whenever an operation is issued or waited for."""
+        return self._box.count + self._waits
+
+    _waits = 0
+
+    def install(self) -> None:
+        """Wrap; undone by `remove`."""
+        ops: dict[str, int] = {}
+        for method, (name, argument) in COLLECTIVES.items():
+            if hasattr(dist.ProcessGroup, method):
+                self._replace(dist.ProcessGroup, method, self._collective(method, self._op(ops, name), argument))
+        for method, direction in POINT_TO_POINT.items():
+            self._replace(dist.ProcessGroup, method, self._point_to_point(method, self._op(ops, method), direction))
+        self._replace(dist.Work, "wait", self._wait(dist.Work.wait))
+
+    def remove(self) -> None:
+        """Put the original methods back."""
+        for owner, name, original in reversed(self._originals):
+            setattr(owner, name, original)
+        self._originals.clear()
+        self._groups.clear()
+        self._slots.clear()
+
+    def _replace(self, owner: type, name: str, wrapped: Any) -> None:
+        self._originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, wrapped)
+
+    def _op(self, ops: dict[str, int], name: str) -> int:
+        if name not in ops:
+            ops[name] = len(ops)
+            self._box.add_text("op", ops[name], name)
+        return ops[name]
+
+    def _collective(self, method: str, op: int, argument: int) -> Callable[..., Any]:
+        original = getattr(dist.ProcessGroup, method)
+        record, groups, slots = self._record, self._groups, self._slots
+
+        def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
+            known = groups.get(group) or self._add_group(group)
+            index, p2p_count, _, is_gloo = known
+            seq = group._get_sequence_number_for_group() + 1
+            if is_gloo:
+                seq -= p2p_count[0]
+            tensor = args[argument] if 0 <= argument < len(args) else None
+            slot = record(index, seq, op, 0, -1, tensor)
+            work = original(group, *args, **kwargs)
+            if work is None:
+                self._ended(slot, RETURNED)
+            else:
+                slots[id(work)] = slot
+            return work
+
+        return issue
+
+    def _point_to_point(self, method: str, op: int, direction: int) -> Callable[..., Any]:
+        original = getattr(dist.ProcessGroup, method)
+        record, groups, slots = self._record, self._groups, self._slots
+        sequence: dict[tuple[int, int], int] = {}
+
+        def issue(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
+            index, p2p_count, members, _ = groups.get(group) or self._add_group(group)
+            p2p_count[0] += 1
+            pair = (index, peer)
+            seq = sequence[pair] = sequence.get(pair, 0) + 1
+            slot = record(index, seq, op, direction, members[peer] if 0 <= peer < len(members) else -1, tensors)
+            work = original(group, tensors, peer, *args, **kwargs)
+            slots[id(work)] = slot
+            return work
+
+        return issue
+
+    def _wait(self, original: Any) -> Callable[..., Any]:
+        slots = self._slots
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            slot = slots.pop(id(work), -1)
+            try:
+                result = original(work, *args, **kwargs)
+            except BaseException:
+                if slot >= 0:
+                    self._ended(slot, RAISED)
+                raise
+            if slot >= 0:
+                self._ended(slot, RETURNED)
+            return result
+
+        return wait
+
+    def _record(self, group: int, seq: int, op: int, p2p: int, peer: int, tensors: Any) -> int:
+        """Write one record; the offset of its slot."""
+        while type(tensors) is list or type(tensors) is tuple:
+            tensors = tensors[0] if tensors else None
+        if tensors is None:
+            elements, dtype = -1, -1
+        else:
+            elements = tensors.numel()
+            dtype = self._dtypes.get(tensors.dtype, -1)
+            if dtype < 0:
+                dtype = self._add_dtype(tensors.dtype)
+        frame: Any = sys._getframe(2)
+        inside = self._inside
+        while True:
+            code = frame.f_code
+            known = inside.get(code)
+            if known is None:
+                known = inside[code] = code.co_filename.startswith(_LIBRARY) or code.co_filename == _HERE
+            if not known or frame.f_back is None:
+                break
+            frame = frame.f_back
+        outer = frame.f_back
+        key = (code, frame.f_lasti, outer.f_code, outer.f_lasti) if outer is not None else (code, frame.f_lasti)
+        site = self._sites.get(key)
+        if site is None:
+            site = self._add_site(key, frame)
+        box = self._box
+        count = box.count
+        box.count = count + 1
+        slot = HEADER_BYTES + (count % box.capacity) * RECORD.size
+        RECORD.pack_into(
+            box.map,
+            slot,
+            time.time_ns(),
+            0,
+            elements,
+            seq,
+            site,
+            peer,
+            group,
+            op,
+            dtype,
+            p2p,
+            RUNNING,
+            box.count & 0xFFFFFFFF,
+        )
+        return slot
+
+    def _ended(self, slot: int, outcome: int) -> None:
+        self._waits += 1
+        ENDED.pack_into(self._box.map, slot + ENDED_AT, time.time_ns())
+        self._box.map[slot + OUTCOME_AT] = outcome
+
+    def _add_group(self, group: Any) -> tuple[int, list[int], list[int], bool]:
+        index = len(self._groups)
+        members = dist.get_process_group_ranks(group)
+        is_gloo = dist.get_backend(group) == "gloo"
+        self._box.add_text("group", index, [group.group_name, group.group_desc, members])
+        # the group's counter may have been moved by P2P before we came: 0 is right as long as the recorder starts first
+        known = self._groups[group] = (index, [0], list(members), is_gloo)
+        return known
+
+    def _add_dtype(self, dtype: Any) -> int:
+        index = self._dtypes[dtype] = len(self._dtypes)
+        self._box.add_text("dtype", index, str(dtype).removeprefix("torch."))
+        return index
+
+    def _add_site(self, key: Any, frame: FrameType) -> int:
+        index = self._sites[key] = len(self._sites) + 1
+        stack = []
+        walker: FrameType | None = frame
+        while walker is not None and len(stack) < MAX_STACK:
+            stack.append([walker.f_code.co_filename, walker.f_lineno, walker.f_code.co_name])
+            walker = walker.f_back
+        self._box.add_text("site", index, stack)
+        return index
+
+
+def phase_number(name: str) -> int:
+    """The number of a phase in the heartbeat; unknown names are `other`."""
+    return PHASES.index(name) if name in PHASES else len(PHASES) - 1
+
+
+__all__ = ["BoxWriter", "Hooks", "phase_number"]
