@@ -10,7 +10,6 @@ from math import prod
 import numpy as np
 
 from titan_ckpt.checkpoint import FOREIGN, Checkpoint
-from titan_ckpt.converters.byte_tokenizer import BYTES, byte_tokenizer
 from titan_ckpt.converters.contract import check_tensors
 from titan_ckpt.converters.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.hf_config import Config, encode_config, hf_config, parse_config, spec_from_hf
@@ -19,6 +18,7 @@ from titan_ckpt.converters.layouts import Layout, Named, find_layout, is_weight,
 from titan_ckpt.converters.model_card import model_card
 from titan_ckpt.converters.model_spec import ModelSpec, spec_of
 from titan_ckpt.converters.safetensors_header import encode_header
+from titan_ckpt.converters.tokenizer_files import complete
 from titan_ckpt.converters.transforms import FLOATS, target_dtype, transform
 from titan_ckpt.index import ELEMENT_SIZE, Manifest, TensorEntry
 from titan_ckpt.placement import Box
@@ -205,9 +205,6 @@ def _located(checkpoint: Checkpoint, entry: TensorEntry, tensor: SourceTensor) -
 
 
 def _assets(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, bytes]:
-    """What travels along, save config.json, which is written anew; a run on bytes gets the tokenizer that it never needed."""
+    """What travels along, save config.json, which is written anew."""
     names = sorted(name for name in checkpoint.manifest.assets if name != CONFIG)
-    assets = {name: checkpoint.asset(name) for name in names}
-    data = checkpoint.manifest.config.get("data")
-    is_bytes = isinstance(data, Mapping) and data.get("tokenizer") == BYTES
-    return assets | byte_tokenizer(spec) if is_bytes and "tokenizer.json" not in assets else assets
+    return complete({name: checkpoint.asset(name) for name in names}, spec, str(checkpoint))
