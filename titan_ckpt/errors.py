@@ -8,6 +8,7 @@
         NotFoundError, AlreadyExistsError, PermissionDeniedError, TransientStoreError, ConditionFailedError
       CheckpointError               a checkpoint is not what it should be
         NotCommittedError, DamagedError, UnsafeContentError
+      DataError                     training data that cannot be used
       LoadContractError             checkpoint and model do not fit
       PlanError                     a plan cannot be made (mesh, placements, mapping)
 
@@ -80,6 +81,10 @@ class DamagedError(CheckpointError):
 
 class UnsafeContentError(CheckpointError):
     """A stored file asks for something that only code may do (a pickled class, a path outside the run)."""
+
+
+class DataError(TitanError):
+    """Training data that are empty, binary, malformed, or not the ones a run was trained on."""
 
 
 class LoadContractError(TitanError):

@@ -1,0 +1,164 @@
+"""What a checkpoint of a training run holds beside tensors, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.errors import ConfigError, DataError, NotCommittedError, TitanError
+from titan_ckpt.load import LoadPolicy, load
+from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.pipeline import LOOP, PipelineSpec, V
+from titan_ckpt.trainer.config import ResumeConfig
+from titan_ckpt.trainer.model import ModelConfig
+from titan_ckpt.trainer.optimizer import Optimizer
+from titan_ckpt.trainer.parallel_config import V_SHAPED, ParallelConfig, num_stages
+from titan_ckpt.trainer.parallelized import Parallelized
+from titan_ckpt.trainer.settings import as_dict
+from titan_ckpt.trainer.signals import Agreement
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run has come: finished optimizer steps, samples and tokens consumed. The same on every rank and mesh."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def after(self, *, samples: int, tokens: int) -> Progress:
+        """One step further."""
+        return Progress(step=self.step + 1, samples=self.samples + samples, tokens=self.tokens + tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a run starts from: `checkpoint` None means from scratch. `is_own`: of this run, not of another one's."""
+
+    checkpoint: Checkpoint | None = None
+    is_own: bool = False
+    model_only: bool = False
+
+
+def training_record(progress: Progress, *, fingerprint: str, seed: int, lr: float) -> dict[str, Any]:
+    """The global part of the state, as the manifest carries it."""
+    return {
+        "step": progress.step,
+        "tokens_seen": progress.tokens,
+        "lr": lr,
+        "data": {"position": progress.samples, "fingerprint": fingerprint},
+        "rng": {"seed": seed, "policy": "stateless: after initialisation nothing draws random numbers"},
+    }
+
+
+def pipeline_record(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> dict[str, Any]:
+    """How layers are dealt to stages, for offline resharding; recorded without pipeline parallelism too."""
+    pp = mesh.degree("pp")
+    return PipelineSpec(
+        num_layers=model.n_layers,
+        stages_per_rank=num_stages(parallel, mesh) // pp if pp > 1 else 1,
+        style=V if pp > 1 and parallel.pp_schedule in V_SHAPED else LOOP,
+        layers_per_stage=parallel.pp_layers_per_stage or None,
+        has_tied_embeddings=model.tied_embeddings,
+    ).to_dict()
+
+
+def live_state(parallelized: Parallelized, optimizer: Optimizer | None) -> dict[str, Any]:
+    """The tensors of this rank, live: saving copies them, loading writes into them."""
+    state: dict[str, Any] = {"model": parallelized.model_state()}
+    return state if optimizer is None else state | {"optimizer": optimizer.state()}
+
+
+def find_start(resume: ResumeConfig, save_url: str, agreement: Agreement) -> Start:
+    """The checkpoint to go on from, the same on every rank: rank 0 looks, the others open what it found."""
+    answer = agreement.from_rank_0(_look(resume, save_url))
+    if isinstance(answer, TitanError):
+        raise answer
+    if answer is None:
+        return Start()
+    url, step, is_own = answer
+    checkpoint = open_checkpoint(url, step=step)
+    return Start(checkpoint=checkpoint, is_own=is_own, model_only=resume.model_only and not is_own)
+
+
+def _look(resume: ResumeConfig, save_url: str) -> tuple[str, int, bool] | TitanError | None:
+    try:
+        if resume.auto and save_url:
+            try:
+                found = open_checkpoint(save_url)
+                if found.manifest.kind == "full":
+                    return save_url, found.step, True
+            except NotCommittedError:
+                pass
+        if resume.from_:
+            found = open_checkpoint(resume.from_)
+            return found.url, found.step, False
+    except TitanError as error:
+        return error
+    return None
+
+
+def restore(
+    start: Start, parallelized: Parallelized, optimizer: Optimizer, *, fingerprint: str, other_data: bool
+) -> Progress:
+    """Load what `start` names into the live tensors; the progress to go on from."""
+    checkpoint = start.checkpoint
+    if checkpoint is None:
+        return Progress()
+    check_model(checkpoint, parallelized.model)
+    state = live_state(parallelized, None if start.model_only else optimizer)
+    if start.model_only or checkpoint.manifest.kind != "full":
+        load(checkpoint, state, policy=LoadPolicy(extra="allow"))
+        return Progress()
+    training = checkpoint.manifest.training
+    check_data(checkpoint, fingerprint, other_data=other_data)
+    load(checkpoint, state)
+    return Progress(
+        step=int(training["step"]), samples=int(training["data"]["position"]), tokens=int(training["tokens_seen"])
+    )
+
+
+def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Refuse a checkpoint of another architecture; shapes alone would not show another rope_theta or norm_eps."""
+    saved = checkpoint.manifest.config.get("model")
+    if not isinstance(saved, Mapping):
+        log.warning("%s does not say which model it is of; only names and shapes are compared", checkpoint)
+        return
+    ours = as_dict(model)
+    ignored = {"max_seq_len"}
+    differing = [k for k in sorted({*saved, *ours} - ignored) if saved.get(k) != ours.get(k)]
+    if differing:
+        changes = ", ".join(f"{k}: checkpoint {saved.get(k)}, config {ours.get(k)}" for k in differing)
+        raise ConfigError(
+            f"{checkpoint} is of another model: {changes}; set [model] to the checkpoint's, or use another save.url"
+        )
+
+
+def check_data(checkpoint: Checkpoint, fingerprint: str, *, other_data: bool) -> None:
+    """Refuse to go on over another corpus, order or sequence length: the position would mean something else."""
+    saved = checkpoint.manifest.training.get("data", {}).get("fingerprint")
+    if saved == fingerprint:
+        return
+    if other_data:
+        log.warning(
+            "%s was trained on other data or in another order; the position is kept (resume.other_data)", checkpoint
+        )
+        return
+    raise DataError(
+        f"{checkpoint} was trained on other data, or in another order, than [data], [validation] and train.seed now give; "
+        "set them back, or set resume.other_data = true to go on from the same position, or resume.from with model_only"
+    )
+
+
+def describe_start(start: Start, progress: Progress) -> str:
+    """One line for the log."""
+    if start.checkpoint is None:
+        return "starting from scratch"
+    mesh = start.checkpoint.manifest.mesh
+    what = "weights" if start.model_only else f"step {progress.step}, {progress.samples} samples"
+    return f"resuming from {start.checkpoint} ({what}, saved on mesh {mesh})"

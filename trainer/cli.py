@@ -1,0 +1,94 @@
+"""`titan-ckpt train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from titan_ckpt.command import Command
+from titan_ckpt.errors import TitanError
+from titan_ckpt.trainer.config import TrainConfig, check, resolve_mesh
+from titan_ckpt.trainer.launch import is_launched_here, is_rank, launch, num_ranks, write_error
+from titan_ckpt.trainer.logs import run_folder
+from titan_ckpt.trainer.preflight import preflight
+from titan_ckpt.trainer.settings import Resolved, render, resolve
+from titan_ckpt.trainer.setup import RankPlace, run_rank
+
+EPILOG = """\
+The mesh decides how many ranks are started; with mesh.dp_shard = -1 it is --nproc, or one per accelerator. Under torchrun nothing
+is started. SIGTERM and SIGINT: a last checkpoint is committed, then exit code 130
+(0 under torchrun, which counts any other as a failure).
+
+examples:
+  titan-ckpt train configs/tiny.toml --set save.url=s3://bucket/run --set save.every=20
+  titan-ckpt train configs/tiny.toml --set mesh.dp_shard=2 --set mesh.tp=2
+  torchrun --nnodes=8 --nproc-per-node=8 ... -m titan_ckpt train configs/llama3_8b.toml
+"""
+
+
+def configure(parser: ArgumentParser) -> None:
+    """The arguments of `train`."""
+    parser.epilog = EPILOG
+    parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="set one value; the right side is TOML"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="show every value and where it comes from, then stop"
+    )
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine")
+    parser.add_argument(
+        "--restarts", type=int, default=0, metavar="N", help="start the ranks again after a failure, at most N times"
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Print the config, be a rank, or start ranks."""
+    resolved = resolve(TrainConfig, arguments.config, arguments.set)
+    check(resolved.config)
+    if arguments.print_config:
+        sys.stdout.write(render(resolved))
+        return 0
+    if is_rank():
+        return run_as_rank(resolved)
+    world_size = num_ranks(resolved.config, arguments.nproc)
+    resolve_mesh(resolved.config, world_size)
+    preflight(resolved.config)
+    if world_size == 1:
+        outcome = run_rank(resolved.config, RankPlace())
+        return 130 if outcome.reason == "signal" else 0
+    folder = run_folder(resolved.config.log.folder, resolved.config.save.url)
+    return launch(_again(arguments), resolved.config, folder, nproc=world_size, restarts=arguments.restarts)
+
+
+def run_as_rank(resolved: Resolved[TrainConfig]) -> int:
+    """This process is one rank; an error is left for the launcher, which speaks for all."""
+    place = RankPlace.from_environment()
+    try:
+        run_rank(resolved.config, place)
+    except Exception as error:
+        folder = run_folder(resolved.config.log.folder, resolved.config.save.url)
+        record = write_error(folder, place.rank, error)
+        if is_launched_here():
+            _leave(record.exit_code)
+        if isinstance(error, TitanError):
+            sys.stderr.write(f"titan-ckpt: error: rank {place.rank}: {error}\n")
+            _leave(record.exit_code)
+        raise
+    return 0
+
+
+def _leave(exit_code: int) -> None:
+    """End at once: threads of a failed process group may never end by themselves."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _again(arguments: Namespace) -> Sequence[str]:
+    return [os.path.abspath(arguments.config), *(part for text in arguments.set for part in ("--set", text))]
+
+
+TRAIN = Command(configure=configure, run=run)

@@ -1,0 +1,196 @@
+"""Starting the ranks of a run through torch's elastic agent, and saying in one line why they ended.
+
+Every rank is `python -m titan_ckpt train ...` again, with torchrun's environment. A rank that fails leaves `logs/error_R.json`;
+the launcher names the first one that is a cause and not a symptom.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from titan_ckpt.errors import TitanError
+from titan_ckpt.trainer.config import TrainConfig, fixed_world_size
+from titan_ckpt.trainer.logs import RunFolder
+
+LAUNCHED = "TITAN_CKPT_LAUNCHED"
+_SYMPTOMS = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Timed out",
+    "timed out",
+    "timeout",
+    "Connection refused",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankError:
+    """What ended a rank."""
+
+    rank: int
+    time_s: float
+    kind: str
+    message: str
+    exit_code: int
+    is_ours: bool  # a TitanError: its text is meant for people
+
+    @property
+    def blame(self) -> tuple[int, float]:
+        """Sorts causes before symptoms, and early before late."""
+        is_symptom = not self.is_ours and any(word in self.message for word in _SYMPTOMS)
+        return (2 if is_symptom else 0 if self.is_ours else 1), self.time_s
+
+
+class RanksFailedError(TitanError):
+    """A rank failed; the text is that rank's error."""
+
+    def __init__(self, error: RankError, text: str) -> None:
+        super().__init__(text)
+        self.error = error
+
+
+class StoppedError(TitanError):
+    """The ranks did not finish their last checkpoint in the time that save.grace_s gives them."""
+
+
+def is_rank() -> bool:
+    """Whether a launcher (torchrun or ours) started this process as one of several ranks."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+
+
+def is_launched_here() -> bool:
+    """Whether our own launcher is above this rank and will speak for it."""
+    return LAUNCHED in os.environ
+
+
+def num_ranks(config: TrainConfig, nproc: int | None) -> int:
+    """Ranks to start: as told, as the mesh needs, else one per accelerator (one on a CPU)."""
+    if nproc is not None:
+        return nproc
+    return fixed_world_size(config) or max(1, torch.cuda.device_count())
+
+
+def launch(arguments: Sequence[str], config: TrainConfig, folder: RunFolder, *, nproc: int, restarts: int = 0) -> int:
+    """Run `titan-ckpt train ARGUMENTS` on `nproc` ranks; 0, or 130 after a signal whose last checkpoint is committed."""
+    _clear_errors(folder)
+    os.environ[LAUNCHED] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    launcher = elastic_launch(_launch_config(nproc, restarts, config.save.grace_s), sys.executable)
+    try:
+        launcher("-m", "titan_ckpt", "train", *arguments)
+    except ChildFailedError as error:
+        raise _explain(error, folder) from error
+    except SignalException as error:
+        return _after_signal(error, folder)
+    return 0
+
+
+def _launch_config(nproc: int, restarts: int, grace_s: float) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        signals_to_handle="SIGTERM,SIGINT",
+        shutdown_timeout=max(1, int(grace_s)),
+    )
+
+
+def write_error(folder: RunFolder, rank: int, error: BaseException) -> RankError:
+    """Leave `error` for the launcher; returns the record."""
+    is_ours = isinstance(error, TitanError)
+    record = RankError(
+        rank=rank,
+        time_s=time.time(),
+        kind=type(error).__name__,
+        message=str(error) or traceback.format_exception_only(error)[-1].strip(),
+        exit_code=error.exit_code if isinstance(error, TitanError) else 3,
+        is_ours=is_ours,
+    )
+    os.makedirs(folder.logs, exist_ok=True)
+    with open(folder.error(rank), "w", encoding="utf-8") as file:
+        json.dump(asdict(record), file)
+    return record
+
+
+def read_errors(folder: RunFolder) -> list[RankError]:
+    """The errors that ranks left, the most telling first."""
+    names = sorted(n for n in os.listdir(folder.logs) if n.startswith("error_")) if os.path.isdir(folder.logs) else []
+    found = []
+    for name in names:
+        with open(folder.file(name), encoding="utf-8") as file:
+            found.append(RankError(**json.load(file)))
+    return sorted(found, key=lambda error: error.blame)
+
+
+def _clear_errors(folder: RunFolder) -> None:
+    for error in read_errors(folder):
+        os.unlink(folder.error(error.rank))
+
+
+def _explain(failed: ChildFailedError, folder: RunFolder) -> TitanError:
+    """The error to show for a failed job: a rank's own words, else the signal that killed it."""
+    errors = read_errors(folder)
+    killed = _killed(failed.failures)
+    if errors and (errors[0].blame[0] < 2 or not killed):
+        return _as_error(errors[0], folder)
+    if killed:
+        rank, name = killed[0]
+        hint = " (often: out of memory)" if name == "SIGKILL" else ""
+        text = f"rank {rank} was killed by {name}{hint}; its last words are in {folder.log(rank)}"
+        return RanksFailedError(
+            RankError(rank=rank, time_s=0.0, kind=name, message=text, exit_code=3, is_ours=False), text
+        )
+    rank, failure = failed.get_first_failure()
+    text = f"rank {rank} ended with exit code {failure.exitcode} and left no error; see {folder.log(rank)}"
+    return RanksFailedError(
+        RankError(rank=rank, time_s=0.0, kind="exit", message=text, exit_code=3, is_ours=False), text
+    )
+
+
+def _killed(failures: dict[int, Any]) -> list[tuple[int, str]]:
+    """(rank, signal) of ranks that a signal other than the agent's own SIGTERM ended, first things first."""
+    ours = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    return [(r, signal.Signals(-f.exitcode).name) for r, f in ours if f.exitcode < 0 and -f.exitcode != signal.SIGTERM]
+
+
+def _as_error(error: RankError, folder: RunFolder) -> TitanError:
+    if error.is_ours:
+        text = error.message
+    else:
+        first = error.message.strip().splitlines()[0]
+        text = f"rank {error.rank} failed: {error.kind}: {first}; the traceback is in {folder.log(error.rank)}"
+    shown = RanksFailedError(error, text)
+    shown.exit_code = error.exit_code  # type: ignore[misc]  # the rank's own code is what the job exits with
+    return shown
+
+
+def _after_signal(error: SignalException, folder: RunFolder) -> int:
+    errors = read_errors(folder)
+    name = signal.Signals(error.sigval).name
+    if errors:
+        raise _as_error(errors[0], folder) from error
+    sys.stderr.write(f"titan-ckpt: stopped by {name}\n")
+    return 130

@@ -1,0 +1,136 @@
+"""Where a run's words go: one file per rank, the console for rank 0 and for errors, and a copy beside remote checkpoints."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from typing import IO
+
+from titan_ckpt.errors import StoreError
+from titan_ckpt.layout import DEBUG, LOGS
+from titan_ckpt.location import join, local_path, normalise, scheme
+from titan_ckpt.mesh import MeshSpec, format_coordinate
+from titan_ckpt.store import open_store
+
+log = logging.getLogger(__name__)
+METRICS = "metrics.jsonl"
+RESULT = "result.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The local folder of a run: logs/ and debug/, in the places that a run's URL has them too."""
+
+    root: str
+
+    @property
+    def logs(self) -> str:
+        """Folder of the log files."""
+        return os.path.join(self.root, LOGS)
+
+    @property
+    def debug(self) -> str:
+        """Folder of the recorder's files."""
+        return os.path.join(self.root, DEBUG)
+
+    def log(self, rank: int) -> str:
+        """The log file of a rank."""
+        return os.path.join(self.logs, f"rank_{rank:05d}.log")
+
+    def error(self, rank: int) -> str:
+        """Where a rank leaves the error that ended it."""
+        return os.path.join(self.logs, f"error_{rank:05d}.json")
+
+    def file(self, name: str) -> str:
+        """A file in logs/."""
+        return os.path.join(self.logs, name)
+
+
+def run_folder(folder: str, save_url: str) -> RunFolder:
+    """`folder` if given; else the run's own folder where that is local, else runs/NAME."""
+    if folder:
+        return RunFolder(normalise(folder))
+    if not save_url:
+        return RunFolder(os.path.abspath("runs/unsaved"))
+    if scheme(save_url) == "file":
+        return RunFolder(normalise(save_url))
+    return RunFolder(os.path.abspath(os.path.join("runs", normalise(save_url).rpartition("/")[2])))
+
+
+def describe_rank(mesh: MeshSpec, rank: int) -> str:
+    """A rank and its place: `rank 3 dp_shard1 tp1`."""
+    axes = [axis for axis, _ in mesh.items()]
+    return f"rank {rank} {format_coordinate(mesh.coordinate(rank), axes)}".rstrip()
+
+
+class RankLogging:
+    """Handlers of one rank, from `start` to `stop`: its file at INFO, the console at INFO on rank 0 and ERROR elsewhere."""
+
+    def __init__(self, path: str, *, rank: int, mesh: MeshSpec, console: IO[str] | None = None) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        who = describe_rank(mesh, rank)
+        self._file = logging.FileHandler(path, encoding="utf-8")
+        self._file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{who}] %(name)s: %(message)s"))
+        self._console = logging.StreamHandler(console or sys.stderr)
+        self._console.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+        prefix = "" if rank == 0 else f"[{who}] "
+        self._console.setFormatter(_ConsoleFormatter(prefix))
+        self._ours = logging.getLogger("titan_ckpt")
+        self._warnings = logging.getLogger("py.warnings")
+
+    def start(self) -> None:
+        """Take over the package's logger, Python's warnings (file only) and the interpreter's last cry."""
+        self._ours.setLevel(logging.INFO)
+        self._ours.propagate = False
+        self._ours.handlers = [self._file, self._console]
+        self._warnings.propagate = False
+        self._warnings.handlers = [self._file]
+        logging.captureWarnings(True)
+        faulthandler.enable(file=self._file.stream)
+
+    def stop(self) -> None:
+        """Give everything back; the file is closed."""
+        faulthandler.disable()
+        logging.captureWarnings(False)
+        for logger in (self._ours, self._warnings):
+            logger.handlers, logger.propagate = [], True
+        self._file.close()
+
+    def flush(self) -> None:
+        """Everything said so far is in the file."""
+        self._file.flush()
+
+
+class _ConsoleFormatter(logging.Formatter):
+    """Short lines for people; the traceback stays in the file."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        return f"{self._prefix}{level}{record.getMessage()}"
+
+
+def upload_logs(folder: RunFolder, url: str, names: list[str]) -> None:
+    """Copy files of logs/ to URL/logs/; a store that refuses is a warning, since the run itself is fine."""
+    if not url or is_inside(folder, url):
+        return
+    store = open_store(url)
+    for name in names:
+        path = folder.file(name)
+        try:
+            if os.path.exists(path):
+                with open(path, "rb") as file:
+                    store.write(f"{LOGS}/{name}", iter(lambda: file.read(1 << 20), b""))
+        except (StoreError, OSError) as error:
+            log.warning("%s was not copied to %s: %s", name, join(str(store), LOGS), error)
+
+
+def is_inside(folder: RunFolder, url: str) -> bool:
+    """Whether the local folder is the run itself."""
+    return scheme(url) == "file" and os.path.realpath(local_path(normalise(url))) == os.path.realpath(folder.root)

@@ -1,0 +1,178 @@
+"""Numbers of every step: on the console, as JSON lines, in TensorBoard when it is installed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import os
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import IO, Any, Protocol
+
+import torch
+
+from titan_ckpt.trainer.model import ModelConfig
+from titan_ckpt.units import format_duration, format_size
+
+log = logging.getLogger(__name__)
+
+# Dense peak of bfloat16 products per second, from the vendors' data sheets.
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "MI300X": 1307e12,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One finished step. Times are the slowest rank's; `mfu` is against the bfloat16 peak, None where that is not known."""
+
+    step: int
+    time_s: float
+    loss: float
+    loss_max: float
+    grad_norm: float
+    lr: float
+    step_s: float
+    tokens_per_s: float
+    tflops: float
+    mfu: float | None
+    data_wait_s: float
+    memory_bytes: int
+    tokens_seen: int
+    checkpoint_stall_s: float = 0.0
+    uploaded_bytes: int = 0
+    committed_step: int | None = None
+    commit_age_s: float | None = None
+    is_uploading: bool = False
+
+    def line(self, total_steps: int) -> str:
+        """The console's line."""
+        width = len(str(total_steps))
+        parts = [
+            f"step {self.step:>{width}}/{total_steps}",
+            f"loss {self.loss:.4f}",
+            f"grad {self.grad_norm:.3f}",
+            f"lr {self.lr:.2e}",
+            f"{self.tokens_per_s:,.0f} tok/s",
+            f"{self.step_s:.2f} s",
+        ]
+        if self.mfu is not None:
+            parts.append(f"mfu {self.mfu:.1%}")
+        if self.data_wait_s > 0.05 * self.step_s:
+            parts.append(f"data {format_duration(self.data_wait_s)}")
+        if self.checkpoint_stall_s:
+            parts.append(f"stall {format_duration(self.checkpoint_stall_s)}")
+        if self.is_uploading:
+            parts.append(f"uploading {format_size(self.uploaded_bytes)}")
+        if self.committed_step is not None:
+            parts.append(f"committed {self.committed_step}")
+        return "  ".join(parts)
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Take one record; `event` says of which kind."""
+
+    def close(self) -> None:
+        """Write out what is kept back."""
+
+
+class JsonLines:
+    """`metrics.jsonl`: one record per line, appended across restarts."""
+
+    def __init__(self, path: str) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self._file: IO[str] = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long as the run
+
+    def write(self, record: dict[str, Any]) -> None:
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps(clean) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files for TensorBoard."""
+
+    def __init__(self, folder: str) -> None:
+        self._writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter(folder)
+
+    def write(self, record: dict[str, Any]) -> None:
+        for name, value in record.items():
+            if name not in ("step", "time_s") and isinstance(value, int | float) and not isinstance(value, bool):
+                self._writer.add_scalar(f"{record['event']}/{name}", value, record.get("step", 0))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def open_sinks(jsonl_path: str, tensorboard_folder: str | None) -> list[Sink]:
+    """The sinks of rank 0; TensorBoard only where it is installed."""
+    sinks: list[Sink] = [JsonLines(jsonl_path)]
+    if tensorboard_folder is not None and importlib.util.find_spec("tensorboard") is not None:
+        sinks.append(TensorBoard(tensorboard_folder))
+    return sinks
+
+
+class MetricsLog:
+    """Rank 0's records, to every sink; on other ranks it has none and does nothing."""
+
+    def __init__(self, sinks: list[Sink], *, total_steps: int) -> None:
+        self._sinks, self._total_steps = sinks, total_steps
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A finished step."""
+        if self._sinks:
+            log.info("%s", metrics.line(self._total_steps))
+            self.event("step", **asdict(metrics))
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Anything else that happened: a start, a validation, a save, the end."""
+        record = {"event": event, "time_s": time.time()} | fields
+        for sink in self._sinks:
+            sink.write(record)
+
+    def close(self) -> None:
+        """Close the sinks."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """Forward and backward: 6 per multiplied weight, and 12 per layer, head dimension and key for attention (PaLM, app. B).
+
+    The embedding is a look-up and counts nothing; a causal mask is not taken off.
+    """
+    head, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
+    per_layer = model.dim * (2 * head + 2 * kv + 3 * model.ffn_dim)
+    weights = model.n_layers * per_layer + model.vocab_size * model.dim
+    return 6.0 * weights + 12.0 * model.n_layers * head * seq_len
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bfloat16 peak, None where it is not known (every CPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Most memory held so far: the accelerator's, or this process's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

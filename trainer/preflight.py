@@ -1,0 +1,32 @@
+"""What can be refused before any rank is started: files not there, stores that do not answer, tokenizers that do not fit."""
+
+from __future__ import annotations
+
+import json
+
+from titan_ckpt.checkpoint import open_checkpoint
+from titan_ckpt.layout import LOGS
+from titan_ckpt.store import open_store
+from titan_ckpt.trainer.config import TrainConfig
+from titan_ckpt.trainer.corpus import list_files
+from titan_ckpt.trainer.settings import as_dict
+from titan_ckpt.trainer.tokenizer import check_vocabulary, open_tokenizer
+from titan_ckpt.trainer.tokens import is_tokens
+
+
+def preflight(config: TrainConfig) -> None:
+    """Look at everything that the run will need from outside; raises the first thing that is wrong."""
+    tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
+    check_vocabulary(tokenizer, config.model.vocab_size)
+    for source in config.data.sources:
+        if source.format != "tokens" and ("*" in source.url or not is_tokens(source.url)):
+            list_files(source.url)
+    if config.resume.from_:
+        open_checkpoint(config.resume.from_)
+    if config.save.url:
+        leave_config(config)
+
+
+def leave_config(config: TrainConfig) -> None:
+    """Write the config to URL/logs/config.json: the run's record of what it was asked, and proof that the store takes writes."""
+    open_store(config.save.url).write(f"{LOGS}/config.json", [json.dumps(as_dict(config), indent=1).encode()])

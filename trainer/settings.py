@@ -1,0 +1,253 @@
+"""TOML files to frozen dataclasses: `base` chains, `--set`, the origin of every value, and errors that name the key.
+
+Nothing here knows the trainer: any tree of dataclasses will do. A field named `from_` is written `from` in TOML.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import tomllib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from titan_ckpt.errors import ConfigError
+
+T = TypeVar("T")
+Tree: TypeAlias = dict[str, Any]
+Origins: TypeAlias = dict[str, str]
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved(Generic[T]):
+    """A config, and for every dotted key that was not left at its default the file or `--set` that gave it."""
+
+    config: T
+    origins: Origins
+
+
+def resolve(kind: type[T], path: str, sets: Sequence[str] = ()) -> Resolved[T]:
+    """Read `path` with its bases, apply `sets` (`key=value`, the value as TOML), and check every key and type."""
+    tree, origins = read_file(path)
+    for text in sets:
+        key, value = parse_set(text)
+        merge(tree, _nest(key, value), origins, f"--set {key}")
+    return Resolved(config=build(kind, tree, origins), origins=origins)
+
+
+def read_file(path: str, _chain: tuple[str, ...] = ()) -> tuple[Tree, Origins]:
+    """The merged tree of a TOML file and its `base` chain, and where each key comes from."""
+    full = os.path.abspath(path)
+    if full in _chain:
+        raise ConfigError(f"{path}: `base` goes in a circle: {' -> '.join([*_chain, full])}")
+    try:
+        with open(path, "rb") as file:
+            own = tomllib.load(file)
+    except FileNotFoundError as error:
+        needed_by = f" (the `base` of {_chain[-1]})" if _chain else ""
+        raise ConfigError(f"{path}{needed_by}: no such config file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    base = own.pop("base", None)
+    if base is None:
+        tree, origins = Tree(), Origins()
+    elif isinstance(base, str):
+        tree, origins = read_file(os.path.join(os.path.dirname(path), base), (*_chain, full))
+    else:
+        raise ConfigError(f"{path}: base: expected the name of a TOML file, found {base!r}")
+    merge(tree, own, origins, path)
+    return tree, origins
+
+
+def parse_set(text: str) -> tuple[str, Any]:
+    """`key` and value of a `--set`; what is not TOML is taken as a string, so that URLs need no quotes.
+
+    >>> parse_set("mesh.tp=4"), parse_set("save.url=s3://bucket/run"), parse_set("optimizer.betas=[0.9, 0.95]")
+    (('mesh.tp', 4), ('save.url', 's3://bucket/run'), ('optimizer.betas', [0.9, 0.95]))
+    """
+    key, separator, value = text.partition("=")
+    key = key.strip()
+    if not separator or not all(key.split(".")):
+        raise ConfigError(f"--set {text!r}: write section.key=value, for example --set mesh.tp=4")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        if value.lstrip()[:1] in tuple("\"'[{"):
+            raise ConfigError(f"--set {text!r}: {value.strip()!r} is not a TOML value") from None
+        return key, value.strip()
+
+
+def merge(tree: Tree, other: Mapping[str, Any], origins: Origins, origin: str, prefix: str = "") -> None:
+    """Lay `other` over `tree` in place; tables merge, everything else replaces."""
+    for key, value in other.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            if not isinstance(tree.get(key), dict):
+                tree[key] = {}
+            merge(tree[key], value, origins, origin, f"{name}.")
+        else:
+            tree[key] = value
+        origins[name] = origin
+
+
+def _nest(key: str, value: Any) -> Tree:
+    head, _, rest = key.partition(".")
+    return {head: _nest(rest, value) if rest else value}
+
+
+def build(kind: type[T], tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> T:
+    """An instance of dataclass `kind` from `tree`; unknown keys, missing keys and wrong types are ConfigErrors."""
+    hints = get_type_hints(kind)
+    fields = {field.name.rstrip("_"): field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    values = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if key not in fields:
+            raise ConfigError(_unknown(name, key, list(fields), origins))
+        values[fields[key].name] = _convert(hints[fields[key].name], value, name, origins)
+    for key, field in fields.items():
+        if field.name not in values and _has_no_default(field):
+            raise ConfigError(f"{prefix}{key}: missing; the config must set it")
+    return kind(**values)
+
+
+def _unknown(name: str, key: str, known: list[str], origins: Mapping[str, str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    prefix = name.removesuffix(key)
+    hint = (
+        f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(prefix + k for k in sorted(known))}"
+    )
+    return f"{_origin(name, origins)}: unknown key {name}; {hint}"
+
+
+def _origin(name: str, origins: Mapping[str, str]) -> str:
+    return origins.get(name, "config")
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _convert(hint: Any, value: Any, name: str, origins: Mapping[str, str]) -> Any:
+    """`value` as type `hint`: int for float and list for tuple are taken, nothing else is guessed."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(get_args(hint), value, name, origins)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, dict):
+            raise _wrong(hint, value, name, origins)
+        return build(hint, value, origins, f"{name}.")
+    if origin is tuple:
+        return _convert_tuple(hint, value, name, origins)
+    if origin is Literal:
+        if value not in get_args(hint):
+            raise _wrong(hint, value, name, origins)
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise _wrong(hint, value, name, origins)
+    return value
+
+
+def _convert_union(hints: Sequence[Any], value: Any, name: str, origins: Mapping[str, str]) -> Any:
+    candidates = [hint for hint in hints if hint is not type(None)]
+    if len(candidates) == 1:
+        return _convert(candidates[0], value, name, origins)
+    for hint in candidates:
+        try:
+            return _convert(hint, value, name, origins)
+        except ConfigError:
+            continue
+    raise _wrong(Union[tuple(candidates)], value, name, origins)  # noqa: UP007  (built at run time)
+
+
+def _convert_tuple(hint: Any, value: Any, name: str, origins: Mapping[str, str]) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _wrong(hint, value, name, origins)
+    items = get_args(hint)
+    if len(items) == 2 and items[1] is Ellipsis:
+        items = (items[0],) * len(value)
+    if len(items) != len(value):
+        raise _wrong(hint, value, name, origins)
+    pairs = enumerate(zip(items, value, strict=True))
+    return tuple(_convert(item, part, f"{name}[{i}]", origins) for i, (item, part) in pairs)
+
+
+def _wrong(hint: Any, value: Any, name: str, origins: Mapping[str, str]) -> ConfigError:
+    return ConfigError(f"{_origin(name, origins)}: {name}: expected {describe(hint)}, found {_as_toml(value)}")
+
+
+def describe(hint: Any) -> str:
+    """A type as people call it.
+
+    >>> describe(int), describe(tuple[float, ...]), describe(Literal["a", "b"])
+    ('a whole number', 'a list of a number', '"a" or "b"')
+    """
+    plain = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    if hint in plain:
+        return plain[hint]
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(item) for item in arguments if item is not type(None))
+    if origin is Literal:
+        return " or ".join(_as_toml(item) for item in arguments)
+    if origin is tuple:
+        many = len(arguments) == 2 and arguments[1] is Ellipsis
+        return f"a list of {describe(arguments[0])}" if many else f"a list of {len(arguments)} values"
+    return "a table" if dataclasses.is_dataclass(hint) else getattr(hint, "__name__", str(hint))
+
+
+def as_dict(config: Any) -> Tree:
+    """A config as plain TOML/JSON values; keys as they are written in TOML, values that are None left out."""
+    return {key: _plain(value) for key, value in _items(config) if value is not None}
+
+
+def _items(config: Any) -> list[tuple[str, Any]]:
+    return [(field.name.rstrip("_"), getattr(config, field.name)) for field in dataclasses.fields(config)]
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return as_dict(value)
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def render(resolved: Resolved[Any]) -> str:
+    """The whole config as TOML, each value followed by where it comes from."""
+    lines: list[str] = []
+    _render(resolved.config, resolved.origins, "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _render(config: Any, origins: Mapping[str, str], prefix: str, lines: list[str]) -> None:
+    tables = [(key, value) for key, value in _items(config) if dataclasses.is_dataclass(value)]
+    plain = [(key, value) for key, value in _items(config) if not dataclasses.is_dataclass(value)]
+    if prefix:
+        lines += ["", f"[{prefix.rstrip('.')}]"]
+    for key, value in plain:
+        origin = origins.get(f"{prefix}{key}", DEFAULT)
+        text = f"# {key} is not set" if value is None else f"{key} = {_as_toml(value)}"
+        lines.append(f"{text:<48}  # {origin}")
+    for key, value in tables:
+        _render(value, origins, f"{prefix}{key}.", lines)
+
+
+def _as_toml(value: Any) -> str:
+    if dataclasses.is_dataclass(value) or isinstance(value, dict):
+        items = _items(value) if dataclasses.is_dataclass(value) else value.items()
+        return "{" + ", ".join(f"{k} = {_as_toml(v)}" for k, v in items if v is not None) + "}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_as_toml(item) for item in value) + "]"
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)

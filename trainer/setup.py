@@ -1,0 +1,191 @@
+"""From a config to a job on this rank: device, process group, logs, data, model, optimizer, saver; and back down again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titan_ckpt.errors import ConfigError, NotFoundError, StoreError
+from titan_ckpt.layout import LOGS
+from titan_ckpt.location import redact
+from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.save import SaveOptions, Saver
+from titan_ckpt.store import open_store
+from titan_ckpt.trainer.checkpoint import describe_start, find_start, pipeline_record, restore
+from titan_ckpt.trainer.config import TrainConfig, resolve_mesh
+from titan_ckpt.trainer.data import BatchShape, Dataset, open_dataset, unigram_entropy
+from titan_ckpt.trainer.device_mesh import BACKENDS
+from titan_ckpt.trainer.logs import METRICS, RankLogging, RunFolder, describe_rank, is_inside, run_folder, upload_logs
+from titan_ckpt.trainer.loop import Job, Loop, Outcome
+from titan_ckpt.trainer.metrics import MetricsLog, open_sinks
+from titan_ckpt.trainer.optimizer import build_optimizer
+from titan_ckpt.trainer.parallelize import build
+from titan_ckpt.trainer.phases import Phases
+from titan_ckpt.trainer.precision import describe_precision
+from titan_ckpt.trainer.settings import as_dict
+from titan_ckpt.trainer.signals import Agreement, StopRequest
+from titan_ckpt.trainer.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """This process among the others."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @staticmethod
+    def from_environment() -> RankPlace:
+        """What torchrun or our own launcher set; a single rank where nobody did."""
+        get = lambda name, default: int(os.environ.get(name, default))
+        return RankPlace(rank=get("RANK", 0), local_rank=get("LOCAL_RANK", 0), world_size=get("WORLD_SIZE", 1))
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device of this rank; `auto` takes an accelerator where there is one."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError('train.device = "cuda", but torch sees no accelerator here; use "auto" or "cpu"')
+    if name == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def run_rank(config: TrainConfig, place: RankPlace) -> Outcome:
+    """Train on this rank until the end; everything that was opened is closed, whatever happens."""
+    mesh = resolve_mesh(config, place.world_size)
+    device = pick_device(config.train.device, place.local_rank)
+    folder = run_folder(config.log.folder, config.save.url)
+    with ExitStack() as stack:
+        logging_of_rank = RankLogging(folder.log(place.rank), rank=place.rank, mesh=mesh)
+        logging_of_rank.start()
+        stack.callback(logging_of_rank.stop)
+        try:
+            stop = stack.enter_context(StopRequest(max_seconds=config.train.max_seconds))
+            stack.enter_context(_process_group(config, place, device))
+            return _train(config, place, mesh, device, folder, stop)
+        except BaseException:
+            log.info("training ends with an error", exc_info=True)
+            raise
+
+
+def _train(
+    config: TrainConfig, place: RankPlace, mesh: MeshSpec, device: torch.device, folder: RunFolder, stop: StopRequest
+) -> Outcome:
+    started = time.time()
+    with ExitStack() as stack:
+        agreement = Agreement(timeout_s=max(config.train.init_timeout_s, config.save.timeout_s))
+        tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
+        check_vocabulary(tokenizer, config.model.vocab_size)
+        dataset = _open_data(config, tokenizer, agreement, place)
+        phases = Phases()
+        metrics = _open_metrics(config, folder, place)
+        stack.callback(metrics.close)
+        names = [os.path.basename(folder.log(place.rank))] + ([METRICS] if place.rank == 0 else [])
+        stack.callback(lambda: upload_logs(folder, config.save.url, names))
+        start = find_start(config.resume, config.save.url, agreement)
+        torch.use_deterministic_algorithms(config.train.deterministic)
+        parallelized = build(config.model, config.mesh, mesh, device=device, seed=config.train.seed)
+        optimizer = build_optimizer(parallelized, config.optimizer)
+        progress = restore(
+            start, parallelized, optimizer, fingerprint=dataset.fingerprint, other_data=config.resume.other_data
+        )
+        saver = None
+        if config.save.url:
+            options = SaveOptions(
+                mesh=mesh, pipeline=pipeline_record(config.model, config.mesh, mesh), timeout_s=config.save.timeout_s,
+                phase=phases,
+            )  # fmt: skip
+            saver = stack.enter_context(Saver(config.save.url, options))
+        job = Job(
+            config=config, config_record=as_dict(config), assets={"tokenizer.json": tokenizer.to_json()},
+            parallelized=parallelized, optimizer=optimizer, dataset=dataset, saver=saver, agreement=agreement, stop=stop,
+            phases=phases, metrics=metrics, upload_logs=lambda: upload_logs(folder, config.save.url, names),
+        )  # fmt: skip
+        _announce(job, place, describe_start(start, progress))
+        metrics.event("start", step=progress.step, launched_s=started, mesh=str(mesh), world_size=mesh.world_size)
+        return Loop(job, progress).run()
+
+
+@contextmanager
+def _process_group(config: TrainConfig, place: RankPlace, device: torch.device) -> Iterator[None]:
+    """torch.distributed for as long as the run lasts."""
+    timeout = timedelta(seconds=config.train.init_timeout_s)
+    if place.world_size > 1:
+        dist.init_process_group(BACKENDS[device.type], timeout=timeout)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _open_data(config: TrainConfig, tokenizer: Tokenizer, agreement: Agreement, place: RankPlace) -> Dataset:
+    """Local rank 0 tokenises, the others wait and then map the same files; an error of one is an error of all of its machine."""
+
+    def open_it(is_writer: bool) -> Dataset:
+        return open_dataset(config.data, config.validation, tokenizer, seed=config.train.seed, is_writer=is_writer)
+
+    dataset = open_it(True) if place.local_rank == 0 else None
+    agreement.wait()
+    return dataset or open_it(False)
+
+
+def _open_metrics(config: TrainConfig, folder: RunFolder, place: RankPlace) -> MetricsLog:
+    if place.rank != 0:
+        return MetricsLog([], total_steps=config.train.steps)
+    path = folder.file(METRICS)
+    if config.save.url and not os.path.exists(path):
+        _fetch_metrics(config.save.url, folder, path)
+    board = folder.file("tensorboard") if config.log.tensorboard else None
+    return MetricsLog(open_sinks(path, board), total_steps=config.train.steps)
+
+
+def _fetch_metrics(url: str, folder: RunFolder, path: str) -> None:
+    """A run that goes on in a new place goes on with its history."""
+    if is_inside(folder, url):
+        return
+    try:
+        data = open_store(url).read(f"{LOGS}/{METRICS}")
+    except NotFoundError:
+        return
+    except StoreError as error:
+        log.warning("the history of metrics was not fetched: %s", error)
+        return
+    with open(path, "wb") as file:
+        file.write(data)
+
+
+def _announce(job: Job, place: RankPlace, start: str) -> None:
+    """The first lines of a run: where it runs, what it trains, on what, from where."""
+    config, mesh, shape = job.config, job.parallelized.mesh, job.batch_shape
+    num_parameters = sum(p.numel() for p in job.parallelized.named_parameters().values())
+    log.info("%s of mesh %s on %s", describe_rank(mesh, place.rank), mesh, job.parallelized.ranks.device)
+    log.info("%s", start)
+    log.info(
+        "model: %.2f M parameters of this rank's stages, %s",
+        num_parameters / 1e6,
+        describe_precision(config.mesh, job.parallelized.ranks.device),
+    )
+    sizes = ", ".join(f"{len(t):,} tokens" for t in job.dataset.tokens)
+    log.info("data: %s; unigram entropy %.3f nats", sizes, unigram_entropy(job.dataset.tokens[0]))
+    log.info("batch: %d samples of %d tokens, %s", shape.global_batch_size, config.data.seq_len, _describe_batch(shape))
+    log.info("checkpoints: %s", redact(config.save.url) if config.save.url else "none (save.url is empty)")
+
+
+def _describe_batch(shape: BatchShape) -> str:
+    text = f"{shape.data_degree} data ranks x {shape.accumulation} microbatches of {shape.microbatch_size}"
+    return text + (f", {shape.padding} masked samples to fill up" if shape.padding else "")

@@ -1,0 +1,87 @@
+"""SIGTERM and SIGINT ask for a last checkpoint; all ranks stop after the same step.
+
+A signal only sets a flag. At the end of every step the ranks exchange their flags (and a few other numbers of which the largest
+counts) in one small reduction on the CPU, so that nobody stops alone.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NOTHING, TIME_LIMIT, SIGNAL = 0, 1, 2
+REASONS = {TIME_LIMIT: "time limit", SIGNAL: "signal"}
+HANDLED = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Whether this rank wants to stop, and why. A context manager that holds the signal handlers."""
+
+    def __init__(self, *, max_seconds: float = 0.0) -> None:
+        self._deadline = time.monotonic() + max_seconds if max_seconds else None
+        self._signum = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for signum in HANDLED:
+            self._previous[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def request(self, signum: int) -> None:
+        """Stop after this step; also called by the recorder's thread while Python itself is stuck."""
+        self._signum = self._signum or signum
+
+    @property
+    def code(self) -> int:
+        """NOTHING, TIME_LIMIT or SIGNAL; the larger one counts."""
+        if self._signum:
+            return SIGNAL
+        return TIME_LIMIT if self._deadline is not None and time.monotonic() > self._deadline else NOTHING
+
+    @property
+    def name(self) -> str:
+        """The signal's name; empty when there was none on this rank."""
+        return signal.Signals(self._signum).name if self._signum else ""
+
+    def _handle(self, signum: int, _frame: FrameType | None) -> None:
+        self.request(signum)
+
+
+class Agreement:
+    """The largest of each number over all ranks, on a gloo group of its own; collective from its construction on."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Element-wise maximum over all ranks."""
+        values = torch.tensor(numbers, dtype=torch.float64)
+        if self._group is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        result: list[float] = values.tolist()
+        return result
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        values = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def wait(self) -> None:
+        """Wait until all ranks are here."""
+        if self._group is not None:
+            dist.barrier(group=self._group)
