@@ -28,9 +28,9 @@ def transform(
     if name:
         steps.append(_permute(head_dim, ELEMENT_SIZE[dtype], to_pairs=to_trainer))
     if target_dtype != dtype:
-        from titan_ckpt.converters.cast import cast  # torch, only where a value changes
+        from titan_ckpt.cast import cast_to  # torch, only where a value changes
 
-        steps.append(cast(dtype, target_dtype))
+        steps.append(cast_to(dtype, target_dtype).apply)
     if not steps:
         return None
     return Transform(dtype=target_dtype, apply=_chain(steps), row_multiple=head_dim if name else 1)
