@@ -101,7 +101,8 @@ def _users(run: Run, group: int, parts: Mapping[int, tuple[Array, Array]]) -> tu
 def _signature(table: Array, sizes: Array, ops: Array) -> Array:
     code = ops[table["op"]]
     elements = np.where(code & 1, 0, sizes[table["sizes"]])
-    return (code.astype(np.int64) << 48) | (table["dtypes"].astype(np.int64) << 32) | elements
+    signature: Array = (code.astype(np.int64) << 48) | (table["dtypes"].astype(np.int64) << 32) | elements
+    return signature
 
 
 def _op_codes(names: Names) -> Array:

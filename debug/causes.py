@@ -22,18 +22,53 @@ from titan_ckpt.debug.situation import (
 from titan_ckpt.debug.waits import Edge, shortest_chain
 
 _ADVICE: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("RANK_DIED", "signal"): ("look at `dmesg` and the scheduler's log of that host", "set ulimit -c unlimited, or faulthandler, for the next crash"),
+    ("RANK_DIED", "signal"): (
+        "look at `dmesg` and the scheduler's log of that host",
+        "set ulimit -c unlimited, or faulthandler, for the next crash",
+    ),
     ("RANK_DIED", "oom"): ("lower the batch or the memory of the rank's host; compare its memory with its peers'",),
     ("RANK_DIED", "python_exception"): ("fix the exception at that line; the other ranks are only its victims",),
-    ("RANK_DIED", ""): ("read that rank's log and its host's `dmesg`", "turn the recorder on, so that the next death leaves a black box"),
-    ("RANK_FROZEN", ""): ("look at `/proc/PID/stat` and `dmesg` on its host: stopped (T), in disk sleep (D), or lost", "take the host out and restart from the newest checkpoint"),
-    ("STUCK_ON_CPU", "dataloader"): ("check the storage and the worker processes behind that line", "give the loader a timeout (DataLoader(timeout=...))"),
-    ("STUCK_ON_CPU", "checkpoint_io"): ("check the store that the checkpoint goes to: quota, throttling, a hung mount", "save asynchronously (titan_ckpt.Saver), with no barrier behind a slow write"),
-    ("STUCK_ON_CPU", "python_lock"): ("find who holds the lock: the other threads of this rank's stacks", "acquire with a timeout; keep the order of locks fixed"),
-    ("STUCK_ON_CPU", "gil_held"): ("find the extension code at that line that keeps the GIL", "run py-spy dump --native on the process"),
+    ("RANK_DIED", ""): (
+        "read that rank's log and its host's `dmesg`",
+        "turn the recorder on, so that the next death leaves a black box",
+    ),
+    ("RANK_FROZEN", ""): (
+        "look at /proc/PID/stat and `dmesg` on its host: stopped (T), in disk sleep (D), or the host lost",
+        "take the host out and restart from the newest checkpoint",
+    ),
+    ("STUCK_ON_CPU", "dataloader"): (
+        "check the storage and the worker processes behind that line",
+        "give the loader a timeout (DataLoader(timeout=...))",
+    ),
+    ("STUCK_ON_CPU", "checkpoint_io"): (
+        "check the store that the checkpoint goes to: quota, throttling, a hung mount",
+        "save asynchronously (titan_ckpt.Saver), with no barrier behind a slow write",
+    ),
+    ("STUCK_ON_CPU", "python_lock"): (
+        "find who holds the lock: the other threads of this rank's stacks",
+        "acquire with a timeout; keep the order of locks fixed",
+    ),
+    ("STUCK_ON_CPU", "gil_held"): (
+        "find the extension code at that line that keeps the GIL",
+        "run `py-spy dump --native --pid PID` on the process",
+    ),
     ("STUCK_ON_CPU", "gc"): ("call gc.freeze() after start-up and gc.collect() at fixed steps on all ranks at once",),
     ("STUCK_ON_CPU", ""): ("take a stack of that rank: `py-spy dump --pid PID`",),
-}  # fmt: skip
+    ("SKIPPED_COLLECTIVE", "finished_early"): (
+        "give every rank the same number of batches (drop the last, or pad), or use join",
+    ),
+    ("PG_INIT_HANG", "new_group"): ("call new_group on every rank, members or not, in the same order",),
+    ("P2P_MISSING_PEER", ""): ("look for the peer's half of this send/recv pair: a branch that leaves it out",),
+}
+
+
+_DEATHS = {"oom": "ran out of memory", "python_exception": "raised an exception"}
+_BUSY = {
+    "dataloader": "in its data loader",
+    "checkpoint_io": "in checkpoint I/O",
+    "python_lock": "waiting for a Python lock",
+    "gc": "in garbage collection",
+}
 
 
 def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:
@@ -51,7 +86,7 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
         group=str(run.groups[first.group]) if first else "",
         seq=first.seq if first and not first.is_p2p else None,
         op=_operation_waited_for(run, first),
-        step=_step(run, root),
+        step=step_of(run, root),
         confidence=confidence,
         headline=f"rank {root}{_coordinate(record.coordinates)} {says}",
         evidence=(*state.evidence, *_waiting(run, first, chain, states)),
@@ -63,9 +98,7 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
 def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, float, str]:
     where = f" at {state.frame.file}:{state.frame.line}" if state.frame else ""
     if state.kind == DEAD:
-        how = {"oom": "ran out of memory", "python_exception": "raised an exception"}.get(
-            state.detail, f"was killed by {state.call or 'a signal'}"
-        )
+        how = _DEATHS.get(state.detail, f"was killed by {state.call or 'a signal'}")
         return "RANK_DIED", state.detail, state.confidence, f"died: it {how}{where}"
     if state.kind == FROZEN:
         return (
@@ -97,12 +130,7 @@ def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, 
             f"waits in {state.call or 'a collective'}{where}, for whom the evidence does not say",
         )
     if state.kind == ON_CPU:
-        busy = {
-            "dataloader": "in its data loader",
-            "checkpoint_io": "in checkpoint I/O",
-            "python_lock": "waiting for a Python lock",
-            "gc": "in garbage collection",
-        }.get(state.detail, "in its own code")
+        busy = _BUSY.get(state.detail, "in its own code")
         return "STUCK_ON_CPU", state.detail, state.confidence, f"is stuck {busy}{where}, not in any collective"
     return _silent(run, state)
 
@@ -110,7 +138,18 @@ def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, 
 def _silent(run: Run, state: Situation) -> tuple[str, str, float, str]:
     """A rank that left no stack and no exit code: its peers' errors tell whether it was still connected."""
     closed, timeouts = saw_peers_close(run), saw_timeouts(run)
-    is_silent = not run.ranks[state.rank].dumps
+    record = run.ranks[state.rank]
+    is_silent = not any(dump.kind == "flight_recorder" for dump in record.dumps) and not record.stacks
+    stopped = _stopped_ticking(run, state.rank)
+    if is_silent and stopped and not closed:
+        return "RANK_FROZEN", "", 0.8, f"is frozen: its recorder stopped ticking {stopped:.0f} s before the others'"
+    if is_silent and stopped:
+        return (
+            "RANK_DIED",
+            "",
+            0.85,
+            f"died: its recorder stopped ticking {stopped:.0f} s before the others' and its connections closed",
+        )
     if closed and not timeouts:
         return "RANK_DIED", "", 0.7, "is gone: its peers' connections to it were closed"
     if is_silent and timeouts and not closed:
@@ -123,6 +162,16 @@ def _silent(run: Run, state: Situation) -> tuple[str, str, float, str]:
         0.5,
         "did not issue the operation that the others wait for; without its stack the reason is unknown",
     )
+
+
+def _stopped_ticking(run: Run, rank: int) -> float:
+    """Seconds by which a rank's recorder fell silent before the last of the others; 0 if it did not."""
+    mine = run.ranks[rank].heartbeat
+    others = [r.heartbeat.alive_ns for r in run.ranks.values() if r.heartbeat and r.rank != rank]
+    if mine is None or not others or mine.is_stopped:
+        return 0.0
+    gap_s = (max(others) - mine.alive_ns) / 1e9
+    return gap_s if gap_s > 1.0 else 0.0
 
 
 def _operation_waited_for(run: Run, edge: Edge | None) -> str:
@@ -150,16 +199,12 @@ def _waiting(
             source="flight recorder",
             file=frame.file if frame else "",
             line=frame.line if frame else 0,
-        )  # fmt: skip
+        )
     ]
 
 
 def _coordinate(coordinates: Mapping[str, int]) -> str:
     return " (" + ", ".join(f"{axis} {place}" for axis, place in coordinates.items()) + ")" if coordinates else ""
-
-
-def _step(run: Run, rank: int) -> int | None:
-    return step_of(run, rank)
 
 
 def step_of(run: Run, rank: int) -> int | None:

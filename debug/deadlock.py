@@ -21,6 +21,18 @@ def deadlock(run: Run, cycle: tuple[int, ...], edges: Sequence[Edge], states: Ma
             f"ranks {_list(cycle)} each wait for the other's half of a send/recv pair: a P2P cycle",
             ("reverse the order on every second rank, or use batch_isend_irecv",),
         )  # fmt: skip
+    one_sided = [edge for edge in inside if edge.is_p2p]
+    if one_sided:
+        missing = tuple(sorted({edge.awaited for edge in one_sided if not _in_p2p(inside, edge.awaited)}))
+        first = one_sided[0]
+        return _verdict(
+            run, "P2P_MISSING_PEER", "", missing or (first.awaited,),
+            tuple(sorted((set(cycle) | set(outside)) - set(missing))), [*one_sided, *(e for e in inside if not e.is_p2p)],
+            states, 0.9,
+            f"rank {first.waiter} waits for rank {first.awaited}'s half of a send/recv pair, which rank {first.awaited} left "
+            "out: it waits elsewhere",
+            ("look for the branch that leaves the send or recv out on that rank",),
+        )  # fmt: skip
     stray = _stray(run, cycle, inside)
     if stray is not None:
         rank, right, wrong = stray
@@ -31,7 +43,7 @@ def deadlock(run: Run, cycle: tuple[int, ...], edges: Sequence[Edge], states: Ma
             f"operation on group {right.group}",
             ("check which group the call site passes (group=...)",),
         )  # fmt: skip
-    culprits, confidence = _out_of_order(run, cycle, inside)
+    culprits, confidence = _out_of_order(cycle, inside)
     return _verdict(
         run, "ORDER_MISMATCH", "across_groups", culprits, tuple(sorted((set(cycle) | set(outside)) - set(culprits))),
         inside, states, confidence,
@@ -40,18 +52,43 @@ def deadlock(run: Run, cycle: tuple[int, ...], edges: Sequence[Edge], states: Ma
     )  # fmt: skip
 
 
+def _in_p2p(inside: Sequence[Edge], rank: int) -> bool:
+    return any(edge.is_p2p and edge.waiter == rank for edge in inside)
+
+
 def _stray(run: Run, cycle: Sequence[int], inside: Sequence[Edge]) -> tuple[int, Operation, Operation] | None:
-    """(rank, what its peers wait in, what it called): the same operation, alone on another group."""
-    for rank in cycle:
-        mine = next((edge for edge in inside if edge.waiter == rank and not edge.is_p2p), None)
-        theirs = [edge for edge in inside if edge.awaited == rank and not edge.is_p2p]
-        if mine is None or any(edge.group == mine.group for edge in inside if edge.waiter != rank):
-            continue
-        for edge in theirs:
+    """(rank, what its peers wait in, what it called): the same operation, alone on another group.
+
+    Of two ranks each is alone on its own group: then the one whose own history led to the other group went astray.
+    """
+    found = [one for rank in cycle if (one := _alone(run, rank, inside)) is not None]
+    if len(found) > 1:
+        strange = [one for one in found if _left_its_path(run, one[0], one[2], one[1])]
+        found = strange or found
+    return found[0] if found else None
+
+
+def _alone(run: Run, rank: int, inside: Sequence[Edge]) -> tuple[int, Operation, Operation] | None:
+    mine = next((edge for edge in inside if edge.waiter == rank and not edge.is_p2p), None)
+    if mine is None or any(edge.group == mine.group for edge in inside if edge.waiter != rank) or _joined(run, mine):
+        return None
+    for edge in inside:
+        if edge.awaited == rank and not edge.is_p2p and edge.group != mine.group:
             called, expected = _operation(run, mine), _operation(run, edge)
-            if called and expected and edge.group != mine.group and _same(called, expected) and not _joined(run, mine):
+            if called and expected and _same(called, expected):
                 return rank, expected, called
     return None
+
+
+def _left_its_path(run: Run, rank: int, called: Operation, expected: Operation) -> bool:
+    """Whether the call site used the other group before, or the rank's own rhythm would have led to the other group."""
+    table = run.ranks[rank].operations
+    rows = [run.operation(rank, int(row)) for row in (table["p2p"] == 0).nonzero()[0][-64:]]
+    path = [(str(op.group), op.op, op.sizes) for op in rows if op.created_ns < called.created_ns]
+    for group, op, sizes in reversed(path):
+        if (op, sizes) == (called.op, called.sizes):
+            return group == str(expected.group)
+    return False
 
 
 def _joined(run: Run, edge: Edge) -> bool:
@@ -70,7 +107,7 @@ def _same(a: Operation, b: Operation) -> bool:
     return (a.op, a.sizes, a.dtypes) == (b.op, b.sizes, b.dtypes)
 
 
-def _out_of_order(run: Run, cycle: Sequence[int], inside: Sequence[Edge]) -> tuple[tuple[int, ...], float]:
+def _out_of_order(cycle: Sequence[int], inside: Sequence[Edge]) -> tuple[tuple[int, ...], float]:
     """The minority that waits on its own group; everybody where the parties are equal."""
     by_group: dict[int, set[int]] = {}
     for edge in inside:

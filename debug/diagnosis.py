@@ -61,7 +61,7 @@ def _faults(
         yield verdict_of(run, root, edges, states)
     for cycle in ends.cycles:
         yield deadlock(run, cycle, edges, states)
-    yield from transport(run, found_lanes, states)
+    yield from transport(run, found_lanes)
     waited_for = set(ends.sinks)
     for rank, state in states.items():
         if state.kind in (DEAD, FROZEN, GIL_HELD) and rank not in waited_for:

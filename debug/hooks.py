@@ -293,7 +293,7 @@ class Hooks:
 
     def _add_site(self, key: Any, frame: FrameType) -> int:
         index = self._sites[key] = len(self._sites) + 1
-        stack = []
+        stack: list[list[Any]] = []
         walker: FrameType | None = frame
         while walker is not None and len(stack) < MAX_STACK:
             stack.append([walker.f_code.co_filename, walker.f_lineno, walker.f_code.co_name])

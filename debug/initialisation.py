@@ -37,7 +37,9 @@ def initialisation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
         chain=tuple((rank, culprits[0]) for rank in waiting) if culprits else (),
         next_steps=(
             "look at that rank's line: what runs before the process group is made (downloads, locks, another rendezvous)",
-            "check MASTER_ADDR, MASTER_PORT and WORLD_SIZE on that host" if not has_run else "call new_group on every rank, members or not",
+            "call new_group on every rank, members or not"
+            if has_run
+            else "check MASTER_ADDR, MASTER_PORT and WORLD_SIZE on that host",
         ),
     )  # fmt: skip
 

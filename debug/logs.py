@@ -58,7 +58,8 @@ _COMM = re.compile(
 _STORE_KEY = re.compile(r"wait timeout after \d+ms, keys: (\S+)")
 _KEY_RANK = re.compile(r"(?:^|/)(\d{1,6})$")
 _WATCHDOG = re.compile(
-    r"(?:\[PG (?:ID \S+ )?(?:PG )?(?:GUID )?(?P<group>[^\]]*?) Rank (?P<rank>\d+)\])?.*Watchdog caught collective operation timeout: "
+    r"(?:\[PG (?:ID \S+ )?(?:PG )?(?:GUID )?(?P<group>[^\]]*?) Rank (?P<rank>\d+)\])?"
+    r".*Watchdog caught collective operation timeout: "
     r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+), NumelIn=(?P<numel_in>\d+), NumelOut=(?P<numel_out>\d+)"
     r"(?:, Timeout\(ms\)=(?P<timeout>\d+))?"
 )

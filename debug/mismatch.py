@@ -301,7 +301,8 @@ def _issued(run: Run, rank: int, operation: Operation, count: int = 1) -> Eviden
     others = f" (and {count - 1} more ranks)" if count > 1 else ""
     state = "returned" if operation.state == "completed" else "pending or failed"
     return Evidence(
-        text=f"issued {operation.op}({operation.sizes or 'nothing'}, {operation.dtypes or '-'}) as #{operation.seq}{others}, {state}"
+        text=f"issued {operation.op}({operation.sizes or 'nothing'}, {operation.dtypes or '-'}) as #{operation.seq}{others}"
+        f", {state}"
         + (f", in {frame.function}" if frame else ""),
         rank=rank, source="flight recorder", file=frame.file if frame else "", line=frame.line if frame else 0,
     )  # fmt: skip

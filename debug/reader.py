@@ -328,7 +328,11 @@ def _assemble(reading: _Reading, incident: str, incidents: tuple[str, ...]) -> R
     for rank in range(min(world_size, MAX_RANK)):
         if rank not in reading.ranks:
             reading.ranks[rank] = _Rank()
-    ranks = {rank: _rank_record(reading, rank, exits.get(rank)) for rank in sorted(reading.ranks)}
+    with_box = [found for found in reading.ranks.values() if found.box]
+    prefer_box = len(with_box) == len(reading.ranks) and any(not found.dumps for found in with_box)
+    ranks = {
+        rank: _rank_record(reading, rank, exits.get(rank), prefer_box=prefer_box) for rank in sorted(reading.ranks)
+    }
     run = Run(
         url=str(reading.store),
         incident=incident,
@@ -356,7 +360,7 @@ def _wrappers(run: Run) -> frozenset[tuple[str, int]]:
     return frozenset(place for place, used_by in ops.items() if len(used_by) > 1)
 
 
-def _rank_record(reading: _Reading, rank: int, exit_: Exit | None) -> RankRecord:
+def _rank_record(reading: _Reading, rank: int, exit_: Exit | None, *, prefer_box: bool) -> RankRecord:
     found = reading.ranks[rank]
     tables = [_with_known_groups(table, found.known_groups, reading.interner) for _, table in found.dumps]
     box = found.box.operations if found.box else NO_OPERATIONS
@@ -380,7 +384,7 @@ def _rank_record(reading: _Reading, rank: int, exit_: Exit | None) -> RankRecord
         host=str(side.get("host", "")),
         pid=side.get("pid") if isinstance(side.get("pid"), int) else (found.box.pid if found.box else None),
         coordinates={str(k): int(v) for k, v in dict(side.get("coordinates") or {}).items()},
-        operations=add_box(merge_dumps(tables), box),
+        operations=add_box(merge_dumps(tables), box, prefer_box=prefer_box),
         dumps=tuple(dumps),
         stacks=tuple(found.stacks),
         log=merge_logs(found.logs),

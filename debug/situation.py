@@ -20,11 +20,23 @@ _P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list
 _WAITS = re.compile(r"\.wait\(|synchronize\(|\.item\(|\.cpu\(")
 
 # What a busy rank is busy with, by words in its frames (function, file), source lines and last log lines.
-_BUSY: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("checkpoint_io", re.compile(r"checkpoint|ckpt|torch[./]save|serialization|safetensors|state_dict|distcp|fsync|\bs3\b|upload|filesystem", re.I)),
-    ("dataloader", re.compile(r"data_?loader|dataset|_fetch|fetch_|next_batch|_next_data|get_batch|read_shard|__next__|data_pipe|prefetch|utils/data/", re.I)),
-    ("python_lock", re.compile(r"\block\b|_lock\b|\.acquire\(|lock_|mutex|semaphore|rlock|deadlock|wait_for_tstate_lock|condition", re.I)),
-    ("gc", re.compile(r"\bgc\.collect|garbage", re.I)),
+_BUSY: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (subtype, re.compile("|".join(words), re.IGNORECASE))
+    for subtype, words in {
+        "checkpoint_io": (
+            "checkpoint", "ckpt", "torch[./]save", "serialization", "safetensors", "state_dict", "distcp", "fsync",
+            r"\bs3\b", "upload", "filesystem",
+        ),
+        "dataloader": (
+            "data_?loader", "dataset", "_fetch", "fetch_", "next_batch", "_next_data", "get_batch", "read_shard",
+            "__next__", "data_pipe", "prefetch", "utils/data/",
+        ),
+        "python_lock": (
+            r"\block\b", r"_lock\b", r"\.acquire\(", "lock_", "mutex", "semaphore", "rlock", "deadlock",
+            "wait_for_tstate_lock", r"\bcondition\b",
+        ),
+        "gc": (r"\bgc\.collect", "garbage"),
+    }.items()
 )  # fmt: skip
 _PHASES = {
     "data": "dataloader",
@@ -66,6 +78,8 @@ def situation(run: Run, record: RankRecord, *, others_left_stacks: bool) -> Situ
 
 # --------------------------------------------------------------------------------------------------------- death
 
+_FAILURES = ("exception", "oom", "comm_closed", "comm_timeout", "comm_error", "comm_mismatch", "watchdog", "store_wait")
+
 
 def own_exception(record: RankRecord) -> LogEvent | None:
     """The first error of the program's own that this rank logged before any error of its peers' making.
@@ -73,7 +87,7 @@ def own_exception(record: RankRecord) -> LogEvent | None:
     A traceback is preferred over the log line that announces it, because it tells the line of code.
     """
     events = record.log.events if record.log else ()
-    first = next((event for event in events if event.kind in ("exception", "oom", "comm_closed", "comm_timeout", "comm_error", "comm_mismatch", "watchdog", "store_wait")), None)  # fmt: skip
+    first = next((event for event in events if event.kind in _FAILURES), None)
     if first is None or first.kind not in ("exception", "oom"):
         return None
     if first.values.get("type", "").rpartition(".")[2] in ("SignalException", "KeyboardInterrupt", "SystemExit"):
@@ -101,6 +115,10 @@ def _dead(record: RankRecord) -> Situation | None:
             rank=record.rank, kind=DEAD, detail="signal", frame=_frame_of(stack), confidence=0.9,
             evidence=(_event(fatal), *_last_words(record)),
         )  # fmt: skip
+    if record.process_state == "gone" and not (record.heartbeat and record.heartbeat.is_stopped):
+        text = "its process is gone, and it did not end in good order"
+        gone = Evidence(text=text, rank=record.rank)
+        return Situation(rank=record.rank, kind=DEAD, confidence=0.8, evidence=(gone, *_last_words(record)))
     return None
 
 
@@ -154,11 +172,11 @@ def _frozen(run: Run, record: RankRecord, others_left_stacks: bool) -> Situation
     if not left_nothing or not others_left_stacks:
         return None
     told = record.exit is not None and record.exit.was_told and signal_of(record.exit.code) == signal.SIGKILL
-    if told:
+    if told and record.exit is not None:
         text = "left no dump and did not react to SIGTERM: the launcher had to SIGKILL it"
         return Situation(
             rank=record.rank, kind=FROZEN, confidence=0.9, frame=_last_call_site(run, record),
-            evidence=(Evidence(text=text, rank=record.rank, source=record.exit.source if record.exit else ""), *_last_words(record)),
+            evidence=(Evidence(text=text, rank=record.rank, source=record.exit.source), *_last_words(record)),
         )  # fmt: skip
     return None
 
@@ -303,8 +321,9 @@ def _by_log(record: RankRecord) -> Situation | None:
         if event.kind in ("comm_timeout", "comm_closed", "comm_mismatch", "comm_error", "watchdog", "store_wait"):
             frame = next((e.frame for e in events if e.frame), event.frame)
             return Situation(rank=record.rank, kind=kind, frame=frame, confidence=0.7, evidence=(_event(event),))
-    if record.exit is not None and record.exit.code == 0:
-        text = "ended normally (exit code 0)"
+    has_ended = record.heartbeat is not None and record.heartbeat.is_stopped
+    if (record.exit is not None and record.exit.code == 0) or (record.exit is None and has_ended):
+        text = "ended normally"
         return Situation(
             rank=record.rank, kind=FINISHED, confidence=0.9, evidence=(Evidence(text=text, rank=record.rank),)
         )

@@ -34,25 +34,34 @@ def _keep_pending(merged: Array, pending: Array) -> None:
             merged["retired"][same_group & (merged["seq"] == entry["seq"])] = False
 
 
-def add_box(dump: Array, box: Array) -> Array:
-    """A dump's collectives with the box's P2P (which gloo's dumps lack); all of the box where there is no dump.
+def add_box(dump: Array, box: Array, *, prefer_box: bool = False) -> Array:
+    """The collectives of a dump with the box's P2P (which gloo's dumps lack); all of the box where there is no dump.
 
-    Where the box saw later collectives than the dump (a dump taken early, or of before the stall), those are added too.
+    What only one of the two has is added. `prefer_box`: where both have it take the box's, because some rank has only a box
+    and the two name some operations differently.
     """
     if not len(dump):
         return box
     if not len(box):
         return dump
-    newest = {
-        int(group): int(dump["seq"][(dump["group"] == group) & (dump["p2p"] == 0)].max(initial=-1))
-        for group in np.unique(box["group"])
-    }
-    latest = np.array([newest[int(group)] for group in box["group"]])
-    has_p2p = bool((dump["p2p"] != 0).any())
-    extra = box[((box["p2p"] != 0) & (not has_p2p)) | ((box["p2p"] == 0) & (box["seq"] > latest))]
-    both = np.concatenate([dump, extra])
-    _finish_from_box(both[: len(dump)], box)
+    if not prefer_box:
+        dump = dump.copy()
+        _finish_from_box(dump, box)
+    first, second = (box, dump) if prefer_box else (dump, box)
+    extra = second[~np.isin(_keys(second), _keys(first))]
+    if (dump["p2p"] != 0).any():  # NCCL's dumps have P2P, with numbers of their own
+        extra = (
+            extra[(extra["p2p"] == 0) | np.isin(extra["p2p"], dump["p2p"])] if prefer_box else extra[extra["p2p"] == 0]
+        )
+    both = np.concatenate([first, extra])
     return both[np.argsort(both["created_ns"], kind="stable")] if len(extra) else both
+
+
+def _keys(table: Array) -> Array:
+    """One number per operation that is equal in a dump and in a box."""
+    kind = table["p2p"].astype(np.int64) * 131_072 + table["peer"] + 1
+    keys: Array = (table["group"].astype(np.int64) << 52) ^ (kind << 32) ^ table["seq"]
+    return keys
 
 
 def _finish_from_box(dump: Array, box: Array) -> None:

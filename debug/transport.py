@@ -1,18 +1,17 @@
-"""All arrived, yet it does not end: operations that the device or the network did not start or finish; P2P whose halves differ. Pure."""
+"""All arrived, yet it does not end: the device or the network did not start or finish it; P2P halves that differ. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from titan_ckpt.debug.align import Lane, elements_of
 from titan_ckpt.debug.logs import user_frame
 from titan_ckpt.debug.records import COMPLETED, RECV, SCHEDULED, SEND, STARTED, Array, Evidence, Operation, Run, Verdict
-from titan_ckpt.debug.situation import Situation
 
 
-def transport(run: Run, lanes: Sequence[Lane], states: Mapping[int, Situation]) -> Iterator[Verdict]:
+def transport(run: Run, lanes: Sequence[Lane]) -> Iterator[Verdict]:
     """SCHEDULED_NOT_STARTED, STARTED_NOT_COMPLETED and P2P_SIZE_MISMATCH."""
     for lane in lanes:
         yield from _not_finished(run, lane)
@@ -36,26 +35,21 @@ def _not_finished(run: Run, lane: Lane) -> Iterator[Verdict]:
     waiting = tuple(lane.members[i] for i in np.flatnonzero(at == SCHEDULED))
     running = tuple(lane.members[i] for i in np.flatnonzero(at == STARTED))
     if waiting and len(waiting) < len(lane.members):
-        yield _verdict(
-            run,
-            lane,
-            seq,
-            "SCHEDULED_NOT_STARTED",
-            waiting,
-            0.8,
-            "put {op} #{seq} of group {group} on a stream, but the device never started it: something before it on that stream does not end",
-        )
+        yield _verdict(run, lane, seq, "SCHEDULED_NOT_STARTED", waiting, 0.8, _NOT_STARTED)
     elif running:
         few = len(running) <= len(lane.members) // 2
         yield _verdict(
-            run,
-            lane,
-            seq,
-            "STARTED_NOT_COMPLETED",
-            running if few else (),
-            0.7 if few else 0.6,
-            "started {op} #{seq} of group {group}, which never completed: the network or a device is at fault, not the program",
+            run, lane, seq, "STARTED_NOT_COMPLETED", running if few else (), 0.7 if few else 0.6, _NOT_COMPLETED
         )
+
+
+_NOT_STARTED = (
+    "put {op} #{seq} of group {group} on a stream, but the device never started it: something before it on that stream "
+    "does not end"
+)
+_NOT_COMPLETED = (
+    "started {op} #{seq} of group {group}, which never completed: the network or a device is at fault, not the program"
+)
 
 
 def _verdict(
@@ -77,7 +71,10 @@ def _verdict(
             ),
         ),
         chain=tuple((r, culprits[0]) for r in lane.members if r not in culprits) if culprits else (),
-        next_steps=("check the links and devices of these ranks (dmesg for Xid, ibstat, nvidia-smi)", "run nccl-tests over the same hosts"),
+        next_steps=(
+            "check the links and devices of these ranks (dmesg for Xid, ibstat, nvidia-smi)",
+            "run nccl-tests over the same hosts",
+        ),
     )  # fmt: skip
 
 
@@ -117,11 +114,13 @@ def _first_difference(
     return None
 
 
-def _p2p_verdict(run: Run, sender: int, receiver: int, sent: Operation, received: Operation, sent_before: bool, received_before: bool) -> Verdict:  # fmt: skip
+def _p2p_verdict(
+    run: Run, sender: int, receiver: int, sent: Operation, received: Operation, sent_before: bool, received_before: bool
+) -> Verdict:
+    culprits: tuple[int, ...] = tuple(sorted((sender, receiver)))
+    confidence = 0.7
     if sent_before != received_before:
         culprits, confidence = ((receiver,) if sent_before else (sender,)), 0.9
-    else:
-        culprits, confidence = tuple(sorted((sender, receiver))), 0.7
     frames = [
         (sender, user_frame(sent.frames, run.wrappers), sent),
         (receiver, user_frame(received.frames, run.wrappers), received),
@@ -129,7 +128,8 @@ def _p2p_verdict(run: Run, sender: int, receiver: int, sent: Operation, received
     return Verdict(
         verdict="P2P_SIZE_MISMATCH", culprits=culprits, victims=tuple(r for r in (sender, receiver) if r not in culprits),
         group=str(sent.group), seq=sent.seq, op="send/recv", confidence=confidence,
-        headline=f"rank {sender} sent {sent.sizes} elements to rank {receiver}, which expects {received.sizes} (message {sent.seq} between them)",
+        headline=f"rank {sender} sent {sent.sizes} elements to rank {receiver}, which expects {received.sizes} "
+        f"(message {sent.seq} between them)",
         evidence=tuple(
             Evidence(
                 text=f"{op.op}({op.sizes}, {op.dtypes})", rank=rank, source="black box",
