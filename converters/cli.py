@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.command import Command
@@ -25,6 +26,9 @@ from titan_ckpt.location import join, parse_location
 from titan_ckpt.store import open_store
 from titan_ckpt.units import format_size, parse_size
 
+if TYPE_CHECKING:
+    from titan_ckpt.converters.torch_file import TorchReport
+
 
 def configure(parser: ArgumentParser) -> None:
     """The sub-commands and their arguments."""
@@ -41,6 +45,20 @@ def configure(parser: ArgumentParser) -> None:
     from_hf.add_argument("dst", metavar="RUN[@STEP]", help="step 0 if none is given")
     from_hf.add_argument("--layout", choices=list(LAYOUTS), default=TITAN, help="whose tensor names (default: titan)")
     from_hf.set_defaults(convert=_from_hf)
+    to_torch = commands.add_parser("to-torch", help="a checkpoint as one torch file (.pt)")
+    to_torch.add_argument("src", metavar="RUN[@STEP]")
+    to_torch.add_argument("dst", metavar="FILE")
+    to_torch.add_argument("--only", default="", metavar="NAME", help="names below NAME only, without it; e.g. model")
+    to_torch.set_defaults(convert=_to_torch)
+    from_torch = commands.add_parser(
+        "from-torch", help="a torch file's state dict as a checkpoint (weights-only rules)"
+    )
+    from_torch.add_argument("src", metavar="FILE")
+    from_torch.add_argument("dst", metavar="RUN[@STEP]", help="step 0 if none is given")
+    from_torch.add_argument("--under", default="", metavar="NAME", help="put all names below NAME; e.g. model")
+    from_torch.set_defaults(convert=_from_torch)
+    for command in (to_torch, from_torch):
+        command.add_argument("--json", action="store_true", help="the result as JSON on stdout")
     for command in (to_hf, from_hf):
         command.add_argument("--dtype", choices=FLOATS, metavar="D", help="cast floating-point tensors (default: keep)")
         command.add_argument("-n", "--dry-run", action="store_true", help="check and show, write nothing")
@@ -97,6 +115,31 @@ def _from_hf(arguments: Namespace) -> int:
         "written": not arguments.dry_run,
     }
     _show(facts, as_json=arguments.json)
+    return 0
+
+
+def _to_torch(arguments: Namespace) -> int:
+    from titan_ckpt.converters.torch_file import (
+        export_torch,
+    )  # torch costs seconds that the other directions need not pay
+
+    return _show_torch(export_torch(arguments.src, arguments.dst, only=arguments.only), as_json=arguments.json)
+
+
+def _from_torch(arguments: Namespace) -> int:
+    from titan_ckpt.converters.torch_file import import_torch
+
+    return _show_torch(import_torch(arguments.src, arguments.dst, under=arguments.under), as_json=arguments.json)
+
+
+def _show_torch(report: TorchReport, *, as_json: bool) -> int:
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(report), indent=1) + "\n")
+    else:
+        size = format_size(report.size_bytes)
+        sys.stdout.write(
+            f"wrote {report.url}: {report.num_tensors} tensors, {report.num_values} other values, {size}\n"
+        )
     return 0
 
 

@@ -1,0 +1,104 @@
+"""Plain torch files (`.pt`, `.pth`, `.bin`): one pickled state dict, by torch's weights-only rules, to and from a checkpoint.
+
+For those who come from there: the file is in memory whole (mapped where torch can), so this is not the way for large models.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.commit import find_commit
+from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, UnsafeContentError
+from titan_ckpt.load import read_object
+from titan_ckpt.location import local_path, normalise, parse_location, scheme
+from titan_ckpt.save import Saver
+from titan_ckpt.store import open_store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchReport:
+    """A finished conversion."""
+
+    url: str
+    num_tensors: int
+    num_values: int
+    size_bytes: int
+
+
+def import_torch(src: str, dst: str, *, under: str = "") -> TorchReport:
+    """Write the state dict in the file `src` as checkpoint `dst` (`URL[@STEP]`, step 0 if none is given).
+
+    Only tensors and plain data are read: UnsafeContentError for a file that asks for anything else. Dtypes are kept; nested names
+    are joined with dots. `under` puts all names below one (`model` for a bare state dict in Hugging Face's names).
+    """
+    state = {under: _read(src)} if under else _read(src)
+    location = parse_location(dst)
+    store, step = open_store(location.url), location.step or 0
+    if find_commit(store, step) is not None:
+        raise AlreadyExistsError(f"{store}@{step} is committed already; give another run, or a step as URL@STEP")
+    with Saver(store) as saver:
+        saver.save(state, step=step, kind="model").wait()
+    manifest = open_checkpoint(location.url, step=step, store=store).manifest
+    return TorchReport(
+        url=f"{store}@{step}",
+        num_tensors=len(manifest.tensors),
+        num_values=len(manifest.objects),
+        size_bytes=manifest.size_bytes,
+    )
+
+
+def export_torch(checkpoint: Checkpoint | str, dst: str, *, only: str = "") -> TorchReport:
+    """Write a checkpoint as one torch file `dst`, a flat dict that `torch.load(weights_only=True)` gives back.
+
+    `only` keeps the names below it and drops it from them: `model` gives what `module.load_state_dict` takes.
+    """
+    opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    folder, _, name = normalise(dst).rpartition("/")
+    store = open_store(folder)
+    if store.exists(name):
+        raise AlreadyExistsError(f"{store.where(name)}: exists already; give another name or remove it first")
+    prefix = f"{only}." if only else ""
+    tensors = {fqn.removeprefix(prefix): fqn for fqn in opened.manifest.by_fqn if fqn.startswith(prefix)}
+    values = {fqn.removeprefix(prefix): fqn for fqn in opened.manifest.objects_by_fqn if fqn.startswith(prefix)}
+    if not tensors and not values:
+        raise NotFoundError(f"{opened}: nothing below {only!r}")
+    state: dict[str, Any] = {key: opened.read(fqn) for key, fqn in tensors.items()}
+    state |= {key: read_object(opened, fqn) for key, fqn in values.items()}
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    store.write(name, [buffer.getbuffer()])
+    size_bytes = sum(opened.manifest.by_fqn[fqn].size_bytes for fqn in tensors.values())
+    return TorchReport(url=dst, num_tensors=len(tensors), num_values=len(values), size_bytes=size_bytes)
+
+
+def _read(src: str) -> Mapping[str, Any]:
+    try:
+        if scheme(src) == "file":
+            path = local_path(normalise(src))
+            if not os.path.isfile(path):
+                raise NotFoundError(f"{path}: no such file")
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            folder, _, name = normalise(src).rpartition("/")
+            state = torch.load(io.BytesIO(open_store(folder).read(name)), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UnsafeContentError(
+            f"{src}: holds more than tensors and plain data, or is no torch file; it was not loaded. {_first_line(error)}"
+        ) from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise DamagedError(f"{src}: not a whole torch file: {_first_line(error)}") from error
+    if not isinstance(state, Mapping) or not state:
+        raise DamagedError(f"{src}: holds a {type(state).__name__}, not a state dict")
+    return state
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
