@@ -133,7 +133,8 @@ def _dry_run(plan: ReshardPlan, store: Store, arguments: Namespace) -> int:
 
 def describe(facts: Estimate) -> str:
     """An estimate for people."""
-    scaled = "" if facts.walked_files == facts.num_files else f" (scaled from {facts.walked_files} of the files)"
+    share = facts.walked_bytes / max(facts.needed_bytes, 1)
+    scaled = "" if share >= 1 else f" (scaled from {share:.1%} of the bytes)"
     rows = [
         ("source", f"{facts.source}, mesh {facts.source_mesh or 'not recorded'}, {facts.num_source_files} files"),
         ("target", f"mesh {facts.mesh}, {facts.num_files} files of {_range(facts)}"),

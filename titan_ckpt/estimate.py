@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from titan_ckpt.execute import Budget, sink_bytes
+from titan_ckpt.index import ELEMENT_SIZE
 from titan_ckpt.reshard import ReshardPlan
-from titan_ckpt.schedule import Limits, PieceKey, Read, Unit, schedule
+from titan_ckpt.schedule import Fill, Limits, PieceKey, Read, Unit, schedule
 from titan_ckpt.store import Store
 from titan_ckpt.target import DEFAULT, RECORDED, RULE, TABLE
 
 NUM_LARGEST = 5
-MAX_REGIONS = 20_000
+MAX_UNITS = 3000
+MAX_WAVES = 64
+MAX_REGIONS = 100_000
 _ATTEMPT = "a-00000000T000000Z-00000000"
 
 
@@ -29,7 +32,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Sizes in bytes. Reads of a large plan are walked for some waves only (`walked_files` of `num_files`) and scaled."""
+    """Sizes in bytes. Of a large plan only some reads are walked (for `walked_bytes` of the tensors' bytes), and scaled."""
 
     source: str
     source_mesh: str | None
@@ -41,7 +44,7 @@ class Estimate:
     read_requests: int
     num_source_files: int
     num_files: int
-    walked_files: int
+    walked_bytes: int
     num_waves: int
     peak_memory_bytes: int
     smallest_file_bytes: int
@@ -64,17 +67,17 @@ def estimate(
     """Walk the plan's schedule and add up."""
     link, budget = link or Link(), Budget.of(memory_bytes, store)
     waves = plan.waves(budget.max_open_files)
-    walked = list(_some(waves, plan))
+    at_most = min(MAX_WAVES, max(1, len(waves) * MAX_REGIONS // max(len(plan.target.rank), 1)))
+    walked = waves[:: -(-len(waves) // at_most)]
     reads = _Reads()
     checked: set[PieceKey] | None = set() if is_checked else None
     for ranks in walked:
-        wave = plan.wave(ranks, _ATTEMPT)
-        for unit in schedule(plan.source, wave, Limits(slab_bytes=budget.slab_bytes), checked=checked):
+        units = schedule(plan.source, plan.wave(ranks, _ATTEMPT), Limits(slab_bytes=budget.slab_bytes), checked=checked)
+        for unit in islice(units, MAX_UNITS // len(walked)):
             reads.add(unit)
-    sizes = plan.target.file_bytes()
-    files = [rank for wave in waves for rank in wave]
-    walked_bytes = int(sizes[[rank for wave in walked for rank in wave]].sum())
-    scale = float(sizes.sum()) / walked_bytes if walked_bytes else 1.0
+    needed = sum(plan.source.tensors[tensor.fqn].size_bytes for tensor in plan.target.tensors)
+    sizes, files = plan.target.file_bytes(), [rank for wave in waves for rank in wave]
+    scale = needed / reads.filled_bytes if reads.filled_bytes else 1.0
     read_bytes, requests = round(reads.size_bytes * scale), round(reads.requests * scale)
     written = int(sizes.sum())
     source_mesh = plan.checkpoint.manifest.mesh
@@ -86,11 +89,11 @@ def estimate(
         num_tensors=len(plan.target.tensors),
         written_bytes=written,
         read_bytes=read_bytes,
-        needed_bytes=sum(plan.source.tensors[tensor.fqn].size_bytes for tensor in plan.target.tensors),
+        needed_bytes=needed,
         read_requests=requests,
         num_source_files=len(plan.source.objects),
         num_files=len(files),
-        walked_files=sum(map(len, walked)),
+        walked_bytes=min(reads.filled_bytes, needed),
         num_waves=len(waves),
         peak_memory_bytes=budget.total_bytes(sink_bytes(store), max(map(len, waves))),
         smallest_file_bytes=int(sizes[files].min()),
@@ -106,10 +109,14 @@ class _Reads:
     """Sums over the units of a schedule."""
 
     def __init__(self) -> None:
-        self.size_bytes = self.requests = self._count = 0
+        self.size_bytes = self.requests = self.filled_bytes = 0
         self._largest: list[tuple[int, int, Read]] = []
 
     def add(self, unit: Unit) -> None:
+        """Count a unit's reads, and the source bytes that its fills are made of."""
+        for action in unit.actions:
+            if isinstance(action, Fill):
+                self.filled_bytes += action.part.num_elements * ELEMENT_SIZE[action.dtype]
         for read in unit.reads:
             self.size_bytes += read.length
             self.requests += 1
@@ -122,14 +129,6 @@ class _Reads:
     def largest(self) -> list[Read]:
         """The largest reads, largest first."""
         return [read for _, _, read in sorted(self._largest, reverse=True)]
-
-
-def _some(waves: list[list[int]], plan: ReshardPlan) -> Iterator[list[int]]:
-    """All waves of a plan of ordinary size, else as many as hold MAX_REGIONS, evenly from first to last."""
-    regions = len(plan.target.rank)
-    wanted = max(1, len(waves) * MAX_REGIONS // max(regions, 1))
-    step = max(1, -(-len(waves) // wanted))
-    yield from waves[::step]
 
 
 def _origins(plan: ReshardPlan) -> dict[str, int]:

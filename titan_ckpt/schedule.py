@@ -6,7 +6,7 @@ piece is read front to back. A row that is longer than a unit is itself walked i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from titan_ckpt.boxes import overlaps
 from titan_ckpt.errors import PlanError
 from titan_ckpt.index import ELEMENT_SIZE, RAW
 from titan_ckpt.placement import Box, Shape
-from titan_ckpt.plan import Literal, Piece, Region, Segment, Source, SourceTensor, TargetFile, Wave
+from titan_ckpt.plan import Piece, Region, Source, SourceTensor, TargetFile, Wave
 from titan_ckpt.strips import columns, cut_strips, hull, merged_rows, pairs, span, strides, with_rows
 
 SLAB_ALIGNMENT = 64
@@ -183,27 +183,34 @@ class _Segments:
     """A target file's segments as (literal bytes before it, region) pairs, and the literal bytes at the end."""
 
     def __init__(self, file: TargetFile) -> None:
-        self._segments: Sequence[Segment] = file.segments
-        self._next = 0
+        self._segments = iter(file.segments)
+        self._advance()
+
+    def _advance(self) -> None:
+        literals = []
+        self._region: Region | None = None
+        for segment in self._segments:
+            if isinstance(segment, Region):
+                self._region = segment
+                break
+            literals.append(segment.data)
+        self._literal = b"".join(literals)
 
     @property
     def tensor(self) -> str | None:
         """The tensor of the next region, None after the last."""
-        regions = (s.tensor for s in self._segments[self._next :] if isinstance(s, Region))
-        return next(regions, None)
+        return None if self._region is None else self._region.tensor
 
     def pop(self) -> tuple[bytes, Region]:
         """The next region and what stands before it."""
-        literals = []
-        while isinstance(segment := self._segments[self._next], Literal):
-            literals.append(segment.data)
-            self._next += 1
-        self._next += 1
-        return b"".join(literals), segment
+        assert self._region is not None
+        item = self._literal, self._region
+        self._advance()
+        return item
 
     def rest(self) -> bytes:
         """What stands after the last region."""
-        return b"".join(s.data for s in self._segments[self._next :] if isinstance(s, Literal))
+        return self._literal
 
 
 def _order(source: Source, wave: Wave) -> Iterable[str]:
