@@ -33,12 +33,12 @@ _SCALING_USES = {
     "llama3": ("factor", "original_max_seq_len", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_seq_len", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
-# Keys that change logits in a way no field of the spec says, with the only value that is read.
-_ONLY: dict[str, Any] = {
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
+# Keys that change logits in a way no field of the spec says, with the only values that are read; null always is.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (),
 }
 
 

@@ -105,6 +105,12 @@ def test_layers_that_attend_differently_are_refused(changes: dict[str, Any]) -> 
         spec_from_hf(config("qwen2", **changes), "test")
 
 
+def test_values_that_change_nothing_are_read() -> None:
+    plain = spec_from_hf(config(), "test")
+    assert spec_from_hf(config(hidden_act="swish", mlp_bias=False, partial_rotary_factor=1), "test") == plain
+    assert spec_from_hf(config() | {"mlp_bias": None, "quantization_config": None}, "test") == plain
+
+
 def test_left_out_keys_mean_what_the_family_says() -> None:
     bare = config(num_key_value_heads=None, head_dim=None, rms_norm_eps=None, rope_theta=None, tie_word_embeddings=None)
     spec = spec_from_hf(bare, "test")
