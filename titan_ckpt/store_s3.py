@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -175,12 +175,12 @@ class S3Store(Store):
 
     def _upload_part(self, path: str, place: dict[str, Any], number: int, piece: memoryview) -> dict[str, Any]:
         crc = _crc32(piece)
-        answer = self._call(
-            path,
-            f"upload part {number} of",
-            lambda: self._client.upload_part(**place, PartNumber=number, Body=piece, ChecksumCRC32=crc),
-        )
+        send = partial(self._client_upload_part, piece, **place, PartNumber=number, ChecksumCRC32=crc)
+        answer = self._call(path, f"upload part {number} of", send)
         return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": crc}
+
+    def _client_upload_part(self, piece: memoryview, **arguments: Any) -> Any:
+        return self._client.upload_part(**arguments, Body=piece)
 
     def _complete(self, path: str, place: dict[str, Any], parts: list[dict[str, Any]], size: int) -> Entry:
         earlier_try = False

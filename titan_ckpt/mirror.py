@@ -1,0 +1,141 @@
+"""Copy a checkpoint between any two stores, verified, resumable, COMMIT last. No torch.
+
+Every data file is hashed as it passes and refused when it is not what the manifest promises, so damage is never copied. A copy
+that was interrupted goes on: a file that is there whole (its bytes re-read, its digest right) is not sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import xxhash
+
+from titan_ckpt.checkpoint import FOREIGN, Checkpoint
+from titan_ckpt.commit import Commit, commit_path, find_commit, read_commit
+from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, DamagedError, NotFoundError, UsageError
+from titan_ckpt.index import FileEntry
+from titan_ckpt.layout import ASSETS, DIGESTS, MANIFEST, METADATA
+from titan_ckpt.manifest import digest
+from titan_ckpt.store import Store
+
+FILES_AT_ONCE = 4
+WINDOW_BYTES = 16 << 20
+Tell = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """What a copy did; `kept_bytes` were there already and right."""
+
+    step: int
+    num_files: int
+    copied_bytes: int
+    kept_bytes: int
+    was_committed: bool
+
+
+def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: Tell | None = None) -> CopyReport:
+    """Make the same checkpoint exist in the run at `target`, under the same step.
+
+    AlreadyExistsError where that step holds another save; DamagedError, and no commit, where the source is not what was saved.
+    """
+    if source.manifest.kind == FOREIGN:
+        raise UsageError(
+            f"{source} was not written by titan-ckpt and has no digests to verify a copy by; copy its files as they are"
+        )
+    outside = [file.path for file in source.manifest.files if file.path.startswith("../")]
+    if outside:
+        raise UsageError(
+            f"{source} refers to files of other steps ({outside[0]}); copy it by `reshard` to its own mesh instead"
+        )
+    commit = read_commit(source.store, source.step)
+    present = find_commit(target, source.step)
+    if present is not None and not _is_same(present, commit):
+        raise AlreadyExistsError(
+            f"{target}@{source.step} is another save of that step (attempt {present.attempt}); it was left as it is"
+        )
+    copier = _Copier(source, target, on_bytes or (lambda _: None))
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="cp") as pool:
+        kept = list(pool.map(copier.copy_file, source.manifest.files))
+    copier.copy_small(commit, is_committed=present is not None)
+    sizes = [file.size_bytes for file in source.manifest.files]
+    kept_bytes = sum(size for size, is_kept in zip(sizes, kept, strict=True) if is_kept)
+    return CopyReport(
+        step=source.step, num_files=len(sizes), copied_bytes=sum(sizes) - kept_bytes, kept_bytes=kept_bytes,
+        was_committed=present is not None,
+    )  # fmt: skip
+
+
+def _is_same(a: Commit, b: Commit) -> bool:
+    return (a.attempt, a.manifest_digest) == (b.attempt, b.manifest_digest)
+
+
+class _Copier:
+    def __init__(self, source: Checkpoint, target: Store, on_bytes: Tell) -> None:
+        self._source, self._target, self._on_bytes = source, target, on_bytes
+
+    def copy_file(self, file: FileEntry) -> bool:
+        """Copy a data file unless it is there and right; whether it was."""
+        path = self._source.path(file.path)
+        if self._is_there(path, file):
+            self._on_bytes(file.size_bytes)
+            return True
+        self._target.write(path, self._verified(self._source.store, path, file, self._on_bytes))
+        return False
+
+    def _is_there(self, path: str, file: FileEntry) -> bool:
+        try:
+            if self._target.stat(path).size_bytes != file.size_bytes:
+                return False
+            for _ in self._verified(self._target, path, file, lambda _: None):
+                pass
+        except (NotFoundError, DamagedError):
+            return False
+        return True
+
+    def _verified(self, store: Store, path: str, file: FileEntry, tell: Tell) -> Iterator[memoryview]:
+        """The file's bytes in windows; DamagedError at the end, before a copy becomes visible, if they are not what was saved."""
+        whole = xxhash.xxh3_128()
+        for start in range(0, file.size_bytes, WINDOW_BYTES):
+            view = memoryview(bytearray(min(WINDOW_BYTES, file.size_bytes - start)))
+            store.read_into(path, start, view)
+            whole.update(view)
+            tell(len(view))
+            yield view
+        if file.digest is not None and whole.digest() != file.digest:
+            raise DamagedError(
+                f"{store.where(path)}: not what was saved (digest differs); `titan-ckpt verify --data` names the damage"
+            )
+
+    def copy_small(self, commit: Commit, *, is_committed: bool) -> None:
+        """Assets, manifest, digests, `.metadata`, and COMMIT last."""
+        folder, manifest = self._source.folder, self._source.manifest
+        attempt = f"{folder}/{manifest.attempt}"
+        for name in manifest.assets:
+            self._put(f"{attempt}/{ASSETS}/{name}", self._source.asset(name))
+        self._copy(f"{attempt}/{MANIFEST}", commit.manifest_digest)
+        if manifest.chunks.digests is None and self._source.digests is not None:
+            self._put(f"{attempt}/{DIGESTS}", self._source.digests)
+        self._copy(f"{folder}/{METADATA}", commit.metadata_digest)
+        if not is_committed:
+            self._commit(commit)
+
+    def _commit(self, commit: Commit) -> None:
+        path = commit_path(commit.step)
+        try:
+            self._target.write_if(path, self._source.store.read(path), version=None)
+        except ConditionFailedError as error:
+            raise ConditionFailedError(
+                f"{self._target.where(path)}: somebody else committed this step meanwhile"
+            ) from error
+
+    def _copy(self, path: str, expected: str) -> None:
+        data = self._source.store.read(path)
+        if digest(data).hex() != expected:
+            raise DamagedError(f"{self._source.store.where(path)}: not what was committed (digest differs)")
+        self._put(path, data)
+
+    def _put(self, path: str, data: bytes) -> None:
+        self._target.write(path, [data])

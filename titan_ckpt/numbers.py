@@ -1,0 +1,61 @@
+"""Tensor bytes as numpy values without torch: bfloat16 by bit shift, the float8 formats by table.
+
+Formats: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscaling 1.0 (E8M0), and the "fnuz" forms of
+Noune et al. 2022 (no infinities, no negative zero, one NaN).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+_FLOAT8 = {  # mantissa bits, exponent bias
+    "float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15), "float8_e4m3fnuz": (3, 8), "float8_e5m2fnuz": (2, 16),
+}  # fmt: skip
+_STORED = {"bfloat16": "<u2", "bool": "?", **dict.fromkeys([*_FLOAT8, "float8_e8m0fnu"], "<u1")}
+
+
+def storage_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy dtype in which the bytes of a tensor of `dtype` can be held."""
+    return np.dtype(_STORED.get(dtype) or np.dtype(dtype).newbyteorder("<"))
+
+
+def decode(stored: Array, dtype: str) -> Array:
+    """The values: float64 for every float, complex and integers as they are, bool as uint8.
+
+    >>> decode(np.array([0x3F80, 0xC000], dtype="<u2"), "bfloat16").tolist()
+    [1.0, -2.0]
+    >>> decode(np.array([0x38, 0x7E, 0x7F], dtype="u1"), "float8_e4m3fn").tolist()
+    [1.0, 448.0, nan]
+    """
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if dtype in _FLOAT8 or dtype == "float8_e8m0fnu":
+        return _float8_table(dtype)[stored]
+    if dtype == "bool":
+        return stored.astype(np.uint8)
+    return stored.astype(np.float64) if stored.dtype.kind == "f" else stored
+
+
+@lru_cache
+def _float8_table(dtype: str) -> npt.NDArray[np.float64]:
+    codes = np.arange(256)
+    if dtype == "float8_e8m0fnu":
+        return np.where(codes == 255, np.nan, np.exp2(codes - 127.0))
+    mantissa_bits, bias = _FLOAT8[dtype]
+    exponent, mantissa = (codes & 0x7F) >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
+    fraction = mantissa / (1 << mantissa_bits)
+    value = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * np.exp2(exponent - float(bias)))
+    value = np.where(codes & 0x80, -value, value)
+    if dtype.endswith("fnuz"):
+        value[0x80] = np.nan
+    elif dtype == "float8_e4m3fn":
+        value[[0x7F, 0xFF]] = np.nan
+    else:
+        value[[0x7C, 0xFC]] = np.inf, -np.inf
+        value[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
+    return value

@@ -1,0 +1,215 @@
+"""Read every byte of a checkpoint once, in bounded memory, and say which are not what was saved. No torch.
+
+Windows of all files are fetched ahead by a few threads and hashed here in order: the file as a whole, and each chunk and value
+in it. Checkpoints that others wrote have no digests; there each blob must be a tensor of the right size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from titan_ckpt.checkpoint import FOREIGN, Checkpoint
+from titan_ckpt.errors import CheckpointError, StoreError, TitanError
+from titan_ckpt.index import DIGEST_BYTES, RAW, FileEntry, Manifest
+from titan_ckpt.store import Store
+
+WINDOW_BYTES = 8 << 20
+AHEAD = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that is not what was saved: which file, and where it is known which tensor and which bytes of the file."""
+
+    path: str
+    message: str
+    fqn: str | None = None
+    start: int | None = None
+    end: int | None = None
+
+    def __str__(self) -> str:
+        place = "" if self.start is None else f" bytes {self.start} to {self.end}"
+        return f"{self.path}:{f' {self.fqn}:' if self.fqn else ''}{place} {self.message}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON says it."""
+        return {"path": self.path, "fqn": self.fqn, "start": self.start, "end": self.end, "message": self.message}
+
+
+@dataclass(slots=True)
+class _Span:
+    """Bytes `[start, end)` of a file that have a digest of their own."""
+
+    start: int
+    end: int
+    fqn: str
+    expected: bytes
+    hash: Any = field(default_factory=xxhash.xxh3_128)
+    done: int = 0
+
+    def feed(self, view: memoryview, at: int) -> None:
+        """The part of a window that begins at byte `at` of the file which is ours."""
+        part = view[max(self.start - at, 0) : max(self.end - at, 0)]
+        self.hash.update(part)
+        self.done += len(part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    path: str
+    start: int
+    length: int
+
+
+def scan_files(checkpoint: Checkpoint, digests: bytes | None, on_bytes: Callable[[int], None]) -> list[Problem]:
+    """The damage in all data files. `digests` is the chunks' digest table, None where there is none."""
+    if checkpoint.manifest.kind == FOREIGN:
+        return _check_blobs(checkpoint, on_bytes)
+    problems: list[Problem] = []
+    spans = _spans(checkpoint.manifest, digests)
+    fetched = fetch_ahead(checkpoint.store, _windows(checkpoint))
+    for number, file in enumerate(checkpoint.manifest.files):
+        scan = _FileScan(checkpoint.path(file.path), file, spans.get(number, []))
+        while scan.at < file.size_bytes:
+            answer = next(fetched)
+            if isinstance(answer, TitanError):
+                scan.skip(min(WINDOW_BYTES, file.size_bytes - scan.at), answer)
+            else:
+                scan.feed(answer)
+                on_bytes(len(answer))
+        problems += scan.finish()
+    return problems
+
+
+def _windows(checkpoint: Checkpoint) -> Iterator[_Window]:
+    for file in checkpoint.manifest.files:
+        for start in range(0, file.size_bytes, WINDOW_BYTES):
+            yield _Window(checkpoint.path(file.path), start, min(WINDOW_BYTES, file.size_bytes - start))
+
+
+def fetch_ahead(store: Store, windows: Iterable[_Window]) -> Iterator[memoryview | TitanError]:
+    """The bytes of each window in order, or the error of reading it; `AHEAD` of them are under way."""
+
+    def fetch(window: _Window) -> memoryview | TitanError:
+        buffer = memoryview(bytearray(window.length))
+        try:
+            store.read_into(window.path, window.start, buffer)
+        except StoreError as error:
+            return error
+        return buffer
+
+    waiting: deque[Future[memoryview | TitanError]] = deque()
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="scan") as pool:
+        try:
+            for window in windows:
+                waiting.append(pool.submit(fetch, window))
+                if len(waiting) >= AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _FileScan:
+    """One file, window by window."""
+
+    def __init__(self, path: str, file: FileEntry, spans: list[_Span]) -> None:
+        self.at = 0
+        self._path, self._file = path, file
+        self._spans = sorted(spans, key=lambda span: span.start)
+        self._next, self._active = 0, list[_Span]()
+        self._hash = xxhash.xxh3_128()
+        self._problems: list[Problem] = []
+        self._error: TitanError | None = None
+
+    def feed(self, view: memoryview) -> None:
+        """The next window."""
+        if self._error is None:
+            self._hash.update(view)
+        self._open_spans(self.at + len(view))
+        for span in self._active:
+            span.feed(view, self.at)
+        self.at += len(view)
+        self._close_spans()
+
+    def skip(self, length: int, error: TitanError) -> None:
+        """A window that could not be read."""
+        self._error = self._error or error
+        self._open_spans(self.at + length)
+        self.at += length
+        self._close_spans()
+
+    def _open_spans(self, end: int) -> None:
+        while self._next < len(self._spans) and self._spans[self._next].start < end:
+            self._active.append(self._spans[self._next])
+            self._next += 1
+
+    def _close_spans(self) -> None:
+        for span in self._active:
+            if span.end <= self.at:
+                self._judge(span)
+        self._active = [span for span in self._active if span.end > self.at]
+
+    def _judge(self, span: _Span) -> None:
+        if span.done != span.end - span.start:
+            message = f"cannot be read: {self._error}"
+        elif span.hash.digest() != span.expected:
+            message = "are not what was saved (digest differs)"
+        else:
+            return
+        self._problems.append(Problem(path=self._path, fqn=span.fqn, start=span.start, end=span.end, message=message))
+
+    def finish(self) -> list[Problem]:
+        """What was found, once every window was fed."""
+        is_other = self._error is None and self._file.digest is not None and self._hash.digest() != self._file.digest
+        if self._error is not None and not self._problems:
+            self._problems.append(Problem(path=self._path, message=f"cannot be read: {self._error}"))
+        elif is_other and not self._problems:
+            text = "bytes that belong to no tensor are not what was saved: titan-ckpt reads it right, plain DCP may not"
+            self._problems.append(Problem(path=self._path, message=text))
+        return self._problems
+
+
+def _spans(manifest: Manifest, digests: bytes | None) -> dict[int, list[_Span]]:
+    """By number of the file: its chunks' payloads and its values' blobs. A coded chunk is covered by its file's digest alone."""
+    found: dict[int, list[_Span]] = {}
+    number = {file.path: n for n, file in enumerate(manifest.files)}
+    table = manifest.chunks
+    raw = manifest.codecs.index(RAW) if RAW in manifest.codecs else -1
+    for tensor in manifest.tensors:
+        for row in range(tensor.first_chunk, tensor.first_chunk + tensor.num_chunks):
+            length = int(table.payload_length[row])
+            if digests is not None and length and int(table.codec[row]) == raw:
+                start = int(table.offset[row] + table.payload_offset[row])
+                expected = digests[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
+                found.setdefault(int(table.file[row]), []).append(_Span(start, start + length, tensor.fqn, expected))
+    for entry in manifest.objects:
+        if entry.digest is not None:
+            span = _Span(entry.offset, entry.offset + entry.length, entry.fqn, entry.digest)
+            found.setdefault(number[entry.file], []).append(span)
+    return found
+
+
+def _check_blobs(checkpoint: Checkpoint, on_bytes: Callable[[int], None]) -> list[Problem]:
+    """Every blob of a foreign checkpoint is a tensor of the right size."""
+    problems = []
+    for tensor in checkpoint.manifest.tensors:
+        for chunk in checkpoint.manifest.chunks_of(tensor):
+            try:
+                checkpoint.locate(chunk, row_major=False)
+            except (CheckpointError, StoreError) as error:
+                problems.append(
+                    Problem(
+                        path=checkpoint.path(chunk.file), fqn=chunk.fqn, start=chunk.offset,
+                        end=chunk.offset + chunk.length, message=str(error),
+                    )
+                )  # fmt: skip
+            on_bytes(chunk.length)
+    return problems
