@@ -140,7 +140,11 @@ def _export_tensor(name: str, found: Mapping[str, Named], manifest: Manifest, dt
 
 
 def _shards(tensors: Iterable[ExportTensor], max_shard_bytes: int) -> dict[str, list[ExportTensor]]:
-    """File name -> tensors: filled in the model's order, wider elements first inside a file so that all stay aligned."""
+    """File name -> tensors, filled in the model's order.
+
+    Inside a file wider elements come first, so that all stay aligned, then names: the order of the reference library, so that a
+    model that came from it goes back as the same file.
+    """
     shards: list[list[ExportTensor]] = [[]]
     size_bytes = 0
     for tensor in tensors:
@@ -149,7 +153,7 @@ def _shards(tensors: Iterable[ExportTensor], max_shard_bytes: int) -> dict[str, 
             size_bytes = 0
         shards[-1].append(tensor)
         size_bytes += tensor.size_bytes
-    ordered = [sorted(shard, key=lambda tensor: -ELEMENT_SIZE[tensor.dtype]) for shard in shards]
+    ordered = [sorted(shard, key=lambda tensor: (-ELEMENT_SIZE[tensor.dtype], tensor.named.hf)) for shard in shards]
     if len(ordered) == 1:
         return {SINGLE: ordered[0]}
     return {f"model-{n:05d}-of-{len(ordered):05d}{SUFFIX}": shard for n, shard in enumerate(ordered, 1)}

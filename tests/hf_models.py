@@ -60,9 +60,10 @@ def raw(tensor: Tensor) -> bytes:
 
 
 def write_safetensors(path: Path, content: Mapping[str, Tensor]) -> None:
-    """A safetensors file of `content` in its order."""
-    rows = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in content.items()]
-    path.write_bytes(encode_header(rows, {"format": "pt"}) + b"".join(raw(tensor) for tensor in content.values()))
+    """A safetensors file of `content`, in the reference library's order."""
+    ordered = dict(sorted(content.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    rows = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in ordered.items()]
+    path.write_bytes(encode_header(rows, {"format": "pt"}) + b"".join(raw(tensor) for tensor in ordered.values()))
 
 
 def write_model(

@@ -154,7 +154,7 @@ def test_verify_sees_a_flipped_bit_on_disk(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DamagedError, match=r"lm_head\.weight"):
+    with pytest.raises(DamagedError, match=r"model\.norm\.weight"):
         verify_export(checkpoint, plan, report)
 
 

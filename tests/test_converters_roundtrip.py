@@ -70,6 +70,14 @@ def test_single_file_model_comes_back_byte_for_byte(tmp_path: Path) -> None:
     assert (out / WEIGHTS).read_bytes() == (model / WEIGHTS).read_bytes()
 
 
+def test_file_of_the_reference_library_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = write_model(tmp_path / "in", config(), {})
+    (model / WEIGHTS).write_bytes(safetensors.save(tensors(config("llama", num_hidden_layers=2)), {"format": "pt"}))
+    out = _there_and_back(tmp_path, model)
+    assert (out / WEIGHTS).read_bytes() == (model / WEIGHTS).read_bytes()
+
+
 def test_bits_that_arithmetic_would_change_survive(tmp_path: Path) -> None:
     content = tensors(config())
     odd = [0x7FC00001, 0xFF800001, 0x7FA00000, 0x80000000, 0x00000001, 0x807FFFFF, 0x7F800000, 0xFFFFFFFF]
