@@ -42,7 +42,10 @@ RECORD_DTYPE = np.dtype(
     }
 )  # fmt: skip
 
-PHASES = ("", "init", "data", "forward", "backward", "optimizer", "ckpt_stage", "ckpt_upload", "ckpt_commit", "other")
+PHASES = (
+    "", "init", "data", "forward", "backward", "optimizer", "ckpt_stage", "ckpt_upload", "ckpt_commit",
+    "forward_backward", "validation", "other",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

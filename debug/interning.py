@@ -71,7 +71,7 @@ class Interner:
 
     def stack(self, frames: Sequence[dict[str, Any]]) -> int:
         """Frames as a dump holds them: most recent call first, with keys name, filename, line."""
-        key = (tuple([frame["line"] for frame in frames]), tuple([frame["filename"] for frame in frames[:4]]))
+        key = (*[frame["line"] for frame in frames], frames[0]["filename"], frames[-1]["filename"], frames[-1]["name"])
         position = self.frames.find(key)
         return self.frames.add(key, self._frames(frames)) if position is None else position
 

@@ -233,7 +233,7 @@ def _seconds(date: str, clock: str) -> float | None:
 _LIBRARY = re.compile(
     r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<|importlib|/torch/(?:distributed|utils|nn|autograd|_|optim)"
 )
-_WRAPPER = re.compile(r"titan_ckpt/debug/|/debug/(?:hooks|recorder|blackbox)\.py$")
+_WRAPPER = re.compile(r"/debug/(?:hooks|recorder)\.py$")
 
 
 def is_library(frame: Frame) -> bool:

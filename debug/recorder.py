@@ -19,6 +19,7 @@ import json
 import linecache
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -101,7 +102,6 @@ class Recorder:
         self._hooks.install()
         self._write_sidecar()
         faulthandler.enable(self._fatal_file)
-        _flight_recorder_dump()  # the first one loads the symbolizer (0.6 s), which no dying process has time for
         if threading.current_thread() is threading.main_thread():
             self._listen()
         self._spawn("watch", self._watch)
@@ -143,9 +143,13 @@ class Recorder:
     def dump(self, reason: str) -> None:
         """Write stacks, the Flight Recorder's ring and the sidecar under `reason`; what fails is logged, nothing is raised."""
         with self._dump_lock:
-            written = [self._attempt(f"{self._stem}.{reason}.stacks", lambda: _all_stacks(with_source=False))]
+            faulthandler.cancel_dump_traceback_later()  # loading symbols keeps the GIL for a while: no hang of the program's
+            lines = _all_stacks()
+            written = [
+                self._attempt(f"{self._stem}.{reason}.stacks", lambda: "\n".join(lines).encode("utf-8", "replace"))
+            ]
             written.append(self._attempt(f"{self._stem}.{reason}.pickle", _flight_recorder_dump))
-            written.append(self._attempt(f"{self._stem}.{reason}.stacks", lambda: _all_stacks(with_source=True)))
+            self._attempt(f"{self._stem}.{reason}.stacks", lambda: _with_source(lines))  # reads files: last, may hang
             self._write_sidecar()
         if self._upload:
             self._copy([*(name for name in written if name), f"{self._stem}.sidecar.json", f"{self._stem}.box"])
@@ -226,11 +230,17 @@ class Recorder:
         """Tick the heartbeat; notice stalls; keep the C timer for a held GIL from going off."""
         seen, since, dumped = self._position(), time.monotonic(), False
         patience = min(max(self._stall_s, 1.0), 30.0) if self._stall_s else 0.0
+        is_warm = False
+        if patience:
+            self._rearm(patience)
         while not self._ended.wait(TICK_S):
             self._box.beat()
             if patience:
                 self._rearm(patience)
             now = self._position()
+            if not is_warm and now[0]:
+                is_warm = True
+                _flight_recorder_dump()  # loads the symbolizer (0.6 s), for which a dying process has no time
             if now != seen:
                 if dumped:
                     self._forget_stall()
@@ -322,23 +332,35 @@ def _groups() -> list[dict[str, Any]]:
     ]
 
 
-def _all_stacks(*, with_source: bool) -> bytes:
-    """Every thread's stack in faulthandler's form; with source lines appended as `  | line` when asked (reads files)."""
+def _all_stacks() -> list[str]:
+    """Every thread's stack, in faulthandler's form, innermost call first; the main thread last as there."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     me, main = threading.get_ident(), threading.main_thread().ident
     lines = []
-    for ident, top in sys._current_frames().items():
+    for ident, top in sorted(sys._current_frames().items(), key=lambda item: item[0] == main):
         head = "Current thread" if ident == me else "Thread"
         label = "MainThread" if ident == main else names.get(ident, "?")
         lines.append(f"{head} 0x{ident:016x} [{label}] (most recent call first):")
         frame: FrameType | None = top
         while frame is not None:
-            file, line, name = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-            text = linecache.getline(file, line).strip() if with_source and ident == main else ""
-            lines.append(f'  File "{file}", line {line} in {name}' + (f"  | {text}" if text else ""))
+            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
             frame = frame.f_back
         lines.append("")
-    return "\n".join(lines).encode("utf-8", "replace")
+    return lines
+
+
+_PLACE = re.compile(r'^  File "([^"]+)", line (\d+) in ')
+
+
+def _with_source(lines: list[str]) -> bytes:
+    """The same stacks with `  | source line` behind the main thread's frames."""
+    is_main, found = False, []
+    for line in lines:
+        is_main = "[MainThread]" in line if line.startswith(("Thread", "Current")) else is_main
+        match = _PLACE.match(line) if is_main else None
+        text = linecache.getline(match.group(1), int(match.group(2))).strip() if match else ""
+        found.append(f"{line}  | {text}" if text else line)
+    return "\n".join(found).encode("utf-8", "replace")
 
 
 __all__ = ["Recorder", "environment"]

@@ -204,8 +204,15 @@ def _last_call_site(run: Run, record: RankRecord) -> Frame | None:
 
 def hang_stack(record: RankRecord) -> StackSnapshot | None:
     """The snapshot that shows where the main thread hung: not one that the main thread wrote itself, earliest reason first."""
-    usable = [s for s in record.stacks if s.main and s.main.frames and not s.main.is_current]
+    usable = [
+        s for s in record.stacks if s.main and s.main.frames and not s.main.is_current and not _is_dumping(s.main)
+    ]
     return min(usable, key=lambda s: (_lateness(s.reason), s.source), default=None)
+
+
+def _is_dumping(main: Thread) -> bool:
+    """Whether the main thread was in our recorder, that is, already past what it died of."""
+    return any(frame.file.endswith(("/debug/recorder.py", "debug\\recorder.py")) for frame in main.frames[:4])
 
 
 def _lateness(reason: str) -> int:
