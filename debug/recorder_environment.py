@@ -9,7 +9,6 @@ def environment(entries: int = RING_ENTRIES) -> dict[str, str]:
     """Variables that torch reads once, when the first process group is made: set them before that, in every rank."""
     return {
         "TORCH_FR_BUFFER_SIZE": str(entries),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(entries),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_ENABLE_TIMING": "1",
     }

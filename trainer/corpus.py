@@ -151,7 +151,7 @@ def open_unpacked(file: File) -> IO[bytes]:
         return io.BufferedReader(gzip.GzipFile(fileobj=raw))
     if file.path.endswith(".zst"):
         reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return io.BufferedReader(reader)  # type: ignore[type-var]
+        return io.BufferedReader(reader)
     return raw
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import sys
@@ -67,7 +66,7 @@ def describe_rank(mesh: MeshSpec, rank: int) -> str:
 
 
 class RankLogging:
-    """Handlers of one rank, from `start` to `stop`: its file at INFO, the console at INFO on rank 0 and ERROR elsewhere."""
+    """The handlers of one rank, a context manager: its file at INFO, the console at INFO on rank 0 and ERROR elsewhere."""
 
     def __init__(self, path: str, *, rank: int, mesh: MeshSpec, console: IO[str] | None = None) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -81,27 +80,22 @@ class RankLogging:
         self._ours = logging.getLogger("titan_ckpt")
         self._warnings = logging.getLogger("py.warnings")
 
-    def start(self) -> None:
-        """Take over the package's logger, Python's warnings (file only) and the interpreter's last cry."""
+    def __enter__(self) -> RankLogging:
+        """Take over the package's logger, and Python's warnings (file only)."""
         self._ours.setLevel(logging.INFO)
         self._ours.propagate = False
         self._ours.handlers = [self._file, self._console]
         self._warnings.propagate = False
         self._warnings.handlers = [self._file]
         logging.captureWarnings(True)
-        faulthandler.enable(file=self._file.stream)
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give everything back; the file is closed."""
-        faulthandler.disable()
         logging.captureWarnings(False)
         for logger in (self._ours, self._warnings):
             logger.handlers, logger.propagate = [], True
         self._file.close()
-
-    def flush(self) -> None:
-        """Everything said so far is in the file."""
-        self._file.flush()
 
 
 class _ConsoleFormatter(logging.Formatter):

@@ -13,9 +13,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from titan_ckpt.debug.recorder import Recorder, environment
 from titan_ckpt.errors import ConfigError, NotFoundError, StoreError
-from titan_ckpt.layout import LOGS
-from titan_ckpt.location import redact
+from titan_ckpt.layout import DEBUG, LOGS
+from titan_ckpt.location import join, redact
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.save import SaveOptions, Saver
 from titan_ckpt.store import open_store
@@ -28,7 +29,7 @@ from titan_ckpt.trainer.loop import Job, Loop, Outcome
 from titan_ckpt.trainer.metrics import MetricsLog, open_sinks
 from titan_ckpt.trainer.optimizer import build_optimizer
 from titan_ckpt.trainer.parallelize import build
-from titan_ckpt.trainer.phases import Phases
+from titan_ckpt.trainer.phases import PhaseHook, Phases
 from titan_ckpt.trainer.precision import describe_precision
 from titan_ckpt.trainer.settings import as_dict
 from titan_ckpt.trainer.signals import Agreement, StopRequest
@@ -48,8 +49,9 @@ class RankPlace:
     @staticmethod
     def from_environment() -> RankPlace:
         """What torchrun or our own launcher set; a single rank where nobody did."""
-        get = lambda name, default: int(os.environ.get(name, default))
-        return RankPlace(rank=get("RANK", 0), local_rank=get("LOCAL_RANK", 0), world_size=get("WORLD_SIZE", 1))
+        rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        return RankPlace(rank=int(rank), local_rank=int(local_rank), world_size=int(world_size))
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
@@ -69,21 +71,26 @@ def run_rank(config: TrainConfig, place: RankPlace) -> Outcome:
     mesh = resolve_mesh(config, place.world_size)
     device = pick_device(config.train.device, place.local_rank)
     folder = run_folder(config.log.folder, config.save.url)
-    with ExitStack() as stack:
-        logging_of_rank = RankLogging(folder.log(place.rank), rank=place.rank, mesh=mesh)
-        logging_of_rank.start()
-        stack.callback(logging_of_rank.stop)
+    with RankLogging(folder.log(place.rank), rank=place.rank, mesh=mesh):
         try:
-            stop = stack.enter_context(StopRequest(max_seconds=config.train.max_seconds))
-            stack.enter_context(_process_group(config, place, device))
-            return _train(config, place, mesh, device, folder, stop)
+            with ExitStack() as stack:
+                stop = stack.enter_context(StopRequest(max_seconds=config.train.max_seconds))
+                stack.enter_context(_process_group(config, place, device))
+                phases = Phases(hook=_start_recorder(config, place, mesh, folder, stop, stack))
+                return _train(config, place, mesh, device, folder, stop, phases)
         except BaseException:
             log.info("training ends with an error", exc_info=True)
             raise
 
 
 def _train(
-    config: TrainConfig, place: RankPlace, mesh: MeshSpec, device: torch.device, folder: RunFolder, stop: StopRequest
+    config: TrainConfig,
+    place: RankPlace,
+    mesh: MeshSpec,
+    device: torch.device,
+    folder: RunFolder,
+    stop: StopRequest,
+    phases: Phases,
 ) -> Outcome:
     started = time.time()
     with ExitStack() as stack:
@@ -91,7 +98,6 @@ def _train(
         tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
         check_vocabulary(tokenizer, config.model.vocab_size)
         dataset = _open_data(config, tokenizer, agreement, place)
-        phases = Phases()
         metrics = _open_metrics(config, folder, place)
         stack.callback(metrics.close)
         names = [os.path.basename(folder.log(place.rank))] + ([METRICS] if place.rank == 0 else [])
@@ -124,6 +130,7 @@ def _train(
 def _process_group(config: TrainConfig, place: RankPlace, device: torch.device) -> Iterator[None]:
     """torch.distributed for as long as the run lasts."""
     timeout = timedelta(seconds=config.train.init_timeout_s)
+    os.environ.update({name: value for name, value in environment().items() if name not in os.environ})
     if place.world_size > 1:
         dist.init_process_group(BACKENDS[device.type], timeout=timeout)
     try:
@@ -131,6 +138,35 @@ def _process_group(config: TrainConfig, place: RankPlace, device: torch.device) 
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _start_recorder(
+    config: TrainConfig, place: RankPlace, mesh: MeshSpec, folder: RunFolder, stop: StopRequest, stack: ExitStack
+) -> PhaseHook | None:
+    """The recorder of hangs, in a folder of this incident; its phase hook."""
+    if not config.debug.recorder:
+        return None
+    incident = _incident_name(place)
+    upload = None
+    if config.save.url and not is_inside(folder, config.save.url):
+        upload = join(config.save.url, DEBUG, incident)
+    recorder = Recorder.start(
+        os.path.join(folder.debug, incident), rank=place.rank, world_size=place.world_size,
+        coordinates=mesh.coordinate(place.rank), stall_s=config.debug.stall_s, on_signal=stop.request, upload=upload,
+    )  # fmt: skip
+    stack.enter_context(recorder)
+    return recorder.phase
+
+
+def _incident_name(place: RankPlace) -> str:
+    """The time at which this attempt started, the same on every rank: later ones sort behind."""
+    name = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    if place.world_size == 1:
+        return name
+    store = dist.distributed_c10d._get_default_store()
+    if place.rank == 0:
+        store.set("titan-ckpt/incident", name)
+    return store.get("titan-ckpt/incident").decode()
 
 
 def _open_data(config: TrainConfig, tokenizer: Tokenizer, agreement: Agreement, place: RankPlace) -> Dataset:
@@ -150,7 +186,7 @@ def _open_metrics(config: TrainConfig, folder: RunFolder, place: RankPlace) -> M
     path = folder.file(METRICS)
     if config.save.url and not os.path.exists(path):
         _fetch_metrics(config.save.url, folder, path)
-    board = folder.file("tensorboard") if config.log.tensorboard else None
+    board = os.path.join(folder.root, "tensorboard") if config.log.tensorboard else None
     return MetricsLog(open_sinks(path, board), total_steps=config.train.steps)
 
 

@@ -56,7 +56,7 @@ class ByteTokenizer(Tokenizer):
         """Byte-level BPE without merges: what is left is one token per byte."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         end = {"id": 256, "content": END_OF_TEXT, "special": True, "normalized": False}
-        content = {
+        content: dict[str, Any] = {
             "version": "1.0",
             "truncation": None,
             "padding": None,
