@@ -1,0 +1,56 @@
+# Everything a newcomer or CI needs; `make help` lists it. Needs Python >= 3.11 with venv, and make.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+# A rank is one process: more math threads than that only make ranks wait for each other.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check fix test test-dist demo docs wheel clean
+
+help: ## say what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# torch goes first and by its exact version, so that no other package brings another build of it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("titan-ckpt needs Python >= 3.11: make PYTHON=python3.12 ...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) what constraints.txt names ..."
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(READY) ## make .venv with everything in it (the others do it when needed)
+
+check: $(READY) ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p titan_ckpt
+	$(BIN)/mypy tests scripts
+	$(BIN)/lint-imports
+
+fix: $(READY) ## format, and mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: $(READY) ## all tests, real processes and a real S3 server included (ARGS="-k name")
+	$(BIN)/python -m pytest $(ARGS)
+
+test-dist: $(READY) ## only the tests that start several processes or a server
+	$(BIN)/python -m pytest -m "dist or s3 or e2e" $(ARGS)
+
+demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug on real text (ARGS=--json for the facts)
+	$(BIN)/python scripts/demo.py $(ARGS)
+
+docs: $(READY) ## write docs/cli.md from the commands' own --help
+	$(BIN)/python scripts/cli_docs.py docs/cli.md
+
+wheel: $(READY) ## build dist/*.whl and the source archive
+	$(BIN)/python -m build --quiet --outdir dist
+
+clean: ## remove what make made, the environment excepted
+	rm -rf build dist .demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
