@@ -162,13 +162,13 @@ def test_loss_and_gradients_equal_those_of_whole_logits(chunk_tokens: int) -> No
     expected = torch.nn.functional.cross_entropy(
         logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORED, reduction="sum"
     )
-    expected.backward()
+    expected.backward()  # type: ignore[no-untyped-call]
     expected_grads = {fqn: p.grad for fqn, p in decoder.named_parameters()}
     decoder.zero_grad()
     assert decoder.lm_head is not None
     decoder.lm_head.loss = TokenLoss(chunk_tokens=chunk_tokens)
     loss = decoder(tokens_BS, labels_BS)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.testing.assert_close(loss.squeeze(), expected)
     torch.testing.assert_close({fqn: p.grad for fqn, p in decoder.named_parameters()}, expected_grads)
 

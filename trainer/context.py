@@ -23,19 +23,22 @@ from titan_ckpt.trainer.attention import sdpa, visible
 from titan_ckpt.trainer.attention_blocks import Block, block_backward, block_forward
 
 
-def head_tail_positions(seq_len: int, degree: int, rank: int) -> Tensor:
-    """The positions that a rank holds, ascending.
+def head_tail_positions(seq_len: int, degree: int, rank: int, device: torch.device | None = None) -> Tensor:
+    """The positions that a rank holds, ascending; all of them when there is one rank.
 
     >>> head_tail_positions(8, 2, 0).tolist(), head_tail_positions(8, 2, 1).tolist()
     ([0, 1, 6, 7], [2, 3, 4, 5])
     """
-    chunks = torch.arange(seq_len).view(2 * degree, -1)
+    positions = torch.arange(seq_len, device=device)
+    if degree == 1:
+        return positions
+    chunks = positions.view(2 * degree, -1)
     return torch.cat([chunks[rank], chunks[2 * degree - 1 - rank]])
 
 
 def _all_positions(seq_len: int, degree: int, device: torch.device) -> Tensor:
     """positions_RT: what each rank holds."""
-    return torch.stack([head_tail_positions(seq_len, degree, rank) for rank in range(degree)]).to(device)
+    return torch.stack([head_tail_positions(seq_len, degree, rank, device) for rank in range(degree)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

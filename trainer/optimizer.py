@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.trainer.parallelized import Parallelized, local_of
+from titan_ckpt.trainer.parallelized import Parallelized, local_of, plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Optimizer:
             return
         moments = [self._moments[fqn] for fqn in fqns]
         adamw(
-            [local_of(self._weights[fqn].detach()) for fqn in fqns],
+            [local_of(plain(self._weights[fqn].detach())) for fqn in fqns],
             [local_of(_gradient(self._weights[fqn])) for fqn in fqns],
             [local_of(m.exp_avg) for m in moments],
             [local_of(m.exp_avg_sq) for m in moments],
@@ -137,7 +137,7 @@ def build_optimizer(parallelized: Parallelized, config: OptimizerConfig) -> Opti
 
 
 def _moments(weight: nn.Parameter) -> Moments:
-    weights = weight.detach()
+    weights = plain(weight.detach())
     step = torch.zeros((), dtype=torch.float32, device=local_of(weights).device)
     return Moments(exp_avg=torch.zeros_like(weights), exp_avg_sq=torch.zeros_like(weights), step=step)
 

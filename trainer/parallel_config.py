@@ -83,6 +83,8 @@ def check_fits(
     _check_sequence(model, parallel, mesh, seq_len)
     _check_pipeline(model, parallel, mesh, microbatch_size)
     _check_methods(parallel, mesh)
+    if parallel.float8 != "none":
+        _check_float8(model, mesh)
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> list[LayerRange]:
@@ -160,11 +162,11 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec
     _check_layers(model, parallel, stages)
     count = num_microbatches(parallel, mesh)
     _divides(microbatch_size, count, "samples per forward", "microbatches")
-    minimum = 2 * pp if schedule == "DualPipeV" else pp if schedule not in SINGLE_STAGE else 1
-    if count < minimum or (schedule == "Interleaved1F1B" and count % pp):
-        raise ConfigError(
-            f"{schedule} over pp={pp} needs at least {minimum} microbatches, a multiple of pp; got {count}"
-        )
+    minimum = {"GPipe": 1, "DualPipeV": 2 * pp}.get(schedule, pp)
+    if count < minimum:
+        raise ConfigError(f"{schedule} over pp={pp} needs at least {minimum} microbatches; got {count}")
+    if schedule == "Interleaved1F1B":
+        _divides(count, pp, "microbatches", "pp")
 
 
 def _check_layers(model: ModelConfig, parallel: ParallelConfig, stages: int) -> None:
@@ -192,6 +194,15 @@ def _check_methods(parallel: ParallelConfig, mesh: MeshSpec) -> None:
         raise ConfigError(
             f"float8_all_gather needs float8=tensorwise, not {parallel.float8!r}: other scales do not survive a cut"
         )
+
+
+def _check_float8(model: ModelConfig, mesh: MeshSpec) -> None:
+    """A float8 product needs both sides of the weight that a rank multiplies with to be multiples of 16."""
+    tp = mesh.degree("tp")
+    _divides(model.dim, 16, "float8: dim", "the alignment")
+    _divides(model.ffn_dim, 16 * tp, "float8: ffn_dim", "alignment x tp")
+    _divides(model.n_kv_heads * model.head_size, 16 * tp, "float8: key/value heads x head size", "alignment x tp")
+    _divides(model.n_heads * model.head_size, 16 * tp, "float8: heads x head size", "alignment x tp")
 
 
 def _divides(size: int, by: int, what: str, parts: str) -> None:

@@ -91,7 +91,7 @@ class Parallelized:
         if self.pipeline is not None:
             return self.pipeline.run(tokens_BS, kwargs, global_valid_tokens=global_valid_tokens)
         loss: Tensor = self.parts[0](tokens_BS, **kwargs).sum()
-        (loss / global_valid_tokens).backward()
+        (loss / global_valid_tokens).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ class Parallelized:
         """Sum of this rank's token losses without gradients, for validation."""
         tokens_BS, kwargs = self._shard_sequence(tokens_BS, labels_BS, documents_BS)
         if self.pipeline is not None:
-            return self.pipeline.run(tokens_BS, kwargs, global_valid_tokens=None)
+            return self.pipeline.evaluate(tokens_BS, kwargs)
         loss: Tensor = self.parts[0](tokens_BS, **kwargs).sum()
         return loss
 
@@ -161,19 +161,22 @@ class Parallelized:
 
     def model_state(self) -> dict[str, Tensor]:
         """FQN -> live tensor (DTensor where it is sharded), for saving and for loading in place."""
-        return {fqn: parameter.detach() for fqn, parameter in self.named_parameters().items()}
+        return {fqn: plain(parameter.detach()) for fqn, parameter in self.named_parameters().items()}
 
     def _shard_sequence(
         self, tokens_BS: Tensor, labels_BS: Tensor, documents_BS: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This context parallel rank's positions of a batch; documents stay whole, since keys come from everywhere."""
+        """This context parallel rank's tokens of a batch; documents stay whole, since keys come from everywhere.
+
+        Positions go along whenever a stage could not tell them from its input, which may be a cut of hidden states.
+        """
         kwargs = {"labels_BS": labels_BS}
         if documents_BS is not None:
             kwargs["documents_BS"] = documents_BS
         cp = self.mesh.degree("cp")
-        if cp == 1:
+        if cp == 1 and self.pipeline is None:
             return tokens_BS, kwargs
-        mine_S = head_tail_positions(tokens_BS.shape[1], cp, self.coordinate["cp"]).to(tokens_BS.device)
+        mine_S = head_tail_positions(tokens_BS.shape[1], cp, self.coordinate["cp"], tokens_BS.device)
         kwargs["labels_BS"] = labels_BS[:, mine_S]
         kwargs["positions_BS"] = mine_S.expand(len(tokens_BS), -1)
         return tokens_BS[:, mine_S], kwargs
@@ -182,6 +185,17 @@ class Parallelized:
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; another tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same storage without the wrapper that float8 all-gather puts around a shard."""
+    shard = local_of(tensor)
+    inner = getattr(shard, "_tensor", None)  # torchao's WeightWithDynamicFloat8CastTensor
+    if inner is None or not isinstance(tensor, DTensor):
+        return tensor if inner is None else inner
+    return DTensor.from_local(
+        inner, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def copies(tensor: Tensor, mesh: MeshSpec) -> int:

@@ -20,7 +20,13 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.trainer.model import Decoder, ModelConfig
-from titan_ckpt.trainer.parallel_config import SINGLE_STAGE, ParallelConfig, num_microbatches, num_stages
+from titan_ckpt.trainer.parallel_config import (
+    SINGLE_STAGE,
+    ParallelConfig,
+    num_microbatches,
+    num_stages,
+    stages_of_rank,
+)
 from titan_ckpt.trainer.precision import DTYPES
 
 
@@ -55,18 +61,43 @@ class Pipeline:
         """Whether this rank computes the loss."""
         return self.num_stages - 1 in self.stages
 
-    def run(self, tokens_BS: Tensor, kwargs: dict[str, Tensor], *, global_valid_tokens: Tensor | int | None) -> Tensor:
-        """Forward, and backward unless `global_valid_tokens` is None; the sum of token losses, 0 where the last stage is not."""
-        self._tokens = 1 if global_valid_tokens is None else global_valid_tokens
-        schedule = self._schedule(tuple(tokens_BS.shape))
+    def run(self, tokens_BS: Tensor, kwargs: dict[str, Tensor], *, global_valid_tokens: Tensor | int) -> Tensor:
+        """Forward and backward; the sum of token losses, 0 on ranks without the last stage."""
+        self._tokens = global_valid_tokens
         losses: list[Tensor] = []
-        inputs = (tokens_BS,) if self.has_first else ()
-        target = kwargs["labels_BS"] if self.has_last else None
-        run = schedule.step if global_valid_tokens is not None else schedule.eval
-        run(*inputs, target=target, losses=losses if self.has_last else None, **kwargs)
+        self._schedule(tuple(tokens_BS.shape)).step(
+            *((tokens_BS,) if self.has_first else ()),
+            target=kwargs["labels_BS"] if self.has_last else None,
+            losses=losses if self.has_last else None,
+            **kwargs,
+        )
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum() * self._tokens
+
+    @torch.no_grad()
+    def evaluate(self, tokens_BS: Tensor, kwargs: dict[str, Tensor]) -> Tensor:
+        """Forward only, as `run` returns it. Stage after stage: torch's zero-bubble schedules cannot leave backward out."""
+        total = torch.zeros((), device=self.device)
+        pieces = {name: value.chunk(self.num_microbatches) for name, value in kwargs.items()}
+        for index, x in enumerate(tokens_BS.chunk(self.num_microbatches)):
+            total += self._evaluate_one(x, {name: chunks[index] for name, chunks in pieces.items()})
+        return total
+
+    def _evaluate_one(self, x: Tensor, kwargs: dict[str, Tensor]) -> Tensor:
+        mine = dict(zip(self.stages, self.parts, strict=True))
+        for stage in sorted(mine):
+            if stage > 0 and stage - 1 not in mine:
+                x = torch.empty(self._hidden_shape(*kwargs["labels_BS"].shape), dtype=self._dtype, device=self.device)
+                dist.recv(x, group=self.group, group_src=self._owner(stage - 1))
+            x = mine[stage](x, **kwargs)
+            if stage + 1 < self.num_stages and stage + 1 not in mine:
+                dist.send(x.contiguous(), group=self.group, group_dst=self._owner(stage + 1))
+        return x.sum() if self.has_last else torch.zeros((), device=self.device)
+
+    def _owner(self, stage: int) -> int:
+        pp = self.mesh.degree("pp")
+        return next(rank for rank in range(pp) if stage in stages_of_rank(self.parallel, self.mesh, rank))
 
     def _loss(self, out_1: Tensor, _labels_BS: Tensor) -> Tensor:
         return out_1.sum() / self._tokens
@@ -90,9 +121,7 @@ class Pipeline:
 
     def _stage(self, part: Decoder, index: int, batch: int, seq_len: int) -> PipelineStage:
         is_first, is_last = index == 0, index == self.num_stages - 1
-        cut = self.mesh.degree("tp") if self.parallel.sequence_parallel else 1
-        dtype = DTYPES[self.parallel.param_dtype]
-        hidden_BSD = torch.empty(batch, seq_len // cut, self.model.dim, dtype=dtype, device="meta")
+        hidden_BSD = torch.empty(self._hidden_shape(batch, seq_len), dtype=self._dtype, device="meta")
         ids_BS = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
         loss_1 = torch.empty(1, dtype=torch.float32, device="meta")
         return PipelineStage(
@@ -104,3 +133,12 @@ class Pipeline:
             output_args=(loss_1.requires_grad_() if is_last else hidden_BSD.requires_grad_(),),
             group=self.group,
         )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return DTYPES[self.parallel.param_dtype]
+
+    def _hidden_shape(self, batch: int, seq_len: int) -> tuple[int, int, int]:
+        """What a rank hands to the next stage: sequence parallel ranks hand on their tokens only."""
+        cut = self.mesh.degree("tp") if self.parallel.sequence_parallel else 1
+        return batch, seq_len // cut, self.model.dim

@@ -11,15 +11,14 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_ckpt.errors import ConfigError, MissingExtraError
+from titan_ckpt.errors import MissingExtraError
 from titan_ckpt.trainer.model import Block, Decoder, Linear, local
 from titan_ckpt.trainer.parallel_config import ParallelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MULTIPLE = 16  # a float8 product needs both sides of a weight to be multiples of this
 
 
 def mixed_precision(parallel: ParallelConfig) -> MixedPrecisionPolicy:
@@ -52,15 +51,7 @@ def apply_float8(part: Decoder, parallel: ParallelConfig, device: torch.device) 
         for owner in (block.self_attn, block.mlp):
             for name, child in list(owner.named_children()):
                 if isinstance(child, Linear):
-                    setattr(owner, name, _swap(child, name, make))
-
-
-def _swap(linear: Linear, name: str, make: Any) -> nn.Module:
-    sizes = tuple(linear.weight.shape)
-    if any(size % MULTIPLE for size in sizes):
-        raise ConfigError(f"float8: {name} has weight {sizes}; both sides must be multiples of {MULTIPLE}")
-    swapped: nn.Module = make(linear)
-    return swapped
+                    setattr(owner, name, make(child))
 
 
 def _float8_factory(parallel: ParallelConfig, device: torch.device) -> Any:

@@ -1,0 +1,215 @@
+"""Meshes: every parallelism and every schedule gives the single process's curve; what cannot work is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.pool import RankPool
+from tests.trainer_curves import EVERYTHING, SMALL, Curve, Run, relative_error, single, train
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.trainer.model import LayerRange
+from titan_ckpt.trainer.parallel_config import (
+    ParallelConfig,
+    check_fits,
+    mesh_spec,
+    num_stages,
+    stage_layers,
+    stages_of_rank,
+)
+
+FP32_BAR = 1e-5
+DEEP = replace(SMALL, n_layers=8)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@cache
+def expected(run: Run) -> Curve:
+    return single(replace(run, parallel=ParallelConfig()))
+
+
+def assert_same_curve(pool: RankPool, run: Run, bar: float = FP32_BAR) -> None:
+    curves = pool.run(train, run)
+    assert all(curve == curves[0] for curve in curves), "ranks disagree about the loss"
+    reference = expected(run)
+    assert relative_error(curves[0].losses, reference.losses) <= bar
+    assert relative_error(curves[0].norms, reference.norms) <= 10 * bar
+
+
+def mesh(**options: Any) -> ParallelConfig:
+    return ParallelConfig(**options)
+
+
+MESHES = {
+    "fsdp": mesh(dp_shard=4),
+    "fsdp, weights kept": mesh(dp_shard=4, reshard_after_forward="never"),
+    "fsdp, offloaded": mesh(dp_shard=4, cpu_offload=True),
+    "hsdp": mesh(dp_replicate=2, dp_shard=2),
+    "replicas": mesh(dp_replicate=4, dp_shard=1),
+    "tp": mesh(tp=4),
+    "tp, no sequence parallel": mesh(tp=4, sequence_parallel=False),
+    "tp, logits gathered": mesh(tp=4, loss_parallel=False, loss_chunk_tokens=50),
+    "fsdp x tp": mesh(tp=2, loss_chunk_tokens=50),
+    "ring": mesh(cp=4),
+    "all-gather": mesh(cp=4, cp_method="all_gather"),
+    "fsdp x ring": mesh(cp=2),
+    "ring x tp": mesh(cp=2, tp=2),
+    "1f1b": mesh(pp=4),
+    "1f1b x fsdp": mesh(pp=2),
+    "1f1b x tp": mesh(pp=2, tp=2),
+    "1f1b x ring": mesh(pp=2, cp=2),
+    "uneven stages": mesh(pp=2, pp_layers_per_stage=(1, 3)),
+}
+SCHEDULES = {
+    "gpipe": mesh(pp=2, pp_schedule="GPipe"),
+    "looped bfs": mesh(pp=2, pp_schedule="LoopedBFS"),
+    "interleaved": mesh(pp=2, pp_schedule="Interleaved1F1B"),
+    "interleaved, no sequence parallel": mesh(pp=2, tp=2, pp_schedule="Interleaved1F1B", sequence_parallel=False),
+    "interleaved zero bubble": mesh(pp=2, pp_schedule="InterleavedZeroBubble"),
+    "zbv": mesh(pp=2, pp_schedule="ZBVZeroBubble"),
+    "dualpipev": mesh(pp=2, pp_schedule="DualPipeV"),
+}
+MEMORY = {
+    "all recomputed": mesh(tp=2, activation_checkpoint="full"),
+    "every second block": mesh(pp=2, activation_checkpoint="every_n"),
+    "selective": mesh(tp=2, activation_checkpoint="selective"),
+    "ring recomputed": mesh(cp=2, activation_checkpoint="full"),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_gives_the_single_process_curve(ranks: RankPool, name: str) -> None:
+    assert_same_curve(ranks, Run(parallel=MESHES[name]))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_gives_the_single_process_curve(ranks: RankPool, name: str) -> None:
+    assert_same_curve(ranks, Run(parallel=SCHEDULES[name]))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", MEMORY)
+def test_recomputing_activations_changes_nothing(ranks: RankPool, name: str) -> None:
+    assert_same_curve(ranks, Run(parallel=MEMORY[name]))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "parallel",
+    [mesh(tp=2), mesh(tp=4, sequence_parallel=False), mesh(cp=2), mesh(cp=4, cp_method="all_gather"), mesh(pp=2)],
+    ids=str,
+)
+def test_biases_norms_windows_and_documents_follow(ranks: RankPool, parallel: ParallelConfig) -> None:
+    assert_same_curve(ranks, Run(model=EVERYTHING, parallel=parallel, has_documents=True))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("parallel", [mesh(dp_shard=4), mesh(tp=4), mesh(tp=2)], ids=str)
+def test_tied_embeddings_stay_one_weight(ranks: RankPool, parallel: ParallelConfig) -> None:
+    assert_same_curve(ranks, Run(model=replace(SMALL, tied_embeddings=True), parallel=parallel))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("parallel", [mesh(tp=2), mesh(pp=2)], ids=str)
+def test_accumulated_parts_add_up_to_the_batch(ranks: RankPool, parallel: ParallelConfig) -> None:
+    assert_same_curve(ranks, Run(parallel=parallel, accumulate=2))
+
+
+@pytest.mark.dist
+def test_a_curve_is_bit_equal_when_run_again(ranks: RankPool) -> None:
+    run = Run(parallel=mesh(pp=2, tp=2))
+    assert ranks.run(train, run) == ranks.run(train, run)
+
+
+# bfloat16 has 8 bits of mantissa: a product is off by 2**-9 relative, a loss averaged over hundreds of tokens by less.
+PRECISIONS = {
+    "bfloat16": (mesh(param_dtype="bfloat16"), 2**-8),
+    "bfloat16 x tp": (mesh(tp=2, param_dtype="bfloat16"), 2**-8),
+    "bfloat16 x pp x ring": (mesh(pp=2, cp=2, param_dtype="bfloat16"), 2**-8),
+    "float8 tensorwise": (mesh(tp=2, float8="tensorwise"), 2**-6),
+    "float8 tensorwise, gathered as float8": (mesh(dp_shard=4, float8="tensorwise", float8_all_gather=True), 2**-6),
+    "float8 rowwise": (mesh(tp=2, float8="rowwise"), 2**-6),
+    "float8 rowwise x pp, bfloat16": (mesh(pp=2, float8="rowwise", param_dtype="bfloat16"), 2**-6),
+    "float8 rowwise_with_gw_hp": (mesh(float8="rowwise_with_gw_hp", param_dtype="bfloat16"), 2**-6),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_narrow_numbers_stay_near_the_float32_curve(ranks: RankPool, name: str) -> None:
+    parallel, bar = PRECISIONS[name]
+    run = Run(parallel=parallel)
+    found = ranks.run(train, run)[0]
+    assert 0.0 < relative_error(found.losses, expected(run).losses) <= bar
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "message"),
+    [
+        ({"tp": 3}, 8, r"dp_shard=-1: pp 1 x dp_replicate 1 x cp 1 x tp 3 = 3 does not divide the world of 8"),
+        ({"dp_shard": 2, "tp": 2}, 8, r"pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2 = 4, but there are 8 ranks"),
+        ({"cp": 0}, 8, r"dp_shard=-1"),
+    ],
+)
+def test_degrees_that_do_not_make_the_world_are_refused(options: Any, world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mesh_spec(ParallelConfig(**options), world_size)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tp": 8}, r"key/value heads 4 / tp 8 = 0.50"),
+    ({"cp": 5}, r"seq_len 48 / 2 x cp .* 10 = 4.80"),
+    ({"pp": 5}, r"4 layers over 5 stages leaves a stage without a layer: \[1, 1, 1, 1, 0\]"),
+    ({"pp": 2, "pp_layers_per_stage": (2, 3)}, r"adds up to 5, the model has 4"),
+    ({"pp": 2, "pp_layers_per_stage": (1, 1, 2)}, r"3 stages over pp=2"),
+    ({"pp": 2, "pp_layers_per_stage": (1, 1, 1, 1)}, r"1F1B needs one stages per rank, but 4 stages / pp=2 = 2"),
+    ({"pp": 2, "pp_schedule": "ZBVZeroBubble", "pp_layers_per_stage": (2, 2)}, r"ZBVZeroBubble needs exactly two"),
+    ({"pp": 2, "microbatches": 3}, r"samples per forward 8 / microbatches 3"),
+    ({"pp": 2, "microbatches": 1}, r"1F1B over pp=2 needs at least 2 microbatches; got 1"),
+    ({"pp": 2, "pp_schedule": "DualPipeV", "microbatches": 2}, r"at least 4 microbatches; got 2"),
+    ({"cp": 2, "attention": "flex"}, r"context parallelism brings its own attention"),
+    ({"activation_checkpoint": "budget"}, r"set compile=true"),
+    ({"float8": "rowwise", "float8_all_gather": True}, r"float8_all_gather needs float8=tensorwise, not 'rowwise'"),
+    ({"async_tp": True}, r"set all three"),
+    ({"float8": "rowwise", "tp": 4}, r"float8: ffn_dim 96 / alignment x tp 64 = 1.50"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_does_not_divide_is_refused_with_the_arithmetic(options: dict[str, Any], message: str) -> None:
+    parallel = ParallelConfig(**{"dp_shard": 1} | options)
+    degrees = {axis: getattr(parallel, axis) for axis in ("pp", "cp", "tp")}
+    with pytest.raises(ConfigError, match=message):
+        check_fits(SMALL, parallel, MeshSpec.of(degrees), seq_len=48, microbatch_size=8)
+
+
+def test_tied_embeddings_are_refused_on_a_pipeline() -> None:
+    with pytest.raises(ConfigError, match=r"tied_embeddings with pp=2"):
+        check_fits(
+            replace(SMALL, tied_embeddings=True), mesh(pp=2), MeshSpec.parse("pp=2"), seq_len=48, microbatch_size=8
+        )
+
+
+def test_layers_are_cut_evenly_or_by_list() -> None:
+    two, four = MeshSpec.parse("pp=2"), MeshSpec.parse("pp=4")
+    assert stage_layers(SMALL, mesh(pp=2), two) == [LayerRange(0, 2), LayerRange(2, 4)]
+    assert stage_layers(DEEP, mesh(pp=4, pp_layers_per_stage=(1, 3, 3, 1)), four)[1] == LayerRange(1, 4)
+    assert num_stages(mesh(pp=2, pp_schedule="Interleaved1F1B"), two) == 4
+
+
+def test_a_v_schedule_brings_first_and_last_stage_together() -> None:
+    four = MeshSpec.parse("pp=4")
+    assert stages_of_rank(mesh(pp=4, pp_schedule="DualPipeV"), four, 0) == [0, 7]
+    assert stages_of_rank(mesh(pp=4, pp_schedule="Interleaved1F1B"), four, 0) == [0, 4]
