@@ -11,8 +11,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import platform
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -35,7 +33,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-import titan_ckpt
 from titan_ckpt.checkpoint import FULL, Checkpoint, open_checkpoint
 from titan_ckpt.commit import find_commit, write_commit
 from titan_ckpt.errors import AlreadyExistsError, UsageError
@@ -43,6 +40,7 @@ from titan_ckpt.index import DIGEST_BYTES, RAW, ChunkTable, FileEntry, Manifest,
 from titan_ckpt.layout import data_file, new_attempt, step_folder
 from titan_ckpt.load import LoadPolicy, LoadReport, ReadPlan, read_object_bytes
 from titan_ckpt.location import parse_location
+from titan_ckpt.merge import created, versions
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.metadata import dcp_metadata
 from titan_ckpt.placement import Box, Placements
@@ -177,10 +175,8 @@ class StorageWriter(TorchStorageWriter):
             step=self._at,
             attempt=self._attempt,
             kind=FULL,
-            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            versions={
-                "titan_ckpt": titan_ckpt.__version__, "torch": torch.__version__, "python": platform.python_version(),
-            },
+            created=created(),
+            versions=versions(),
             mesh=self._mesh,
             pipeline=None,
             tensors=tuple(entries),

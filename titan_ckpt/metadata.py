@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from titan_ckpt.errors import DamagedError, UnsafeContentError
-from titan_ckpt.index import ELEMENT_SIZE, RAW, ChunkTable, FileEntry, Manifest, ObjectEntry, TensorEntry
+from titan_ckpt.index import ELEMENT_SIZE, RAW, ChunkTable, FileEntry, Int64s, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.location import check_relative
-from titan_ckpt.pickle_codes import INT, POP, get, get_global, put, text, tuple_of
-from titan_ckpt.placement import Box, Shape
+from titan_ckpt.pickle_codes import INT, POP, get, get_global, gets, ints, put, rows, text, tuple_of
+from titan_ckpt.placement import Box
 
 FOREIGN_ATTEMPT = "a-19700101T000000Z-00000000"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+
+
+Piece: TypeAlias = bytes | npt.NDArray[np.uint8]
 
 
 class _Writer:
@@ -34,11 +38,15 @@ class _Writer:
 
     def once(self, opcodes: bytes) -> bytes:
         """A reference to the value of `opcodes`, which the preamble makes and remembers."""
+        return get(self.index(opcodes))
+
+    def index(self, opcodes: bytes) -> int:
+        """The number under which the preamble remembers the value of `opcodes`."""
         index = self._memo.get(opcodes)
         if index is None:
             index = self._memo[opcodes] = len(self._memo)
             self._preamble.append(opcodes + put(index) + POP)
-        return get(index)
+        return index
 
     def finish(self, body: bytes) -> bytes:
         """The whole pickle."""
@@ -47,19 +55,25 @@ class _Writer:
     def text(self, value: str) -> bytes:
         return self.once(text(value))
 
-    def size(self, values: Shape) -> bytes:
-        """A torch.Size."""
-        numbers = tuple_of(*(INT(value) for value in values))
-        return self.once(get_global("torch", "Size")) + numbers + b"\x85R"
+    def size(self, *numbers: Piece) -> list[Piece]:
+        """A torch.Size of numbers that are given as opcodes."""
+        return [self.once(get_global("torch", "Size")), b"(", *numbers, b"t\x85R"]
 
-    def record(self, module: str, name: str, fields: Mapping[str, bytes]) -> bytes:
+    def record(self, module: str, name: str, fields: Mapping[str, list[Piece]]) -> list[Piece]:
         """An instance made without calling its class, its `__dict__` set to `fields`."""
-        head = self.once(get_global(module, name))
-        items = b"".join(self.text(key) + value for key, value in fields.items())
-        return head + b")\x81}(" + items + b"ub"
+        pieces: list[Piece] = [self.once(get_global(module, name)), b")\x81}("]
+        for key, value in fields.items():
+            pieces += [self.text(key), *value]
+        return [*pieces, b"ub"]
 
-    def mapping(self, items: list[tuple[bytes, bytes]]) -> bytes:
-        return b"}(" + b"".join(key + value for key, value in items) + b"u"
+
+def _mapping(items: Iterable[bytes]) -> bytes:
+    return b"}(" + b"".join(items) + b"u"
+
+
+def _one(pieces: list[Piece]) -> bytes:
+    """Opcodes of a single value."""
+    return rows(1, pieces)
 
 
 def dcp_metadata(manifest: Manifest, *, paths: Mapping[str, tuple[str, ...]] | None = None) -> bytes:
@@ -68,73 +82,60 @@ def dcp_metadata(manifest: Manifest, *, paths: Mapping[str, tuple[str, ...]] | N
     `paths` say where each FQN stood in a nested state dict (DCP's `planner_data`); an FQN that is not in it was at the top.
     """
     writer, paths = _Writer(), paths or {}
+    file_names = np.array([writer.index(text(file.path)) for file in manifest.files], dtype=np.int64)
     state, storage, planner = [], [], []
     for tensor in manifest.tensors:
-        state.append((writer.text(tensor.fqn), _tensor_record(writer, manifest, tensor)))
-        storage += _storage_of_tensor(writer, manifest, tensor)
+        state.append(writer.text(tensor.fqn) + _tensor_record(writer, manifest, tensor))
+        storage.append(_storage_of_tensor(writer, manifest, tensor, file_names))
     for entry in manifest.objects:
-        state.append((writer.text(entry.fqn), writer.record(_METADATA, "BytesStorageMetadata", {})))
-        key = _index_record(writer, entry.fqn, b"N")
-        storage.append((key, _storage_record(writer, entry.file, entry.offset, entry.length)))
+        state.append(writer.text(entry.fqn) + _one(writer.record(_METADATA, "BytesStorageMetadata", {})))
+        info = _storage_info(writer, writer.text(entry.file), INT(entry.offset), INT(entry.length))
+        storage.append(_one([*_storage_index(writer, entry.fqn, [b"N"]), *info]))
     for fqn in [*manifest.by_fqn, *manifest.objects_by_fqn]:
-        planner.append((writer.text(fqn), tuple_of(*(writer.text(part) for part in paths.get(fqn, (fqn,))))))
-    body = writer.record(
-        _METADATA,
-        "Metadata",
-        {
-            "state_dict_metadata": writer.mapping(state),
-            "planner_data": writer.mapping(planner),
-            "storage_data": writer.mapping(storage),
-            "storage_meta": b"N",
-            "version": writer.text("1.0.0"),
-        },
-    )
-    return writer.finish(body)
+        planner.append(writer.text(fqn) + tuple_of(*(writer.text(part) for part in paths.get(fqn, (fqn,)))))
+    fields: dict[str, list[Piece]] = {
+        "state_dict_metadata": [_mapping(state)],
+        "planner_data": [_mapping(planner)],
+        "storage_data": [_mapping(storage)],
+        "storage_meta": [b"N"],
+        "version": [writer.text("1.0.0")],
+    }
+    return writer.finish(_one(writer.record(_METADATA, "Metadata", fields)))
 
 
 def _tensor_record(writer: _Writer, manifest: Manifest, tensor: TensorEntry) -> bytes:
-    chunks = b"".join(
-        writer.record(_METADATA, "ChunkStorageMetadata", {"offsets": writer.size(offsets), "sizes": writer.size(sizes)})
-        for offsets, sizes in _box_tuples(manifest, tensor)
-    )
+    offsets, sizes = manifest.boxes(tensor)
+    box = {"offsets": writer.size(*map(ints, offsets.T)), "sizes": writer.size(*map(ints, sizes.T))}
+    chunks = rows(tensor.num_chunks, writer.record(_METADATA, "ChunkStorageMetadata", box))
     layout = get_global("torch.serialization", "_get_layout") + text("torch.strided") + b"\x85R"
     encoding = get_global(_METADATA, "_MEM_FORMAT_ENCODING") + INT(0) + b"\x85R"
     state = tuple_of(
         writer.once(get_global("torch", tensor.dtype)), writer.once(layout), b"\x89", writer.once(encoding), b"\x89"
     )
-    properties = writer.once(get_global(_METADATA, "TensorProperties")) + b")\x81" + state + b"b"
-    fields = {"properties": properties, "size": writer.size(tensor.global_shape), "chunks": b"](" + chunks + b"e"}
-    return writer.record(_METADATA, "TensorStorageMetadata", fields)
+    fields: dict[str, list[Piece]] = {
+        "properties": [writer.once(get_global(_METADATA, "TensorProperties")), b")\x81", state, b"b"],
+        "size": writer.size(*(INT(number) for number in tensor.global_shape)),
+        "chunks": [b"](", chunks, b"e"],
+    }
+    return _one(writer.record(_METADATA, "TensorStorageMetadata", fields))
 
 
-def _box_tuples(manifest: Manifest, tensor: TensorEntry) -> list[tuple[Shape, Shape]]:
-    offsets, sizes = manifest.boxes(tensor)
-    return [(tuple(o), tuple(s)) for o, s in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+def _storage_of_tensor(writer: _Writer, manifest: Manifest, tensor: TensorEntry, file_names: Int64s) -> bytes:
+    table, span = manifest.chunks, slice(tensor.first_chunk, tensor.first_chunk + tensor.num_chunks)
+    offsets, _ = manifest.boxes(tensor)
+    key = _storage_index(writer, tensor.fqn, writer.size(*map(ints, offsets.T)))
+    path = gets(file_names[table.file[span]])
+    return rows(
+        tensor.num_chunks, [*key, *_storage_info(writer, path, ints(table.offset[span]), ints(table.length[span]))]
+    )
 
 
-def _storage_of_tensor(writer: _Writer, manifest: Manifest, tensor: TensorEntry) -> list[tuple[bytes, bytes]]:
-    rows = slice(tensor.first_chunk, tensor.first_chunk + tensor.num_chunks)
-    table = manifest.chunks
-    places = zip(
-        _box_tuples(manifest, tensor), table.file[rows].tolist(), table.offset[rows].tolist(),
-        table.length[rows].tolist(), strict=True,
-    )  # fmt: skip
-    return [
-        (
-            _index_record(writer, tensor.fqn, writer.size(offsets)),
-            _storage_record(writer, manifest.files[file].path, offset, length),
-        )
-        for (offsets, _), file, offset, length in places
-    ]
+def _storage_index(writer: _Writer, fqn: str, offset: list[Piece]) -> list[Piece]:
+    return writer.record(_METADATA, "MetadataIndex", {"fqn": [writer.text(fqn)], "offset": offset, "index": [b"N"]})
 
 
-def _index_record(writer: _Writer, fqn: str, offset: bytes) -> bytes:
-    fields = {"fqn": writer.text(fqn), "offset": offset, "index": b"N"}
-    return writer.record(_METADATA, "MetadataIndex", fields)
-
-
-def _storage_record(writer: _Writer, path: str, offset: int, length: int) -> bytes:
-    fields = {"relative_path": writer.text(path), "offset": INT(offset), "length": INT(length)}
+def _storage_info(writer: _Writer, path: Piece, offset: Piece, length: Piece) -> list[Piece]:
+    fields = {"relative_path": [path], "offset": [offset], "length": [length]}
     return writer.record(_FILESYSTEM, "_StorageInfo", fields)
 
 

@@ -6,6 +6,10 @@ Writing the opcodes ourselves needs no torch, and writes a million records as fa
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
 
 POP = b"0"
 
@@ -43,9 +47,38 @@ def call_global(module: str, name: str, *arguments: bytes) -> bytes:
 
 def put(index: int) -> bytes:
     """Remember the top of the stack as `index`."""
-    return struct.pack("<cI", b"r", index)
+    return struct.pack("<cB", b"q", index) if index < 256 else struct.pack("<cI", b"r", index)
 
 
 def get(index: int) -> bytes:
     """What was remembered as `index`."""
-    return struct.pack("<cI", b"j", index)
+    return struct.pack("<cB", b"h", index) if index < 256 else struct.pack("<cI", b"j", index)
+
+
+def ints(values: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    """A column of integers, one row of opcodes each, all of one width."""
+    if values.size == 0 or (int(values.max()) < 1 << 31 and int(values.min()) >= -(1 << 31)):
+        return _column(b"J", values.astype("<i4"))
+    return _column(b"\x8a\x08", values.astype("<i8"))
+
+
+def gets(indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    """A column of references to what was remembered."""
+    return _column(b"j", indices.astype("<u4"))
+
+
+def rows(count: int, pieces: Iterable[bytes | npt.NDArray[np.uint8]]) -> bytes:
+    """`count` records, each made of `pieces`: bytes stand in all of them, a column gives each its own row."""
+    columns = [
+        np.broadcast_to(np.frombuffer(piece, dtype=np.uint8), (count, len(piece)))
+        if isinstance(piece, bytes)
+        else piece
+        for piece in pieces
+    ]
+    return np.concatenate(columns, axis=1).tobytes()
+
+
+def _column(opcode: bytes, values: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
+    raw = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), values.dtype.itemsize)
+    head = np.broadcast_to(np.frombuffer(opcode, dtype=np.uint8), (len(values), len(opcode)))
+    return np.concatenate([head, raw], axis=1)

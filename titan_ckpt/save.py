@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import platform
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -22,15 +21,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-import titan_ckpt
 from titan_ckpt.commit import Commit, find_commit, write_commit
 from titan_ckpt.errors import TitanError
-from titan_ckpt.index import RAW, ChunkTable, FileEntry, Manifest, ObjectEntry
 from titan_ckpt.layout import ASSETS, new_attempt, step_folder
 from titan_ckpt.manifest import digest
+from titan_ckpt.merge import Saved, merge
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.metadata import dcp_metadata
 from titan_ckpt.ranks import Ranks
@@ -354,7 +351,13 @@ class Saver:
         if failures:
             return _Failure(failures[0].rank, "\n".join(failure.text for failure in failures))
         try:
-            manifest = _manifest(job, [part for part in parts if isinstance(part, Part)], self._options)
+            assert job.plan.share is not None
+            saved = Saved(
+                step=job.step, attempt=job.attempt, kind=job.kind, mesh=self._options.mesh,
+                pipeline=self._options.pipeline, training=job.training, config=job.config, user=job.user,
+                assets={name: digest(data).hex() for name, data in job.assets.items()},
+            )  # fmt: skip
+            manifest = merge(saved, [part for part in parts if isinstance(part, Part)], job.plan.share)
             write_commit(self._store, manifest, dcp_metadata(manifest, paths=job.paths), replaces=previous)
         except Exception:  # noqa: BLE001  (reported to every rank)
             return _Failure(self._ranks.rank, traceback.format_exc())
@@ -381,60 +384,3 @@ def _raise_failures(failures: list[_Failure | None], step: int) -> None:
     if told:
         ranks = ", ".join(str(failure.rank) for failure in told)
         raise SaveError(f"the save of step {step} failed on rank {ranks}; nothing was committed\n{told[0].text}")
-
-
-def _manifest(job: _Job, parts: list[Part], options: SaveOptions) -> Manifest:
-    """Merge the ranks' parts into the manifest, in the order that the share fixed."""
-    share = job.plan.share
-    assert share is not None
-    _check_objects(parts, job.step)
-    files = [part for part in parts if part.size_bytes]
-    number = {part.path: n for n, part in enumerate(files)}
-    columns = np.concatenate([part.columns for part in parts])[share.rows].T
-    ranks = np.concatenate([np.full(len(part.columns), number.get(part.path, 0)) for part in parts])[share.rows]
-    digests = np.frombuffer(b"".join(part.digests for part in parts), dtype="V16")[share.rows].tobytes()
-    table = ChunkTable(
-        file=ranks.astype(np.int64), offset=columns[0], length=columns[1], payload_offset=columns[2],
-        payload_length=columns[3], codec=np.zeros(len(share.rows), dtype=np.int64), box_offsets=share.box_offsets,
-        box_sizes=share.box_sizes, digests=digests,
-    )  # fmt: skip
-    objects = [
-        ObjectEntry(fqn=o.fqn, file=part.path, offset=o.offset, length=o.length, digest=o.digest)
-        for part in parts
-        for o in part.objects
-    ]
-    return Manifest(
-        step=job.step,
-        attempt=job.attempt,
-        kind=job.kind,
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        versions={
-            "titan_ckpt": titan_ckpt.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        mesh=options.mesh,
-        pipeline=options.pipeline,
-        tensors=share.tensors,
-        chunks=table,
-        codecs=(RAW,),
-        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
-        files=tuple(FileEntry(path=p.path, size_bytes=p.size_bytes, digest=p.file_digest) for p in files),
-        training=job.training,
-        config=job.config,
-        assets={name: digest(data).hex() for name, data in job.assets.items()},
-        user=job.user,
-    )
-
-
-def _check_objects(parts: list[Part], step: int) -> None:
-    """A value that several ranks hold must be one value; DCP would silently keep one of them."""
-    seen: dict[str, tuple[int, bytes]] = {}
-    for rank, part in enumerate(parts):
-        for fqn, found in part.all_object_digests.items():
-            first_rank, expected = seen.setdefault(fqn, (rank, found))
-            if found != expected:
-                raise TitanError(
-                    f"step {step}: {fqn}: the value on rank {rank} differs from the one on rank {first_rank}; "
-                    f"put the rank into its name, or save one value"
-                )

@@ -1,0 +1,111 @@
+"""A checkpoint of 1,024 ranks x 873 sharded tensors: opening it, and what the coordinator does to commit it. No data moves.
+
+python benchmarks/core_scale.py [--ranks 1024] [--tensors 873] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata
+
+from benchmarks.report import Bar, median, spread, timed, write_section
+from titan_ckpt.checkpoint import open_checkpoint
+from titan_ckpt.commit import write_commit
+from titan_ckpt.layout import data_file, new_attempt, step_folder
+from titan_ckpt.manifest import encode_manifest
+from titan_ckpt.merge import Saved, merge
+from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.metadata import dcp_metadata
+from titan_ckpt.share import Share, divide
+from titan_ckpt.stage import lay_out
+from titan_ckpt.state import Item
+from titan_ckpt.store import FileStore
+from titan_ckpt.upload import Part, slot_columns
+
+
+def items_of(rank: int, ranks: int, tensors: int) -> list[Item]:
+    """What a rank of an FSDP job holds of a 70B-shaped model and its moments."""
+    rows = 8
+    return [
+        Item(f"t.{n:04d}.weight", "float32", (rows * ranks, 8192), (("dp_shard", 0),), (rows * rank, 0), (rows, 8192))
+        for n in range(tensors)
+    ]
+
+
+def part_of(rank: int, items: list[Item], attempt: str) -> Part:
+    slots = lay_out(items)
+    return Part(
+        path=data_file(attempt, rank), size_bytes=slots[-1].end, file_digest=bytes(16), columns=slot_columns(slots),
+        digests=np.random.default_rng(rank).bytes(16 * len(items)), objects=(), all_object_digests={},
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--tensors", type=int, default=873)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    mesh = MeshSpec.of({"dp_shard": arguments.ranks})
+    held = [items_of(rank, arguments.ranks, arguments.tensors) for rank in range(arguments.ranks)]
+    shares: list[Share] = []
+    divide_s = timed(lambda: shares.append(divide(held, [[]] * arguments.ranks, mesh)))
+    attempt = new_attempt()
+    parts = [part_of(rank, items, attempt) for rank, items in enumerate(held)]
+    saved = Saved(step=1, attempt=attempt, kind="full", mesh=mesh)
+    with tempfile.TemporaryDirectory() as folder:
+        store = FileStore(folder)
+        for part in parts:  # sparse files of the right size: a whole checkpoint as far as `open` can see
+            path = Path(folder, step_folder(1), part.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "wb") as file:
+                file.truncate(part.size_bytes)
+        merges, pickles, commits, opens = [], [], [], []
+        for _ in range(arguments.rounds):
+            manifest = merge(saved, parts, shares[0])
+            merges.append(timed(lambda: merge(saved, parts, shares[0])))
+            pickles.append(timed(lambda m=manifest: dcp_metadata(m)))
+            metadata = dcp_metadata(manifest)
+            commits.append(timed(lambda m=manifest, d=metadata: write_commit(store, m, d, replaces=None)))
+            opens.append(timed(lambda: open_checkpoint(folder)))
+            store.delete([f"{step_folder(1)}/COMMIT.json"])
+        peers: list[Metadata] = []
+    peer_open_s = timed(lambda: peers.append(pickle.loads(metadata)))  # noqa: S301  (written by this script)
+    peer_dump_s = timed(lambda: pickle.dumps(peers[0]))
+    size_mb = len(encode_manifest(manifest).manifest) / 1e6
+    commit_s = median(merges) + median(pickles) + median(commits)
+    bars = [
+        Bar(
+            what="opening it",
+            figure=spread(opens),
+            bar="<= 0.3 s",
+            holds=median(opens) <= 0.3,
+            peer=f"pickle.load of .metadata {peer_open_s:.1f} s",
+        ),
+        Bar(
+            what="manifest",
+            figure=f"{size_mb:.2f} MB",
+            bar="<= 10 MB",
+            holds=size_mb <= 10,
+            peer=f".metadata {len(metadata) / 1e6:.0f} MB",
+        ),
+        Bar(
+            what="commit on the coordinator: merge, .metadata, files",
+            figure=f"{commit_s:.2f} s ({median(merges):.2f} + {median(pickles):.2f} + {median(commits):.2f})",
+            bar="<= 2 s",
+            holds=commit_s <= 2,
+            peer=f"pickle.dump of .metadata alone {peer_dump_s:.1f} s",
+        ),
+    ]
+    notes = f"Division of the work, once per shape of the state: {divide_s:.1f} s. `.metadata` is {len(metadata) / 1e6:.0f} MB."
+    title = f"The index of {arguments.ranks:,} ranks x {arguments.tensors} sharded tensors"
+    write_section("core-scale", title, bars, notes)
+
+
+if __name__ == "__main__":
+    main()

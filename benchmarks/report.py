@@ -1,0 +1,76 @@
+"""What every benchmark here shares: interleaved runs, medians, ratios, and a section of docs/performance.md each."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One row: what was measured, as a ratio, against the bar it must reach."""
+
+    what: str
+    figure: str
+    bar: str
+    holds: bool
+    peer: str = ""
+
+
+def interleave(cases: dict[str, Callable[[], float]], *, rounds: int) -> dict[str, list[float]]:
+    """Run each case once per round, in turn, so that a noisy moment hits all of them alike; what each returned."""
+    results: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds):
+        for name, case in cases.items():
+            results[name].append(case())
+            sys.stderr.write(f"\rround {number + 1}/{rounds} {name:<40}")
+    sys.stderr.write("\n")
+    return results
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds that `action` takes."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def median(values: list[float]) -> float:
+    """The median."""
+    return statistics.median(values)
+
+
+def spread(values: list[float]) -> str:
+    """Median with the range, in seconds."""
+    return f"{median(values):.3f} s ({min(values):.3f} to {max(values):.3f})"
+
+
+def machine() -> str:
+    """Date, processor count and versions."""
+    import torch
+
+    day = time.strftime("%Y-%m-%d")
+    return f"{day}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def write_section(name: str, title: str, bars: list[Bar], notes: str = "") -> None:
+    """Print the table and put it into docs/performance.md, in place of the section's former one."""
+    rows = [(b.what, b.figure, b.bar, "yes" if b.holds else "NO", b.peer) for b in bars]
+    table = tabulate(rows, headers=["what", "measured", "bar", "holds", "peer in the same run"], tablefmt="github")
+    text = f"<!-- begin {name} -->\n## {title}\n\n{machine()}\n\n{table}\n\n{notes}\n<!-- end {name} -->"
+    sys.stdout.write(text + "\n")
+    old = PERFORMANCE.read_text() if PERFORMANCE.exists() else "# Performance\n"
+    pattern = re.compile(rf"<!-- begin {re.escape(name)} -->.*?<!-- end {re.escape(name)} -->", re.DOTALL)
+    new = pattern.sub(lambda _: text, old) if pattern.search(old) else f"{old.rstrip()}\n\n{text}\n"
+    PERFORMANCE.write_text(new)

@@ -1,0 +1,104 @@
+"""The coordinator's merge: every rank's part list into one manifest, in the order that the share fixed."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+import titan_ckpt
+from titan_ckpt.errors import TitanError
+from titan_ckpt.index import RAW, ChunkTable, FileEntry, Manifest, ObjectEntry
+from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.share import Share
+from titan_ckpt.upload import Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What a manifest says that is not about bytes."""
+
+    step: int
+    attempt: str
+    kind: str
+    mesh: MeshSpec | None
+    pipeline: Mapping[str, Any] | None = None
+    training: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    assets: Mapping[str, str] = field(default_factory=dict)
+    user: Mapping[str, Any] = field(default_factory=dict)
+
+
+def versions() -> dict[str, str]:
+    """Of what wrote a checkpoint."""
+    return {
+        "titan_ckpt": titan_ckpt.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def created() -> str:
+    """Now, in UTC, as manifests write it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def merge(saved: Saved, parts: Sequence[Part], share: Share) -> Manifest:
+    """The manifest of a save, `parts` in order of rank. TitanError where ranks hold different values of one name."""
+    _check_objects(parts, saved.step)
+    files = [part for part in parts if part.size_bytes]
+    number = {part.path: n for n, part in enumerate(files)}
+    columns = np.concatenate([part.columns for part in parts])[share.rows].T
+    file = np.concatenate([np.full(len(part.columns), number.get(part.path, 0)) for part in parts])[share.rows]
+    digests = np.frombuffer(b"".join(part.digests for part in parts), dtype="V16")[share.rows].tobytes()
+    objects = [
+        ObjectEntry(fqn=o.fqn, file=part.path, offset=o.offset, length=o.length, digest=o.digest)
+        for part in parts
+        for o in part.objects
+    ]
+    return Manifest(
+        step=saved.step,
+        attempt=saved.attempt,
+        kind=saved.kind,
+        created=created(),
+        versions=versions(),
+        mesh=saved.mesh,
+        pipeline=saved.pipeline,
+        tensors=share.tensors,
+        chunks=ChunkTable(
+            file=file.astype(np.int64),
+            offset=columns[0],
+            length=columns[1],
+            payload_offset=columns[2],
+            payload_length=columns[3],
+            codec=np.zeros(len(share.rows), dtype=np.int64),
+            box_offsets=share.box_offsets,
+            box_sizes=share.box_sizes,
+            digests=digests,
+        ),
+        codecs=(RAW,),
+        objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
+        files=tuple(FileEntry(path=p.path, size_bytes=p.size_bytes, digest=p.file_digest) for p in files),
+        training=saved.training,
+        config=saved.config,
+        assets=saved.assets,
+        user=saved.user,
+    )
+
+
+def _check_objects(parts: Sequence[Part], step: int) -> None:
+    """A value that several ranks hold must be one value; DCP would silently keep one of them."""
+    seen: dict[str, tuple[int, bytes]] = {}
+    for rank, part in enumerate(parts):
+        for fqn, found in part.all_object_digests.items():
+            first_rank, expected = seen.setdefault(fqn, (rank, found))
+            if found != expected:
+                raise TitanError(
+                    f"step {step}: {fqn}: the value on rank {rank} differs from the one on rank {first_rank}; "
+                    f"put the rank into its name, or save one value"
+                )
