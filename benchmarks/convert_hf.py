@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -147,7 +146,9 @@ def child(case: str, source: str, out: str) -> None:
     warnings.simplefilter("ignore")
     action = CASES[case](source, out)
     seconds = timed(action)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # Not ru_maxrss, which a child inherits from the process that started it.
+    status = Path("/proc/self/status").read_text().splitlines()
+    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
     sys.stdout.write(json.dumps({"seconds": seconds, "peak_mib": peak}) + "\n")
 
 

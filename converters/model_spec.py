@@ -83,5 +83,6 @@ def _known(kind: type[ModelSpec] | type[RopeScaling], section: Mapping[str, Any]
 
 
 def spec_to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The `model` section of a training config that describes `spec`."""
-    return dataclasses.asdict(spec)
+    """The `model` section of a training config that describes `spec`; a head size that follows from the others is 0 there."""
+    is_derived = spec.head_dim * spec.n_heads == spec.dim
+    return dataclasses.asdict(spec) | ({"head_dim": 0} if is_derived else {})
