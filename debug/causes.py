@@ -91,7 +91,7 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
         headline=f"rank {root}{_coordinate(record.coordinates)} {says}",
         evidence=(*state.evidence, *_waiting(run, first, chain, states)),
         chain=chain,
-        next_steps=_ADVICE.get((name, subtype), _ADVICE.get((name, ""), ())),
+        next_steps=advice(name, subtype),
     )
 
 
@@ -162,6 +162,11 @@ def _silent(run: Run, state: Situation) -> tuple[str, str, float, str]:
         0.5,
         "did not issue the operation that the others wait for; without its stack the reason is unknown",
     )
+
+
+def advice(name: str, subtype: str) -> tuple[str, ...]:
+    """What to do about a verdict."""
+    return _ADVICE.get((name, subtype), _ADVICE.get((name, ""), ()))
 
 
 def _stopped_ticking(run: Run, rank: int) -> float:

@@ -19,6 +19,7 @@ from titan_ckpt.debug.situation import (
     IN_COLLECTIVE,
     IN_INIT,
     IN_P2P,
+    ON_CPU,
     SILENT,
     Situation,
     own_exception,
@@ -26,6 +27,7 @@ from titan_ckpt.debug.situation import (
 )
 from titan_ckpt.debug.transport import transport
 from titan_ckpt.debug.waits import Edge, roots, wait_edges
+from titan_ckpt.debug.witness import by_witnesses
 
 MAX_VERDICTS = 8
 
@@ -51,7 +53,7 @@ def _faults(
         verdict = mismatch(run, lane)
         if verdict is not None:
             yield _unless_died_before(run, verdict)
-    slow = straggler(run, found_lanes, is_over=progressed)
+    slow = straggler(run, found_lanes, is_over=progressed or all(state.kind == ON_CPU for state in states.values()))
     if slow is not None:
         yield slow
     if progressed:
@@ -62,6 +64,8 @@ def _faults(
     for cycle in ends.cycles:
         yield deadlock(run, cycle, edges, states)
     yield from transport(run, found_lanes)
+    if not found_lanes:
+        yield from by_witnesses(run, states)
     waited_for = set(ends.sinks)
     for rank, state in states.items():
         if state.kind in (DEAD, FROZEN, GIL_HELD) and rank not in waited_for:

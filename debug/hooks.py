@@ -18,6 +18,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from titan_ckpt.debug.blackbox import (
@@ -69,6 +70,10 @@ COLLECTIVES: Mapping[str, tuple[str, int]] = {
 }
 POINT_TO_POINT: Mapping[str, int] = {"send": SEND, "recv": RECV}
 MAX_STACK = 6
+_DTYPES = {  # as the Flight Recorder writes them
+    torch.float32: "Float", torch.float64: "Double", torch.float16: "Half", torch.bfloat16: "BFloat16", torch.bool: "Bool",
+    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
+}  # fmt: skip
 _LIBRARY = os.path.dirname(dist.__file__)
 _HERE = __file__
 
@@ -81,8 +86,8 @@ class BoxWriter:
         self.capacity = capacity
         with open(path, "wb") as file:
             file.truncate(file_size(capacity))
-        self._file = open(path, "r+b")  # noqa: SIM115  (open as long as the map)
-        self.map = mmap.mmap(self._file.fileno(), file_size(capacity))
+        with open(path, "r+b") as file:  # the map keeps a descriptor of its own
+            self.map = mmap.mmap(file.fileno(), file_size(capacity))
         HEADER.pack_into(self.map, 0, MAGIC, rank, world_size, os.getpid(), capacity, 0, time.time_ns())
         self._text_at = HEADER_BYTES + capacity * RECORD.size
         self._text_used = 0
@@ -288,7 +293,7 @@ class Hooks:
 
     def _add_dtype(self, dtype: Any) -> int:
         index = self._dtypes[dtype] = len(self._dtypes)
-        self._box.add_text("dtype", index, str(dtype).removeprefix("torch."))
+        self._box.add_text("dtype", index, _DTYPES.get(dtype, str(dtype).removeprefix("torch.")))
         return index
 
     def _add_site(self, key: Any, frame: FrameType) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -186,6 +186,8 @@ def _events_of(stream: _Stream, number: int, line: str) -> None:
         kind = "oom"
     elif _SIGTERM.search(line):
         kind = "sigterm"
+    if kind and raised and (call := _torch_call(stream.frames or [])):
+        values["call"] = call
     if kind:
         frame = user_frame(reversed(stream.frames)) if raised and stream.frames else None
         stream.events.append(
@@ -202,6 +204,12 @@ def _events_of(stream: _Stream, number: int, line: str) -> None:
         )
     if raised or (stream.frames and not line.startswith(" ")):
         stream.frames = None
+
+
+def _torch_call(frames: Sequence[Frame]) -> str:
+    """The torch.distributed function that a traceback (innermost call last) went through."""
+    calls = (f.function for f in reversed(frames) if f.file.endswith("distributed_c10d.py") and f.function != "wrapper")
+    return next(calls, "")
 
 
 def kind_of_error(line: str) -> str:

@@ -308,7 +308,8 @@ def _take_text(reading: _Reading, source: Source, text: str) -> None:
 def _take_rank_text(reading: _Reading, source: Source, text: str) -> None:
     assert source.rank is not None
     record = _rank(reading, source.rank)
-    if source.suffix == ".stacks" or ("most recent call first" in text[:4096] and "Traceback" not in text[:4096]):
+    has_stacks = "most recent call first" in text[:4096] and "Traceback" not in text[:4096]
+    if source.suffix == ".stacks" or (has_stacks and source.suffix in ("", ".txt")):
         record.stacks.append(parse_stacks(text, source.path, source.reason))
         return
     record.logs.append(parse_rank_log(text, source.path, source.rank))

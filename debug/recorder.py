@@ -167,6 +167,8 @@ class Recorder:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=2)
+        if self._wakeup is not None:
+            self._wakeup.close()
         self._write_sidecar()
         for file in (self._gil_file, self._fatal_file):
             file.close()
@@ -240,6 +242,7 @@ class Recorder:
             now = self._position()
             if not is_warm and now[0]:
                 is_warm = True
+                faulthandler.cancel_dump_traceback_later()
                 _flight_recorder_dump()  # loads the symbolizer (0.6 s), for which a dying process has no time
             if now != seen:
                 if dumped:
@@ -256,7 +259,7 @@ class Recorder:
         if self._gil_file.tell():  # it went off, but the GIL is free again: a pause, not a hang
             self._gil_file.truncate(0)
             self._gil_file.seek(0)
-        if not self._ended.is_set():
+        if not self._ended.is_set() and not self._dump_lock.locked():
             faulthandler.dump_traceback_later(patience_s, file=self._gil_file)
 
     def _forget_stall(self) -> None:
@@ -329,6 +332,7 @@ def _groups() -> list[dict[str, Any]]:
     return [
         {"name": group.group_name, "description": group.group_desc, "members": sorted(members)}
         for group, members in list(world.pg_group_ranks.items())
+        if isinstance(group, dist.ProcessGroup)  # a destroyed one leaves a number behind
     ]
 
 

@@ -106,6 +106,8 @@ def _dead(record: RankRecord) -> Situation | None:
             evidence=(_event(error),),
         )  # fmt: skip
     number = signal_of(exit_.code) if exit_ else 0
+    if number == signal.SIGABRT and _was_aborted(record):
+        return None
     if exit_ and number and not exit_.was_told and number not in (signal.SIGTERM, signal.SIGINT):
         return _killed(record, number)
     fatal = next((event for event in (record.log.events if record.log else ()) if event.kind == "fatal_signal"), None)
@@ -120,6 +122,14 @@ def _dead(record: RankRecord) -> Situation | None:
         gone = Evidence(text=text, rank=record.rank)
         return Situation(rank=record.rank, kind=DEAD, confidence=0.8, evidence=(gone, *_last_words(record)))
     return None
+
+
+def _was_aborted(record: RankRecord) -> bool:
+    """Whether the communication library aborted the process (NCCL's watchdog, gloo on a wrong size): a victim, no culprit."""
+    return any(
+        event.kind.startswith("comm_") or event.kind == "watchdog"
+        for event in (record.log.events if record.log else ())
+    )
 
 
 def signal_of(code: int) -> int:
@@ -161,7 +171,7 @@ def _frozen(run: Run, record: RankRecord, others_left_stacks: bool) -> Situation
             rank=record.rank, kind=FROZEN, confidence=0.97, frame=_last_call_site(run, record),
             evidence=(Evidence(text=text, rank=record.rank), *_last_words(record)),
         )  # fmt: skip
-    gil = next((s for s in record.stacks if s.reason.endswith("gil")), None)
+    gil = next((s for s in record.stacks if s.reason.endswith("gil") and not _is_our_dump(s)), None)
     if gil is not None and not _was_alive_later(run, record):
         text = "the watching thread could not run: something holds the GIL; stack taken by the C timer"
         return Situation(
@@ -179,6 +189,11 @@ def _frozen(run: Run, record: RankRecord, others_left_stacks: bool) -> Situation
             evidence=(Evidence(text=text, rank=record.rank, source=record.exit.source), *_last_words(record)),
         )  # fmt: skip
     return None
+
+
+def _is_our_dump(stack: StackSnapshot) -> bool:
+    """Whether the recorder itself kept the GIL: torch loads symbols for its first dump."""
+    return any(f.function == "_flight_recorder_dump" for thread in stack.threads for f in thread.frames[:3])
 
 
 def _was_alive_later(run: Run, record: RankRecord) -> bool:
@@ -291,6 +306,11 @@ def _busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[str, Evidence 
     for subtype in _words(_own_lines(record)[-1:]) + _words([_spoken(frame) for frame in near[inner + 1 : inner + 3]]):
         return subtype, None
     return "user_code", None
+
+
+def busy_by_log(record: RankRecord) -> str:
+    """What the last line of its log says a rank was busy with; "" if nothing."""
+    return next(iter(_words(_own_lines(record)[-1:])), "")
 
 
 def _spoken(frame: Frame) -> str:

@@ -48,13 +48,22 @@ def add_box(dump: Array, box: Array, *, prefer_box: bool = False) -> Array:
         dump = dump.copy()
         _finish_from_box(dump, box)
     first, second = (box, dump) if prefer_box else (dump, box)
-    extra = second[~np.isin(_keys(second), _keys(first))]
+    extra = second[~np.isin(_keys(second), _keys(first)) & ((second["p2p"] != 0) | _is_newer(second, first))]
     if (dump["p2p"] != 0).any():  # NCCL's dumps have P2P, with numbers of their own
-        extra = (
-            extra[(extra["p2p"] == 0) | np.isin(extra["p2p"], dump["p2p"])] if prefer_box else extra[extra["p2p"] == 0]
-        )
+        extra = extra[extra["p2p"] == 0]
     both = np.concatenate([first, extra])
     return both[np.argsort(both["created_ns"], kind="stable")] if len(extra) else both
+
+
+def _is_newer(table: Array, than: Array) -> Array:
+    """Which collectives come after all of their group in `than`."""
+    newest = {
+        int(group): int(than["seq"][(than["group"] == group) & (than["p2p"] == 0)].max(initial=-1))
+        for group in np.unique(table["group"])
+    }
+    return np.array(
+        [int(seq) > newest[int(group)] for group, seq in zip(table["group"], table["seq"], strict=True)], bool
+    )
 
 
 def _keys(table: Array) -> Array:

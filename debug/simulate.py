@@ -1,0 +1,247 @@
+"""Jobs that were never run: a program per rank, NCCL's semantics, one fault, and the Flight Recorder dumps they would leave.
+
+It shows what gloo cannot (operations scheduled, started or completed on a device, asynchronous queues), at any size, with
+the truth known. Each group has a stream per rank; the CPU runs ahead of it and waits for all of its streams once a step.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+FAULTS = ("none", "skip", "order", "op", "size", "dtype", "stuck", "died", "extra")
+VERDICTS: Mapping[str, tuple[str, ...]] = {
+    "none": ("HEALTHY",),
+    "skip": ("SKIPPED_COLLECTIVE", "ORDER_MISMATCH", "SIZE_MISMATCH", "CALLSITE_DIVERGENCE", "STUCK_ON_CPU"),
+    "order": ("ORDER_MISMATCH", "SKIPPED_COLLECTIVE", "SIZE_MISMATCH", "CALLSITE_DIVERGENCE"),
+    "op": ("OP_MISMATCH",),
+    "size": ("SIZE_MISMATCH",),
+    "dtype": ("DTYPE_MISMATCH",),
+    "stuck": ("STUCK_ON_CPU",),
+    "died": ("RANK_DIED",),
+    "extra": ("SKIPPED_COLLECTIVE",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One collective in a program."""
+
+    group: int
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    line: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Issued:
+    call: Call
+    seq: int
+    created_ns: int
+    started_ns: int = 0
+    completed_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A job: its groups, each rank's steps, and the fault that was built in."""
+
+    size: int
+    groups: tuple[tuple[int, ...], ...]
+    steps: tuple[tuple[tuple[Call, ...], ...], ...]
+    fault: str
+    culprit: int
+    stops_in_step: int | None = None
+
+    @property
+    def truth(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Acceptable verdicts, and the culprits."""
+        return VERDICTS[self.fault], () if self.fault == "none" else (self.culprit,)
+
+
+def random_scenario(seed: int, sizes: Sequence[int] = (2, 4, 8, 16)) -> Scenario:
+    """A mesh of two axes, a random training step that repeats, and one random fault in a late step."""
+    rng = random.Random(seed)
+    size = rng.choice(sizes)
+    groups = _mesh_groups(size, rng)
+    body = _body(groups, rng)
+    num_steps = rng.randint(4, 7)
+    fault, culprit = rng.choice(FAULTS), rng.randrange(size)
+    steps = [
+        [tuple(call for call in body if rank in groups[call.group]) for _ in range(num_steps)] for rank in range(size)
+    ]
+    stops = None
+    if fault in ("stuck", "died"):
+        stops = num_steps - 1
+    elif fault != "none":
+        steps[culprit][-1] = _broken(steps[culprit][-1], fault, rng)
+    return Scenario(
+        size=size, groups=groups, steps=tuple(tuple(program) for program in steps), fault=fault, culprit=culprit,
+        stops_in_step=stops,
+    )  # fmt: skip
+
+
+def _mesh_groups(size: int, rng: random.Random) -> tuple[tuple[int, ...], ...]:
+    """The world, and for a mesh (a, b) of it the rows and columns that have several ranks."""
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    width = rng.choice(divisors)
+    rows = [tuple(range(start, start + width)) for start in range(0, size, width)] if width > 1 else []
+    columns = [tuple(range(start, size, width)) for start in range(width)] if width < size else []
+    smaller = [group for group in (*rows, *columns) if 1 < len(group) < size]
+    return (tuple(range(size)), *smaller)
+
+
+def _body(groups: Sequence[tuple[int, ...]], rng: random.Random) -> list[Call]:
+    """One step: calls on each kind of group in a fixed order, the same on all ranks."""
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for index, group in enumerate(groups):
+        kinds.setdefault((len(group), group[1] - group[0]), []).append(index)
+    body, line = [], 100
+    for _ in range(rng.randint(3, 6)):
+        alike = rng.choice(list(kinds.values()))
+        op = rng.choice(("all_reduce", "_all_gather_base", "_reduce_scatter_base", "broadcast"))
+        shape, dtype, line = (rng.randint(2, 500), rng.randint(2, 64)), rng.choice(("Float", "BFloat16")), line + 7
+        body += [Call(group=index, op=op, shape=shape, dtype=dtype, line=line) for index in alike]
+    return [*body, Call(group=0, op="all_reduce", shape=(1,), dtype="Float", line=line + 7)]
+
+
+def _broken(step: tuple[Call, ...], fault: str, rng: random.Random) -> tuple[Call, ...]:
+    """The culprit's step with one thing wrong. The last call (a loss reduced over the world) stays."""
+    calls = list(step)
+    at = rng.randrange(len(calls) - 1) if len(calls) > 1 else 0
+    call = calls[at]
+    if fault == "skip":
+        del calls[at]
+    elif fault == "order":
+        pairs = [
+            i for i in range(len(calls) - 1) if calls[i].group == calls[i + 1].group and _differ(calls[i], calls[i + 1])
+        ]
+        if not pairs:
+            return _broken(step, "size", rng)
+        at = rng.choice(pairs)
+        calls[at], calls[at + 1] = calls[at + 1], calls[at]
+    elif fault == "op":
+        calls[at] = replace(call, op="reduce" if call.op != "reduce" else "all_reduce", line=call.line + 1)
+    elif fault == "size":
+        calls[at] = replace(call, shape=(call.shape[0] + 1, *call.shape[1:]))
+    elif fault == "dtype":
+        calls[at] = replace(call, dtype="Double")
+    elif fault == "extra":
+        calls.insert(at, Call(group=call.group, op="all_gather", shape=(3,), dtype="Long", line=call.line - 3))
+    return tuple(calls)
+
+
+def _differ(a: Call, b: Call) -> bool:
+    return (a.op, a.shape, a.dtype) != (b.op, b.shape, b.dtype)
+
+
+@dataclass(slots=True)
+class _State:
+    """One run of a scenario."""
+
+    scenario: Scenario
+    issued: dict[int, list[_Issued]] = field(default_factory=dict)
+    step: dict[int, int] = field(default_factory=dict)
+    clock_ns: int = 1_795_226_821_000_000_000
+
+
+def simulate(scenario: Scenario) -> dict[int, list[_Issued]]:
+    """What each rank had issued, started and completed when nothing moved any more."""
+    state = _State(scenario)
+    for rank in range(scenario.size):
+        state.issued[rank], state.step[rank] = [], 0
+    while any([_advance(state, rank) for rank in range(scenario.size)]) | _run_streams(state):  # noqa: C419  (all must move)
+        pass
+    return state.issued
+
+
+def _advance(state: _State, rank: int) -> bool:
+    """Let a rank's CPU issue its next step, once all it issued before is complete."""
+    program, at = state.scenario.steps[rank], state.step[rank]
+    is_stopped = rank == state.scenario.culprit and at == state.scenario.stops_in_step
+    if at >= len(program) or is_stopped or any(not op.completed_ns for op in state.issued[rank]):
+        return False
+    for call in program[at]:
+        state.clock_ns += 1_000_000
+        seq = sum(op.call.group == call.group for op in state.issued[rank]) + 1
+        state.issued[rank].append(_Issued(call=call, seq=seq, created_ns=state.clock_ns))
+    state.step[rank] = at + 1
+    return True
+
+
+def _run_streams(state: _State) -> bool:
+    """Start the head of each stream; complete what all members have started alike."""
+    has_moved = False
+    for group, members in enumerate(state.scenario.groups):
+        heads = {rank: head for rank in members if (head := _head(state.issued[rank], group)) is not None}
+        for head in heads.values():
+            if not head.started_ns:
+                head.started_ns = state.clock_ns = state.clock_ns + 1000
+                has_moved = True
+        alike = {(head.seq, head.call.op, head.call.shape, head.call.dtype) for head in heads.values()}
+        if len(heads) == len(members) and len(alike) == 1:
+            state.clock_ns += 50_000
+            for head in heads.values():
+                head.completed_ns = state.clock_ns
+            has_moved = True
+    return has_moved
+
+
+def _head(issued: Sequence[_Issued], group: int) -> _Issued | None:
+    return next((op for op in issued if op.call.group == group and not op.completed_ns), None)
+
+
+def dumps(scenario: Scenario, issued: Mapping[int, Sequence[_Issued]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(rank, dump) as torch's JSON dumps look; a dead rank leaves none."""
+    for rank in range(scenario.size):
+        if scenario.fault == "died" and rank == scenario.culprit:
+            continue
+        config = {
+            str(i): {"name": str(i), "desc": "default_pg" if i == 0 else f"mesh_{i}", "ranks": str(list(group))}
+            for i, group in enumerate(scenario.groups)
+            if rank in group
+        }
+        yield (
+            rank,
+            {"version": "2.10", "pg_config": config, "entries": [_entry(i, op) for i, op in enumerate(issued[rank])]},
+        )
+
+
+def _entry(number: int, op: _Issued) -> dict[str, Any]:
+    state = "completed" if op.completed_ns else "started" if op.started_ns else "scheduled"
+    call = op.call
+    return {
+        "frames": [{"name": "train_step", "filename": "/app/train.py", "line": call.line}],
+        "record_id": number,
+        "pg_id": call.group,
+        "process_group": [str(call.group), "default_pg" if call.group == 0 else f"mesh_{call.group}"],
+        "collective_seq_id": op.seq,
+        "p2p_seq_id": 0,
+        "op_id": op.seq,
+        "profiling_name": f"nccl:{call.op}",
+        "time_created_ns": op.created_ns,
+        "input_sizes": [list(call.shape)],
+        "input_dtypes": [call.dtype],
+        "output_sizes": [list(call.shape)],
+        "output_dtypes": [call.dtype],
+        "state": state,
+        "time_discovered_started_ns": op.started_ns or None,
+        "time_discovered_completed_ns": op.completed_ns or None,
+        "retired": bool(op.completed_ns),
+        "timeout_ms": 600_000,
+        "is_p2p": False,
+    }
+
+
+def write(scenario: Scenario, folder: Path) -> None:
+    """Simulate, and leave the dumps (and the exit code of a dead rank) in `folder`."""
+    for rank, dump in dumps(scenario, simulate(scenario)):
+        (folder / f"rank_{rank}.json").write_text(json.dumps(dump))
+    if scenario.fault == "died":
+        exits = {"titan_ckpt": "exits", "exits": [{"rank": scenario.culprit, "code": -9}]}
+        (folder / "exits.json").write_text(json.dumps(exits))

@@ -1,0 +1,253 @@
+"""Reading what jobs leave: many formats, damaged files, hostile files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle  # to make hostile and damaged dumps
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from titan_ckpt.cli import main
+from titan_ckpt.debug import diagnose, open_run
+from titan_ckpt.debug.logs import parse_launcher, parse_mixed_log, parse_rank_log
+from titan_ckpt.debug.safe_pickle import plain_loads
+from titan_ckpt.debug.stacks import parse_stacks
+from titan_ckpt.errors import TitanError, UnsafeContentError
+
+DUMPS = Path(__file__).parent / "data" / "flight_recorder"
+
+
+def copy(case: str, folder: Path, change: Callable[[Path, bytes], tuple[str, bytes] | None]) -> None:
+    """Copy a case's files through `change`, which gives a new name and content, or None to leave the file out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in (DUMPS / case).iterdir():
+        changed = change(source, source.read_bytes())
+        if changed is not None:
+            (folder / changed[0]).write_bytes(changed[1])
+
+
+def flags(folder: Path) -> set[str]:
+    return {flag.flag for flag in open_run(str(folder)).flags}
+
+
+# ------------------------------------------------------------------------------------------------------- layouts
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_packed_files_read_like_plain_ones(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    suffix = ".gz" if pack is gzip.compress else ".zst"
+    copy("dataloader", tmp_path, lambda path, data: (path.name + suffix, pack(data)))
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.subtype, top.culprits) == ("STUCK_ON_CPU", "dataloader", (3,))
+
+
+def test_run_layout_takes_the_newest_incident_and_the_logs(tmp_path: Path) -> None:
+    shutil.copytree(DUMPS / "skip", tmp_path / "debug" / "20260101-000000")
+    (tmp_path / "logs").mkdir()
+    copy("type", tmp_path / "debug" / "20260102-000000", lambda p, d: None if p.suffix == ".log" else (p.name, d))
+    copy("type", tmp_path / "logs", lambda p, d: (p.name, d) if p.suffix == ".log" else None)
+    run = open_run(str(tmp_path))
+    assert run.incident == "20260102-000000"
+    assert len(run.incidents) == 2
+    assert run.ranks[0].log is not None
+    assert diagnose(run)[0].verdict == "OP_MISMATCH"
+
+
+def test_one_log_with_prefixed_lines_is_split_by_rank() -> None:
+    text = "[rank0]: Traceback (most recent call last):\n[default3]: step 7 start\n2: hello\n"
+    assert set(parse_mixed_log(text, "job.log")) == {0, 2, 3}
+
+
+def test_single_dump_file_is_accepted() -> None:
+    run = open_run(str(DUMPS / "ok" / "rank_2"))
+    assert len(run.ranks[2].operations) == 10
+
+
+def test_old_dump_with_seq_id_and_without_process_group_is_read(tmp_path: Path) -> None:
+    for rank in range(2):
+        entries = [
+            {"record_id": i, "pg_id": 0, "seq_id": i + 1, "profiling_name": "nccl:all_reduce", "input_sizes": [[4]],
+             "output_sizes": [[4]], "state": "completed", "frames": [], "time_created_ns": 5 + i}
+            for i in range(3 - rank)
+        ]  # fmt: skip
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps({"version": "2.3", "entries": entries}, 2))
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert "VERSION_MIX" not in flags(tmp_path)
+    assert top.verdict in ("HEALTHY", "STUCK_ON_CPU")
+
+
+def test_mixed_versions_are_flagged(tmp_path: Path) -> None:
+    copy("ok", tmp_path, lambda p, d: None if p.suffix else (p.name, d.replace(b"2.10", b"2.07") if "1" in p.name else d))
+    assert "VERSION_MIX" in flags(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ damage and hostility
+
+
+class Hostile:
+    """Would create a file when unpickled by anything that trusts it."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self._target, "w")
+
+
+def test_pickle_that_asks_for_a_class_is_refused_and_flagged(tmp_path: Path) -> None:
+    target = tmp_path / "owned"
+    shutil.copytree(DUMPS / "skip", tmp_path / "job")
+    (tmp_path / "job" / "rank_0").write_bytes(pickle.dumps({"entries": [], "x": Hostile(str(target))}))
+    run = open_run(str(tmp_path / "job"))
+    assert not target.exists()
+    assert any("refused" in flag.text for flag in run.flags)
+    assert diagnose(run)[0].culprits == (2,)
+
+
+def test_persistent_ids_are_refused() -> None:
+    with pytest.raises(UnsafeContentError):
+        plain_loads(b"\x80\x02\x8c\x01aQ.")
+
+
+def test_truncated_dump_falls_back_to_its_json_twin(tmp_path: Path) -> None:
+    shutil.copytree(DUMPS / "type", tmp_path / "job")
+    dump = tmp_path / "job" / "rank_1"
+    dump.write_bytes(dump.read_bytes()[:700])
+    run = open_run(str(tmp_path / "job"))
+    assert "DUMP_CORRUPT" in {flag.flag for flag in run.flags}
+    assert diagnose(run)[0].culprits == (1,)
+
+
+def test_folder_of_nothing_but_damage_is_an_error_with_exit_code_three(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank_0").write_bytes(b"\x80\x02garbage")
+    assert main(["debug", str(tmp_path)]) == 3
+    assert "nothing readable" in capsys.readouterr().err
+
+
+def mutate(rng: random.Random, data: bytes) -> bytes:
+    """`data` with a few bytes flipped, cut, doubled or replaced."""
+    broken = bytearray(data)
+    for _ in range(rng.randint(1, 8)):
+        at = rng.randrange(len(broken) + 1)
+        kind = rng.randrange(4)
+        if kind == 0 and at < len(broken):
+            broken[at] = rng.randrange(256)
+        elif kind == 1:
+            del broken[at : at + rng.randint(1, 64)]
+        elif kind == 2:
+            broken[at:at] = broken[at : at + rng.randint(1, 64)]
+        else:
+            broken[at:at] = rng.randbytes(rng.randint(1, 16))
+    return bytes(broken)
+
+
+@pytest.mark.parametrize("case", ["skip", "chain", "size", "pginit"])
+def test_mutated_files_never_crash_the_analyzer(case: str, tmp_path: Path) -> None:
+    rng = random.Random(case)
+    for number in range(40):
+        folder = tmp_path / str(number)
+        copy(case, folder, lambda p, d: (p.name, mutate(rng, d) if d and rng.random() < 0.6 else d))
+        try:
+            verdicts = diagnose(open_run(str(folder)))
+        except TitanError:
+            continue
+        assert verdicts
+
+
+def test_wild_json_values_never_crash_the_analyzer(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    wild: list[Any] = [None, -1, 2**70, "x", [], {}, [[]], [[2**80]], 1.5, True, "[0, 1", {"a": 1}]
+    dump = json.loads((DUMPS / "skip" / "rank_0.json").read_text())
+    for number in range(150):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for rank in range(2):
+            changed = json.loads(json.dumps(dump))
+            for _ in range(rng.randint(1, 4)):
+                entry = rng.choice(changed["entries"])
+                entry[rng.choice(list(entry))] = rng.choice(wild)
+            if rng.random() < 0.3:
+                changed[rng.choice(list(changed))] = rng.choice(wild)
+            (folder / f"rank_{rank}.json").write_text(json.dumps(changed))
+        try:
+            assert diagnose(open_run(str(folder)))
+        except TitanError:
+            continue
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_mutated_logs_and_stacks_never_crash_their_parsers(seed: int) -> None:
+    rng = random.Random(seed)
+    for path in [*DUMPS.glob("s*/*.log"), *DUMPS.glob("s*/*.stacks")]:
+        text = mutate(rng, path.read_bytes() or b"x").decode("utf-8", "replace")
+        parse_rank_log(text, path.name, 0)
+        parse_mixed_log(text, path.name)
+        parse_launcher(text, path.name)
+        parse_stacks(text, path.name, "")
+
+
+# ------------------------------------------------------------------------------------------------------- logs only
+
+
+LOGS_ONLY = {
+    "skip": (2,), "order": (1,), "type": (1,), "dataloader": (3,), "pydeadlock": (1,), "ckpt_io": (0,), "sigkill": (1,),
+    "sigstop": (1,), "exception": (1,), "pginit": (1,), "ring": (2,), "ok": (), "all_ops": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOGS_ONLY)
+def test_logs_alone_name_the_culprit(case: str, tmp_path: Path) -> None:
+    copy(case, tmp_path, lambda path, data: (path.name, data) if path.suffix == ".log" else None)
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == LOGS_ONLY[case]
+
+
+def test_rank_that_gloo_aborted_is_not_blamed_by_its_log(tmp_path: Path) -> None:
+    copy("size", tmp_path, lambda path, data: (path.name, data) if path.suffix == ".log" else None)
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits) == ("SIZE_MISMATCH", ())
+
+
+WATCHDOG = (
+    "[rank{rank}]:[E1121 02:07:18.2] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600031 milliseconds before "
+    "timing out.\n"
+)
+
+
+def test_watchdog_lines_alone_name_the_rank_in_another_collective(tmp_path: Path) -> None:
+    for rank in range(4):
+        op = "BROADCAST" if rank == 2 else "ALLREDUCE"
+        (tmp_path / f"rank_{rank}.log").write_text(WATCHDOG.format(rank=rank, seq=81, op=op))
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == (2,)
+
+
+def test_rank_without_a_watchdog_line_is_the_suspect(tmp_path: Path) -> None:
+    for rank in range(4):
+        text = "2026-01-01 00:00:00 step 3 loading shard from dataset\n" if rank == 1 else ""
+        (tmp_path / f"rank_{rank}.log").write_text(text or WATCHDOG.format(rank=rank, seq=81, op="ALLREDUCE"))
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.subtype, top.culprits) == ("STUCK_ON_CPU", "dataloader", (1,))
+
+
+# ---------------------------------------------------------------------------------------------------------- imports
+
+
+def test_analyzer_runs_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import titan_ckpt.debug, titan_ckpt.cli\n"
+        f"assert titan_ckpt.cli.main(['debug', {str(DUMPS / 'ok')!r}]) == 0\n"
+        "assert not {'s3fs', 'textual', 'titan_ckpt.debug.recorder'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
