@@ -91,7 +91,8 @@ def launch(arguments: Sequence[str], config: TrainConfig, folder: RunFolder, *, 
     _clear_errors(folder)
     os.environ[LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # its wall of text blames the wrong rank; ours follows
     launcher = elastic_launch(_launch_config(nproc, restarts, config.save.grace_s), sys.executable)
     try:
         launcher("-m", "titan_ckpt", "train", *arguments)

@@ -77,6 +77,7 @@ class RankLogging:
         self._console.setLevel(logging.INFO if rank == 0 else logging.ERROR)
         prefix = "" if rank == 0 else f"[{who}] "
         self._console.setFormatter(_ConsoleFormatter(prefix))
+        self._console.addFilter(lambda record: record.exc_info is None)  # tracebacks are for the file
         self._ours = logging.getLogger("titan_ckpt")
         self._warnings = logging.getLogger("py.warnings")
 

@@ -1,0 +1,254 @@
+"""Whole training runs: what they leave behind, how they go on, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titan_ckpt.checkpoint import list_checkpoints, open_checkpoint
+from titan_ckpt.cli import main
+from titan_ckpt.store import open_store
+from titan_ckpt.trainer.metrics import flops_per_token
+from titan_ckpt.trainer.model import ModelConfig
+
+CONFIG = str(Path(__file__).parent.parent / "configs" / "debug.toml")
+LIMIT_S = 120.0
+
+
+@pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One tokenised standard library for all tests of this process."""
+    return str(tmp_path_factory.getbasetemp() / "tokens")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that spin while others want the core make small steps slow."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _arguments(cache: str, url: object, *sets: str) -> list[str]:
+    fixed = [f"data.cache={cache}", f"save.url={url}", "log.tensorboard=false", "train.device=cpu"]
+    return ["train", CONFIG, *(part for text in [*fixed, *sets] for part in ("--set", text))]
+
+
+def _train(cache: str, url: object, *sets: str) -> int:
+    return main(_arguments(cache, url, *sets))
+
+
+def _events(folder: Path, event: str = "step") -> list[dict[str, Any]]:
+    lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def _losses(folder: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in _events(folder)}
+
+
+# ------------------------------------------------------------------------------------------------- one rank
+
+
+def test_a_run_lowers_the_loss_and_leaves_checkpoint_metrics_log_and_config(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path, "train.steps=25", "train.global_batch_size=8", "save.every=10") == 0
+    losses = _losses(tmp_path)
+    assert sorted(losses) == list(range(1, 26))
+    assert losses[25] < losses[1] - 1.5
+    assert [info.step for info in list_checkpoints(str(tmp_path)) if info.is_resumable] == [10, 20, 25]
+    training = open_checkpoint(str(tmp_path)).manifest.training
+    assert (training["step"], training["tokens_seen"], training["data"]["position"]) == (25, 25 * 8 * 64, 200)
+    assert re.search(r"INFO \[rank 0\] .*step 25/25 ", (tmp_path / "logs" / "rank_00000.log").read_text())
+    assert json.loads((tmp_path / "logs" / "config.json").read_text())["train"]["steps"] == 25
+    record = _events(tmp_path)[-1]
+    assert record["tokens_per_s"] > 0
+    assert record["committed_step"] in (10, 20)
+    assert record["mfu"] is None
+
+
+def test_a_checkpoint_carries_config_pipeline_and_tokenizer(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path, "train.steps=1") == 0
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert checkpoint.manifest.config["model"]["dim"] == 64
+    assert checkpoint.manifest.pipeline is not None
+    assert checkpoint.manifest.pipeline["num_layers"] == 2
+    assert json.loads(checkpoint.asset("tokenizer.json"))["model"]["type"] == "BPE"
+
+
+def test_a_resumed_run_repeats_the_losses_of_an_uninterrupted_one_bit_for_bit(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path / "whole", "save.every=4") == 0
+    assert _train(cache, tmp_path / "resumed", f"resume.from={tmp_path}/whole@4") == 0
+    whole, resumed = _losses(tmp_path / "whole"), _losses(tmp_path / "resumed")
+    assert sorted(resumed) == [5, 6, 7, 8, 9, 10]
+    assert resumed == {step: whole[step] for step in resumed}
+
+
+def test_a_run_goes_on_by_itself_from_its_newest_committed_checkpoint(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path, "train.steps=4") == 0
+    assert _train(cache, tmp_path, "train.steps=6") == 0
+    assert [record["step"] for record in _events(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in _events(tmp_path, "start")] == [0, 4]
+
+
+def test_a_finished_run_started_again_does_nothing(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path, "train.steps=2") == 0
+    assert _train(cache, tmp_path, "train.steps=2") == 0
+    assert [record["step"] for record in _events(tmp_path)] == [1, 2]
+
+
+def test_model_only_takes_the_weights_and_begins_at_step_0(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path / "first", "train.steps=20", "train.global_batch_size=8") == 0
+    again = (f"resume.from={tmp_path}/first", "resume.model_only=true", "train.steps=2", "train.seed=5")
+    assert _train(cache, tmp_path / "second", *again) == 0
+    assert _losses(tmp_path / "second")[1] < _losses(tmp_path / "first")[1] - 1.0
+
+
+def test_another_model_is_refused_even_where_all_shapes_agree(
+    tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _train(cache, tmp_path, "train.steps=1") == 0
+    capsys.readouterr()
+    assert _train(cache, tmp_path, "train.steps=2", "model.rope_theta=50000.0") == 2
+    assert "rope_theta: checkpoint 10000.0, config 50000.0" in capsys.readouterr().err
+
+
+def test_other_data_are_refused_unless_allowed(tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.txt").write_text("another text " * 1000)
+    assert _train(cache, tmp_path / "run", "train.steps=1") == 0
+    other = ("train.steps=2", f"data.source={tmp_path}/other.txt")
+    assert _train(cache, tmp_path / "run", *other) == 3
+    assert "was trained on other data" in capsys.readouterr().err
+    assert _train(cache, tmp_path / "run", *other, "resume.other_data=true") == 0
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_update(
+    tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _train(cache, tmp_path, "optimizer.lr=1e30", "optimizer.warmup_steps=0", "save.every=1") == 3
+    error = capsys.readouterr().err
+    assert re.search(r"error: step \d: the gradient norm is (nan|inf)", error)
+    assert "the last checkpoint is of step" in error
+    assert "Traceback" in (tmp_path / "logs" / "rank_00000.log").read_text()
+
+
+def test_held_out_loss_is_measured_at_intervals(tmp_path: Path, cache: str) -> None:
+    validation = ("validation.every=5", "validation.fraction=0.01", "validation.samples=6")
+    assert _train(cache, tmp_path, *validation, "train.microbatch_size=4") == 0
+    events = _events(tmp_path, "validation")
+    assert [record["step"] for record in events] == [5, 10]
+    assert events[1]["loss"] < events[0]["loss"] < 6.0
+    assert events[0]["tokens"] == 6 * 64
+
+
+def test_a_time_limit_saves_and_exits_cleanly(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path, "train.max_seconds=0.001") == 0
+    assert open_checkpoint(str(tmp_path)).step == 1
+    assert _events(tmp_path, "end")[0]["reason"] == "time limit"
+
+
+def test_logs_of_a_remote_run_are_copied_beside_its_checkpoints_and_fetched_again(tmp_path: Path, cache: str) -> None:
+    url = f"memory://{tmp_path.name}"
+    assert _train(cache, url, "train.steps=2", f"log.folder={tmp_path}/here") == 0
+    store = open_store(url)
+    assert b"step 2/2" not in store.read("logs/config.json")
+    assert b"completed at step 2" in store.read("logs/rank_00000.log")
+    assert _train(cache, url, "train.steps=3", f"log.folder={tmp_path}/there") == 0
+    assert sorted(_losses(tmp_path / "there")) == [1, 2, 3]
+
+
+def test_microbatches_that_do_not_divide_the_batch_change_nothing_but_rounding(tmp_path: Path, cache: str) -> None:
+    for size in (1, 3):
+        assert _train(cache, tmp_path / str(size), f"train.microbatch_size={size}", "train.steps=5") == 0
+    assert _losses(tmp_path / "1") == pytest.approx(_losses(tmp_path / "3"), abs=1e-4)
+
+
+def test_flops_count_six_per_multiplied_weight_and_attention() -> None:
+    model = ModelConfig(vocab_size=10, dim=4, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=8)
+    weights = 4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 8 + 10 * 4
+    assert flops_per_token(model, seq_len=16) == 6 * weights + 12 * 4 * 16
+
+
+# -------------------------------------------------------------------------------------------- several ranks
+
+
+def _start(arguments: list[str], tmp_path: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "stderr", "w") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", "titan_ckpt", *arguments], stderr=errors, stdout=errors, text=True, env=environment
+        )
+
+
+def _wait_for(condition: Callable[[], bool], job: subprocess.Popen[str]) -> None:
+    give_up_at = time.monotonic() + LIMIT_S
+    while not condition():
+        assert job.poll() is None, "the job ended too early"
+        assert time.monotonic() < give_up_at, "the job did not come so far"
+        time.sleep(0.05)
+
+
+def _has_step(folder: Path, step: int) -> Callable[[], bool]:
+    return lambda: (folder / "logs" / "metrics.jsonl").exists() and step in _losses(folder)
+
+
+@pytest.mark.dist
+def test_two_ranks_train_save_and_go_on_as_one(tmp_path: Path, cache: str) -> None:
+    two = _arguments(cache, tmp_path / "run", "mesh.dp_shard=2", "train.steps=10", "save.every=5")
+    job = _start(two, tmp_path)
+    assert job.wait(LIMIT_S) == 0, (tmp_path / "stderr").read_text()
+    assert "[rank 1 dp_shard1]" in (tmp_path / "run" / "logs" / "rank_00001.log").read_text()
+    assert _train(cache, tmp_path / "one", f"resume.from={tmp_path}/run@5") == 0
+    whole, resumed = _losses(tmp_path / "run"), _losses(tmp_path / "one")
+    assert resumed == pytest.approx({step: whole[step] for step in range(6, 11)}, rel=2e-4)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_job_commits_a_last_checkpoint_and_exits_130(
+    signum: signal.Signals, tmp_path: Path, cache: str
+) -> None:
+    job = _start(_arguments(cache, tmp_path / "run", "mesh.dp_shard=2", "train.steps=100000"), tmp_path)
+    _wait_for(_has_step(tmp_path / "run", 2), job)
+    job.send_signal(signum)
+    assert job.wait(LIMIT_S) == 130, (tmp_path / "stderr").read_text()
+    last = max(_losses(tmp_path / "run"))
+    assert open_checkpoint(str(tmp_path / "run")).step == last
+    assert (
+        f"signal at step {last}; step {last} is committed" in (tmp_path / "run" / "logs" / "rank_00000.log").read_text()
+    )
+    assert f"stopped by {signum.name}" in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.dist
+def test_an_error_inside_ranks_is_one_line_with_the_rank_s_exit_code(tmp_path: Path, cache: str) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{broken\n')
+    job = _start(_arguments(cache, tmp_path / "run", "mesh.dp_shard=2", f"data.source={tmp_path}/bad.jsonl"), tmp_path)
+    assert job.wait(LIMIT_S) == 3
+    error = (tmp_path / "stderr").read_text()
+    assert "bad.jsonl: line 2: not JSON" in error
+    assert "Traceback" not in error
+    assert error.count("titan-ckpt: error:") == 1
+
+
+@pytest.mark.dist
+def test_a_killed_rank_is_named_and_not_the_one_that_noticed(tmp_path: Path, cache: str) -> None:
+    job = _start(_arguments(cache, tmp_path / "run", "mesh.dp_shard=2", "train.steps=100000"), tmp_path)
+    _wait_for(_has_step(tmp_path / "run", 2), job)
+    sidecar = next((tmp_path / "run" / "debug").glob("*/rank_00001.sidecar.json"))
+    os.kill(json.loads(sidecar.read_text())["pid"], signal.SIGKILL)
+    assert job.wait(LIMIT_S) == 3
+    error = (tmp_path / "stderr").read_text()
+    assert "rank 1 was killed by SIGKILL" in error
+    assert "Traceback" not in error
