@@ -10,6 +10,7 @@ if __name__ != "titan_ckpt.converters":
 
 if TYPE_CHECKING:
     from titan_ckpt.converters.export import ExportReport, export_hf
+    from titan_ckpt.converters.hf_checkpoint import open_hf_checkpoint
     from titan_ckpt.converters.hf_source import HfModel, open_hf
     from titan_ckpt.converters.importing import ImportReport, import_hf
 
@@ -20,9 +21,10 @@ _HOMES = {
     "export_hf": "titan_ckpt.converters.export",
     "import_hf": "titan_ckpt.converters.importing",
     "open_hf": "titan_ckpt.converters.hf_source",
+    "open_hf_checkpoint": "titan_ckpt.converters.hf_checkpoint",
 }
 
-__all__ = ["ExportReport", "HfModel", "ImportReport", "export_hf", "import_hf", "open_hf"]
+__all__ = ["ExportReport", "HfModel", "ImportReport", "export_hf", "import_hf", "open_hf", "open_hf_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:

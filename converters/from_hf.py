@@ -12,10 +12,10 @@ from titan_ckpt.blob import align, frame
 from titan_ckpt.checkpoint import MODEL
 from titan_ckpt.converters.contract import check_tensors
 from titan_ckpt.converters.families import EMBEDDING, HEAD, expected_tensors
+from titan_ckpt.converters.hf_checkpoint import USER_KEY
 from titan_ckpt.converters.hf_source import HfModel
 from titan_ckpt.converters.layouts import LAYOUTS, PREFIX, TITAN, Layout, is_ignored, name_in
 from titan_ckpt.converters.model_spec import ModelSpec, spec_to_config
-from titan_ckpt.converters.to_hf import USER_KEY
 from titan_ckpt.converters.transforms import target_dtype, transform
 from titan_ckpt.errors import PlanError
 from titan_ckpt.execute import FileResult

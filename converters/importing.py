@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import titan_ckpt
 from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
 from titan_ckpt.commit import find_commit, write_commit
-from titan_ckpt.converters.families import EMBEDDING, HEAD
 from titan_ckpt.converters.from_hf import ImportPlan, import_manifest, plan_import, state_paths
+from titan_ckpt.converters.hf_checkpoint import check_tied_head
 from titan_ckpt.converters.hf_source import HfModel, open_hf
 from titan_ckpt.converters.layouts import TITAN
-from titan_ckpt.converters.stream import Progress, stream, tensor_digests
-from titan_ckpt.errors import AlreadyExistsError, LoadContractError, StoreError
+from titan_ckpt.converters.stream import Progress, stream
+from titan_ckpt.errors import AlreadyExistsError, StoreError
 from titan_ckpt.layout import ASSETS, new_attempt, step_folder
 from titan_ckpt.location import parse_location
 from titan_ckpt.metadata import dcp_metadata
@@ -58,7 +58,8 @@ def run_import(plan: ImportPlan, url: str, *, on_progress: Progress | None = Non
     if find_commit(store, plan.step) is not None:
         raise AlreadyExistsError(f"{store}@{plan.step} is committed already; give another run, or a step as URL@STEP")
     _check_space(store, plan)
-    _check_tied_head(plan)
+    if plan.has_stored_tied_head:
+        check_tied_head(plan.model)
     folder = step_folder(plan.step)
     try:
         results = stream(plan.model.source, plan.model.store, store, plan.files, on_progress=on_progress)
@@ -80,15 +81,3 @@ def _check_space(store: Store, plan: ImportPlan) -> None:
     if isinstance(store, FileStore) and store.free_bytes() < plan.size_bytes:
         free = format_size(store.free_bytes())
         raise StoreError(f"{store}: needs {format_size(plan.size_bytes)}, the disk has {free} free")
-
-
-def _check_tied_head(plan: ImportPlan) -> None:
-    """A tied head that the files store as well must equal the embedding; it is then kept once."""
-    if not plan.has_stored_tied_head:
-        return
-    digests = tensor_digests(plan.model.source, plan.model.store, [EMBEDDING, HEAD])
-    if digests[EMBEDDING] != digests[HEAD]:
-        raise LoadContractError(
-            f"{plan.model.store}: config.json ties the head to the embedding, but {HEAD} and {EMBEDDING} differ; "
-            "set tie_word_embeddings to false to keep both"
-        )

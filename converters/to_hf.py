@@ -12,6 +12,7 @@ import numpy as np
 from titan_ckpt.checkpoint import FOREIGN, Checkpoint
 from titan_ckpt.converters.contract import check_tensors
 from titan_ckpt.converters.families import EMBEDDING, HEAD, expected_tensors
+from titan_ckpt.converters.hf_checkpoint import USER_KEY
 from titan_ckpt.converters.hf_config import Config, encode_config, hf_config, parse_config, spec_from_hf
 from titan_ckpt.converters.hf_source import CONFIG, INDEX, SINGLE, SUFFIX, encode_index
 from titan_ckpt.converters.layouts import Layout, Named, find_layout, is_weight, name_in
@@ -26,7 +27,6 @@ from titan_ckpt.plan import Literal, Region, Segment, Source, SourceTensor, Targ
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 README = "README.md"
-USER_KEY = "hugging_face"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 OnDamage = Literal["error", "fall_back"]
 FULL, MODEL, FOREIGN = "full", "model", "foreign"
+HUGGING_FACE = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint `url[@STEP]`; without a step the newest that is committed, resumable and whole.
 
-    A foreign DCP checkpoint (a folder with `.metadata` and no commit of ours) opens too, with kind `foreign`.
+    A foreign DCP checkpoint (a folder with `.metadata` and no commit of ours) opens too, with kind `foreign`, and a Hugging Face
+    model (a folder with config.json) as a model-only checkpoint of step 0.
     Raises NotCommittedError when there is nothing to open, DamagedError for a damaged one that was named, and for the newest
     one being damaged when `on_damage` is "error"; "fall_back" logs it and takes the one before.
     """
@@ -152,6 +154,8 @@ def _last_resort(store: Store, url: str, problems: list[str]) -> Checkpoint:
     for info in reversed(list_checkpoints(store)):
         if info.state == "committed" and info.commit is not None:
             return _open_commit(store, url, info.commit)
+    if store.exists(HUGGING_FACE) or store.folders("snapshots"):
+        return _open_hugging_face(store, url)
     seen = "; ".join(problems) or _what_is_there(store)
     raise NotCommittedError(f"{store}: no committed checkpoint here ({seen})")
 
@@ -184,6 +188,8 @@ def _open_step(store: Store, url: str, step: int) -> Checkpoint:
             return _open_foreign(store, url, folder=step_folder(step), step=step)
         if store.exists(f"step-{step}/{METADATA}"):
             return _open_foreign(store, url, folder=f"step-{step}", step=step)
+        if step == 0 and store.exists(HUGGING_FACE):
+            return _open_hugging_face(store, url)
         good = [info.step for info in list_checkpoints(store) if info.state == "committed"]
         hint = f"committed steps: {', '.join(map(str, good[-5:]))}" if good else "no step of this run is committed"
         raise NotCommittedError(f"{store}@{step} is not committed; {hint}") from None
@@ -226,6 +232,15 @@ def _open_foreign(store: Store, url: str, *, folder: str, step: int) -> Checkpoi
     where = store.where(f"{prefix}{METADATA}")
     manifest = read_dcp_metadata(store.read(f"{prefix}{METADATA}"), sizes=sizes, step=step, where=where)
     return Checkpoint(store=store, url=join(url, folder), step=step, folder=folder, manifest=manifest)
+
+
+def _open_hugging_face(store: Store, url: str) -> Checkpoint:
+    """A Hugging Face model (a folder, a prefix, a hub cache's `models--...`) as a model-only checkpoint of step 0."""
+    # By name, as `Checkpoint.read` does: the room that knows the format stands above this floor.
+    converters = importlib.import_module("titan_ckpt.converters.hf_checkpoint")
+    checkpoint: Checkpoint = converters.open_hf_checkpoint(url)
+    log.debug("%s is a Hugging Face model, read where it lies", store)
+    return checkpoint
 
 
 def _foreign_step(url: str) -> int:

@@ -1,0 +1,121 @@
+"""A Hugging Face model as a checkpoint that is read where it lies: load it, compare it, train from it, without converting it.
+
+`titan_ckpt.open_checkpoint` opens a folder or prefix with a config.json through this, so that everything that reads checkpoints
+reads these as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from titan_ckpt.checkpoint import MODEL, Checkpoint
+from titan_ckpt.converters.contract import check_tensors
+from titan_ckpt.converters.families import EMBEDDING, HEAD
+from titan_ckpt.converters.hf_source import HfModel, open_hf
+from titan_ckpt.converters.layouts import PREFIX, is_ignored
+from titan_ckpt.converters.model_spec import spec_to_config
+from titan_ckpt.converters.safetensors_header import StoredTensor
+from titan_ckpt.converters.stream import tensor_digests
+from titan_ckpt.errors import LoadContractError, NotFoundError
+from titan_ckpt.index import RAW, ChunkTable, FileEntry, Int64s, Manifest, TensorEntry
+from titan_ckpt.manifest import digest
+from titan_ckpt.metadata import FOREIGN_ATTEMPT
+from titan_ckpt.store import Store
+
+USER_KEY = "hugging_face"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfCheckpoint(Checkpoint):
+    """A checkpoint whose files are a Hugging Face model's."""
+
+    model: HfModel
+
+    @cached_property
+    def digests(self) -> bytes | None:
+        """None: safetensors files carry none."""
+        return None
+
+    def asset(self, name: str) -> bytes:
+        """A file that lies beside the weights."""
+        if name not in self.model.assets:
+            raise NotFoundError(f"{self}: no asset {name!r}; it has {sorted(self.model.assets) or 'none'}")
+        return self.model.assets[name]
+
+
+def open_hf_checkpoint(url: str, *, store: Store | None = None) -> HfCheckpoint:
+    """The model at `url` under our names, as step 0; every check of an import is made, no weight is read but a tied head's."""
+    model = open_hf(url, store=store)
+    spec = model.spec
+    stored = {name: tensor for name, tensor in model.tensors.items() if not is_ignored(name)}
+    check_tensors({name: tensor.shape for name, tensor in stored.items()}, spec, where=str(model.store))
+    has_stored_head = spec.tied_embeddings and HEAD in stored
+    if has_stored_head:
+        check_tied_head(model)
+        stored.pop(HEAD)
+    tensors = dict(sorted((PREFIX + name, tensor) for name, tensor in stored.items()))
+    manifest = Manifest(
+        step=0,
+        attempt=FOREIGN_ATTEMPT,
+        kind=MODEL,
+        created="",
+        versions={},
+        mesh=None,
+        pipeline=None,
+        tensors=tuple(
+            TensorEntry(
+                fqn=fqn,
+                dtype=tensor.dtype,
+                global_shape=tensor.shape,
+                placements={},
+                stages=None,
+                first_chunk=n,
+                num_chunks=1,
+            )
+            for n, (fqn, tensor) in enumerate(tensors.items())
+        ),
+        chunks=_chunks(list(tensors.values()), model),
+        codecs=(RAW,),
+        objects=(),
+        files=tuple(
+            FileEntry(path=path, size_bytes=model.store.stat(path).size_bytes, digest=None) for path in model.files
+        ),
+        config={"model": spec_to_config(spec)},
+        assets={name: digest(data).hex() for name, data in model.assets.items()},
+        user={USER_KEY: {"stored_tied_head": has_stored_head, "metadata": dict(model.metadata)}},
+    )
+    return HfCheckpoint(store=model.store, url=model.store.url, step=0, folder="", manifest=manifest, model=model)
+
+
+def check_tied_head(model: HfModel) -> None:
+    """A tied head that the files store as well must equal the embedding, or one of them would be lost silently."""
+    digests = tensor_digests(model.source, model.store, [EMBEDDING, HEAD])
+    if digests[EMBEDDING] != digests[HEAD]:
+        raise LoadContractError(
+            f"{model.store}: config.json ties the head to the embedding, but {HEAD} and {EMBEDDING} differ; "
+            "set tie_word_embeddings to false to keep both"
+        )
+
+
+def _chunks(tensors: list[StoredTensor], model: HfModel) -> ChunkTable:
+    """One chunk a tensor, the blob being the payload itself."""
+    nothing = np.zeros(len(tensors), dtype=np.int64)
+    length = _column([tensor.length for tensor in tensors])
+    return ChunkTable(
+        file=_column([model.file_of[tensor.name] for tensor in tensors]),
+        offset=_column([tensor.offset for tensor in tensors]),
+        length=length,
+        payload_offset=nothing,
+        payload_length=length,
+        codec=nothing,
+        box_offsets=_column([0 for tensor in tensors for _ in tensor.shape]),
+        box_sizes=_column([size for tensor in tensors for size in tensor.shape]),
+        digests=None,
+    )
+
+
+def _column(values: list[int]) -> Int64s:
+    return np.array(values, dtype=np.int64)
