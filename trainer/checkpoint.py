@@ -21,6 +21,7 @@ from titan_ckpt.trainer.settings import as_dict
 from titan_ckpt.trainer.signals import Agreement
 
 log = logging.getLogger(__name__)
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,19 @@ def restore(
     return Progress(
         step=int(training["step"]), samples=int(training["data"]["position"]), tokens=int(training["tokens_seen"])
     )
+
+
+def kept_assets(start: Start, tokenizer: bytes) -> dict[str, bytes]:
+    """The small files to save along: those of the start, so that an imported model goes back with its config and chat template.
+
+    Where the run reads text with another tokenizer than the start's, only the start's config.json is kept.
+    """
+    assets: dict[str, bytes] = {}
+    if start.checkpoint is not None:
+        assets = {name: start.checkpoint.asset(name) for name in start.checkpoint.manifest.assets}
+        if assets.get(TOKENIZER) != tokenizer:
+            assets = {name: data for name, data in assets.items() if name == "config.json"}
+    return assets | {TOKENIZER: tokenizer}
 
 
 def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
