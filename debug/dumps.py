@@ -121,11 +121,11 @@ def _columns(
     sizes = raw["input_sizes"]
     if any(name[3] for name in ops.values()):
         outputs = raw["output_sizes"]
-        sizes = [out if name[3] else into for name, into, out in zip(names, sizes, outputs, strict=True)]
+        sizes = tuple(out if name[3] else into for name, into, out in zip(names, sizes, outputs, strict=True))
     sequence = raw["collective_seq_id"]
     if any(name[1] for name in ops.values()):
         pair_sequence = raw["p2p_seq_id"]
-        sequence = [p if name[1] else c for name, c, p in zip(names, sequence, pair_sequence, strict=True)]
+        sequence = tuple(p if name[1] else c for name, c, p in zip(names, sequence, pair_sequence, strict=True))
         table["peer"] = [
             _peer(group, name[2]) if name[1] else -1 for name, (_, group) in zip(names, pairs, strict=True)
         ]

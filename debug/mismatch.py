@@ -89,6 +89,8 @@ def _strangeness(run: Run, lane: Lane, seq: int, side: _Side) -> int:
         score += 2
     if keys and side.key not in keys:
         score += 2
+    if keys and side.operation.op not in {key[0] for key in keys}:
+        score += 1
     if sites and site not in sites:
         score += 1
     return score

@@ -31,7 +31,7 @@ def plain_loads(data: bytes | memoryview) -> Any:
         raise ValueError(f"{len(data)} bytes; no dump is larger than {MAX_DUMP_BYTES}")
     try:
         # Buffered, because the unpickler reads ahead only where it can peek: three times as fast
-        return _PlainUnpickler(io.BufferedReader(io.BytesIO(data), 1 << 16)).load()  # type: ignore[arg-type]
+        return _PlainUnpickler(io.BufferedReader(io.BytesIO(data), 1 << 16)).load()
     except UnsafeContentError:
         raise
     except RecursionError as error:

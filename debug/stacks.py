@@ -7,9 +7,7 @@ from dataclasses import replace
 
 from titan_ckpt.debug.records import Frame, StackSnapshot, Thread
 
-_THREAD = re.compile(
-    r"^(Current thread|Thread) (0x[0-9a-f]+|\d+)(?: \[?([^\](]*?)\]?)? ?\(?(?:most recent call first)?"
-)
+_THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+|\d+)(?: \[([^\]]*)\])?")
 _FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+),? in (.+?)(?:\s{2,}\| (.*))?$')
 _PYSPY_THREAD = re.compile(r'^Thread (\d+) \(([^)]*)\)(?:: "?([^"]*)"?)?')
 _PYSPY_FRAME = re.compile(r"^\s{4}(.+?) \((.+?):(\d+)\)$")

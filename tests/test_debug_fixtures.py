@@ -76,7 +76,8 @@ def test_command_prints_the_json_interface(capsys: pytest.CaptureFixture[str]) -
     printed = json.loads(capsys.readouterr().out)
     top = printed["verdicts"][0]
     assert {
-        "verdict", "subtype", "culprits", "victims", "group", "seq", "op", "step", "confidence", "evidence", "chain", "next_steps",
+        "verdict", "subtype", "culprits", "victims", "group", "seq", "op", "step", "confidence", "evidence", "chain",
+        "next_steps",
     } <= set(top)  # fmt: skip
     assert (top["verdict"], top["culprits"]) == ("STUCK_ON_CPU", [0])
     assert isinstance(printed["flags"], list)

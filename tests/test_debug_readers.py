@@ -86,7 +86,9 @@ def test_old_dump_with_seq_id_and_without_process_group_is_read(tmp_path: Path) 
 
 
 def test_mixed_versions_are_flagged(tmp_path: Path) -> None:
-    copy("ok", tmp_path, lambda p, d: None if p.suffix else (p.name, d.replace(b"2.10", b"2.07") if "1" in p.name else d))
+    copy(
+        "ok", tmp_path, lambda p, d: None if p.suffix else (p.name, d.replace(b"2.10", b"2.07") if "1" in p.name else d)
+    )
     assert "VERSION_MIX" in flags(tmp_path)
 
 

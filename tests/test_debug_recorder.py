@@ -1,0 +1,202 @@
+"""The recorder in a real process: black box, heartbeat, dumps, signals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_ckpt.cli import main
+from titan_ckpt.debug.blackbox import HEADER_BYTES, parse_box
+from titan_ckpt.debug.collect import collect
+from titan_ckpt.debug.hooks import BoxWriter
+from titan_ckpt.debug.interning import Interner
+from titan_ckpt.debug.reader import open_run
+from titan_ckpt.debug.recorder import Recorder, environment
+from titan_ckpt.debug.records import Heartbeat
+from titan_ckpt.debug.watch import alarms
+from titan_ckpt.errors import UsageError
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
+    recorder = Recorder.start(tmp_path / "box", rank=0, world_size=1, coordinates={"tp": 0}, stall_s=0)
+    yield recorder
+    recorder.stop()
+
+
+@pytest.mark.usefixtures("world")
+def test_black_box_holds_operations_with_their_call_sites(recorder: Recorder) -> None:
+    dist.all_reduce(torch.ones(3, 5))
+    dist.broadcast(torch.ones(7, dtype=torch.int64), 0, async_op=True)
+    recorder.stop()
+    run = open_run(str(recorder.folder))
+    first, second = (run.operation(0, row) for row in range(2))
+    assert (first.op, first.seq, first.sizes, first.dtypes, first.retired) == ("all_reduce", 1, "15", "Float", True)
+    assert first.frames[0].file == __file__
+    assert first.group.members == (0,)
+    assert (second.op, second.dtypes, second.retired) == ("broadcast", "Long", False)
+
+
+@pytest.mark.usefixtures("world")
+def test_methods_of_torch_are_restored_by_stop(tmp_path: Path) -> None:
+    before = dist.ProcessGroup.allreduce, dist.Work.wait
+    Recorder.start(tmp_path, rank=0, world_size=1).stop()
+    assert (dist.ProcessGroup.allreduce, dist.Work.wait) == before
+
+
+def test_heartbeat_tells_step_and_phase(recorder: Recorder) -> None:
+    with recorder.phase("ckpt_upload", step=12):
+        beat = open_run(str(recorder.folder)).ranks[0].heartbeat
+    assert beat is not None
+    assert (beat.step, beat.phase, beat.is_stopped) == (12, "ckpt_upload", False)
+
+
+def test_orderly_end_is_marked_and_leaves_no_empty_files(recorder: Recorder) -> None:
+    recorder.stop()
+    record = open_run(str(recorder.folder)).ranks[0]
+    assert record.heartbeat is not None
+    assert record.heartbeat.is_stopped
+    assert [path.name for path in recorder.folder.iterdir() if path.stat().st_size == 0] == []
+
+
+def test_dump_from_another_thread_shows_where_the_main_thread_is(recorder: Recorder) -> None:
+    thread = threading.Thread(target=recorder.dump, args=("demand",))
+    thread.start()
+    thread.join()
+    record = open_run(str(recorder.folder)).ranks[0]
+    main_thread = record.stacks[0].main
+    assert main_thread is not None
+    assert any(frame.file == __file__ and "thread." in frame.text for frame in main_thread.frames)
+    assert record.coordinates == {"tp": 0}
+
+
+def test_exception_is_kept_with_its_line(recorder: Recorder) -> None:
+    try:
+        raise ValueError("bad shard")
+    except ValueError as error:
+        recorder.exception(error)
+    log = open_run(str(recorder.folder)).ranks[0].log
+    assert log is not None
+    assert log.events[0].kind == "exception"
+    assert log.events[0].frame is not None
+    assert log.events[0].frame.file == __file__
+
+
+def test_full_ring_keeps_the_newest_operations(tmp_path: Path) -> None:
+    box = BoxWriter(tmp_path / "rank_00000.box", rank=0, world_size=1, capacity=4)
+    from titan_ckpt.debug.blackbox import RECORD
+
+    for number in range(1, 11):
+        slot = HEADER_BYTES + ((number - 1) % 4) * RECORD.size
+        RECORD.pack_into(box.map, slot, number, 0, 1, number, 0, -1, 0, 0, 0, 0, 0, number)
+    parsed = parse_box(bytes(box.map), "box", Interner())
+    assert parsed.operations["seq"].tolist() == [7, 8, 9, 10]
+    assert parsed.count == 10
+
+
+def test_box_of_a_killed_process_survives(tmp_path: Path) -> None:
+    code = f"""
+        import os, signal
+        from pathlib import Path
+        from titan_ckpt.debug.hooks import BoxWriter
+        box = BoxWriter(Path({str(tmp_path)!r}) / "rank_00000.box", rank=0, world_size=1)
+        box.set_phase(41, 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False).returncode == -9
+    beat = open_run(str(tmp_path)).ranks[0].heartbeat
+    assert beat is not None
+    assert (beat.step, beat.phase) == (41, "data")
+
+
+HUNG = """
+    import sys, threading
+    from titan_ckpt.debug.recorder import Recorder
+    def tell(number):
+        print("told", number, flush=True)
+        if {answers}:
+            import os
+            threading.Timer(0.5, os._exit, (7,)).start()
+    recorder = Recorder.start({folder!r}, rank=0, world_size=1, on_signal=tell if {answers} else None)
+    print("ready", flush=True)
+    lock = threading.Lock(); lock.acquire(); lock.acquire()
+"""
+
+
+@pytest.mark.parametrize(("answers", "code"), [(True, 7), (False, 143)])
+def test_sigterm_reaches_a_hung_main_thread(answers: bool, code: int, tmp_path: Path) -> None:
+    source = textwrap.dedent(HUNG.format(answers=answers, folder=str(tmp_path)))
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    if answers:
+        states = collect(tmp_path, wait_s=20)
+        assert states[0].pid == process.pid
+        assert (tmp_path / "rank_00000.demand.stacks").exists()
+    process.terminate()
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert ("told 15" in output) == answers
+    stacks = (tmp_path / "rank_00000.sigterm.stacks").read_text()
+    assert "[MainThread]" in stacks
+
+
+def test_impossible_rank_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="rank 3 of 2"):
+        Recorder.start(tmp_path, rank=3, world_size=2)
+
+
+def test_environment_switches_the_flight_recorder_on() -> None:
+    assert int(environment()["TORCH_FR_BUFFER_SIZE"]) > 0
+
+
+# ------------------------------------------------------------------------------------------------------------ watch
+
+
+def beat(step: int, *, moved_s: float, alive_s: float, is_stopped: bool = False) -> Heartbeat:
+    """A heartbeat whose phase changed and whose recorder ticked that many seconds before the time 1000 s."""
+    return Heartbeat(
+        step=step, phase="forward", phase_ns=int((1000 - moved_s) * 1e9), alive_ns=int((1000 - alive_s) * 1e9), source="",
+        is_stopped=is_stopped,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("beats", "kinds"),
+    [
+        ({0: beat(5, moved_s=1, alive_s=0), 1: beat(5, moved_s=2, alive_s=0)}, []),
+        ({0: beat(5, moved_s=99, alive_s=0), 1: beat(5, moved_s=98, alive_s=0)}, ["STALLED"]),
+        ({0: beat(5, moved_s=1, alive_s=0), 1: beat(5, moved_s=60, alive_s=60)}, ["SILENT"]),
+        ({0: beat(9, moved_s=1, alive_s=0), 1: beat(5, moved_s=60, alive_s=0)}, ["BEHIND"]),
+        ({0: beat(9, moved_s=500, alive_s=500, is_stopped=True)}, []),
+    ],
+)
+def test_watch_tells_progress_from_trouble(beats: dict[int, Heartbeat], kinds: list[str]) -> None:
+    assert [alarm.kind for alarm in alarms(beats, 1000 * 10**9, after_s=30)] == kinds
+
+
+def test_watch_command_looks_once(recorder: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    with recorder.phase("data", step=3):
+        assert main(["debug", "watch", str(recorder.folder), "--once"]) == 0
+    assert "rank 0 in step 3 data" in capsys.readouterr().out
+
+
+def test_watch_without_boxes_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["debug", "watch", str(tmp_path), "--once"]) == 3
+    assert "no black box" in capsys.readouterr().err
