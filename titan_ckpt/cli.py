@@ -25,6 +25,7 @@ class Entry:
 
 COMMANDS = {
     "train": Entry("titan_ckpt.trainer.cli:TRAIN", "train a model from a TOML config, saving to any store"),
+    "plot": Entry("titan_ckpt.trainer.plot:PLOT", "draw a run's loss, throughput and checkpoints as an SVG"),
     "ls": Entry("titan_ckpt.commands:LS", "list a run's checkpoints"),
     "inspect": Entry("titan_ckpt.commands:INSPECT", "show what a checkpoint holds: mesh, tensors, files"),
     "verify": Entry("titan_ckpt.commands:VERIFY", "check a checkpoint; --data re-reads every byte"),

@@ -9,12 +9,18 @@ from collections.abc import Sequence
 
 from titan_ckpt.command import Command
 from titan_ckpt.errors import TitanError
+from titan_ckpt.location import join
 from titan_ckpt.trainer.config import TrainConfig, check, resolve_mesh
+from titan_ckpt.trainer.corpus import list_files
+from titan_ckpt.trainer.data import reading_of
 from titan_ckpt.trainer.launch import is_launched_here, is_rank, launch, num_ranks, write_error
 from titan_ckpt.trainer.logs import run_folder
 from titan_ckpt.trainer.preflight import preflight
 from titan_ckpt.trainer.settings import Resolved, render, resolve
 from titan_ckpt.trainer.setup import RankPlace, run_rank
+from titan_ckpt.trainer.tokenizer import open_tokenizer
+from titan_ckpt.trainer.tokens import pretokenise
+from titan_ckpt.units import format_size
 
 EPILOG = """\
 The mesh decides how many ranks are started; with mesh.dp_shard = -1 it is --nproc, or one per accelerator. Under torchrun nothing
@@ -24,6 +30,7 @@ is started. SIGTERM and SIGINT: a last checkpoint is committed, then exit code 1
 examples:
   titan-ckpt train configs/tiny.toml --set save.url=s3://bucket/run --set save.every=20
   titan-ckpt train configs/tiny.toml --set mesh.dp_shard=2 --set mesh.tp=2
+  titan-ckpt train configs/llama3_8b.toml --set data.source=s3://corpus/*.jsonl.zst --pretokenise s3://corpus/tokens
   torchrun --nnodes=8 --nproc-per-node=8 ... -m titan_ckpt train configs/llama3_8b.toml
 """
 
@@ -38,6 +45,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--print-config", action="store_true", help="show every value and where it comes from, then stop"
     )
+    parser.add_argument(
+        "--pretokenise", metavar="DST", help="write [data] as token files to a folder or URL, then stop"
+    )
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine")
     parser.add_argument(
         "--restarts", type=int, default=0, metavar="N", help="start the ranks again after a failure, at most N times"
@@ -51,6 +61,8 @@ def run(arguments: Namespace) -> int:
     if arguments.print_config:
         sys.stdout.write(render(resolved))
         return 0
+    if arguments.pretokenise:
+        return pretokenise_all(resolved.config, arguments.pretokenise)
     if is_rank():
         return run_as_rank(resolved)
     world_size = num_ranks(resolved.config, arguments.nproc)
@@ -61,6 +73,36 @@ def run(arguments: Namespace) -> int:
         return 130 if outcome.reason == "signal" else 0
     folder = run_folder(resolved.config.log.folder, resolved.config.save.url)
     return launch(_again(arguments), resolved.config, folder, nproc=world_size, restarts=arguments.restarts)
+
+
+def pretokenise_all(config: TrainConfig, destination: str) -> int:
+    """Tokenise every source: into `destination`, or into numbered folders below it where there are several."""
+    tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
+    for number, source in enumerate(config.data.sources):
+        target = destination if len(config.data.sources) == 1 else join(destination, f"{number:02d}")
+        files, reading = list_files(source.url), reading_of(source, config.data)
+        header = pretokenise(files, tokenizer, reading, target, progress=ProgressLine(source.url))
+        sys.stdout.write(f"{target}: {header.num_tokens} tokens of {header.num_documents} documents\n")
+    return 0
+
+
+class ProgressLine:
+    """A bar on a terminal, a line per tenth elsewhere; on stderr."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._tenths = what, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes are done."""
+        share = done / total if total else 1.0
+        if sys.stderr.isatty():
+            bar = "#" * int(30 * share)
+            sys.stderr.write(
+                f"\r{self._what}: [{bar:<30}] {share:4.0%} of {format_size(total)}" + "\n" * (done == total)
+            )
+        elif int(10 * share) > self._tenths:
+            self._tenths = int(10 * share)
+            sys.stderr.write(f"{self._what}: {share:.0%} of {format_size(total)}\n")
 
 
 def run_as_rank(resolved: Resolved[TrainConfig]) -> int:

@@ -115,6 +115,7 @@ class LogConfig:
     folder: str = ""
     every: int = 1  # steps per metrics line
     tensorboard: bool = True  # when it is installed
+    trace_steps: tuple[int, int] = (0, 0)  # first and last step of logs/trace.json, for Perfetto; (0, 0): none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,12 @@ def is_launched_here() -> bool:
     return LAUNCHED in os.environ
 
 
+def launched_at_s() -> float:
+    """When this attempt began: for the first one under our launcher its own start, else now."""
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    return float(os.environ[LAUNCHED]) if is_first and LAUNCHED in os.environ else time.time()
+
+
 def num_ranks(config: TrainConfig, nproc: int | None) -> int:
     """Ranks to start: as told, as the mesh needs, else one per accelerator (one on a CPU)."""
     if nproc is not None:
@@ -89,7 +95,7 @@ def num_ranks(config: TrainConfig, nproc: int | None) -> int:
 def launch(arguments: Sequence[str], config: TrainConfig, folder: RunFolder, *, nproc: int, restarts: int = 0) -> int:
     """Run `titan-ckpt train ARGUMENTS` on `nproc` ranks; 0, or 130 after a signal whose last checkpoint is committed."""
     _clear_errors(folder)
-    os.environ[LAUNCHED] = "1"
+    os.environ[LAUNCHED] = str(time.time())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # its wall of text blames the wrong rank; ours follows

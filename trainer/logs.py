@@ -16,7 +16,7 @@ from titan_ckpt.store import open_store
 
 log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
-RESULT = "result.json"
+TRACE = "trace.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,22 @@ from titan_ckpt.location import join, redact
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.save import SaveOptions, Saver
 from titan_ckpt.store import open_store
-from titan_ckpt.trainer.checkpoint import describe_start, find_start, pipeline_record, restore
+from titan_ckpt.trainer.checkpoint import describe_start, find_start, kept_assets, pipeline_record, restore
 from titan_ckpt.trainer.config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.data import BatchShape, Dataset, open_dataset, unigram_entropy
 from titan_ckpt.trainer.device_mesh import BACKENDS
-from titan_ckpt.trainer.logs import METRICS, RankLogging, RunFolder, describe_rank, is_inside, run_folder, upload_logs
+from titan_ckpt.trainer.goodput import goodput, parse_metrics
+from titan_ckpt.trainer.launch import launched_at_s
+from titan_ckpt.trainer.logs import (
+    METRICS,
+    TRACE,
+    RankLogging,
+    RunFolder,
+    describe_rank,
+    is_inside,
+    run_folder,
+    upload_logs,
+)
 from titan_ckpt.trainer.loop import Job, Loop, Outcome
 from titan_ckpt.trainer.metrics import MetricsLog, open_sinks
 from titan_ckpt.trainer.optimizer import build_optimizer
@@ -34,6 +45,7 @@ from titan_ckpt.trainer.precision import describe_precision
 from titan_ckpt.trainer.settings import as_dict
 from titan_ckpt.trainer.signals import Agreement, StopRequest
 from titan_ckpt.trainer.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
+from titan_ckpt.trainer.trace import trace_events, write_trace
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +88,9 @@ def run_rank(config: TrainConfig, place: RankPlace) -> Outcome:
             with ExitStack() as stack:
                 stop = stack.enter_context(StopRequest(max_seconds=config.train.max_seconds))
                 stack.enter_context(_process_group(config, place, device))
-                phases = Phases(hook=_start_recorder(config, place, mesh, folder, stop, stack))
+                first, last = config.log.trace_steps
+                steps = range(first, last + 1) if last else range(0)
+                phases = Phases(hook=_start_recorder(config, place, mesh, folder, stop, stack), steps=steps)
                 return _train(config, place, mesh, device, folder, stop, phases)
         except BaseException:
             log.info("training ends with an error", exc_info=True)
@@ -92,7 +106,7 @@ def _train(
     stop: StopRequest,
     phases: Phases,
 ) -> Outcome:
-    started = time.time()
+    launched_s = launched_at_s()
     with ExitStack() as stack:
         agreement = Agreement(timeout_s=max(config.train.init_timeout_s, config.save.timeout_s))
         tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
@@ -100,7 +114,7 @@ def _train(
         dataset = _open_data(config, tokenizer, agreement, place)
         metrics = _open_metrics(config, folder, place)
         stack.callback(metrics.close)
-        names = [os.path.basename(folder.log(place.rank))] + ([METRICS] if place.rank == 0 else [])
+        names = [os.path.basename(folder.log(place.rank))] + ([METRICS, TRACE] if place.rank == 0 else [])
         stack.callback(lambda: upload_logs(folder, config.save.url, names))
         start = find_start(config.resume, config.save.url, agreement)
         torch.use_deterministic_algorithms(config.train.deterministic)
@@ -117,13 +131,19 @@ def _train(
             )  # fmt: skip
             saver = stack.enter_context(Saver(config.save.url, options))
         job = Job(
-            config=config, config_record=as_dict(config), assets={"tokenizer.json": tokenizer.to_json()},
+            config=config, config_record=as_dict(config), assets=kept_assets(start, tokenizer.to_json()) if place.rank == 0 else {},
             parallelized=parallelized, optimizer=optimizer, dataset=dataset, saver=saver, agreement=agreement, stop=stop,
             phases=phases, metrics=metrics, upload_logs=lambda: upload_logs(folder, config.save.url, names),
         )  # fmt: skip
         _announce(job, place, describe_start(start, progress))
-        metrics.event("start", step=progress.step, launched_s=started, mesh=str(mesh), world_size=mesh.world_size)
-        return Loop(job, progress).run()
+        metrics.event("start", step=progress.step, launched_s=launched_s, mesh=str(mesh), world_size=mesh.world_size)
+        outcome = Loop(job, progress).run()
+        if phases.steps:
+            _write_trace(phases, agreement, place, mesh, folder)
+        if place.rank == 0:
+            with open(folder.file(METRICS), encoding="utf-8") as file:
+                log.info("%s", goodput(parse_metrics(file.read())).text())
+        return outcome
 
 
 @contextmanager
@@ -203,6 +223,15 @@ def _fetch_metrics(url: str, folder: RunFolder, path: str) -> None:
         return
     with open(path, "wb") as file:
         file.write(data)
+
+
+def _write_trace(phases: Phases, agreement: Agreement, place: RankPlace, mesh: MeshSpec, folder: RunFolder) -> None:
+    """The phases of all ranks as one file, by rank 0."""
+    name = describe_rank(mesh, place.rank)
+    gathered = agreement.gathered(trace_events(phases.spans, rank=place.rank, name=name))
+    if place.rank == 0:
+        write_trace(folder.file(TRACE), [event for events in gathered for event in events])
+        log.info("trace of steps %d to %d: %s", phases.steps.start, phases.steps.stop - 1, folder.file(TRACE))
 
 
 def _announce(job: Job, place: RankPlace, start: str) -> None:

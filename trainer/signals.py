@@ -11,11 +11,12 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+T = TypeVar("T")
 NOTHING, TIME_LIMIT, SIGNAL = 0, 1, 2
 REASONS = {TIME_LIMIT: "time limit", SIGNAL: "signal"}
 HANDLED = (signal.SIGTERM, signal.SIGINT)
@@ -73,6 +74,14 @@ class Agreement:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
         result: list[float] = values.tolist()
         return result
+
+    def gathered(self, value: T) -> list[T]:
+        """Every rank's value on rank 0, nothing elsewhere."""
+        if self._group is None:
+            return [value]
+        values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values or []
 
     def from_rank_0(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
