@@ -105,7 +105,7 @@ def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, 
             "RANK_FROZEN",
             "",
             state.confidence,
-            f"is frozen: its process does not run at all; last seen{where or ' nowhere'}",
+            f"is frozen: its process does not run at all{_last_seen(where)}",
         )
     if state.kind == GIL_HELD:
         return "STUCK_ON_CPU", state.detail, state.confidence, f"is stuck with the GIL held{where}"
@@ -133,6 +133,10 @@ def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, 
         busy = _BUSY.get(state.detail, "in its own code")
         return "STUCK_ON_CPU", state.detail, state.confidence, f"is stuck {busy}{where}, not in any collective"
     return _silent(run, state)
+
+
+def _last_seen(where: str) -> str:
+    return f"; last seen{where}" if where else ""
 
 
 def _silent(run: Run, state: Situation) -> tuple[str, str, float, str]:

@@ -12,6 +12,7 @@ from titan_ckpt.debug.records import Evidence, Run, Verdict
 LEAST_TIMES = 3
 LEAST_LAG_NS = 50_000_000
 LEAST_SHARE = 0.2
+MOST_SHARE = 1.2  # nobody can keep the others waiting for longer than it all took: that is a clock that is wrong
 
 
 def straggler(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict | None:
@@ -44,7 +45,7 @@ def _slowest(run: Run, lane: Lane) -> tuple[int, int, int, float] | None:
     i = int(totals.argmax())
     mine = lag[(last == i) & (lag >= LEAST_LAG_NS)]
     share = float(mine.sum()) / max(span, 1)
-    if len(mine) < LEAST_TIMES or share < LEAST_SHARE or totals[i] < 0.7 * totals.sum():
+    if len(mine) < LEAST_TIMES or not LEAST_SHARE <= share <= MOST_SHARE or totals[i] < 0.7 * totals.sum():
         return None
     return lane.members[i], int(np.median(mine)), len(mine), share
 

@@ -182,7 +182,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if error is not None:
+        if isinstance(error, Exception):
             self.exception(error)
         self.stop()
 
