@@ -56,6 +56,9 @@ def configure(parser: ArgumentParser) -> None:
         "--rename", metavar="OLD=NEW", action="append", default=[], help="rename FQNs by a glob; repeatable"
     )
     parser.add_argument("--placements", metavar="FILE", help="TOML table of FQN globs: how tensors are cut")
+    parser.add_argument(
+        "--stages-per-rank", type=int, metavar="N", help="of the target's pipeline schedule (default: the source's)"
+    )
     parser.add_argument("--memory", type=parse_size, default=parse_size("512MB"), help="hard budget (default 512MB)")
     parser.add_argument("--no-check", action="store_true", help="do not verify the source's digests")
     parser.add_argument("--bandwidth", type=parse_size, default=parse_size("1GB"), help="bytes/s for the time estimate")
@@ -74,7 +77,8 @@ def run(arguments: Namespace) -> int:
         )
     checkpoint = open_checkpoint(arguments.source)
     selection = _selection(arguments, select(checkpoint.manifest, _filter(arguments)))
-    plan = plan_reshard(checkpoint, mesh, rules=rules, selection=selection)
+    per_rank = arguments.stages_per_rank
+    plan = plan_reshard(checkpoint, mesh, rules=rules, selection=selection, stages_per_rank=per_rank)
     store = open_store(location.url)
     check_destination(plan, location.url, store)
     if arguments.show is not None:

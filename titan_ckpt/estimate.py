@@ -75,7 +75,7 @@ def estimate(
         units = schedule(plan.source, plan.wave(ranks, _ATTEMPT), Limits(slab_bytes=budget.slab_bytes), checked=checked)
         for unit in islice(units, MAX_UNITS // len(walked)):
             reads.add(unit)
-    needed = sum(plan.source.tensors[tensor.fqn].size_bytes for tensor in plan.target.tensors)
+    needed = sum(tensor.size_bytes for tensor in plan.source.tensors.values())
     sizes, files = plan.target.file_bytes(), [rank for wave in waves for rank in wave]
     scale = needed / reads.filled_bytes if reads.filled_bytes else 1.0
     read_bytes, requests = round(reads.size_bytes * scale), round(reads.requests * scale)

@@ -11,7 +11,8 @@ turns them into bounded units of reads and moves, `execute.py` runs those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -19,10 +20,13 @@ from typing import TypeAlias
 import numpy as np
 
 from titan_ckpt.checkpoint import Checkpoint
-from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, RAW, Int64s, Manifest, TensorEntry
+from titan_ckpt.errors import PlanError
+from titan_ckpt.foreign import locate_payload
+from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, RAW, Chunk, Int64s, Manifest, TensorEntry
 from titan_ckpt.placement import Box, Shape
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+LOCATE_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,16 +176,49 @@ class Wave:
     files: tuple[TargetFile, ...]
 
 
-def source_of(checkpoint: Checkpoint) -> Source:
-    """The source that a checkpoint is: its data files, and its tensors with the digests that were recorded."""
+def source_of(checkpoint: Checkpoint, fqns: Collection[str] | None = None) -> Source:
+    """The source that a checkpoint is: its data files, and its tensors (those of `fqns`) with the digests that were recorded.
+
+    A checkpoint of others does not say where in a blob the bytes are: then every blob of these tensors is looked into.
+    """
     manifest, digests = checkpoint.manifest, checkpoint.digests
+    wanted = [entry for entry in manifest.tensors if fqns is None or entry.fqn in fqns]
+    payloads = _payloads(checkpoint, wanted)
     return Source(
         objects=tuple(checkpoint.path(file.path) for file in manifest.files),
-        tensors={entry.fqn: _source_tensor(manifest, entry, digests) for entry in manifest.tensors},
+        tensors={entry.fqn: _source_tensor(manifest, entry, digests, payloads) for entry in wanted},
     )
 
 
-def _source_tensor(manifest: Manifest, entry: TensorEntry, digests: bytes | None) -> SourceTensor:
+def _payloads(checkpoint: Checkpoint, wanted: list[TensorEntry]) -> tuple[Int64s, Int64s]:
+    """Start in its blob and length of every chunk's payload; those of tensors that are not wanted may be unknown."""
+    table = checkpoint.manifest.chunks
+    if not len(table) or int(table.payload_offset.min()) >= 0:
+        return table.payload_offset, table.payload_length
+    starts, lengths = table.payload_offset.copy(), table.payload_length.copy()
+    unknown = [(e, i) for e in wanted for i in range(e.num_chunks) if starts[e.first_chunk + i] < 0]
+
+    def locate(place: tuple[TensorEntry, int]) -> Chunk:
+        chunk = checkpoint.manifest.chunk(*place)
+        return locate_payload(checkpoint.store, checkpoint.path(chunk.file), chunk)
+
+    with ThreadPoolExecutor(LOCATE_THREADS) as pool:
+        for (entry, index), chunk in zip(unknown, pool.map(locate, unknown), strict=True):
+            if chunk.strides is not None:
+                raise PlanError(
+                    f"{entry.fqn}: stored with strides {chunk.strides}, not row-major, which cannot be streamed; save it again "
+                    f"after `.contiguous()`"
+                )
+            starts[entry.first_chunk + index], lengths[entry.first_chunk + index] = (
+                chunk.payload_offset,
+                chunk.payload_length,
+            )
+    return starts, lengths
+
+
+def _source_tensor(
+    manifest: Manifest, entry: TensorEntry, digests: bytes | None, payloads: tuple[Int64s, Int64s]
+) -> SourceTensor:
     table = manifest.chunks
     rows = slice(entry.first_chunk, entry.first_chunk + entry.num_chunks)
     offsets, sizes = manifest.boxes(entry)
@@ -191,8 +228,8 @@ def _source_tensor(manifest: Manifest, entry: TensorEntry, digests: bytes | None
         box_offsets=offsets,
         box_sizes=sizes,
         object=table.file[rows],
-        start=table.offset[rows] + table.payload_offset[rows],
-        length=table.payload_length[rows],
+        start=table.offset[rows] + payloads[0][rows],
+        length=payloads[1][rows],
         codec=table.codec[rows],
         codecs=manifest.codecs,
         digests=None if digests is None else digests[rows.start * DIGEST_BYTES : rows.stop * DIGEST_BYTES],

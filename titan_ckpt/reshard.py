@@ -66,7 +66,7 @@ class ReshardPlan:
     @cached_property
     def source(self) -> Source:
         """The source's tensors under their new names, and its other values as tensors of bytes."""
-        source = source_of(self.checkpoint)
+        source = source_of(self.checkpoint, {item.source_fqn for item in self.selection.items})
         tensors = {item.fqn: source.tensors[item.source_fqn] for item in self.selection.items}
         numbers = {path: number for number, path in enumerate(source.objects)}
         for entry in self.source_objects:
@@ -112,13 +112,19 @@ class ReshardPlan:
 
 
 def plan_reshard(
-    checkpoint: Checkpoint, mesh: MeshSpec, *, rules: tuple[Rule, ...] = (), selection: Selection | None = None
+    checkpoint: Checkpoint,
+    mesh: MeshSpec,
+    *,
+    rules: tuple[Rule, ...] = (),
+    selection: Selection | None = None,
+    stages_per_rank: int | None = None,
 ) -> ReshardPlan:
     """Plan to rewrite `checkpoint` for `mesh`. PlanError where a cut on the new mesh is not known, or chunks are missing."""
     manifest = checkpoint.manifest
     selection = selection or select(manifest)
     check_complete(manifest)
-    placer = Placer(source=manifest.mesh, target=mesh, rules=rules, stages=stages_for(manifest, mesh))
+    stages = stages_for(manifest, mesh, stages_per_rank=stages_per_rank)
+    placer = Placer(source=manifest.mesh, target=mesh, rules=rules, stages=stages)
     by_fqn = manifest.by_fqn
     chosen = [(item.entry, placer.place(by_fqn[item.source_fqn])) for item in selection.items]
     objects = tuple(entry for entry in manifest.objects if selection.keeps_object(entry.fqn))
@@ -177,14 +183,15 @@ def run_plan(
     """
     started, workers = time.monotonic(), workers or Workers()
     store = store or open_store(url)
-    check_destination(plan, url, store)
-    attempt = _attempt(plan, store, workers)
     budget = Budget.of(memory_bytes, store)
+    check_destination(plan, url, store)
     max_files = max(1, min(budget.max_open_files, -(-len(plan.target.ranks_with_files()) // workers.count)))
     mine = spread(plan.waves(max_files), workers.count, workers.index)
-    finished = _finished(plan, store, attempt, [rank for wave in mine for rank in wave])
+    attempt = _found_attempt(plan, store)
+    finished = _finished(plan, store, attempt, [rank for wave in mine for rank in wave]) if attempt else {}
     todo = [[rank for rank in wave if rank not in finished] for wave in mine]
-    _check_space(plan, store, finished)
+    _check_space(plan, store, [rank for wave in todo for rank in wave])
+    attempt = attempt or _begun_attempt(plan, store, workers)
     before = _versions(plan)
     execution = Execution(
         source=plan.source, source_store=plan.checkpoint.store, target_store=store, budget=budget, is_checked=is_checked,
@@ -213,22 +220,26 @@ def check_destination(plan: ReshardPlan, url: str, store: Store) -> None:
         raise AlreadyExistsError(f"{store}@{plan.step} exists already; give another URL, or remove that step first")
 
 
-def _attempt(plan: ReshardPlan, store: Store, workers: Workers) -> str:
-    """The folder of this job: one that an earlier run or worker 0 of this one began, else a new one."""
-    give_up_at = time.monotonic() + workers.patience_s
+def _found_attempt(plan: ReshardPlan, store: Store) -> str | None:
+    """The folder of this job, if an earlier run or worker 0 of this one began it."""
     folder = step_folder(plan.step)
-    while True:
-        for name in store.folders(folder):
-            if is_attempt(name) and _job_of(store, f"{folder}/{name}/{JOB}") == plan.job:
-                return name
-        if workers.index == 0:
-            attempt = new_attempt()
-            content = {"job": plan.job, "source": str(plan.checkpoint), "mesh": str(plan.target.mesh)}
-            store.write(f"{folder}/{attempt}/{JOB}", [json.dumps(content).encode()])
-            return attempt
+    attempts = [name for name in store.folders(folder) if is_attempt(name)]
+    return next((name for name in attempts if _job_of(store, f"{folder}/{name}/{JOB}") == plan.job), None)
+
+
+def _begun_attempt(plan: ReshardPlan, store: Store, workers: Workers) -> str:
+    """A new folder for this job: worker 0 makes it, the others wait for it."""
+    if workers.index == 0:
+        attempt = new_attempt()
+        content = {"job": plan.job, "source": str(plan.checkpoint), "mesh": str(plan.target.mesh)}
+        store.write(f"{step_folder(plan.step)}/{attempt}/{JOB}", [json.dumps(content).encode()])
+        return attempt
+    give_up_at = time.monotonic() + workers.patience_s
+    while (found := _found_attempt(plan, store)) is None:
         if time.monotonic() > give_up_at:
             raise StoreError(f"{store}: worker 0 has not begun within {workers.patience_s:.0f} s; is it running?")
         time.sleep(workers.poll_s)
+    return found
 
 
 def _job_of(store: Store, path: str) -> str | None:
@@ -283,10 +294,9 @@ def _file_digest(store: Store, path: str, size_bytes: int) -> bytes | None:
     return hasher.digest()
 
 
-def _check_space(plan: ReshardPlan, store: Store, finished: Mapping[int, FileResult]) -> None:
-    if isinstance(store, FileStore):
-        needed = int(plan.target.file_bytes().sum()) - sum(record.size_bytes for record in finished.values())
-        free = store.free_bytes()
+def _check_space(plan: ReshardPlan, store: Store, ranks: list[int]) -> None:
+    if isinstance(store, FileStore) and ranks:
+        needed, free = int(plan.target.file_bytes()[ranks].sum()), store.free_bytes()
         if free < needed:
             raise StoreError(
                 f"{store}: {format_size(needed)} are to be written, {format_size(free)} are free on that disk"

@@ -61,7 +61,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The tensors to take in the source's order, and the transforms of those that change."""
+    """The tensors to take in order of their new names, and the transforms of those that change."""
 
     items: tuple[Selected, ...]
     filter: Filter
@@ -96,7 +96,7 @@ def select(manifest: Manifest, wanted: Filter | None = None) -> Selection:
         other = seen.setdefault(item.fqn, item.source_fqn)
         if other != item.source_fqn:
             raise PlanError(f"{other} and {item.source_fqn} would both be named {item.fqn}: change --rename")
-    return Selection(items=items, filter=wanted)
+    return Selection(items=tuple(sorted(items, key=lambda item: item.fqn)), filter=wanted)
 
 
 def is_cast(entry: TensorEntry, dtype: str) -> bool:

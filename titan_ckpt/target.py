@@ -12,8 +12,8 @@ from titan_ckpt.blob import align, frame
 from titan_ckpt.boxes import Cut, cut
 from titan_ckpt.errors import PlanError
 from titan_ckpt.index import ChunkTable, Int64s, Manifest, ObjectEntry, TensorEntry
-from titan_ckpt.mesh import MeshSpec
-from titan_ckpt.pipeline import PipelineSpec, StageTable, count_layers, stage_table
+from titan_ckpt.mesh import FOLD, MeshSpec
+from titan_ckpt.pipeline import LOOP, PipelineSpec, StageTable, count_layers, stage_table
 from titan_ckpt.placement import Box, Placements, Shape, Shard
 from titan_ckpt.rules import FSDP_AXES, Rule, check_dims, match_rule, tensor_parallel
 
@@ -83,31 +83,46 @@ class Placer:
             f'"{entry.fqn}" = ["{axis}:0", "{FSDP_AXES}:0"], and give it with --placements'
         )
 
+    @property
+    def _fsdp_axes(self) -> str:
+        """The dimension that FSDP shards over on the target: dp_shard and cp, those of them that it has."""
+        return FOLD.join(axis for axis in ("dp_shard", "cp") if self.target.degree(axis) > 1) or "dp_shard"
+
     def _fsdp(self, entry: TensorEntry) -> tuple[str, Shard | None, str | None]:
         """How FSDP cuts: as recorded, else dimension 0, which is what `fully_shard` does."""
         if self._is_known(entry, _FSDP):
             placements = entry.placements or {}
             recorded = next((placements[axes] for axes in _FSDP if axes in placements), None)
-            return FSDP_AXES, recorded, RECORDED
-        return FSDP_AXES, Shard(0), DEFAULT if self.target.degree(FSDP_AXES) > 1 else None
+            return self._fsdp_axes, recorded, RECORDED
+        return self._fsdp_axes, Shard(0), DEFAULT if self.target.degree(FSDP_AXES) > 1 else None
 
     def _in_recorded_order(self, entry: TensorEntry, dims: Mapping[str, Shard]) -> Placements:
         """The cuts in the order of the source where it has both, else tensor parallelism before FSDP."""
-        recorded = [FSDP_AXES if axes in _FSDP else axes for axes in entry.placements or {}]
+        recorded = [self._fsdp_axes if axes in _FSDP else axes for axes in entry.placements or {}]
         order = sorted(dims, key=lambda axes: recorded.index(axes) if axes in recorded else -1)
         return {axes: dims[axes] for axes in (order if len(recorded) > 1 else dims)}
 
 
-def stages_for(manifest: Manifest, mesh: MeshSpec) -> StageTable | None:
-    """Pipeline coordinates on `mesh`; None where it has no pipeline. Without a recorded pipeline, layers are dealt evenly."""
+def stages_for(manifest: Manifest, mesh: MeshSpec, *, stages_per_rank: int | None = None) -> StageTable | None:
+    """Pipeline coordinates on `mesh`; None where it has no pipeline. Without a recorded pipeline, layers are dealt evenly.
+
+    `stages_per_rank` other than the recorded one: the target's schedule differs from the source's.
+    """
     if mesh.degree("pp") == 1:
         return None
+    spec = _pipeline(manifest)
+    if stages_per_rank is not None:
+        spec = replace(spec, stages_per_rank=stages_per_rank, style=spec.style if stages_per_rank == 2 else LOOP)
+    return stage_table(spec, mesh.degree("pp"))
+
+
+def _pipeline(manifest: Manifest) -> PipelineSpec:
     if manifest.pipeline is not None:
-        return stage_table(PipelineSpec.from_dict(manifest.pipeline), mesh.degree("pp"))
+        return PipelineSpec.from_dict(manifest.pipeline)
     num_layers = count_layers([tensor.fqn for tensor in manifest.tensors])
     if num_layers == 0:
         raise PlanError("mesh with pp > 1: the source records no pipeline and no name of a tensor speaks of layers")
-    return stage_table(PipelineSpec(num_layers=num_layers), mesh.degree("pp"))
+    return PipelineSpec(num_layers=num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
