@@ -33,12 +33,17 @@ def decode(stored: Array, dtype: str) -> Array:
     [1.0, 448.0, nan]
     """
     if dtype == "bfloat16":
-        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return _as_float64((stored.astype(np.uint32) << 16).view(np.float32))
     if dtype in _FLOAT8 or dtype == "float8_e8m0fnu":
         return _float8_table(dtype)[stored]
     if dtype == "bool":
         return stored.astype(np.uint8)
-    return stored.astype(np.float64) if stored.dtype.kind == "f" else stored
+    return _as_float64(stored) if stored.dtype.kind == "f" else stored
+
+
+def _as_float64(values: Array) -> Array:
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        return values.astype(np.float64)
 
 
 @lru_cache

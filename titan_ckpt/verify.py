@@ -117,10 +117,11 @@ class _Verification:
 
     def _check_identity(self, commit: Commit, manifest: Manifest) -> None:
         path = f"{self._folder}/{commit.attempt}/{MANIFEST}"
-        for name in ("step", "attempt", "kind"):
-            said, found = getattr(commit, name), getattr(manifest, name)
-            if said != found:
-                self._add(path, f"{name} is {found!r}, COMMIT says {said!r}")
+        facts = {name: getattr(manifest, name) for name in ("step", "attempt", "kind", "created", "size_bytes")}
+        facts["mesh"] = "" if manifest.mesh is None else str(manifest.mesh)
+        for name, found in facts.items():
+            if getattr(commit, name) != found:
+                self._add(path, f"{name} is {found!r}, COMMIT says {getattr(commit, name)!r}")
 
     def _check_assets(self, checkpoint: Checkpoint) -> None:
         for name in checkpoint.manifest.assets:
