@@ -14,18 +14,19 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
 from benchmarks.report import Bar, median, spread, timed, write_section
+from titan_ckpt.blob import align, frame
 from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.commit import write_commit
+from titan_ckpt.index import FileEntry
 from titan_ckpt.layout import data_file, new_attempt, step_folder
 from titan_ckpt.manifest import encode_manifest
 from titan_ckpt.merge import Saved, merge
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.metadata import dcp_metadata
 from titan_ckpt.share import Share, divide
-from titan_ckpt.stage import lay_out
 from titan_ckpt.state import Item
 from titan_ckpt.store import FileStore
-from titan_ckpt.upload import Part, slot_columns
+from titan_ckpt.upload import Part
 
 
 def items_of(rank: int, ranks: int, tensors: int) -> list[Item]:
@@ -38,10 +39,15 @@ def items_of(rank: int, ranks: int, tensors: int) -> list[Item]:
 
 
 def part_of(rank: int, items: list[Item], attempt: str) -> Part:
-    slots = lay_out(items)
+    rows, end = [], 0
+    for item in items:
+        around = frame(item.dtype, item.sizes)
+        rows.append((0, align(end), around.length, len(around.prefix), around.payload_length, 0))
+        end = align(end) + around.length
     return Part(
-        path=data_file(attempt, rank), size_bytes=slots[-1].end, file_digest=bytes(16), columns=slot_columns(slots),
-        digests=np.random.default_rng(rank).bytes(16 * len(items)), objects=(), all_object_digests={},
+        files=(FileEntry(path=data_file(attempt, rank), size_bytes=end, digest=bytes(16)),),
+        columns=np.array(rows, dtype=np.int64), digests=np.random.default_rng(rank).bytes(16 * len(items)), objects=(),
+        all_object_digests={}, written_bytes=end, raw_bytes=end,
     )  # fmt: skip
 
 
@@ -61,10 +67,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = FileStore(folder)
         for part in parts:  # sparse files of the right size: a whole checkpoint as far as `open` can see
-            path = Path(folder, step_folder(1), part.path)
+            path = Path(folder, step_folder(1), part.files[0].path)
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "wb") as file:
-                file.truncate(part.size_bytes)
+                file.truncate(part.written_bytes)
         merges, pickles, commits, opens = [], [], [], []
         for _ in range(arguments.rounds):
             manifest = merge(saved, parts, shares[0])

@@ -210,12 +210,12 @@ def _open_commit(store: Store, url: str, commit: Commit) -> Checkpoint:
         raise DamagedError(f"{store.where(path)}: not the manifest that COMMIT names (digest differs)")
     manifest = decode_manifest(data, where=store.where(path))
     checkpoint = Checkpoint(store=store, url=url, step=commit.step, folder=folder, manifest=manifest)
-    _check_files(checkpoint)
+    check_files(checkpoint)
     return checkpoint
 
 
-def _check_files(checkpoint: Checkpoint) -> None:
-    """Every data file is there in its size, by one listing per step folder that the manifest names."""
+def check_files(checkpoint: Checkpoint) -> None:
+    """Every data file is there in its size, by one listing per folder that the manifest names; DamagedError if not."""
     folders = {os.path.dirname(checkpoint.path(file.path)) for file in checkpoint.manifest.files}
     sizes = {entry.path: entry.size_bytes for folder in folders for entry in checkpoint.store.list(folder)}
     for file in checkpoint.manifest.files:

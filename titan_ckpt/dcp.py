@@ -13,10 +13,11 @@ import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -34,9 +35,10 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from titan_ckpt.checkpoint import FULL, Checkpoint, open_checkpoint
+from titan_ckpt.codec import CODECS, PLANES_ZSTD, decode_blob
 from titan_ckpt.commit import find_commit, write_commit
 from titan_ckpt.errors import AlreadyExistsError, UsageError
-from titan_ckpt.index import DIGEST_BYTES, RAW, ChunkTable, FileEntry, Manifest, ObjectEntry, TensorEntry
+from titan_ckpt.index import DIGEST_BYTES, ChunkTable, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.layout import data_file, new_attempt, step_folder
 from titan_ckpt.load import LoadPolicy, LoadReport, ReadPlan, read_object_bytes
 from titan_ckpt.location import parse_location
@@ -48,6 +50,36 @@ from titan_ckpt.stage import Direct
 from titan_ckpt.state import DTYPE_NAME, Item, cut_order
 from titan_ckpt.store import open_store
 from titan_ckpt.upload import Part, upload
+
+
+class PlanesZstd(StreamTransformExtension):
+    """Lets plain DCP read checkpoints saved with `codec="planes-zstd"`; reading only.
+
+    registry = ExtensionRegistry(); registry.register(titan_ckpt.dcp.PlanesZstd)
+    dcp.load(state, storage_reader=FileSystemReader(path, _extension_registry=registry))
+    """
+
+    @staticmethod
+    def registry_name() -> str:
+        """The name in `.metadata`."""
+        return PLANES_ZSTD
+
+    @staticmethod
+    def from_descriptor(_version: str) -> PlanesZstd:
+        """There is one version."""
+        return PlanesZstd()
+
+    def get_descriptor(self) -> str:
+        """The name in `.metadata`."""
+        return PLANES_ZSTD
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:
+        """The raw blob."""
+        return io.BytesIO(decode_blob(input.read(), "blob"))
+
+    def transform_to(self, _output: IO[bytes]) -> IO[bytes]:
+        """Saving goes through `SaveOptions(codec=...)`."""
+        raise UsageError(f"{PLANES_ZSTD} is written by titan_ckpt.Saver, not through DCP's extensions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +151,8 @@ class StorageWriter(TorchStorageWriter):
         values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         part = upload(
             self._store,
-            Direct(
-                [_item(item) for item in tensors], [cast(torch.Tensor, planner.resolve_data(item)) for item in tensors]
-            ),
+            [_item(item) for item in tensors],
+            Direct([cast(torch.Tensor, planner.resolve_data(item)) for item in tensors]),
             step=self._at,
             attempt=assignment.attempt,
             rank=assignment.rank,
@@ -156,9 +187,8 @@ class StorageWriter(TorchStorageWriter):
         stored: dict[str, list[WriteResult]] = {}
         for result in results:
             stored.setdefault(result.index.fqn, []).append(result)
-        parts = {result.storage_data.part.path: result.storage_data.part for result in results}
-        files = [parts[path] for path in sorted(parts)]
-        number = {part.path: n for n, part in enumerate(files)}
+        parts = {part.files[0].path: part for result in results for part in [result.storage_data.part]}
+        files = [parts[path].files[0] for path in sorted(parts)]
         names = [fqn for fqn in sorted(stored) if stored[fqn][0].storage_data.row >= 0]
         entries: list[TensorEntry] = []
         rows: list[WriteResult] = []
@@ -167,9 +197,9 @@ class StorageWriter(TorchStorageWriter):
             entries.append(_entry(metadata, fqn, chunks, first_chunk=len(rows)))
             rows.extend(chunks)
         objects = [
-            ObjectEntry(fqn=o.fqn, file=p.path, offset=o.offset, length=o.length, digest=o.digest)
-            for p in files
-            for o in p.objects
+            ObjectEntry(fqn=o.fqn, file=path, offset=o.offset, length=o.length, digest=o.digest)
+            for path, part in parts.items()
+            for o in part.objects
         ]
         return Manifest(
             step=self._at,
@@ -180,10 +210,10 @@ class StorageWriter(TorchStorageWriter):
             mesh=self._mesh,
             pipeline=None,
             tensors=tuple(entries),
-            chunks=_table(metadata, rows, number),
-            codecs=(RAW,),
+            chunks=_table(metadata, rows, {file.path: n for n, file in enumerate(files)}),
+            codecs=CODECS,
             objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
-            files=tuple(FileEntry(path=p.path, size_bytes=p.size_bytes, digest=p.file_digest) for p in files),
+            files=tuple(files),
             training=self._training,
             config=self._config,
             user=self._user,
@@ -270,7 +300,7 @@ def _placements(planner: SavePlanner, write: WriteItem) -> Placements | None:
 
 
 def _result(write: WriteItem, part: Part, row: int, placements: Placements | None) -> WriteResult:
-    size_bytes = int(part.columns[row][1]) if row >= 0 else 0
+    size_bytes = int(part.columns[row][2]) if row >= 0 else 0
     return WriteResult(index=write.index, size_in_bytes=size_bytes, storage_data=_Written(part, row, placements))
 
 
@@ -298,14 +328,14 @@ def _table(metadata: Metadata, rows: list[WriteResult], number: dict[str, int]) 
     }
     boxes = [Box(offset, sizes[(r.index.fqn, offset)]) for r in rows for offset in [tuple(r.index.offset or ())]]
     written: list[_Written] = [result.storage_data for result in rows]
-    columns = np.array([w.part.columns[w.row] for w in written], dtype=np.int64).reshape(-1, 4).T
+    columns = np.array([w.part.columns[w.row] for w in written], dtype=np.int64).reshape(-1, 6).T
     return ChunkTable(
-        file=np.array([number[w.part.path] for w in written], dtype=np.int64),
-        offset=columns[0],
-        length=columns[1],
-        payload_offset=columns[2],
-        payload_length=columns[3],
-        codec=np.zeros(len(rows), dtype=np.int64),
+        file=np.array([number[w.part.files[0].path] for w in written], dtype=np.int64),
+        offset=columns[1],
+        length=columns[2],
+        payload_offset=columns[3],
+        payload_length=columns[4],
+        codec=columns[5],
         box_offsets=np.array([n for box in boxes for n in box.offsets], dtype=np.int64),
         box_sizes=np.array([n for box in boxes for n in box.sizes], dtype=np.int64),
         digests=b"".join(w.part.digests[w.row * DIGEST_BYTES :][:DIGEST_BYTES] for w in written),

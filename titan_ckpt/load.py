@@ -8,11 +8,13 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.codec import PLANES_ZSTD, read_raw
 from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, UnsafeContentError
 from titan_ckpt.index import DIGEST_BYTES, RAW, Chunk, TensorEntry
 from titan_ckpt.manifest import digest
@@ -59,13 +61,17 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
-    """One range of one file, and what to do with its bytes; `target` is filled in place where it can be."""
+    """One range of one file, and what to do with its bytes; `target` is filled in place where it can be.
+
+    `source` fills a buffer where the bytes are not in the file as they are (a codec).
+    """
 
     path: str
     start: int
     length: int
     target: memoryview | None
     done: Callable[[memoryview], None]
+    source: Callable[[memoryview], None] | None
 
 
 def load(
@@ -232,10 +238,6 @@ class ReadPlan:
             )
 
     def _add_chunk(self, chunk: Chunk, entry: TensorEntry, part: Box, box: Box, target: torch.Tensor) -> None:
-        if chunk.codec != RAW:
-            raise DamagedError(
-                f"{self._checkpoint}: {chunk.fqn} is stored with the codec {chunk.codec!r}, unknown to this release"
-            )
         inner, outer = part.relative_to(chunk.box), part.relative_to(box)
         is_whole = part == chunk.box
         if chunk.strides is not None or (self._policy.verify == "all" and not is_whole):
@@ -246,7 +248,8 @@ class ReadPlan:
         first, last = _span(inner_read, chunk.box.sizes)
         view = _narrow(target, outer)
         expected = self._digest(chunk, entry) if inner_read.sizes == chunk.box.sizes else None
-        path, start = self._checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset + first * size
+        path, payload = self._checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset
+        start = payload + (first * size if chunk.codec == RAW else 0)
         is_straight = chunk.strides is None and view.is_contiguous() and (last - first) == inner.num_elements
 
         def finish(data: memoryview) -> None:
@@ -257,7 +260,12 @@ class ReadPlan:
 
         self._count(part, size, (last - first) * size, is_verified=expected is not None)
         memory = as_bytes(view) if is_straight else None
-        self._reads.append(_Read(path=path, start=start, length=(last - first) * size, target=memory, done=finish))
+        length, source = (last - first) * size, None
+        if chunk.codec == PLANES_ZSTD:
+            raw_length = chunk.box.num_elements * size
+            where = (path, payload, chunk.payload_length, raw_length, size, first * size)
+            source = partial(read_raw, self._checkpoint.store, *where)
+        self._reads.append(_Read(path=path, start=start, length=length, target=memory, done=finish, source=source))
 
     def _count(self, part: Box, size: int, fetched: int, *, is_verified: bool) -> None:
         self._report.needed_bytes += part.num_elements * size
@@ -294,7 +302,10 @@ def _fetch(store: Any, group: list[_Read]) -> None:
     first, last = group[0], group[-1]
     if len(group) == 1:
         memory = first.target if first.target is not None else memoryview(bytearray(first.length))
-        store.read_into(first.path, first.start, memory)
+        if first.source is not None:
+            first.source(memory)
+        else:
+            store.read_into(first.path, first.start, memory)
         first.done(memory)
         return
     scratch = memoryview(bytearray(last.start + last.length - first.start))
@@ -313,6 +324,7 @@ def _group(reads: Iterable[_Read]) -> list[list[_Read]]:
         last = groups[-1][-1] if groups else None
         is_near = (
             last is not None
+            and last.source is read.source is None
             and last.path == read.path
             and max(last.length, read.length) <= SMALL_BYTES
             and 0 <= read.start - (last.start + last.length) <= GAP_BYTES

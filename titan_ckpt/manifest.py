@@ -99,7 +99,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
     content = _parse(data, where)
     try:
         return _decode(content, where)
-    except (KeyError, TypeError, ValueError, IndexError, zstandard.ZstdError, ConfigError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError, zstandard.ZstdError, ConfigError) as error:
         raise DamagedError(f"{where}: not a valid manifest: {type(error).__name__}: {error}") from error
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 import titan_ckpt
+from titan_ckpt.codec import CODECS
 from titan_ckpt.errors import TitanError
-from titan_ckpt.index import RAW, ChunkTable, FileEntry, Manifest, ObjectEntry
+from titan_ckpt.index import ChunkTable, FileEntry, Int64s, Manifest, ObjectEntry
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.share import Share
 from titan_ckpt.upload import Part
@@ -51,13 +52,12 @@ def created() -> str:
 def merge(saved: Saved, parts: Sequence[Part], share: Share) -> Manifest:
     """The manifest of a save, `parts` in order of rank. TitanError where ranks hold different values of one name."""
     _check_objects(parts, saved.step)
-    files = [part for part in parts if part.size_bytes]
-    number = {part.path: n for n, part in enumerate(files)}
-    columns = np.concatenate([part.columns for part in parts])[share.rows].T
-    file = np.concatenate([np.full(len(part.columns), number.get(part.path, 0)) for part in parts])[share.rows]
+    files = sorted(dict.fromkeys(file for part in parts for file in part.files), key=lambda file: file.path)
+    number = {file: n for n, file in enumerate(files)}
+    columns = np.concatenate([_global_columns(part, number) for part in parts])[share.rows].T
     digests = np.frombuffer(b"".join(part.digests for part in parts), dtype="V16")[share.rows].tobytes()
     objects = [
-        ObjectEntry(fqn=o.fqn, file=part.path, offset=o.offset, length=o.length, digest=o.digest)
+        ObjectEntry(fqn=o.fqn, file=part.files[0].path, offset=o.offset, length=o.length, digest=o.digest)
         for part in parts
         for o in part.objects
     ]
@@ -71,24 +71,31 @@ def merge(saved: Saved, parts: Sequence[Part], share: Share) -> Manifest:
         pipeline=saved.pipeline,
         tensors=share.tensors,
         chunks=ChunkTable(
-            file=file.astype(np.int64),
-            offset=columns[0],
-            length=columns[1],
-            payload_offset=columns[2],
-            payload_length=columns[3],
-            codec=np.zeros(len(share.rows), dtype=np.int64),
+            file=columns[0],
+            offset=columns[1],
+            length=columns[2],
+            payload_offset=columns[3],
+            payload_length=columns[4],
+            codec=columns[5],
             box_offsets=share.box_offsets,
             box_sizes=share.box_sizes,
             digests=digests,
         ),
-        codecs=(RAW,),
+        codecs=CODECS,
         objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
-        files=tuple(FileEntry(path=p.path, size_bytes=p.size_bytes, digest=p.file_digest) for p in files),
+        files=tuple(files),
         training=saved.training,
         config=saved.config,
         assets=saved.assets,
         user=saved.user,
     )
+
+
+def _global_columns(part: Part, number: Mapping[FileEntry, int]) -> Int64s:
+    """The part's columns with its file numbers replaced by the manifest's."""
+    columns = part.columns.copy()
+    columns[:, 0] = np.array([number[file] for file in part.files] or [0], dtype=np.int64)[columns[:, 0]]
+    return columns
 
 
 def _check_objects(parts: Sequence[Part], step: int) -> None:

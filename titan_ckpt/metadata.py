@@ -125,9 +125,17 @@ def _storage_of_tensor(writer: _Writer, manifest: Manifest, tensor: TensorEntry,
     offsets, _ = manifest.boxes(tensor)
     key = _storage_index(writer, tensor.fqn, writer.size(*map(ints, offsets.T)))
     path = gets(file_names[table.file[span]])
-    return rows(
-        tensor.num_chunks, [*key, *_storage_info(writer, path, ints(table.offset[span]), ints(table.length[span]))]
-    )
+    info = _storage_info(writer, path, ints(table.offset[span]), ints(table.length[span]))
+    codecs = table.codec[span]
+    if any(manifest.codecs[number] != RAW for number in np.unique(codecs)):
+        names = np.array([_descriptors(writer, codec) for codec in manifest.codecs], dtype=np.int64)
+        info[-1:-1] = [writer.text("transform_descriptors"), gets(names[codecs])]
+    return rows(tensor.num_chunks, [*key, *info])
+
+
+def _descriptors(writer: _Writer, codec: str) -> int:
+    """The list of DCP extensions that a blob goes through, as the preamble remembers it; None for a raw one."""
+    return writer.index(b"N" if codec == RAW else b"](" + text(codec) + b"e")
 
 
 def _storage_index(writer: _Writer, fqn: str, offset: list[Piece]) -> list[Piece]:

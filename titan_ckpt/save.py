@@ -15,95 +15,42 @@ import logging
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from titan_ckpt.checkpoint import Checkpoint, check_files, open_checkpoint
 from titan_ckpt.commit import Commit, find_commit, write_commit
-from titan_ckpt.errors import TitanError
+from titan_ckpt.errors import NotCommittedError, TitanError
+from titan_ckpt.known import known_of_checkpoint, known_of_save
 from titan_ckpt.layout import ASSETS, new_attempt, step_folder
 from titan_ckpt.manifest import digest
 from titan_ckpt.merge import Saved, merge
-from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.metadata import dcp_metadata
+from titan_ckpt.owner import check_claim, claim
 from titan_ckpt.ranks import Ranks
+from titan_ckpt.retire import retire
+from titan_ckpt.save_records import (
+    Failure,
+    Kind,
+    SaveError,
+    SaveHandle,
+    SaveOptions,
+    SaveReport,
+    SaverMetrics,
+    raise_failures,
+)
 from titan_ckpt.share import Share, divide
 from titan_ckpt.stage import Arena, Direct, Source
 from titan_ckpt.state import FlatState, Item, describe, dump_object, flatten
 from titan_ckpt.store import Store, open_store
-from titan_ckpt.upload import Part, upload
+from titan_ckpt.upload import Known, Part, UploadOptions, part_chunks, upload
 
 log = logging.getLogger(__name__)
-Kind = Literal["full", "model"]
-PhaseHook = Callable[[str, int], AbstractContextManager[Any]]
-
-
-class SaveError(TitanError):
-    """A save failed on some rank; nothing was committed. The text carries that rank's traceback."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """How a run is saved.
-
-    `mesh` names the axes, so that the checkpoint can be resharded; `pipeline` says which layers are on which stage (see
-    `titan_ckpt.pipeline`). `timeout_s` bounds every exchange between ranks; it must exceed the longest upload.
-    `phase(name, step)` is entered around ckpt_stage, ckpt_upload and ckpt_commit, for a recorder of hangs.
-    """
-
-    mesh: MeshSpec | None = None
-    pipeline: Mapping[str, Any] | None = None
-    timeout_s: float = 1800.0
-    phase: PhaseHook | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
-    """A committed save; bytes and times are this rank's."""
-
-    step: int
-    attempt: str
-    written_bytes: int
-    stall_s: float
-    upload_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaverMetrics:
-    """Where a saver stands. `stall_s` is how long the last `save` kept the training loop."""
-
-    uploaded_bytes: int
-    last_committed_step: int | None
-    stall_s: float
-    is_uploading: bool
-
-
-@dataclass(slots=True)
-class SaveHandle:
-    """A save under way."""
-
-    step: int
-    stall_s: float
-    future: Future[SaveReport]
-    is_told: bool = False
-
-    def wait(self, timeout_s: float | None = None) -> SaveReport:
-        """The report once it is committed; raises what went wrong, on whichever rank."""
-        error = self.future.exception(timeout_s)
-        self.is_told = True
-        if error is not None:
-            raise error
-        return self.future.result()
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    rank: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +93,30 @@ class Saver:
         self._store = url if isinstance(url, Store) else open_store(url)
         self._ranks = Ranks(timeout_s=self._options.timeout_s)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
+        self._known: Known | None = None
+        self._claim = self._take_over() if self._options.is_exclusive else None
         self._plan: _Plan | None = None
         self._arena: Arena | None = None
         self._pending: SaveHandle | None = None
         self._uploaded_bytes = 0
         self._last_committed_step: int | None = None
         self._stall_s = 0.0
+
+    def _take_over(self) -> str | None:
+        """The coordinator's claim; a store that cannot be written is found out here, by every rank."""
+        token: str | None = None
+        failure: Failure | None = None
+        error: TitanError | None = None
+        if self._ranks.is_coordinator:
+            try:
+                token = claim(self._store)
+            except TitanError as caught:
+                error, failure = caught, Failure(self._ranks.rank, str(caught))
+        told = self._ranks.broadcast(failure)
+        if error is not None:
+            raise error
+        raise_failures([told], f"the first write to {self._store}")
+        return token
 
     def __enter__(self) -> Saver:
         return self
@@ -224,7 +189,7 @@ class Saver:
         flat, plan, attempt = self._agree(state, step)
         tensors = [flat.tensors[item.fqn] for item in plan.items]
         job = _Job(
-            step=step, attempt=attempt, kind=kind, plan=plan, source=Direct(plan.items, tensors),
+            step=step, attempt=attempt, kind=kind, plan=plan, source=Direct(tensors),
             objects={fqn: dump_object(value) for fqn, value in flat.objects.items()}, paths=flat.paths,
             training=training or {}, config=config or {}, assets=assets or {}, user=user or {}, stall_s=0.0,
         )  # fmt: skip
@@ -271,17 +236,17 @@ class Saver:
         """The flat state, the plan all ranks share and the attempt's name; an error on one rank is raised on all."""
         flat: FlatState | None = None
         items: list[Item] = []
-        failure: _Failure | None = None
+        failure: Failure | None = None
         signature = b""
         try:
             flat = flatten(state)
             items = [describe(fqn, tensor) for fqn, tensor in flat.tensors.items()]
             signature = digest(pickle.dumps((items, sorted(flat.objects))))
         except Exception:  # noqa: BLE001  (it is raised below, on every rank)
-            failure = _Failure(self._ranks.rank, traceback.format_exc())
+            failure = Failure(self._ranks.rank, traceback.format_exc())
         is_current = self._plan is not None and self._plan.signature == signature
         answers = self._ranks.all_gather((failure, is_current, new_attempt()))
-        _raise_failures([answer[0] for answer in answers], step)
+        raise_failures([answer[0] for answer in answers], f"the save of step {step}")
         assert flat is not None
         if self._plan is None or not all(answer[1] for answer in answers):
             self._plan = self._make_plan(items, flat, signature, step)
@@ -290,23 +255,23 @@ class Saver:
     def _make_plan(self, items: list[Item], flat: FlatState, signature: bytes, step: int) -> _Plan:
         held = self._ranks.gather((items, sorted(flat.objects)))
         share: Share | None = None
-        failure: _Failure | None = None
+        failure: Failure | None = None
         orders: list[tuple[list[int], list[str]]] = [([], [])] * self._ranks.world_size
         if self._ranks.is_coordinator:
             try:
                 share = divide([entry[0] for entry in held], [entry[1] for entry in held], self._options.mesh)
                 orders = list(zip(share.items, share.objects, strict=True))
             except TitanError:
-                failure = _Failure(self._ranks.rank, traceback.format_exc())
+                failure = Failure(self._ranks.rank, traceback.format_exc())
         answer = self._ranks.scatter([(failure, order) for order in orders])
-        _raise_failures([answer[0]], step)
+        raise_failures([answer[0]], f"the save of step {step}")
         mine, objects = answer[1]
         return _Plan(signature=signature, items=[items[index] for index in mine], objects=objects, share=share)
 
     def _run(self, job: _Job) -> SaveReport:
         """The upload thread's work."""
         started = time.perf_counter()
-        part: Part | _Failure
+        part: Part | Failure
         previous: Commit | None = None
         own_error: BaseException | None = None
         try:
@@ -316,40 +281,56 @@ class Saver:
                 part = self._upload(job)
         except BaseException as error:  # noqa: BLE001  (it is raised below, after the others have been told)
             own_error = error
-            part = _Failure(self._ranks.rank, traceback.format_exc())
+            part = Failure(self._ranks.rank, traceback.format_exc())
         with self._phase("ckpt_commit", job.step):
             parts = self._ranks.gather(part)
             outcome = self._ranks.broadcast(self._commit(job, parts, previous) if self._ranks.is_coordinator else None)
+            if outcome is None and self._ranks.is_coordinator and self._options.retention is not None:
+                retire(self._store, self._options.retention)
         if own_error is not None:
             raise own_error
-        _raise_failures([outcome], job.step)
+        raise_failures([outcome], f"the save of step {job.step}")
+        assert isinstance(part, Part)
         self._last_committed_step = job.step
+        if self._options.incremental:
+            self._known = known_of_save(job.plan.items, part_chunks(part), job.step)
         return SaveReport(
             step=job.step,
             attempt=job.attempt,
-            written_bytes=part.size_bytes if isinstance(part, Part) else 0,
+            written_bytes=part.written_bytes,
+            raw_bytes=part.raw_bytes,
             stall_s=job.stall_s,
             upload_s=time.perf_counter() - started,
         )
 
     def _upload(self, job: _Job) -> Part:
         part = upload(
-            self._store, job.source, step=job.step, attempt=job.attempt, rank=self._ranks.rank, objects=job.objects,
-            mine=job.plan.objects, sent=self._count,
+            self._store, job.plan.items, job.source, step=job.step, attempt=job.attempt, rank=self._ranks.rank,
+            objects=job.objects, mine=job.plan.objects, sent=self._count,
+            options=UploadOptions(codec=self._options.codec, known=self._known_chunks(job.plan.items)),
         )  # fmt: skip
         if self._ranks.is_coordinator:
             for name, data in job.assets.items():
                 self._store.write(f"{step_folder(job.step)}/{job.attempt}/{ASSETS}/{name}", [data])
         return part
 
+    def _known_chunks(self, items: list[Item]) -> Known:
+        """What need not be written: of this saver's last save, or at its first of the newest checkpoint in the run."""
+        if self._options.incremental and self._known is None:
+            try:
+                self._known = known_of_checkpoint(open_checkpoint(self._store.url, store=self._store), items)
+            except NotCommittedError:
+                self._known = {}
+        return self._known or {}
+
     def _count(self, sent_bytes: int) -> None:
         self._uploaded_bytes += sent_bytes
 
-    def _commit(self, job: _Job, parts: list[Part | _Failure], previous: Commit | None) -> _Failure | None:
+    def _commit(self, job: _Job, parts: list[Part | Failure], previous: Commit | None) -> Failure | None:
         """Commit on the coordinator; a failure is returned, so that every rank hears of it."""
-        failures = [part for part in parts if isinstance(part, _Failure)]
+        failures = [part for part in parts if isinstance(part, Failure)]
         if failures:
-            return _Failure(failures[0].rank, "\n".join(failure.text for failure in failures))
+            return Failure(failures[0].rank, "\n".join(failure.text for failure in failures))
         try:
             assert job.plan.share is not None
             saved = Saved(
@@ -358,9 +339,15 @@ class Saver:
                 assets={name: digest(data).hex() for name, data in job.assets.items()},
             )  # fmt: skip
             manifest = merge(saved, [part for part in parts if isinstance(part, Part)], job.plan.share)
+            folder = step_folder(job.step)
+            check_files(
+                Checkpoint(store=self._store, url=self._store.url, step=job.step, folder=folder, manifest=manifest)
+            )
+            if self._claim is not None:
+                check_claim(self._store, self._claim)
             write_commit(self._store, manifest, dcp_metadata(manifest, paths=job.paths), replaces=previous)
         except Exception:  # noqa: BLE001  (reported to every rank)
-            return _Failure(self._ranks.rank, traceback.format_exc())
+            return Failure(self._ranks.rank, traceback.format_exc())
         return None
 
 
@@ -374,13 +361,9 @@ def save(
     config: Mapping[str, Any] | None = None,
     user: Mapping[str, Any] | None = None,
 ) -> SaveReport:
-    """Save and commit before returning. All ranks call it; see `Saver.save` for the arguments."""
-    with Saver(url, options) as saver:
+    """Save and commit before returning, without claiming the run. All ranks call it; see `Saver.save` for the arguments."""
+    with Saver(url, replace(options or SaveOptions(), is_exclusive=False)) as saver:
         return saver.save_now(state, step=step, training=training, config=config, user=user)
 
 
-def _raise_failures(failures: list[_Failure | None], step: int) -> None:
-    told = [failure for failure in failures if failure is not None]
-    if told:
-        ranks = ", ".join(str(failure.rank) for failure in told)
-        raise SaveError(f"the save of step {step} failed on rank {ranks}; nothing was committed\n{told[0].text}")
+__all__ = ["Kind", "SaveError", "SaveHandle", "SaveOptions", "SaveReport", "Saver", "SaverMetrics", "save"]

@@ -9,46 +9,19 @@ save that the caller waits for anyway.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from titan_ckpt.blob import Frame, align, frame
+from titan_ckpt.blob import align
 from titan_ckpt.state import Item, as_bytes, local_part
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """The place of one blob in the file."""
-
-    offset: int
-    frame: Frame
-
-    @property
-    def end(self) -> int:
-        """Where the blob ends."""
-        return self.offset + self.frame.length
-
-
-def lay_out(items: Sequence[Item]) -> list[Slot]:
-    """The slots of these items, one after another in their file."""
-    slots: list[Slot] = []
-    end = 0
-    for item in items:
-        slots.append(Slot(offset=align(end), frame=frame(item.dtype, item.sizes)))
-        end = slots[-1].end
-    return slots
-
-
 class Source(Protocol):
-    """Where an upload finds the bytes of each slot."""
-
-    @property
-    def slots(self) -> list[Slot]: ...
+    """Where an upload finds the bytes of each item."""
 
     def payload(self, index: int) -> memoryview:
-        """The bytes of slot `index`."""
+        """The raw bytes of the `index`-th item."""
 
 
 class Arena:
@@ -56,11 +29,10 @@ class Arena:
 
     def __init__(self, items: Sequence[Item], *, is_pinned: bool) -> None:
         self.items = list(items)
-        self.slots = lay_out(self.items)
         self._starts, length = [], 0
-        for slot in self.slots:
+        for item in self.items:
             self._starts.append(length)
-            length = align(length + slot.frame.payload_length)
+            length = align(length + item.size_bytes)
         self._buffer = torch.empty(length, dtype=torch.uint8, pin_memory=is_pinned)
         self._stream = torch.cuda.Stream() if is_pinned else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
@@ -83,10 +55,10 @@ class Arena:
 
     def _bytes(self, index: int) -> torch.Tensor:
         start = self._starts[index]
-        return self._buffer[start : start + self.slots[index].frame.payload_length]
+        return self._buffer[start : start + self.items[index].size_bytes]
 
     def payload(self, index: int) -> memoryview:
-        """The bytes of slot `index`; waits until a copy from a GPU is really there."""
+        """The bytes of item `index`; waits until a copy from a GPU is really there."""
         if self._copied is not None:
             self._copied.synchronize()
         return as_bytes(self._bytes(index))
@@ -95,10 +67,9 @@ class Arena:
 class Direct:
     """The tensors themselves; one that is not contiguous in CPU memory is copied while it is sent."""
 
-    def __init__(self, items: Sequence[Item], tensors: Sequence[torch.Tensor]) -> None:
-        self.slots = lay_out(items)
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
 
     def payload(self, index: int) -> memoryview:
-        """The bytes of slot `index`."""
+        """The bytes of item `index`."""
         return as_bytes(local_part(self._tensors[index]).cpu().contiguous())

@@ -1,0 +1,39 @@
+"""Retention behind a commit: delete what the policy lets go, and say what went. A failure here never fails the save."""
+
+from __future__ import annotations
+
+import logging
+
+from titan_ckpt.checkpoint import list_checkpoints
+from titan_ckpt.errors import TitanError
+from titan_ckpt.removal import check_whole, delete, read_pins, referred, step_garbage
+from titan_ckpt.retention import RetentionPolicy, prune
+from titan_ckpt.store import Store
+
+log = logging.getLogger(__name__)
+
+
+def retire(store: Store, policy: RetentionPolicy) -> list[int]:
+    """Apply `policy` and the run's pins; the steps that went. Files that a kept checkpoint refers to stay."""
+    try:
+        return _retire(store, policy)
+    except TitanError as error:
+        log.warning("old checkpoints of %s were not deleted: %s", store, error)
+        return []
+
+
+def _retire(store: Store, policy: RetentionPolicy) -> list[int]:
+    infos = list_checkpoints(store)
+    pinned = RetentionPolicy(
+        keep_last=policy.keep_last, keep_every=policy.keep_every, pins=policy.pins | read_pins(store)
+    )
+    if not prune(infos, pinned):
+        return []
+    checked = [check_whole(store, store.url, info) for info in infos]
+    gone = prune([info for info, _ in checked], pinned)
+    going = {info.step for info in gone}
+    kept = referred(opened for info, opened in checked if opened is not None and info.step not in going)
+    for info in gone:
+        delete(store, step_garbage(store, info, kept))
+        log.info("deleted %s@%d: the policy keeps newer ones", store, info.step)
+    return sorted(going)

@@ -1,0 +1,108 @@
+"""The records of saving: options, what a save reports, and the handle of one under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from titan_ckpt.codec import CODECS
+from titan_ckpt.errors import TitanError, UsageError
+from titan_ckpt.index import RAW
+from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.retention import RetentionPolicy
+
+Kind = Literal["full", "model"]
+PhaseHook = Callable[[str, int], AbstractContextManager[Any]]
+
+
+class SaveError(TitanError):
+    """A save failed on some rank; nothing was committed. The text carries that rank's traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How a run is saved.
+
+    `mesh` names the axes, so that the checkpoint can be resharded; `pipeline` says which layers are on which stage (see
+    `titan_ckpt.pipeline`). `codec` is `raw` or `planes-zstd` (lossless; weights shrink little, moments more). `incremental`
+    refers to chunks of earlier checkpoints that have not changed instead of writing them again. `retention` deletes old
+    checkpoints after each commit. `is_exclusive` claims the run: a job that saved there before can commit no more.
+    `timeout_s` bounds every exchange between ranks; it must exceed the longest upload. `phase(name, step)` is entered around
+    ckpt_stage, ckpt_upload and ckpt_commit, for a recorder of hangs.
+    """
+
+    mesh: MeshSpec | None = None
+    pipeline: Mapping[str, Any] | None = None
+    codec: str = RAW
+    incremental: bool = False
+    retention: RetentionPolicy | None = None
+    is_exclusive: bool = True
+    timeout_s: float = 1800.0
+    phase: PhaseHook | None = None
+
+    def __post_init__(self) -> None:
+        if self.codec not in CODECS:
+            raise UsageError(f"unknown codec {self.codec!r}; the codecs are {', '.join(CODECS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """A committed save; bytes and times are this rank's.
+
+    `written_bytes` is what went to the store, `raw_bytes` what it stands for: they differ by frames, by the codec and by chunks
+    that an earlier checkpoint holds.
+    """
+
+    step: int
+    attempt: str
+    written_bytes: int
+    raw_bytes: int
+    stall_s: float
+    upload_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverMetrics:
+    """Where a saver stands. `stall_s` is how long the last `save` kept the training loop."""
+
+    uploaded_bytes: int
+    last_committed_step: int | None
+    stall_s: float
+    is_uploading: bool
+
+
+@dataclass(slots=True)
+class SaveHandle:
+    """A save under way."""
+
+    step: int
+    stall_s: float
+    future: Future[SaveReport]
+    is_told: bool = False
+
+    def wait(self, timeout_s: float | None = None) -> SaveReport:
+        """The report once it is committed; raises what went wrong, on whichever rank."""
+        error = self.future.exception(timeout_s)
+        self.is_told = True
+        if error is not None:
+            raise error
+        return self.future.result()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of one rank on its way to the others."""
+
+    rank: int
+    text: str
+
+
+def raise_failures(failures: list[Failure | None], what: str) -> None:
+    """SaveError if there is one, with the rank's own traceback."""
+    told = [failure for failure in failures if failure is not None]
+    if told:
+        ranks = ", ".join(str(failure.rank) for failure in told)
+        raise SaveError(f"{what} failed on rank {ranks}; nothing was committed\n{told[0].text}")
