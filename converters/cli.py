@@ -14,9 +14,10 @@ from titan_ckpt.converters.export import run_export
 from titan_ckpt.converters.from_hf import plan_import
 from titan_ckpt.converters.hf_config import Config, parse_config
 from titan_ckpt.converters.hf_source import CONFIG, open_hf
-from titan_ckpt.converters.importing import run_import
+from titan_ckpt.converters.importing import check_import, run_import
 from titan_ckpt.converters.layouts import LAYOUTS, TITAN
 from titan_ckpt.converters.progress import Bar
+from titan_ckpt.converters.publish import check_new
 from titan_ckpt.converters.to_hf import DEFAULT_SHARD_BYTES, plan_export
 from titan_ckpt.converters.transforms import FLOATS
 from titan_ckpt.converters.verify import Verification, verify_export
@@ -84,7 +85,9 @@ def _to_hf(arguments: Namespace) -> int:
         "written": not arguments.dry_run,
     }
     result: Verification | None = None
-    if not arguments.dry_run:
+    if arguments.dry_run:
+        check_new(arguments.dst)
+    else:
         with Bar("writing", plan.size_bytes) as bar:
             report = run_export(checkpoint, plan, arguments.dst, on_progress=bar.add)
         if arguments.verify:
@@ -102,7 +105,9 @@ def _from_hf(arguments: Namespace) -> int:
     plan = plan_import(
         model, dtype=arguments.dtype, step=location.step or 0, attempt=new_attempt(), layout=arguments.layout
     )
-    if not arguments.dry_run:
+    if arguments.dry_run:
+        check_import(plan, location.url)
+    else:
         with Bar("writing", plan.size_bytes) as bar:
             run_import(plan, location.url, on_progress=bar.add)
     facts = {

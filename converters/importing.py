@@ -54,12 +54,8 @@ def import_hf(
 
 def run_import(plan: ImportPlan, url: str, *, on_progress: Progress | None = None) -> None:
     """Write and commit what `plan` says into the run at `url`; a failure leaves nothing."""
+    check_import(plan, url)
     store = open_store(url)
-    if find_commit(store, plan.step) is not None:
-        raise AlreadyExistsError(f"{store}@{plan.step} is committed already; give another run, or a step as URL@STEP")
-    _check_space(store, plan)
-    if plan.has_stored_tied_head:
-        check_tied_head(plan.model)
     folder = step_folder(plan.step)
     try:
         results = stream(plan.model.source, plan.model.store, store, plan.files, on_progress=on_progress)
@@ -75,6 +71,16 @@ def run_import(plan: ImportPlan, url: str, *, on_progress: Progress | None = Non
     except BaseException:
         store.delete([entry.path for entry in store.list(f"{folder}/{plan.attempt}")])
         raise
+
+
+def check_import(plan: ImportPlan, url: str) -> None:
+    """The checks that need the destination or the weights: the step is free, the disk too, a tied head equals the embedding."""
+    store = open_store(url)
+    if find_commit(store, plan.step) is not None:
+        raise AlreadyExistsError(f"{store}@{plan.step} is committed already; give another run, or a step as URL@STEP")
+    _check_space(store, plan)
+    if plan.has_stored_tied_head:
+        check_tied_head(plan.model)
 
 
 def _check_space(store: Store, plan: ImportPlan) -> None:

@@ -31,11 +31,24 @@ def publish(url: str, *, size_bytes: int) -> Iterator[Store]:
         yield store
 
 
+def check_new(url: str) -> None:
+    """AlreadyExistsError if there is something at `url`; an empty folder is nothing."""
+    url = normalise(url)
+    if scheme(url) == "file":
+        target = local_path(url)
+        if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
+            raise AlreadyExistsError(f"{target}: exists already; give another name or remove it first")
+        return
+    store = open_store(url)
+    found = next(store.list(), None)
+    if found is not None:
+        raise AlreadyExistsError(f"{store}: holds {found.path} already; give another prefix or remove it first")
+
+
 @contextmanager
 def _publish_folder(url: str, size_bytes: int) -> Iterator[Store]:
     target = local_path(url)
-    if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
-        raise AlreadyExistsError(f"{target}: exists already; give another name or remove it first")
+    check_new(url)
     _remove_abandoned(target)
     parent, name = os.path.split(target)
     partial = os.path.join(parent, f".{name}.partial-{secrets.token_hex(4)}")
@@ -98,10 +111,8 @@ def _remove_abandoned(target: str) -> None:
 
 @contextmanager
 def _publish_prefix(url: str) -> Iterator[Store]:
+    check_new(url)
     store = open_store(url)
-    found = next(store.list(), None)
-    if found is not None:
-        raise AlreadyExistsError(f"{store}: holds {found.path} already; give another prefix or remove it first")
     try:
         yield store
     except BaseException:

@@ -289,6 +289,8 @@ def test_optimizer_only_checkpoint_is_refused(tmp_path: Path) -> None:
         (["from-hf", "{dir}/absent", "{dir}/r"], 3, "does not exist"),
         (["to-hf", "{dir}/absent", "{dir}/o"], 3, "no committed checkpoint"),
         (["to-hf", "{dir}/run", "{dir}/in"], 3, "exists already"),
+        (["to-hf", "{dir}/run", "{dir}/in", "-n"], 3, "exists already"),
+        (["from-hf", "{dir}/in", "{dir}/run", "-n"], 3, "committed already"),
         (["to-hf", "{dir}/run@9", "{dir}/o"], 3, "not committed"),
         (["to-hf", "{dir}/run", "{dir}/o", "--config", "{dir}"], 2, "no config.json there"),
         (["to-hf", "{dir}/run", "{dir}/o", "--max-shard-size", "lots"], 2, "not a size"),
@@ -303,3 +305,12 @@ def test_command_says_it_in_one_line(
     assert said in error
     assert "Traceback" not in error
     assert not (run.parent / "o").exists()
+
+
+def test_dry_run_shows_and_writes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(run.parent.rglob("*"))
+    assert main(["convert", "to-hf", str(run), str(run.parent / "out"), "-n", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"] is False
+    assert main(["convert", "from-hf", str(run.parent / "in"), f"{run}@3", "-n"]) == 0
+    assert "would write" in capsys.readouterr().out
+    assert sorted(run.parent.rglob("*")) == before
