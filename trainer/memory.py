@@ -14,10 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titan_ckpt.trainer.parallel_config import ParallelConfig
 
-# Outputs worth keeping under `selective`: costly to recompute, or a collective.
+# Outputs worth keeping under `selective`: costly to recompute, or a collective. The CPU's attention kernel is not among them:
+# the compiler (2.13) cannot keep its pair of outputs.
 _KEPT = frozenset(
     {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,

@@ -1,0 +1,53 @@
+"""One rank of this package's trainer, for trainer_vs_torchtitan.py: the same model, batch and step as torchtitan_rank.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_ckpt.trainer.families import LLAMA3_SCALING
+from titan_ckpt.trainer.model import ModelConfig
+from titan_ckpt.trainer.optimizer import OptimizerConfig, build_optimizer
+from titan_ckpt.trainer.parallel_config import ParallelConfig, mesh_spec
+from titan_ckpt.trainer.parallelize import build
+
+# torchtitan's "debugmodel"
+MODEL = ModelConfig(
+    vocab_size=2048, dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768, rope_theta=500_000.0,
+    rope_scaling=LLAMA3_SCALING,
+)  # fmt: skip
+
+
+def main(job: dict[str, Any]) -> None:
+    """Train `job["steps"]` steps after `job["warmup"]` on random tokens."""
+    torch.set_num_threads(job["threads"])
+    dist.init_process_group("gloo")
+    parallel = ParallelConfig(pp=job["pp"], dp_shard=job["dp_shard"], tp=job["tp"], microbatches=job["pp"])
+    mesh = mesh_spec(parallel, dist.get_world_size())
+    model = build(MODEL, parallel, mesh, device=torch.device("cpu"), seed=0)
+    optimizer = build_optimizer(model, OptimizerConfig())
+    batch = job["batch_size"] // job["dp_shard"]
+    valid = job["batch_size"] * job["seq_len"]
+    times = []
+    for _ in range(job["warmup"] + job["steps"]):
+        tokens = torch.randint(0, 2048, (batch, job["seq_len"] + 1))
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        model.forward_backward(inputs, labels, global_valid_tokens=valid)
+        model.clip_grad_norm(1.0)
+        optimizer.step(1e-3)
+        times.append(time.perf_counter() - start)
+    if dist.get_rank() == 0:
+        print(json.dumps(times[job["warmup"] :]))  # noqa: T201
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
