@@ -72,7 +72,7 @@ class FsspecStore(Store):
         if rest is None:
             self._call(path, lambda: self._publish(full, head))
         else:
-            self._translated(path, lambda: self._stream(full, head, rest))
+            self._stream(path, head, rest)
         return self.stat(path)
 
     def _take_head(self, parts: Iterator[Buffer]) -> tuple[bytes, Iterator[Buffer] | None]:
@@ -91,20 +91,23 @@ class FsspecStore(Store):
             self._fs.makedirs(full.rpartition("/")[0], exist_ok=True)
             self._fs.pipe_file(full, data)
 
-    def _stream(self, full: str, head: bytes, rest: Iterator[Buffer]) -> None:
+    def _stream(self, path: str, head: bytes, rest: Iterator[Buffer]) -> None:
         """Not tried again: `rest` can be read only once, and the file systems that stream retry their own requests."""
-        with suppress(FileExistsError, NotImplementedError):
-            self._fs.makedirs(full.rpartition("/")[0], exist_ok=True)
-        file = self._fs.open(full, "wb", autocommit=False)
+        file = self._translated(path, lambda: self._open(self._full(path)))
         try:
-            file.write(head)
+            self._translated(path, lambda: file.write(head))
             for part in rest:
-                file.write(memoryview(part).cast("B"))
-            file.close()
-            file.commit()
+                self._translated(path, partial(file.write, memoryview(part).cast("B")))
+            self._translated(path, file.close)
+            self._translated(path, file.commit)
         except BaseException:
             _discard(file)
             raise
+
+    def _open(self, full: str) -> Any:
+        with suppress(FileExistsError, NotImplementedError):
+            self._fs.makedirs(full.rpartition("/")[0], exist_ok=True)
+        return self._fs.open(full, "wb", autocommit=False)
 
     def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
         with FsspecStore._lock:
