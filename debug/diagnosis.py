@@ -40,7 +40,7 @@ def diagnose(run: Run) -> list[Verdict]:
     found = [*_faults(run, found_lanes, edges, states)]
     if not found:
         found = [_nothing_found(run, found_lanes, edges, states)]
-    ranked = _ranked(found)
+    ranked = _ranked(_merged(found))
     return [_with_step(run, verdict) for verdict in ranked[:MAX_VERDICTS]]
 
 
@@ -76,6 +76,9 @@ def went_on(run: Run) -> bool:
     """Whether the job is known to have ended well, or to have run on after the dumps: then nobody hung."""
     if run.launcher is not None and run.launcher.code == 0:
         return True
+    beats = [record.heartbeat for record in run.ranks.values()]
+    if beats and all(beat is not None and beat.is_stopped for beat in beats):
+        return not any(own_exception(record) for record in run.ranks.values())
     codes = [record.exit.code for record in run.ranks.values() if record.exit]
     return len(codes) == run.world_size > 0 and not any(codes)
 
@@ -125,6 +128,27 @@ def _healthy(run: Run, found_lanes: Sequence[Lane]) -> Verdict:
             Evidence(text=f"{run.world_size} ranks agree ({newest})" if newest else f"{run.world_size} ranks seen"),
         ),
     )
+
+
+def _merged(found: Sequence[Verdict]) -> list[Verdict]:
+    """Ranks that all raised at the same line raised for the same reason: one verdict."""
+    kept: dict[object, Verdict] = {}
+    for number, verdict in enumerate(found):
+        first = verdict.evidence[0] if verdict.evidence else None
+        is_same = verdict.subtype == "python_exception" and first is not None and first.file
+        key: object = (first.file, first.line) if is_same and first else number
+        if key not in kept:
+            kept[key] = verdict
+            continue
+        culprits = tuple(sorted({*kept[key].culprits, *verdict.culprits}))
+        headline = verdict.headline.partition(" died: ")[2].replace("it raised", "they raised")
+        kept[key] = replace(
+            kept[key],
+            culprits=culprits,
+            victims=tuple(rank for rank in kept[key].victims if rank not in culprits),
+            headline=f"{len(culprits)} ranks ({', '.join(map(str, culprits[:8]))}) died: {headline}",
+        )
+    return list(kept.values())
 
 
 def _ranked(found: Iterable[Verdict]) -> list[Verdict]:

@@ -84,14 +84,28 @@ class _Stream:
     frames: list[Frame] | None = None
 
 
-def parse_rank_log(text: str, source: str, rank: int) -> RankLog:
-    """The log of one rank."""
+def parse_rank_log(text: str, source: str, rank: int, *, since_s: float | None = None) -> RankLog:
+    """The log of one rank; only what it says from `since_s` on (by the log's own clock), if its lines have times at all."""
     stream = _Stream(rank=rank, source=source)
-    for number, line in enumerate(text.splitlines(), 1):
+    lines = text.splitlines()
+    first = _first_line_since(lines, since_s) if since_s is not None else 0
+    for number, line in enumerate(lines[first:], first + 1):
         line = line[:MAX_LINE]
         match = _PREFIX.match(line)
         _take(stream, number, line[match.end() :] if match else line)
     return _finish(stream)
+
+
+def _first_line_since(lines: Sequence[str], since_s: float) -> int:
+    """Where a log that was appended to, restart after restart, reaches the run in question."""
+    has_times = False
+    for number, line in enumerate(lines):
+        match = _TIME.search(line[:MAX_LINE])
+        time_s = _seconds(*match.groups()) if match else None
+        has_times |= time_s is not None
+        if time_s is not None and time_s >= since_s:
+            return number
+    return len(lines) if has_times else 0
 
 
 def parse_mixed_log(text: str, source: str) -> dict[int, RankLog]:

@@ -80,6 +80,7 @@ class _Reading:
     world_size: int = 0
     read_stems: set[tuple[int, str]] = field(default_factory=set)
     num_evidence: int = 0
+    recorded_ranks: int = 0
     first_record: dict[int, int] = field(default_factory=dict)
     unusable_groups: set[int] = field(default_factory=set)
 
@@ -130,9 +131,9 @@ def _nothing(store: Store, reading: _Reading, folders: tuple[str, ...]) -> Titan
     )
 
 
-def _reading_order(source: Source) -> tuple[bool, bool, str]:
-    """JSON twins after pickles (they hold less); launchers' logs after the ranks'."""
-    return source.suffix == ".json", source.rank is None, source.path
+def _reading_order(source: Source) -> tuple[bool, bool, bool, str]:
+    """Sidecars first (they date the run); JSON twins after pickles (they hold less); launchers' logs after the ranks'."""
+    return not source.stem.endswith(".sidecar"), source.suffix == ".json", source.rank is None, source.path
 
 
 @contextmanager
@@ -247,6 +248,7 @@ def _take_json(reading: _Reading, source: Source, data: bytes) -> None:
 def _take_sidecar(reading: _Reading, value: Mapping[str, Any]) -> None:
     record = _rank(reading, int(value.get("rank", -1)))
     record.sidecar = value
+    reading.recorded_ranks = max(reading.recorded_ranks, min(int(value.get("world_size", 0)), MAX_RANK))
     reading.world_size = max(reading.world_size, min(int(value.get("world_size", 0)), MAX_RANK))
     for item in value.get("groups", []):
         members = tuple(sorted(int(rank) for rank in item.get("members", [])))
@@ -305,14 +307,29 @@ def _take_text(reading: _Reading, source: Source, text: str) -> None:
         _rank(reading, rank).logs.append(log)
 
 
+SLACK_S = 10.0  # from a launch to the start of the recorder
+
+
+def _log_starts_s(reading: _Reading) -> float | None:
+    """When this incident's process started, by the clock of logs (local time); None where no recorder told."""
+    starts = [
+        float(side["started_s"]) + float(side.get("utc_offset_s", 0))
+        for found in reading.ranks.values()
+        if "started_s" in (side := found.sidecar)
+    ]
+    return min(starts) - SLACK_S if starts else None
+
+
 def _take_rank_text(reading: _Reading, source: Source, text: str) -> None:
     assert source.rank is not None
+    if reading.recorded_ranks and source.rank >= reading.recorded_ranks and source.suffix in (".log", ".out", ".err"):
+        return  # of an earlier, larger run
     record = _rank(reading, source.rank)
     has_stacks = "most recent call first" in text[:4096] and "Traceback" not in text[:4096]
     if source.suffix == ".stacks" or (has_stacks and source.suffix in ("", ".txt")):
         record.stacks.append(parse_stacks(text, source.path, source.reason))
         return
-    record.logs.append(parse_rank_log(text, source.path, source.rank))
+    record.logs.append(parse_rank_log(text, source.path, source.rank, since_s=_log_starts_s(reading)))
     if "(most recent call first)" in text and "Fatal Python error" in text:
         crash = text[text.index("Fatal Python error") :]
         record.stacks.append(parse_stacks(crash, source.path, "fatal"))

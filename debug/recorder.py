@@ -63,6 +63,7 @@ class Recorder:
         self._stem = f"rank_{rank:05d}"
         self._box = BoxWriter(folder / f"{self._stem}.box", rank=rank, world_size=world_size, capacity=capacity)
         self._hooks = Hooks(self._box)
+        self._started_s = time.time()
         self._dump_lock = threading.Lock()
         self._ended = threading.Event()
         self._gil_file: IO[bytes] = open(folder / f"{self._stem}.gil.stacks", "wb", buffering=0)  # noqa: SIM115  (C writes to it)
@@ -214,6 +215,8 @@ class Recorder:
             "coordinates": self._coordinates,
             "groups": _groups(),
             "clock": {"wall_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()},
+            "started_s": self._started_s,
+            "utc_offset_s": time.localtime().tm_gmtoff,
             "torch": torch.__version__,
         }
         self._attempt(f"{self._stem}.sidecar.json", lambda: json.dumps(value).encode())
