@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_STALL_S = 120.0
 TICK_S = 0.25
+FREE_TICKS = 8
 
 
 class Recorder:
@@ -64,6 +65,7 @@ class Recorder:
         self._box = BoxWriter(folder / f"{self._stem}.box", rank=rank, world_size=world_size, capacity=capacity)
         self._hooks = Hooks(self._box)
         self._started_s = time.time()
+        self._free_ticks, self._ticked_at = 0, time.monotonic()
         self._dump_lock = threading.Lock()
         self._ended = threading.Event()
         self._gil_file: IO[bytes] = open(folder / f"{self._stem}.gil.stacks", "wb", buffering=0)  # noqa: SIM115  (C writes to it)
@@ -259,11 +261,19 @@ class Recorder:
         return self._hooks.progress, self._box.phase
 
     def _rearm(self, patience_s: float) -> None:
-        if self._gil_file.tell():  # it went off, but the GIL is free again: a pause, not a hang
+        self._free_ticks += 1
+        if self._gil_file.tell() and self._free_ticks >= FREE_TICKS:  # free again, and stays so: a pause, not a hang
             self._gil_file.truncate(0)
             self._gil_file.seek(0)
+        if not self._gil_file.tell() or self._tick_was_late():
+            self._free_ticks = 0
         if not self._ended.is_set() and not self._dump_lock.locked():
             faulthandler.dump_traceback_later(patience_s, file=self._gil_file)
+
+    def _tick_was_late(self) -> bool:
+        """Whether the watching thread could not run for much longer than it slept."""
+        before, self._ticked_at = self._ticked_at, time.monotonic()
+        return self._ticked_at - before > 4 * TICK_S
 
     def _forget_stall(self) -> None:
         """It went on: what was written about the stall would only mislead."""

@@ -172,7 +172,7 @@ def _frozen(run: Run, record: RankRecord, others_left_stacks: bool) -> Situation
             evidence=(Evidence(text=text, rank=record.rank), *_last_words(record)),
         )  # fmt: skip
     gil = next((s for s in record.stacks if s.reason.endswith("gil") and not _is_our_dump(s)), None)
-    if gil is not None and not _was_alive_later(run, record):
+    if gil is not None and (not _was_alive_later(run, record) or _still_there(record, gil)):
         text = "the watching thread could not run: something holds the GIL; stack taken by the C timer"
         return Situation(
             rank=record.rank, kind=GIL_HELD, detail="gc" if _in_gc(gil) else "gil_held", frame=_frame_of(gil), confidence=0.95,
@@ -194,6 +194,17 @@ def _frozen(run: Run, record: RankRecord, others_left_stacks: bool) -> Situation
 def _is_our_dump(stack: StackSnapshot) -> bool:
     """Whether the recorder itself kept the GIL: torch loads symbols for its first dump."""
     return any(f.function == "_flight_recorder_dump" for thread in stack.threads for f in thread.frames[:3])
+
+
+def _still_there(record: RankRecord, gil: StackSnapshot) -> bool:
+    """Whether the process kept computing at the same line: C code lets a signal's handler run, and takes the GIL again."""
+    later = hang_stack(record)
+    same = later is not None and _frame_of(later) is not None and _place(_frame_of(later)) == _place(_frame_of(gil))
+    return same and record.process_state.startswith("R")
+
+
+def _place(frame: Frame | None) -> tuple[str, int]:
+    return (frame.file, frame.line) if frame else ("", 0)
 
 
 def _was_alive_later(run: Run, record: RankRecord) -> bool:
