@@ -58,7 +58,9 @@ def run_import(plan: ImportPlan, url: str, *, on_progress: Progress | None = Non
     store = open_store(url)
     folder = step_folder(plan.step)
     try:
-        results = stream(plan.model.source, plan.model.store, store, plan.files, on_progress=on_progress)
+        results = stream(
+            plan.model.source, plan.model.store, store, plan.files, is_file_digested=True, on_progress=on_progress
+        )
         for name, data in plan.model.assets.items():
             store.write(f"{folder}/{plan.attempt}/{ASSETS}/{name}", [data])
         manifest = import_manifest(

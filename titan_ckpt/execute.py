@@ -40,7 +40,8 @@ _ELEMENT: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.ui
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileResult:
-    """A target file that is written. `digests`: xxh3-128 of the bytes of every region that has a key."""
+    """A target file that is written. `digests`: xxh3-128 of the bytes of every region that has a key; `digest`: of the whole
+    file, empty where the execution was told not to take it."""
 
     path: str
     size_bytes: int
@@ -98,6 +99,7 @@ class Execution:
     target_store: Store
     budget: Budget
     is_checked: bool = True
+    is_file_digested: bool = True
     num_readers: int = 4
     on_progress: Callable[[int], None] | None = None
     traffic: Traffic = field(default_factory=Traffic)
@@ -162,7 +164,7 @@ class _Sink:
                 FileResult(
                     path=self._file.path,
                     size_bytes=entry.size_bytes,
-                    digest=self._whole.digest(),
+                    digest=self._whole.digest() if self._run.execution.is_file_digested else b"",
                     digests=self._digests,
                 )
             )
@@ -176,7 +178,8 @@ class _Sink:
                     self._digests[item.key] = self._region.digest()
                 self._region.reset()
                 continue
-            self._whole.update(item.data)
+            if self._run.execution.is_file_digested:
+                self._whole.update(item.data)
             if item.is_region:
                 self._region.update(item.data)
             yield item.data
