@@ -24,7 +24,7 @@ from titan_ckpt.layout import OWNER, new_attempt
 from titan_ckpt.mirror import copy_checkpoint
 from titan_ckpt.removal import delete
 from titan_ckpt.retention import RetentionPolicy
-from titan_ckpt.save import Saver
+from titan_ckpt.save import SaveOptions, Saver
 from titan_ckpt.store import FileStore, open_store
 from titan_ckpt.verify import verify
 
@@ -239,6 +239,46 @@ def test_cp_leaves_another_save_of_the_same_step_alone(
     assert code == 3
     assert "another save of that step" in err
     assert call(capsys, "cp", run, run)[0] == 2
+
+
+@pytest.mark.parametrize("options", [SaveOptions(codec="planes-zstd"), SaveOptions(incremental=True)])
+def test_the_tools_know_codecs_and_incremental_saves(tmp_path: Path, options: SaveOptions) -> None:
+    run, copy = str(tmp_path / "run"), str(tmp_path / "copy")
+    content = state(1)
+    content["model"]["w"] = torch.randn(2000, 700)
+    with Saver(run, options) as saver:
+        for step in (1, 2):
+            content["model"]["h"].fill_(step)
+            saver.save(content, step=step)
+    plain = str(tmp_path / "plain")
+    with Saver(plain) as saver:
+        saver.save(content, step=2)
+    assert diff(open_checkpoint(run), open_checkpoint(plain), values=True) == []
+    copy_checkpoint(open_checkpoint(run), FileStore(copy))
+    assert verify(run, read_data=True) == verify(copy, read_data=True) == []
+    opened = open_checkpoint(copy)
+    assert torch.equal(opened.read("model.w"), content["model"]["w"])
+    chunk = opened.manifest.chunk(opened.manifest.by_fqn["model.w"], 0)
+    file = Path(copy, opened.path(chunk.file))
+    data = bytearray(file.read_bytes())
+    data[chunk.offset + chunk.payload_offset + chunk.payload_length // 2] ^= 1
+    file.write_bytes(data)
+    assert [p.fqn for p in verify(copy, read_data=True)] == ["model.w"]
+
+
+def test_prune_keeps_a_file_that_an_incremental_checkpoint_refers_to(tmp_path: Path) -> None:
+    run, content = str(tmp_path), state(1)
+    with Saver(run, SaveOptions(incremental=True)) as saver:
+        for step in (1, 2, 3):
+            content["model"]["h"] += 1
+            saver.save(content, step=step)
+    store = open_store(run)
+    for item in plan_removal(store, run, RetentionPolicy(keep_last=1), now_s=time.time()):
+        delete(store, item)
+    assert [i.step for i in list_checkpoints(run) if i.state == "committed"] == [3]
+    assert verify(run, read_data=True) == []
+    policy = RetentionPolicy(keep_last=1, is_incomplete=True, older_than_s=0)
+    assert plan_removal(store, run, policy, now_s=time.time() + DAY_S) == []
 
 
 def test_prune_previews_then_deletes_and_never_the_newest_whole_one(

@@ -15,9 +15,10 @@ import numpy as np
 
 from titan_ckpt.checkpoint import Checkpoint
 from titan_ckpt.errors import DamagedError
-from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, RAW, Chunk, TensorEntry
+from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, Chunk, TensorEntry
 from titan_ckpt.numbers import Array, decode, storage_dtype
 from titan_ckpt.placement import Box, format_placements
+from titan_ckpt.scan import read_payload
 
 BLOCK_ELEMENTS = 4 << 20
 
@@ -207,15 +208,10 @@ def read_box(checkpoint: Checkpoint, tensor: TensorEntry, box: Box) -> Array:
 
 
 def _read_rows(checkpoint: Checkpoint, chunk: Chunk, tensor: TensorEntry, inner: Box) -> Array:
-    if chunk.codec != RAW:
-        raise DamagedError(
-            f"{checkpoint}: {chunk.fqn} is stored with the codec {chunk.codec!r}, unknown to this release"
-        )
     row_bytes = math.prod(chunk.box.sizes[1:]) * ELEMENT_SIZE[tensor.dtype]
     first, rows = (inner.offsets[0], inner.sizes[0]) if inner.sizes else (0, 1)
-    start = chunk.offset + chunk.payload_offset + first * row_bytes
     buffer = bytearray(rows * row_bytes)
-    checkpoint.store.read_into(checkpoint.path(chunk.file), start, memoryview(buffer))
+    read_payload(checkpoint, chunk, ELEMENT_SIZE[tensor.dtype], first * row_bytes, memoryview(buffer))
     held = np.frombuffer(buffer, dtype=storage_dtype(tensor.dtype)).reshape(
         (rows, *chunk.box.sizes[1:]) if inner.sizes else ()
     )

@@ -39,16 +39,12 @@ class CopyReport:
 def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: Tell | None = None) -> CopyReport:
     """Make the same checkpoint exist in the run at `target`, under the same step.
 
-    AlreadyExistsError where that step holds another save; DamagedError, and no commit, where the source is not what was saved.
+    Files of other steps that it refers to come along, in folders that have no COMMIT. AlreadyExistsError where that step holds
+    another save; DamagedError, and no commit, where the source is not what was saved.
     """
     if source.manifest.kind == FOREIGN:
         raise UsageError(
             f"{source} was not written by titan-ckpt and has no digests to verify a copy by; copy its files as they are"
-        )
-    outside = [file.path for file in source.manifest.files if file.path.startswith("../")]
-    if outside:
-        raise UsageError(
-            f"{source} refers to files of other steps ({outside[0]}); copy it by `reshard` to its own mesh instead"
         )
     commit = read_commit(source.store, source.step)
     present = find_commit(target, source.step)

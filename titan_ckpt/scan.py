@@ -6,17 +6,20 @@ in it. Checkpoints that others wrote have no digests; there each blob must be a 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from titan_ckpt.checkpoint import FOREIGN, Checkpoint
-from titan_ckpt.errors import CheckpointError, StoreError, TitanError
-from titan_ckpt.index import DIGEST_BYTES, RAW, FileEntry, Manifest
+from titan_ckpt.codec import PLANES_ZSTD, read_raw
+from titan_ckpt.errors import CheckpointError, DamagedError, StoreError, TitanError
+from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, RAW, Chunk, FileEntry, Manifest
 from titan_ckpt.store import Store
 
 WINDOW_BYTES = 8 << 20
@@ -83,7 +86,11 @@ def scan_files(checkpoint: Checkpoint, digests: bytes | None, on_bytes: Callable
             else:
                 scan.feed(answer)
                 on_bytes(len(answer))
-        problems += scan.finish()
+        found = scan.finish()
+        if digests is not None and (found or file.digest is None):
+            named = _check_coded(checkpoint, number, digests)
+            found = named + [problem for problem in found if problem.fqn is not None or not named]
+        problems += found
     return problems
 
 
@@ -172,7 +179,7 @@ class _FileScan:
         if self._error is not None and not self._problems:
             self._problems.append(Problem(path=self._path, message=f"cannot be read: {self._error}"))
         elif is_other and not self._problems:
-            text = "bytes that belong to no tensor are not what was saved: titan-ckpt reads it right, plain DCP may not"
+            text = "bytes that hold no tensor of this checkpoint are not what was saved: titan-ckpt reads it right, DCP may not"
             self._problems.append(Problem(path=self._path, message=text))
         return self._problems
 
@@ -182,7 +189,7 @@ def _spans(manifest: Manifest, digests: bytes | None) -> dict[int, list[_Span]]:
     found: dict[int, list[_Span]] = {}
     number = {file.path: n for n, file in enumerate(manifest.files)}
     table = manifest.chunks
-    raw = manifest.codecs.index(RAW) if RAW in manifest.codecs else -1
+    raw = _raw(manifest)
     for tensor in manifest.tensors:
         for row in range(tensor.first_chunk, tensor.first_chunk + tensor.num_chunks):
             length = int(table.payload_length[row])
@@ -195,6 +202,56 @@ def _spans(manifest: Manifest, digests: bytes | None) -> dict[int, list[_Span]]:
             span = _Span(entry.offset, entry.offset + entry.length, entry.fqn, entry.digest)
             found.setdefault(number[entry.file], []).append(span)
     return found
+
+
+def _check_coded(checkpoint: Checkpoint, number: int, digests: bytes) -> list[Problem]:
+    """The chunks of a file that are stored by a codec and do not decode to what was saved."""
+    manifest, problems = checkpoint.manifest, []
+    rows = np.flatnonzero((manifest.chunks.file == number) & (manifest.chunks.codec != _raw(manifest))).tolist()
+    firsts = [tensor.first_chunk for tensor in manifest.tensors]
+    for row in rows:
+        tensor = manifest.tensors[bisect_right(firsts, row) - 1]
+        chunk = manifest.chunk(tensor, row - tensor.first_chunk)
+        try:
+            is_right = (
+                decoded_digest(checkpoint, chunk, ELEMENT_SIZE[tensor.dtype])
+                == digests[row * DIGEST_BYTES :][:DIGEST_BYTES]
+            )
+            message = "are not what was saved (digest differs)"
+        except (CheckpointError, StoreError) as error:
+            is_right, message = False, str(error)
+        if not is_right:
+            start = chunk.offset + chunk.payload_offset
+            path, end = checkpoint.path(chunk.file), start + chunk.payload_length
+            problems.append(Problem(path=path, fqn=tensor.fqn, start=start, end=end, message=message))
+    return problems
+
+
+def decoded_digest(checkpoint: Checkpoint, chunk: Chunk, itemsize: int) -> bytes:
+    """xxh3-128 of a coded chunk's raw bytes, decoded window by window."""
+    whole = xxhash.xxh3_128()
+    raw_length = chunk.box.num_elements * itemsize
+    for first in range(0, raw_length, WINDOW_BYTES):
+        out = memoryview(bytearray(min(WINDOW_BYTES, raw_length - first)))
+        read_payload(checkpoint, chunk, itemsize, first, out)
+        whole.update(out)
+    return whole.digest()
+
+
+def read_payload(checkpoint: Checkpoint, chunk: Chunk, itemsize: int, first: int, out: memoryview) -> None:
+    """Fill `out` with the raw bytes from `first` of a chunk, whatever its codec."""
+    path, start = checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset
+    if chunk.codec == RAW:
+        checkpoint.store.read_into(path, start + first, out)
+    elif chunk.codec == PLANES_ZSTD:
+        raw_length = chunk.box.num_elements * itemsize
+        read_raw(checkpoint.store, path, start, chunk.payload_length, raw_length, itemsize, first, out)
+    else:
+        raise DamagedError(f"{checkpoint}: {chunk.fqn} is stored by the codec {chunk.codec!r}, unknown to this release")
+
+
+def _raw(manifest: Manifest) -> int:
+    return manifest.codecs.index(RAW) if RAW in manifest.codecs else -1
 
 
 def _check_blobs(checkpoint: Checkpoint, on_bytes: Callable[[int], None]) -> list[Problem]:
