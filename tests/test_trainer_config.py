@@ -106,6 +106,7 @@ def test_a_bad_value_is_refused_by_name(text: str, expected: str) -> None:
         (["save.every=5"], "save.url is empty"),
         (["validation.every=5"], "holds nothing out"),
         (["save.url=/tmp/run@5"], "names a step"),
+        (["save.keep_every=5"], "save.keep_last = 0"),
         (["data.source="], "either source"),
         (["data.mixture=[{url='a', weight=0.0}]", "data.source="], "must be more than 0"),
     ],

@@ -102,6 +102,12 @@ def test_a_run_goes_on_by_itself_from_its_newest_committed_checkpoint(tmp_path: 
     assert [record["step"] for record in _events(tmp_path, "start")] == [0, 4]
 
 
+def test_old_checkpoints_are_deleted_as_the_policy_says(tmp_path: Path, cache: str) -> None:
+    policy = ("save.every=1", "save.keep_last=2", "save.keep_every=4", "train.steps=7", "save.codec=planes-zstd")
+    assert _train(cache, tmp_path, *policy) == 0
+    assert [info.step for info in list_checkpoints(str(tmp_path))] == [4, 6, 7]
+
+
 def test_a_finished_run_started_again_does_nothing(tmp_path: Path, cache: str) -> None:
     assert _train(cache, tmp_path, "train.steps=2") == 0
     assert _train(cache, tmp_path, "train.steps=2") == 0

@@ -13,6 +13,7 @@ from titan_ckpt.location import join
 from titan_ckpt.trainer.config import TrainConfig, check, resolve_mesh
 from titan_ckpt.trainer.corpus import list_files
 from titan_ckpt.trainer.data import reading_of
+from titan_ckpt.trainer.estimate import estimate, report
 from titan_ckpt.trainer.launch import is_launched_here, is_rank, launch, num_ranks, write_error
 from titan_ckpt.trainer.logs import run_folder
 from titan_ckpt.trainer.preflight import preflight
@@ -20,7 +21,7 @@ from titan_ckpt.trainer.settings import Resolved, render, resolve
 from titan_ckpt.trainer.setup import RankPlace, run_rank
 from titan_ckpt.trainer.tokenizer import open_tokenizer
 from titan_ckpt.trainer.tokens import pretokenise
-from titan_ckpt.units import format_size
+from titan_ckpt.units import format_size, parse_size
 
 EPILOG = """\
 The mesh decides how many ranks are started; with mesh.dp_shard = -1 it is --nproc, or one per accelerator. Under torchrun nothing
@@ -31,6 +32,7 @@ examples:
   titan-ckpt train configs/tiny.toml --set save.url=s3://bucket/run --set save.every=20
   titan-ckpt train configs/tiny.toml --set mesh.dp_shard=2 --set mesh.tp=2
   titan-ckpt train configs/llama3_8b.toml --set data.source=s3://corpus/*.jsonl.zst --pretokenise s3://corpus/tokens
+  titan-ckpt train configs/llama3_70b.toml --nproc 256 --estimate
   torchrun --nnodes=8 --nproc-per-node=8 ... -m titan_ckpt train configs/llama3_8b.toml
 """
 
@@ -47,6 +49,13 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--pretokenise", metavar="DST", help="write [data] as token files to a folder or URL, then stop"
+    )
+    parser.add_argument(
+        "--estimate", action="store_true", help="print memory, traffic and checkpoints per rank, then stop"
+    )
+    parser.add_argument("--rank-mtbf-hours", type=float, default=50_000.0, metavar="H", help="for --estimate (50000)")
+    parser.add_argument(
+        "--upload-rate", default="1GB", metavar="SIZE", help="bytes per second and rank, for --estimate (1GB)"
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine")
     parser.add_argument(
@@ -66,7 +75,12 @@ def run(arguments: Namespace) -> int:
     if is_rank():
         return run_as_rank(resolved)
     world_size = num_ranks(resolved.config, arguments.nproc)
-    resolve_mesh(resolved.config, world_size)
+    mesh = resolve_mesh(resolved.config, world_size)
+    if arguments.estimate:
+        rate = parse_size(arguments.upload_rate)
+        found = estimate(resolved.config, mesh)
+        sys.stdout.write(report(found, rank_mtbf_h=arguments.rank_mtbf_hours, bandwidth=rate))
+        return 0
     preflight(resolved.config)
     if world_size == 1:
         outcome = run_rank(resolved.config, RankPlace())

@@ -92,8 +92,10 @@ class SaveConfig:
     url: str = ""
     every: int = 0  # steps; 0: only at the end
     at_end: bool = True
-    keep_last: int = 0  # newest committed ones kept by pruning; 0: all
-    keep_every: int = 0  # multiples of this step are kept for good
+    keep_last: int = 0  # after each commit older ones are deleted; 0: none are
+    keep_every: int = 0  # with keep_last: multiples of this step are kept for good
+    codec: Literal["raw", "planes-zstd"] = "raw"
+    incremental: bool = False  # refer to chunks of earlier checkpoints that have not changed
     timeout_s: float = 1800.0  # of an exchange between ranks; must exceed the longest upload
     grace_s: float = 300.0  # after SIGTERM or SIGINT, for the last checkpoint
 
@@ -167,6 +169,10 @@ def check(config: TrainConfig) -> None:
         )
     if config.save.every and not config.save.url:
         raise ConfigError("save.every is set, but save.url is empty; give a folder or a URL such as s3://bucket/run")
+    if config.save.keep_every and not config.save.keep_last:
+        raise ConfigError(
+            "save.keep_every is set, but save.keep_last = 0 keeps every checkpoint anyway; set keep_last too"
+        )
     if config.save.url and parse_location(config.save.url).step is not None:
         raise ConfigError(f"save.url = {config.save.url!r} names a step; a run is saved to a folder without @STEP")
 

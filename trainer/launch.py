@@ -86,10 +86,12 @@ def launched_at_s() -> float:
 
 
 def num_ranks(config: TrainConfig, nproc: int | None) -> int:
-    """Ranks to start: as told, as the mesh needs, else one per accelerator (one on a CPU)."""
+    """Ranks to start: as told, as the mesh needs, else as many as there are accelerators and the other axes divide."""
     if nproc is not None:
         return nproc
-    return fixed_world_size(config) or max(1, torch.cuda.device_count())
+    mesh = config.mesh
+    others = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
+    return fixed_world_size(config) or max(others, torch.cuda.device_count() // others * others)
 
 
 def launch(arguments: Sequence[str], config: TrainConfig, folder: RunFolder, *, nproc: int, restarts: int = 0) -> int:

@@ -18,6 +18,7 @@ from titan_ckpt.errors import ConfigError, NotFoundError, StoreError
 from titan_ckpt.layout import DEBUG, LOGS
 from titan_ckpt.location import join, redact
 from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.retention import RetentionPolicy
 from titan_ckpt.save import SaveOptions, Saver
 from titan_ckpt.store import open_store
 from titan_ckpt.trainer.checkpoint import describe_start, find_start, kept_assets, pipeline_record, restore
@@ -125,13 +126,11 @@ def _train(
         )
         saver = None
         if config.save.url:
-            options = SaveOptions(
-                mesh=mesh, pipeline=pipeline_record(config.model, config.mesh, mesh), timeout_s=config.save.timeout_s,
-                phase=phases,
-            )  # fmt: skip
+            options = _save_options(config, mesh, phases)
             saver = stack.enter_context(Saver(config.save.url, options))
         job = Job(
-            config=config, config_record=as_dict(config), assets=kept_assets(start, tokenizer.to_json()) if place.rank == 0 else {},
+            config=config, config_record=as_dict(config),
+            assets=kept_assets(start, tokenizer.to_json()) if place.rank == 0 else {},
             parallelized=parallelized, optimizer=optimizer, dataset=dataset, saver=saver, agreement=agreement, stop=stop,
             phases=phases, metrics=metrics, upload_logs=lambda: upload_logs(folder, config.save.url, names),
         )  # fmt: skip
@@ -144,6 +143,17 @@ def _train(
             with open(folder.file(METRICS), encoding="utf-8") as file:
                 log.info("%s", goodput(parse_metrics(file.read())).text())
         return outcome
+
+
+def _save_options(config: TrainConfig, mesh: MeshSpec, phases: Phases) -> SaveOptions:
+    asked = config.save
+    retention = None
+    if asked.keep_last:
+        retention = RetentionPolicy(keep_last=asked.keep_last, keep_every=asked.keep_every or None)
+    return SaveOptions(
+        mesh=mesh, pipeline=pipeline_record(config.model, config.mesh, mesh), codec=asked.codec,
+        incremental=asked.incremental, retention=retention, timeout_s=asked.timeout_s, phase=phases,
+    )  # fmt: skip
 
 
 @contextmanager
