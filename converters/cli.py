@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.command import Command
-from titan_ckpt.converters.export import run_export
+from titan_ckpt.converters.export import read_adapter, run_export
 from titan_ckpt.converters.from_hf import plan_import
 from titan_ckpt.converters.hf_config import Config, parse_config
 from titan_ckpt.converters.hf_source import CONFIG, open_hf
@@ -39,6 +39,7 @@ def configure(parser: ArgumentParser) -> None:
     to_hf.add_argument("dst", metavar="DST", help="a folder or prefix that does not exist yet")
     to_hf.add_argument("--max-shard-size", type=parse_size, default=DEFAULT_SHARD_BYTES, metavar="SIZE", help="5GB")
     to_hf.add_argument("--config", metavar="PATH", help="a config.json, for checkpoints that do not say what they hold")
+    to_hf.add_argument("--merge-lora", metavar="PATH", help="a PEFT adapter's folder, merged into the weights")
     to_hf.add_argument("--verify", action="store_true", help="read back every byte; compare logits with transformers")
     to_hf.set_defaults(convert=_to_hf)
     from_hf = commands.add_parser("from-hf", help="a Hugging Face model as a checkpoint")
@@ -74,7 +75,14 @@ def run(arguments: Namespace) -> int:
 def _to_hf(arguments: Namespace) -> int:
     checkpoint = open_checkpoint(arguments.src)
     config = None if arguments.config is None else _read_config(arguments.config)
-    plan = plan_export(checkpoint, dtype=arguments.dtype, max_shard_bytes=arguments.max_shard_size, config=config)
+    adapter = None if arguments.merge_lora is None else read_adapter(arguments.merge_lora)
+    plan = plan_export(
+        checkpoint,
+        dtype=arguments.dtype,
+        max_shard_bytes=arguments.max_shard_size,
+        config=config,
+        adapter=adapter,
+    )
     facts: dict[str, Any] = {
         "source": str(checkpoint),
         "destination": arguments.dst,

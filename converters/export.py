@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
 from titan_ckpt.converters.families import EMBEDDING
@@ -13,6 +14,9 @@ from titan_ckpt.converters.stream import Progress, stream, tensor_digests
 from titan_ckpt.converters.to_hf import DEFAULT_SHARD_BYTES, ExportPlan, export_source, plan_export
 from titan_ckpt.errors import LoadContractError
 from titan_ckpt.plan import Source
+
+if TYPE_CHECKING:
+    from titan_ckpt.converters.adapter import Adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +36,26 @@ def export_hf(
     dtype: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     config: Config | None = None,
+    merge_lora: str | None = None,
     on_progress: Progress | None = None,
 ) -> ExportReport:
     """Write the model of a checkpoint (`URL[@STEP]` or an open one) as a Hugging Face folder or prefix `dst`, which must be new.
 
     `dtype` casts every floating-point tensor; without it each keeps its own. `config` is a config.json for checkpoints that do
-    not say what model they hold. Nothing is at `dst` until all of it is; optimizer state is never read.
+    not say what model they hold; `merge_lora` is the folder of a PEFT adapter to merge into the weights. Nothing is at `dst` until
+    all of it is; optimizer state is never read.
     """
     opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
-    plan = plan_export(opened, dtype=dtype, max_shard_bytes=max_shard_bytes, config=config)
+    adapter = None if merge_lora is None else read_adapter(merge_lora)
+    plan = plan_export(opened, dtype=dtype, max_shard_bytes=max_shard_bytes, config=config, adapter=adapter)
     return run_export(opened, plan, dst, on_progress=on_progress)
+
+
+def read_adapter(url: str) -> Adapter:
+    """The PEFT adapter in a folder or prefix."""
+    from titan_ckpt.converters.adapter import open_adapter  # torch, only where values change
+
+    return open_adapter(url)
 
 
 def run_export(

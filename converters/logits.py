@@ -16,6 +16,7 @@ from titan_ckpt.checkpoint import Checkpoint
 from titan_ckpt.converters.hf_config import hf_config
 from titan_ckpt.converters.to_hf import ExportPlan, ExportTensor
 from titan_ckpt.errors import DamagedError
+from titan_ckpt.placement import Box
 
 MAX_CONTEXT = 512
 
@@ -60,17 +61,20 @@ def _fill(checkpoint: Checkpoint, plan: ExportPlan) -> Any:
     with torch.no_grad():
         for tensor in plan.tensors:
             if tensor.named.hf in parameters:
-                parameters.pop(tensor.named.hf).copy_(_read(checkpoint, tensor, plan.spec.head_dim))
+                parameters.pop(tensor.named.hf).copy_(_read(checkpoint, tensor, plan))
     if parameters:
         raise DamagedError(f"{checkpoint}: transformers' model also has {', '.join(sorted(parameters))}")
     return model.eval()
 
 
-def _read(checkpoint: Checkpoint, tensor: ExportTensor, head_dim: int) -> Tensor:
-    value = checkpoint.read(tensor.entry.fqn).to(getattr(torch, tensor.dtype))
+def _read(checkpoint: Checkpoint, tensor: ExportTensor, plan: ExportPlan) -> Tensor:
+    value = checkpoint.read(tensor.entry.fqn)
     if tensor.named.transform:
-        value = value.reshape(-1, head_dim // 2, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
-    return value
+        half = plan.spec.head_dim // 2
+        value = value.reshape(-1, half, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
+    if plan.adapter is not None and tensor.named.hf in plan.adapter.factors:
+        value = plan.adapter.merged(tensor.named.hf, value, Box.whole(tensor.entry.global_shape))
+    return value.to(getattr(torch, tensor.dtype))
 
 
 def _tokens(folder: str, text: bytes, num_tokens: int, vocab_size: int) -> Tensor:

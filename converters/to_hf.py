@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from titan_ckpt.converters.transforms import FLOATS, target_dtype, transform
 from titan_ckpt.index import ELEMENT_SIZE, Manifest, TensorEntry
 from titan_ckpt.placement import Box
 from titan_ckpt.plan import Literal, Region, Segment, Source, SourceTensor, TargetFile, source_of
+
+if TYPE_CHECKING:
+    from titan_ckpt.converters.adapter import Adapter  # needs torch, which a plan does not
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 README = "README.md"
@@ -54,6 +58,7 @@ class ExportPlan:
     small: Mapping[str, bytes]
     last: Mapping[str, bytes]
     tied_head: str | None
+    adapter: Adapter | None
 
     @property
     def size_bytes(self) -> int:
@@ -67,8 +72,12 @@ def plan_export(
     dtype: str | None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     config: Config | None = None,
+    adapter: Adapter | None = None,
 ) -> ExportPlan:
-    """What to write, without writing. `config` is a config.json for checkpoints that do not say what model they hold."""
+    """What to write, without writing. `config` is a config.json for checkpoints that do not say what model they hold.
+
+    `adapter` is merged into the weights.
+    """
     manifest = checkpoint.manifest
     base = config if config is not None else _stored_config(checkpoint)
     spec = _spec(checkpoint, base, is_given=config is not None)
@@ -76,6 +85,8 @@ def plan_export(
     found = _find_tensors(checkpoint, layout, spec)
     names = list(expected_tensors(spec)) + ([HEAD] if spec.tied_embeddings and _had_head(checkpoint) else [])
     tensors = tuple(_export_tensor(name, found, manifest, dtype) for name in names)
+    if adapter is not None:
+        adapter.check({tensor.named.hf: tensor.entry.global_shape for tensor in tensors})
     shards = _shards(tensors, max_shard_bytes)
     main_dtype = _main_dtype(tensors)
     size_bytes = sum(tensor.size_bytes for tensor in tensors)
@@ -96,10 +107,11 @@ def plan_export(
         spec=spec,
         layout=layout,
         tensors=tensors,
-        weights=tuple(_target_file(file, shard, spec) for file, shard in shards.items()),
+        weights=tuple(_target_file(file, shard, spec, adapter) for file, shard in shards.items()),
         small=_assets(checkpoint, spec) | {README: card},
         last=last,
         tied_head=found[HEAD].ours if spec.tied_embeddings and HEAD in found else None,
+        adapter=adapter,
     )
 
 
@@ -159,16 +171,18 @@ def _shards(tensors: Iterable[ExportTensor], max_shard_bytes: int) -> dict[str, 
     return {f"model-{n:05d}-of-{len(ordered):05d}{SUFFIX}": shard for n, shard in enumerate(ordered, 1)}
 
 
-def _target_file(path: str, shard: Sequence[ExportTensor], spec: ModelSpec) -> TargetFile:
+def _target_file(path: str, shard: Sequence[ExportTensor], spec: ModelSpec, adapter: Adapter | None) -> TargetFile:
     header = encode_header([(t.named.hf, t.dtype, t.entry.global_shape) for t in shard], {"format": "pt"})
     segments: list[Segment] = [Literal(header)]
     for tensor in shard:
+        is_adapted = adapter is not None and tensor.named.hf in adapter.factors
         step = transform(
             tensor.named.transform,
             to_trainer=False,
             head_dim=spec.head_dim,
             dtype=tensor.entry.dtype,
             target_dtype=tensor.dtype,
+            merge=adapter.merge(tensor.named.hf, tensor.entry.dtype, tensor.dtype) if adapter and is_adapted else None,
         )
         box = Box.whole(tensor.entry.global_shape)
         segments.append(Region(tensor=tensor.entry.fqn, box=box, transform=step, key=tensor.named.hf))

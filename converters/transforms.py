@@ -21,13 +21,24 @@ Apply = Callable[[memoryview, Box], Buffer]
 
 
 def transform(
-    name: TransformName, *, to_trainer: bool, head_dim: int, dtype: str, target_dtype: str
+    name: TransformName,
+    *,
+    to_trainer: bool,
+    head_dim: int,
+    dtype: str,
+    target_dtype: str,
+    merge: Apply | None = None,
 ) -> Transform | None:
-    """What takes a tensor of `dtype` to the other side as `target_dtype`; None where the bytes stay as they are."""
+    """What takes a tensor of `dtype` to the other side as `target_dtype`; None where the bytes stay as they are.
+
+    `merge` makes `target_dtype` of `dtype` itself, after the rows have their new order.
+    """
     steps: list[Apply] = []
     if name:
         steps.append(_permute(head_dim, ELEMENT_SIZE[dtype], to_pairs=to_trainer))
-    if target_dtype != dtype:
+    if merge is not None:
+        steps.append(merge)
+    elif target_dtype != dtype:
         from titan_ckpt.cast import cast_to  # torch, only where a value changes
 
         steps.append(cast_to(dtype, target_dtype).apply)
