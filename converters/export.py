@@ -42,8 +42,8 @@ def export_hf(
     """Write the model of a checkpoint (`URL[@STEP]` or an open one) as a Hugging Face folder or prefix `dst`, which must be new.
 
     `dtype` casts every floating-point tensor; without it each keeps its own. `config` is a config.json for checkpoints that do
-    not say what model they hold; `merge_lora` is the folder of a PEFT adapter to merge into the weights. Nothing is at `dst` until
-    all of it is; optimizer state is never read.
+    not say what model they hold; `merge_lora` is the folder of a PEFT adapter to merge into the weights. Nothing is at `dst`
+    until all of it is; optimizer state is never read.
     """
     opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
     adapter = None if merge_lora is None else read_adapter(merge_lora)
