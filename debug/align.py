@@ -13,6 +13,7 @@ from titan_ckpt.debug.records import COMPLETED, Array, Names, Run
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "coalesced", "allgatherv", "all_gatherv")
 _EQUAL_NAMES = {"gather": "gather", "scatter": "scatter"}
 MAX_WINDOW = 1 << 16
+BLOCK = 256  # columns looked at together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ def _rows_of(run: Run, group: int) -> Iterator[tuple[int, tuple[Array, Array]]]:
         rows = np.flatnonzero((table["group"] == group) & (table["p2p"] == 0) & (table["seq"] >= 0))
         if len(rows):
             order = np.argsort(table["seq"][rows], kind="stable")
-            yield rank, (rows[order], table["seq"][rows[order]].astype(np.int64))
+            yield rank, (rows[order].astype(np.int32), table["seq"][rows[order]])
 
 
 def _users(run: Run, group: int, parts: Mapping[int, tuple[Array, Array]]) -> tuple[int, ...]:
@@ -140,8 +141,12 @@ def _product(shape: str) -> int:
 
 def first_disagreement(lane: Lane) -> int | None:
     """The lowest sequence number at which two members issued different operations."""
-    seen = lane.signature >= 0
-    largest = np.where(seen, lane.signature, np.iinfo(np.int64).min).max(axis=0)
-    smallest = np.where(seen, lane.signature, np.iinfo(np.int64).max).min(axis=0)
-    columns = np.flatnonzero((seen.sum(axis=0) > 1) & (largest != smallest))
-    return None if len(columns) == 0 else lane.first_seq + int(columns[0])
+    for start in range(0, lane.signature.shape[1], BLOCK):
+        block = lane.signature[:, start : start + BLOCK]
+        seen = block >= 0
+        largest = block.max(axis=0)  # not seen is -1: never the largest where somebody was
+        smallest = np.where(seen, block, np.iinfo(np.int64).max).min(axis=0)
+        columns = np.flatnonzero((seen.sum(axis=0) > 1) & (largest != smallest))
+        if len(columns):
+            return lane.first_seq + start + int(columns[0])
+    return None

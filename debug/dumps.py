@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,13 +137,29 @@ def _columns(
     table["seq"] = np.minimum(np.array([seq or 0 for seq in sequence], np.int64), _INT32)
     table["state"] = [_STATES.get(state, SCHEDULED) for state in raw["state"]]
     table["retired"] = [bool(retired) for retired in raw["retired"]]
-    table["dtypes"] = [interner.dtype(dtypes or ()) for dtypes in raw["input_dtypes"]]
-    table["sizes"] = [interner.size(shapes or ()) for shapes in sizes]
-    table["frames"] = [interner.stack(frames) if frames else 0 for frames in raw["frames"]]
+    dtypes = [tuple(names or ()) for names in raw["input_dtypes"]]
+    table["dtypes"] = _positions(dtypes, dtypes, interner.dtype)
+    shapes = [tuple(map(tuple, shapes or ())) for shapes in sizes]
+    table["sizes"] = _positions(shapes, shapes, interner.size)
+    table["frames"] = _positions([_lines(frames) for frames in raw["frames"]], raw["frames"], interner.stack)
     table["timeout_ms"] = np.minimum(np.array([timeout or 0 for timeout in raw["timeout_ms"]], np.int64), _INT32)
     for column, key in _TIMES.items():
         table[column] = [moment or 0 for moment in raw[key]]
     return table, [group for _, group in groups.values()]
+
+
+def _positions(keys: Sequence[Any], values: Sequence[Any], add: Callable[[Any], int]) -> list[int]:
+    """The interned position of each value; a dump has few distinct ones, so `add` sees each of them once."""
+    known: dict[Any, int] = {(): 0}
+    for key, value in zip(keys, values, strict=True):
+        if key not in known:
+            known[key] = add(value)
+    return [known[key] for key in keys]
+
+
+def _lines(frames: Sequence[Mapping[str, Any]] | None) -> tuple[Any, ...]:
+    """What tells the call stacks of one process apart."""
+    return (*[frame["line"] for frame in frames], frames[0]["filename"], frames[0]["name"]) if frames else ()
 
 
 _TIMES = {

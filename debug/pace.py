@@ -10,6 +10,7 @@ from titan_ckpt.debug.align import Lane
 from titan_ckpt.debug.records import Evidence, Run, Verdict
 
 LEAST_TIMES = 3
+MOST_COLUMNS = 512
 LEAST_LAG_NS = 50_000_000
 LEAST_SHARE = 0.2
 MOST_SHARE = 1.2  # nobody can keep the others waiting for longer than it all took: that is a clock that is wrong
@@ -29,7 +30,7 @@ def straggler(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict | No
 
 
 def _slowest(run: Run, lane: Lane) -> tuple[int, int, int, float] | None:
-    complete = np.flatnonzero((lane.row >= 0).all(axis=0))[-2000:]
+    complete = np.flatnonzero((lane.row >= 0).all(axis=0))[-MOST_COLUMNS:]
     if len(complete) < LEAST_TIMES or len(lane.members) < 2:
         return None
     created = np.stack(

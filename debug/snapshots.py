@@ -18,6 +18,8 @@ def merge_dumps(snapshots: Sequence[Array]) -> Array:
     known = sorted((s for s in snapshots if len(s)), key=lambda s: (int(s["created_ns"].max()), len(s)))
     if not known:
         return NO_OPERATIONS
+    if len(known) == 1:
+        return known[0]
     merged = known[-1].copy()
     for earlier in known[:-1]:
         _keep_pending(merged, earlier[(~earlier["retired"]) & (earlier["state"] != COMPLETED)])
