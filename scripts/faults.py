@@ -1,0 +1,156 @@
+"""Reliability campaigns on the checkpoint core: a real job is killed with SIGKILL at random moments of its saves.
+
+    python -m scripts.faults --kills 200                 local disk
+    python -m scripts.faults --kills 100 --s3            the real S3 server, started here
+
+After every kill: the newest committed checkpoint is the last one that was known to be committed or a later one, each of its
+bytes is right, and the next job goes on from it. Prints one JSON line; exit code 1 if anything was lost or wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.s3_server import running_server
+from titan_ckpt.checkpoint import list_checkpoints
+from titan_ckpt.errors import NotCommittedError
+from titan_ckpt.load import load, open_checkpoint
+from titan_ckpt.retention import RetentionPolicy
+from titan_ckpt.save import SaveOptions, Saver
+from titan_ckpt.verify import verify
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a campaign saw. `lost` and `wrong` must be 0; `partial` counts steps that a kill left without a commit."""
+
+    kills: int = 0
+    committed: int = 0
+    partial: int = 0
+    lost: int = 0
+    wrong: int = 0
+    seconds: float = 0.0
+
+
+def make_state(step: int) -> dict[str, Any]:
+    """Some 9 MB, every element of which says the step, but for a part that never changes."""
+    changing = {f"w{n}": torch.full((50_000 + n,), float(step)) for n in range(40)}
+    return {"model": changing, "frozen": torch.arange(200_000.0), "step": step}
+
+
+def run_job(url: str, options: SaveOptions, tell: Callable[[int], None]) -> None:
+    """A training job: resume, then save step after step, for ever."""
+    with Saver(url, options) as saver:
+        step = newest_step(url)
+        while True:
+            step += 1
+            saver.save(make_state(step), step=step).wait()
+            tell(step)
+
+
+def newest_step(url: str) -> int:
+    """The newest committed step, 0 if there is none."""
+    try:
+        return open_checkpoint(url, on_damage="error").step
+    except NotCommittedError:
+        return 0
+
+
+def kill_once(url: str, options: SaveOptions, delay_s: float) -> int:
+    """Run a job in a forked process, kill it `delay_s` after it began; the last step it said was committed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            run_job(url, options, lambda step: os.write(writer, step.to_bytes(4, "little")) and None)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    time.sleep(delay_s)  # the fault's moment, not a synchronisation
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(reader, "rb") as told:
+        data = told.read()
+    return int.from_bytes(data[-4:], "little") if data else 0
+
+
+def check(url: str, known: int, outcome: Outcome) -> int:
+    """Look at what the kill left, from a process of its own so that this one can go on forking; the newest step."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        os.write(writer, json.dumps(_look(url)).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader, "rb") as told:
+        seen = json.loads(told.read())
+    outcome.lost += seen["newest"] < known
+    outcome.wrong += seen["problems"]
+    outcome.committed, outcome.partial = max(outcome.committed, seen["newest"]), max(outcome.partial, seen["partial"])
+    return int(seen["newest"])
+
+
+def _look(url: str) -> dict[str, int]:
+    newest, problems = newest_step(url), 0
+    if newest:
+        state = {"model": {k: torch.zeros_like(t) for k, t in make_state(0)["model"].items()}}
+        state |= {"frozen": torch.zeros(200_000), "step": 0}
+        load(url, state)
+        expected = make_state(newest)
+        is_right = all(torch.equal(state["model"][k], t) for k, t in expected["model"].items())
+        is_right = is_right and torch.equal(state["frozen"], expected["frozen"]) and state["step"] == newest
+        problems = int(not is_right) + len(verify(f"{url}@{newest}", read_data=True))
+    partial = sum(info.state == "partial" for info in list_checkpoints(url))
+    return {"newest": newest, "problems": problems, "partial": partial}
+
+
+def campaign(url: str, kills: int, *, seed: int, longest_s: float) -> Outcome:
+    """`kills` jobs one after another on one run, with plain and incremental saves and retention in turn."""
+    rng, outcome, started, known = random.Random(seed), Outcome(), time.monotonic(), 0
+    for number in range(kills):
+        options = SaveOptions(incremental=number % 2 == 1, retention=RetentionPolicy(keep_last=3))
+        said = kill_once(url, options, rng.uniform(0.005, longest_s))
+        known = max(check(url, max(known, said), outcome), known)
+        outcome.kills += 1
+        sys.stderr.write(f"\rkill {number + 1}/{kills}: step {known}, lost {outcome.lost}, wrong {outcome.wrong} ")
+    sys.stderr.write("\n")
+    outcome.seconds = round(time.monotonic() - started, 1)
+    return outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--s3", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.s3:
+            with running_server(Path(folder), ["faults"]) as server:
+                os.environ.update(server.environment)
+                outcome = campaign("s3://faults/run", arguments.kills, seed=arguments.seed, longest_s=1.5)
+        else:
+            outcome = campaign(f"{folder}/run", arguments.kills, seed=arguments.seed, longest_s=0.4)
+    sys.stdout.write(json.dumps({"store": "s3" if arguments.s3 else "local", **asdict(outcome)}) + "\n")
+    return 1 if outcome.lost or outcome.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
