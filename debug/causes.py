@@ -78,11 +78,12 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
     first = next((edge for edge in edges if edge.awaited == root and edge.group >= 0), None)
     name, subtype, confidence, says = _classify(run, state, first)
     record = run.ranks[root]
+    culprits = (root,) if name != "P2P_MISSING_PEER" else _possible_peers(run, root)
     return Verdict(
         verdict=name,
         subtype=subtype,
-        culprits=(root,),
-        victims=tuple(sorted({waiter for waiter, _ in chain})),
+        culprits=culprits,
+        victims=tuple(sorted({root, *(waiter for waiter, _ in chain)} - set(culprits))),
         group=str(run.groups[first.group]) if first else "",
         seq=first.seq if first and not first.is_p2p else None,
         op=_operation_waited_for(run, first),
@@ -133,6 +134,12 @@ def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, 
         busy = _BUSY.get(state.detail, "in its own code")
         return "STUCK_ON_CPU", state.detail, state.confidence, f"is stuck {busy}{where}, not in any collective"
     return _silent(run, state)
+
+
+def _possible_peers(run: Run, waiting: int) -> tuple[int, ...]:
+    """Who owes `waiting` the other half, where nobody recorded it: certain only if there is one other rank."""
+    others = tuple(rank for rank in run.ranks if rank != waiting)
+    return others if len(others) == 1 else ()
 
 
 def _last_seen(where: str) -> str:

@@ -66,10 +66,28 @@ def _faults(
     yield from transport(run, found_lanes)
     if not found_lanes:
         yield from by_witnesses(run, states)
+    if run.ranks and all(state.kind == IN_P2P for state in states.values()) and not ends.cycles:
+        yield _everybody_in_p2p(states)
     waited_for = set(ends.sinks)
     for rank, state in states.items():
         if state.kind in (DEAD, FROZEN, GIL_HELD) and rank not in waited_for:
             yield verdict_of(run, rank, edges, states)
+
+
+def _everybody_in_p2p(states: Mapping[int, Situation]) -> Verdict:
+    """All ranks sit in send or recv and nobody recorded with whom (gloo does not)."""
+    ranks = tuple(states)
+    return Verdict(
+        verdict="P2P_CYCLE",
+        culprits=ranks,
+        confidence=0.7,
+        headline="every rank waits in a send or recv at the same time: a P2P cycle",
+        evidence=tuple(item for rank in ranks[:4] for item in states[rank].evidence[:1]),
+        next_steps=(
+            "reverse the order on every second rank, or use batch_isend_irecv",
+            "with our recorder's black boxes the pairs would be known",
+        ),
+    )
 
 
 def went_on(run: Run) -> bool:

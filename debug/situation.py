@@ -271,8 +271,14 @@ def _by_stack(run: Run, record: RankRecord) -> Situation | None:
 
 def _inside(main: Thread) -> tuple[str, str]:
     """The kind of wait that a main thread is in, and the name of the library call."""
+    is_waiting = False
     for frame in main.frames[:12]:
+        if frame.function == "wait" and frame.file.endswith("/debug/hooks.py"):
+            is_waiting = True  # our wrapper of Work.wait; a blocking call shows its own name further out
+            continue
         if not is_library(frame):
+            if is_waiting:
+                return IN_COLLECTIVE, "wait"
             return (
                 (IN_COLLECTIVE, "wait") if _WAITS.search(frame.text) and "work" in frame.text.lower() else (ON_CPU, "")
             )
@@ -307,7 +313,7 @@ def _busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[str, Evidence 
         for f in near[:inner]
     ):
         return "python_lock", None
-    for subtype in _words([f"{frame.text} {frame.file} {frame.function}" for frame in near[:inner]]):
+    for subtype in _words([f"{frame.text} {_neutral(frame.file)} {frame.function}" for frame in near[:inner]]):
         return subtype, None
     for subtype in _words([_spoken(near[inner])]):
         return subtype, None
@@ -317,6 +323,11 @@ def _busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[str, Evidence 
     for subtype in _words(_own_lines(record)[-1:]) + _words([_spoken(frame) for frame in near[inner + 1 : inner + 3]]):
         return subtype, None
     return "user_code", None
+
+
+def _neutral(path: str) -> str:
+    """A library's path without this package's own name, which has "ckpt" in it."""
+    return path.replace("titan_ckpt", "").replace("titan-ckpt", "")
 
 
 def busy_by_log(record: RankRecord) -> str:
