@@ -174,6 +174,22 @@ def test_logs_of_a_remote_run_are_copied_beside_its_checkpoints_and_fetched_agai
     assert sorted(_losses(tmp_path / "there")) == [1, 2, 3]
 
 
+def test_tensorboard_gets_every_number_of_a_step(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path, "train.steps=2", "log.tensorboard=true") == 0
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    data = file.read_bytes()
+    assert b"step/loss" in data
+    assert b"step/tokens_per_s" in data
+
+
+def test_phases_of_chosen_steps_are_traced(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path, "train.steps=5", "save.every=3", "log.trace_steps=[3, 4]") == 0
+    events = json.loads((tmp_path / "logs" / "trace.json").read_text())["traceEvents"]
+    spans = {(event["name"], event["args"]["step"]) for event in events if event["ph"] == "X"}
+    assert {("data", 3), ("forward_backward", 4), ("optimizer", 4), ("ckpt_stage", 3), ("ckpt_upload", 3)} <= spans
+    assert {step for _, step in spans} == {3, 4}
+
+
 def test_microbatches_that_do_not_divide_the_batch_change_nothing_but_rounding(tmp_path: Path, cache: str) -> None:
     for size in (1, 3):
         assert _train(cache, tmp_path / str(size), f"train.microbatch_size={size}", "train.steps=5") == 0
@@ -211,7 +227,9 @@ def _has_step(folder: Path, step: int) -> Callable[[], bool]:
 
 @pytest.mark.dist
 def test_two_ranks_train_save_and_go_on_as_one(tmp_path: Path, cache: str) -> None:
-    two = _arguments(cache, tmp_path / "run", "mesh.dp_shard=2", "train.steps=10", "save.every=5")
+    two = _arguments(
+        cache, tmp_path / "run", "mesh.dp_shard=2", "train.steps=10", "save.every=5", "train.step_timeout_s=60.0"
+    )
     job = _start(two, tmp_path)
     assert job.wait(LIMIT_S) == 0, (tmp_path / "stderr").read_text()
     assert "[rank 1 dp_shard1]" in (tmp_path / "run" / "logs" / "rank_00001.log").read_text()
@@ -246,6 +264,29 @@ def test_an_error_inside_ranks_is_one_line_with_the_rank_s_exit_code(tmp_path: P
     assert "bad.jsonl: line 2: not JSON" in error
     assert "Traceback" not in error
     assert error.count("titan-ckpt: error:") == 1
+
+
+@pytest.mark.dist
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path, cache: str) -> None:
+    job = _start(_arguments(cache, tmp_path / "run", "mesh.dp_shard=2", "train.steps=100000"), tmp_path)
+    _wait_for(_has_step(tmp_path / "run", 2), job)
+    sidecars = list((tmp_path / "run" / "debug").glob("*/rank_*.sidecar.json"))
+    pids = [json.loads(sidecar.read_text())["pid"] for sidecar in sidecars]
+    assert len(pids) == 2
+    job.kill()
+    job.wait(LIMIT_S)
+    give_up_at = time.monotonic() + LIMIT_S
+    while any(map(_is_running, pids)):
+        assert time.monotonic() < give_up_at, "a rank is still there"
+        time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether there is such a process that is not just waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.dist

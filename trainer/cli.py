@@ -14,7 +14,7 @@ from titan_ckpt.trainer.config import TrainConfig, check, resolve_mesh
 from titan_ckpt.trainer.corpus import list_files
 from titan_ckpt.trainer.data import reading_of
 from titan_ckpt.trainer.estimate import estimate, report
-from titan_ckpt.trainer.launch import is_launched_here, is_rank, launch, num_ranks, write_error
+from titan_ckpt.trainer.launch import end_with_launcher, is_launched_here, is_rank, launch, num_ranks, write_error
 from titan_ckpt.trainer.logs import run_folder
 from titan_ckpt.trainer.preflight import preflight
 from titan_ckpt.trainer.settings import Resolved, render, resolve
@@ -122,6 +122,8 @@ class ProgressLine:
 def run_as_rank(resolved: Resolved[TrainConfig]) -> int:
     """This process is one rank; an error is left for the launcher, which speaks for all."""
     place = RankPlace.from_environment()
+    if is_launched_here():
+        end_with_launcher()
     try:
         run_rank(resolved.config, place)
     except Exception as error:

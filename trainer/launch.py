@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -77,6 +78,18 @@ def is_rank() -> bool:
 def is_launched_here() -> bool:
     """Whether our own launcher is above this rank and will speak for it."""
     return LAUNCHED in os.environ
+
+
+def end_with_launcher(poll_s: float = 1.0) -> None:
+    """End this rank when the launcher above it is gone (killed, or interrupted twice): nobody else would."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(poll_s)
+        os._exit(3)
+
+    threading.Thread(target=watch, name="titan-ckpt-launcher-watch", daemon=True).start()
 
 
 def launched_at_s() -> float:
