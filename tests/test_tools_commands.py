@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from titan_ckpt.checkpoint import list_checkpoints, open_checkpoint
 from titan_ckpt.cli import main
-from titan_ckpt.commands import plan_removal
+from titan_ckpt.commands_keep import plan_removal
 from titan_ckpt.diff import compare, diff
 from titan_ckpt.errors import DamagedError
 from titan_ckpt.layout import OWNER, new_attempt
@@ -69,7 +69,8 @@ def call_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
 
 def test_the_tools_start_without_torch_or_any_s3_library() -> None:
     heavy = ("torch", "s3fs", "botocore", "fsspec", "textual")
-    code = f"import titan_ckpt.commands, sys; print([m for m in {heavy} if m in sys.modules])"
+    rooms = "titan_ckpt.commands, titan_ckpt.commands_check, titan_ckpt.commands_keep"
+    code = f"import sys, {rooms}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 
