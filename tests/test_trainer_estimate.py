@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,10 @@ def test_estimate_prints_without_starting_anything(capsys: pytest.CaptureFixture
     assert "512 ranks, 405.853 B parameters" in text
     assert "PP send and receive" in text
     assert "save every" in text
+
+
+def test_estimate_as_json_has_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(CONFIGS / "llama3_8b.toml"), "--nproc", "8", "--estimate", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["mesh"] == "dp_shard=8"
+    assert facts["peak_bytes"] > facts["memory"]["parameters"] > 0

@@ -190,6 +190,33 @@ def test_phases_of_chosen_steps_are_traced(tmp_path: Path, cache: str) -> None:
     assert {step for _, step in spans} == {3, 4}
 
 
+def _changed(url: Path) -> dict[str, bool]:
+    """Whether each weight differs between steps 1 and 3."""
+    first, last = (open_checkpoint(str(url), step=step) for step in (1, 3))
+    names = [tensor.fqn for tensor in first.manifest.tensors if tensor.fqn.startswith("model.")]
+    return {name: not torch.equal(first.read(name), last.read(name)) for name in names}
+
+
+def _is_frozen(name: str) -> bool:
+    return ".layers.0." in name or "embed_tokens" in name
+
+
+FREEZE = ('train.freeze=["model.layers.0.*", "*embed_tokens*"]', "train.steps=3", "save.every=1")
+
+
+def test_frozen_weights_stay_as_they_are(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path, *FREEZE) == 0
+    changed = _changed(tmp_path)
+    assert changed == {name: not _is_frozen(name) for name in changed}
+
+
+def test_a_freeze_that_matches_nothing_is_refused(
+    tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _train(cache, tmp_path, 'train.freeze=["model.layer.0.*"]') == 2
+    assert "'model.layer.0.*' matches no weight" in capsys.readouterr().err
+
+
 def test_microbatches_that_do_not_divide_the_batch_change_nothing_but_rounding(tmp_path: Path, cache: str) -> None:
     for size in (1, 3):
         assert _train(cache, tmp_path / str(size), f"train.microbatch_size={size}", "train.steps=5") == 0
@@ -236,6 +263,14 @@ def test_two_ranks_train_save_and_go_on_as_one(tmp_path: Path, cache: str) -> No
     assert _train(cache, tmp_path / "one", f"resume.from={tmp_path}/run@5") == 0
     whole, resumed = _losses(tmp_path / "run"), _losses(tmp_path / "one")
     assert resumed == pytest.approx({step: whole[step] for step in range(6, 11)}, rel=2e-4)
+
+
+@pytest.mark.dist
+def test_frozen_weights_stay_as_they_are_when_they_are_sharded(tmp_path: Path, cache: str) -> None:
+    job = _start(_arguments(cache, tmp_path / "run", "mesh.dp_shard=2", *FREEZE), tmp_path)
+    assert job.wait(LIMIT_S) == 0, (tmp_path / "stderr").read_text()
+    changed = _changed(tmp_path / "run")
+    assert changed == {name: not _is_frozen(name) for name in changed}
 
 
 @pytest.mark.dist

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from titan_ckpt.command import Command
 from titan_ckpt.errors import TitanError
@@ -17,7 +19,7 @@ from titan_ckpt.trainer.estimate import estimate, report
 from titan_ckpt.trainer.launch import end_with_launcher, is_launched_here, is_rank, launch, num_ranks, write_error
 from titan_ckpt.trainer.logs import run_folder
 from titan_ckpt.trainer.preflight import preflight
-from titan_ckpt.trainer.settings import Resolved, render, resolve
+from titan_ckpt.trainer.settings import Resolved, as_dict, render, resolve
 from titan_ckpt.trainer.setup import RankPlace, run_rank
 from titan_ckpt.trainer.tokenizer import open_tokenizer
 from titan_ckpt.trainer.tokens import pretokenise
@@ -53,6 +55,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--estimate", action="store_true", help="print memory, traffic and checkpoints per rank, then stop"
     )
+    parser.add_argument("--json", action="store_true", help="--print-config and --estimate as JSON")
     parser.add_argument("--rank-mtbf-hours", type=float, default=50_000.0, metavar="H", help="for --estimate (50000)")
     parser.add_argument(
         "--upload-rate", default="1GB", metavar="SIZE", help="bytes per second and rank, for --estimate (1GB)"
@@ -68,7 +71,7 @@ def run(arguments: Namespace) -> int:
     resolved = resolve(TrainConfig, arguments.config, arguments.set)
     check(resolved.config)
     if arguments.print_config:
-        sys.stdout.write(render(resolved))
+        sys.stdout.write(json.dumps(as_dict(resolved.config)) + "\n" if arguments.json else render(resolved))
         return 0
     if arguments.pretokenise:
         return pretokenise_all(resolved.config, arguments.pretokenise)
@@ -79,6 +82,10 @@ def run(arguments: Namespace) -> int:
     if arguments.estimate:
         rate = parse_size(arguments.upload_rate)
         found = estimate(resolved.config, mesh)
+        if arguments.json:
+            facts = asdict(found) | {"mesh": str(mesh), "peak_bytes": found.memory.total}
+            sys.stdout.write(json.dumps(facts) + "\n")
+            return 0
         sys.stdout.write(report(found, rank_mtbf_h=arguments.rank_mtbf_hours, bandwidth=rate))
         return 0
     preflight(resolved.config)

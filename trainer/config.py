@@ -74,6 +74,7 @@ class TrainOptions:
     deterministic: bool = False
     init_timeout_s: float = 600.0  # for collectives until the first step is done
     step_timeout_s: float = 600.0  # for collectives from then on
+    freeze: tuple[str, ...] = ()  # globs over names of weights that stay as they are, such as "model.layers.[0-3].*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

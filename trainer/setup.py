@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,6 +42,7 @@ from titan_ckpt.trainer.loop import Job, Loop, Outcome
 from titan_ckpt.trainer.metrics import MetricsLog, open_sinks
 from titan_ckpt.trainer.optimizer import build_optimizer
 from titan_ckpt.trainer.parallelize import build
+from titan_ckpt.trainer.parallelized import Parallelized
 from titan_ckpt.trainer.phases import PhaseHook, Phases
 from titan_ckpt.trainer.precision import describe_precision
 from titan_ckpt.trainer.settings import as_dict
@@ -120,6 +122,7 @@ def _train(
         start = find_start(config.resume, config.save.url, agreement)
         torch.use_deterministic_algorithms(config.train.deterministic)
         parallelized = build(config.model, config.mesh, mesh, device=device, seed=config.train.seed)
+        freeze(parallelized, config.train.freeze, agreement)
         optimizer = build_optimizer(parallelized, config.optimizer)
         progress = restore(
             start, parallelized, optimizer, fingerprint=dataset.fingerprint, other_data=config.resume.other_data
@@ -242,6 +245,21 @@ def _write_trace(phases: Phases, agreement: Agreement, place: RankPlace, mesh: M
     if place.rank == 0:
         write_trace(folder.file(TRACE), [event for events in gathered for event in events])
         log.info("trace of steps %d to %d: %s", phases.steps.start, phases.steps.stop - 1, folder.file(TRACE))
+
+
+def freeze(parallelized: Parallelized, patterns: Sequence[str], agreement: Agreement) -> None:
+    """Take weights whose names match a glob out of training; ConfigError for a glob that matches nothing on any rank."""
+    names = parallelized.named_parameters()
+    matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
+    counts = agreement.largest([len(found) for found in matched.values()] or [0])
+    for pattern, count in zip(patterns, counts, strict=False):
+        if not count:
+            raise ConfigError(f"train.freeze: {pattern!r} matches no weight; one is called {next(iter(names))}")
+    frozen = {name for found in matched.values() for name in found}
+    for name in frozen:
+        names[name].requires_grad_(False)
+    if frozen:
+        log.info("frozen: %d of %d weights of this rank", len(frozen), len(names))
 
 
 def _announce(job: Job, place: RankPlace, start: str) -> None:
