@@ -172,3 +172,29 @@ def _load_partial_state(rank: int, url: str) -> list[str]:
 def test_the_report_names_what_was_missing_and_cast(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_save_fsdp_tp, str(tmp_path))
     assert pool.run(_load_partial_state, str(tmp_path))[0] == ["model.new", "model.up.weight"]
+
+
+def _save_through_two_tiers(rank: int, fast: str, safe: str) -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+    options = SaveOptions(
+        mesh=MeshSpec.parse("dp_shard=4"), mirror=safe, incremental=True, codec="planes-zstd", timeout_s=60
+    )
+    state = {"w": distribute_tensor(torch.arange(4000.0), mesh, [Shard(0)]), "frozen": torch.ones(5000)}
+    with Saver(fast, options) as saver:
+        for step in (1, 2):
+            saver.save(state, step=step)
+            if rank == 1:
+                state["w"].to_local().add_(1)
+
+
+def test_every_rank_mirrors_its_own_files_and_the_copy_is_whole(pool: RankPool, tmp_path: Path) -> None:
+    fast, safe = str(tmp_path / "fast"), str(tmp_path / "safe")
+    pool.run(_save_through_two_tiers, fast, safe)
+    expected = torch.arange(4000.0)
+    expected[1000:2000] += 1
+    for url in (fast, safe):
+        checkpoint = open_checkpoint(url)
+        assert checkpoint.step == 2
+        assert torch.equal(checkpoint.read("w"), expected)
+        own = [file for file in checkpoint.manifest.files if not file.path.startswith("../")]
+        assert [file.path.rpartition("/")[2] for file in own] == ["__1_0.distcp"]

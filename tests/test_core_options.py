@@ -17,13 +17,14 @@ from titan_ckpt import codec
 from titan_ckpt.blob import frame
 from titan_ckpt.checkpoint import list_checkpoints
 from titan_ckpt.dcp import PlanesZstd
-from titan_ckpt.errors import DamagedError, UsageError
+from titan_ckpt.errors import DamagedError, NotCommittedError, UsageError
 from titan_ckpt.load import LoadPolicy, load, open_checkpoint
 from titan_ckpt.owner import FencedError
 from titan_ckpt.placement import Box
 from titan_ckpt.retention import RetentionPolicy
 from titan_ckpt.save import SaveError, SaveOptions, Saver, save
 from titan_ckpt.store import FileStore
+from titan_ckpt.tiers import open_nearest
 
 ENCODED = SaveOptions(codec="planes-zstd")
 
@@ -179,3 +180,49 @@ def test_a_job_that_was_taken_over_commits_no_more(tmp_path: Path) -> None:
             assert FencedError.__name__ in str(caught.value)
             successor.save({"w": torch.ones(2)}, step=3).wait()
     assert torch.equal(open_checkpoint(str(tmp_path)).read("w"), torch.ones(2))
+
+
+def test_every_commit_reaches_the_second_tier_and_either_resumes(tmp_path: Path) -> None:
+    fast, safe = str(tmp_path / "fast"), str(tmp_path / "safe")
+    options = SaveOptions(mirror=safe, incremental=True, retention=RetentionPolicy(keep_last=1))
+    state = {"frozen": torch.randn(3000), "w": torch.zeros(3)}
+    with Saver(fast, options) as saver:
+        for step in range(1, 6):
+            state["w"] += 1
+            saver.save(state, step=step)
+    assert [info.step for info in list_checkpoints(safe) if info.state == "committed"] == [1, 2, 3, 4, 5]
+    assert [info.step for info in list_checkpoints(fast) if info.state == "committed"][-1] == 5
+    assert len(list_checkpoints(fast)) < 5
+    for url in (fast, safe):
+        loaded = {"frozen": torch.zeros(3000), "w": torch.zeros(3)}
+        load(url, loaded)
+        _assert_equal(loaded, state)
+
+
+def test_a_resumption_takes_the_nearest_tier_that_every_rank_sees_whole(tmp_path: Path) -> None:
+    fast, safe = str(tmp_path / "fast"), str(tmp_path / "safe")
+    with Saver(fast, SaveOptions(mirror=safe)) as saver:
+        saver.save({"w": torch.zeros(3)}, step=1)
+        saver.save({"w": torch.ones(3)}, step=2)
+    assert open_nearest([fast, safe]).url == fast
+    assert open_nearest([fast, safe], all_steps=lambda step: [step, step]).url == fast
+    answers = iter([[2, -1], [2, 2]])
+    assert open_nearest([fast, safe], all_steps=lambda _: next(answers)).url == safe
+    for path in (tmp_path / "fast" / "step-00000002").glob("a-*/__0_0.distcp"):
+        path.unlink()
+    assert open_nearest([fast, safe]).url == safe
+    with pytest.raises(NotCommittedError, match="no tier holds"):
+        open_nearest([str(tmp_path / "none")])
+
+
+def test_a_mirror_that_fails_is_heard_of_and_the_next_step_is_mirrored(tmp_path: Path) -> None:
+    fast, safe = tmp_path / "fast", tmp_path / "safe"
+    safe.mkdir()
+    (safe / "step-00000001").write_text("a file where a folder must be")
+    saver = Saver(str(fast), SaveOptions(mirror=str(safe)))
+    saver.save({"w": torch.zeros(3)}, step=1).wait()
+    with pytest.raises(SaveError, match="mirroring step 1"):
+        saver.close()
+    with Saver(str(fast), SaveOptions(mirror=str(safe))) as saver:
+        saver.save({"w": torch.zeros(3)}, step=2).wait()
+    assert open_checkpoint(str(safe)).step == 2

@@ -52,7 +52,7 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: Tell | None 
         raise AlreadyExistsError(
             f"{target}@{source.step} is another save of that step (attempt {present.attempt}); it was left as it is"
         )
-    copier = _Copier(source, target, on_bytes or (lambda _: None))
+    copier = Copier(source, target, on_bytes or (lambda _: None))
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="cp") as pool:
         kept = list(pool.map(copier.copy_file, source.manifest.files))
     copier.copy_small(commit, is_committed=present is not None)
@@ -68,23 +68,25 @@ def _is_same(a: Commit, b: Commit) -> bool:
     return (a.attempt, a.manifest_digest) == (b.attempt, b.manifest_digest)
 
 
-class _Copier:
+class Copier:
+    """Copies the files of one checkpoint, each verified as it passes."""
+
     def __init__(self, source: Checkpoint, target: Store, on_bytes: Tell) -> None:
         self._source, self._target, self._on_bytes = source, target, on_bytes
 
-    def copy_file(self, file: FileEntry) -> bool:
-        """Copy a data file unless it is there and right; whether it was."""
+    def copy_file(self, file: FileEntry, *, trust_size: bool = False) -> bool:
+        """Copy a data file unless it is there and right; whether it was. `trust_size` does not re-read what is there."""
         path = self._source.path(file.path)
-        if self._is_there(path, file):
+        if self._is_there(path, file, trust_size=trust_size):
             self._on_bytes(file.size_bytes)
             return True
         self._target.write(path, self._verified(self._source.store, path, file, self._on_bytes))
         return False
 
-    def _is_there(self, path: str, file: FileEntry) -> bool:
+    def _is_there(self, path: str, file: FileEntry, *, trust_size: bool) -> bool:
         try:
-            if self._target.stat(path).size_bytes != file.size_bytes:
-                return False
+            if self._target.stat(path).size_bytes != file.size_bytes or trust_size:
+                return self._target.stat(path).size_bytes == file.size_bytes
             for _ in self._verified(self._target, path, file, lambda _: None):
                 pass
         except (NotFoundError, DamagedError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from titan_ckpt.checkpoint import list_checkpoints
 from titan_ckpt.errors import TitanError
@@ -13,10 +14,10 @@ from titan_ckpt.store import Store
 log = logging.getLogger(__name__)
 
 
-def retire(store: Store, policy: RetentionPolicy) -> list[int]:
-    """Apply `policy` and the run's pins; the steps that went. Files that a kept checkpoint refers to stay."""
+def retire(store: Store, policy: RetentionPolicy, *, keep: frozenset[int] = frozenset()) -> list[int]:
+    """Apply `policy`, the run's pins and `keep`; the steps that went. Files that a kept checkpoint refers to stay."""
     try:
-        return _retire(store, policy)
+        return _retire(store, replace(policy, pins=policy.pins | keep | read_pins(store)))
     except TitanError as error:
         log.warning("old checkpoints of %s were not deleted: %s", store, error)
         return []
@@ -24,13 +25,10 @@ def retire(store: Store, policy: RetentionPolicy) -> list[int]:
 
 def _retire(store: Store, policy: RetentionPolicy) -> list[int]:
     infos = list_checkpoints(store)
-    pinned = RetentionPolicy(
-        keep_last=policy.keep_last, keep_every=policy.keep_every, pins=policy.pins | read_pins(store)
-    )
-    if not prune(infos, pinned):
+    if not prune(infos, policy):
         return []
     checked = [check_whole(store, store.url, info) for info in infos]
-    gone = prune([info for info, _ in checked], pinned)
+    gone = prune([info for info, _ in checked], policy)
     going = {info.step for info in gone}
     kept = referred(opened for info, opened in checked if opened is not None and info.step not in going)
     for info in gone:

@@ -48,6 +48,7 @@ from titan_ckpt.share import Share, divide
 from titan_ckpt.stage import Arena, Direct, Source
 from titan_ckpt.state import FlatState, Item, describe, dump_object, flatten
 from titan_ckpt.store import Store, open_store
+from titan_ckpt.tiers import Mirror
 from titan_ckpt.upload import Known, Part, UploadOptions, part_chunks, upload
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class Saver:
         self._store = url if isinstance(url, Store) else open_store(url)
         self._ranks = Ranks(timeout_s=self._options.timeout_s)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
+        timeout_s, mirror = self._options.timeout_s, self._options.mirror
+        self._mirror = None if mirror is None else Mirror(self._store, mirror, timeout_s=timeout_s)
         self._known: Known | None = None
         self._claim = self._take_over() if self._options.is_exclusive else None
         self._plan: _Plan | None = None
@@ -199,6 +202,8 @@ class Saver:
         """Raise the error of a save that failed, on any rank; cheap, for every step of a loop."""
         if self._pending is not None and self._pending.future.done():
             self.wait()
+        if self._mirror is not None:
+            self._mirror.check()
 
     def wait(self) -> SaveReport | None:
         """Wait for the save in flight and raise its error; None if there is none, or if its handle has told the outcome."""
@@ -212,12 +217,15 @@ class Saver:
             last_committed_step=self._last_committed_step,
             stall_s=self._stall_s,
             is_uploading=self._pending is not None and not self._pending.future.done(),
+            last_mirrored_step=None if self._mirror is None else self._mirror.metrics().last_mirrored_step,
         )
 
     def close(self) -> None:
-        """Wait for the save in flight, raise its error, give threads and groups back."""
+        """Wait for the save in flight and for its copy in the second tier, raise their errors, give threads and groups back."""
         try:
             self.wait()
+            if self._mirror is not None:
+                self._mirror.close()
         finally:
             self._thread.shutdown()
             self._ranks.close()
@@ -286,11 +294,14 @@ class Saver:
             parts = self._ranks.gather(part)
             outcome = self._ranks.broadcast(self._commit(job, parts, previous) if self._ranks.is_coordinator else None)
             if outcome is None and self._ranks.is_coordinator and self._options.retention is not None:
-                retire(self._store, self._options.retention)
+                keep = self._mirror.waiting() if self._mirror is not None else frozenset()
+                retire(self._store, self._options.retention, keep=keep | {job.step})
         if own_error is not None:
             raise own_error
         raise_failures([outcome], f"the save of step {job.step}")
         assert isinstance(part, Part)
+        if self._mirror is not None:
+            self._mirror.add(job.step)
         self._last_committed_step = job.step
         if self._options.incremental:
             self._known = known_of_save(job.plan.items, part_chunks(part), job.step)

@@ -29,7 +29,9 @@ class SaveOptions:
     `mesh` names the axes, so that the checkpoint can be resharded; `pipeline` says which layers are on which stage (see
     `titan_ckpt.pipeline`). `codec` is `raw` or `planes-zstd` (lossless; weights shrink little, moments more). `incremental`
     refers to chunks of earlier checkpoints that have not changed instead of writing them again. `retention` deletes old
-    checkpoints after each commit. `is_exclusive` claims the run: a job that saved there before can commit no more.
+    checkpoints after each commit. `mirror` is a second, safer store to which every commit is copied in the background: the URL
+    that is saved to is then the fast tier, and `retention` its own; a step that is not copied yet is never deleted.
+    `is_exclusive` claims the run: a job that saved there before can commit no more.
     `timeout_s` bounds every exchange between ranks; it must exceed the longest upload. `phase(name, step)` is entered around
     ckpt_stage, ckpt_upload and ckpt_commit, for a recorder of hangs.
     """
@@ -39,6 +41,7 @@ class SaveOptions:
     codec: str = RAW
     incremental: bool = False
     retention: RetentionPolicy | None = None
+    mirror: str | None = None
     is_exclusive: bool = True
     timeout_s: float = 1800.0
     phase: PhaseHook | None = None
@@ -72,6 +75,7 @@ class SaverMetrics:
     last_committed_step: int | None
     stall_s: float
     is_uploading: bool
+    last_mirrored_step: int | None = None
 
 
 @dataclass(slots=True)
