@@ -1,8 +1,9 @@
 """One rank of torchtitan 0.3.0 on CPU and gloo, for trainer_vs_torchtitan.py; runs in an environment that has torchtitan.
 
-torchtitan takes the accelerator's name from torch at import, so torch is told "cpu" first; FlexAttention has no backward on CPU,
-so its own ScaledDotProductAttention stands in. All else is its public path: model registry, parallelize, pipeline, loss,
-optimizer, gradient clipping. Prints the seconds of each timed step as JSON on rank 0.
+torchtitan takes the accelerator's name from torch at import, so torch is told "cpu" first. FlexAttention has no backward on
+CPU, so its own ScaledDotProductAttention stands in; of its SPMD backends "partial_dtensor" is the one that gets through FSDP
+here. All else is its public path: model registry, parallelize, pipeline, loss, optimizer, gradient clipping. Prints the
+seconds of each timed step as JSON on rank 0.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def main(job: dict[str, Any]) -> None:
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     parallelism = ParallelismConfig(
+        spmd_backend="partial_dtensor",
         data_parallel_shard_degree=job["dp_shard"],
         tensor_parallel_degree=job["tp"],
         pipeline_parallel_degree=job["pp"],

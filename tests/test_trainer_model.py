@@ -18,7 +18,7 @@ from titan_ckpt.trainer.families import SHAPES, from_hf, to_hf
 from titan_ckpt.trainer.initialize import _indices, fill_normal, normal
 from titan_ckpt.trainer.loss import IGNORED, TokenLoss
 from titan_ckpt.trainer.model import Decoder, LayerRange, ModelConfig, initial_std
-from titan_ckpt.trainer.rope import RopeScaling
+from titan_ckpt.trainer.rope import RopeConfig, RopeScaling, rotate, rotation
 
 SEQ_LEN = 640
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 256}
@@ -209,3 +209,16 @@ def test_yarn_without_an_attention_factor_derives_it() -> None:
         vocab_size=8, dim=32, n_layers=1, n_heads=1, n_kv_heads=1, ffn_dim=8, rope_scaling=scaling, family="llama"
     )
     assert from_hf(to_hf(config)).rope_scaling == scaling
+
+
+def test_the_gradient_of_a_rotation_is_that_of_its_formula() -> None:
+    by = rotation(RopeConfig(head_dim=8), torch.arange(5)[None])
+    x_BSHK = torch.randn(2, 5, 3, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    a_BSHP, b_BSHP = x_BSHK.chunk(2, dim=-1)
+    cos_BS1P, sin_BS1P = by[0][..., :4], by[1][..., 4:]
+    turned = (a_BSHP * cos_BS1P - b_BSHP * sin_BS1P, b_BSHP * cos_BS1P + a_BSHP * sin_BS1P)
+    formula_BSHK = torch.cat(turned, dim=-1)
+    torch.testing.assert_close(rotate(x_BSHK, by), formula_BSHK)
+    weights_BSHK = torch.arange(240.0).view(2, 5, 3, 8)
+    expected = torch.autograd.grad((formula_BSHK * weights_BSHK).sum(), x_BSHK)
+    torch.testing.assert_close(torch.autograd.grad((rotate(x_BSHK, by) * weights_BSHK).sum(), x_BSHK), expected)

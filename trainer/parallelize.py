@@ -22,7 +22,7 @@ from titan_ckpt.trainer.model import Decoder, ModelConfig, SelfAttention, initia
 from titan_ckpt.trainer.parallel_config import ParallelConfig, stage_layers, stages_of_rank
 from titan_ckpt.trainer.parallelized import Parallelized
 from titan_ckpt.trainer.precision import apply_float8, mixed_precision
-from titan_ckpt.trainer.tensor_parallel import apply_tensor_parallel
+from titan_ckpt.trainer.tensor_parallel import apply_tensor_parallel, overlap_with_products
 
 
 def build(
@@ -55,6 +55,8 @@ def parallelize(part: Decoder, model: ModelConfig, parallel: ParallelConfig, ran
     if part.lm_head is not None:
         part.lm_head.loss = loss
     if tp_mesh is not None:
+        if parallel.async_tp:
+            overlap_with_products(tp_mesh, ranks.device)
         partial |= set(
             apply_tensor_parallel(
                 part,

@@ -17,12 +17,15 @@ import functools
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer import model as decoder
 from titan_ckpt.trainer.loss import TokenLoss, VocabShard
 from titan_ckpt.trainer.model import Decoder, Embedding
@@ -51,6 +54,19 @@ def apply_tensor_parallel(
         part.lm_head.register_forward_pre_hook(lambda _, args: (enter(args[0]), *args[1:]))
     part.tie()
     return partial
+
+
+def overlap_with_products(mesh: DeviceMesh, device: torch.device) -> None:
+    """Let the compiler split a region's collectives and matrix products into pieces that overlap (async TP).
+
+    It works over symmetric memory, which is a GPU's; elsewhere it is refused.
+    """
+    if device.type != "cuda":
+        raise ConfigError(
+            f"async_tp overlaps copies between GPUs with products; this device is {device}: set async_tp=false"
+        )
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def _cut(module: nn.Module, fqn: str, mesh: DeviceMesh, sequence_parallel: bool) -> list[str]:
