@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -257,3 +258,15 @@ def test_retries_are_logged_with_what_and_why(caplog: pytest.LogCaptureFixture) 
             store.stat("x")
     assert "stat s3://b/run/x" in caplog.text
     assert "very-secret" not in caplog.text
+
+
+@pytest.mark.s3
+def test_writing_holds_a_few_parts_whatever_the_size(s3_url: str) -> None:
+    store, peaks = s3(s3_url), []
+    for number_of_parts in (8, 16):
+        tracemalloc.start()
+        store.write("big", (bytes(PART_BYTES // 2) for _ in range(2 * number_of_parts)))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert max(peaks) < 8 * PART_BYTES
+    assert peaks[1] < peaks[0] + PART_BYTES
