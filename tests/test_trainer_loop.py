@@ -182,6 +182,11 @@ def test_tensorboard_gets_every_number_of_a_step(tmp_path: Path, cache: str) -> 
     assert b"step/tokens_per_s" in data
 
 
+def test_records_at_intervals_account_for_every_step(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path, "train.steps=7", "log.every=3") == 0
+    assert [(record["step"], record["steps"]) for record in _events(tmp_path)] == [(3, 3), (6, 3), (7, 1)]
+
+
 def test_phases_of_chosen_steps_are_traced(tmp_path: Path, cache: str) -> None:
     assert _train(cache, tmp_path, "train.steps=5", "save.every=3", "log.trace_steps=[3, 4]") == 0
     events = json.loads((tmp_path / "logs" / "trace.json").read_text())["traceEvents"]

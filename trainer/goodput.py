@@ -121,16 +121,17 @@ def _attempts(records: Iterable[Record]) -> list[_Attempt]:
 
 
 def _book(record: Record, redone_after: int | None, sums: dict[str, float]) -> int:
-    """Add one record to the sums; 1 for a step that was made again later."""
+    """Add one record to the sums; the number of its steps if they were made again later."""
     if record["event"] == "validation":
         sums["validation_s"] += float(record["seconds"])
     elif record["event"] == "save":
         sums["stall_s"] += float(record["stall_s"])
     elif record["event"] == "step":
-        seconds, wait = float(record["step_s"]), float(record["data_wait_s"])
+        steps = int(record.get("steps", 1))
+        seconds, wait = steps * float(record["step_s"]), steps * float(record["data_wait_s"])
         if redone_after is not None and int(record["step"]) > redone_after:
             sums["recomputed_s"] += seconds
-            return 1
+            return steps
         sums["productive_s"] += seconds - wait
         sums["data_wait_s"] += wait
     return 0

@@ -79,7 +79,9 @@ class Loop:
         self.saved_step = progress.step
         self.pending: SaveHandle | None = None
         self.loss: float | None = None
+        self.stall_s, self._steps, self._steps_s = 0.0, 0, 0.0
         self.commit_time_s: float | None = None
+        self._last_seen_commit: int | None = None
         self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-logs")
         device = job.parallelized.ranks.device
         self._flops = flops_per_token(job.config.model, job.config.data.seq_len) / job.parallelized.mesh.world_size
@@ -89,7 +91,7 @@ class Loop:
         """Train until the last step, a signal or the time limit; the last checkpoint is committed on return."""
         job, steps = self.job, self.job.config.train.steps
         loader = Loader(job.dataset, job.batch_shape, position=self.progress.samples, prefetch=job.config.data.prefetch)
-        first_step, stop = self.progress.step, job.stop.code if self.progress.step >= steps else NOTHING
+        first_step, stop = self.progress.step, NOTHING
         try:
             while self.progress.step < steps and stop == NOTHING:
                 stop = self._step(loader)
@@ -112,7 +114,8 @@ class Loop:
         with job.phases("metrics", step):
             if is_logged:
                 self.loss = float(job.parallelized.reduce_loss(local_loss)) / batch.valid_tokens
-            stop = self._measure(batch, local_loss, grad_norm, lr, started) if is_logged else self._stop_code()
+            self._steps, self._steps_s = self._steps + 1, self._steps_s + time.perf_counter() - started
+            stop = self._measure(batch, local_loss, grad_norm, lr) if is_logged else self._stop_code()
         if job.config.validation.every and step % job.config.validation.every == 0:
             self._validate(step)
         if job.saver is not None:
@@ -155,24 +158,26 @@ class Loop:
     def _stop_code(self) -> int:
         return int(self.job.agreement.largest([self.job.stop.code])[0])
 
-    def _measure(self, batch: Batch, local_loss: torch.Tensor, grad_norm: float, lr: float, started: float) -> int:
-        """Log this step; the exchange of the slowest rank's times carries the stop flags too."""
-        job = self.job
-        seconds = job.phases.take()
+    def _measure(self, batch: Batch, local_loss: torch.Tensor, grad_norm: float, lr: float) -> int:
+        """Log the steps since the last time; the exchange of the slowest rank's times carries the stop flags too."""
+        job, steps = self.job, self._steps
+        data_s = job.phases.take().get("data", 0.0)
         mine = sum(int((m.labels_BL >= 0).sum()) for m in batch.microbatches)
         numbers = [
             job.stop.code,
             float(local_loss) / mine if mine else 0.0,
-            seconds.get("data", 0.0),
-            time.perf_counter() - started,
+            data_s / steps,
+            self._steps_s / steps,
         ]
+        self._steps, self._steps_s = 0, 0.0
         stop, loss_max, data_wait_s, step_s = job.agreement.largest(numbers)
         tokens_per_s = batch.valid_tokens / step_s
         tflops = self._flops * tokens_per_s / 1e12
         assert self.loss is not None
         job.metrics.step(
             StepMetrics(
-                step=self.progress.step, time_s=time.time(), loss=self.loss, loss_max=loss_max, grad_norm=grad_norm, lr=lr,
+                step=self.progress.step, steps=steps, time_s=time.time(), loss=self.loss, loss_max=loss_max,
+                grad_norm=grad_norm, lr=lr,
                 step_s=step_s, tokens_per_s=tokens_per_s, tflops=tflops,
                 mfu=None if self._peak is None else tflops * 1e12 / self._peak, data_wait_s=data_wait_s,
                 memory_bytes=memory_bytes(self._device), tokens_seen=self.progress.tokens, **self._checkpoint_numbers(),
@@ -196,9 +201,6 @@ class Loop:
             "commit_age_s": None if self.commit_time_s is None else time.time() - self.commit_time_s,
             "is_uploading": now.is_uploading,
         }
-
-    stall_s: float = 0.0
-    _last_seen_commit: int | None = None
 
     def _validate(self, step: int) -> None:
         job = self.job

@@ -34,7 +34,10 @@ PEAK_FLOPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One finished step. Times are the slowest rank's; `mfu` is against the bfloat16 peak, None where that is not known."""
+    """A finished step; rates and times are means over the `steps` since the record before, of the slowest rank.
+
+    `mfu` is against the bfloat16 peak, None where that is not known.
+    """
 
     step: int
     time_s: float
@@ -49,6 +52,7 @@ class StepMetrics:
     data_wait_s: float
     memory_bytes: int
     tokens_seen: int
+    steps: int = 1
     checkpoint_stall_s: float = 0.0
     uploaded_bytes: int = 0
     committed_step: int | None = None
