@@ -12,6 +12,7 @@ from titan_ckpt.converters.hf_config import Config
 from titan_ckpt.converters.publish import publish
 from titan_ckpt.converters.stream import Progress, stream, tensor_digests
 from titan_ckpt.converters.to_hf import DEFAULT_SHARD_BYTES, ExportPlan, export_source, plan_export
+from titan_ckpt.decoded import decoded
 from titan_ckpt.errors import LoadContractError
 from titan_ckpt.plan import Source
 
@@ -62,6 +63,7 @@ def run_export(
     checkpoint: Checkpoint, plan: ExportPlan, dst: str, *, on_progress: Progress | None = None
 ) -> ExportReport:
     """Write what `plan` says to `dst`."""
+    checkpoint = decoded(checkpoint)
     source = export_source(checkpoint, plan)
     _check_tied_head(checkpoint, plan, source)
     with publish(dst, size_bytes=plan.size_bytes) as target:

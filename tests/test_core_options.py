@@ -19,9 +19,12 @@ from titan_ckpt.checkpoint import list_checkpoints
 from titan_ckpt.dcp import PlanesZstd
 from titan_ckpt.errors import DamagedError, NotCommittedError, UsageError
 from titan_ckpt.load import LoadPolicy, load, open_checkpoint
+from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.owner import FencedError
-from titan_ckpt.placement import Box
+from titan_ckpt.placement import Box, Shard
+from titan_ckpt.reshard import plan_reshard, run_plan
 from titan_ckpt.retention import RetentionPolicy
+from titan_ckpt.rules import Rule
 from titan_ckpt.save import SaveError, SaveOptions, Saver, save
 from titan_ckpt.store import FileStore
 from titan_ckpt.tiers import open_nearest
@@ -226,3 +229,16 @@ def test_a_mirror_that_fails_is_heard_of_and_the_next_step_is_mirrored(tmp_path:
     with Saver(str(fast), SaveOptions(mirror=str(safe))) as saver:
         saver.save({"w": torch.zeros(3)}, step=2).wait()
     assert open_checkpoint(str(safe)).step == 2
+
+
+def test_an_encoded_checkpoint_is_resharded_through_its_codec(tmp_path: Path) -> None:
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    state = {"model": {"w": torch.randn(900, 1000), "b": torch.arange(7, dtype=torch.int16)}, "step": 4}
+    save(source, state, step=1, options=SaveOptions(codec="planes-zstd", mesh=MeshSpec()))
+    rules = (Rule(glob="*", placements={"dp_shard": Shard(0)}),)
+    plan = plan_reshard(open_checkpoint(source), MeshSpec.parse("dp_shard=3"), rules=rules)
+    run_plan(plan, target)
+    loaded: dict[str, Any] = {"model": {"w": torch.zeros(900, 1000), "b": torch.zeros(7, dtype=torch.int16)}, "step": 0}
+    assert load(target, loaded).unverified_bytes == 0
+    _assert_equal(loaded["model"], state["model"])  # type: ignore[arg-type]
+    assert len(open_checkpoint(target).manifest.files) == 3

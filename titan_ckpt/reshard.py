@@ -23,6 +23,7 @@ import titan_ckpt
 from titan_ckpt.blob import frame
 from titan_ckpt.checkpoint import FULL, MODEL, Checkpoint, open_checkpoint
 from titan_ckpt.commit import find_commit, write_commit
+from titan_ckpt.decoded import decoded
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, StoreError, UsageError
 from titan_ckpt.execute import Budget, Execution, FileResult, Traffic
 from titan_ckpt.index import DIGEST_BYTES, RAW, FileEntry, Manifest, ObjectEntry
@@ -120,6 +121,7 @@ def plan_reshard(
     stages_per_rank: int | None = None,
 ) -> ReshardPlan:
     """Plan to rewrite `checkpoint` for `mesh`. PlanError where a cut on the new mesh is not known, or chunks are missing."""
+    checkpoint = decoded(checkpoint)
     manifest = checkpoint.manifest
     selection = selection or select(manifest)
     check_complete(manifest)
