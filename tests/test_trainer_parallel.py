@@ -176,8 +176,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 5}, r"4 layers over 5 stages leaves a stage without a layer: \[1, 1, 1, 1, 0\]"),
     ({"pp": 2, "pp_layers_per_stage": (2, 3)}, r"adds up to 5, the model has 4"),
     ({"pp": 2, "pp_layers_per_stage": (1, 1, 2)}, r"3 stages over pp=2"),
-    ({"pp": 2, "pp_layers_per_stage": (1, 1, 1, 1)}, r"1F1B needs one stages per rank, but 4 stages / pp=2 = 2"),
-    ({"pp": 2, "pp_schedule": "ZBVZeroBubble", "pp_layers_per_stage": (2, 2)}, r"ZBVZeroBubble needs exactly two"),
+    ({"pp": 2, "pp_layers_per_stage": (1, 1, 1, 1)}, r"1F1B takes one stage per rank, but 4 stages / pp=2 = 2"),
+    (
+        {"pp": 2, "pp_schedule": "ZBVZeroBubble", "pp_layers_per_stage": (2, 2)},
+        r"ZBVZeroBubble takes two stages per rank",
+    ),
     ({"pp": 2, "microbatches": 3}, r"samples per forward 8 / microbatches 3"),
     ({"pp": 2, "microbatches": 1}, r"1F1B over pp=2 needs at least 2 microbatches; got 1"),
     ({"pp": 2, "pp_schedule": "DualPipeV", "microbatches": 2}, r"at least 4 microbatches; got 2"),

@@ -157,8 +157,10 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec
         raise ConfigError(f"{stages} stages over pp={pp} ranks: not the same number on each")
     per_rank = stages // pp
     if (schedule in SINGLE_STAGE) != (per_rank == 1) or (schedule in V_SHAPED and per_rank != 2):
-        needs = "one" if schedule in SINGLE_STAGE else "exactly two" if schedule in V_SHAPED else "two or more"
-        raise ConfigError(f"{schedule} needs {needs} stages per rank, but {stages} stages / pp={pp} = {per_rank}")
+        needs = (
+            "one stage" if schedule in SINGLE_STAGE else "two stages" if schedule in V_SHAPED else "two or more stages"
+        )
+        raise ConfigError(f"{schedule} takes {needs} per rank, but {stages} stages / pp={pp} = {per_rank}")
     _check_layers(model, parallel, stages)
     count = num_microbatches(parallel, mesh)
     _divides(microbatch_size, count, "samples per forward", "microbatches")
