@@ -460,3 +460,18 @@ def resharded_large(checkpoint: Checkpoint, url: str, mesh: str) -> Checkpoint:
     made = run_plan(plan_reshard(checkpoint, MeshSpec.parse(mesh)), url).checkpoint
     assert made is not None
     return made
+
+
+def test_an_encoded_source_is_decoded_on_the_way_and_checked(tmp_path: Path) -> None:
+    state = llama()
+    encoded = saved(str(tmp_path / "encoded"), state, codec="planes-zstd")
+    made = resharded(encoded, str(tmp_path / "made"), "dp_shard=2,tp=2")
+    plain = resharded(saved(str(tmp_path / "plain"), state), str(tmp_path / "expected"), "dp_shard=2,tp=2")
+    assert data_bytes(made) == data_bytes(plain)
+    (path,) = Path(encoded.url).glob("step-*/a-*/__0_0.distcp")
+
+    def rewrite(_: int) -> None:
+        path.write_bytes(path.read_bytes())
+
+    with pytest.raises(DamagedError, match="changed while it was read"):
+        run_plan(plan_reshard(encoded, MeshSpec.parse("dp_shard=2")), str(tmp_path / "out"), on_progress=rewrite)

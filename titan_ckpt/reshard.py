@@ -56,6 +56,7 @@ class ReshardPlan:
     selection: Selection
     target: Target
     placed: Mapping[str, Placed]
+    source_files: tuple[FileEntry, ...]
     source_objects: tuple[ObjectEntry, ...]
     job: str
 
@@ -121,6 +122,7 @@ def plan_reshard(
     stages_per_rank: int | None = None,
 ) -> ReshardPlan:
     """Plan to rewrite `checkpoint` for `mesh`. PlanError where a cut on the new mesh is not known, or chunks are missing."""
+    source_files = checkpoint.manifest.files
     checkpoint = decoded(checkpoint)
     manifest = checkpoint.manifest
     selection = selection or select(manifest)
@@ -142,6 +144,7 @@ def plan_reshard(
         selection=selection,
         target=target,
         placed={entry.fqn: placed for entry, placed in chosen},
+        source_files=source_files,
         source_objects=objects,
         job=digest(json.dumps(asked).encode()).hex(),
     )
@@ -306,14 +309,16 @@ def _check_space(plan: ReshardPlan, store: Store, ranks: list[int]) -> None:
 
 
 def _versions(plan: ReshardPlan) -> dict[str, str]:
+    """The version of every file that the source's tensors lie in, encoded ones included."""
     store = plan.checkpoint.store
     folders = {path.rpartition("/")[0] for path in plan.source.objects}
-    return {entry.path: entry.version for folder in sorted(folders) for entry in store.list(folder)}
+    files = {plan.checkpoint.path(file.path) for file in plan.source_files}
+    return {e.path: e.version for folder in sorted(folders) for e in store.list(folder) if e.path in files}
 
 
 def _check_unchanged(plan: ReshardPlan, before: Mapping[str, str]) -> None:
     after = _versions(plan)
-    for path in plan.source.objects:
+    for path in sorted({*before, *after}):
         if before.get(path) != after.get(path):
             where = plan.checkpoint.store.where(path)
             raise DamagedError(
