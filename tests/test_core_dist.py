@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.pool import RankPool
-from titan_ckpt.errors import NotCommittedError
+from titan_ckpt.errors import NotCommittedError, TitanError
 from titan_ckpt.load import LoadPolicy, load, open_checkpoint
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.placement import shard_box
@@ -199,3 +199,34 @@ def test_every_rank_mirrors_its_own_files_and_the_copy_is_whole(pool: RankPool, 
         assert torch.equal(checkpoint.read("w"), expected)
         own = [file for file in checkpoint.manifest.files if not file.path.startswith("../")]
         assert [file.path.rpartition("/")[2] for file in own] == ["__1_0.distcp"]
+
+
+def _load_with_broadcast(_rank: int, url: str) -> tuple[int, str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    state = {
+        name: distribute_tensor(torch.zeros_like(whole), mesh, [Replicate(), Shard(0)])
+        for name, whole in _whole().items()
+    }
+    try:
+        report = load(url, {"model": state, "lr": 0.0}, policy=LoadPolicy(broadcast=True))
+    except TitanError as error:
+        return 0, f"{type(error).__name__}: {error}"
+    for name, whole in _whole().items():
+        assert torch.equal(state[name].full_tensor(), whole)
+    return report.fetched_bytes, ""
+
+
+def test_with_broadcast_one_replica_reads_and_all_have_it(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_save_fsdp_tp, str(tmp_path))
+    fetched = [result[0] for result in pool.run(_load_with_broadcast, str(tmp_path))]
+    assert fetched[0] > 0
+    assert fetched[1] > 0
+    assert fetched[2:] == [0, 0]
+
+
+def test_with_broadcast_a_readers_error_reaches_its_replicas(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_save_fsdp_tp, str(tmp_path))
+    for path in (tmp_path / "step-00000003").glob("a-*/*.distcp"):
+        path.write_bytes(bytes(path.stat().st_size))
+    for _, message in pool.run(_load_with_broadcast, str(tmp_path)):
+        assert "not what was saved" in message

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from titan_ckpt.broadcast import is_reader, read_and_send
 from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
 from titan_ckpt.codec import PLANES_ZSTD, read_raw
 from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, UnsafeContentError
@@ -35,6 +36,7 @@ class LoadPolicy:
     `missing`: the state has it, the checkpoint does not. `extra`: the checkpoint has it, the state does not (judged only below
     the state's own top-level names). `cast`: another dtype that holds every value; `lossy_cast`: one that may not.
     `verify` checks the digest of every chunk that is read whole, and reads whole those that are not with `verify="all"`.
+    `broadcast` reads once for all copies along `dp_replicate` and sends the bytes between the ranks; all ranks must load.
     """
 
     missing: Answer = "error"
@@ -42,6 +44,7 @@ class LoadPolicy:
     cast: Answer = "error"
     lossy_cast: Answer = "error"
     verify: Literal["read", "all", "none"] = "read"
+    broadcast: bool = False
     threads: int = 8
 
 
@@ -88,10 +91,14 @@ def load(
     report = LoadReport()
     _apply_contract(checkpoint, flat.tensors, flat.objects, policy, report)
     plan = ReadPlan(checkpoint, policy, report)
-    for fqn in report.loaded:
-        if fqn in flat.tensors:
-            plan.add(checkpoint.manifest.by_fqn[fqn], flat.tensors[fqn])
-    plan.run()
+    wanted = {fqn: flat.tensors[fqn] for fqn in report.loaded if fqn in flat.tensors}
+    for fqn, tensor in wanted.items():
+        if not policy.broadcast or is_reader(tensor):
+            plan.add(checkpoint.manifest.by_fqn[fqn], tensor)
+    if policy.broadcast:
+        read_and_send(wanted, plan.run)
+    else:
+        plan.run()
     for fqn in flat.objects:
         if fqn in checkpoint.manifest.objects_by_fqn:
             report.objects[fqn] = read_object(checkpoint, fqn)

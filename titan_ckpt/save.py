@@ -254,7 +254,7 @@ class Saver:
             failure = Failure(self._ranks.rank, traceback.format_exc())
         is_current = self._plan is not None and self._plan.signature == signature
         answers = self._ranks.all_gather((failure, is_current, new_attempt()))
-        raise_failures([answer[0] for answer in answers], f"the save of step {step}")
+        raise_failures([answer[0] for answer in answers], f"nothing was committed: the save of step {step}")
         assert flat is not None
         if self._plan is None or not all(answer[1] for answer in answers):
             self._plan = self._make_plan(items, flat, signature, step)
@@ -272,7 +272,7 @@ class Saver:
             except TitanError:
                 failure = Failure(self._ranks.rank, traceback.format_exc())
         answer = self._ranks.scatter([(failure, order) for order in orders])
-        raise_failures([answer[0]], f"the save of step {step}")
+        raise_failures([answer[0]], f"nothing was committed: the save of step {step}")
         mine, objects = answer[1]
         return _Plan(signature=signature, items=[items[index] for index in mine], objects=objects, share=share)
 
@@ -298,7 +298,7 @@ class Saver:
                 retire(self._store, self._options.retention, keep=keep | {job.step})
         if own_error is not None:
             raise own_error
-        raise_failures([outcome], f"the save of step {job.step}")
+        raise_failures([outcome], f"nothing was committed: the save of step {job.step}")
         assert isinstance(part, Part)
         if self._mirror is not None:
             self._mirror.add(job.step)

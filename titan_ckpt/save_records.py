@@ -109,4 +109,4 @@ def raise_failures(failures: list[Failure | None], what: str) -> None:
     told = [failure for failure in failures if failure is not None]
     if told:
         ranks = ", ".join(str(failure.rank) for failure in told)
-        raise SaveError(f"{what} failed on rank {ranks}; nothing was committed\n{told[0].text}")
+        raise SaveError(f"{what} failed on rank {ranks}\n{told[0].text}")
