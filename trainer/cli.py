@@ -129,7 +129,7 @@ class ProgressLine:
 def run_as_rank(resolved: Resolved[TrainConfig]) -> int:
     """This process is one rank; an error is left for the launcher, which speaks for all."""
     place = RankPlace.from_environment()
-    if is_launched_here():
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
     try:
         run_rank(resolved.config, place)

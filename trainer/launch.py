@@ -81,7 +81,7 @@ def is_launched_here() -> bool:
 
 
 def end_with_launcher(poll_s: float = 1.0) -> None:
-    """End this rank when the launcher above it is gone (killed, or interrupted twice): nobody else would."""
+    """End this rank when the elastic agent above it is gone (killed, or interrupted twice): nobody else would."""
     launcher = os.getppid()
 
     def watch() -> None:
