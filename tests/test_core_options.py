@@ -20,6 +20,7 @@ from titan_ckpt.dcp import PlanesZstd
 from titan_ckpt.errors import DamagedError, NotCommittedError, UsageError
 from titan_ckpt.load import LoadPolicy, load, open_checkpoint
 from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.mirror import copy_checkpoint
 from titan_ckpt.owner import FencedError
 from titan_ckpt.placement import Box, Shard
 from titan_ckpt.reshard import plan_reshard, run_plan
@@ -28,6 +29,7 @@ from titan_ckpt.rules import Rule
 from titan_ckpt.save import SaveError, SaveOptions, Saver, save
 from titan_ckpt.store import FileStore
 from titan_ckpt.tiers import open_nearest
+from titan_ckpt.verify import verify
 
 ENCODED = SaveOptions(codec="planes-zstd")
 
@@ -242,3 +244,21 @@ def test_an_encoded_checkpoint_is_resharded_through_its_codec(tmp_path: Path) ->
     assert load(target, loaded).unverified_bytes == 0
     _assert_equal(loaded["model"], state["model"])  # type: ignore[arg-type]
     assert len(open_checkpoint(target).manifest.files) == 3
+
+
+def test_a_copy_of_an_incremental_checkpoint_stands_on_its_own(tmp_path: Path) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    state = {"model": {"frozen": torch.randn(3000), "w": torch.zeros(3)}, "step": 0}
+    with Saver(str(run), SaveOptions(incremental=True)) as saver:
+        for step in (1, 2, 3):
+            state["model"]["w"] += 1  # type: ignore[index]
+            saver.save(state, step=step)
+    source = open_checkpoint(str(run))
+    for _ in range(2):  # the second finds everything there
+        report = copy_checkpoint(source, FileStore(str(copy)))
+    assert report.copied_bytes == 0
+    assert sorted(path.name for path in copy.iterdir()) == ["step-00000003"]
+    assert verify(str(copy), read_data=True) == []
+    plain: dict[str, Any] = {"model": {"frozen": torch.zeros(3000), "w": torch.zeros(3)}, "step": 1}
+    dcp.load(plain, checkpoint_id=copy / "step-00000003")
+    _assert_equal(plain["model"], state["model"])  # type: ignore[arg-type]

@@ -228,6 +228,15 @@ def read_dcp_metadata(data: bytes, *, sizes: Mapping[str, int], step: int, where
         raise DamagedError(f"{where}: not a DCP index: {type(error).__name__}: {error}") from error
 
 
+def dcp_paths(data: bytes, *, where: str) -> dict[str, tuple[str, ...]]:
+    """Where each FQN stood in the nested state dict, from the `planner_data` of a `.metadata`; empty where it has none."""
+    try:
+        planner = _Reader(data, where).load().state.get("planner_data") or {}
+        return {str(fqn): tuple(map(str, path)) for fqn, path in planner.items()}
+    except (pickle.UnpicklingError, KeyError, TypeError, ValueError, AttributeError, EOFError, IndexError) as error:
+        raise DamagedError(f"{where}: not a DCP index: {type(error).__name__}: {error}") from error
+
+
 def _manifest_of(root: Any, sizes: Mapping[str, int], step: int, where: str) -> Manifest:
     places = {(index["fqn"], index.state.get("offset")): info for index, info in root["storage_data"].items()}
     paths = sorted({check_relative(str(info["relative_path"])) for info in places.values()})
