@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[assignment]
 
@@ -69,6 +70,9 @@ def main(job: dict[str, Any]) -> None:
     else:
         parts = [spec.parallelize_fn(model, **shared)]
     for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
         part.to_empty(device="cpu")
         with torch.no_grad():
             part.init_weights(buffer_device=None)
