@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.index import ELEMENT_SIZE
 from titan_ckpt.mesh import AXES, FOLD
-from titan_ckpt.placement import Box, Placements, Shape, Shard
+from titan_ckpt.placement import Box, Placements, Shape, Shard, shard_range
 
 TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ELEMENT_SIZE}
 DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
@@ -94,35 +94,62 @@ def describe(fqn: str, tensor: torch.Tensor) -> Item:
         return Item(fqn, dtype, global_shape, (), (0,) * tensor.dim(), global_shape)
     if any(placement.is_partial() for placement in tensor.placements):
         raise UsageError(f"{fqn}: placement {tensor.placements} holds partial sums; reduce it before saving")
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local_shape = tuple(tensor.to_local().shape)
-    if tuple(shape) != local_shape:
-        raise TitanError(f"{fqn}: DTensor says this rank holds {tuple(shape)}, but it holds {local_shape}")
-    placements = cut_order(tensor.device_mesh, tensor.placements)
-    items = None if placements is None else tuple((axes, shard.dim) for axes, shard in placements.items())
-    return Item(fqn, dtype, global_shape, items, tuple(offset), local_shape)
+    cuts = _cuts(tensor.device_mesh, tuple(tensor.placements))
+    names = tensor.device_mesh.mesh_dim_names or ()
+    items = tuple((names[index], dim) for index, dim in cuts) if _are_axes(names, cuts) else None
+    box = _own_box(fqn, tensor, cuts)
+    return Item(fqn, dtype, global_shape, items, box.offsets, box.sizes)
 
 
 def cut_order(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> Placements | None:
-    """DTensor placements as axis -> Shard in the order of the cuts; None where a mesh dimension has no axis name of ours.
+    """DTensor placements as axis -> Shard in the order of the cuts; None where a mesh dimension has no axis name of ours."""
+    names, cuts = mesh.mesh_dim_names or (), _cuts(mesh, placements)
+    return {names[index]: Shard(dim) for index, dim in cuts} if _are_axes(names, cuts) else None
+
+
+def _are_axes(names: tuple[str, ...], cuts: list[tuple[int, int]]) -> bool:
+    return all(index < len(names) and all(a in AXES for a in names[index].split(FOLD)) for index, _ in cuts)
+
+
+def _cuts(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> list[tuple[int, int]]:
+    """(mesh dimension, tensor dimension) of each cut, in the order in which they are made.
 
     `_StridedShard(dim, split_factor=f)` cuts after those later mesh dimensions whose degrees multiply to `f`.
     """
-    names = mesh.mesh_dim_names or ()
-    cuts: list[tuple[str, int, int]] = []
+    cuts: list[tuple[int, int]] = []
     for index in reversed(range(len(placements))):
         placement = placements[index]
         if isinstance(placement, TorchReplicate):
             continue
-        if index >= len(names) or any(axis not in AXES for axis in names[index].split(FOLD)):
-            return None
         dim = _shard_dim(placement)
         position, product = 0, 1
         while product < getattr(placement, "split_factor", 1):
-            product *= cuts[position][2] if cuts[position][1] == dim else 1
+            product *= mesh.size(cuts[position][0]) if cuts[position][1] == dim else 1
             position += 1
-        cuts.insert(position, (names[index], dim, mesh.size(index)))
-    return {axes: Shard(dim) for axes, dim, _ in cuts}
+        cuts.insert(position, (index, dim))
+    return cuts
+
+
+def _own_box(fqn: str, tensor: DTensor, cuts: list[tuple[int, int]]) -> Box:
+    """The box of this rank's part, by the cuts that FSDP2 and TP really make: `torch.chunk` of what the cut before left.
+
+    DTensor's own arithmetic is asked where that does not give the shape that is there; for some uneven sizes of FSDP over TP
+    the two differ, and then the chunks are right.
+    """
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
+    for index, dim in cuts:
+        start, length = shard_range(sizes[dim], tensor.device_mesh.size(index), coordinate[index])
+        offsets[dim], sizes[dim] = offsets[dim] + start, length
+    held = tuple(tensor.to_local().shape)
+    if tuple(sizes) == held:
+        return Box(tuple(offsets), held)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(shape) != held:
+        raise TitanError(
+            f"{fqn}: this rank holds {held}; by its placements {tensor.placements} it should hold {tuple(sizes)}"
+        )
+    return Box(tuple(offset), held)
 
 
 def _shard_dim(placement: TorchPlacement) -> int:
