@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
-from titan_ckpt.errors import ConfigError, DataError, NotCommittedError, TitanError
-from titan_ckpt.load import LoadPolicy, load
+from titan_ckpt.errors import ConfigError, DataError, LoadContractError, NotCommittedError, TitanError
+from titan_ckpt.load import LoadPolicy, LoadReport, load
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.pipeline import LOOP, PipelineSpec, V
 from titan_ckpt.trainer.config import ResumeConfig
@@ -105,7 +105,13 @@ def _look(resume: ResumeConfig, save_url: str) -> tuple[str, int, bool] | TitanE
 
 
 def restore(
-    start: Start, parallelized: Parallelized, optimizer: Optimizer, *, fingerprint: str, other_data: bool
+    start: Start,
+    parallelized: Parallelized,
+    optimizer: Optimizer,
+    *,
+    agreement: Agreement,
+    fingerprint: str,
+    other_data: bool,
 ) -> Progress:
     """Load what `start` names into the live tensors; the progress to go on from."""
     checkpoint = start.checkpoint
@@ -118,10 +124,22 @@ def restore(
         return Progress()
     training = checkpoint.manifest.training
     check_data(checkpoint, fingerprint, other_data=other_data)
-    load(checkpoint, state)
+    report = load(checkpoint, state, policy=LoadPolicy(extra="allow"))
+    check_all_taken(checkpoint, report, tuple(state), agreement)
     return Progress(
         step=int(training["step"]), samples=int(training["data"]["position"]), tokens=int(training["tokens_seen"])
     )
+
+
+def check_all_taken(checkpoint: Checkpoint, report: LoadReport, parts: Sequence[str], agreement: Agreement) -> None:
+    """Refuse a checkpoint of whose `parts` no rank loads something. One rank may leave names out, which other stages have."""
+    loaded = set(report.loaded)
+    names = [fqn for fqn in checkpoint.manifest.by_fqn if fqn.partition(".")[0] in parts]
+    taken = agreement.largest([float(fqn in loaded) for fqn in names])
+    left = [fqn for fqn, is_taken in zip(names, taken, strict=True) if not is_taken]
+    if left:
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        raise LoadContractError(f"{checkpoint} holds what this model has not: {', '.join(left[:5])}{more}")
 
 
 def kept_assets(start: Start, tokenizer: bytes) -> dict[str, bytes]:

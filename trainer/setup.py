@@ -125,8 +125,9 @@ def _train(
         freeze(parallelized, config.train.freeze, agreement)
         optimizer = build_optimizer(parallelized, config.optimizer)
         progress = restore(
-            start, parallelized, optimizer, fingerprint=dataset.fingerprint, other_data=config.resume.other_data
-        )
+            start, parallelized, optimizer, agreement=agreement, fingerprint=dataset.fingerprint,
+            other_data=config.resume.other_data,
+        )  # fmt: skip
         saver = None
         if config.save.url:
             options = _save_options(config, mesh, phases)
