@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from titan_ckpt.checkpoint import Checkpoint, CheckpointInfo, list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint import FOREIGN, HUGGING_FACE, Checkpoint, CheckpointInfo, list_checkpoints, open_checkpoint
 from titan_ckpt.command import Command, add_json_flag, run_location
 from titan_ckpt.errors import NotCommittedError, UsageError
 from titan_ckpt.index import TensorEntry
@@ -39,7 +39,7 @@ def _ls(arguments: Namespace) -> int:
     if arguments.check:
         infos = [check_whole(store, location.url, info)[0] for info in infos]
     rows = [_ls_row(store, info, now_s) for info in infos]
-    rows = [row for row in rows if row["size_bytes"] or row["state"] != "partial"] or _foreign_rows(store, location)
+    rows = [row for row in rows if row["size_bytes"] or row["state"] != "partial"] or _rows_of_others(store, location)
     if not rows:
         raise NotCommittedError(f"{store}: no checkpoint here; check the URL, or train with save.url={location}")
     if arguments.json:
@@ -70,17 +70,21 @@ def _ls_row(store: Store, info: CheckpointInfo, now_s: float) -> dict[str, Any]:
     }
 
 
-def _foreign_rows(store: Store, location: Location) -> list[dict[str, Any]]:
-    """A DCP checkpoint that others wrote, standing right at the URL."""
-    if not store.exists(METADATA):
+def _rows_of_others(store: Store, location: Location) -> list[dict[str, Any]]:
+    """What others wrote, standing right at the URL: a DCP checkpoint, or a Hugging Face model."""
+    if not (store.exists(METADATA) or store.exists(HUGGING_FACE) or store.folders("snapshots")):
         return []
     checkpoint = open_checkpoint(location.url, store=store)
-    files = checkpoint.manifest.files
-    row = {"step": checkpoint.step, "state": "foreign", "kind": checkpoint.manifest.kind, "mesh": None}
+    manifest = checkpoint.manifest
+    row = {"step": checkpoint.step, "kind": manifest.kind, "mesh": None}
+    if manifest.kind == FOREIGN:
+        row |= {"state": "foreign"}
+    else:
+        row |= {"state": "hugging face", "family": manifest.config["model"]["family"]}
     return [
         row
         | {
-            "size_bytes": sum(f.size_bytes for f in files),
+            "size_bytes": sum(f.size_bytes for f in manifest.files),
             "age_s": None,
             "created": None,
             "attempt": None,
@@ -94,7 +98,7 @@ def _ls_table(rows: Sequence[dict[str, Any]]) -> str:
         [
             row["step"],
             row["state"],
-            row["kind"] or "-",
+            f"{row['family']} model" if "family" in row else row["kind"] or "-",
             row["mesh"] or "-",
             format_size(row["size_bytes"]),
             "-" if row["age_s"] is None else format_duration(max(row["age_s"], 0)),

@@ -161,14 +161,22 @@ def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
     if not isinstance(saved, Mapping):
         log.warning("%s does not say which model it is of; only names and shapes are compared", checkpoint)
         return
-    ours = as_dict(model)
+    theirs, ours = _spelled_out(saved), _spelled_out(as_dict(model))
     ignored = {"max_seq_len"}
-    differing = [k for k in sorted({*saved, *ours} - ignored) if saved.get(k) != ours.get(k)]
+    differing = [k for k in sorted({*theirs, *ours} - ignored) if theirs.get(k) != ours.get(k)]
     if differing:
-        changes = ", ".join(f"{k}: checkpoint {saved.get(k)}, config {ours.get(k)}" for k in differing)
+        changes = ", ".join(f"{k}: checkpoint {theirs.get(k)}, config {ours.get(k)}" for k in differing)
         raise ConfigError(
             f"{checkpoint} is of another model: {changes}; set [model] to the checkpoint's, or use another save.url"
         )
+
+
+def _spelled_out(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A `[model]` in which equal models are equal: nothing that is None, and the head size a number even where it follows."""
+    values = {key: _spelled_out(v) if isinstance(v, Mapping) else v for key, v in model.items() if v is not None}
+    if "dim" in values and not values.get("head_dim"):
+        values["head_dim"] = values["dim"] // values["n_heads"]
+    return values
 
 
 def check_data(checkpoint: Checkpoint, fingerprint: str, *, other_data: bool) -> None:
