@@ -44,7 +44,7 @@ test-dist: $(READY) ## only the tests that start several processes or a server
 	$(BIN)/python -m pytest -m "dist or s3 or e2e" $(ARGS)
 
 demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug on real text (ARGS=--json for the facts)
-	$(BIN)/python scripts/demo.py $(ARGS)
+	$(BIN)/python -m scripts.demo $(ARGS)
 
 docs: $(READY) ## write docs/cli.md from the commands' own --help
 	$(BIN)/python scripts/cli_docs.py docs/cli.md

@@ -1,0 +1,390 @@
+"""The main job on real input, in eight acts, by the commands a user would type: `make demo`.
+
+    python -m scripts.demo [--json] [--dir .demo] [--steps 60] [--save-every 20]
+
+A small Llama learns the Python standard library's sources on 4 ranks and saves to a real S3 server. The job is killed while it
+uploads, goes on with 2 ranks, is resharded offline, goes on again on another mesh, and becomes a Hugging Face model; last, a job
+that hangs is explained. Every act checks what it says; all facts are in DIR/facts.json. Whatever happens, everything that was
+started is stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import linecache
+import math
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from scripts.demo_jobs import WATCH_S, DemoError, Shell, kill, processes_of, wait_for
+from scripts.s3_server import Server, running_server
+from titan_ckpt.trainer.corpus import list_files
+from titan_ckpt.units import format_size
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "configs" / "tiny.toml"
+RUN, RESHARDED = "s3://demo/run", "s3://demo/run-pp"
+# docs/design.md derives it: the same samples on another mesh differ by the order of float32 sums alone.
+MESH_BOUND = 1e-5
+LOGITS_BOUND, NUM_TOKENS = 1e-3, 512
+JOB_TIMEOUT_S = 900.0
+# From here on a run must have learned more than how often each byte occurs.
+LEARNING_STEPS = 50
+Facts: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What every act needs: where files go, how long runs are, the server, and a shell that uses it."""
+
+    folder: Path
+    steps: int
+    save_every: int
+    server: Server
+    shell: Shell
+
+    def train(self, url: str, mesh: str, *more: str) -> list[str]:
+        """The arguments of a training job that saves to `url`."""
+        sets = [
+            *(f"mesh.{axis}" for axis in mesh.split(",")), f"save.url={url}", f"save.every={self.save_every}",
+            f"train.steps={self.steps}", f"data.cache={self.folder / 'tokens'}", *more,
+        ]  # fmt: skip
+        return ["train", str(CONFIG), *(part for text in sets for part in ("--set", text))]
+
+    def metrics(self, name: str) -> list[Facts]:
+        """The records that a job with `log.folder=DIR/name` wrote so far."""
+        path = self.folder / name / "logs" / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def losses(self, name: str) -> dict[int, float]:
+        """Loss by step, the last one said."""
+        return {record["step"]: record["loss"] for record in self.metrics(name) if record["event"] == "step"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Act:
+    """Facts for machines, a line or two for people."""
+
+    facts: Facts
+    lines: tuple[str, ...]
+
+
+def expect(is_true: bool, otherwise: str) -> None:
+    """DemoError with `otherwise` unless it is so."""
+    if not is_true:
+        raise DemoError(otherwise)
+
+
+def serve(stage: Stage) -> Act:
+    """A real S3 server, on loopback, with credentials."""
+    endpoint = stage.server.endpoint
+    return Act(facts={"endpoint": endpoint, "bucket": "demo"}, lines=(f"SeaweedFS answers at {endpoint}, bucket demo",))
+
+
+def train_and_kill(stage: Stage) -> tuple[Act, Act]:
+    """Train to the last save, and kill every process of the job while that save uploads."""
+    arguments = stage.train(RUN, "dp_shard=2,tp=2", f"log.folder={stage.folder / 'first'}")
+    last = stage.steps
+    with stage.shell.job(*arguments) as process:
+        wait_for(lambda: last - 1 in stage.losses("first"), process, what=f"step {last - 1}", timeout_s=JOB_TIMEOUT_S)
+        victims = processes_of(process)
+        wait_for(
+            lambda: _is_saving(stage, last), process, what=f"the save of step {last}", timeout_s=60.0, poll_s=WATCH_S
+        )
+        kill(victims)
+        process.wait()
+    return _trained(stage), _killed(stage, len(victims))
+
+
+def _is_saving(stage: Stage, step: int) -> bool:
+    return any(record["event"] == "save" and record["step"] == step for record in stage.metrics("first"))
+
+
+def _trained(stage: Stage) -> Act:
+    losses = stage.losses("first")
+    entropy = unigram_entropy()
+    settled = [loss for step, loss in losses.items() if step > stage.steps - 10]
+    mean = sum(settled) / len(settled)
+    stalls = [record["stall_s"] for record in stage.metrics("first") if record["event"] == "save"]
+    facts = {
+        "mesh": "dp_shard=2,tp=2", "ranks": 4, "steps": max(losses), "first_loss": losses[1], "last_loss": losses[max(losses)],
+        "mean_loss_of_last_10": mean, "unigram_entropy": entropy, "stall_s": stalls,
+    }  # fmt: skip
+    if stage.steps >= LEARNING_STEPS:
+        expect(mean < 0.92 * entropy, f"the loss {mean:.3f} is not well below the unigram entropy {entropy:.3f}")
+    line = (
+        f"4 ranks, mesh dp_shard=2,tp=2: {max(losses)} steps, loss {losses[1]:.2f} -> {mean:.2f} nats "
+        f"(unigram entropy of the text {entropy:.2f}); saves held training for at most {max(stalls):.2f} s"
+    )
+    return Act(facts=facts, lines=(line,))
+
+
+def _killed(stage: Stage, num_processes: int) -> Act:
+    rows = stage.shell.json("ls", RUN)
+    committed = [row["step"] for row in rows if row["state"] == "committed"]
+    last, previous = stage.steps, stage.steps - stage.save_every
+    expect(last not in committed, f"step {last} was committed before the kill came; run the demo again")
+    expect(
+        bool(committed) and committed[-1] == previous,
+        f"committed steps are {committed}, expected {previous} to be the last",
+    )
+    arrived = next((row["size_bytes"] for row in rows if row["step"] == last), 0)
+    found = stage.shell.json("verify", RUN, "--data")
+    expect(found["is_ok"] and found["step"] == previous, f"verify says {found}")
+    facts = {
+        "killed_processes": num_processes, "uploading_step": last, "arrived_bytes": arrived, "newest_committed": previous,
+        "verified_bytes": found["read_bytes"],
+    }  # fmt: skip
+    lines = (
+        f"SIGKILL to all {num_processes} processes while step {last} uploads ({format_size(arrived)} had arrived, no COMMIT)",
+        f"step {previous} is the newest committed one and whole: {format_size(found['read_bytes'])} read and verified",
+    )
+    return Act(facts=facts, lines=lines)
+
+
+def unigram_entropy() -> float:
+    """Nats per byte of the text, each byte alone: what a model reaches that knows frequencies only."""
+    counts: Counter[int] = Counter()
+    for file in list_files("python-stdlib"):
+        counts.update(file.store.read(file.path))
+    total = sum(counts.values())
+    return -sum(n / total * math.log(n / total) for n in counts.values())
+
+
+def resume(stage: Stage) -> Act:
+    """Go on with half the ranks; the steps that the first run did without interruption come out the same."""
+    stage.shell.finish(*stage.train(RUN, "dp_shard=2", f"log.folder={stage.folder / 'resumed'}"))
+    first, difference = _compare(stage, "resumed")
+    committed = [row["step"] for row in stage.shell.json("ls", RUN) if row["state"] == "committed"]
+    expect(committed[-1] == stage.steps, f"after the resume step {committed[-1]} is the newest, expected {stage.steps}")
+    facts = {"mesh": "dp_shard=2", "ranks": 2, "from_step": first - 1, "to_step": stage.steps, **difference}
+    return Act(facts=facts, lines=(f"2 ranks, mesh dp_shard=2, go on at step {first}: {_as_text(difference)}",))
+
+
+def _compare(stage: Stage, name: str) -> tuple[int, Facts]:
+    """First step and largest relative difference of a later job's losses from the first job's."""
+    reference, losses = stage.losses("first"), _own_losses(stage, name)
+    first = stage.steps - stage.save_every + 1
+    expect(
+        sorted(losses) == list(range(first, stage.steps + 1)),
+        f"{name} did steps {sorted(losses)}, expected from {first}",
+    )
+    largest = max(abs(loss - reference[step]) / reference[step] for step, loss in losses.items())
+    expect(
+        largest <= MESH_BOUND,
+        f"{name}: losses differ by {largest:.1e} from the uninterrupted run's, bound {MESH_BOUND:.0e}",
+    )
+    return first, {"compared_steps": len(losses), "max_relative_difference": largest, "bound": MESH_BOUND}
+
+
+def _own_losses(stage: Stage, name: str) -> dict[int, float]:
+    """Losses since the job's own start: its metrics begin with the history of the run it goes on with."""
+    records = stage.metrics(name)
+    start = max(number for number, record in enumerate(records) if record["event"] == "start")
+    return {record["step"]: record["loss"] for record in records[start:] if record["event"] == "step"}
+
+
+def _as_text(difference: Facts) -> str:
+    return (
+        f"{difference['compared_steps']} losses equal the uninterrupted run's within "
+        f"{difference['max_relative_difference']:.1e} (bound {difference['bound']:.0e})"
+    )
+
+
+def reshard(stage: Stage) -> Act:
+    """Rewrite the checkpoint for a pipeline, in one process without a process group, and go on from it on 4 ranks."""
+    source = f"{RUN}@{stage.steps - stage.save_every}"
+    report = stage.shell.json("reshard", source, RESHARDED, "--mesh", "pp=2,dp_shard=2")
+    stage.shell.finish(*stage.train(RESHARDED, "pp=2,dp_shard=2", f"log.folder={stage.folder / 'resharded'}"))
+    first, difference = _compare(stage, "resharded")
+    facts = {"source": source, "mesh": "pp=2,dp_shard=2", "ranks": 4, "reshard": report, **difference}
+    moved = (
+        f"{source} rewritten from dp_shard=2,tp=2 to pp=2,dp_shard=2 in {report['seconds']:.1f} s "
+        f"({format_size(report['read_bytes'])} read, {format_size(report['written_bytes'])} written)"
+    )
+    return Act(
+        facts=facts, lines=(moved, f"4 ranks, mesh pp=2,dp_shard=2, go on at step {first}: {_as_text(difference)}")
+    )
+
+
+def convert(stage: Stage) -> Act:
+    """Export to Hugging Face; transformers and our own decoder must compute the same."""
+    folder = stage.folder / "hf"
+    report = stage.shell.json("convert", "to-hf", RUN, str(folder), "--verify")
+    largest, text = compare_with_transformers(RUN, folder)
+    expect(largest <= LOGITS_BOUND, f"logits differ by {largest:.1e} from transformers', bound {LOGITS_BOUND:.0e}")
+    facts = {
+        "export": report,
+        "tokens": NUM_TOKENS,
+        "max_logit_difference": largest,
+        "bound": LOGITS_BOUND,
+        "text": text,
+    }
+    lines = (
+        f"{report['tensors']} tensors ({format_size(report['bytes'])}) in {folder}; over {NUM_TOKENS} tokens "
+        f"transformers' logits equal the trainer's within {largest:.1e} (bound {LOGITS_BOUND:.0e})",
+        f"transformers goes on after 'def __init__(self': {text!r}",
+    )
+    return Act(facts=facts, lines=lines)
+
+
+def compare_with_transformers(url: str, folder: Path) -> tuple[float, str]:
+    """Largest difference of float32 logits over real text, and a line that transformers' model writes."""
+    import torch  # here, because the acts before need neither, and they take seconds to import
+    import transformers
+
+    import titan_ckpt
+    from titan_ckpt.trainer.config import TrainConfig
+    from titan_ckpt.trainer.model import Decoder
+    from titan_ckpt.trainer.settings import build
+
+    checkpoint = titan_ckpt.open_checkpoint(url)
+    ours = Decoder(build(TrainConfig, checkpoint.manifest.config, {}).model).eval()
+    titan_ckpt.load(checkpoint, {"model": ours.state_dict()})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs.train(False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = Path(json.__file__).read_text()
+    ids_BS = tokenizer(text, return_tensors="pt")["input_ids"][:, :NUM_TOKENS]
+    expect(ids_BS.shape[1] == NUM_TOKENS, f"the text has only {ids_BS.shape[1]} tokens")
+    with torch.no_grad():
+        largest = float((ours(ids_BS) - theirs(ids_BS).logits).abs().max())
+        start_BS = tokenizer("def __init__(self", return_tensors="pt")["input_ids"]
+        written = theirs.generate(start_BS, max_new_tokens=48, do_sample=False, pad_token_id=0)
+    return largest, str(tokenizer.decode(written[0, start_BS.shape[1] :]))
+
+
+def hang(stage: Stage) -> Act:
+    """Hang a small real job, then ask who did it."""
+    folder = stage.folder / "incident"
+    stage.shell.run("debug", "inject", "skip", "--ranks", "2", "--out", str(folder))
+    truth = json.loads((folder / "truth.json").read_text())
+    verdict = stage.shell.json("debug", str(folder), expected=1)["verdicts"][0]
+    expect(verdict["verdict"] == truth["verdict"], f"debug says {verdict['verdict']}, the truth is {truth['verdict']}")
+    expect(
+        verdict["culprits"] == truth["culprits"],
+        f"debug blames ranks {verdict['culprits']}, the truth is {truth['culprits']}",
+    )
+    rank = verdict["culprits"][0]
+    place = next((item for item in verdict["evidence"] if item["rank"] == rank and item["line"]), None)
+    if place is None:
+        raise DemoError(f"debug names rank {rank} but no line")
+    source = linecache.getline(place["file"], place["line"]).strip()
+    expect(
+        "broadcast" in source, f"debug points at {place['file']}:{place['line']}: {source!r}, not where rank {rank} is"
+    )
+    facts = {
+        "verdict": verdict["verdict"],
+        "rank": rank,
+        "file": place["file"],
+        "line": place["line"],
+        "source": source,
+    }
+    lines = (verdict["headline"], f"rank {rank} is at {Path(place['file']).name}:{place['line']}: {source}")
+    return Act(facts=facts, lines=lines)
+
+
+def look(stage: Stage) -> Act:
+    """The terminal program, opened on that incident."""
+    picture = stage.folder / "incident.svg"
+    stage.shell.run("tui", str(stage.folder / "incident"), "--screenshot", str(picture))
+    drawn = picture.read_text()
+    expect(drawn.startswith("<svg") and "SKIPPED" in drawn, f"{picture} does not show the verdict")
+    return Act(facts={"screenshot": str(picture)}, lines=(f"the incident on the screen: {picture}",))
+
+
+class Story:
+    """Prints acts as they come and keeps their facts in DIR/facts.json."""
+
+    def __init__(self, path: Path, *, is_quiet: bool) -> None:
+        self._path, self._is_quiet, self.facts = path, is_quiet, Facts()
+        self._started = self._act_started = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line for people; on stderr where stdout is for JSON."""
+        print(text, file=sys.stderr if self._is_quiet else sys.stdout, flush=True)
+
+    def command(self, text: str) -> None:
+        """A command that is about to run."""
+        self.say(f"         {text}")
+
+    def tell(self, number: int, name: str, act: Act) -> None:
+        """An act that is over."""
+        now = time.monotonic()
+        self.facts[name] = {"act": number, "seconds": round(now - self._act_started, 2), **act.facts}
+        self._act_started = now
+        for row, line in enumerate(act.lines):
+            self.say(f"{f'{number} {name}' if row == 0 else '':<11}{line}")
+        self.write()
+
+    def write(self, **more: Any) -> None:
+        """Keep what is known so far."""
+        self.facts |= {"seconds": round(time.monotonic() - self._started, 1), **more}
+        self._path.write_text(json.dumps(self.facts, indent=1) + "\n")
+
+
+def play(stage: Stage, story: Story) -> None:
+    """All acts, in order; DemoError from the first that does not hold."""
+    story.tell(1, "serve", serve(stage))
+    trained, killed = train_and_kill(stage)
+    story.tell(2, "train", trained)
+    story.tell(3, "kill", killed)
+    acts: list[Callable[[Stage], Act]] = [resume, reshard, convert, hang, look]
+    for number, act in enumerate(acts, start=4):
+        story.tell(number, act.__name__, act(stage))
+
+
+def prepare(folder: Path) -> None:
+    """An empty folder; what an earlier demo left is removed, anything else is not."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "facts.json").exists():
+        raise DemoError(f"{folder} is not empty and no earlier demo made it; give another --dir")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "facts.json").write_text("{}\n")
+
+
+def main() -> int:
+    """Play the demo; 0 when every act held, 1 when one did not."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.demo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dir", type=Path, default=ROOT / ".demo", help="where everything goes (default .demo)")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of the run (default 60)")
+    parser.add_argument("--save-every", type=int, default=20, help="steps between saves; divides --steps (default 20)")
+    parser.add_argument("--json", action="store_true", help="the facts on stdout, the story on stderr")
+    options = parser.parse_args()
+    if options.save_every < 1 or options.steps % options.save_every or options.steps < 2 * options.save_every:
+        parser.error("--steps must be a multiple of --save-every, at least twice it")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    folder = options.dir.resolve()
+    try:
+        prepare(folder)
+    except DemoError as error:
+        parser.error(str(error))
+    story = Story(folder / "facts.json", is_quiet=options.json)
+    try:
+        with running_server(folder / "s3", ["demo"]) as server:
+            shell = Shell(server.environment, folder / "commands.log", story.command)
+            play(
+                Stage(folder=folder, steps=options.steps, save_every=options.save_every, server=server, shell=shell),
+                story,
+            )
+    except DemoError as error:
+        story.write(failed=str(error))
+        story.say(f"FAILED: {error}")
+        return 1
+    story.say(f"all eight acts held in {story.facts['seconds']:.0f} s; facts: {folder / 'facts.json'}")
+    if options.json:
+        sys.stdout.write(json.dumps(story.facts, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

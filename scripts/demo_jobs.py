@@ -1,0 +1,136 @@
+"""Running `titan-ckpt` as a user does, for the demo: commands, jobs that run beside us, and the end of every process of a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.05
+WATCH_S = 0.002
+
+
+class DemoError(Exception):
+    """The demo did not show what it says."""
+
+
+class Shell:
+    """Runs `titan-ckpt` commands with `environment`; each is shown before it starts, its words go to `log`."""
+
+    def __init__(self, environment: dict[str, str], log: Path, show: Callable[[str], None]) -> None:
+        self._environment, self._log, self._show = {**os.environ, **environment}, log, show
+
+    def run(self, *arguments: str, expected: int = 0) -> str:
+        """The command's stdout; DemoError for another exit code than `expected`."""
+        self._announce(arguments)
+        with open(self._log, "ab") as log:
+            done = subprocess.run(
+                self._command(arguments), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
+                env=self._environment, check=False, start_new_session=True,
+            )  # fmt: skip
+        if done.returncode != expected:
+            raise DemoError(f"titan-ckpt {shlex.join(arguments)}: exit code {done.returncode}, see {self._log}")
+        return done.stdout.decode()
+
+    def json(self, *arguments: str, expected: int = 0) -> Any:
+        """What a command with `--json` says."""
+        return json.loads(self.run(*arguments, "--json", expected=expected))
+
+    @contextmanager
+    def job(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+        """A command that runs beside us; whatever is left of it is killed on the way out."""
+        self._announce(arguments)
+        with open(self._log, "ab") as log:
+            process = subprocess.Popen(
+                self._command(arguments), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
+                start_new_session=True,
+            )  # fmt: skip
+        try:
+            yield process
+        finally:
+            kill(processes_of(process))
+            process.wait()
+
+    def finish(self, *arguments: str) -> None:
+        """Run a job to its end; on the way out nothing of it is left."""
+        with self.job(*arguments) as process:
+            if process.wait():
+                raise DemoError(
+                    f"titan-ckpt {shlex.join(arguments)}: exit code {process.returncode}, see {self._log}\n{tail(self._log)}"
+                )
+
+    def _announce(self, arguments: Sequence[str]) -> None:
+        self._show(f"$ titan-ckpt {shlex.join(arguments)}")
+
+    def _command(self, arguments: Sequence[str]) -> list[str]:
+        return [sys.executable, "-m", "titan_ckpt", *arguments]
+
+
+def wait_for(
+    condition: Callable[[], bool],
+    process: subprocess.Popen[bytes],
+    *,
+    what: str,
+    timeout_s: float,
+    poll_s: float = POLL_S,
+) -> None:
+    """Return as soon as `condition` holds; DemoError when the process ended before or the time is over."""
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        if process.poll() is not None:
+            raise DemoError(f"the job ended with exit code {process.returncode} before {what}")
+        if time.monotonic() > give_up_at:
+            raise DemoError(f"waited {timeout_s:.0f} s for {what}")
+        time.sleep(poll_s)
+
+
+def processes_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """The process, if it still runs, and all that come from it. Ranks are in sessions of their own, so no group holds them."""
+    if process.poll() is not None:
+        return []
+    children: dict[int, list[int]] = {}
+    for pid, parent in _parents():
+        children.setdefault(parent, []).append(pid)
+    found = [process.pid]
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    """(pid, parent's pid) of every process of this machine."""
+    if not Path("/proc/self/stat").exists():
+        listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        for line in listed.splitlines():
+            pid, parent = line.split()
+            yield int(pid), int(parent)
+        return
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it ended while we looked
+                continue
+            yield int(folder.name), int(words[1])
+
+
+def kill(pids: Sequence[int]) -> None:
+    """SIGKILL to all of them at once; one that is gone already is fine."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def tail(path: Path, num_lines: int = 12) -> str:
+    """The last lines of a log."""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
