@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,26 +49,26 @@ def lanes(run: Run) -> list[Lane]:
 def _lane(run: Run, group: int, sizes: Array, ops: Array) -> Lane | None:
     if run.groups[group].name == "?":
         return None
-    parts = dict(_rows_of(run, group))
-    members = run.groups[group].members or _users(run, group, parts)
+    ends = {rank: ends for rank, record in run.ranks.items() if (ends := _ends(record.operations, group)) is not None}
+    members = run.groups[group].members or _users(run, group, tuple(ends))
     members = tuple(rank for rank in members if rank in run.ranks)
-    if len(members) < 2 or not any(len(rows) for rows, _ in parts.values()):
+    if len(members) < 2 or not ends:
         return None
-    highest = max(int(seqs[-1]) for _, seqs in parts.values() if len(seqs))
-    lowest = min(int(seqs[0]) for _, seqs in parts.values() if len(seqs))
-    first = max(lowest, highest - MAX_WINDOW + 1)
+    highest = max(last for _, last in ends.values())
+    first = max(min(lowest for lowest, _ in ends.values()), highest - MAX_WINDOW + 1)
     row = np.full((len(members), highest - first + 1), -1, np.int32)
-    signature = np.full(row.shape, -1, np.int64)
+    signature = np.full(row.shape, -1, np.int32)
     last, done = np.full(len(members), -1, np.int64), np.ones(len(members), bool)
+    known: dict[int, int] = {}
     for i, rank in enumerate(members):
-        rows, seqs = parts.get(rank, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
+        table = run.ranks[rank].operations
+        rows, seqs = _rows_of(table, group)
         if len(rows):
-            table = run.ranks[rank].operations
             last[i] = seqs[-1]
             done[i] = bool(table["retired"][rows[-1]] or table["state"][rows[-1]] == COMPLETED)
             keep = seqs >= first
             row[i, seqs[keep] - first] = rows[keep]
-            signature[i, seqs[keep] - first] = _signature(table[rows[keep]], sizes, ops)
+            signature[i, seqs[keep] - first] = _signature(table[rows[keep]], sizes, ops, known)
     silent = np.array([not run.ranks[rank].dumps for rank in members])
     return Lane(
         group=group,
@@ -83,27 +82,39 @@ def _lane(run: Run, group: int, sizes: Array, ops: Array) -> Lane | None:
     )
 
 
-def _rows_of(run: Run, group: int) -> Iterator[tuple[int, tuple[Array, Array]]]:
-    for rank, record in run.ranks.items():
-        table = record.operations
-        rows = np.flatnonzero((table["group"] == group) & (table["p2p"] == 0) & (table["seq"] >= 0))
-        if len(rows):
-            order = np.argsort(table["seq"][rows], kind="stable")
-            yield rank, (rows[order].astype(np.int32), table["seq"][rows[order]])
+def _is_of(table: Array, group: int) -> Array:
+    """Which operations are collectives of `group`."""
+    of_group: Array = (table["group"] == group) & (table["p2p"] == 0) & (table["seq"] >= 0)
+    return of_group
 
 
-def _users(run: Run, group: int, parts: Mapping[int, tuple[Array, Array]]) -> tuple[int, ...]:
+def _ends(table: Array, group: int) -> tuple[int, int] | None:
+    """A rank's lowest and highest sequence number on `group`."""
+    seqs = table["seq"][_is_of(table, group)]
+    return (int(seqs.min()), int(seqs.max())) if len(seqs) else None
+
+
+def _rows_of(table: Array, group: int) -> tuple[Array, Array]:
+    """A rank's collectives on `group`: their rows and sequence numbers, in the order of the latter."""
+    rows = np.flatnonzero(_is_of(table, group))
+    order = np.argsort(table["seq"][rows], kind="stable")
+    return rows[order].astype(np.int32), table["seq"][rows[order]]
+
+
+def _users(run: Run, group: int, seen: tuple[int, ...]) -> tuple[int, ...]:
     """Members of a group that nobody recorded: the world for the default group, else those who used it."""
     if run.groups[group].description == "default_pg":
         return tuple(run.ranks)
-    return tuple(parts)
+    return seen
 
 
-def _signature(table: Array, sizes: Array, ops: Array) -> Array:
+def _signature(table: Array, sizes: Array, ops: Array, known: dict[int, int]) -> Array:
+    """What was issued as a small number, equal for operations that may meet; `known` grows by those not seen before."""
     code = ops[table["op"]]
     elements = np.where(code & 1, 0, sizes[table["sizes"]])
-    signature: Array = (code.astype(np.int64) << 48) | (table["dtypes"].astype(np.int64) << 32) | elements
-    return signature
+    wide = (code.astype(np.int64) << 48) | (table["dtypes"].astype(np.int64) << 32) | elements
+    distinct, places = np.unique(wide, return_inverse=True)
+    return np.array([known.setdefault(value, len(known)) for value in distinct.tolist()], np.int32)[places]
 
 
 def _op_codes(names: Names) -> Array:
@@ -145,7 +156,7 @@ def first_disagreement(lane: Lane) -> int | None:
         block = lane.signature[:, start : start + BLOCK]
         seen = block >= 0
         largest = block.max(axis=0)  # not seen is -1: never the largest where somebody was
-        smallest = np.where(seen, block, np.iinfo(np.int64).max).min(axis=0)
+        smallest = np.where(seen, block, np.iinfo(np.int32).max).min(axis=0)
         columns = np.flatnonzero((seen.sum(axis=0) > 1) & (largest != smallest))
         if len(columns):
             return lane.first_seq + start + int(columns[0])

@@ -63,10 +63,21 @@ def _verb(word: str) -> Command | None:
 
 
 def _parse_verb(word: str, verb: Command, arguments: argparse.Namespace) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"titan-ckpt debug {word}")
-    verb.configure(parser)
+    parser = _verb_parser(word, verb)
     words = [*arguments.rest, *(["--json"] if arguments.json and "--json" not in arguments.rest else [])]
     return parser.parse_args(words)
+
+
+def _verb_parser(word: str, verb: Command) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"titan-ckpt debug {word}")
+    verb.configure(parser)
+    return parser
+
+
+def verb_parsers() -> list[argparse.ArgumentParser]:
+    """The parser of each verb, for the printed reference."""
+    verbs = {word: _verb(word) for word in ("collect", "inject", "watch")}
+    return [_verb_parser(word, verb) for word, verb in verbs.items() if verb is not None]
 
 
 def _diagnose(path: str, *, as_text: bool) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -101,6 +101,22 @@ def _group_of(pair: Any, rank: int, configured: Mapping[str, Group]) -> Group:
     return Group(name=name, description=description, members=members)
 
 
+class _Seen(dict[Any, Any]):
+    """What `make` says of a key, asked once per distinct key: a dump repeats few values thousands of times."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Any) -> Any:
+        value = self[key] = self._make(key)
+        return value
+
+    def of(self, keys: Iterable[Any]) -> list[Any]:
+        """One value per key, by C code where the keys are known."""
+        return list(map(self.__getitem__, keys))
+
+
 def _columns(
     entries: Sequence[Mapping[str, Any]], rank: int, configured: Mapping[str, Group], interner: Interner
 ) -> tuple[Array, list[Group]]:
@@ -109,57 +125,73 @@ def _columns(
     if not entries:
         return table, []
     raw = _raw_columns(entries)
-    groups: dict[Any, tuple[int, Group]] = {}
-    ops: dict[Any, tuple[int, int, int, bool]] = {}
-    for pair in set(map(_hashable, raw["process_group"])):
-        group = _group_of(pair, rank, configured)
-        groups[pair] = interner.group(group), group
-    for name in set(raw["profiling_name"]):
-        ops[name] = _operation_name(str(name), interner)
-    names = [ops[name] for name in raw["profiling_name"]]
-    pairs = [groups[_hashable(pair)] for pair in raw["process_group"]]
-    sizes = raw["input_sizes"]
-    if any(name[3] for name in ops.values()):
-        outputs = raw["output_sizes"]
-        sizes = tuple(out if name[3] else into for name, into, out in zip(names, sizes, outputs, strict=True))
-    sequence = raw["collective_seq_id"]
-    if any(name[1] for name in ops.values()):
-        pair_sequence = raw["p2p_seq_id"]
-        sequence = tuple(p if name[1] else c for name, c, p in zip(names, sequence, pair_sequence, strict=True))
-        table["peer"] = [
-            _peer(group, name[2]) if name[1] else -1 for name, (_, group) in zip(names, pairs, strict=True)
+    groups = _Seen(lambda pair: _group_of(pair, rank, configured))
+    positions = _Seen(lambda pair: interner.group(groups[pair]))
+    pairs = list(map(_hashable, raw["process_group"]))
+    table["group"] = positions.of(pairs)
+    kinds = _Seen(lambda name: _operation_name(str(name), interner))
+    names = kinds.of(raw["profiling_name"])
+    table["op"] = [kind[0] for kind in names]
+    table["peer"] = -1
+    sizes, sequence = raw["input_sizes"], raw["collective_seq_id"]
+    if any(kind.has_output_sizes for kind in kinds.values()):
+        sizes = [
+            out if kind.has_output_sizes else into
+            for kind, into, out in zip(names, sizes, raw["output_sizes"], strict=True)
         ]
-    else:
-        table["peer"] = -1
-    table["group"] = [position for position, _ in pairs]
-    table["op"] = [name[0] for name in names]
-    table["p2p"] = [name[1] for name in names]
-    table["seq"] = np.minimum(np.array([seq or 0 for seq in sequence], np.int64), _INT32)
-    table["state"] = [_STATES.get(state, SCHEDULED) for state in raw["state"]]
-    table["retired"] = [bool(retired) for retired in raw["retired"]]
-    dtypes = [tuple(names or ()) for names in raw["input_dtypes"]]
-    table["dtypes"] = _positions(dtypes, dtypes, interner.dtype)
-    shapes = [tuple(map(tuple, shapes or ())) for shapes in sizes]
-    table["sizes"] = _positions(shapes, shapes, interner.size)
-    table["frames"] = _positions([_lines(frames) for frames in raw["frames"]], raw["frames"], interner.stack)
-    table["timeout_ms"] = np.minimum(np.array([timeout or 0 for timeout in raw["timeout_ms"]], np.int64), _INT32)
+    if any(kind.p2p for kind in kinds.values()):
+        table["p2p"] = [kind.p2p for kind in names]
+        table["peer"] = [
+            _peer(groups[pair], kind.peer) if kind.p2p else -1 for kind, pair in zip(names, pairs, strict=True)
+        ]
+        sequence = [
+            of_pair if kind.p2p else of_group
+            for kind, of_group, of_pair in zip(names, sequence, raw["p2p_seq_id"], strict=True)
+        ]
+    table["seq"] = np.minimum(_numbers(sequence), _INT32)
+    table["timeout_ms"] = np.minimum(_numbers(raw["timeout_ms"]), _INT32)
+    table["state"] = _Seen(lambda state: _STATES.get(state, SCHEDULED)).of(raw["state"])
+    table["retired"] = list(map(bool, raw["retired"]))
+    table["dtypes"] = _Seen(_or_none(interner.dtype)).of([tuple(names or ()) for names in raw["input_dtypes"]])
+    table["sizes"] = _Seen(_or_none(interner.size)).of(list(map(_shapes, sizes)))
+    table["frames"] = _stacks(raw["frames"], interner)
     for column, key in _TIMES.items():
-        table[column] = [moment or 0 for moment in raw[key]]
-    return table, [group for _, group in groups.values()]
+        table[column] = _numbers(raw[key])
+    return table, list(groups.values())
 
 
-def _positions(keys: Sequence[Any], values: Sequence[Any], add: Callable[[Any], int]) -> list[int]:
-    """The interned position of each value; a dump has few distinct ones, so `add` sees each of them once."""
-    known: dict[Any, int] = {(): 0}
-    for key, value in zip(keys, values, strict=True):
-        if key not in known:
-            known[key] = add(value)
-    return [known[key] for key in keys]
+def _numbers(values: Sequence[int | None]) -> Array:
+    return np.array([value or 0 for value in values], np.int64)
 
 
-def _lines(frames: Sequence[Mapping[str, Any]] | None) -> tuple[Any, ...]:
-    """What tells the call stacks of one process apart."""
-    return (*[frame["line"] for frame in frames], frames[0]["filename"], frames[0]["name"]) if frames else ()
+def _shapes(shapes: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
+    return (tuple(shapes[0]),) if shapes and len(shapes) == 1 else tuple(map(tuple, shapes or ()))
+
+
+def _or_none(add: Callable[[Any], int]) -> Callable[[Any], int]:
+    return lambda key: add(key) if key else 0
+
+
+_Frames: TypeAlias = Sequence[Mapping[str, Any]]
+MAX_ALIKE = 64
+
+
+def _stacks(column: Sequence[_Frames | None], interner: Interner) -> list[int]:
+    """Positions of the call stacks. torch stores each distinct frame once, so equal stacks hold the same objects and are
+    compared without looking into them; only those with the same third frame (mostly the caller's) are compared at all."""
+    known: dict[int, list[tuple[_Frames, int]]] = {}
+    return [_stack(frames, known, interner) if frames else 0 for frames in column]
+
+
+def _stack(frames: _Frames, known: dict[int, list[tuple[_Frames, int]]], interner: Interner) -> int:
+    alike = known.setdefault(id(frames[2] if len(frames) > 2 else frames[0]), [])
+    for other, position in alike:
+        if other == frames:
+            return position
+    position = interner.stack(frames)
+    if len(alike) < MAX_ALIKE:
+        alike.append((frames, position))
+    return position
 
 
 _TIMES = {
@@ -196,17 +228,25 @@ def _hashable(pair: Any) -> Any:
     return tuple(pair) if type(pair) is list else pair
 
 
-def _operation_name(name: str, interner: Interner) -> tuple[int, int, int, bool]:
-    """(op, SEND|RECV|0, peer within the group or -1, whether the output's sizes are the ones ranks share)."""
+class _Kind(NamedTuple):
+    """What an operation's name says: p2p is 0, SEND or RECV; peer its place in the group; whose sizes all ranks share."""
+
+    op: int
+    p2p: int = 0
+    peer: int = -1
+    has_output_sizes: bool = False
+
+
+def _operation_name(name: str, interner: Interner) -> _Kind:
     bare = name.partition(":")[2] or name
     match = _P2P.search(bare)
     if match:
         direction = SEND if match.group(1) == "send" else RECV
-        return interner.op(match.group(1)), direction, int(match.group(3)), False
+        return _Kind(op=interner.op(match.group(1)), p2p=direction, peer=int(match.group(3)))
     bare = {"_all_gather_base": "all_gather_into_tensor", "_reduce_scatter_base": "reduce_scatter_tensor"}.get(
         bare, bare
     )
-    return interner.op(bare), 0, -1, bare == "scatter"
+    return _Kind(op=interner.op(bare), has_output_sizes=bare == "scatter")
 
 
 def _peer(group: Group, peer_in_group: int) -> int:
