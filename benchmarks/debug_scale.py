@@ -78,7 +78,8 @@ def measure(folder: Path) -> tuple[float, float, float, str]:
         "import resource,sys,time; t=time.perf_counter()\n"
         "from titan_ckpt.debug import diagnose, open_run\n"
         f"top = diagnose(open_run({str(folder)!r}))[0]\n"
-        "print(time.perf_counter()-t, time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1e3, top.verdict, top.culprits)"
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3\n"
+        "print(time.perf_counter() - t, time.process_time(), peak, top.verdict, top.culprits)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     seconds, cpu, megabytes, verdict = result.stdout.split(maxsplit=3)

@@ -133,7 +133,8 @@ def _columns(
     names = kinds.of(raw["profiling_name"])
     table["op"] = [kind[0] for kind in names]
     table["peer"] = -1
-    sizes, sequence = raw["input_sizes"], raw["collective_seq_id"]
+    sizes: Sequence[Any] = raw["input_sizes"]
+    sequence: Sequence[Any] = raw["collective_seq_id"]
     if any(kind.has_output_sizes for kind in kinds.values()):
         sizes = [
             out if kind.has_output_sizes else into

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from titan_ckpt.debug.records import Frame, Group, Names
@@ -69,7 +69,7 @@ class Interner:
         position = self.dtypes.find(key)
         return self.dtypes.add(key, ", ".join(dict.fromkeys(key))[:MAX_TEXT]) if position is None else position
 
-    def stack(self, frames: Sequence[dict[str, Any]]) -> int:
+    def stack(self, frames: Sequence[Mapping[str, Any]]) -> int:
         """Frames as a dump holds them: most recent call first, with keys name, filename, line."""
         key = (*[frame["line"] for frame in frames], frames[0]["filename"], frames[-1]["filename"], frames[-1]["name"])
         position = self.frames.find(key)
@@ -84,7 +84,7 @@ class Interner:
         frame = Frame(file=file, line=line, function=function)
         return self.frames.add(key, (frame,)) if position is None else position
 
-    def _frames(self, frames: Sequence[dict[str, Any]]) -> tuple[Frame, ...]:
+    def _frames(self, frames: Sequence[Mapping[str, Any]]) -> tuple[Frame, ...]:
         return tuple(
             Frame(
                 file=self._files.setdefault(str(frame["filename"])[:MAX_TEXT], str(frame["filename"])[:MAX_TEXT]),

@@ -4,88 +4,39 @@ from __future__ import annotations
 
 import gc
 import json
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from titan_ckpt.debug.blackbox import HEADER_BYTES, MAGIC, Box, parse_box, read_heartbeat
+from titan_ckpt.debug.assembly import assemble
+from titan_ckpt.debug.blackbox import HEADER_BYTES, MAGIC, parse_box, read_heartbeat
 from titan_ckpt.debug.discovery import Source, find_place, read_source, sources
 from titan_ckpt.debug.dumps import ParsedDump, parse_dump
-from titan_ckpt.debug.interning import Interner
+from titan_ckpt.debug.evidence import MAX_RANK, RankEvidence, Reading
 from titan_ckpt.debug.logs import (
-    group_by_rank,
     kind_of_error,
     looks_like_launcher,
-    merge_logs,
     parse_launcher,
     parse_mixed_log,
     parse_rank_log,
     user_frame,
 )
 from titan_ckpt.debug.records import (
-    NO_OPERATIONS,
-    Array,
     Dump,
     Exit,
-    Flag,
     Frame,
     Group,
     Heartbeat,
     Launcher,
     LogEvent,
     RankLog,
-    RankRecord,
     Run,
-    StackSnapshot,
 )
 from titan_ckpt.debug.safe_pickle import looks_like_pickle
-from titan_ckpt.debug.snapshots import add_box, merge_dumps
 from titan_ckpt.debug.stacks import parse_stacks
 from titan_ckpt.errors import NotFoundError, StoreError, TitanError, UnsafeContentError
 from titan_ckpt.location import local_path, scheme
 from titan_ckpt.store import Store, open_store
-
-MAX_RANK = 131_072
-
-
-@dataclass(slots=True)
-class _Rank:
-    """What was read of one rank so far."""
-
-    dumps: list[tuple[Dump, Array]] = field(default_factory=list)
-    known_groups: dict[str, Group] = field(default_factory=dict)
-    stacks: list[StackSnapshot] = field(default_factory=list)
-    logs: list[RankLog] = field(default_factory=list)
-    box: Box | None = None
-    box_source: str = ""
-    heartbeat: Heartbeat | None = None
-    sidecar: Mapping[str, Any] = field(default_factory=dict)
-    process_state: str = ""
-
-
-@dataclass(slots=True)
-class _Reading:
-    """State of one `open_run`."""
-
-    store: Store
-    interner: Interner = field(default_factory=Interner)
-    ranks: defaultdict[int, _Rank] = field(default_factory=lambda: defaultdict(_Rank))
-    flags: list[Flag] = field(default_factory=list)
-    exits: list[Exit] = field(default_factory=list)
-    launcher: Launcher | None = None
-    world_size: int = 0
-    read_stems: set[tuple[int, str]] = field(default_factory=set)
-    num_evidence: int = 0
-    recorded_ranks: int = 0
-    first_record: dict[int, int] = field(default_factory=dict)
-    unusable_groups: set[int] = field(default_factory=set)
-
-    def flag(self, name: str, text: str, source: str, rank: int | None = None) -> None:
-        self.flags.append(Flag(flag=name, text=text, ranks=() if rank is None else (rank,), source=source))
 
 
 def open_run(url: str, *, store: Store | None = None) -> Run:
@@ -95,14 +46,14 @@ def open_run(url: str, *, store: Store | None = None) -> Run:
     """
     store, only = _open(url, store)
     place = find_place(store)
-    reading = _Reading(store=store)
+    reading = Reading(store=store)
     with _no_gc():
         for source in sorted(sources(store, place), key=_reading_order):
             if only is None or source.path == only:
                 _read(reading, source)
     if reading.num_evidence == 0:
         raise _nothing(store, reading, place.folders)
-    return _assemble(reading, place.incident, place.incidents)
+    return assemble(reading, place.incident, place.incidents)
 
 
 def _open(url: str, store: Store | None) -> tuple[Store, str | None]:
@@ -118,7 +69,7 @@ def _open(url: str, store: Store | None) -> tuple[Store, str | None]:
     return store, None
 
 
-def _nothing(store: Store, reading: _Reading, folders: tuple[str, ...]) -> TitanError:
+def _nothing(store: Store, reading: Reading, folders: tuple[str, ...]) -> TitanError:
     if reading.flags:
         first = reading.flags[0]
         return TitanError(
@@ -148,7 +99,7 @@ def _no_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _read(reading: _Reading, source: Source) -> None:
+def _read(reading: Reading, source: Source) -> None:
     try:
         data = read_source(reading.store, source)
         _take(reading, source, data)
@@ -160,7 +111,7 @@ def _read(reading: _Reading, source: Source) -> None:
         reading.flag("DUMP_MISSING", f"cannot be read: {error}"[:300], source.path, source.rank)
 
 
-def _take(reading: _Reading, source: Source, data: bytes) -> None:
+def _take(reading: Reading, source: Source, data: bytes) -> None:
     if source.suffix == ".svg" or not data:
         if source.rank is not None and not data and source.suffix in ("", ".pickle", ".pkl", ".json", ".box"):
             reading.flag("DUMP_CORRUPT", "is empty", source.path, source.rank)
@@ -179,14 +130,14 @@ def _take(reading: _Reading, source: Source, data: bytes) -> None:
         _take_text(reading, source, data.decode("utf-8", "replace"))
 
 
-def _rank(reading: _Reading, rank: int) -> _Rank:
+def _rank(reading: Reading, rank: int) -> RankEvidence:
     if not 0 <= rank <= MAX_RANK:
         raise ValueError(f"rank {rank} is not possible")
     reading.num_evidence += 1
     return reading.ranks[rank]
 
 
-def _take_dump(reading: _Reading, source: Source, data: bytes) -> None:
+def _take_dump(reading: Reading, source: Source, data: bytes) -> None:
     if source.rank is None:
         raise ValueError("the file's name does not tell the rank (expected rank_N or ..._rank_N)")
     parsed = parse_dump(data, source.rank, reading.interner)
@@ -207,7 +158,7 @@ def _dump_record(source: Source, parsed: ParsedDump) -> Dump:
     )  # fmt: skip
 
 
-def _note_dump(reading: _Reading, source: Source, parsed: ParsedDump) -> None:
+def _note_dump(reading: Reading, source: Source, parsed: ParsedDump) -> None:
     assert source.rank is not None
     if not parsed.is_whole:
         reading.first_record[source.rank] = parsed.first_record_id
@@ -215,7 +166,7 @@ def _note_dump(reading: _Reading, source: Source, parsed: ParsedDump) -> None:
         reading.unusable_groups.add(source.rank)
 
 
-def _take_box(reading: _Reading, source: Source, data: bytes) -> None:
+def _take_box(reading: Reading, source: Source, data: bytes) -> None:
     box = parse_box(data, source.path, reading.interner)
     record = _rank(reading, box.rank)
     record.box, record.box_source, record.heartbeat = box, source.path, box.heartbeat
@@ -223,7 +174,7 @@ def _take_box(reading: _Reading, source: Source, data: bytes) -> None:
     reading.world_size = max(reading.world_size, box.world_size)
 
 
-def _take_json(reading: _Reading, source: Source, data: bytes) -> None:
+def _take_json(reading: Reading, source: Source, data: bytes) -> None:
     if source.rank is not None and (source.rank, source.stem) in reading.read_stems:
         return  # the pickle of the same snapshot says all of it and the call stacks too
     try:
@@ -245,7 +196,7 @@ def _take_json(reading: _Reading, source: Source, data: bytes) -> None:
         _take_dump(reading, source, data)
 
 
-def _take_sidecar(reading: _Reading, value: Mapping[str, Any]) -> None:
+def _take_sidecar(reading: Reading, value: Mapping[str, Any]) -> None:
     record = _rank(reading, int(value.get("rank", -1)))
     record.sidecar = value
     reading.recorded_ranks = max(reading.recorded_ranks, min(int(value.get("world_size", 0)), MAX_RANK))
@@ -256,7 +207,7 @@ def _take_sidecar(reading: _Reading, value: Mapping[str, Any]) -> None:
         record.known_groups[group.name] = group
 
 
-def _take_error(reading: _Reading, source: Source, value: Mapping[str, Any]) -> None:
+def _take_error(reading: Reading, source: Source, value: Mapping[str, Any]) -> None:
     frames = tuple(
         Frame(file=str(f[0]), line=int(f[1]), function=str(f[2]), text=str(f[3])) for f in value.get("frames", ())
     )
@@ -274,7 +225,7 @@ def _take_error(reading: _Reading, source: Source, value: Mapping[str, Any]) -> 
     _rank(reading, event.rank).logs.append(RankLog(source=source.path, events=(event,)))
 
 
-def _take_exits(reading: _Reading, source: Source, value: Mapping[str, Any]) -> None:
+def _take_exits(reading: Reading, source: Source, value: Mapping[str, Any]) -> None:
     reading.num_evidence += 1
     reading.world_size = max(reading.world_size, min(int(value.get("world_size", 0)), MAX_RANK))
     for item in value.get("exits", []):
@@ -295,7 +246,7 @@ def _take_exits(reading: _Reading, source: Source, value: Mapping[str, Any]) -> 
         reading.launcher = Launcher(source=source.path, code=int(value["code"]))
 
 
-def _take_text(reading: _Reading, source: Source, text: str) -> None:
+def _take_text(reading: Reading, source: Source, text: str) -> None:
     if source.rank is not None:
         _take_rank_text(reading, source, text)
         return
@@ -310,7 +261,7 @@ def _take_text(reading: _Reading, source: Source, text: str) -> None:
 SLACK_S = 10.0  # from a launch to the start of the recorder
 
 
-def _log_starts_s(reading: _Reading) -> float | None:
+def _log_starts_s(reading: Reading) -> float | None:
     """When this incident's process started, by the clock of logs (local time); None where no recorder told."""
     starts = [
         float(side["started_s"]) + float(side.get("utc_offset_s", 0))
@@ -320,7 +271,7 @@ def _log_starts_s(reading: _Reading) -> float | None:
     return min(starts) - SLACK_S if starts else None
 
 
-def _take_rank_text(reading: _Reading, source: Source, text: str) -> None:
+def _take_rank_text(reading: Reading, source: Source, text: str) -> None:
     assert source.rank is not None
     if reading.recorded_ranks and source.rank >= reading.recorded_ranks and source.suffix in (".log", ".out", ".err"):
         return  # of an earlier, larger run
@@ -333,147 +284,6 @@ def _take_rank_text(reading: _Reading, source: Source, text: str) -> None:
     if "(most recent call first)" in text and "Fatal Python error" in text:
         crash = text[text.index("Fatal Python error") :]
         record.stacks.append(parse_stacks(crash, source.path, "fatal"))
-
-
-# ------------------------------------------------------------------------------------------------------- assembling
-
-
-def _assemble(reading: _Reading, incident: str, incidents: tuple[str, ...]) -> Run:
-    exits = group_by_rank(reading.exits)
-    numbers = set(reading.ranks) | set(exits)
-    largest = max((max(group.members) for group in reading.interner.groups if group.members), default=-1)
-    world_size = max(reading.world_size, min(largest, MAX_RANK) + 1, max(numbers, default=-1) + 1)
-    for rank in range(min(world_size, MAX_RANK)):
-        if rank not in reading.ranks:
-            reading.ranks[rank] = _Rank()
-    with_box = [found for found in reading.ranks.values() if found.box]
-    prefer_box = len(with_box) == len(reading.ranks) and any(not found.dumps for found in with_box)
-    ranks = {
-        rank: _rank_record(reading, rank, exits.get(rank), prefer_box=prefer_box) for rank in sorted(reading.ranks)
-    }
-    run = Run(
-        url=str(reading.store),
-        incident=incident,
-        world_size=world_size,
-        ranks=ranks,
-        groups=tuple(reading.interner.groups),
-        names=reading.interner.names(),
-        launcher=reading.launcher,
-        incidents=incidents,
-    )
-    return replace(run, flags=(*reading.flags, *_flags(reading, run)), wrappers=_wrappers(run))
-
-
-def _wrappers(run: Run) -> frozenset[tuple[str, int]]:
-    """Lines through which operations of several kinds are called: (file, line) seen below two or more op names."""
-    pairs: set[int] = set()
-    for record in run.ranks.values():
-        table = record.operations
-        pairs.update(np.unique((table["op"].astype(np.int64) << 32) | table["frames"]).tolist())
-    ops: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
-    for pair in pairs:
-        frame = user_frame(run.names.frames[pair & 0xFFFFFFFF])
-        if frame is not None:
-            ops[frame.file, frame.line].add(pair >> 32)
-    return frozenset(place for place, used_by in ops.items() if len(used_by) > 1)
-
-
-def _rank_record(reading: _Reading, rank: int, exit_: Exit | None, *, prefer_box: bool) -> RankRecord:
-    found = reading.ranks[rank]
-    tables = [_with_known_groups(table, found.known_groups, reading.interner) for _, table in found.dumps]
-    box = found.box.operations if found.box else NO_OPERATIONS
-    box = _with_known_groups(box, found.known_groups, reading.interner)
-    dumps = [dump for dump, _ in found.dumps]
-    if found.box:
-        dumps.append(
-            Dump(
-                source=found.box_source,
-                kind="black_box",
-                reason="",
-                version="1",
-                num_operations=len(box),
-                first_record_id=max(0, found.box.count - found.box.capacity),
-                is_truncated=found.box.count > found.box.capacity,
-            )
-        )
-    side = found.sidecar
-    return RankRecord(
-        rank=rank,
-        host=str(side.get("host", "")),
-        pid=side.get("pid") if isinstance(side.get("pid"), int) else (found.box.pid if found.box else None),
-        coordinates={str(k): int(v) for k, v in dict(side.get("coordinates") or {}).items()},
-        operations=add_box(merge_dumps(tables), box, prefer_box=prefer_box),
-        dumps=tuple(dumps),
-        stacks=tuple(found.stacks),
-        log=merge_logs(found.logs),
-        exit=exit_,
-        heartbeat=found.heartbeat,
-        process_state=found.process_state,
-        has_recorder=bool(side) or found.box is not None,
-    )
-
-
-def _with_known_groups(table: Array, known: Mapping[str, Group], interner: Interner) -> Array:
-    """Operations whose groups carry members wherever this rank's own process knew them (gloo's dumps do not)."""
-    if not len(table) or not known:
-        return table
-    for position in np.unique(table["group"]):
-        group = interner.groups[position]
-        members = known[group.name].members if group.name in known else ()
-        description = group.description or (known[group.name].description if group.name in known else "")
-        better = Group(name=group.name, description=_described(description), members=members or group.members)
-        if better != group:
-            table["group"][table["group"] == position] = interner.group(better)
-    return table
-
-
-def _described(description: str) -> str:
-    return "" if description == "undefined" else description
-
-
-def _flags(reading: _Reading, run: Run) -> Iterator[Flag]:
-    if reading.first_record:
-        ranks = tuple(sorted(reading.first_record))
-        yield Flag(flag="RING_TRUNCATED", ranks=ranks, text="the ring buffer was full: the oldest operations are gone")
-    with_dump = {rank for rank, record in run.ranks.items() if record.dumps}
-    if with_dump and len(with_dump) < len(run.ranks):
-        missing = tuple(rank for rank in run.ranks if rank not in with_dump)
-        yield Flag(flag="DUMP_MISSING", ranks=missing, text="no dump and no black box of these ranks")
-    versions = {
-        dump.version for record in run.ranks.values() for dump in record.dumps if dump.kind == "flight_recorder"
-    }
-    if len(versions) > 1:
-        yield Flag(flag="VERSION_MIX", text=f"dumps of different versions: {', '.join(sorted(versions))}")
-    for name, members in _conflicts(run):
-        yield Flag(
-            flag="PG_CONFIG_CONFLICT",
-            ranks=members,
-            text=f"ranks disagree about who belongs to group {name}: it is treated as several groups",
-        )
-    unusable = tuple(sorted(r for r in reading.unusable_groups if _has_unknown_members(run, r)))
-    if unusable:
-        yield Flag(
-            flag="PG_CONFIG_UNUSABLE",
-            ranks=unusable,
-            text="the dumps do not say who belongs to a group (gloo never does); members are those seen using it",
-        )
-
-
-def _conflicts(run: Run) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Groups of one name whose member lists overlap without being equal, with the ranks in question."""
-    by_name: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
-    for group in run.groups:
-        if group.members:
-            by_name[group.name].add(group.members)
-    for name, lists in by_name.items():
-        counts = Counter(rank for members in lists for rank in members)
-        shared = tuple(sorted(rank for rank, count in counts.items() if count > 1))
-        if shared:
-            yield name, shared
-
-
-def _has_unknown_members(run: Run, rank: int) -> bool:
-    return any(not run.groups[position].members for position in np.unique(run.ranks[rank].operations["group"]))
 
 
 def read_box_heartbeat(store: Store, path: str) -> Heartbeat | None:

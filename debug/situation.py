@@ -7,6 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from titan_ckpt.debug.busy import busy_with, in_gc, last_words
 from titan_ckpt.debug.logs import is_library, user_frame
 from titan_ckpt.debug.records import Evidence, Frame, LogEvent, RankRecord, Run, StackSnapshot, Thread
 
@@ -18,32 +19,6 @@ _INIT = ("init_process_group", "_new_process_group_helper", "_store_based_barrie
 _TEARDOWN = ("destroy_process_group", "_shutdown", "_exit_function", "_python_exit")
 _P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 _WAITS = re.compile(r"\.wait\(|synchronize\(|\.item\(|\.cpu\(")
-
-# What a busy rank is busy with, by words in its frames (function, file), source lines and last log lines.
-_BUSY: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
-    (subtype, re.compile("|".join(words), re.IGNORECASE))
-    for subtype, words in {
-        "checkpoint_io": (
-            "checkpoint", "ckpt", "torch[./]save", "serialization", "safetensors", "state_dict", "distcp", "fsync",
-            r"\bs3\b", "upload", "filesystem",
-        ),
-        "dataloader": (
-            "data_?loader", "dataset", "_fetch", "fetch_", "next_batch", "_next_data", "get_batch", "read_shard",
-            "__next__", "data_pipe", "prefetch", "utils/data/",
-        ),
-        "python_lock": (
-            r"\block\b", r"_lock\b", r"\.acquire\(", "lock_", "mutex", "semaphore", "rlock", "deadlock",
-            "wait_for_tstate_lock", r"\bcondition\b",
-        ),
-        "gc": (r"\bgc\.collect", "garbage"),
-    }.items()
-)  # fmt: skip
-_PHASES = {
-    "data": "dataloader",
-    "ckpt_stage": "checkpoint_io",
-    "ckpt_upload": "checkpoint_io",
-    "ckpt_commit": "checkpoint_io",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +47,7 @@ def situation(run: Run, record: RankRecord, *, others_left_stacks: bool) -> Situ
         or _frozen(run, record, others_left_stacks)
         or _by_stack(run, record)
         or _by_log(record)
-        or Situation(rank=record.rank, kind=UNKNOWN if record.dumps else SILENT, evidence=_last_words(record))
+        or Situation(rank=record.rank, kind=UNKNOWN if record.dumps else SILENT, evidence=last_words(record))
     )
 
 
@@ -115,12 +90,12 @@ def _dead(record: RankRecord) -> Situation | None:
         stack = next((s for s in record.stacks if s.reason == "fatal"), None)
         return Situation(
             rank=record.rank, kind=DEAD, detail="signal", frame=_frame_of(stack), confidence=0.9,
-            evidence=(_event(fatal), *_last_words(record)),
+            evidence=(_event(fatal), *last_words(record)),
         )  # fmt: skip
     if record.process_state == "gone" and not (record.heartbeat and record.heartbeat.is_stopped):
         text = "its process is gone, and it did not end in good order"
         gone = Evidence(text=text, rank=record.rank)
-        return Situation(rank=record.rank, kind=DEAD, confidence=0.8, evidence=(gone, *_last_words(record)))
+        return Situation(rank=record.rank, kind=DEAD, confidence=0.8, evidence=(gone, *last_words(record)))
     return None
 
 
@@ -149,7 +124,7 @@ def _killed(record: RankRecord, number: int) -> Situation:
     )
     return Situation(
         rank=record.rank, kind=DEAD, detail="oom" if is_oom else "signal", frame=_frame_of(stack), call=name,
-        confidence=0.95, evidence=(where, *_last_words(record)),
+        confidence=0.95, evidence=(where, *last_words(record)),
     )  # fmt: skip
 
 
@@ -169,14 +144,14 @@ def _frozen(run: Run, record: RankRecord, others_left_stacks: bool) -> Situation
         text = f"the kernel says the process is stopped (state {state})"
         return Situation(
             rank=record.rank, kind=FROZEN, confidence=0.97, frame=_last_call_site(run, record),
-            evidence=(Evidence(text=text, rank=record.rank), *_last_words(record)),
+            evidence=(Evidence(text=text, rank=record.rank), *last_words(record)),
         )  # fmt: skip
     gil = next((s for s in record.stacks if s.reason.endswith("gil") and not _is_our_dump(s)), None)
     if gil is not None and (not _was_alive_later(run, record) or _still_there(record, gil)):
         text = "the watching thread could not run: something holds the GIL; stack taken by the C timer"
         return Situation(
-            rank=record.rank, kind=GIL_HELD, detail="gc" if _in_gc(gil) else "gil_held", frame=_frame_of(gil), confidence=0.95,
-            evidence=(Evidence(text=text, rank=record.rank, source=gil.source), *_last_words(record)),
+            rank=record.rank, kind=GIL_HELD, detail="gc" if in_gc(gil) else "gil_held", frame=_frame_of(gil), confidence=0.95,
+            evidence=(Evidence(text=text, rank=record.rank, source=gil.source), *last_words(record)),
         )  # fmt: skip
     left_nothing = not record.stacks and not any(dump.kind == "flight_recorder" for dump in record.dumps)
     if not left_nothing or not others_left_stacks:
@@ -186,7 +161,7 @@ def _frozen(run: Run, record: RankRecord, others_left_stacks: bool) -> Situation
         text = "left no dump and did not react to SIGTERM: the launcher had to SIGKILL it"
         return Situation(
             rank=record.rank, kind=FROZEN, confidence=0.9, frame=_last_call_site(run, record),
-            evidence=(Evidence(text=text, rank=record.rank, source=record.exit.source), *_last_words(record)),
+            evidence=(Evidence(text=text, rank=record.rank, source=record.exit.source), *last_words(record)),
         )  # fmt: skip
     return None
 
@@ -213,10 +188,6 @@ def _was_alive_later(run: Run, record: RankRecord) -> bool:
     if record.heartbeat is None or not others:
         return False
     return record.heartbeat.alive_ns > max(others) - 1_000_000_000
-
-
-def _in_gc(stack: StackSnapshot) -> bool:
-    return bool(stack.main and stack.main.state.startswith("Garbage"))
 
 
 def _last_call_site(run: Run, record: RankRecord) -> Frame | None:
@@ -262,10 +233,10 @@ def _by_stack(run: Run, record: RankRecord) -> Situation | None:
         text=f"main thread in {frame.function}" + (f" -> {call}" if call else ""), rank=record.rank, source=stack.source,
         file=frame.file, line=frame.line,
     ) if frame else Evidence(text="main thread", rank=record.rank, source=stack.source)  # fmt: skip
-    detail, why = ("", None) if kind != ON_CPU else _busy_with(record, stack)
+    detail, why = ("", None) if kind != ON_CPU else busy_with(record, stack)
     return Situation(
         rank=record.rank, kind=kind, detail=detail, frame=frame, call=call, confidence=0.9,
-        evidence=tuple(item for item in (seen, why, *(_last_words(record) if kind == ON_CPU else ())) if item),
+        evidence=tuple(item for item in (seen, why, *(last_words(record) if kind == ON_CPU else ())) if item),
     )  # fmt: skip
 
 
@@ -299,64 +270,6 @@ def _inside(main: Thread) -> tuple[str, str]:
 
 def _outermost(main: Thread, names: Sequence[str]) -> str:
     return next((frame.function for frame in reversed(main.frames) if frame.function in names), "")
-
-
-def _busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[str, Evidence | None]:
-    """Subtype of STUCK_ON_CPU, and what told it: garbage collection, the recorder's phase, the stack, the last log lines."""
-    assert stack.main is not None
-    if _in_gc(stack):
-        return "gc", Evidence(text="the main thread is in garbage collection", rank=record.rank, source=stack.source)
-    near = stack.main.frames[:8]
-    inner = next((i for i, frame in enumerate(near) if not is_library(frame)), 0)
-    if any(
-        f.function in ("acquire", "wait", "join", "_wait_for_tstate_lock") and f.file.endswith("threading.py")
-        for f in near[:inner]
-    ):
-        return "python_lock", None
-    for subtype in _words([f"{frame.text} {_neutral(frame.file)} {frame.function}" for frame in near[:inner]]):
-        return subtype, None
-    for subtype in _words([_spoken(near[inner])]):
-        return subtype, None
-    if record.heartbeat and record.heartbeat.phase in _PHASES:
-        text = f"the training loop was in phase {record.heartbeat.phase}"
-        return _PHASES[record.heartbeat.phase], Evidence(text=text, rank=record.rank, source=record.heartbeat.source)
-    for subtype in _words(_own_lines(record)[-1:]) + _words([_spoken(frame) for frame in near[inner + 1 : inner + 3]]):
-        return subtype, None
-    return "user_code", None
-
-
-def _neutral(path: str) -> str:
-    """A library's path without this package's own name, which has "ckpt" in it."""
-    return path.replace("titan_ckpt", "").replace("titan-ckpt", "")
-
-
-def busy_by_log(record: RankRecord) -> str:
-    """What the last line of its log says a rank was busy with; "" if nothing."""
-    return next(iter(_words(_own_lines(record)[-1:])), "")
-
-
-def _spoken(frame: Frame) -> str:
-    return f"{frame.text} {frame.function} {frame.file.rpartition('/')[2]}"
-
-
-def _words(texts: Sequence[str]) -> list[str]:
-    joined = "\n".join(texts)
-    return [subtype for subtype, words in _BUSY if words.search(joined)]
-
-
-_RECORDER_TALK = re.compile(r"flight recorder|SIGTERM|monitor:|dump", re.IGNORECASE)
-
-
-def _own_lines(record: RankRecord) -> list[str]:
-    """The last log lines that are the program's, not a monitor's."""
-    return [line for line in (record.log.tail if record.log else ()) if not _RECORDER_TALK.search(line)]
-
-
-def _last_words(record: RankRecord) -> tuple[Evidence, ...]:
-    lines = _own_lines(record)
-    if not lines or record.log is None:
-        return ()
-    return (Evidence(text=f"last log line: {lines[-1].strip()[:160]}", rank=record.rank, source=record.log.source),)
 
 
 # ------------------------------------------------------------------------------------------------------------ logs

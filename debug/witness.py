@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from signal import SIGKILL
 
+from titan_ckpt.debug.busy import busy_by_log
 from titan_ckpt.debug.causes import advice, step_of
 from titan_ckpt.debug.records import Evidence, LogEvent, RankRecord, Run, Verdict
 from titan_ckpt.debug.situation import (
@@ -20,7 +21,6 @@ from titan_ckpt.debug.situation import (
     IN_P2P,
     ON_CPU,
     Situation,
-    busy_by_log,
     signal_of,
 )
 
