@@ -59,6 +59,10 @@ class Stage:
         ]  # fmt: skip
         return ["train", str(CONFIG), *(part for text in sets for part in ("--set", text))]
 
+    def server_bytes(self) -> int:
+        """What the server keeps on its disk, objects that are still being uploaded included."""
+        return sum(path.stat().st_size for path in (self.folder / "s3" / "data").glob("*.dat"))
+
     def metrics(self, name: str) -> list[Facts]:
         """The records that a job with `log.folder=DIR/name` wrote so far."""
         path = self.folder / name / "logs" / "metrics.jsonl"
@@ -91,18 +95,20 @@ def serve(stage: Stage) -> Act:
 
 
 def train_and_kill(stage: Stage) -> tuple[Act, Act]:
-    """Train to the last save, and kill every process of the job while that save uploads."""
+    """Train to the last save, and kill every process of the job when a quarter of that save has reached the server."""
     arguments = stage.train(RUN, "dp_shard=2,tp=2", f"log.folder={stage.folder / 'first'}")
-    last = stage.steps
+    last, num_saves = stage.steps, stage.steps // stage.save_every - 1
     with stage.shell.job(*arguments) as process:
         wait_for(lambda: last - 1 in stage.losses("first"), process, what=f"step {last - 1}", timeout_s=JOB_TIMEOUT_S)
-        victims = processes_of(process)
+        victims, before = processes_of(process), stage.server_bytes()
+        enough = before + before // num_saves // 4
         wait_for(
-            lambda: _is_saving(stage, last), process, what=f"the save of step {last}", timeout_s=60.0, poll_s=WATCH_S
-        )
+            lambda: stage.server_bytes() >= enough and _is_saving(stage, last), process, what=f"the upload of step {last}",
+            timeout_s=JOB_TIMEOUT_S, poll_s=WATCH_S,
+        )  # fmt: skip
         kill(victims)
         process.wait()
-    return _trained(stage), _killed(stage, len(victims))
+    return _trained(stage), _killed(stage, len(victims), stage.server_bytes() - before)
 
 
 def _is_saving(stage: Stage, step: int) -> bool:
@@ -128,7 +134,7 @@ def _trained(stage: Stage) -> Act:
     return Act(facts=facts, lines=(line,))
 
 
-def _killed(stage: Stage, num_processes: int) -> Act:
+def _killed(stage: Stage, num_processes: int, arrived_bytes: int) -> Act:
     rows = stage.shell.json("ls", RUN)
     committed = [row["step"] for row in rows if row["state"] == "committed"]
     last, previous = stage.steps, stage.steps - stage.save_every
@@ -137,15 +143,14 @@ def _killed(stage: Stage, num_processes: int) -> Act:
         bool(committed) and committed[-1] == previous,
         f"committed steps are {committed}, expected {previous} to be the last",
     )
-    arrived = next((row["size_bytes"] for row in rows if row["step"] == last), 0)
     found = stage.shell.json("verify", RUN, "--data")
     expect(found["is_ok"] and found["step"] == previous, f"verify says {found}")
     facts = {
-        "killed_processes": num_processes, "uploading_step": last, "arrived_bytes": arrived, "newest_committed": previous,
+        "killed_processes": num_processes, "uploading_step": last, "arrived_bytes": arrived_bytes, "newest_committed": previous,
         "verified_bytes": found["read_bytes"],
     }  # fmt: skip
     lines = (
-        f"SIGKILL to all {num_processes} processes while step {last} uploads ({format_size(arrived)} had arrived, no COMMIT)",
+        f"SIGKILL to all {num_processes} processes while step {last} uploads: {format_size(arrived_bytes)} arrived, no COMMIT",
         f"step {previous} is the newest committed one and whole: {format_size(found['read_bytes'])} read and verified",
     )
     return Act(facts=facts, lines=lines)
@@ -250,8 +255,7 @@ def compare_with_transformers(url: str, folder: Path) -> tuple[float, str]:
     checkpoint = titan_ckpt.open_checkpoint(url)
     ours = Decoder(build(TrainConfig, checkpoint.manifest.config, {}).model).eval()
     titan_ckpt.load(checkpoint, {"model": ours.state_dict()})
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    theirs.train(False)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = Path(json.__file__).read_text()
     ids_BS = tokenizer(text, return_tensors="pt")["input_ids"][:, :NUM_TOKENS]

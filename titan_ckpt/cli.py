@@ -81,7 +81,7 @@ def load_command(name: str) -> Command:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise missing_extra(error, f"`titan-ckpt {name}`") from error
+        raise missing_extra(error, name) from error
     command = getattr(module, attribute)
     assert isinstance(command, Command)
     return command
@@ -93,10 +93,19 @@ _EXTRA_OF = {
 }  # fmt: skip
 
 
-def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:
+# Commands that need a whole extra, whichever of its libraries is missed first.
+_EXTRA_OF_COMMAND = {"train": "train"}
+
+
+def missing_extra(error: ModuleNotFoundError, command: str) -> Exception:
     """The error to raise for a failed import: MissingExtraError if an extra brings the library, else `error` itself."""
     library = (error.name or "").partition(".")[0]
-    return MissingExtraError(library, _EXTRA_OF[library], what) if library in _EXTRA_OF else error
+    if library not in _EXTRA_OF:
+        return error
+    extra = _EXTRA_OF[library]
+    if extra == "torch":
+        extra = _EXTRA_OF_COMMAND.get(command, extra)
+    return MissingExtraError(library, extra, f"`titan-ckpt {command}`")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return int(namespace.run(namespace))
     except ModuleNotFoundError as error:
-        return _fail(missing_extra(error, f"`titan-ckpt {name}`"), show_traceback)
+        return _fail(missing_extra(error, name), show_traceback)
     except TitanError as error:
         return _fail(error, show_traceback)
     except KeyboardInterrupt:
