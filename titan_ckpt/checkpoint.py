@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -39,7 +39,7 @@ class Checkpoint:
     """One committed checkpoint of a run. `folder` is its place in `store`; paths in the manifest are relative to it."""
 
     store: Store
-    url: str
+    url: str = field(repr=False)
     step: int
     folder: str
     manifest: Manifest

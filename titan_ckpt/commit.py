@@ -7,10 +7,12 @@ whole and durable when it returns, so whatever the moment of a crash, COMMIT nam
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from titan_ckpt.errors import (
+    CheckpointError,
     ConditionFailedError,
     DamagedError,
     NotCommittedError,
@@ -25,6 +27,8 @@ from titan_ckpt.store import Store
 
 FORMAT = "titan-ckpt-commit"
 VERSION = 1
+DIGEST = "xxh3_128"
+MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +52,10 @@ def commit_path(step: int) -> str:
     return f"{step_folder(step)}/{COMMIT}"
 
 
-def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces: Commit | None) -> Commit:
+def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces: str | None) -> Commit:
     """Make a checkpoint exist whose data files are all written.
 
-    `replaces` is the commit that was there when the save began (None: there was none). ConditionFailedError when another
+    `replaces` is the `commit_version` when the save began (None: there was no commit). ConditionFailedError when another
     job committed this step meanwhile; where the store cannot tell (`Store.honours_conditions`), the last writer wins.
     """
     folder = step_folder(manifest.step)
@@ -73,12 +77,11 @@ def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces:
         "metadata": {"size": len(metadata), "xxh3_128": digest(metadata).hex()},
     }
     path = commit_path(manifest.step)
-    data = json.dumps(content, indent=1).encode()
     try:
-        entry = store.write_if(path, data, version=None if replaces is None else replaces.version)
+        entry = store.write_if(path, _encode(content), version=replaces)
     except StoreError as error:
         # An answer that got lost on its way back leaves a commit that is ours, whatever the store said on the next try.
-        standing = find_commit(store, manifest.step)
+        standing = _standing(store, manifest.step)
         if standing is not None and standing.attempt == manifest.attempt:
             return standing
         if not isinstance(error, ConditionFailedError):
@@ -95,14 +98,29 @@ def read_commit(store: Store, step: int) -> Commit:
     path = commit_path(step)
     try:
         entry = store.stat(path)
+        if entry.size_bytes > MAX_BYTES:
+            raise DamagedError(f"{store.where(path)}: {entry.size_bytes} bytes are no commit")
         data = store.read(path, 0, entry.size_bytes)
     except NotFoundError as error:
         raise NotCommittedError(f"{store.where(step_folder(step))} is not committed: it has no {COMMIT}") from error
     try:
         content = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"{store.where(path)}: not JSON: {error}") from error
-    return _decode(content, version=entry.version, where=store.where(path))
+    commit = _decode(content, version=entry.version, where=store.where(path))
+    if _encode({key: value for key, value in content.items() if key != DIGEST}) != data:
+        raise DamagedError(f"{store.where(path)}: not what was committed (its own digest differs)")
+    if commit.step != step:
+        raise DamagedError(f"{store.where(path)}: is the commit of step {commit.step}; it was moved or copied here")
+    return commit
+
+
+def commit_version(store: Store, step: int) -> str | None:
+    """The store's version of a step's COMMIT, also of one that cannot be read; None when there is none."""
+    try:
+        return store.stat(commit_path(step)).version
+    except NotFoundError:
+        return None
 
 
 def find_commit(store: Store, step: int) -> Commit | None:
@@ -111,6 +129,19 @@ def find_commit(store: Store, step: int) -> Commit | None:
         return read_commit(store, step)
     except NotCommittedError:
         return None
+
+
+def _standing(store: Store, step: int) -> Commit | None:
+    try:
+        return find_commit(store, step)
+    except CheckpointError:
+        return None
+
+
+def _encode(content: Mapping[str, Any]) -> bytes:
+    """The file: JSON whose last entry is the digest of the JSON without it, so that no byte can change unseen."""
+    body = json.dumps(content, indent=1).encode()
+    return json.dumps({**content, DIGEST: digest(body).hex()}, indent=1).encode()
 
 
 def _decode(content: Any, *, version: str, where: str) -> Commit:

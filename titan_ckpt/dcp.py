@@ -36,7 +36,7 @@ from torch.futures import Future
 
 from titan_ckpt.checkpoint import FULL, Checkpoint, open_checkpoint
 from titan_ckpt.codec import CODECS, PLANES_ZSTD, decode_blob
-from titan_ckpt.commit import find_commit, write_commit
+from titan_ckpt.commit import commit_version, write_commit
 from titan_ckpt.errors import AlreadyExistsError, UsageError
 from titan_ckpt.index import DIGEST_BYTES, ChunkTable, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.layout import data_file, new_attempt, step_folder
@@ -127,7 +127,7 @@ class StorageWriter(TorchStorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
         """Note the commit that this save will replace."""
-        self._previous = find_commit(self._store, self._at) if is_coordinator else None
+        self._previous = commit_version(self._store, self._at) if is_coordinator else None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from titan_ckpt.errors import UsageError
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]*)(?:://|::)", re.IGNORECASE)
 _AT_STEP = re.compile(r"@(\d+|latest)$")
 _USERINFO = re.compile(r"(?<=://)[^/@]*@")
+_TEXT_USERINFO = re.compile(r"(?<=://)[^/@\s'\"]*@")
+_URL_QUERY = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s?'\"]*)\?[^\s'\",;:)]*", re.IGNORECASE)
 _QUERY = re.compile(r"\?.*$", re.DOTALL)
 
 
@@ -83,6 +87,24 @@ def redact(url: str) -> str:
     's3://***@bucket/run?***'
     """
     return _QUERY.sub("?***", _USERINFO.sub("***@", url))
+
+
+def redact_text(text: str) -> str:
+    """`text` with the user info and the query of every URL in it hidden.
+
+    >>> redact_text("PUT https://me:secret@host/a?token=1: refused")
+    'PUT https://***@host/a?***: refused'
+    """
+    return _URL_QUERY.sub(r"\1?***", _TEXT_USERINFO.sub("***@", text))
+
+
+def redact_values(value: Any) -> Any:
+    """A JSON value with the secrets of all URLs in its texts hidden."""
+    if isinstance(value, str):
+        return redact_text(value)
+    if isinstance(value, Mapping):
+        return {key: redact_values(inner) for key, inner in value.items()}
+    return [redact_values(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def check_relative(path: str) -> str:

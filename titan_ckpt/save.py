@@ -19,15 +19,18 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from titan_ckpt.checkpoint import Checkpoint, check_files, open_checkpoint
-from titan_ckpt.commit import Commit, find_commit, write_commit
-from titan_ckpt.errors import NotCommittedError, TitanError
+from titan_ckpt.commit import commit_version, write_commit
+from titan_ckpt.deadline import run_until
+from titan_ckpt.errors import CheckpointError, NotCommittedError, TitanError
 from titan_ckpt.known import known_of_checkpoint, known_of_save
 from titan_ckpt.layout import ASSETS, new_attempt, step_folder
+from titan_ckpt.location import redact_text, redact_values
 from titan_ckpt.manifest import digest
 from titan_ckpt.merge import Saved, merge
 from titan_ckpt.metadata import dcp_metadata
@@ -52,6 +55,8 @@ from titan_ckpt.tiers import Mirror
 from titan_ckpt.upload import Known, Part, UploadOptions, part_chunks, upload
 
 log = logging.getLogger(__name__)
+# Parts of `timeout_s`: a rank whose store hangs must still tell the others before they stop waiting for it.
+GIVE_UP_AT, COMMIT_BY = 0.8, 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +114,12 @@ class Saver:
         """The coordinator's claim; a store that cannot be written is found out here, by every rank."""
         token: str | None = None
         failure: Failure | None = None
-        error: TitanError | None = None
+        error: Exception | None = None
         if self._ranks.is_coordinator:
             try:
-                token = claim(self._store)
-            except TitanError as caught:
-                error, failure = caught, Failure(self._ranks.rank, str(caught))
+                token = run_until(GIVE_UP_AT * self._options.timeout_s, claim, self._store, what="claiming the run")
+            except Exception as caught:  # noqa: BLE001  (it is raised below, after the others have been told)
+                error, failure = caught, Failure(self._ranks.rank, redact_text(str(caught)))
         told = self._ranks.broadcast(failure)
         if error is not None:
             raise error
@@ -147,9 +152,9 @@ class Saver:
         `kind="model"` marks an export that must never be taken for a checkpoint to resume from.
         """
         started = time.perf_counter()
-        self.wait()
+        earlier = self._untold_error()
         with self._phase("ckpt_stage", step):
-            job, tensors = self._prepare(state, step, kind, training, config, assets, user)
+            job, tensors = self._prepare(state, step, kind, training, config, assets, user, earlier)
             if self._arena is None or self._arena.items != job.plan.items:
                 self._arena = None  # the old one goes before the new one comes
                 self._arena = Arena(job.plan.items, is_pinned=any(tensor.is_cuda for tensor in tensors))
@@ -172,8 +177,8 @@ class Saver:
     ) -> SaveReport:
         """Like `save`, but read the tensors where they are, without a staged copy, and return when it is committed."""
         started = time.perf_counter()
-        self.wait()
-        job, _ = self._prepare(state, step, kind, training, config, assets, user)
+        earlier = self._untold_error()
+        job, _ = self._prepare(state, step, kind, training, config, assets, user, earlier)
         report = self._run(job)
         self._stall_s = time.perf_counter() - started
         return replace(report, stall_s=self._stall_s)
@@ -187,14 +192,16 @@ class Saver:
         config: Mapping[str, Any] | None,
         assets: Mapping[str, bytes] | None,
         user: Mapping[str, Any] | None,
+        earlier: BaseException | None,
     ) -> tuple[_Job, list[torch.Tensor]]:
         """The job, its source the tensors themselves, and those tensors: one per item of the plan."""
-        flat, plan, attempt = self._agree(state, step)
+        flat, plan, attempt = self._agree(state, step, earlier)
         tensors = [flat.tensors[item.fqn] for item in plan.items]
         job = _Job(
             step=step, attempt=attempt, kind=kind, plan=plan, source=Direct(tensors),
             objects={fqn: dump_object(value) for fqn, value in flat.objects.items()}, paths=flat.paths,
-            training=training or {}, config=config or {}, assets=assets or {}, user=user or {}, stall_s=0.0,
+            training=redact_values(training or {}), config=redact_values(config or {}), assets=assets or {},
+            user=redact_values(user or {}), stall_s=0.0,
         )  # fmt: skip
         return job, tensors
 
@@ -210,6 +217,14 @@ class Saver:
         pending, self._pending = self._pending, None
         return None if pending is None or pending.is_told else pending.wait()
 
+    def _untold_error(self) -> BaseException | None:
+        """Wait for the save in flight; its error if nobody was told of it yet."""
+        try:
+            self.wait()
+        except BaseException as error:  # noqa: BLE001  (raised when the other ranks have heard of it)
+            return error
+        return None
+
     def metrics(self) -> SaverMetrics:
         """Counters for a training log."""
         return SaverMetrics(
@@ -224,11 +239,13 @@ class Saver:
         """Wait for the save in flight and for its copy in the second tier, raise their errors, give threads and groups back."""
         try:
             self.wait()
-            if self._mirror is not None:
-                self._mirror.close()
         finally:
-            self._thread.shutdown()
-            self._ranks.close()
+            try:
+                if self._mirror is not None:
+                    self._mirror.close()
+            finally:
+                self._thread.shutdown()
+                self._ranks.close()
 
     def _abandon(self) -> None:
         """The caller is failing: let an upload in flight end if it can, but do not hide the caller's error behind its."""
@@ -240,21 +257,33 @@ class Saver:
     def _phase(self, name: str, step: int) -> AbstractContextManager[Any]:
         return nullcontext() if self._options.phase is None else self._options.phase(name, step)
 
-    def _agree(self, state: Mapping[str, Any], step: int) -> tuple[FlatState, _Plan, str]:
-        """The flat state, the plan all ranks share and the attempt's name; an error on one rank is raised on all."""
+    def _agree(
+        self, state: Mapping[str, Any], step: int, earlier: BaseException | None
+    ) -> tuple[FlatState, _Plan, str]:
+        """The flat state, the plan all ranks share and the attempt's name; an error on one rank is raised on all.
+
+        So is an `earlier` one that only some have been told of: all leave this save out, or all take part in it.
+        """
         flat: FlatState | None = None
         items: list[Item] = []
         failure: Failure | None = None
         signature = b""
         try:
+            if earlier is not None:
+                raise earlier
             flat = flatten(state)
             items = [describe(fqn, tensor) for fqn, tensor in flat.tensors.items()]
             signature = digest(pickle.dumps((items, sorted(flat.objects))))
         except Exception:  # noqa: BLE001  (it is raised below, on every rank)
-            failure = Failure(self._ranks.rank, traceback.format_exc())
+            failure = self._failure()
         is_current = self._plan is not None and self._plan.signature == signature
-        answers = self._ranks.all_gather((failure, is_current, new_attempt()))
+        answers = self._ranks.all_gather((failure, is_current, new_attempt(), step))
+        if earlier is not None:
+            raise earlier
         raise_failures([answer[0] for answer in answers], f"nothing was committed: the save of step {step}")
+        if len(steps := {answer[3] for answer in answers}) > 1:
+            told = ", ".join(f"rank {rank}: {answer[3]}" for rank, answer in enumerate(answers))
+            raise SaveError(f"nothing was committed: the ranks save {len(steps)} different steps at once ({told})")
         assert flat is not None
         if self._plan is None or not all(answer[1] for answer in answers):
             self._plan = self._make_plan(items, flat, signature, step)
@@ -270,7 +299,7 @@ class Saver:
                 share = divide([entry[0] for entry in held], [entry[1] for entry in held], self._options.mesh)
                 orders = list(zip(share.items, share.objects, strict=True))
             except TitanError:
-                failure = Failure(self._ranks.rank, traceback.format_exc())
+                failure = self._failure()
         answer = self._ranks.scatter([(failure, order) for order in orders])
         raise_failures([answer[0]], f"nothing was committed: the save of step {step}")
         mine, objects = answer[1]
@@ -280,22 +309,25 @@ class Saver:
         """The upload thread's work."""
         started = time.perf_counter()
         part: Part | Failure
-        previous: Commit | None = None
+        previous: str | None = None
         own_error: BaseException | None = None
+        what = f"uploading step {job.step}"
         try:
-            if self._ranks.is_coordinator:
-                previous = find_commit(self._store, job.step)
             with self._phase("ckpt_upload", job.step):
-                part = self._upload(job)
+                give_up_s = GIVE_UP_AT * self._options.timeout_s
+                part, previous = run_until(give_up_s, partial(self._upload, job), self._store, what=what)
         except BaseException as error:  # noqa: BLE001  (it is raised below, after the others have been told)
             own_error = error
-            part = Failure(self._ranks.rank, traceback.format_exc())
+            part = self._failure()
         with self._phase("ckpt_commit", job.step):
             parts = self._ranks.gather(part)
-            outcome = self._ranks.broadcast(self._commit(job, parts, previous) if self._ranks.is_coordinator else None)
-            if outcome is None and self._ranks.is_coordinator and self._options.retention is not None:
-                keep = self._mirror.waiting() if self._mirror is not None else frozenset()
-                retire(self._store, self._options.retention, keep=keep | {job.step})
+            outcome = self._ranks.broadcast(
+                self._commit_in_time(job, parts, previous, started) if self._ranks.is_coordinator else None
+            )
+            if outcome is None and self._ranks.is_coordinator:
+                self._retire(job.step)
+        if own_error is not None or outcome is not None:
+            self._known = None  # what an earlier checkpoint holds may have been what failed: look again
         if own_error is not None:
             raise own_error
         raise_failures([outcome], f"nothing was committed: the save of step {job.step}")
@@ -314,51 +346,79 @@ class Saver:
             upload_s=time.perf_counter() - started,
         )
 
-    def _upload(self, job: _Job) -> Part:
+    def _upload(self, job: _Job, store: Store) -> tuple[Part, str | None]:
+        """This rank's part, and on the coordinator the version of the commit that the new one will replace."""
+        previous = commit_version(store, job.step) if self._ranks.is_coordinator else None
         part = upload(
-            self._store, job.plan.items, job.source, step=job.step, attempt=job.attempt, rank=self._ranks.rank,
+            store, job.plan.items, job.source, step=job.step, attempt=job.attempt, rank=self._ranks.rank,
             objects=job.objects, mine=job.plan.objects, sent=self._count,
-            options=UploadOptions(codec=self._options.codec, known=self._known_chunks(job.plan.items)),
+            options=UploadOptions(codec=self._options.codec, known=self._known_chunks(store, job.plan.items)),
         )  # fmt: skip
         if self._ranks.is_coordinator:
             for name, data in job.assets.items():
-                self._store.write(f"{step_folder(job.step)}/{job.attempt}/{ASSETS}/{name}", [data])
-        return part
+                store.write(f"{step_folder(job.step)}/{job.attempt}/{ASSETS}/{name}", [data])
+        return part, previous
 
-    def _known_chunks(self, items: list[Item]) -> Known:
+    def _known_chunks(self, store: Store, items: list[Item]) -> Known:
         """What need not be written: of this saver's last save, or at its first of the newest checkpoint in the run."""
         if self._options.incremental and self._known is None:
             try:
-                self._known = known_of_checkpoint(open_checkpoint(self._store.url, store=self._store), items)
+                self._known = known_of_checkpoint(open_checkpoint(store.url, store=store), items)
             except NotCommittedError:
+                self._known = {}
+            except CheckpointError as error:
+                log.warning("nothing is referred to, everything is written: %s", error)
                 self._known = {}
         return self._known or {}
 
     def _count(self, sent_bytes: int) -> None:
         self._uploaded_bytes += sent_bytes
 
-    def _commit(self, job: _Job, parts: list[Part | Failure], previous: Commit | None) -> Failure | None:
-        """Commit on the coordinator; a failure is returned, so that every rank hears of it."""
+    def _failure(self) -> Failure:
+        """The error being handled, with its traceback, for the other ranks."""
+        return Failure(self._ranks.rank, redact_text(traceback.format_exc()))
+
+    def _retire(self, step: int) -> None:
+        if self._options.retention is None:
+            return
+        keep = (self._mirror.waiting() if self._mirror is not None else frozenset()) | self._options.in_use() | {step}
+        action = partial(retire, policy=self._options.retention, keep=keep)
+        try:
+            run_until(GIVE_UP_AT * self._options.timeout_s, action, self._store, what="deleting old checkpoints")
+        except TitanError as error:
+            log.warning("the save of step %d stands, but: %s", step, error)
+
+    def _commit_in_time(
+        self, job: _Job, parts: list[Part | Failure], previous: str | None, started: float
+    ) -> Failure | None:
+        """Commit on the coordinator while the other ranks wait; a failure is returned, so that every rank hears of it."""
+        timeout_s = self._options.timeout_s
+        rest_s = max(COMMIT_BY * timeout_s - (time.perf_counter() - started), (COMMIT_BY - GIVE_UP_AT) * timeout_s)
+        action, what = (
+            partial(self._commit, job, parts, previous),
+            f"committing step {job.step}, which may still appear",
+        )
+        try:
+            return run_until(rest_s, action, self._store, what=what)
+        except Exception:  # noqa: BLE001  (reported to every rank)
+            return self._failure()
+
+    def _commit(self, job: _Job, parts: list[Part | Failure], previous: str | None, store: Store) -> Failure | None:
         failures = [part for part in parts if isinstance(part, Failure)]
         if failures:
             return Failure(failures[0].rank, "\n".join(failure.text for failure in failures))
-        try:
-            assert job.plan.share is not None
-            saved = Saved(
-                step=job.step, attempt=job.attempt, kind=job.kind, mesh=self._options.mesh,
-                pipeline=self._options.pipeline, training=job.training, config=job.config, user=job.user,
-                assets={name: digest(data).hex() for name, data in job.assets.items()},
-            )  # fmt: skip
-            manifest = merge(saved, [part for part in parts if isinstance(part, Part)], job.plan.share)
-            folder = step_folder(job.step)
-            check_files(
-                Checkpoint(store=self._store, url=self._store.url, step=job.step, folder=folder, manifest=manifest)
-            )
-            if self._claim is not None:
-                check_claim(self._store, self._claim)
-            write_commit(self._store, manifest, dcp_metadata(manifest, paths=job.paths), replaces=previous)
-        except Exception:  # noqa: BLE001  (reported to every rank)
-            return Failure(self._ranks.rank, traceback.format_exc())
+        assert job.plan.share is not None
+        saved = Saved(
+            step=job.step, attempt=job.attempt, kind=job.kind, mesh=self._options.mesh,
+            pipeline=self._options.pipeline, training=job.training, config=job.config, user=job.user,
+            assets={name: digest(data).hex() for name, data in job.assets.items()},
+        )  # fmt: skip
+        manifest = merge(saved, [part for part in parts if isinstance(part, Part)], job.plan.share)
+        folder = step_folder(job.step)
+        check_files(Checkpoint(store=store, url=store.url, step=job.step, folder=folder, manifest=manifest))
+        if self._claim is not None:
+            check_claim(store, self._claim)
+        write_commit(store, manifest, dcp_metadata(manifest, paths=job.paths), replaces=previous)
         return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from titan_ckpt.codec import CODECS
@@ -22,6 +22,11 @@ class SaveError(TitanError):
     """A save failed on some rank; nothing was committed. The text carries that rank's traceback."""
 
 
+def no_steps() -> frozenset[int]:
+    """Nobody reads any."""
+    return frozenset()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """How a run is saved.
@@ -31,8 +36,10 @@ class SaveOptions:
     refers to chunks of earlier checkpoints that have not changed instead of writing them again. `retention` deletes old
     checkpoints after each commit. `mirror` is a second, safer store to which every commit is copied in the background: the URL
     that is saved to is then the fast tier, and `retention` its own; a step that is not copied yet is never deleted.
+    `in_use()` names steps that retention must leave because somebody reads them now.
     `is_exclusive` claims the run: a job that saved there before can commit no more.
-    `timeout_s` bounds every exchange between ranks; it must exceed the longest upload. `phase(name, step)` is entered around
+    `timeout_s` bounds a save: a store call that hangs is given up in time for every rank to hear of it. It must exceed
+    the longest upload by a quarter. `phase(name, step)` is entered around
     ckpt_stage, ckpt_upload and ckpt_commit, for a recorder of hangs.
     """
 
@@ -41,7 +48,8 @@ class SaveOptions:
     codec: str = RAW
     incremental: bool = False
     retention: RetentionPolicy | None = None
-    mirror: str | None = None
+    in_use: Callable[[], frozenset[int]] = no_steps
+    mirror: str | None = field(default=None, repr=False)
     is_exclusive: bool = True
     timeout_s: float = 1800.0
     phase: PhaseHook | None = None

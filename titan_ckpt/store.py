@@ -17,6 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -245,14 +246,14 @@ class FileStore(Store):
 
     def folders(self, prefix: str = "") -> list[str]:
         try:
-            with os.scandir(self._folder(prefix)) as entries:
+            with _os_errors(self.where(prefix)), os.scandir(self._folder(prefix)) as entries:
                 return sorted(entry.name for entry in entries if entry.is_dir())
-        except (FileNotFoundError, NotADirectoryError):
+        except NotFoundError:
             return []
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         root = self._folder(prefix)
-        for folder, subfolders, names in os.walk(root):
+        for folder, subfolders, names in os.walk(root, onerror=self._raise_unless_gone):
             subfolders.sort()
             for name in sorted(names):
                 if name.startswith(TEMPORARY_PREFIX):
@@ -262,6 +263,11 @@ class FileStore(Store):
                     yield self.stat(os.path.relpath(full, self._root))
                 except NotFoundError:
                     continue
+
+    def _raise_unless_gone(self, error: OSError) -> None:
+        """A folder that cannot be listed is not an empty one."""
+        with suppress(NotFoundError), _os_errors(redact(str(error.filename))):
+            raise error
 
     def stat(self, path: str) -> Entry:
         full = self._full(path)

@@ -13,11 +13,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
 from titan_ckpt.commit import find_commit, read_commit
+from titan_ckpt.deadline import run_until
 from titan_ckpt.errors import NotCommittedError, TitanError
 from titan_ckpt.layout import data_file
+from titan_ckpt.location import redact_text
 from titan_ckpt.mirror import Copier
 from titan_ckpt.ranks import Ranks
 from titan_ckpt.save_records import Failure, raise_failures
@@ -25,6 +28,7 @@ from titan_ckpt.store import Store, open_store
 
 log = logging.getLogger(__name__)
 MAX_BEHIND = 2
+GIVE_UP_AT = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class Mirror:
 
     def __init__(self, source: Store, target_url: str, *, timeout_s: float) -> None:
         self._source, self._target = source, open_store(target_url)
+        self._give_up_s = GIVE_UP_AT * timeout_s
         self._ranks = Ranks(timeout_s=timeout_s)
         self._steps: queue.Queue[int | None] = queue.Queue(MAX_BEHIND)
         self._error: BaseException | None = None
@@ -49,8 +54,10 @@ class Mirror:
         self._thread.start()
 
     def add(self, step: int) -> None:
-        """Mirror a committed step; waits while `MAX_BEHIND` others are still to be done. Raises what went wrong before."""
-        self.check()
+        """Mirror a committed step; waits while `MAX_BEHIND` others are still to be done.
+
+        It raises nothing, since one rank may know of an error before another does, and all of them must mirror the same steps.
+        """
         self._waiting.add(step)
         self._steps.put(step)
 
@@ -87,31 +94,36 @@ class Mirror:
 
     def _mirror(self, step: int) -> None:
         started = time.perf_counter()
-        failure: Failure | None = None
-        try:
-            checkpoint = open_checkpoint(self._source.url, step=step, store=self._source)
-            copier = Copier(checkpoint, self._target, lambda _: None)
-            for file in checkpoint.manifest.files:
-                if file.path.endswith(data_file("", self._ranks.rank)):
-                    copier.copy_file(file, trust_size=True)
-        except TitanError:
-            failure = Failure(self._ranks.rank, traceback.format_exc())
-        outcome = next((f for f in self._ranks.gather(failure) if f is not None), None)
+        outcome = next((f for f in self._ranks.gather(self._in_time(self._copy_own, step)) if f is not None), None)
         if self._ranks.is_coordinator and outcome is None:
-            outcome = self._commit(checkpoint, copier)
+            outcome = self._in_time(self._commit, step)
         raise_failures([self._ranks.broadcast(outcome)], f"mirroring step {step} to {self._target}")
         log.info("step %d is mirrored to %s (%.1f s)", step, self._target, time.perf_counter() - started)
 
-    def _commit(self, checkpoint: Checkpoint, copier: Copier) -> Failure | None:
-        """Commit the copy; files of ranks that are no more, which an incremental save may refer to, come along here."""
+    def _in_time(self, action: Callable[[int, Store, Store], None], step: int) -> Failure | None:
+        """`action` on the two stores, or the failure that the other ranks are to hear of."""
+        what = f"mirroring step {step}"
         try:
-            for file in checkpoint.manifest.files:
-                copier.copy_file(file, trust_size=True)
-            is_committed = find_commit(self._target, checkpoint.step) is not None
-            copier.copy_small(read_commit(self._source, checkpoint.step), is_committed=is_committed)
-        except TitanError:
-            return Failure(self._ranks.rank, traceback.format_exc())
+            run_until(self._give_up_s, partial(action, step), self._source, self._target, what=what)
+        except Exception:  # noqa: BLE001  (raised on every rank)
+            return Failure(self._ranks.rank, redact_text(traceback.format_exc()))
         return None
+
+    def _copy_own(self, step: int, source: Store, target: Store) -> None:
+        checkpoint = open_checkpoint(source.url, step=step, store=source)
+        copier = Copier(checkpoint, target, lambda _: None)
+        for file in checkpoint.manifest.files:
+            if file.path.endswith(data_file("", self._ranks.rank)):
+                copier.copy_file(file, trust_size=True)
+
+    def _commit(self, step: int, source: Store, target: Store) -> None:
+        """Commit the copy; files of ranks that are no more, which an incremental save may refer to, come along here."""
+        checkpoint = open_checkpoint(source.url, step=step, store=source)
+        copier = Copier(checkpoint, target, lambda _: None)
+        for file in checkpoint.manifest.files:
+            copier.copy_file(file, trust_size=True)
+        is_committed = find_commit(target, step) is not None
+        copier.copy_small(read_commit(source, step), is_committed=is_committed)
 
 
 def open_nearest(urls: Sequence[str], *, all_steps: Callable[[int], list[int]] | None = None) -> Checkpoint:
