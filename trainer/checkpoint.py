@@ -173,7 +173,10 @@ def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
 
 def _spelled_out(model: Mapping[str, Any]) -> dict[str, Any]:
     """A `[model]` in which equal models are equal: nothing that is None, and the head size a number even where it follows."""
-    values = {key: _spelled_out(v) if isinstance(v, Mapping) else v for key, v in model.items() if v is not None}
+    values: dict[str, Any] = {}
+    for key, value in model.items():
+        if value is not None:
+            values[key] = _spelled_out(value) if isinstance(value, Mapping) else value
     if "dim" in values and not values.get("head_dim"):
         values["head_dim"] = values["dim"] // values["n_heads"]
     return values

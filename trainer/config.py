@@ -9,6 +9,7 @@
 | `[train]`      | steps, batch, seed, limits: `TrainOptions` |
 | `[validation]` | a held-out part and how often it is measured: `ValidationConfig` |
 | `[save]`       | where checkpoints go and when: `SaveConfig` |
+| `[export]`     | Hugging Face folders of the run, made in the background: `ExportConfig` |
 | `[resume]`     | what to start from: `ResumeConfig` |
 | `[log]`        | files, console, TensorBoard: `LogConfig` |
 | `[debug]`      | the recorder of hangs: `DebugConfig` |
@@ -102,6 +103,15 @@ class SaveConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExportConfig:
+    """Hugging Face folders `url`/checkpoint-STEP, made from committed checkpoints by a process beside training."""
+
+    every: int = 0  # steps, of those that are saved; the last checkpoint too; 0: none
+    url: str = ""  # a folder, or a prefix such as s3://bucket/models; empty: save.url/hf
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""  # of the weights; empty: as they are saved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeConfig:
     """`auto` goes on from the newest good checkpoint of `save.url`; `from` starts a new run from another one's."""
 
@@ -140,6 +150,7 @@ class TrainConfig:
     train: TrainOptions = field(default_factory=TrainOptions)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     log: LogConfig = field(default_factory=LogConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
@@ -156,6 +167,7 @@ def check(config: TrainConfig) -> None:
         ("train.microbatch_size", config.train.microbatch_size, 1),
         ("validation.every", config.validation.every, 0),
         ("save.every", config.save.every, 0),
+        ("export.every", config.export.every, 0),
         ("save.keep_last", config.save.keep_last, 0),
         ("save.keep_every", config.save.keep_every, 0),
         ("log.every", config.log.every, 1),
@@ -176,6 +188,11 @@ def check(config: TrainConfig) -> None:
         )
     if config.save.url and parse_location(config.save.url).step is not None:
         raise ConfigError(f"save.url = {config.save.url!r} names a step; a run is saved to a folder without @STEP")
+    if config.export.every and (not config.save.every or config.export.every % config.save.every):
+        raise ConfigError(
+            f"export.every = {config.export.every} is not a multiple of save.every = {config.save.every}: "
+            "only checkpoints that are saved can be exported"
+        )
 
 
 def _check_data(data: DataConfig) -> None:

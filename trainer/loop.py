@@ -20,6 +20,7 @@ from titan_ckpt.save import SaveHandle, Saver
 from titan_ckpt.trainer.checkpoint import Progress, live_state, training_record
 from titan_ckpt.trainer.config import TrainConfig
 from titan_ckpt.trainer.data import Batch, BatchShape, Dataset, Loader
+from titan_ckpt.trainer.exporting import Exporter
 from titan_ckpt.trainer.metrics import MetricsLog, StepMetrics, flops_per_token, memory_bytes, peak_flops
 from titan_ckpt.trainer.optimizer import Optimizer, learning_rate
 from titan_ckpt.trainer.parallelized import Parallelized
@@ -54,6 +55,7 @@ class Job:
     optimizer: Optimizer
     dataset: Dataset
     saver: Saver | None
+    exporter: Exporter | None
     agreement: Agreement
     stop: StopRequest
     phases: Phases
@@ -120,6 +122,8 @@ class Loop:
             self._validate(step)
         if job.saver is not None:
             job.saver.check()
+            if job.exporter is not None:
+                job.exporter.poll(job.saver.metrics().last_committed_step)
             if job.config.save.every and step % job.config.save.every == 0:
                 self._save()
         return stop

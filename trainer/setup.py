@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
@@ -21,11 +21,13 @@ from titan_ckpt.location import join, redact
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.retention import RetentionPolicy
 from titan_ckpt.save import SaveOptions, Saver
+from titan_ckpt.save_records import no_steps
 from titan_ckpt.store import open_store
 from titan_ckpt.trainer.checkpoint import describe_start, find_start, kept_assets, pipeline_record, restore
 from titan_ckpt.trainer.config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.data import BatchShape, Dataset, open_dataset, unigram_entropy
 from titan_ckpt.trainer.device_mesh import BACKENDS
+from titan_ckpt.trainer.exporting import Exporter
 from titan_ckpt.trainer.goodput import goodput, parse_metrics
 from titan_ckpt.trainer.launch import launched_at_s
 from titan_ckpt.trainer.logs import (
@@ -46,7 +48,7 @@ from titan_ckpt.trainer.parallelized import Parallelized
 from titan_ckpt.trainer.phases import PhaseHook, Phases
 from titan_ckpt.trainer.precision import describe_precision
 from titan_ckpt.trainer.settings import as_dict
-from titan_ckpt.trainer.signals import Agreement, StopRequest
+from titan_ckpt.trainer.signals import SIGNAL, Agreement, StopRequest
 from titan_ckpt.trainer.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
 from titan_ckpt.trainer.trace import trace_events, write_trace
 
@@ -128,19 +130,25 @@ def _train(
             start, parallelized, optimizer, agreement=agreement, fingerprint=dataset.fingerprint,
             other_data=config.resume.other_data,
         )  # fmt: skip
-        saver = None
+        exporter = saver = None
+        if config.export.every and place.rank == 0:
+            exporter = stack.enter_context(_exporter(config, metrics))
         if config.save.url:
-            options = _save_options(config, mesh, phases)
+            options = _save_options(config, mesh, phases, exporter)
             saver = stack.enter_context(Saver(config.save.url, options))
         job = Job(
             config=config, config_record=as_dict(config),
             assets=kept_assets(start, tokenizer.to_json()) if place.rank == 0 else {},
-            parallelized=parallelized, optimizer=optimizer, dataset=dataset, saver=saver, agreement=agreement, stop=stop,
-            phases=phases, metrics=metrics, upload_logs=lambda: upload_logs(folder, config.save.url, names),
+            parallelized=parallelized, optimizer=optimizer, dataset=dataset, saver=saver, exporter=exporter,
+            agreement=agreement, stop=stop, phases=phases, metrics=metrics,
+            upload_logs=lambda: upload_logs(folder, config.save.url, names),
         )  # fmt: skip
         _announce(job, place, describe_start(start, progress))
         metrics.event("start", step=progress.step, launched_s=launched_s, mesh=str(mesh), world_size=mesh.world_size)
         outcome = Loop(job, progress).run()
+        if exporter is not None:
+            with phases("export", outcome.step):
+                exporter.finish(outcome.committed_step, is_stopped=lambda: stop.code == SIGNAL)
         if phases.steps:
             _write_trace(phases, agreement, place, mesh, folder)
         if place.rank == 0:
@@ -149,7 +157,11 @@ def _train(
         return outcome
 
 
-def _save_options(config: TrainConfig, mesh: MeshSpec, phases: Phases) -> SaveOptions:
+def _exporter(config: TrainConfig, metrics: MetricsLog) -> Exporter:
+    return Exporter(config.export, config.save.url, lambda outcome: metrics.event("export", **asdict(outcome)))
+
+
+def _save_options(config: TrainConfig, mesh: MeshSpec, phases: Phases, exporter: Exporter | None) -> SaveOptions:
     asked = config.save
     retention = None
     if asked.keep_last:
@@ -157,6 +169,7 @@ def _save_options(config: TrainConfig, mesh: MeshSpec, phases: Phases) -> SaveOp
     return SaveOptions(
         mesh=mesh, pipeline=pipeline_record(config.model, config.mesh, mesh), codec=asked.codec,
         incremental=asked.incremental, retention=retention, timeout_s=asked.timeout_s, phase=phases,
+        in_use=no_steps if exporter is None else exporter.steps,
     )  # fmt: skip
 
 
