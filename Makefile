@@ -10,7 +10,7 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist demo docs wheel clean
+.PHONY: help setup check fix test test-dist reshard-matrix demo docs wheel clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test: $(READY) ## all tests, real processes and a real S3 server included (ARGS=
 
 test-dist: $(READY) ## only the tests that start several processes or a server
 	$(BIN)/python -m pytest -m "dist or s3 or e2e" $(ARGS)
+
+reshard-matrix: $(READY) ## train on each of 11 meshes, reshard to each, resume: bit-equal losses (minutes)
+	$(BIN)/python -m benchmarks.reshard_matrix
 
 demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug on real text (ARGS=--json for the facts)
 	$(BIN)/python -m scripts.demo $(ARGS)
