@@ -27,11 +27,6 @@ def no_steps() -> frozenset[int]:
     return frozenset()
 
 
-def no_steps() -> frozenset[int]:
-    """Nobody reads any."""
-    return frozenset()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """How a run is saved.
@@ -41,7 +36,6 @@ class SaveOptions:
     refers to chunks of earlier checkpoints that have not changed instead of writing them again. `retention` deletes old
     checkpoints after each commit. `mirror` is a second, safer store to which every commit is copied in the background: the URL
     that is saved to is then the fast tier, and `retention` its own; a step that is not copied yet is never deleted.
-    `in_use()` names steps that retention must leave because somebody reads them now.
     `in_use()` names steps that retention must leave because somebody reads them now.
     `is_exclusive` claims the run: a job that saved there before can commit no more.
     `timeout_s` bounds a save: a store call that hangs is given up in time for every rank to hear of it. It must exceed
@@ -54,7 +48,6 @@ class SaveOptions:
     codec: str = RAW
     incremental: bool = False
     retention: RetentionPolicy | None = None
-    in_use: Callable[[], frozenset[int]] = no_steps
     in_use: Callable[[], frozenset[int]] = no_steps
     mirror: str | None = field(default=None, repr=False)
     is_exclusive: bool = True
