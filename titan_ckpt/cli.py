@@ -89,7 +89,7 @@ def load_command(name: str) -> Command:
 
 _EXTRA_OF = {
     "torch": "torch", "torchao": "train", "tokenizers": "train", "tensorboard": "train",
-    "transformers": "hf", "safetensors": "hf", "s3fs": "s3", "botocore": "s3",
+    "transformers": "hf", "safetensors": "hf", "botocore": "s3",
 }  # fmt: skip
 
 
