@@ -14,6 +14,7 @@ import argparse
 import json
 import linecache
 import math
+import os
 import shutil
 import signal
 import sys
@@ -26,6 +27,7 @@ from typing import Any, TypeAlias
 
 from scripts.demo_jobs import WATCH_S, DemoError, Shell, kill, processes_of, wait_for
 from scripts.s3_server import Server, running_server
+from titan_ckpt.errors import TitanError
 from titan_ckpt.trainer.corpus import list_files
 from titan_ckpt.units import format_size
 
@@ -375,12 +377,13 @@ def main() -> int:
     story = Story(folder / "facts.json", is_quiet=options.json)
     try:
         with running_server(folder / "s3", ["demo"]) as server:
+            os.environ.update(server.environment)  # for our own look at the checkpoint, beside transformers'
             shell = Shell(server.environment, folder / "commands.log", story.command)
             play(
                 Stage(folder=folder, steps=options.steps, save_every=options.save_every, server=server, shell=shell),
                 story,
             )
-    except DemoError as error:
+    except (DemoError, TitanError) as error:
         story.write(failed=str(error))
         story.say(f"FAILED: {error}")
         return 1

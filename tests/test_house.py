@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import titan_ckpt
 from scripts.cli_docs import reference
@@ -109,3 +113,52 @@ def test_the_floors_are_kept() -> None:
 
 def test_the_printed_reference_is_what_help_says() -> None:
     assert (ROOT / "docs" / "cli.md").read_text() == reference(), "run `make docs`"
+
+
+def _schema(name: str) -> dict[str, Any]:
+    """A JSON schema that docs/format.md prints."""
+    text = (ROOT / "docs" / "format.md").read_text()
+    found = re.search(rf"<!-- schema: {name} -->\n```json\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    schema: dict[str, Any] = json.loads(found.group(1))
+    return schema
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict, "array": list, "string": str, "integer": int, "null": type(None),
+}  # fmt: skip
+
+
+def _violations(value: Any, schema: dict[str, Any], where: str = "") -> Iterator[str]:
+    """What of `value` the schema does not allow; the few words of JSON Schema that our pages use."""
+    if "const" in schema and value != schema["const"]:
+        yield f"{where}: {value!r} is not {schema['const']!r}"
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds and not any(isinstance(value, _TYPES[kind]) for kind in kinds):
+        yield f"{where}: {type(value).__name__} is not {kinds}"
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        yield from (f"{where}: {key} is missing" for key in schema.get("required", []) if key not in value)
+        if schema.get("additionalProperties") is False:
+            yield from (f"{where}: {key} is not in the schema" for key in value if key not in known)
+        for key in value.keys() & known.keys():
+            yield from _violations(value[key], known[key], f"{where}/{key}")
+    if isinstance(value, list) and "items" in schema:
+        for number, item in enumerate(value):
+            yield from _violations(item, schema["items"], f"{where}/{number}")
+
+
+def test_what_a_save_writes_is_what_the_format_page_says(tmp_path: Path) -> None:
+    state = {"model": {"weight": torch.ones(3, 4), "scale": torch.tensor(1.0)}, "note": {"a": 1}}
+    options = titan_ckpt.SaveOptions(mesh=titan_ckpt.MeshSpec.parse("dp_shard=1"))
+    titan_ckpt.save(str(tmp_path), state, step=3, options=options, training={"step": 3}, user={"who": "me"})
+    (commit,) = tmp_path.glob("step-*/COMMIT.json")
+    (manifest,) = tmp_path.glob("step-*/*/manifest.json")
+    assert list(_violations(json.loads(commit.read_text()), _schema("commit"))) == []
+    assert list(_violations(json.loads(manifest.read_text()), _schema("manifest"))) == []
+
+
+def test_the_schema_of_the_format_page_refuses_what_it_does_not_name() -> None:
+    found = list(_violations({"format": "other", "more": 1}, _schema("manifest")))
+    assert {"/format: 'other' is not 'titan-ckpt'", ": more is not in the schema", ": step is missing"} <= set(found)
