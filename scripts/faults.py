@@ -2,6 +2,7 @@
 
     python -m scripts.faults --kills 200                 local disk
     python -m scripts.faults --kills 100 --s3            the real S3 server, started here
+    python -m scripts.faults --matrix                    a fault at every store call of every rank (see tests/fault_cases.py)
 
 After every kill: the newest committed checkpoint is the last one that was known to be committed or a later one, each of its
 bytes is right, and the next job goes on from it. Prints one JSON line; exit code 1 if anything was lost or wrong.
@@ -12,19 +13,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from scripts.s3_server import running_server
+from tests.fault_cases import KINDS, Case, Seen, all_cases, count_calls, run_case
+from tests.faults import How
+from tests.pool import RankPool
 from titan_ckpt.checkpoint import list_checkpoints
 from titan_ckpt.errors import NotCommittedError
 from titan_ckpt.load import load, open_checkpoint
@@ -51,7 +59,7 @@ def make_state(step: int) -> dict[str, Any]:
     return {"model": changing, "frozen": torch.arange(200_000.0), "step": step}
 
 
-def run_job(url: str, options: SaveOptions, tell: Callable[[int], None]) -> None:
+def run_job(url: str, options: SaveOptions, tell: Callable[[int], object]) -> None:
     """A training job: resume, then save step after step, for ever."""
     with Saver(url, options) as saver:
         step = newest_step(url)
@@ -76,7 +84,7 @@ def kill_once(url: str, options: SaveOptions, delay_s: float) -> int:
     if child == 0:
         os.close(reader)
         try:
-            run_job(url, options, lambda step: os.write(writer, step.to_bytes(4, "little")) and None)
+            run_job(url, options, lambda step: os.write(writer, step.to_bytes(4, "little")))
         finally:
             os._exit(1)
     os.close(writer)
@@ -109,7 +117,7 @@ def check(url: str, known: int, outcome: Outcome) -> int:
 def _look(url: str) -> dict[str, int]:
     newest, problems = newest_step(url), 0
     if newest:
-        state = {"model": {k: torch.zeros_like(t) for k, t in make_state(0)["model"].items()}}
+        state: dict[str, Any] = {"model": {k: torch.zeros_like(t) for k, t in make_state(0)["model"].items()}}
         state |= {"frozen": torch.zeros(200_000), "step": 0}
         load(url, state)
         expected = make_state(newest)
@@ -134,14 +142,80 @@ def campaign(url: str, kills: int, *, seed: int, longest_s: float) -> Outcome:
     return outcome
 
 
+@dataclass(slots=True)
+class MatrixOutcome:
+    """What the fault matrix saw; `wrong` must be 0. `hit` cases reached their call, `failed` a save or mirror."""
+
+    ranks: int
+    cases: int = 0
+    hit: int = 0
+    failed: int = 0
+    wrong: int = 0
+    seconds: float = 0.0
+    by_kind: dict[str, int] = field(default_factory=dict)
+
+
+def matrix(folder: Path, hows: tuple[How, ...], *, num_ranks: int, num_pools: int) -> MatrixOutcome:
+    """Every case of every kind; `num_pools` jobs at once, since those that hang do nothing but wait."""
+    outcome, started = MatrixOutcome(ranks=num_ranks), time.monotonic()
+    with ExitStack() as stack:
+        pools: queue.SimpleQueue[RankPool] = queue.SimpleQueue()
+        held = [stack.enter_context(RankPool(num_ranks)) for _ in range(num_pools)]
+        cases = [
+            case
+            for kind in KINDS
+            for case in all_cases(kind, count_calls(held[0], folder / f"count-{kind}", kind), hows)
+        ]
+        for pool in held:
+            pools.put(pool)
+        with ThreadPoolExecutor(num_pools) as threads:
+            for done in threads.map(
+                lambda job: _run_pooled(pools, folder / f"case-{job[0]}", job[1]), enumerate(cases)
+            ):
+                _add(outcome, *done)
+                sys.stderr.write(f"\rcase {outcome.cases}/{len(cases)}: {outcome.wrong} wrong ")
+    sys.stderr.write("\n")
+    outcome.seconds = round(time.monotonic() - started, 1)
+    return outcome
+
+
+def _run_pooled(pools: queue.SimpleQueue[RankPool], folder: Path, case: Case) -> tuple[Case, list[str], Seen]:
+    pool = pools.get()
+    try:
+        found, seen, _ = run_case(pool, folder, case)
+    finally:
+        pools.put(pool)
+        shutil.rmtree(folder, ignore_errors=True)
+    return case, found, seen
+
+
+def _add(outcome: MatrixOutcome, case: Case, found: list[str], seen: Seen) -> None:
+    outcome.cases += 1
+    outcome.hit += bool(seen.call)
+    outcome.failed += bool(seen.failed or seen.mirror_errors)
+    outcome.wrong += bool(found)
+    outcome.by_kind[case.kind] = outcome.by_kind.get(case.kind, 0) + 1
+    for text in found:
+        sys.stderr.write(f"\n{text}\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--s3", action="store_true")
+    parser.add_argument("--matrix", action="store_true")
+    parser.add_argument("--hows", default="before,after,torn,hang", help="which faults the matrix injects")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pools", type=int, default=4, help="jobs at once in the matrix")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.matrix:
+            hows = tuple(cast(How, how) for how in arguments.hows.split(","))
+            seen = matrix(Path(folder), hows, num_ranks=arguments.ranks, num_pools=arguments.pools)
+            sys.stdout.write(json.dumps({"matrix": arguments.hows, **asdict(seen)}) + "\n")
+            return 1 if seen.wrong else 0
         if arguments.s3:
             with running_server(Path(folder), ["faults"]) as server:
                 os.environ.update(server.environment)

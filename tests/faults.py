@@ -47,7 +47,7 @@ ERRORS: tuple[Callable[[], BaseException], ...] = (no_space, unavailable, reset,
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """`before`: the call does nothing. `after`: it works, but reports failure. `torn`: a write gets part of its bytes.
-    `hang`: it waits for `FaultyStore.released`, then does nothing."""
+    `hang`: it waits for `FaultyStore.released`, and then does it after all."""
 
     number: int
     how: How = "before"
@@ -65,7 +65,13 @@ class FaultyStore(Store):
         self.hit: list[Fault] = []
         self.released = threading.Event()
         self.is_hanging = threading.Event()
+        self.is_over = threading.Event()
         self._lock = threading.Lock()
+
+    def arm(self, faults: Sequence[Fault]) -> None:
+        """Forget the calls so far and count for these faults from now on."""
+        with self._lock:
+            self.faults, self.calls = list(faults), []
 
     def _run(self, call: str, path: str, action: Callable[[], T], torn: Callable[[], object] | None = None) -> T:
         fault = self._count(call, path)
@@ -73,7 +79,11 @@ class FaultyStore(Store):
             return action()
         if fault.how == "hang":
             self.is_hanging.set()
-            assert self.released.wait(60), "the test never released the store"
+            assert self.released.wait(120), "the test never released the store"
+            try:
+                return action()
+            finally:
+                self.is_over.set()
         elif fault.how == "after":
             action()
         elif fault.how == "torn" and torn is not None:

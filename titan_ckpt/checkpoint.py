@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 OnDamage = Literal["error", "fall_back"]
 FULL, MODEL, FOREIGN = "full", "model", "foreign"
 HUGGING_FACE = "config.json"
+MAX_INDEX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +204,7 @@ def _open_commit(store: Store, url: str, commit: Commit) -> Checkpoint:
     folder = step_folder(commit.step)
     path = f"{folder}/{commit.attempt}/{MANIFEST}"
     try:
-        data = store.read(path)
+        data = read_index(store, path)
     except NotFoundError as error:
         raise DamagedError(f"{store.where(path)}: named by COMMIT but missing") from error
     if len(data) != commit.manifest_size or digest(data).hex() != commit.manifest_digest:
@@ -212,6 +213,14 @@ def _open_commit(store: Store, url: str, commit: Commit) -> Checkpoint:
     checkpoint = Checkpoint(store=store, url=url, step=commit.step, folder=folder, manifest=manifest)
     check_files(checkpoint)
     return checkpoint
+
+
+def read_index(store: Store, path: str) -> bytes:
+    """A manifest or `.metadata`; DamagedError for one that is larger than any could be, before there is room made for it."""
+    size = store.stat(path).size_bytes
+    if size > MAX_INDEX_BYTES:
+        raise DamagedError(f"{store.where(path)}: {size} bytes; no index is larger than {MAX_INDEX_BYTES}")
+    return store.read(path, 0, size)
 
 
 def check_files(checkpoint: Checkpoint) -> None:
@@ -230,7 +239,7 @@ def _open_foreign(store: Store, url: str, *, folder: str, step: int) -> Checkpoi
     prefix = f"{folder}/" if folder else ""
     sizes = {entry.path.removeprefix(prefix): entry.size_bytes for entry in store.list(folder)}
     where = store.where(f"{prefix}{METADATA}")
-    manifest = read_dcp_metadata(store.read(f"{prefix}{METADATA}"), sizes=sizes, step=step, where=where)
+    manifest = read_dcp_metadata(read_index(store, f"{prefix}{METADATA}"), sizes=sizes, step=step, where=where)
     return Checkpoint(store=store, url=join(url, folder), step=step, folder=folder, manifest=manifest)
 
 

@@ -86,6 +86,8 @@ def decode_blob(blob: bytes, where: str) -> bytes:
     body = _HEADER.size + prefix_length
     count = -(-raw_length // FRAME_BYTES)
     payload = memoryview(blob)[body + suffix_length :]
+    if not itemsize or raw_length % itemsize or 4 * count > len(payload):
+        raise DamagedError(f"{where}: {len(payload)} bytes cannot hold {raw_length} raw bytes")
     starts = _accumulate(bytes(payload[len(payload) - 4 * count :]), len(payload), where)
     raw = b"".join(
         _decode_frame(
@@ -114,10 +116,12 @@ def _accumulate(lengths: bytes, payload_length: int, where: str) -> list[int]:
 
 def _decode_frame(frame: memoryview, size: int, itemsize: int, where: str) -> memoryview:
     try:
-        planes = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+        # The size in the frame's own header is what would be made room for, whatever is asked for.
+        found = zstandard.get_frame_parameters(frame).content_size
+        planes = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size) if found == size else b""
     except zstandard.ZstdError as error:
         raise DamagedError(f"{where}: not what was saved: {error}") from error
     if len(planes) != size:
-        raise DamagedError(f"{where}: a frame has {len(planes)} bytes, expected {size}: not what was saved")
+        raise DamagedError(f"{where}: a frame says that it has {found} bytes, expected {size}: not what was saved")
     shuffled = np.frombuffer(planes, dtype=np.uint8).reshape(itemsize, -1)
     return memoryview(np.ascontiguousarray(shuffled.T).reshape(-1).data)

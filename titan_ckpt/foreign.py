@@ -15,10 +15,12 @@ from typing import Any
 
 from titan_ckpt.errors import DamagedError, UnsafeContentError
 from titan_ckpt.index import ELEMENT_SIZE, Chunk
+from titan_ckpt.pickle_scan import check_pickle
 from titan_ckpt.placement import Shape
 from titan_ckpt.store import Store
 
 _LOCAL_HEADER_BYTES = 30
+_PICKLE_BYTES = 1 << 20
 
 
 class _Range(io.RawIOBase):
@@ -53,6 +55,7 @@ class _TensorReader(pickle.Unpickler):
     """Understands the pickle of one tensor: the arguments of `_rebuild_tensor_v2/v3`, as plain values."""
 
     def __init__(self, data: bytes, where: str) -> None:
+        check_pickle(data, where=where)
         super().__init__(io.BytesIO(data))
         self._where = where
 
@@ -78,12 +81,31 @@ def locate_payload(store: Store, path: str, chunk: Chunk) -> Chunk:
         with zipfile.ZipFile(_Range(store, path, chunk.offset, chunk.length)) as archive:
             names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             data = names["data/0"]
+            if names["data.pkl"].file_size > _PICKLE_BYTES or any(i.compress_type for i in names.values()):
+                raise DamagedError(f"{where}: not a tensor that torch.save wrote: packed, or too large a pickle")
             strides = _strides(_TensorReader(archive.read(names["data.pkl"]), where).load(), chunk, where)
-    except (zipfile.BadZipFile, KeyError, pickle.UnpicklingError, ValueError, EOFError, NotImplementedError) as error:
+    except (
+        zipfile.BadZipFile,
+        KeyError,
+        pickle.UnpicklingError,
+        ValueError,
+        EOFError,
+        NotImplementedError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        MemoryError,
+        struct.error,
+    ) as error:
         raise DamagedError(f"{where}: not a tensor that torch.save wrote: {type(error).__name__}: {error}") from error
+    if not 0 <= data.header_offset <= chunk.length - _LOCAL_HEADER_BYTES:
+        raise DamagedError(f"{where}: not a tensor that torch.save wrote: its data are not inside the blob")
     header = store.read(path, chunk.offset + data.header_offset, _LOCAL_HEADER_BYTES)
     name_length, extra_length = struct.unpack_from("<HH", header, 26)
     start = data.header_offset + _LOCAL_HEADER_BYTES + name_length + extra_length
+    if data.file_size > chunk.length - start:
+        raise DamagedError(f"{where}: not a tensor that torch.save wrote: its data reach past the blob")
     return replace(chunk, payload_offset=start, payload_length=data.file_size, strides=strides)
 
 
@@ -100,5 +122,8 @@ def _strides(arguments: Any, chunk: Chunk, where: str) -> Shape | None:
         expected.append(step)
         step *= max(size, 1)
     pairs = zip(strides, reversed(expected), found, strict=True)
+    reach = sum((size - 1) * stride for size, stride in zip(found, strides, strict=True)) if 0 not in found else -1
+    if min(strides, default=0) < 0 or reach >= max(num_elements, 1):
+        raise DamagedError(f"{where}: stored with strides {tuple(strides)}, which leave its {num_elements} elements")
     is_row_major = 0 in found or all(a == b for a, b, size in pairs if size > 1)
     return None if is_row_major else tuple(strides)

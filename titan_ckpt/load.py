@@ -128,6 +128,8 @@ def read_object(checkpoint: Checkpoint, fqn: str) -> Any:
         raise UnsafeContentError(
             f"{checkpoint}: value {fqn!r} holds more than plain data; it was not loaded. {str(error).splitlines()[0]}"
         ) from error
+    except Exception as error:
+        raise DamagedError(f"{checkpoint}: value {fqn!r}: not a value that torch.save wrote: {error}") from error
 
 
 def read_object_bytes(checkpoint: Checkpoint, fqn: str) -> bytes:

@@ -18,10 +18,12 @@ import numpy as np
 import xxhash
 import zstandard
 
-from titan_ckpt.errors import ConfigError, DamagedError, UnsafeContentError
+from titan_ckpt.codec import CODECS
+from titan_ckpt.errors import ConfigError, DamagedError, UnsafeContentError, UsageError
 from titan_ckpt.index import (
     DIGEST_BYTES,
     ELEMENT_SIZE,
+    RAW,
     ChunkTable,
     FileEntry,
     Int64s,
@@ -30,6 +32,7 @@ from titan_ckpt.index import (
     TensorEntry,
 )
 from titan_ckpt.layout import DIGESTS, is_attempt, is_data_file
+from titan_ckpt.location import check_relative
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.placement import Placements, Shard
 
@@ -37,7 +40,11 @@ FORMAT = "titan-ckpt"
 VERSION = 1
 MAX_PLAIN_VALUES = 4096
 MAX_INLINE_DIGESTS = 100_000
-MAX_COLUMN_VALUES = 1 << 28
+MAX_VALUES = 1 << 27
+MAX_RATIO = 1 << 18
+_MALFORMED = (
+    KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, zstandard.ZstdError, ConfigError,
+)  # fmt: skip
 _INT_COLUMNS = (
     "file", "offset", "length", "payload_offset", "payload_length", "codec", "box_offsets", "box_sizes",
 )  # fmt: skip
@@ -99,7 +106,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
     content = _parse(data, where)
     try:
         return _decode(content, where)
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError, zstandard.ZstdError, ConfigError) as error:
+    except _MALFORMED as error:
         raise DamagedError(f"{where}: not a valid manifest: {type(error).__name__}: {error}") from error
 
 
@@ -112,7 +119,7 @@ def digests_beside(data: bytes) -> str | None:
 def _parse(data: bytes, where: str) -> dict[str, Any]:
     try:
         content = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"{where}: not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DamagedError(f"{where}: not a titan-ckpt manifest")
@@ -132,6 +139,8 @@ def _decode(content: Mapping[str, Any], where: str) -> Manifest:
     tensors = _decode_tensors(content["tensors"], placements)
     if not is_attempt(content["attempt"]):
         raise UnsafeContentError(f"{where}: attempt {content['attempt']!r} is not a name that a save makes")
+    if (count := sum(_count(content["chunks"][name]) for name in _INT_COLUMNS)) > MAX_VALUES:
+        raise ValueError(f"a chunk table of {count} values")
     columns = {name: _decode_column(content["chunks"][name]) for name in _INT_COLUMNS}
     manifest = Manifest(
         step=int(content["step"]),
@@ -157,7 +166,7 @@ def _decode(content: Mapping[str, Any], where: str) -> Manifest:
         files=files,
         training=content["training"],
         config=content["config"],
-        assets=content["assets"],
+        assets={_safe_asset(name, where): str(value) for name, value in content["assets"].items()},
         user=content["user"],
     )
     _check(manifest, where)
@@ -169,6 +178,7 @@ def _check(manifest: Manifest, where: str) -> None:
     table, sizes = manifest.chunks, np.array([f.size_bytes for f in manifest.files] or [0], dtype=np.int64)
     rows = sum(t.num_chunks for t in manifest.tensors)
     coordinates = sum(t.num_chunks * len(t.global_shape) for t in manifest.tensors)
+    _check_objects(manifest, where)
     for name in _INT_COLUMNS:
         found = len(getattr(table, name))
         if found != (coordinates if name.startswith("box_") else rows):
@@ -181,14 +191,35 @@ def _check(manifest: Manifest, where: str) -> None:
         _damaged(where, "a negative number in the chunk table")
     if int(table.file.max()) >= len(manifest.files) or int(table.codec.max()) >= len(manifest.codecs):
         _damaged(where, "a chunk names a file or codec that is not listed")
-    if bool((table.offset + table.length > sizes[table.file]).any()):
+    if unknown := set(manifest.codecs) - set(CODECS):
+        raise DamagedError(
+            f"{where}: stored by {sorted(unknown)}, codecs that this release does not know: upgrade titan-ckpt"
+        )
+    # Differences, since a sum of two huge numbers wraps around to a small one.
+    if bool((table.length > sizes[table.file] - table.offset).any()):
         _damaged(where, "a chunk reaches past the end of its file")
-    if bool((table.payload_offset + table.payload_length > table.length).any()):
+    if bool((table.payload_length > table.length - table.payload_offset).any()):
         _damaged(where, "a chunk's payload reaches past its blob")
     for tensor in manifest.tensors:
         offsets, box_sizes = manifest.boxes(tensor)
-        if bool((offsets + box_sizes > np.array(tensor.global_shape, dtype=np.int64)).any()):
+        if bool((box_sizes > np.array(tensor.global_shape, dtype=np.int64) - offsets).any()):
             _damaged(where, f"{tensor.fqn}: a chunk lies outside the global shape {tensor.global_shape}")
+        _check_room(manifest, tensor, where)
+
+
+def _check_objects(manifest: Manifest, where: str) -> None:
+    sizes = {file.path: file.size_bytes for file in manifest.files}
+    for entry in manifest.objects:
+        if entry.offset < 0 or not 0 <= entry.length <= sizes.get(entry.file, -1) - entry.offset:
+            _damaged(where, f"{entry.fqn}: the value does not lie inside a listed file")
+
+
+def _check_room(manifest: Manifest, tensor: TensorEntry, where: str) -> None:
+    """A tensor is not larger than its stored bytes can explain, so that nobody makes room for one that cannot be there."""
+    rows = slice(tensor.first_chunk, tensor.first_chunk + tensor.num_chunks)
+    stored = int(manifest.chunks.payload_length[rows].sum())
+    if tensor.size_bytes > stored * (1 if manifest.codecs == (RAW,) else MAX_RATIO):
+        _damaged(where, f"{tensor.fqn}: {tensor.size_bytes} bytes cannot stand in {stored}")
 
 
 def _damaged(where: str, text: str) -> NoReturn:
@@ -244,14 +275,21 @@ def _encode_column(values: Int64s) -> list[int] | dict[str, Any]:
 def _decode_column(column: list[int] | dict[str, Any]) -> Int64s:
     if isinstance(column, list):
         return np.array(column, dtype=np.int64)
-    count = int(column["count"])
-    if not 0 <= count <= MAX_COLUMN_VALUES:
-        raise ValueError(f"a column of {count} values")
+    count = _count(column)
     packed = base64.b64decode(column["zstd"], validate=True)
+    if zstandard.get_frame_parameters(packed).content_size != count * 8:
+        raise ValueError(f"a column of {count} values is packed as something else")
     raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=count * 8)
     if len(raw) != count * 8:
         raise ValueError(f"a column has {len(raw)} bytes for {count} values")
     return np.cumsum(np.frombuffer(raw, dtype="<i8"), dtype=np.int64)
+
+
+def _count(column: list[int] | dict[str, Any]) -> int:
+    count = len(column) if isinstance(column, list) else int(column["count"])
+    if count < 0:
+        raise ValueError(f"a column of {count} values")
+    return count
 
 
 def _encode_digests(digests: bytes | None, beside: bool) -> str | dict[str, str] | None:
@@ -270,6 +308,13 @@ def _safe_path(path: str, where: str) -> str:
     if not is_data_file(path):
         raise UnsafeContentError(f"{where}: {path!r} is not the name of a data file of this run")
     return path
+
+
+def _safe_asset(name: str, where: str) -> str:
+    try:
+        return check_relative(name)
+    except UsageError as error:
+        raise UnsafeContentError(f"{where}: asset {name!r} is not a name inside the checkpoint") from error
 
 
 def _hex(value: bytes | None) -> str | None:

@@ -15,10 +15,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from titan_ckpt.errors import DamagedError, UnsafeContentError
+from titan_ckpt.errors import DamagedError, UnsafeContentError, UsageError
 from titan_ckpt.index import ELEMENT_SIZE, RAW, ChunkTable, FileEntry, Int64s, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.location import check_relative
+from titan_ckpt.manifest import MAX_RATIO
 from titan_ckpt.pickle_codes import INT, POP, get, get_global, gets, ints, put, rows, text, tuple_of
+from titan_ckpt.pickle_scan import check_pickle
 from titan_ckpt.placement import Box
 
 FOREIGN_ATTEMPT = "a-19700101T000000Z-00000000"
@@ -180,6 +182,7 @@ class _Reader(pickle.Unpickler):
     """Knows DCP's records, torch.Size, dtypes and layouts, and nothing else."""
 
     def __init__(self, data: bytes, where: str) -> None:
+        check_pickle(data, where=where)
         super().__init__(io.BytesIO(data))
         self._where = where
 
@@ -205,14 +208,37 @@ def _ignore(*_: Any) -> None:
     return None
 
 
+def _join(*parts: str) -> str:
+    return "/".join(parts)
+
+
+class _Function:
+    """A function that a pickle may call but, unlike a plain one, cannot set attributes of."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+    def __setstate__(self, _: Any) -> None:
+        raise UnsafeContentError("a DCP index tries to change the code that reads it; it was not loaded")
+
+
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): _plain_tuple,
-    ("torch.serialization", "_get_layout"): _ignore,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _ignore,
+    ("torch", "Size"): _Function(_plain_tuple),
+    ("torch.serialization", "_get_layout"): _Function(_ignore),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _Function(_ignore),
     ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),
-    ("pathlib._local", "PosixPath"): lambda *parts: "/".join(parts),
+    ("pathlib", "PosixPath"): _Function(_join),
+    ("pathlib._local", "PosixPath"): _Function(_join),
 }
+_MALFORMED = (
+    pickle.UnpicklingError, KeyError, TypeError, ValueError, AttributeError, EOFError, IndexError, OverflowError, MemoryError,
+    RecursionError, UsageError, AssertionError,
+)  # fmt: skip
 
 
 def read_dcp_metadata(data: bytes, *, sizes: Mapping[str, int], step: int, where: str) -> Manifest:
@@ -224,7 +250,7 @@ def read_dcp_metadata(data: bytes, *, sizes: Mapping[str, int], step: int, where
     try:
         root = _Reader(data, where).load()
         return _manifest_of(root, sizes, step, where)
-    except (pickle.UnpicklingError, KeyError, TypeError, ValueError, AttributeError, EOFError, IndexError) as error:
+    except _MALFORMED as error:
         raise DamagedError(f"{where}: not a DCP index: {type(error).__name__}: {error}") from error
 
 
@@ -233,7 +259,7 @@ def dcp_paths(data: bytes, *, where: str) -> dict[str, tuple[str, ...]]:
     try:
         planner = _Reader(data, where).load().state.get("planner_data") or {}
         return {str(fqn): tuple(map(str, path)) for fqn, path in planner.items()}
-    except (pickle.UnpicklingError, KeyError, TypeError, ValueError, AttributeError, EOFError, IndexError) as error:
+    except _MALFORMED as error:
         raise DamagedError(f"{where}: not a DCP index: {type(error).__name__}: {error}") from error
 
 
@@ -261,6 +287,14 @@ def _manifest_of(root: Any, sizes: Mapping[str, int], step: int, where: str) -> 
             )
             boxes.append(box)
     columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    file_sizes = np.array([sizes[path] for path in paths] or [0], dtype=np.int64)[columns[0]]
+    if bool(((columns[1] < 0) | (columns[2] < 0) | (columns[2] > file_sizes - columns[1])).any()):
+        raise DamagedError(f"{where}: a chunk reaches past the end of its file")
+    for entry in objects:
+        if entry.offset < 0 or not 0 <= entry.length <= sizes[entry.file] - entry.offset:
+            raise DamagedError(f"{where}: {entry.fqn}: the value reaches past the end of its file")
+    for tensor in tensors:
+        _check_foreign_room(tensor, columns[2], where)
     table = ChunkTable(
         file=columns[0], offset=columns[1], length=columns[2], payload_offset=columns[3], payload_length=columns[4],
         codec=columns[5],
@@ -285,6 +319,12 @@ def _foreign_tensor(fqn: str, entry: Any, *, first_chunk: int, num_chunks: int) 
         first_chunk=first_chunk,
         num_chunks=num_chunks,
     )
+
+
+def _check_foreign_room(tensor: TensorEntry, lengths: Int64s, where: str) -> None:
+    stored = int(lengths[tensor.first_chunk : tensor.first_chunk + tensor.num_chunks].sum())
+    if min(tensor.global_shape, default=0) < 0 or tensor.size_bytes > stored * MAX_RATIO:
+        raise DamagedError(f"{where}: {tensor.fqn}: shape {tensor.global_shape} cannot stand in {stored} bytes")
 
 
 def _foreign_object(fqn: str, info: Any) -> ObjectEntry:

@@ -13,6 +13,7 @@ from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.index import RAW
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.retention import RetentionPolicy
+from titan_ckpt.store import Store
 
 Kind = Literal["full", "model"]
 PhaseHook = Callable[[str, int], AbstractContextManager[Any]]
@@ -49,7 +50,7 @@ class SaveOptions:
     incremental: bool = False
     retention: RetentionPolicy | None = None
     in_use: Callable[[], frozenset[int]] = no_steps
-    mirror: str | None = field(default=None, repr=False)
+    mirror: str | Store | None = field(default=None, repr=False)
     is_exclusive: bool = True
     timeout_s: float = 1800.0
     phase: PhaseHook | None = None

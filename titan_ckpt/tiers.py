@@ -42,8 +42,8 @@ class MirrorMetrics:
 class Mirror:
     """Copies commits of one store to another. Made, fed and closed by all ranks together, each commit fed on every rank."""
 
-    def __init__(self, source: Store, target_url: str, *, timeout_s: float) -> None:
-        self._source, self._target = source, open_store(target_url)
+    def __init__(self, source: Store, target: str | Store, *, timeout_s: float) -> None:
+        self._source, self._target = source, target if isinstance(target, Store) else open_store(target)
         self._give_up_s = GIVE_UP_AT * timeout_s
         self._ranks = Ranks(timeout_s=timeout_s)
         self._steps: queue.Queue[int | None] = queue.Queue(MAX_BEHIND)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from titan_ckpt.boxes import overlaps
-from titan_ckpt.checkpoint import FOREIGN, Checkpoint, list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint import FOREIGN, Checkpoint, list_checkpoints, open_checkpoint, read_index
 from titan_ckpt.commit import Commit, commit_path, read_commit
 from titan_ckpt.errors import CheckpointError, NotCommittedError, NotFoundError, StoreError
 from titan_ckpt.index import ELEMENT_SIZE, RAW, Manifest, TensorEntry
@@ -99,10 +99,10 @@ class _Verification:
 
     def _read(self, path: str, why: str) -> bytes | None:
         try:
-            return self._store.read(path)
+            return read_index(self._store, path)
         except NotFoundError:
             self._add(path, f"is missing, {why}")
-        except StoreError as error:
+        except (StoreError, CheckpointError) as error:
             self._add(path, f"cannot be read: {error}")
         return None
 
