@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_ckpt.boxes import cut
-from titan_ckpt.errors import DamagedError, PlanError
+from titan_ckpt.errors import DamagedError, PlanError, UsageError
 from titan_ckpt.execute import Budget, Execution, FileResult
 from titan_ckpt.index import ELEMENT_SIZE, Int64s
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.placement import Box, Placements, Shape, Shard
 from titan_ckpt.plan import Literal, Region, Source, SourceTensor, TargetFile, Transform, Wave
-from titan_ckpt.store import FileStore
+from titan_ckpt.reshard import DEFAULT_MEMORY
+from titan_ckpt.store import FileStore, open_store
 
 ITEM = {"float32": np.uint32, "bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "int64": np.uint64}
 
@@ -163,3 +164,16 @@ def test_a_source_with_a_hole_is_refused(tmp_path: Path) -> None:
     source = store_pieces(store, "t", array, "float32", pieces.offsets[:1], pieces.sizes[:1])
     with pytest.raises(PlanError, match="no chunk for all of"):
         run(source, store, [Wave(files=(target("t", 0, Box((0, 0), (8, 2))),))])
+
+
+@pytest.mark.s3
+def test_eight_tensor_parallel_files_are_open_at_once_on_s3_within_the_default_budget(
+    s3_environment: dict[str, str],
+) -> None:
+    assert s3_environment
+    store = open_store("s3://titan-tests/budget")
+    budget = Budget.of(DEFAULT_MEMORY, store)
+    assert budget.max_open_files >= 8
+    assert budget.total_bytes(store, budget.max_open_files) <= DEFAULT_MEMORY
+    with pytest.raises(UsageError, match=r"is too little for s3://titan-tests/budget"):
+        Budget.of(64 << 20, store)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from titan_ckpt.execute import Budget, sink_bytes
+from titan_ckpt.execute import Budget
 from titan_ckpt.index import ELEMENT_SIZE
 from titan_ckpt.reshard import ReshardPlan
 from titan_ckpt.schedule import Fill, Limits, PieceKey, Read, Unit, schedule
@@ -95,7 +95,7 @@ def estimate(
         num_files=len(files),
         walked_bytes=min(reads.filled_bytes, needed),
         num_waves=len(waves),
-        peak_memory_bytes=budget.total_bytes(sink_bytes(store), max(map(len, waves))),
+        peak_memory_bytes=budget.total_bytes(store, max(map(len, waves))),
         smallest_file_bytes=int(sizes[files].min()),
         largest_file_bytes=int(sizes[files].max()),
         largest_reads=tuple((plan.source.objects[r.object], r.start, r.length) for r in reads.largest()),

@@ -25,16 +25,17 @@ from titan_ckpt.placement import Box
 from titan_ckpt.plan import Region, Source, TargetFile, Wave
 from titan_ckpt.schedule import Action, Check, End, Fill, Limits, Move, PieceKey, Put, Unit, schedule
 from titan_ckpt.slabs import Aborted, Slab, SlabPool
-from titan_ckpt.store import FileStore, Store
+from titan_ckpt.store import Store
 from titan_ckpt.strips import span, strides
 from titan_ckpt.units import format_size
 
 SMALLEST_MEMORY = 8 << 20
+# Requests for less than this are slow over a network; files are opened until it would come to that.
+USEFUL_SLAB = 4 << 20
 # Less than a part of a multipart upload, so that a store gathers our slabs into buffers of its own and keeps none of ours.
 LARGEST_SLAB = 8 << 20
 SLABS_PER_POOL = 6
 MAX_OPEN_FILES = 32
-MULTIPART_BYTES = 96 << 20
 _ELEMENT: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
@@ -69,25 +70,22 @@ class Budget:
     @staticmethod
     def of(memory_bytes: int, target: Store) -> Budget:
         """The split of `memory_bytes`; UsageError where it is too little to work with."""
-        per_file = sink_bytes(target)
-        least = SMALLEST_MEMORY + per_file
+        one_file = target.held_by_writes(1)
+        least = SMALLEST_MEMORY + one_file
         if memory_bytes < least:
             raise UsageError(
                 f"a memory budget of {format_size(memory_bytes)} is too little for {target}; the least is {format_size(least)}"
             )
         slabs = 2 * SLABS_PER_POOL + 2
-        slab_bytes = min(LARGEST_SLAB, (memory_bytes - per_file) // slabs)
-        max_open = min(MAX_OPEN_FILES, (memory_bytes - slabs * slab_bytes) // per_file) if per_file else MAX_OPEN_FILES
+        room = max(one_file, memory_bytes - slabs * USEFUL_SLAB)
+        max_open = max(n for n in range(1, MAX_OPEN_FILES + 1) if target.held_by_writes(n) <= room)
+        slab_bytes = min(LARGEST_SLAB, (memory_bytes - target.held_by_writes(max_open)) // slabs)
         return Budget(slab_bytes=slab_bytes, slabs_per_pool=SLABS_PER_POOL, max_open_files=max_open)
 
-    def total_bytes(self, bytes_per_file: int, num_files: int) -> int:
+    def total_bytes(self, target: Store, num_files: int) -> int:
         """The most that an execution with `num_files` per wave can hold at once."""
-        return (2 * self.slabs_per_pool + 2) * self.slab_bytes + bytes_per_file * min(num_files, self.max_open_files)
-
-
-def sink_bytes(target: Store) -> int:
-    """Memory that one open `target.write` holds on to: nothing on a file system, multipart buffers in flight elsewhere."""
-    return 0 if isinstance(target, FileStore) else MULTIPART_BYTES
+        slabs = (2 * self.slabs_per_pool + 2) * self.slab_bytes
+        return slabs + target.held_by_writes(min(num_files, self.max_open_files))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 Buffer: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
 TEMPORARY_PREFIX = ".tmp-"
+# What a client of an object store keeps of one streamed write: parts under way and the one that is being filled.
+BYTES_PER_WRITE = 96 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,10 @@ class Store(ABC):
     def honours_conditions(self) -> bool:
         """Whether `write_if` really refuses on this store; probed once with an object of our own where unknown."""
 
+    def held_by_writes(self, num_files: int) -> int:
+        """The most bytes that so many `write`s at once keep in buffers of their own."""
+        return num_files * BYTES_PER_WRITE
+
     def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
         """`length` bytes from `start`, or all to the end."""
         size = (self.stat(path).size_bytes - start) if length is None else length
@@ -191,6 +197,9 @@ class FileStore(Store):
 
     def _folder(self, prefix: str) -> str:
         return self._full(prefix) if prefix else self._root
+
+    def held_by_writes(self, num_files: int) -> int:  # noqa: ARG002 - the kernel's pages are not ours
+        return 0
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         view = buffer.cast("B")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import threading
 import time
 import zlib
 from collections import deque
@@ -53,6 +54,7 @@ class S3Store(Store):
         self._bucket, self._prefix = _split(self.url)
         self._client = make_client(S3Options.of(options), self.where(""))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="s3")
+        self._in_flight = threading.BoundedSemaphore(THREADS)
         self._bucket_seen = False
 
     # Reading
@@ -102,6 +104,9 @@ class S3Store(Store):
         return StoreError(f"{self.where(path)}: {end}{wanted} bytes from {start} were asked for")
 
     # Writing
+
+    def held_by_writes(self, num_files: int) -> int:
+        return PART_BYTES * min(num_files * (PARTS_IN_FLIGHT + 2), num_files * 2 + THREADS)
 
     def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
         self._key(path)
@@ -162,7 +167,7 @@ class S3Store(Store):
         try:
             for number, piece in enumerate(pieces, start=1):
                 size += len(piece)
-                in_flight.append(self._pool.submit(self._upload_part, path, place, number, piece))
+                in_flight.append(self._begin_part(path, place, number, piece))
                 del piece
                 if len(in_flight) >= PARTS_IN_FLIGHT:
                     done.append(in_flight.popleft().result())
@@ -172,6 +177,13 @@ class S3Store(Store):
             _drop(in_flight)
             self._abort(path, place)
             raise
+
+    def _begin_part(self, path: str, place: dict[str, Any], number: int, piece: memoryview) -> Future[dict[str, Any]]:
+        """Start to upload a part, once fewer than `THREADS` are on their way: more would only wait in memory."""
+        self._in_flight.acquire()
+        job = self._pool.submit(self._upload_part, path, place, number, piece)
+        job.add_done_callback(lambda _: self._in_flight.release())
+        return job
 
     def _upload_part(self, path: str, place: dict[str, Any], number: int, piece: memoryview) -> dict[str, Any]:
         crc = _crc32(piece)
