@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,6 +194,36 @@ def test_phases_of_chosen_steps_are_traced(tmp_path: Path, cache: str) -> None:
     spans = {(event["name"], event["args"]["step"]) for event in events if event["ph"] == "X"}
     assert {("data", 3), ("forward_backward", 4), ("optimizer", 4), ("ckpt_stage", 3), ("ckpt_upload", 3)} <= spans
     assert {step for _, step in spans} == {3, 4}
+
+
+def test_every_commit_is_mirrored_and_a_run_whose_fast_store_is_lost_goes_on_from_the_mirror(
+    tmp_path: Path, cache: str
+) -> None:
+    tiers = (f"save.mirror={tmp_path}/safe", "save.every=2", "train.steps=5")
+    assert _train(cache, tmp_path / "fast", *tiers) == 0
+    assert [info.step for info in list_checkpoints(str(tmp_path / "safe"))] == [2, 4, 5]
+    shutil.rmtree(tmp_path / "fast")
+    assert _train(cache, tmp_path / "fast", *tiers, "train.steps=7") == 0
+    assert [record["step"] for record in _events(tmp_path / "fast")] == [1, 2, 3, 4, 5, 6, 7]
+    assert [record["step"] for record in _events(tmp_path / "fast", "start")] == [0, 5]
+    assert open_checkpoint(str(tmp_path / "safe")).step == 7
+
+
+def test_two_tiers_that_are_one_are_refused(tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _train(cache, tmp_path, f"save.mirror={tmp_path}") == 2
+    assert "is save.url itself" in capsys.readouterr().err
+
+
+def test_a_run_does_not_begin_anew_because_a_tier_cannot_be_read(
+    tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = (f"save.mirror={tmp_path}/safe", "train.steps=2")
+    assert _train(cache, tmp_path / "fast", *tiers) == 0
+    for url in (tmp_path / "fast", tmp_path / "safe"):
+        next(url.glob("*/COMMIT.json")).write_text("{damaged")
+    capsys.readouterr()
+    assert _train(cache, tmp_path / "fast", *tiers) != 0
+    assert "COMMIT.json" in capsys.readouterr().err
 
 
 def _changed(url: Path) -> dict[str, bool]:

@@ -12,6 +12,7 @@ from titan_ckpt.errors import ConfigError, DataError, LoadContractError, NotComm
 from titan_ckpt.load import LoadPolicy, LoadReport, load
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.pipeline import LOOP, PipelineSpec, V
+from titan_ckpt.tiers import open_nearest
 from titan_ckpt.trainer.config import ResumeConfig
 from titan_ckpt.trainer.model import ModelConfig
 from titan_ckpt.trainer.optimizer import Optimizer
@@ -75,9 +76,17 @@ def live_state(parallelized: Parallelized, optimizer: Optimizer | None) -> dict[
     return state if optimizer is None else state | {"optimizer": optimizer.state()}
 
 
-def find_start(resume: ResumeConfig, save_url: str, agreement: Agreement) -> Start:
-    """The checkpoint to go on from, the same on every rank: rank 0 looks, the others open what it found."""
-    answer = agreement.from_rank_0(_look(resume, save_url))
+def find_start(resume: ResumeConfig, tiers: Sequence[str], agreement: Agreement) -> Start:
+    """The checkpoint to go on from, the same on every rank: rank 0 looks, the others open what it found.
+
+    Where the run has two tiers every rank looks, since the near one may be a disk of its own machine.
+    """
+    if resume.auto and len(tiers) > 1:
+        nearest = _nearest(tiers, agreement)
+        if nearest is not None and nearest.manifest.kind == "full":
+            return Start(checkpoint=nearest, is_own=True)
+        tiers = ()
+    answer = agreement.from_rank_0(_look(resume, tiers[0] if tiers else ""))
     if isinstance(answer, TitanError):
         raise answer
     if answer is None:
@@ -85,6 +94,27 @@ def find_start(resume: ResumeConfig, save_url: str, agreement: Agreement) -> Sta
     url, step, is_own = answer
     checkpoint = open_checkpoint(url, step=step)
     return Start(checkpoint=checkpoint, is_own=is_own, model_only=resume.model_only and not is_own)
+
+
+def _nearest(tiers: Sequence[str], agreement: Agreement) -> Checkpoint | None:
+    """The newest checkpoint that all ranks see in one tier; None only where no rank sees any and every tier answered."""
+    try:
+        return open_nearest(tiers, all_steps=agreement.everywhere)
+    except NotCommittedError:
+        if agreement.largest([float(any(map(_is_not_empty, tiers)))])[0]:
+            raise
+        return None
+
+
+def _is_not_empty(url: str) -> bool:
+    """Whether a tier has a checkpoint, or cannot say that it has none."""
+    try:
+        open_checkpoint(url)
+    except NotCommittedError:
+        return False
+    except TitanError:
+        return True
+    return True
 
 
 def _look(resume: ResumeConfig, save_url: str) -> tuple[str, int, bool] | TitanError | None:

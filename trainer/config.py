@@ -92,6 +92,9 @@ class SaveConfig:
     """Checkpoints of the run at `url`; empty: none are saved."""
 
     url: str = ""
+    mirror: str = (
+        ""  # a second, safer store: every commit of url is copied there in the background, and looked for on resumption
+    )
     every: int = 0  # steps; 0: only at the end
     at_end: bool = True
     keep_last: int = 0  # after each commit older ones are deleted; 0: none are
@@ -100,6 +103,11 @@ class SaveConfig:
     incremental: bool = False  # refer to chunks of earlier checkpoints that have not changed
     timeout_s: float = 1800.0  # of an exchange between ranks; must exceed the longest upload
     grace_s: float = 300.0  # after SIGTERM or SIGINT, for the last checkpoint
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The stores that hold the run's checkpoints, the nearest first; none where nothing is saved."""
+        return tuple(url for url in (self.url, self.mirror) if url)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +194,22 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             "save.keep_every is set, but save.keep_last = 0 keeps every checkpoint anyway; set keep_last too"
         )
-    if config.save.url and parse_location(config.save.url).step is not None:
-        raise ConfigError(f"save.url = {config.save.url!r} names a step; a run is saved to a folder without @STEP")
+    _check_tiers(config.save)
     if config.export.every and (not config.save.every or config.export.every % config.save.every):
         raise ConfigError(
             f"export.every = {config.export.every} is not a multiple of save.every = {config.save.every}: "
             "only checkpoints that are saved can be exported"
         )
+
+
+def _check_tiers(save: SaveConfig) -> None:
+    for name, url in (("url", save.url), ("mirror", save.mirror)):
+        if url and parse_location(url).step is not None:
+            raise ConfigError(f"save.{name} = {url!r} names a step; a run is saved to a folder without @STEP")
+    if save.mirror and save.mirror == save.url:
+        raise ConfigError(f"save.mirror = {save.mirror!r} is save.url itself; give another store, or leave it out")
+    if save.mirror and not save.url:
+        raise ConfigError("save.mirror is set, but save.url is empty; save.url is the fast store that is copied from")
 
 
 def _check_data(data: DataConfig) -> None:

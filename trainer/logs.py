@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -111,10 +112,14 @@ class _ConsoleFormatter(logging.Formatter):
         return f"{self._prefix}{level}{record.getMessage()}"
 
 
-def upload_logs(folder: RunFolder, url: str, names: list[str]) -> None:
-    """Copy files of logs/ to URL/logs/; a store that refuses is a warning, since the run itself is fine."""
-    if not url or is_inside(folder, url):
-        return
+def upload_logs(folder: RunFolder, tiers: Sequence[str], names: Sequence[str]) -> None:
+    """Copy files of logs/ to logs/ of every tier; a store that refuses is a warning, since the run itself is fine."""
+    for url in tiers:
+        if not is_inside(folder, url):
+            _upload(folder, url, names)
+
+
+def _upload(folder: RunFolder, url: str, names: Sequence[str]) -> None:
     store = open_store(url)
     for name in names:
         path = folder.file(name)

@@ -204,6 +204,7 @@ class Loop:
             "committed_step": committed,
             "commit_age_s": None if self.commit_time_s is None else time.time() - self.commit_time_s,
             "is_uploading": now.is_uploading,
+            "mirrored_step": now.last_mirrored_step,
         }
 
     def _validate(self, step: int) -> None:

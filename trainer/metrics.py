@@ -58,6 +58,7 @@ class StepMetrics:
     committed_step: int | None = None
     commit_age_s: float | None = None
     is_uploading: bool = False
+    mirrored_step: int | None = None
 
     def line(self, total_steps: int) -> str:
         """The console's line."""

@@ -23,10 +23,10 @@ def preflight(config: TrainConfig) -> None:
             list_files(source.url)
     if config.resume.from_:
         open_checkpoint(config.resume.from_)
-    if config.save.url:
-        leave_config(config)
+    for url in config.save.tiers:
+        leave_config(config, url)
 
 
-def leave_config(config: TrainConfig) -> None:
+def leave_config(config: TrainConfig, url: str) -> None:
     """Write the config to URL/logs/config.json: the run's record of what it was asked, and proof that the store takes writes."""
-    open_store(config.save.url).write(f"{LOGS}/config.json", [json.dumps(as_dict(config), indent=1).encode()])
+    open_store(url).write(f"{LOGS}/config.json", [json.dumps(as_dict(config), indent=1).encode()])

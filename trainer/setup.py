@@ -120,8 +120,8 @@ def _train(
         metrics = _open_metrics(config, folder, place)
         stack.callback(metrics.close)
         names = [os.path.basename(folder.log(place.rank))] + ([METRICS, TRACE] if place.rank == 0 else [])
-        stack.callback(lambda: upload_logs(folder, config.save.url, names))
-        start = find_start(config.resume, config.save.url, agreement)
+        stack.callback(lambda: upload_logs(folder, config.save.tiers, names))
+        start = find_start(config.resume, config.save.tiers, agreement)
         torch.use_deterministic_algorithms(config.train.deterministic)
         parallelized = build(config.model, config.mesh, mesh, device=device, seed=config.train.seed)
         freeze(parallelized, config.train.freeze, agreement)
@@ -141,7 +141,7 @@ def _train(
             assets=kept_assets(start, tokenizer.to_json()) if place.rank == 0 else {},
             parallelized=parallelized, optimizer=optimizer, dataset=dataset, saver=saver, exporter=exporter,
             agreement=agreement, stop=stop, phases=phases, metrics=metrics,
-            upload_logs=lambda: upload_logs(folder, config.save.url, names),
+            upload_logs=lambda: upload_logs(folder, config.save.tiers, names),
         )  # fmt: skip
         _announce(job, place, describe_start(start, progress))
         metrics.event("start", step=progress.step, launched_s=launched_s, mesh=str(mesh), world_size=mesh.world_size)
@@ -168,7 +168,7 @@ def _save_options(config: TrainConfig, mesh: MeshSpec, phases: Phases, exporter:
         retention = RetentionPolicy(keep_last=asked.keep_last, keep_every=asked.keep_every or None)
     return SaveOptions(
         mesh=mesh, pipeline=pipeline_record(config.model, config.mesh, mesh), codec=asked.codec,
-        incremental=asked.incremental, retention=retention, timeout_s=asked.timeout_s, phase=phases,
+        incremental=asked.incremental, mirror=asked.mirror or None, retention=retention, timeout_s=asked.timeout_s, phase=phases,
         in_use=no_steps if exporter is None else exporter.steps,
     )  # fmt: skip
 
@@ -231,8 +231,9 @@ def _open_metrics(config: TrainConfig, folder: RunFolder, place: RankPlace) -> M
     if place.rank != 0:
         return MetricsLog([], total_steps=config.train.steps)
     path = folder.file(METRICS)
-    if config.save.url and not os.path.exists(path):
-        _fetch_metrics(config.save.url, folder, path)
+    for url in config.save.tiers:
+        if not os.path.exists(path):
+            _fetch_metrics(url, folder, path)
     board = os.path.join(folder.root, "tensorboard") if config.log.tensorboard else None
     return MetricsLog(open_sinks(path, board), total_steps=config.train.steps)
 
@@ -290,7 +291,8 @@ def _announce(job: Job, place: RankPlace, start: str) -> None:
     sizes = ", ".join(f"{len(t):,} tokens" for t in job.dataset.tokens)
     log.info("data: %s; unigram entropy %.3f nats", sizes, unigram_entropy(job.dataset.tokens[0]))
     log.info("batch: %d samples of %d tokens, %s", shape.global_batch_size, config.data.seq_len, _describe_batch(shape))
-    log.info("checkpoints: %s", redact(config.save.url) if config.save.url else "none (save.url is empty)")
+    tiers = ", then ".join(map(redact, config.save.tiers))
+    log.info("checkpoints: %s", tiers or "none (save.url is empty)")
 
 
 def _describe_batch(shape: BatchShape) -> str:

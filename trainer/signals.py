@@ -83,6 +83,14 @@ class Agreement:
         dist.gather_object(value, values, dst=0, group=self._group)
         return values or []
 
+    def everywhere(self, value: T) -> list[T]:
+        """Every rank's value on every rank, in order of rank."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
     def from_rank_0(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
         values = [value]
