@@ -1,6 +1,6 @@
 """Resharding on a local disk beside the DCP way and a plain copy of the same bytes, all in one run, each in its own process.
 
-    python benchmarks/reshard_local.py --gb 1 --folder /tmp/bench
+    python -m benchmarks.reshard_local --gb 1 --folder /tmp/bench
 
 Every measure is a fresh process, its start included; medians of `--repeats`. Peak memory is the process's high-water mark less
 that of one that only imports what it needs.
@@ -9,14 +9,15 @@ that of one that only imports what it needs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.report import Bar, median, write_section
 
 COPY = """
 import os, sys
@@ -74,6 +75,7 @@ PEAK = """
 import atexit, resource, sys
 atexit.register(lambda: sys.stderr.write("peak " + str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)))
 """
+ROWS, COLUMNS = "rows 4 -> 2", "rows -> columns (4)"
 BYTES_PER_LAYER = 3 * 4 * (2 + 8) * 1024 * 1024
 BASE = {
     "ours": "import titan_ckpt.reshard, titan_ckpt.checkpoint",
@@ -82,8 +84,17 @@ BASE = {
 }
 
 
-def run(script: str, *arguments: str) -> tuple[float, int, list[float]]:
-    """(wall seconds, peak RSS in bytes, what it printed) of a fresh process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A measured process."""
+
+    wall_s: float
+    peak_bytes: int
+    printed: list[float]
+
+
+def run(script: str, *arguments: str) -> Run:
+    """A fresh process."""
     wrapped = PEAK + script
     started = time.perf_counter()
     done = subprocess.run(
@@ -91,11 +102,11 @@ def run(script: str, *arguments: str) -> tuple[float, int, list[float]]:
     )
     wall = time.perf_counter() - started
     peak_kib = int(done.stderr.rpartition("peak ")[2])
-    return wall, peak_kib * 1024, [float(value) for value in done.stdout.split()]
+    return Run(wall_s=wall, peak_bytes=peak_kib * 1024, printed=[float(value) for value in done.stdout.split()])
 
 
 def main() -> None:
-    """Measure and print one JSON object."""
+    """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=3)
@@ -109,13 +120,13 @@ def main() -> None:
     run(MAKE, str(folder), str(layers))
     shutil.rmtree(folder / "whole")
     rows = str(folder / "rows")
-    floors = {name: run(script or "pass")[1] for name, script in BASE.items()}
-    results: dict[str, list[tuple[float, int, list[float]]]] = {}
+    floors = {name: run(script or "pass").peak_bytes for name, script in BASE.items()}
+    results: dict[str, list[Run]] = {}
     for _ in range(arguments.repeats):
         for name, script, more in (
             ("copy", COPY, []),
-            ("rows 4 -> 2", OURS, ["dp_shard=2", str(arguments.memory)]),
-            ("rows -> columns", OURS, ["tp=4", str(arguments.memory)]),
+            (ROWS, OURS, ["dp_shard=2", str(arguments.memory)]),
+            (COLUMNS, OURS, ["tp=4", str(arguments.memory)]),
             *([] if arguments.without_dcp else [("dcp", DCP, [])]),
         ):
             out = folder / "out"
@@ -124,17 +135,38 @@ def main() -> None:
             source = f"{rows}/step-00000001" if name in ("copy", "dcp") else rows
             os.sync()
             results.setdefault(name, []).append(run(script, source, str(out), *more))
-    facts: dict[str, object] = {"state_gb": layers * BYTES_PER_LAYER / 1e9, "memory": arguments.memory}
-    for name, runs in results.items():
-        floor = floors.get(name, floors["ours"])
-        facts[name] = {
-            "wall_s": round(statistics.median(wall for wall, _, _ in runs), 3),
-            "operation_s": [round(printed[0], 3) for _, _, printed in runs if printed],
-            "peak_mb_above_imports": round((max(peak for _, peak, _ in runs) - floor) / 1e6, 1),
-            "read_bytes": [printed[1] for _, _, printed in runs[:1] if len(printed) > 1],
-        }
-    sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     shutil.rmtree(folder)
+    title = f"Resharding on a local disk, {layers * BYTES_PER_LAYER / 1e9:.2f} GB"
+    notes = f"Process start included; `--memory` {arguments.memory / 1e6:.0f} MB; memory above that of the imports."
+    write_section(f"reshard-local {arguments.gb:g}", title, bars(results, floors, arguments.memory), notes)
+
+
+def bars(results: dict[str, list[Run]], floors: dict[str, int], memory: int) -> list[Bar]:
+    """The figures against what they must reach."""
+    walls = {name: median([run.wall_s for run in runs]) for name, runs in results.items()}
+    peaks = {name: max(r.peak_bytes for r in runs) - floors.get(name, floors["ours"]) for name, runs in results.items()}
+    copy = walls["copy"]
+    found = [_ratio(f"{ROWS} / plain copy of the bytes, fsynced", walls[ROWS], copy, 1.5, f"copy {copy:.2f} s")]
+    if "dcp" in results:
+        operation = median([run.printed[0] for run in results["dcp"]])
+        peer = f"DCP {walls['dcp']:.2f} s, its operation alone {operation:.2f} s, {peaks['dcp'] / 1e6:.0f} MB"
+        found.append(_ratio(f"{ROWS} / the DCP way, both with their start", walls[ROWS], walls["dcp"], 0.5, peer))
+        found.append(
+            _ratio(f"{COLUMNS}, with its start / the DCP way's operation", walls[COLUMNS], operation, 1.0, peer)
+        )
+    else:
+        found.append(_ratio(f"{COLUMNS} / plain copy of the bytes, fsynced", walls[COLUMNS], copy, None, ""))
+    for name in (ROWS, COLUMNS):
+        bar = memory + 64e6
+        figure, limit = f"{peaks[name] / 1e6:.0f} MB", f"<= {bar / 1e6:.0f} MB"
+        found.append(Bar(what=f"{name}: peak memory", figure=figure, bar=limit, holds=peaks[name] <= bar))
+    return found
+
+
+def _ratio(what: str, ours: float, theirs: float, bar: float | None, peer: str) -> Bar:
+    ratio = ours / theirs
+    limit, holds = ("-", True) if bar is None else (f"<= {bar} x", ratio <= bar)
+    return Bar(what=what, figure=f"{ratio:.2f} x ({ours:.2f} s)", bar=limit, holds=holds, peer=peer)
 
 
 if __name__ == "__main__":
