@@ -10,10 +10,10 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist reshard-matrix demo docs wheel clean
+.PHONY: help setup check fix test test-dist reshard-matrix fuzz faults-debug demo docs wheel clean
 
 help: ## say what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch goes first and by its exact version, so that no other package brings another build of it.
 $(READY): pyproject.toml constraints.txt
@@ -45,6 +45,12 @@ test-dist: $(READY) ## only the tests that start several processes or a server
 
 reshard-matrix: $(READY) ## train on each of 11 meshes, reshard to each, resume: bit-equal losses (minutes)
 	$(BIN)/python -m benchmarks.reshard_matrix
+
+fuzz: $(READY) ## an hour of damaged dumps, logs and black boxes into the debugger (ARGS="--minutes 5")
+	$(BIN)/python -m scripts.fuzz_debug $(ARGS)
+
+faults-debug: $(READY) ## hang a real job in every way there is, and diagnose each (ARGS="--ranks 2,4,8 --runs 3")
+	$(BIN)/python -m titan_ckpt.debug.campaign $(ARGS)
 
 demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug on real text (ARGS=--json for the facts)
 	$(BIN)/python -m scripts.demo $(ARGS)

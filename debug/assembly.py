@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
+from titan_ckpt.debug import disagreement
 from titan_ckpt.debug.evidence import MAX_RANK, RankEvidence, Reading
 from titan_ckpt.debug.interning import Interner
 from titan_ckpt.debug.logs import group_by_rank, merge_logs, user_frame
@@ -122,12 +123,7 @@ def _flags(reading: Reading, run: Run) -> Iterator[Flag]:
     }
     if len(versions) > 1:
         yield Flag(flag="VERSION_MIX", text=f"dumps of different versions: {', '.join(sorted(versions))}")
-    for name, members in _conflicts(run):
-        yield Flag(
-            flag="PG_CONFIG_CONFLICT",
-            ranks=members,
-            text=f"ranks disagree about who belongs to group {name}: it is treated as several groups",
-        )
+    yield from disagreement.flags(run)
     unusable = tuple(sorted(r for r in reading.unusable_groups if _has_unknown_members(run, r)))
     if unusable:
         yield Flag(
@@ -135,19 +131,6 @@ def _flags(reading: Reading, run: Run) -> Iterator[Flag]:
             ranks=unusable,
             text="the dumps do not say who belongs to a group (gloo never does); members are those seen using it",
         )
-
-
-def _conflicts(run: Run) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Groups of one name whose member lists overlap without being equal, with the ranks in question."""
-    by_name: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
-    for group in run.groups:
-        if group.members:
-            by_name[group.name].add(group.members)
-    for name, lists in by_name.items():
-        counts = Counter(rank for members in lists for rank in members)
-        shared = tuple(sorted(rank for rank, count in counts.items() if count > 1))
-        if shared:
-            yield name, shared
 
 
 def _has_unknown_members(run: Run, rank: int) -> bool:

@@ -83,7 +83,7 @@ def _words(texts: Sequence[str]) -> list[str]:
     return [subtype for subtype, words in _BUSY if words.search(joined)]
 
 
-_RECORDER_TALK = re.compile(r"flight recorder|SIGTERM|monitor:|dump", re.IGNORECASE)
+_RECORDER_TALK = re.compile(r"flight recorder|SIGTERM|monitor:|dump|WorkerServer", re.IGNORECASE)
 
 
 def _own_lines(record: RankRecord) -> list[str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ckpt.command import Command
+from titan_ckpt.debug.endpoint import fetch_trace
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.location import redact
 from titan_ckpt.store import open_store
@@ -33,6 +34,7 @@ class Process:
     pid: int
     stem: str
     state: str
+    endpoint: str = ""
 
 
 def find_processes(folder: Path) -> list[Process]:
@@ -46,7 +48,8 @@ def find_processes(folder: Path) -> list[Process]:
             continue
         if host == socket.gethostname():
             stem = path.name.removesuffix(".sidecar.json")
-            found.append(Process(rank=rank, pid=pid, stem=stem, state=_state(pid, folder / f"{stem}.box")))
+            state = _state(pid, folder / f"{stem}.box")
+            found.append(Process(rank=rank, pid=pid, stem=stem, state=state, endpoint=str(value.get("endpoint", ""))))
     return found
 
 
@@ -62,7 +65,10 @@ def _state(pid: int, box: Path) -> str:
 
 
 def collect(folder: Path, *, wait_s: float = 5.0) -> list[Process]:
-    """Have every live rank write a dump `demand`, add py-spy's stacks where it is installed, and note all states."""
+    """Have every live rank write a dump `demand`, add py-spy's stacks where it is installed, and note all states.
+
+    Whose Python does not answer in time is asked by its worker server, which needs no GIL.
+    """
     processes = find_processes(folder)
     if not processes:
         raise NotFoundError(f"{folder}: no sidecar (rank_*.sidecar.json) of a process on this host")
@@ -74,6 +80,8 @@ def collect(folder: Path, *, wait_s: float = 5.0) -> list[Process]:
     while time.monotonic() < give_up and not all(_answered(folder, process, asked_at) for process in running):
         time.sleep(0.05)
     for process in running:
+        if not _answered(folder, process, asked_at):
+            _ask_server(folder, process)
         _spy(folder, process)
     states = [{"rank": process.rank, "state": process.state} for process in processes]
     (folder / "processes.json").write_text(json.dumps({"titan_ckpt": "exits", "processes": states}))
@@ -90,6 +98,12 @@ def _ask(pid: int) -> None:
 def _answered(folder: Path, process: Process, asked_at: float) -> bool:
     answer = folder / f"{process.stem}.demand.pickle"
     return answer.exists() and answer.stat().st_mtime >= asked_at - 0.01
+
+
+def _ask_server(folder: Path, process: Process) -> None:
+    trace = fetch_trace(process.endpoint) if process.endpoint else None
+    if trace is not None:
+        (folder / f"{process.stem}.worker.json").write_bytes(trace)
 
 
 def _spy(folder: Path, process: Process) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from titan_ckpt.debug.align import Lane, lanes
 from titan_ckpt.debug.causes import step_of, verdict_of
 from titan_ckpt.debug.deadlock import deadlock
+from titan_ckpt.debug.disagreement import group_conflicts
 from titan_ckpt.debug.initialisation import initialisation
 from titan_ckpt.debug.mismatch import mismatch
 from titan_ckpt.debug.pace import straggler
@@ -58,6 +59,8 @@ def _faults(
         yield slow
     if progressed:
         return
+    if edges:
+        yield from group_conflicts(run)
     ends = roots(edges)
     for root in ends.sinks:
         yield verdict_of(run, root, edges, states)
@@ -187,7 +190,7 @@ def _ranked(found: Iterable[Verdict]) -> list[Verdict]:
 _WEIGHT = {
     "SKIPPED_COLLECTIVE": 1.4, "ORDER_MISMATCH": 1.4, "OP_MISMATCH": 1.4, "SIZE_MISMATCH": 1.4, "DTYPE_MISMATCH": 1.4,
     "CALLSITE_DIVERGENCE": 1.4, "P2P_SIZE_MISMATCH": 1.4, "PG_INIT_HANG": 1.3, "WRONG_GROUP": 1.4, "WAIT_CHAIN": 0.5,
-    "PG_CONFIG_CONFLICT": 1.2,
+    "PG_CONFIG_CONFLICT": 1.4,
 }  # fmt: skip
 
 

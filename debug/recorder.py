@@ -5,7 +5,8 @@
 
 Files per rank in `folder`: `rank_00003.box` (the black box), `.sidecar.json` (host, pid, groups, mesh coordinates, clock),
 and on each occasion (stall, sigterm, exception, demand) `.<occasion>.pickle` (the Flight Recorder's dump) and
-`.<occasion>.stacks`. When something holds the GIL, a timer of the interpreter in C writes `.gil.stacks`.
+`.<occasion>.stacks`. When something holds the GIL, a timer of the interpreter in C writes `.gil.stacks`, and torch's worker
+server, C++ too, answers at `.sock` (`debug collect` asks it).
 
 This is the one module of the room, with `hooks`, that imports torch.
 """
@@ -16,13 +17,12 @@ import atexit
 import contextlib
 import faulthandler
 import json
-import linecache
 import logging
 import os
-import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -35,7 +35,9 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt.debug.blackbox import CAPACITY
+from titan_ckpt.debug.endpoint import MAX_SOCKET_PATH
 from titan_ckpt.debug.hooks import BoxWriter, Hooks, phase_number
+from titan_ckpt.debug.own_stacks import all_stacks, with_source
 from titan_ckpt.debug.recorder_environment import environment
 from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.store import open_store
@@ -74,6 +76,9 @@ class Recorder:
         self._wakeup: socket.socket | None = None
         self._sender: socket.socket | None = None
         self._threads: list[threading.Thread] = []
+        self._pid = os.getpid()
+        self._server: Any = None
+        self._endpoint = ""
 
     @classmethod
     def start(
@@ -103,6 +108,7 @@ class Recorder:
 
     def _begin(self) -> None:
         self._hooks.install()
+        self._serve()
         self._write_sidecar()
         faulthandler.enable(self._fatal_file)
         if threading.current_thread() is threading.main_thread():
@@ -147,21 +153,24 @@ class Recorder:
         """Write stacks, the Flight Recorder's ring and the sidecar under `reason`; what fails is logged, nothing is raised."""
         with self._dump_lock:
             faulthandler.cancel_dump_traceback_later()  # loading symbols keeps the GIL for a while: no hang of the program's
-            lines = _all_stacks()
+            lines = all_stacks()
             written = [
                 self._attempt(f"{self._stem}.{reason}.stacks", lambda: "\n".join(lines).encode("utf-8", "replace"))
             ]
             written.append(self._attempt(f"{self._stem}.{reason}.pickle", _flight_recorder_dump))
-            self._attempt(f"{self._stem}.{reason}.stacks", lambda: _with_source(lines))  # reads files: last, may hang
+            self._attempt(f"{self._stem}.{reason}.stacks", lambda: with_source(lines))  # reads files: last, may hang
             self._write_sidecar()
         if self._upload:
             self._copy([*(name for name in written if name), f"{self._stem}.sidecar.json", f"{self._stem}.box"])
 
     def stop(self) -> None:
         """End recording: an orderly end of the process. Idempotent."""
-        if self._ended.is_set():
+        if (
+            self._ended.is_set() or os.getpid() != self._pid
+        ):  # a forked child has none of our threads, and the box is not its
             return
         self._ended.set()
+        self._stop_serving()
         self._box.stop()
         self._hooks.remove()
         faulthandler.cancel_dump_traceback_later()
@@ -220,8 +229,34 @@ class Recorder:
             "started_s": self._started_s,
             "utc_offset_s": time.localtime().tm_gmtoff,
             "torch": torch.__version__,
+            "endpoint": self._endpoint,
         }
         self._attempt(f"{self._stem}.sidecar.json", lambda: json.dumps(value).encode())
+
+    def _serve(self) -> None:
+        """Start torch's worker server on a socket of this user alone; without it all else works."""
+        server = getattr(torch._C._distributed_c10d, "_WorkerServer", None)
+        path = os.path.abspath(self.folder / f"{self._stem}.sock")
+        if server is None:
+            return
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            path = os.path.join(tempfile.mkdtemp(prefix="titan-"), "sock")
+        Path(path).unlink(missing_ok=True)
+        try:
+            self._server, self._endpoint = server(path), path
+            os.chmod(path, 0o600)
+        except (OSError, RuntimeError) as error:
+            log.warning("rank %d: no worker server at %s: %s", self.rank, path, error)
+
+    def _stop_serving(self) -> None:
+        if self._server is None:
+            return
+        self._server.shutdown()
+        self._server = None
+        path = Path(self._endpoint)
+        path.unlink(missing_ok=True)
+        if path.parent != self.folder.absolute():
+            path.parent.rmdir()
 
     def _copy(self, names: list[str]) -> None:
         try:
@@ -347,37 +382,6 @@ def _groups() -> list[dict[str, Any]]:
         for group, members in list(world.pg_group_ranks.items())
         if isinstance(group, dist.ProcessGroup)  # a destroyed one leaves a number behind
     ]
-
-
-def _all_stacks() -> list[str]:
-    """Every thread's stack, in faulthandler's form, innermost call first; the main thread last as there."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    me, main = threading.get_ident(), threading.main_thread().ident
-    lines = []
-    for ident, top in sorted(sys._current_frames().items(), key=lambda item: item[0] == main):
-        head = "Current thread" if ident == me else "Thread"
-        label = "MainThread" if ident == main else names.get(ident, "?")
-        lines.append(f"{head} 0x{ident:016x} [{label}] (most recent call first):")
-        frame: FrameType | None = top
-        while frame is not None:
-            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
-            frame = frame.f_back
-        lines.append("")
-    return lines
-
-
-_PLACE = re.compile(r'^  File "([^"]+)", line (\d+) in ')
-
-
-def _with_source(lines: list[str]) -> bytes:
-    """The same stacks with `  | source line` behind the main thread's frames."""
-    is_main, found = False, []
-    for line in lines:
-        is_main = "[MainThread]" in line if line.startswith(("Thread", "Current")) else is_main
-        match = _PLACE.match(line) if is_main else None
-        text = linecache.getline(match.group(1), int(match.group(2))).strip() if match else ""
-        found.append(f"{line}  | {text}" if text else line)
-    return "\n".join(found).encode("utf-8", "replace")
 
 
 __all__ = ["Recorder", "environment"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle  # to make hostile and damaged dumps
 import random
 import shutil
@@ -197,6 +198,62 @@ def test_mutated_logs_and_stacks_never_crash_their_parsers(seed: int) -> None:
         parse_mixed_log(text, path.name)
         parse_launcher(text, path.name)
         parse_stacks(text, path.name, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux bounds the memory of a process")
+def test_pickle_that_asks_for_a_huge_memo_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="memory"):
+        plain_loads(b"\x80\x02]r\xff\xff\xff\x7f.")
+
+
+# ---------------------------------------------------------------------------------------- records that contradict
+
+
+def nccl_dump(
+    ranks: dict[str, list[int]], group: str, count: int, *, done: int | None = None, start_ns: int = 10**18
+) -> bytes:
+    """A JSON dump of `count` all_reduces on `group`, the first `done` of them completed (default: all but the last)."""
+    entries = [
+        {"record_id": i, "pg_id": 0, "process_group": [group, ""], "collective_seq_id": i + 1, "p2p_seq_id": 0,
+         "profiling_name": "nccl:all_reduce", "input_sizes": [[4]], "output_sizes": [[4]], "input_dtypes": ["Float"],
+         "state": "completed" if i < (count - 1 if done is None else done) else "started", "retired": False,
+         "time_created_ns": start_ns + i * 10**6, "time_discovered_started_ns": start_ns + i * 10**6 + 1, "timeout_ms": 1000}
+        for i in range(count)
+    ]  # fmt: skip
+    config = {name: {"name": name, "desc": "", "ranks": str(members)} for name, members in ranks.items()}
+    return json.dumps({"version": "2.10", "pg_config": config, "entries": entries}).encode()
+
+
+def test_ranks_that_disagree_about_a_group_are_the_verdict(tmp_path: Path) -> None:
+    for rank in range(4):
+        members = [2, 3] if rank == 2 else [0, 1, 2, 3]
+        (tmp_path / f"rank_{rank}.json").write_bytes(nccl_dump({"1": members}, "1", 1))
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits, top.group) == ("PG_CONFIG_CONFLICT", (2,), "1")
+    assert "PG_CONFIG_CONFLICT" in flags(tmp_path)
+
+
+def test_dump_taken_too_early_is_flagged(tmp_path: Path) -> None:
+    for rank in range(3):
+        (tmp_path / f"rank_{rank}.json").write_bytes(nccl_dump({"0": [0, 1, 2]}, "0", 5 if rank == 1 else 9))
+    found = {flag.flag: flag.ranks for flag in open_run(str(tmp_path)).flags}
+    assert found["DUMP_SKEW"] == (1,)
+
+
+def test_dumps_written_long_apart_are_flagged(tmp_path: Path) -> None:
+    for rank in range(2):
+        path = tmp_path / f"rank_{rank}.json"
+        path.write_bytes(nccl_dump({"0": [0, 1]}, "0", 9))
+        os.utime(path, (1_700_000_000 + 600 * rank,) * 2)
+    assert "DUMP_SKEW" in flags(tmp_path)
+
+
+def test_clock_that_is_wrong_is_flagged(tmp_path: Path) -> None:
+    for rank in range(3):
+        start_ns = 10**18 + (3600 * 10**9 if rank == 2 else 0)
+        (tmp_path / f"rank_{rank}.json").write_bytes(nccl_dump({"0": [0, 1, 2]}, "0", 9, start_ns=start_ns))
+    found = {flag.flag: flag.ranks for flag in open_run(str(tmp_path)).flags}
+    assert found == {"CLOCK_SKEW": (2,)}
 
 
 # ------------------------------------------------------------------------------------------------------- logs only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -155,6 +156,43 @@ def test_sigterm_reaches_a_hung_main_thread(answers: bool, code: int, tmp_path: 
     assert ("told 15" in output) == answers
     stacks = (tmp_path / "rank_00000.sigterm.stacks").read_text()
     assert "[MainThread]" in stacks
+
+
+GIL_HELD = """
+    import ctypes
+    import torch
+    import torch.distributed as dist
+    from titan_ckpt.debug.recorder import Recorder
+    recorder = Recorder.start({folder!r}, rank=0, world_size=1, stall_s=0)
+    dist.init_process_group("gloo", init_method="file://" + {folder!r} + "/store", rank=0, world_size=1)
+    dist.all_reduce(torch.ones(3))
+    print("ready", flush=True)
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+"""
+
+
+def test_rank_that_holds_the_gil_still_gives_its_trace(tmp_path: Path) -> None:
+    source = textwrap.dedent(GIL_HELD.format(folder=str(tmp_path)))
+    variables = {**os.environ, **environment()}
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=variables)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    try:
+        collect(tmp_path, wait_s=0.2)
+    finally:
+        process.kill()
+        process.communicate()
+    assert not (tmp_path / "rank_00000.demand.pickle").exists()
+    (tmp_path / "rank_00000.box").unlink()
+    assert open_run(str(tmp_path)).operation(0, -1).op == "all_reduce"
+
+
+def test_stopped_recorder_leaves_no_socket(recorder: Recorder) -> None:
+    assert (recorder.folder / "rank_00000.sock").is_socket()
+    recorder.stop()
+    assert not (recorder.folder / "rank_00000.sock").exists()
 
 
 def test_impossible_rank_is_refused(tmp_path: Path) -> None:

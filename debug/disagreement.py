@@ -1,0 +1,176 @@
+"""Where the ranks' own records contradict each other: members of groups, the moments of dumps, clocks. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan_ckpt.debug.causes import step_of
+from titan_ckpt.debug.records import COMPLETED, Array, Evidence, Flag, Run, Verdict
+
+# Nobody leaves these before everybody has entered them.
+MEETINGS = ("all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
+DUMP_SKEW_S = 120.0
+CLOCK_SKEW_NS = 1_000_000_000
+LEAST_COMMON = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """One name for groups of different members: which ranks use which list, and the ranks that two lists share."""
+
+    name: str
+    users: Mapping[tuple[int, ...], tuple[int, ...]]
+    shared: tuple[int, ...]
+
+
+def conflicts(run: Run) -> list[Conflict]:
+    """Groups of one name whose member lists overlap without being equal."""
+    by_name: defaultdict[str, list[int]] = defaultdict(list)
+    for position, group in enumerate(run.groups):
+        if group.members:
+            by_name[group.name].append(position)
+    several = {name: positions for name, positions in by_name.items() if len(positions) > 1}
+    return [found for name, positions in several.items() if (found := _conflict(run, name, positions)) is not None]
+
+
+def _conflict(run: Run, name: str, positions: list[int]) -> Conflict | None:
+    lists = {run.groups[position].members for position in positions}
+    counts = Counter(rank for members in lists for rank in members)
+    shared = tuple(sorted(rank for rank, count in counts.items() if count > 1))
+    if not shared:
+        return None
+    users: dict[tuple[int, ...], tuple[int, ...]] = dict.fromkeys(sorted(lists), ())
+    for position in positions:
+        members = run.groups[position].members
+        using = (r for r, record in run.ranks.items() if bool((record.operations["group"] == position).any()))
+        users[members] = tuple(sorted({*users[members], *using}))
+    return Conflict(name=name, users=users, shared=shared)
+
+
+def group_conflicts(run: Run) -> Iterator[Verdict]:
+    """PG_CONFIG_CONFLICT: the ranks wait for each other in groups of one name and different members."""
+    for conflict in conflicts(run):
+        used = {members: ranks for members, ranks in conflict.users.items() if ranks}
+        if len(used) < 2:
+            continue
+        ordered = sorted(used, key=lambda members: (-len(used[members]), members))
+        most, others = used[ordered[0]], [used[members] for members in ordered[1:]]
+        is_tie = len(most) == len(others[0])
+        culprits = tuple(sorted({rank for ranks in others for rank in ranks} | set(most if is_tie else ())))
+        yield Verdict(
+            verdict="PG_CONFIG_CONFLICT", culprits=culprits, victims=() if is_tie else most, group=conflict.name,
+            step=step_of(run, culprits[0]), confidence=0.7 if is_tie else 0.9,
+            headline=f"ranks disagree about who belongs to group {conflict.name}: "
+            + "; ".join(f"{_who(used[members])} say{'s' * (len(used[members]) == 1)} {_who(members)}" for members in ordered[:3]),
+            evidence=tuple(
+                Evidence(text=f"group {conflict.name} has the members {_who(members)}", rank=used[members][0], source="dump")
+                for members in ordered[:4]
+            ),
+            chain=() if is_tie else tuple((rank, culprits[0]) for rank in most),
+            next_steps=(
+                "make every rank call new_group (or init_device_mesh) with the same ranks and in the same order",
+                "look for a group that is made under a condition which differs between ranks",
+            ),
+        )  # fmt: skip
+
+
+def _who(ranks: tuple[int, ...]) -> str:
+    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {text}"
+
+
+def flags(run: Run) -> Iterator[Flag]:
+    """PG_CONFIG_CONFLICT, DUMP_SKEW and CLOCK_SKEW."""
+    for conflict in conflicts(run):
+        text = f"ranks disagree about who belongs to group {conflict.name}: it is treated as several groups"
+        yield Flag(flag="PG_CONFIG_CONFLICT", ranks=conflict.shared, text=text)
+    behind = _dumped_too_early(run)
+    if behind:
+        text = "dumped before the others finished what they then finished together: they may have issued more since"
+        yield Flag(flag="DUMP_SKEW", ranks=behind, text=text)
+    elif (spread_s := _spread_of_dumps(run)) > DUMP_SKEW_S:
+        text = f"the ranks' dumps were written up to {spread_s:.0f} s apart: earlier ones may lack later operations"
+        yield Flag(flag="DUMP_SKEW", text=text)
+    skewed = _other_clocks(run)
+    if skewed:
+        text = "their clocks differ from the others' by more than all that was recorded took: times are not compared"
+        yield Flag(flag="CLOCK_SKEW", ranks=skewed, text=text)
+
+
+def _spread_of_dumps(run: Run) -> float:
+    """Seconds between the first and the last rank's newest dump."""
+    newest = [
+        max(times)
+        for record in run.ranks.values()
+        if (times := [d.time_s for d in record.dumps if d.kind == "flight_recorder" and d.time_s])
+    ]
+    return max(newest) - min(newest) if len(newest) > 1 else 0.0
+
+
+def _dumped_too_early(run: Run) -> tuple[int, ...]:
+    """Ranks whose dump lacks a collective that a peer's dump says all of them completed."""
+    meetings = np.array([name in MEETINGS for name in run.names.ops], bool)
+    newest: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    finished: defaultdict[int, int] = defaultdict(lambda: -1)
+    for rank, record in run.ranks.items():
+        if any(dump.kind == "flight_recorder" for dump in record.dumps):
+            _note_ends(record.operations, rank, meetings, newest, finished)
+    return tuple(
+        sorted({rank for group, ends in newest.items() for rank, end in ends.items() if end < finished[group]})
+    )
+
+
+def _note_ends(
+    table: Array, rank: int, meetings: Array, newest: dict[int, dict[int, int]], finished: dict[int, int]
+) -> None:
+    collectives = table[table["p2p"] == 0]
+    # a black box says `completed` of calls that returned; only a dump knows when the device started
+    done = meetings[collectives["op"]] & (collectives["state"] == COMPLETED) & (collectives["started_ns"] > 0)
+    for group in np.unique(collectives["group"]).tolist():
+        of_group = collectives["group"] == group
+        newest[group][rank] = int(collectives["seq"][of_group].max())
+        finished[group] = max(finished[group], int(collectives["seq"][of_group & done].max(initial=-1)))
+
+
+def _other_clocks(run: Run) -> tuple[int, ...]:
+    """Ranks whose whole record of collectives that others issued too lies before or after the others' record of them."""
+    spans = {rank: span for rank, record in run.ranks.items() if (span := _span(record.operations)) is not None}
+    groups = {group for group, *_ in spans.values()}
+    found: set[int] = set()
+    for group in groups:
+        of_group = {rank: span for rank, span in spans.items() if span[0] == group}
+        if len(of_group) > 1:
+            found.update(_apart(run, group, of_group))
+    return tuple(sorted(found))
+
+
+def _span(table: Array) -> tuple[int, int, int] | None:
+    """(group, first, last sequence number) of the group that a rank used most."""
+    collectives = table[(table["p2p"] == 0) & (table["created_ns"] > 0)]
+    if not len(collectives):
+        return None
+    group = int(np.bincount(collectives["group"]).argmax())
+    seqs = collectives["seq"][collectives["group"] == group]
+    return group, int(seqs.min()), int(seqs.max())
+
+
+def _apart(run: Run, group: int, spans: Mapping[int, tuple[int, int, int]]) -> Iterator[int]:
+    first = max(span[1] for span in spans.values())
+    last = min(span[2] for span in spans.values())
+    if last - first + 1 < LEAST_COMMON:
+        return
+    times: dict[int, tuple[int, int]] = {}
+    for rank in spans:
+        table = run.ranks[rank].operations
+        common = (table["group"] == group) & (table["p2p"] == 0) & (table["seq"] >= first) & (table["seq"] <= last)
+        created = table["created_ns"][common]
+        times[rank] = int(created.min()), int(created.max())
+    begin = int(np.median([begin for begin, _ in times.values()]))
+    end = int(np.median([end for _, end in times.values()]))
+    for rank, (earliest, latest) in times.items():
+        if earliest > end + CLOCK_SKEW_NS or latest < begin - CLOCK_SKEW_NS:
+            yield rank
