@@ -1,0 +1,259 @@
+"""The application: eight numbered screens over one session, a prompt line, a bottom line, help and palette."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual.app import App, ComposeResult, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+from textual.widgets import ContentSwitcher, Input, Static
+
+from titan_ckpt.debug.text import report
+from titan_ckpt.tui import tasks
+from titan_ckpt.tui.data_content import Content
+from titan_ckpt.tui.help import HelpScreen
+from titan_ckpt.tui.loading import Loader
+from titan_ckpt.tui.pane import Pane
+from titan_ckpt.tui.rows import Target
+from titan_ckpt.tui.screens import PANES
+from titan_ckpt.tui.session import Session
+
+FOLLOW_S = 2.0
+
+
+class TitanApp(App[None]):
+    """`titan-ckpt tui`."""
+
+    CSS_PATH = "app.tcss"
+    TITLE = "titan-ckpt"
+    ENABLE_COMMAND_PALETTE = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(Binding(str(n), f"screen_number({n})", f"screen {n}", show=False) for n in range(1, 9)),
+        Binding("q", "quit", "quit", show=False),
+        Binding("question_mark", "help", "help", show=False),
+        Binding("slash", "filter", "filter", show=False),
+        Binding("n", "next_problem(1)", "next problem", show=False),
+        Binding("N", "next_problem(-1)", "previous problem", show=False),
+        Binding("space", "pin", "pin", show=False),
+        Binding("y", "copy", "copy", show=False),
+        Binding("e", "export", "export the report", show=False),
+        Binding("f", "follow", "follow", show=False),
+        Binding("escape", "back", "back", show=False),
+    ]
+
+    def __init__(self, content: Content, *, clock: Callable[[], float] = time.time, first_screen: int = 1) -> None:
+        super().__init__()
+        self.session = Session(content=content, clock=clock)
+        self._loader = Loader(self, self.session, self._on_loaded)
+        self._history: list[int] = []
+        self._first_screen = first_screen
+        self._answer: Callable[[str], None] | None = None
+        self._working: list[str] = []
+        self._said = ""
+
+    def compose(self) -> ComposeResult:
+        yield Static("", id="tabs", markup=False)
+        with ContentSwitcher(initial=f"pane-{self._first_screen}", id="panes"):
+            for pane in PANES:
+                yield pane(self.session)
+        yield Input(id="prompt", classes="hidden", compact=True)
+        yield Static("", id="status", markup=False)
+
+    def on_mount(self) -> None:
+        self._paint_tabs()
+        self._loader.load_all()
+        self.pane.body.focus()
+        self._paint_status()
+        self.set_interval(FOLLOW_S, self._follow)
+
+    # ------------------------------------------------------------------------------------------------- screens
+
+    @property
+    def pane(self) -> Pane:
+        """The screen that is shown."""
+        return self.query_one(f"#{self.query_one('#panes', ContentSwitcher).current}", Pane)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is being read or computed."""
+        return not self._loader.is_busy and not self._working
+
+    def show_number(self, number: int) -> None:
+        """Show a screen, without a note in the history."""
+        self.query_one("#panes", ContentSwitcher).current = f"pane-{number}"
+        self.pane.update_rows()
+        self.pane.body.focus()
+        self._paint_tabs()
+        self.say("")
+
+    def action_screen_number(self, number: int) -> None:
+        if number != self.pane.number:
+            self._history.append(self.pane.number)
+            self.show_number(number)
+
+    def on_pane_go(self, message: Pane.Go) -> None:
+        self.go(message.target)
+
+    def go(self, target: Target) -> None:
+        """Show what `target` names."""
+        self.session.select(target.group, target.seq)
+        self.action_screen_number(target.screen)
+        self.pane.select(target)
+
+    async def action_back(self) -> None:
+        if self._answer is not None:
+            self.close_prompt()
+        elif not self.pane.go_back() and self._history:
+            self.show_number(self._history.pop())
+
+    # -------------------------------------------------------------------------------------------------- loading
+
+    def _on_loaded(self) -> None:
+        self.pane.update_rows()
+        self._paint_status()
+
+    def _follow(self) -> None:
+        if self.session.is_following:
+            self._loader.reload()
+
+    def action_follow(self) -> None:
+        self.session.is_following = not self.session.is_following
+        self.say("following: what grows is read again every 2 s" if self.session.is_following else "not following")
+        self._follow()
+
+    def on_pane_work(self, message: Pane.Work) -> None:
+        self._working.append(message.what)
+        self._paint_status()
+        tasks.start(self, message.what, message.work, message.done, self.say)
+
+    def on_finished(self, message: tasks.Finished) -> None:
+        if message.what in self._working:
+            self._working.remove(message.what)
+        tasks.finish(message)
+        self._paint_status()
+
+    def on_progress(self, message: tasks.Progress) -> None:
+        message.show(message.value)
+
+    # ---------------------------------------------------------------------------------------- keys of all screens
+
+    def action_next_problem(self, direction: int) -> None:
+        self.pane.next_problem(direction)
+
+    def action_pin(self) -> None:
+        self.pane.pin()
+
+    def action_copy(self) -> None:
+        text = self.pane.copied_text()
+        self.copy_to_clipboard(text)
+        self.say(f"copied: {text[:60]}" if text else "nothing to copy")
+
+    async def action_help(self) -> None:
+        await self.push_screen(HelpScreen(self.pane))
+
+    def action_filter(self) -> None:
+        self.ask("filter", self.pane.filter_text, self.pane.set_filter)
+
+    def action_export(self) -> None:
+        if self.session.incident.value is None:
+            self.say(f"no report to export: {self.session.incident.text}")
+            return
+        name = self.session.incident.value.run.incident or "incident"
+        self.ask("export the report to", f"{name}-report.txt", self._export)
+
+    def _export(self, path: str) -> None:
+        incident = self.session.incident.value
+        assert incident is not None
+        try:
+            with Path(path).expanduser().open("x", encoding="utf-8") as file:
+                file.write(report(incident.run, incident.verdicts))
+        except OSError as error:
+            self.say(f"{path}: not written: {error.strerror}")
+        else:
+            self.say(f"report written to {path}")
+
+    # ---------------------------------------------------------------------------------------- prompt, bottom line
+
+    def ask(self, label: str, initial: str, then: Callable[[str], None]) -> None:
+        """A line of input at the bottom; enter hands it to `then`, esc drops it."""
+        prompt = self.query_one("#prompt", Input)
+        prompt.border_title = label
+        prompt.placeholder = f"{label} (enter to accept, esc to leave)"
+        prompt.value = initial
+        prompt.remove_class("hidden")
+        self._answer = then
+        self.query_one("#status", Static).update(f" {label}:  enter accepts, esc leaves")
+        prompt.focus()
+
+    def on_pane_ask(self, message: Pane.Ask) -> None:
+        self.ask(message.label, message.initial, message.then)
+
+    def on_input_submitted(self, message: Input.Submitted) -> None:
+        answer = self._answer
+        self.close_prompt()
+        if answer is not None:
+            answer(message.value.strip())
+
+    def close_prompt(self) -> None:
+        """Hide the prompt and give the focus back."""
+        self._answer = None
+        self.query_one("#prompt", Input).add_class("hidden")
+        self.pane.body.focus()
+        self._paint_status()
+
+    def on_pane_say(self, message: Pane.Say) -> None:
+        self.say(message.text)
+
+    def say(self, text: str) -> None:
+        """Put `text` on the bottom line; the empty text brings the keys back."""
+        self._said = text
+        self._paint_status()
+
+    def _paint_status(self) -> None:
+        doing = [*self._working, *(f"reading {what}" for what in self._loader.reading)]
+        if self._said and not doing:
+            text = self._said
+        elif doing:
+            text = " · ".join([*([self._said] if self._said else []), *doing]) + " ..."
+        else:
+            own = "  ".join(f"{key} {what}" for key, what in self.pane.keys)
+            text = f"? help  q quit  {own}"
+        follow = "[following] " if self.session.is_following else ""
+        self.query_one("#status", Static).update(f" {follow}{text}")
+
+    def _paint_tabs(self) -> None:
+        current, is_wide = self.pane.number, self.size.width >= 92
+        names = [
+            f"[{p.number} {p.label}]" if p.number == current else f"{p.number} {_short(p.label, is_wide)}"
+            for p in PANES
+        ]
+        self.query_one("#tabs", Static).update(" ".join(names))
+
+    def on_resize(self) -> None:
+        self._paint_tabs()
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:  # noqa: ARG002 (Textual's)
+        """The palette: every screen and every key of all screens."""
+        for pane in PANES:
+            yield SystemCommand(f"{pane.number} {pane.label}", f"show screen {pane.number}", _shower(self, pane.number))
+        yield SystemCommand(
+            "Next problem", "the next line or operation that is wrong (n)", lambda: self.action_next_problem(1)
+        )
+        yield SystemCommand("Filter", "show only what matches (/)", self.action_filter)
+        yield SystemCommand("Copy", "copy the line under the cursor (y)", self.action_copy)
+        yield SystemCommand("Export the report", "write the diagnosis to a text file (e)", self.action_export)
+        yield SystemCommand("Follow", "read again what grows, every 2 s (f)", self.action_follow)
+        yield SystemCommand("Help", "all keys (?)", self.action_help)
+        yield SystemCommand("Quit", "leave (q)", self.action_quit)
+
+
+def _shower(app: TitanApp, number: int) -> Callable[[], None]:
+    return lambda: app.action_screen_number(number)
+
+
+def _short(label: str, is_wide: bool) -> str:
+    return label if is_wide else {"Checkpoints": "Ckpts", "Collective": "Coll", "Training": "Train"}.get(label, label)

@@ -1,0 +1,73 @@
+"""`titan-ckpt tui [PATH]`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from titan_ckpt.command import Command
+from titan_ckpt.errors import UsageError
+from titan_ckpt.tui.app import TitanApp
+from titan_ckpt.tui.data_content import find_content
+from titan_ckpt.tui.screenshot import write_screenshot
+
+_EPILOG = """\
+examples:
+  titan-ckpt tui s3://bucket/run             a run: its checkpoints, logs, metrics and newest incident
+  titan-ckpt tui ./debug/2026-11-21          one incident
+  titan-ckpt tui RUN --screenshot out.svg    no terminal needed: the first screen as a picture
+
+Keys: 1-8 screens, ? help, q quit. The same diagnosis as plain text: titan-ckpt debug PATH
+exit codes: 0 fine, 2 usage, 3 nothing there to show
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """PATH and how to show it."""
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "path", metavar="PATH", nargs="?", default=".", help="a run, an incident, a folder of dumps or logs"
+    )
+    parser.add_argument(
+        "--screen", type=int, choices=range(1, 9), default=1, metavar="1-8", help="screen to begin with"
+    )
+    parser.add_argument("--screenshot", metavar="FILE.svg", help="write the screen as SVG and end")
+    parser.add_argument(
+        "--size", type=parse_screen_size, default=(80, 24), metavar="80x24", help="size of the screenshot"
+    )
+    parser.add_argument(
+        "--keys", default="", metavar="K,K", help="keys to press before the screenshot, for example 2,n,enter"
+    )
+
+
+def parse_screen_size(text: str) -> tuple[int, int]:
+    """
+    >>> parse_screen_size("140x45")
+    (140, 45)
+    """
+    match = re.fullmatch(r"(\d{2,3})x(\d{2,3})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write columns x lines, for example 80x24")
+    return int(match.group(1)), int(match.group(2))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Open the screens, or write a picture of one."""
+    has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if not arguments.screenshot and not has_terminal:
+        raise UsageError(
+            "titan-ckpt tui needs a terminal; use `titan-ckpt debug PATH` for text or `--screenshot FILE.svg` for a picture"
+        )
+    app = TitanApp(find_content(arguments.path), first_screen=arguments.screen)
+    if arguments.screenshot:
+        width, height = arguments.size
+        keys = tuple(key for key in arguments.keys.split(",") if key)
+        write_screenshot(app, arguments.screenshot, width=width, height=height, keys=keys)
+        sys.stdout.write(f"{arguments.screenshot}\n")
+        return 0
+    app.run()
+    return app.return_code or 0
+
+
+TUI = Command(configure=configure, run=run)

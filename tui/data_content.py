@@ -1,0 +1,114 @@
+"""What there is at a URL, found by cheap listings, so that a wrong path is an error before the screen is taken over."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from titan_ckpt.debug.discovery import Source, find_place, sources
+from titan_ckpt.errors import NotFoundError, StoreError
+from titan_ckpt.layout import METADATA, parse_step
+from titan_ckpt.location import local_path, parse_location, redact, scheme
+from titan_ckpt.store import Store, open_store
+
+LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
+PACKED = (".gz", ".zst")
+METRICS = ("metrics.jsonl", "logs/metrics.jsonl")
+_EVIDENCE = {".box", ".pickle", ".pkl", ".stacks", ".json", *LOG_ENDINGS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFile:
+    """A log and the rank that its name tells."""
+
+    path: str
+    rank: int | None
+    size_bytes: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is compressed."""
+        return self.path.endswith(PACKED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """A run's or incident's parts. `metrics` is the path of its metrics.jsonl, "" without one."""
+
+    url: str
+    store: Store
+    has_evidence: bool
+    has_checkpoints: bool
+    logs: tuple[LogFile, ...]
+    metrics: str
+    incident: str = ""
+
+
+def find_content(url: str) -> Content:
+    """List what is at `url`: a run, an incident folder, a folder of dumps or logs, or one file of these.
+
+    NotFoundError when nothing there is anything that this program shows.
+    """
+    location = parse_location(url)
+    store = open_store(location.url)
+    single = _single_file(store)
+    if single is not None:
+        return single
+    folders = store.folders()
+    place = find_place(store)
+    found = sources(store, place)
+    metrics = next((path for path in METRICS if store.exists(path)), "")
+    has_checkpoints = any(parse_step(name) is not None for name in folders) or store.exists(METADATA)
+    has_evidence = any(_is_evidence(source) for source in found)
+    if not (has_checkpoints or has_evidence or metrics):
+        raise _nothing_here(store, folders)
+    return Content(
+        url=url, store=store, has_evidence=has_evidence, has_checkpoints=has_checkpoints, metrics=metrics,
+        logs=_logs(found), incident=place.incident,
+    )  # fmt: skip
+
+
+def _single_file(store: Store) -> Content | None:
+    """A URL that names one dump or log: the folder around it is the store, and only that file is listed."""
+    if scheme(store.url) != "file":
+        return None
+    folder, _, name = local_path(store.url).rpartition("/")
+    parent = open_store(folder or "/")
+    if not name or not parent.exists(name):
+        return None
+    size = parent.stat(name).size_bytes
+    is_log = _is_log(name)
+    return Content(
+        url=store.url, store=parent, has_evidence=True, has_checkpoints=False, metrics="",
+        logs=(LogFile(path=name, rank=None, size_bytes=size),) if is_log else (),
+    )  # fmt: skip
+
+
+def _is_log(path: str) -> bool:
+    for packed in PACKED:
+        path = path.removesuffix(packed)
+    return path.endswith(LOG_ENDINGS)
+
+
+def _is_evidence(source: Source) -> bool:
+    return (source.suffix in _EVIDENCE and (source.rank is not None or _is_log(source.path) or source.suffix == ".json")) or (
+        source.rank is not None and source.suffix == ""
+    )  # fmt: skip
+
+
+def _logs(found: Iterable[Source]) -> tuple[LogFile, ...]:
+    return tuple(
+        LogFile(path=source.path, rank=source.rank, size_bytes=source.size_bytes)
+        for source in found
+        if _is_log(source.path)
+    )
+
+
+def _nothing_here(store: Store, folders: list[str]) -> StoreError:
+    some = ", ".join(itertools.islice(folders, 5))
+    seen = f"it holds the folders {some}" if some else "it is empty or does not exist"
+    return NotFoundError(
+        f"{redact(str(store))}: neither a run nor an incident: no step folder, dump, stack, log or metrics.jsonl ({seen}). "
+        "Give a run's URL (what save.url named), an incident folder, or a folder of Flight Recorder dumps or logs"
+    )

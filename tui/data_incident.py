@@ -1,0 +1,98 @@
+"""The incident as the screens need it: what `titan_ckpt.debug` read and concluded, and a compact heatmap per group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from titan_ckpt.debug.align import Lane, lanes
+from titan_ckpt.debug.diagnosis import diagnose
+from titan_ckpt.debug.reader import open_run
+from titan_ckpt.debug.records import Run, Verdict
+from titan_ckpt.debug.situation import (
+    DEAD,
+    FINISHED,
+    FROZEN,
+    GIL_HELD,
+    IN_COLLECTIVE,
+    IN_INIT,
+    IN_P2P,
+    IN_TEARDOWN,
+    ON_CPU,
+    SILENT,
+    UNKNOWN,
+    Situation,
+    situations,
+)
+from titan_ckpt.debug.waits import Edge, wait_edges
+from titan_ckpt.tui.rows import Role
+
+# A glyph and a role for each situation, gravest first.
+SITUATIONS: Mapping[str, tuple[str, Role, str]] = {
+    DEAD: ("x", "bad", "dead"),
+    FROZEN: ("z", "bad", "frozen"),
+    GIL_HELD: ("g", "bad", "GIL held"),
+    ON_CPU: ("c", "warn", "busy on its CPU"),
+    SILENT: ("?", "warn", "left nothing"),
+    IN_INIT: ("i", "note", "in init"),
+    IN_P2P: ("p", "good", "in send/recv"),
+    IN_COLLECTIVE: ("w", "good", "waiting in a collective"),
+    IN_TEARDOWN: ("t", "dim", "shutting down"),
+    FINISHED: (".", "dim", "finished"),
+    UNKNOWN: ("-", "dim", "no stack"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """One incident, diagnosed."""
+
+    run: Run
+    verdicts: tuple[Verdict, ...]
+    lanes: tuple[Lane, ...]
+    states: Mapping[int, Situation]
+    edges: tuple[Edge, ...] = field(default=())
+
+    @property
+    def top(self) -> Verdict:
+        """The most likely verdict."""
+        return self.verdicts[0]
+
+    def lane_of(self, group: str | None) -> int:
+        """Position of the lane of a group's name, 0 where there is none such."""
+        names = [str(self.run.groups[lane.group]) for lane in self.lanes]
+        return names.index(group) if group in names else 0
+
+
+def load_incident(url: str) -> Incident:
+    """Read and diagnose; TitanError when nothing there is evidence."""
+    run = open_run(url)
+    states = situations(run)
+    found = lanes(run)
+    return Incident(
+        run=run,
+        verdicts=tuple(diagnose(run)),
+        lanes=tuple(found),
+        states=states,
+        edges=tuple(wait_edges(run, found, states)),
+    )
+
+
+def state_counts(incident: Incident) -> list[tuple[str, int]]:
+    """(kind, how many ranks), gravest first."""
+    counts = Counter(state.kind for state in incident.states.values())
+    return [(kind, counts[kind]) for kind in SITUATIONS if counts[kind]]
+
+
+def strip_cells(incident: Incident, num_cells: int) -> list[tuple[str, Role]]:
+    """A glyph per rank; where the ranks are more than the cells, a cell is the gravest of its neighbours."""
+    order = list(SITUATIONS)
+    ranks = sorted(incident.states)
+    per_cell = max(1, -(-len(ranks) // max(num_cells, 1)))
+    cells = []
+    for start in range(0, len(ranks), per_cell):
+        kinds = [incident.states[rank].kind for rank in ranks[start : start + per_cell]]
+        glyph, role, _ = SITUATIONS[min(kinds, key=order.index)]
+        cells.append((glyph, role))
+    return cells

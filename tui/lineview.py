@@ -1,0 +1,130 @@
+"""A list of any length with a cursor, painted line by line (Textual's line API): its cost is what is on the screen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows
+
+# Vermilion, orange and sky blue of the Okabe-Ito palette: told apart with any colour vision.
+STYLES: dict[Role, Style] = {
+    "": Style(),
+    "dim": Style(color="#8a8a8a"),
+    "bold": Style(bold=True),
+    "head": Style(bold=True, underline=True),
+    "bad": Style(color="#ff7a33", bold=True),
+    "warn": Style(color="#e6b800"),
+    "good": Style(color="#56b4e9"),
+    "note": Style(color="#d8a0c0"),
+}
+CURSOR = Style(bold=True, bgcolor="#303a4a")
+MARK, NO_MARK = "▸ ", "  "
+
+
+def segments_of(row: Row) -> list[Segment]:
+    """A row's parts in their styles."""
+    return [Segment(text, STYLES[role]) for text, role in row.parts]
+
+
+class LineView(ScrollView, can_focus=True):
+    """Shows `Rows`. The cursor's line begins with a mark, so that it is seen without colour."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", "up", show=False),
+        Binding("down,j", "move(1)", "down", show=False),
+        Binding("pageup,ctrl+b", "page(-1)", "page up", show=False),
+        Binding("pagedown,ctrl+f", "page(1)", "page down", show=False),
+        Binding("g,home", "to_start", "first", show=False),
+        Binding("G,end", "to_end", "last", show=False),
+        Binding("left,h", "shift(-8)", "left", show=False),
+        Binding("right,l", "shift(8)", "right", show=False),
+        Binding("enter", "choose", "open", show=False),
+    ]
+
+    @dataclass
+    class Moved(Message):
+        """The cursor stands on another row."""
+
+        index: int
+
+    @dataclass
+    class Chosen(Message):
+        """Enter was pressed."""
+
+        index: int
+        row: Row
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.rows: Rows = RowList()
+        self.cursor = 0
+        self.shift = 0
+
+    def set_rows(self, rows: Rows, *, cursor: int | None = None) -> None:
+        """Show other rows; the cursor stays where it is unless told otherwise."""
+        self.rows = rows
+        self.virtual_size = Size(1, len(rows))
+        self.move_to(self.cursor if cursor is None else cursor)
+        self.refresh()
+
+    def move_to(self, index: int) -> None:
+        """Put the cursor on a row and bring it into sight."""
+        self.cursor = max(0, min(index, len(self.rows) - 1))
+        self.scroll_to_region(Region(0, self.cursor, 1, 1), animate=False, force=True, immediate=True, x_axis=False)
+        self.refresh()
+        self.post_message(self.Moved(self.cursor))
+
+    @property
+    def current(self) -> Row | None:
+        """The row under the cursor."""
+        return self.rows.row(self.cursor, self.line_width) if len(self.rows) else None
+
+    @property
+    def line_width(self) -> int:
+        """Cells that a row has, without the mark."""
+        return max(self.scrollable_content_region.width - len(MARK), 8)
+
+    def render_line(self, y: int) -> Strip:
+        width = self.scrollable_content_region.width
+        index = self.scroll_offset.y + y
+        if index >= len(self.rows):
+            return Strip.blank(width)
+        is_cursor = index == self.cursor
+        body = Strip(segments_of(self.rows.row(index, self.line_width)))
+        body = body.crop(self.shift, self.shift + width - len(MARK)).adjust_cell_length(width - len(MARK))
+        strip = Strip([Segment(MARK if is_cursor else NO_MARK, STYLES["bold"]), *body])
+        return strip.apply_style(CURSOR) if is_cursor else strip
+
+    def action_move(self, by: int) -> None:
+        self.move_to(self.cursor + by)
+
+    def action_page(self, by: int) -> None:
+        self.move_to(self.cursor + by * max(self.scrollable_content_region.height - 1, 1))
+
+    def action_to_start(self) -> None:
+        self.move_to(0)
+
+    def action_to_end(self) -> None:
+        self.move_to(len(self.rows) - 1)
+
+    def action_shift(self, by: int) -> None:
+        self.shift = max(0, self.shift + by)
+        self.refresh()
+
+    def action_choose(self) -> None:
+        row = self.current
+        if row is not None:
+            self.post_message(self.Chosen(self.cursor, row))
+
+    def on_click(self, event: events.Click) -> None:
+        self.move_to(self.scroll_offset.y + event.y)

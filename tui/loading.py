@@ -1,0 +1,108 @@
+"""What is loaded at start and, while following, again and again. Reports each part as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from textual.app import App
+
+from titan_ckpt.checkpoint import list_checkpoints
+from titan_ckpt.tui import tasks
+from titan_ckpt.tui.data_content import Content, find_content
+from titan_ckpt.tui.data_incident import load_incident
+from titan_ckpt.tui.data_logs import HEAD_BYTES, load_logs
+from titan_ckpt.tui.data_metrics import load_metrics
+from titan_ckpt.tui.log_files import LogFiles
+from titan_ckpt.tui.session import Part, Session
+
+_SMALL_LOGS = 32 << 20
+
+
+class Loader:
+    """Loads a session's parts in threads; `changed` is called on the screen's thread after each."""
+
+    def __init__(self, app: App[Any], session: Session, changed: Callable[[], None]) -> None:
+        self._app = app
+        self._session = session
+        self._changed = changed
+        self._seen: object = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is being read."""
+        return bool(self.reading)
+
+    @property
+    def reading(self) -> list[str]:
+        """What is being read."""
+        s = self._session
+        parts: tuple[Part[Any], ...] = (s.incident, s.checkpoints, s.logs, s.metrics)
+        return [part.what for part in parts if part.is_loading]
+
+    def load_all(self) -> None:
+        """Begin with everything that the content has."""
+        s, content = self._session, self._session.content
+        if content.has_evidence:
+            self._load(s.incident, lambda: load_incident(content.url))
+        if content.has_checkpoints:
+            self._load(s.checkpoints, lambda: tuple(list_checkpoints(content.store)))
+        if content.metrics:
+            self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
+        if content.logs:
+            self._load_logs(content)
+
+    def reload(self) -> None:
+        """Look again at what is there (in a thread) and load the parts that have grown."""
+        if not self.is_busy:
+            url = self._session.content.url
+            tasks.start(self._app, "looking again", lambda: find_content(url), self._found, self._lost)
+
+    def _found(self, content: Content) -> None:
+        s, before = self._session, self._session.content
+        s.content = content
+        if content.logs != before.logs or content.incident != before.incident:
+            if content.logs:
+                self._load_logs(content)
+            if content.has_evidence:
+                self._load(s.incident, lambda: load_incident(content.url))
+        if content.has_checkpoints:
+            self._load(s.checkpoints, lambda: tuple(list_checkpoints(content.store)))
+        if content.metrics:
+            self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
+
+    def _lost(self, text: str) -> None:
+        self._session.checkpoints.error = text
+        self._changed()
+
+    def _load_logs(self, content: Content) -> None:
+        files = LogFiles(content.store, content.logs)
+        is_large = sum(file.size_bytes for file in content.logs) > _SMALL_LOGS
+        if not is_large:
+            self._load(self._session.logs, lambda: load_logs(files))
+            return
+
+        def rest() -> None:
+            self._load(self._session.logs, lambda: load_logs(files))
+
+        if self._session.logs.value is None:
+            self._load(self._session.logs, lambda: load_logs(files, head_bytes=HEAD_BYTES), after=rest)
+        else:
+            rest()
+
+    def _load(self, part: Part[Any], work: Callable[[], Any], *, after: Callable[[], None] | None = None) -> None:
+        part.is_loading = True
+
+        def done(value: Any) -> None:
+            part.value, part.error, part.is_loading = value, "", False
+            part.version += 1
+            if after is not None:
+                after()
+            self._changed()
+
+        def failed(text: str) -> None:
+            part.error, part.is_loading = text, False
+            part.version += 1
+            self._changed()
+
+        tasks.start(self._app, part.what, work, done, failed)

@@ -1,0 +1,168 @@
+"""What all numbered screens have in common: a title line, a body, a filter, problems to step through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Static
+
+from titan_ckpt.tui.lineview import LineView
+from titan_ckpt.tui.rows import Row, RowList, Rows, Target, parse_ranks, row
+from titan_ckpt.tui.session import Session
+
+
+class Pane(Vertical):
+    """One numbered screen. `keys` are its own keys for the help and the bottom line."""
+
+    number: ClassVar[int] = 0
+    label: ClassVar[str] = ""
+    keys: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+    @dataclass
+    class Go(Message):
+        """Show another screen with this selected."""
+
+        target: Target
+
+    @dataclass
+    class Ask(Message):
+        """Have the user type a line; `then` gets it."""
+
+        label: str
+        initial: str
+        then: Callable[[str], None]
+
+    @dataclass
+    class Work(Message):
+        """Do `work` in a thread while the bottom line says `what`; `done` gets the result on the screen's thread."""
+
+        what: str
+        work: Callable[[], Any]
+        done: Callable[[Any], None]
+
+    @dataclass
+    class Say(Message):
+        """Put a text on the bottom line."""
+
+        text: str
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(id=f"pane-{self.number}")
+        self.session = session
+        self.filter_text = ""
+        self._seen: tuple[object, ...] = ()
+
+    def compose(self) -> ComposeResult:
+        yield Static("", classes="title", markup=False)
+        yield self.make_body()
+
+    def make_body(self) -> Widget:
+        """The body, a LineView unless the screen has another."""
+        return LineView()
+
+    @property
+    def body(self) -> LineView:
+        """The widget that has the focus on this screen."""
+        return self.query_one(LineView)
+
+    def set_title(self, text: str) -> None:
+        """The line below the tabs."""
+        suffix = f"   filter: {self.filter_text}" if self.filter_text else ""
+        self.query_one(".title", Static).update(f" {text}{suffix}")
+
+    # -- what a screen may override
+
+    def state(self) -> tuple[object, ...]:
+        """What its rows depend on: they are made again only when it changes."""
+        return (self.session.incident.version, self.session.incident.text)
+
+    def make_rows(self, width: int) -> Rows:  # noqa: ARG002 (for those that override it)
+        """The rows for the present state of the session."""
+        return RowList([row(self.session.incident.text)])
+
+    def title(self) -> str:
+        """What the title line says."""
+        return ""
+
+    def select(self, target: Target) -> None:
+        """Something of this screen was asked for by another one."""
+
+    def chosen(self, chosen: Row) -> None:
+        """Enter on a row: follow its target."""
+        if chosen.target is not None:
+            self.post_message(self.Go(chosen.target))
+
+    def go_back(self) -> bool:
+        """Esc within the screen; False when there is nothing to go back from."""
+        if self.filter_text:
+            self.set_filter("")
+            return True
+        return False
+
+    def pin(self) -> None:
+        """Space: pin the rank of the row under the cursor, or unpin it."""
+        current = self.body.current
+        rank = current.target.rank if current and current.target else None
+        if rank is None:
+            self.post_message(self.Say("no rank on this line"))
+            return
+        self.pin_rank(rank)
+
+    def pin_rank(self, rank: int) -> None:
+        """Pin `rank` on every screen, or unpin it if it is the pinned one."""
+        self.session.pinned = None if self.session.pinned == rank else rank
+        text = f"rank {rank} pinned" if self.session.pinned is not None else f"rank {rank} unpinned"
+        self.post_message(self.Say(text))
+        self.update_rows()
+
+    def copied_text(self) -> str:
+        """What `y` copies: the row under the cursor."""
+        current = self.body.current
+        return current.text.strip() if current else ""
+
+    # -- what all share
+
+    def set_filter(self, text: str) -> None:
+        """Show only what matches; the empty text shows all."""
+        self.filter_text = text
+        self.update_rows(force=True)
+
+    def next_problem(self, direction: int) -> None:
+        """`n` and `N`."""
+        place = self.body.rows.next_problem(self.body.cursor, direction)
+        if place is None:
+            self.post_message(self.Say("no further problem " + ("below" if direction > 0 else "above")))
+        else:
+            self.body.move_to(place)
+
+    def update_rows(self, *, force: bool = False) -> None:
+        """Make the rows again if what they show has changed."""
+        seen = (*self.state(), self.session.pinned, self.body.line_width, self.filter_text)
+        if seen != self._seen or force:
+            self._seen = seen
+            rows = self.make_rows(self.body.line_width)
+            if self.filter_text and isinstance(rows, RowList):
+                rows = rows.matching(self.filter_text)
+            self.body.set_rows(rows)
+        self.set_title(self.title())
+
+    def on_line_view_chosen(self, message: LineView.Chosen) -> None:
+        message.stop()
+        self.chosen(message.row)
+
+    def on_resize(self) -> None:
+        self.update_rows()
+
+    def on_show(self) -> None:
+        self.update_rows()
+
+
+def filter_ranks(text: str) -> tuple[int, ...] | None:
+    """The ranks that a filter text names, None where it is not a set of ranks."""
+    return parse_ranks(text) if text else None

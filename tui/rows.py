@@ -1,0 +1,153 @@
+"""Lines of text as the screens' data: parts with a role, and where enter leads. Knows nothing of Textual.
+
+Roles say what a part means (`bad`, `dim`, ...); only `titan_ckpt.tui.lineview` turns them into colours, and no role is the
+only carrier of its meaning: there is always a word or a glyph as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+Role: TypeAlias = Literal["", "dim", "bold", "head", "bad", "warn", "good", "note"]
+Part: TypeAlias = tuple[str, Role]
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]|\x1b\[[0-9;]*[A-Za-z]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where enter on a row leads: a screen, and what to select there."""
+
+    screen: int
+    rank: int | None = None
+    group: str | None = None
+    seq: int | None = None
+    step: int | None = None
+    source: str = ""
+    line: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line. `is_problem` is where `n` and `N` stop."""
+
+    parts: tuple[Part, ...] = ()
+    target: Target | None = None
+    is_problem: bool = False
+
+    @property
+    def text(self) -> str:
+        """The line without roles."""
+        return "".join(text for text, _ in self.parts)
+
+
+class Rows(Protocol):
+    """Any number of rows, made only when they are looked at."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int, width: int) -> Row: ...
+
+    def next_problem(self, index: int, direction: int) -> int | None:
+        """The nearest problem after (+1) or before (-1) `index`."""
+        ...
+
+
+class RowList:
+    """Rows that stand in memory."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._rows = tuple(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int, width: int) -> Row:  # noqa: ARG002 (the protocol's)
+        return self._rows[index]
+
+    def next_problem(self, index: int, direction: int) -> int | None:
+        places = range(index + 1, len(self._rows)) if direction > 0 else range(index - 1, -1, -1)
+        return next((place for place in places if self._rows[place].is_problem), None)
+
+    def matching(self, text: str) -> RowList:
+        """The rows that hold `text`, in any case."""
+        wanted = text.casefold()
+        return RowList(row for row in self._rows if wanted in row.text.casefold())
+
+
+def row(*parts: str | Part, target: Target | None = None, is_problem: bool = False) -> Row:
+    """A row of parts; a bare string is a part without a role."""
+    spelled = tuple((clean(p), "") if isinstance(p, str) else (clean(p[0]), p[1]) for p in parts)
+    return Row(parts=spelled, target=target, is_problem=is_problem)  # type: ignore[arg-type]
+
+
+def head(text: str) -> Row:
+    """A heading."""
+    return row((text, "head"))
+
+
+def clean(text: str) -> str:
+    """`text` without what could steer a terminal: logs and dumps are other people's bytes.
+
+    >>> clean("a\\tb\\x1b[31mred\\x07")
+    'a   bred'
+    """
+    text = text.replace("\t", "   ")
+    return _CONTROL.sub("", text) if not text.isprintable() else text
+
+
+def ranks_text(ranks: Sequence[int], limit: int = 12) -> str:
+    """Ranks as ranges.
+
+    >>> ranks_text([0, 1, 2, 5, 7, 8]), ranks_text(range(0, 100, 2), limit=3)
+    ('0-2,5,7-8', '0,2,4,... (50 ranks)')
+    """
+    spans: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    shown = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:limit])
+    return shown if len(spans) <= limit else f"{shown},... ({len(ranks)} ranks)"
+
+
+def parse_ranks(text: str) -> tuple[int, ...] | None:
+    """The inverse of `ranks_text`; None where `text` is no set of ranks.
+
+    >>> parse_ranks("0-2,5"), parse_ranks("five")
+    ((0, 1, 2, 5), None)
+    """
+    found: set[int] = set()
+    for item in text.replace(" ", "").split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", item)
+        if match is None:
+            return None
+        first, last = int(match.group(1)), int(match.group(2) or match.group(1))
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
+
+
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """`text` in lines of at most `width`, broken at spaces where possible; later lines begin with `indent`."""
+    lines, line = [], ""
+    for word in clean(text).split(" "):
+        while len(word) > width - len(indent):
+            room = max(width - len(line) - 1, 0) if line.strip() else width - len(line)
+            if room < 8 and line.strip():
+                lines.append(line)
+                line = indent
+                continue
+            joint = " " if line.strip() else ""
+            lines.append(line + joint + word[:room])
+            word, line = word[room:], indent
+        joint = " " if line.strip() else ""
+        if len(line) + len(joint) + len(word) > width:
+            lines.append(line)
+            line, joint = indent, ""
+        line += joint + word
+    return [*lines, line] if line.strip() or not lines else lines

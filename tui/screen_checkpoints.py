@@ -1,0 +1,262 @@
+"""Screen 7: a run's checkpoints; one opened: its tensors and their cut; verify, diff, a reshard plan and a prune preview."""
+
+from __future__ import annotations
+
+import calendar
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+from textual.binding import Binding, BindingType
+
+from titan_ckpt.checkpoint import Checkpoint, CheckpointInfo, open_checkpoint
+from titan_ckpt.diff import diff
+from titan_ckpt.draw import Pieces, draw
+from titan_ckpt.errors import TitanError
+from titan_ckpt.estimate import estimate
+from titan_ckpt.index import TensorEntry
+from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.placement import format_placements
+from titan_ckpt.reshard import DEFAULT_MEMORY, plan_reshard
+from titan_ckpt.retention import RetentionPolicy, prune
+from titan_ckpt.store import open_store
+from titan_ckpt.tui.pane import Pane
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, head, row
+from titan_ckpt.tui.session import Session
+from titan_ckpt.units import format_duration, format_size
+from titan_ckpt.verify import verify
+
+_ROLES: dict[str, Role] = {"committed": "good", "partial": "warn", "damaged": "bad"}
+
+
+class CheckpointsPane(Pane):
+    """The list, or one checkpoint, or the answer to a question about one."""
+
+    number = 7
+    label = "Checkpoints"
+    keys = (
+        ("enter", "open"),
+        ("v", "verify every byte"),
+        ("d", "diff with the pinned step"),
+        ("r", "reshard plan"),
+        ("p", "prune preview"),
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("v", "verify", show=False), Binding("d", "diff", show=False), Binding("r", "reshard", show=False),
+        Binding("p", "prune", show=False),
+    ]  # fmt: skip
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._opened: Checkpoint | None = None
+        self._answer: list[Row] | None = None
+        self._pinned_step: int | None = None
+        self._shown = 0
+
+    def state(self) -> tuple[object, ...]:
+        part = self.session.checkpoints
+        return (part.version, part.text, self._shown, self._pinned_step)
+
+    def title(self) -> str:
+        if self._opened is not None:
+            manifest = self._opened.manifest
+            facts = f"{len(manifest.tensors)} tensors · {format_size(manifest.size_bytes)}"
+            return f"step {self._opened.step} · mesh {manifest.mesh or 'unknown'} · {facts}"
+        infos = self.session.checkpoints.value
+        return self.session.checkpoints.text if infos is None else f"{len(infos)} steps"
+
+    def make_rows(self, width: int) -> Rows:  # noqa: ARG002 (the base's)
+        if self._answer is not None:
+            return RowList(self._answer)
+        if self._opened is not None:
+            return RowList(tensor_rows(self._opened))
+        infos = self.session.checkpoints.value
+        if infos is None:
+            return RowList([row(self.session.checkpoints.text)])
+        return RowList(list_rows(infos, self._pinned_step, self.session.clock()))
+
+    def _show(self, *, opened: Checkpoint | None = None, answer: list[Row] | None = None) -> None:
+        self._opened, self._answer = opened or self._opened, answer
+        self._shown += 1
+        self.update_rows(force=True)
+        self.body.move_to(0)
+
+    def go_back(self) -> bool:
+        if super().go_back():
+            return True
+        if self._answer is not None:
+            self._show(answer=None)
+            return True
+        if self._opened is not None:
+            self._opened = None
+            self._show(answer=None)
+            return True
+        return False
+
+    def chosen(self, chosen: Row) -> None:
+        target = chosen.target
+        if target is None:
+            return
+        if self._opened is not None and target.name:
+            self._show(answer=list(cut_rows(self._opened, target.name)))
+        elif target.step is not None:
+            step = target.step
+            self.post_message(self.Work(f"opening step {step}", lambda: self._open(step), self._opened_step))
+
+    def _open(self, step: int) -> Checkpoint | str:
+        try:
+            return open_checkpoint(self.session.content.store.url, step=step, store=self.session.content.store)
+        except TitanError as error:
+            return str(error)
+
+    def _opened_step(self, found: Checkpoint | str) -> None:
+        if isinstance(found, str):
+            self._show(answer=[row((found, "bad"), is_problem=True)])
+        else:
+            self._show(opened=found)
+
+    def pin(self) -> None:
+        step = self._step()
+        if step is None:
+            self.post_message(self.Say("no step on this line"))
+            return
+        self._pinned_step = None if self._pinned_step == step else step
+        self.post_message(self.Say(f"step {step} {'pinned' if self._pinned_step else 'unpinned'}"))
+        self.update_rows()
+
+    def _step(self) -> int | None:
+        if self._opened is not None:
+            return self._opened.step
+        current = self.body.current
+        return current.target.step if current is not None and current.target is not None else None
+
+    def _ask_of_step(self, what: str, work: Any) -> None:
+        """Run `work(step)` in a thread and show its rows; errors of ours are shown as a row."""
+        step = self._step()
+        if step is None:
+            self.post_message(self.Say("put the cursor on a step"))
+            return
+
+        def safely() -> list[Row]:
+            try:
+                return list(work(step))
+            except TitanError as error:
+                return [row((str(error), "bad"), is_problem=True)]
+
+        self.post_message(self.Work(f"{what} step {step}", safely, lambda rows: self._show(answer=rows)))
+
+    def action_verify(self) -> None:
+        store = self.session.content.store
+        self._ask_of_step("verifying", lambda step: verify_rows(f"{store.url}@{step}", step))
+
+    def action_diff(self) -> None:
+        pinned, store = self._pinned_step, self.session.content.store
+        if pinned is None:
+            self.post_message(self.Say("pin one step with space, put the cursor on another, then d"))
+            return
+        self._ask_of_step(f"comparing step {pinned} with", lambda step: diff_rows(store.url, pinned, step))
+
+    def action_reshard(self) -> None:
+        step, store = self._step(), self.session.content.store
+        if step is None:
+            self.post_message(self.Say("put the cursor on a step"))
+            return
+        self.post_message(
+            self.Ask(
+                "mesh, such as pp=2,dp_shard=4",
+                "",
+                lambda mesh: self._ask_of_step(f"planning {mesh} for", lambda s: reshard_rows(store.url, s, mesh)),
+            )
+        )
+
+    def action_prune(self) -> None:
+        infos = self.session.checkpoints.value or ()
+        self.post_message(
+            self.Ask("keep how many of the newest", "3", lambda text: self._show(answer=prune_rows(infos, text)))
+        )
+
+
+def list_rows(infos: tuple[CheckpointInfo, ...], pinned: int | None, now_s: float) -> Iterator[Row]:
+    """A line per step, newest first."""
+    yield head(f"{'step':>10}  {'state':<10} {'kind':<8} {'size':>9}  {'age':>12}  mesh")
+    for info in sorted(infos, key=lambda info: -info.step):
+        mark = "*" if info.step == pinned else " "
+        commit = info.commit
+        facts = "" if commit is None else (
+            f"{commit.kind:<8} {format_size(commit.size_bytes):>9}  {_age(commit.created, now_s):>12}  {commit.mesh or '1'}"
+        )  # fmt: skip
+        yield row(f"{mark}{info.step:>9}  ", (f"{info.state:<10} ", _ROLES[info.state]), facts or info.problem,
+                  target=Target(screen=7, step=info.step), is_problem=info.state == "damaged")  # fmt: skip
+    if not infos:
+        yield row("no checkpoints yet")
+
+
+def _age(created: str, now_s: float) -> str:
+    try:
+        made = time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")
+    except ValueError:
+        return "?"
+    return format_duration(max(0.0, now_s - calendar.timegm(made)))
+
+
+def tensor_rows(checkpoint: Checkpoint) -> Iterator[Row]:
+    """A line per tensor; enter draws its cut."""
+    yield head(f"{'shape':<20} {'dtype':<10} {'chunks':>6}  {'cut':<22} name")
+    for tensor in checkpoint.manifest.tensors:
+        cut = "unknown" if tensor.placements is None else format_placements(tensor.placements)
+        shape = "x".join(map(str, tensor.global_shape)) or "scalar"
+        yield row(f"{shape:<20} {tensor.dtype:<10} {tensor.num_chunks:>6}  {cut:<22} {tensor.fqn}",
+                  target=Target(screen=7, step=checkpoint.step, name=tensor.fqn))  # fmt: skip
+
+
+def cut_rows(checkpoint: Checkpoint, fqn: str) -> Iterator[Row]:
+    """How a tensor is cut, drawn: each spot with the file that holds it."""
+    tensor: TensorEntry = checkpoint.manifest.by_fqn[fqn]
+    offsets, sizes = checkpoint.manifest.boxes(tensor)
+    holders = [chunk.file.rpartition("__")[2].partition("_")[0] for chunk in checkpoint.manifest.chunks_of(tensor)]
+    yield head(f"{fqn}: {tensor.global_shape} {tensor.dtype}; each spot shows the rank that wrote it")
+    pieces = Pieces(offsets=np.asarray(offsets), sizes=np.asarray(sizes), holders=holders)
+    for line in draw(tensor.global_shape, pieces, is_coloured=False).splitlines():
+        yield row("  " + line)
+
+
+def verify_rows(url: str, step: int) -> Iterator[Row]:
+    """Every byte re-read."""
+    started = time.monotonic()
+    problems = verify(url, read_data=True)
+    yield head(f"step {step}: {len(problems)} problems ({format_duration(time.monotonic() - started)})")
+    for problem in problems:
+        yield row((str(problem), "bad"), is_problem=True)
+    if not problems:
+        yield row(("every byte is what was saved", "good"))
+
+
+def diff_rows(url: str, a: int, b: int) -> Iterator[Row]:
+    """Names, shapes, dtypes and values of two steps."""
+    found = diff(open_checkpoint(url, step=a), open_checkpoint(url, step=b), values=True)
+    yield head(f"step {a} and step {b}: {len(found)} differences")
+    for difference in found:
+        error = "" if difference.max_abs is None else f"  max abs {difference.max_abs:.3g}"
+        yield row(f"{difference.kind:<10} {difference.fqn}{error}")
+    if not found:
+        yield row(("equal", "good"))
+
+
+def reshard_rows(url: str, step: int, mesh: str) -> Iterator[Row]:
+    """What `titan-ckpt reshard` would do."""
+    plan = plan_reshard(open_checkpoint(url, step=step), MeshSpec.parse(mesh))
+    facts = estimate(plan, open_store(url), memory_bytes=DEFAULT_MEMORY)
+    yield head(f"step {step} -> {mesh}")
+    yield row(f"read     {format_size(facts.read_bytes)} in {facts.read_requests:,} requests")
+    yield row(f"write    {format_size(facts.written_bytes)} in {facts.num_files:,} files")
+    yield row(("titan-ckpt reshard SRC DST --mesh " + mesh, "dim"))
+
+
+def prune_rows(infos: tuple[CheckpointInfo, ...], text: str) -> list[Row]:
+    """What `titan-ckpt prune --keep-last N` would delete."""
+    if not text.isdigit() or int(text) < 1:
+        return [row((f"{text!r} is not a number above 0", "bad"))]
+    gone = prune(infos, RetentionPolicy(keep_last=int(text)))
+    rows = [head(f"keep the newest {text}: {len(gone)} steps would go (nothing is deleted here)")]
+    return rows + [row(f"  step {info.step}") for info in gone]

@@ -1,0 +1,166 @@
+"""Screen 3: one operation on all ranks of its group: state, lag, sizes, dtype, call site, and the stacks that hold it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from titan_ckpt.debug.align import Lane
+from titan_ckpt.debug.records import Frame, Operation
+from titan_ckpt.tui.data_incident import SITUATIONS, Incident
+from titan_ckpt.tui.pane import Pane
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, head, ranks_text, row
+from titan_ckpt.tui.session import Session
+
+
+class CollectivePane(Pane):
+    """One operation."""
+
+    number = 3
+    label = "Collective"
+    keys = (("< >", "operation before, after"), ("d", "difference to the pinned rank"), ("enter", "the rank's waits"))
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("less_than_sign", "step(-1)", show=False), Binding("greater_than_sign", "step(1)", show=False),
+        Binding("d", "difference", show=False),
+    ]  # fmt: skip
+
+    def state(self) -> tuple[object, ...]:
+        return (*super().state(), self.session.lane, self.session.seq)
+
+    def title(self) -> str:
+        incident = self.session.incident.value
+        if incident is None or not incident.lanes:
+            return "no operations were recorded"
+        lane = current_lane(self.session, incident)
+        return f"group {incident.run.groups[lane.group]} · operation #{current_seq(self.session, incident)}"
+
+    def make_rows(self, width: int) -> Rows:
+        incident = self.session.incident.value
+        if incident is None or not incident.lanes:
+            return RowList([row(self.session.incident.text if incident is None else "no operations were recorded")])
+        return RowList(collective_rows(self.session, incident, width))
+
+    def action_step(self, by: int) -> None:
+        incident = self.session.incident.value
+        if incident is not None and incident.lanes:
+            lane = current_lane(self.session, incident)
+            last = lane.first_seq + lane.row.shape[1] - 1
+            self.session.seq = max(lane.first_seq, min(current_seq(self.session, incident) + by, last))
+            self.update_rows()
+
+    def action_difference(self) -> None:
+        incident, current, pinned = self.session.incident.value, self.body.current, self.session.pinned
+        rank = current.target.rank if current and current.target else None
+        if incident is None or rank is None or pinned is None or rank == pinned:
+            self.post_message(self.Say("pin a rank with space, put the cursor on another one, then d"))
+            return
+        self.post_message(self.Say(difference(self.session, incident, pinned, rank)))
+
+
+def current_lane(session: Session, incident: Incident) -> Lane:
+    """The selected group."""
+    return incident.lanes[session.lane % len(incident.lanes)]
+
+
+def current_seq(session: Session, incident: Incident) -> int:
+    """The selected operation; without one the first that not all members did."""
+    lane = current_lane(session, incident)
+    last = lane.first_seq + lane.row.shape[1] - 1
+    if session.seq is not None:
+        return int(max(lane.first_seq, min(session.seq, last)))
+    missing = [seq for seq in range(lane.first_seq, last + 1) if len(lane.seen_at(seq)) < len(lane.members)]
+    return int(missing[-1] if missing else last)
+
+
+def operations_at(session: Session, incident: Incident) -> dict[int, Operation]:
+    """The operation by rank, of the ranks that issued it."""
+    lane, seq = current_lane(session, incident), current_seq(session, incident)
+    return {rank: incident.run.operation(rank, at) for rank, at in lane.seen_at(seq).items()}
+
+
+def collective_rows(session: Session, incident: Incident, width: int) -> Iterator[Row]:
+    """A line per rank, then the stacks as a tree."""
+    lane, found = current_lane(session, incident), operations_at(session, incident)
+    first_ns = min((op.created_ns for op in found.values() if op.created_ns), default=0)
+    usual = _usual([_signature(op) for op in found.values()])
+    yield head(f"{'rank':>6}  {'state':<11} {'lag':>9}  what, where")
+    for rank in lane.members:
+        yield _rank_row(session, incident, rank, found.get(rank), first_ns, usual)
+    yield row()
+    yield head("where they are")
+    yield from tree_rows(incident, lane.members, width)
+
+
+def _rank_row(
+    session: Session, incident: Incident, rank: int, op: Operation | None, first_ns: int, usual: tuple[str, str, str]
+) -> Row:
+    mark = "*" if rank == session.pinned else " "
+    target = Target(screen=6, rank=rank)
+    if op is None:
+        state = incident.states.get(rank)
+        doing = SITUATIONS[state.kind][2] if state is not None else "unknown"
+        place = f", {state.frame}" if state is not None and state.frame is not None else ""
+        return row((f"{mark}{rank:>5}  ", "bold"), ("absent     ", "bad"), f"{'':>9}  {doing}{place}",
+                   target=target, is_problem=True)  # fmt: skip
+    lag = f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else ""
+    is_other = _signature(op) != usual
+    role: Role = "bad" if is_other else "good" if not op.retired else ""
+    place = f"  {op.frames[0]}" if op.frames else ""
+    state_text = "done" if op.retired or op.state == "completed" else op.state
+    what: Role = "bad" if is_other else ""
+    return row((f"{mark}{rank:>5}  ", "bold"), (f"{state_text:<11}", role), f"{lag:>9}  ",
+               (" ".join(_signature(op)), what), (place, "dim"), target=target, is_problem=is_other)  # fmt: skip
+
+
+def _signature(op: Operation) -> tuple[str, str, str]:
+    return (op.op, op.sizes, op.dtypes)
+
+
+def _usual(signatures: list[tuple[str, str, str]]) -> tuple[str, str, str]:
+    return max(set(signatures), key=signatures.count) if signatures else ("", "", "")
+
+
+def difference(session: Session, incident: Incident, a: int, b: int) -> str:
+    """What two ranks did differently under this number."""
+    found = operations_at(session, incident)
+    if a not in found or b not in found:
+        return f"rank {a if a not in found else b} did not issue this operation"
+    names = ("operation", "sizes", "dtype")
+    pairs = zip(names, _signature(found[a]), _signature(found[b]), strict=True)
+    other = [f"{name}: rank {a} {x}, rank {b} {y}" for name, x, y in pairs if x != y]
+    places = [str(op.frames[0]) if op.frames else "?" for op in (found[a], found[b])]
+    other += [f"call site: rank {a} {places[0]}, rank {b} {places[1]}"] if places[0] != places[1] else []
+    return "; ".join(other) or f"ranks {a} and {b} did the same"
+
+
+def tree_rows(incident: Incident, members: tuple[int, ...], width: int) -> Iterator[Row]:
+    """The main threads' stacks, outermost first, each node with the ranks that are there; ranks without a stack last."""
+    stacks: dict[int, tuple[Frame, ...]] = {}
+    for rank in members:
+        snapshots = incident.run.ranks[rank].stacks
+        main = snapshots[-1].main if snapshots else None
+        if main is not None:
+            stacks[rank] = tuple(reversed(main.frames))
+    yield from _node_rows(stacks, 0, width)
+    silent = [rank for rank in members if rank not in stacks]
+    if silent:
+        yield row(("  no stack: ", "warn"), f"ranks {ranks_text(silent)}")
+
+
+def _node_rows(stacks: dict[int, tuple[Frame, ...]], depth: int, width: int) -> Iterator[Row]:
+    nodes: dict[Frame, dict[int, tuple[Frame, ...]]] = defaultdict(dict)
+    for rank, frames in stacks.items():
+        if depth < len(frames):
+            nodes[frames[depth]][rank] = frames
+    for frame, below in sorted(nodes.items(), key=lambda node: min(node[1])):
+        place = f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}"
+        ranks = ranks_text(sorted(below), 8)
+        yield row(
+            f"  {' ' * min(depth, 20)}{place}  ", (f"[{ranks}]", "note"), target=Target(screen=6, rank=min(below))
+        )
+        if frame.text:
+            yield row((f"  {' ' * min(depth, 20)}  > {frame.text}"[:width], "dim"))
+        yield from _node_rows(below, depth + 1, width)

@@ -1,0 +1,47 @@
+"""Screen 8: loss, throughput, stall, data wait and what else the metrics hold, as plots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from titan_ckpt.tui.data_metrics import Metrics
+from titan_ckpt.tui.pane import Pane
+from titan_ckpt.tui.plot import number, plot
+from titan_ckpt.tui.rows import Row, RowList, Rows, head, row
+
+PLOT_LINES = 7
+
+
+class TrainingPane(Pane):
+    """Plots of metrics.jsonl."""
+
+    number = 8
+    label = "Training"
+    keys = (("f", "follow"),)
+
+    def state(self) -> tuple[object, ...]:
+        return (self.session.metrics.version, self.session.metrics.text)
+
+    def title(self) -> str:
+        metrics = self.session.metrics.value
+        if metrics is None:
+            return self.session.metrics.text
+        damaged = f" · {metrics.num_damaged} damaged lines left out" if metrics.num_damaged else ""
+        return f"{metrics.source} · {len(metrics.steps):,} steps{damaged}"
+
+    def make_rows(self, width: int) -> Rows:
+        metrics = self.session.metrics.value
+        return RowList([row(self.session.metrics.text)] if metrics is None else plot_rows(metrics, width))
+
+
+def plot_rows(metrics: Metrics, width: int) -> Iterator[Row]:
+    """A heading and a plot per panel."""
+    for title, values in metrics.panels():
+        known = values[np.isfinite(values)]
+        newest = f"   newest {number(float(known[-1]))}" if len(known) else ""
+        yield head(f"{title}{newest}")
+        for line in plot(metrics.steps, values, width, PLOT_LINES):
+            yield row(line)
+        yield row()

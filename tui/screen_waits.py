@@ -1,0 +1,101 @@
+"""Screen 6: who waits for whom, as trees below the ranks that nobody else holds up; cycles are marked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from titan_ckpt.debug.waits import Edge
+from titan_ckpt.tui.data_incident import SITUATIONS, Incident
+from titan_ckpt.tui.pane import Pane
+from titan_ckpt.tui.rows import Row, RowList, Rows, Target, head, row, wrapped
+
+MAX_WAITERS = 200
+
+
+class WaitsPane(Pane):
+    """The wait-for graph."""
+
+    number = 6
+    label = "Waits"
+    keys = (("enter", "the operation that is waited in"),)
+
+    def title(self) -> str:
+        incident = self.session.incident.value
+        return "" if incident is None else f"{len(incident.edges)} waits; the causes stand at the left"
+
+    def make_rows(self, width: int) -> Rows:
+        incident = self.session.incident.value
+        if incident is None:
+            return RowList([row(self.session.incident.text)])
+        return RowList(wait_rows(incident, width))
+
+    def select(self, target: Target) -> None:
+        self.update_rows()
+        for index in range(len(self.body.rows)):
+            found = self.body.rows.row(index, self.body.line_width).target
+            if found is not None and found.rank == target.rank:
+                self.body.move_to(index)
+                return
+
+
+def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
+    """A tree for every rank that is waited for and waits for nobody; then what is in a cycle; then who is in no wait."""
+    waiters: dict[int, list[Edge]] = defaultdict(list)
+    for edge in incident.edges:
+        waiters[edge.awaited].append(edge)
+    waiting = {edge.waiter for edge in incident.edges}
+    shown: set[int] = set()
+    for root in sorted(rank for rank in waiters if rank not in waiting):
+        yield from _tree(incident, root, waiters, shown, width)
+    cycles = sorted(rank for rank in waiting if rank not in shown)
+    if cycles:
+        yield head("in a circle: each waits for the next")
+    for rank in cycles:
+        if rank not in shown:
+            yield from _tree(incident, rank, waiters, shown, width)
+    rest = sorted(rank for rank in incident.states if rank not in shown)
+    if rest:
+        yield head("in no wait that the evidence shows")
+    for rank in rest[:MAX_WAITERS]:
+        yield _rank_row(incident, rank, 0, "", width)
+
+
+def _tree(
+    incident: Incident, root: int, waiters: Mapping[int, list[Edge]], shown: set[int], width: int
+) -> Iterator[Row]:
+    """Depth first without recursion: a chain may be as long as there are ranks."""
+    stack: list[tuple[int, int, str]] = [(root, 0, "")]
+    while stack:
+        rank, depth, why = stack.pop()
+        if rank in shown:
+            yield row(
+                f"  {'  ' * min(depth, 12)}rank {rank} {why}", (" (above)", "dim"), target=Target(screen=6, rank=rank)
+            )
+            continue
+        shown.add(rank)
+        yield _rank_row(incident, rank, depth, why, width)
+        edges = sorted(waiters.get(rank, []), key=lambda edge: -edge.waiter)
+        if len(edges) > MAX_WAITERS:
+            yield row((f"  {'  ' * (depth + 1)}and {len(edges) - MAX_WAITERS:,} more ranks", "dim"))
+        stack += [(edge.waiter, depth + 1, _why(incident, edge)) for edge in edges[-MAX_WAITERS:]]
+
+
+def _why(incident: Incident, edge: Edge) -> str:
+    group = str(incident.run.groups[edge.group]) if edge.group >= 0 else "?"
+    kind = "send/recv" if edge.is_p2p else "collective"
+    sure = " (inferred)" if edge.is_inferred else ""
+    return f"waits in {group} {kind} #{edge.seq}{sure}"
+
+
+def _rank_row(incident: Incident, rank: int, depth: int, why: str, width: int) -> Row:
+    state = incident.states[rank]
+    glyph, role, words = SITUATIONS[state.kind]
+    detail = f" ({state.detail})" if state.detail else ""
+    place = f"  {state.frame.file.rpartition('/')[2]}:{state.frame.line} {state.frame.function}" if state.frame else ""
+    is_cause = (depth == 0 and role == "bad") or rank in incident.top.culprits
+    text = wrapped(f"{why or words}{detail}{place}", max(width, 40))[0]
+    return row(f"  {'  ' * min(depth, 12)}", (f"{glyph} rank {rank} ", role), text,
+               ("  <- culprit" if rank in incident.top.culprits else "", "bad"),
+               target=Target(screen=3, group=incident.top.group, seq=incident.top.seq, rank=rank),
+               is_problem=is_cause)  # fmt: skip
