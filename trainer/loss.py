@@ -72,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunk_loss(
     logits_NV: Tensor, labels_N: Tensor, shard: VocabShard | None, wants_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(sum of losses, gradient with respect to this rank's logits in their own dtype)."""
+    """(sum of losses, gradient with respect to this rank's logits in their own dtype); uses the logits up."""
     if shard is not None and shard.gather_logits:
         loss, grad_NW = _chunk_loss(_gather_vocab(logits_NV, shard), labels_N, None, wants_grad)
         return loss, None if grad_NW is None else grad_NW.chunk(shard.degree, dim=1)[shard.rank]
@@ -80,7 +80,7 @@ def _chunk_loss(
     highest_N = scores_NV.amax(dim=1)
     if shard is not None:
         dist.all_reduce(highest_N, dist.ReduceOp.MAX, shard.group)
-    scores_NV = scores_NV.sub_(highest_N[:, None]) if scores_NV is not logits_NV else scores_NV - highest_N[:, None]
+    scores_NV.sub_(highest_N[:, None])
     column_N1, is_mine_N1 = _columns(labels_N, scores_NV.shape[1], shard)
     target_N = scores_NV.gather(1, column_N1).mul_(is_mine_N1).squeeze(1)
     weights_NV = scores_NV.exp_()
