@@ -323,6 +323,20 @@ def test_workers_share_the_files_and_meet_in_the_store(tmp_path: Path) -> None:
     assert data_bytes(open_checkpoint(url)) == data_bytes(expected)
 
 
+@pytest.mark.dist
+def test_under_torchrun_each_worker_writes_its_share_and_one_commits(tmp_path: Path) -> None:
+    source = saved(str(tmp_path / "whole"), llama())
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
+        "127.0.0.1:0", "-m", "titan_ckpt", "reshard", source.url, str(tmp_path / "out"), "--mesh", "dp_shard=6", "--json",
+    ]  # fmt: skip
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["files"] == 3
+    assert len(open_checkpoint(str(tmp_path / "out")).manifest.files) == 6
+    assert_dcp_reads(str(tmp_path / "out"), llama())
+
+
 def test_a_killed_run_leaves_nothing_visible_and_goes_on(tmp_path: Path) -> None:
     source = resharded(saved(str(tmp_path / "whole"), llama()), str(tmp_path / "source"), "dp_shard=4")
     url = str(tmp_path / "out")
@@ -390,6 +404,7 @@ def test_a_model_that_no_table_knows_wants_placements_and_takes_them_from_a_file
     [
         (["--mesh", "pp=8"], "a pipeline of 8 stages does not fit a model of 4 layers"),
         (["--mesh", "dp=2"], "unknown mesh axis 'dp'"),
+        (["--mesh", "pp=2", "--stages-per-rank", "0"], "--stages-per-rank 0: a pipeline schedule has 1 or more"),
         (["--mesh", "dp_shard=2,dp_shard=4"], "axis 'dp_shard' is given twice"),
         (["--mesh", "dp_shard=2", "--only", "model", "--include", "nothing"], "nothing is left of the checkpoint"),
         (["--mesh", "dp_shard=2", "--rename", "*=*.*"], "write OLD=NEW with as many \\* on both sides"),

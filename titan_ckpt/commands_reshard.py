@@ -75,9 +75,11 @@ def run(arguments: Namespace) -> int:
         raise UsageError(
             f"{arguments.destination}: a reshard keeps the source's step; give the URL without @{location.step}"
         )
+    per_rank = arguments.stages_per_rank
+    if per_rank is not None and per_rank < 1:
+        raise UsageError(f"--stages-per-rank {per_rank}: a pipeline schedule has 1 or more stages per rank")
     checkpoint = open_checkpoint(arguments.source)
     selection = _selection(arguments, select(checkpoint.manifest, _filter(arguments)))
-    per_rank = arguments.stages_per_rank
     plan = plan_reshard(checkpoint, mesh, rules=rules, selection=selection, stages_per_rank=per_rank)
     store = open_store(location.url)
     check_destination(plan, location.url, store)
