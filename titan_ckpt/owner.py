@@ -39,7 +39,7 @@ def check_claim(store: Store, token: str) -> None:
     try:
         content = json.loads(store.read(OWNER))
         owner = content["owner"]
-    except (NotFoundError, ValueError, KeyError, TypeError) as error:
+    except (NotFoundError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise FencedError(
             f"{store.where(OWNER)}: the claim of this job is gone ({error}); nothing was committed"
         ) from error
