@@ -50,7 +50,9 @@ def compare(reference: Any, tokens_BS: Tensor) -> list[Bar]:
     agree = (found_BSV.argmax(-1) == expected_BSV.argmax(-1)).float().mean().item()
     count = tokens_BS.numel()
     return [
-        Bar(what=f"max |logit difference| over {count} tokens", figure=f"{off:.1e}", bar=f"{BAR:g}", holds=off <= BAR),
+        Bar(
+            what=f"largest logit difference over {count} tokens", figure=f"{off:.1e}", bar=f"{BAR:g}", holds=off <= BAR
+        ),
         Bar(what="the same with rope_theta 1 % off", figure=f"{wrong:.1e}", bar=f"> {BAR:g}", holds=wrong > BAR),
         Bar(what="next token agrees", figure=f"{agree:.2%}", bar="100%", holds=agree == 1.0),
         Bar(

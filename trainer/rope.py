@@ -72,9 +72,12 @@ class _Rotate(torch.autograd.Function):
 
 def _turn(x_BSHK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor, direction: float) -> Tensor:
     wide_BSHK = x_BSHK.float()
-    a_BSHP, b_BSHP = wide_BSHK.chunk(2, dim=-1)
-    swapped_BSHK = torch.cat([b_BSHP, a_BSHP], dim=-1)
-    return torch.addcmul(wide_BSHK * cos_BS1K, swapped_BSHK, sin_BS1K, value=direction).type_as(x_BSHK)
+    turned_BSHK = wide_BSHK * cos_BS1K
+    pairs = wide_BSHK.shape[-1] // 2
+    first, second = slice(None, pairs), slice(pairs, None)
+    for here, there in ((first, second), (second, first)):  # in place: swapping the halves would be one more pass
+        turned_BSHK[..., here].addcmul_(wide_BSHK[..., there], sin_BS1K[..., here], value=direction)
+    return turned_BSHK.type_as(x_BSHK)
 
 
 @functools.lru_cache(maxsize=8)
