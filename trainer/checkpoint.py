@@ -14,6 +14,7 @@ from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.pipeline import LOOP, PipelineSpec, V
 from titan_ckpt.tiers import open_nearest
 from titan_ckpt.trainer.config import ResumeConfig
+from titan_ckpt.trainer.lora import adapters_of, is_adapter
 from titan_ckpt.trainer.model import ModelConfig
 from titan_ckpt.trainer.optimizer import Optimizer
 from titan_ckpt.trainer.parallel_config import V_SHAPED, ParallelConfig, num_stages
@@ -71,8 +72,9 @@ def pipeline_record(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec
 
 
 def live_state(parallelized: Parallelized, optimizer: Optimizer | None) -> dict[str, Any]:
-    """The tensors of this rank, live: saving copies them, loading writes into them."""
-    state: dict[str, Any] = {"model": parallelized.model_state()}
+    """The tensors of this rank, live: saving copies them, loading writes into them. Of a model with adapters, those alone."""
+    weights = parallelized.model_state()
+    state: dict[str, Any] = {"model": {name: weights[name] for name in adapters_of(weights) or weights}}
     return state if optimizer is None else state | {"optimizer": optimizer.state()}
 
 
@@ -159,6 +161,28 @@ def restore(
     return Progress(
         step=int(training["step"]), samples=int(training["data"]["position"]), tokens=int(training["tokens_seen"])
     )
+
+
+def load_base(checkpoint: Checkpoint, parallelized: Parallelized) -> None:
+    """Load the weights that adapters stand beside."""
+    check_model(checkpoint, parallelized.model)
+    weights = parallelized.model_state()
+    base = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
+    load(checkpoint, {"model": base}, policy=LoadPolicy(extra="allow"))
+    log.info(
+        "adapters on %s: %d of %d tensors of this rank are trained", checkpoint, len(weights) - len(base), len(weights)
+    )
+
+
+def open_base(url: str, start: Start) -> Checkpoint:
+    """The model that a run with adapters starts from; a warning where the run has started from another one."""
+    if start.checkpoint is not None and not start.is_own:
+        return start.checkpoint
+    base = open_checkpoint(url)
+    saved = start.checkpoint.manifest.config.get("resume", {}).get("from") if start.checkpoint is not None else url
+    if saved != url:
+        log.warning("the adapters were trained on %s and now stand on %s", saved, url)
+    return base
 
 
 def check_all_taken(checkpoint: Checkpoint, report: LoadReport, parts: Sequence[str], agreement: Agreement) -> None:

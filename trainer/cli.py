@@ -9,8 +9,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.command import Command
-from titan_ckpt.errors import TitanError
+from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.location import join
 from titan_ckpt.trainer.config import TrainConfig, check, resolve_mesh
 from titan_ckpt.trainer.corpus import list_files
@@ -18,6 +19,7 @@ from titan_ckpt.trainer.data import reading_of
 from titan_ckpt.trainer.estimate import estimate, report
 from titan_ckpt.trainer.launch import end_with_launcher, is_launched_here, is_rank, launch, num_ranks, write_error
 from titan_ckpt.trainer.logs import run_folder
+from titan_ckpt.trainer.lora import export_adapter
 from titan_ckpt.trainer.preflight import preflight
 from titan_ckpt.trainer.settings import Resolved, as_dict, render, resolve
 from titan_ckpt.trainer.setup import RankPlace, run_rank
@@ -53,6 +55,11 @@ def configure(parser: ArgumentParser) -> None:
         "--pretokenise", metavar="DST", help="write [data] as token files to a folder or URL, then stop"
     )
     parser.add_argument(
+        "--export-adapter",
+        metavar="DST",
+        help="write the newest checkpoint's LoRA adapters as a PEFT folder, then stop",
+    )
+    parser.add_argument(
         "--estimate", action="store_true", help="print memory, traffic and checkpoints per rank, then stop"
     )
     parser.add_argument("--json", action="store_true", help="--print-config and --estimate as JSON")
@@ -75,6 +82,8 @@ def run(arguments: Namespace) -> int:
         return 0
     if arguments.pretokenise:
         return pretokenise_all(resolved.config, arguments.pretokenise)
+    if arguments.export_adapter:
+        return export_to_peft(resolved.config, arguments.export_adapter)
     if is_rank():
         return run_as_rank(resolved)
     world_size = num_ranks(resolved.config, arguments.nproc)
@@ -94,6 +103,16 @@ def run(arguments: Namespace) -> int:
         return 130 if outcome.reason == "signal" else 0
     folder = run_folder(resolved.config.log.folder, resolved.config.save.url)
     return launch(_again(arguments), resolved.config, folder, nproc=world_size, restarts=arguments.restarts)
+
+
+def export_to_peft(config: TrainConfig, destination: str) -> int:
+    """Write the adapters of the newest checkpoint of `save.url` as a PEFT folder."""
+    if not config.save.url:
+        raise UsageError("--export-adapter reads the newest checkpoint of save.url, which is empty; give it with --set")
+    checkpoint = open_checkpoint(config.save.url)
+    count = export_adapter(checkpoint, destination)
+    sys.stdout.write(f"{destination}: {count} factors of {checkpoint}\n")
+    return 0
 
 
 def pretokenise_all(config: TrainConfig, destination: str) -> int:

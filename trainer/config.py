@@ -7,6 +7,7 @@
 | `[data]`       | where text comes from, how it becomes samples: `DataConfig` |
 | `[optimizer]`  | AdamW and the learning rate: `optimizer.OptimizerConfig` |
 | `[train]`      | steps, batch, seed, limits: `TrainOptions` |
+| `[lora]`       | low-rank adapters instead of the whole model: `lora.LoraConfig` |
 | `[validation]` | a held-out part and how often it is measured: `ValidationConfig` |
 | `[save]`       | where checkpoints go and when: `SaveConfig` |
 | `[export]`     | Hugging Face folders of the run, made in the background: `ExportConfig` |
@@ -25,6 +26,7 @@ from typing import Literal, TypeAlias
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.location import parse_location
 from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.trainer.lora import LoraConfig, check_lora
 from titan_ckpt.trainer.model import ModelConfig
 from titan_ckpt.trainer.optimizer import OptimizerConfig
 from titan_ckpt.trainer.parallel_config import ParallelConfig, check_fits, mesh_spec
@@ -156,6 +158,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainOptions = field(default_factory=TrainOptions)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -167,6 +170,7 @@ class TrainConfig:
 def check(config: TrainConfig) -> None:
     """Refuse values that make no sense on any number of ranks."""
     _check_data(config.data)
+    check_lora(config.lora, base=config.resume.from_, float8=config.mesh.float8)
     for name, value, least in (
         ("data.seq_len", config.data.seq_len, 1),
         ("data.prefetch", config.data.prefetch, 1),

@@ -7,6 +7,7 @@ on the local shards in one fused call per group. Matrices decay, norms and biase
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,9 +76,8 @@ class Moments:
 class Optimizer:
     """AdamW; its state exists from the start, so that a checkpoint has somewhere to load into."""
 
-    def __init__(self, parallelized: Parallelized, config: OptimizerConfig) -> None:
-        self.parallelized, self.config = parallelized, config
-        self._weights = parallelized.named_parameters()
+    def __init__(self, parallelized: Parallelized, config: OptimizerConfig, weights: dict[str, nn.Parameter]) -> None:
+        self.parallelized, self.config, self._weights = parallelized, config, weights
         self._moments = {fqn: _moments(weight) for fqn, weight in self._weights.items()}
         self._groups = [
             (decay, [fqn for fqn, weight in self._weights.items() if (weight.ndim > 1) == is_matrix])
@@ -125,15 +125,18 @@ class Optimizer:
         )
 
 
-def build_optimizer(parallelized: Parallelized, config: OptimizerConfig) -> Optimizer:
-    """The optimizer of this rank's weights."""
+def build_optimizer(
+    parallelized: Parallelized, config: OptimizerConfig, *, only: Collection[str] | None = None
+) -> Optimizer:
+    """The optimizer of this rank's weights, or of those that `only` names; the others have no state."""
     if not (0.0 <= config.betas[0] < 1.0 and 0.0 <= config.betas[1] < 1.0):
         raise ConfigError(f"optimizer.betas {config.betas}: both must be in [0, 1)")
     if config.lr <= 0.0 or config.eps <= 0.0 or config.weight_decay < 0.0:
         raise ConfigError(
             f"optimizer: lr {config.lr} and eps {config.eps} must be > 0, weight_decay {config.weight_decay} >= 0"
         )
-    return Optimizer(parallelized, config)
+    weights = {name: w for name, w in parallelized.named_parameters().items() if only is None or name in only}
+    return Optimizer(parallelized, config, weights)
 
 
 def _moments(weight: nn.Parameter) -> Moments:

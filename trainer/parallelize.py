@@ -7,6 +7,8 @@ of its own that goes through the same steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -26,9 +28,18 @@ from titan_ckpt.trainer.tensor_parallel import apply_tensor_parallel, overlap_wi
 
 
 def build(
-    model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec, *, device: torch.device, seed: int
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    mesh: MeshSpec,
+    *,
+    device: torch.device,
+    seed: int,
+    extend: Callable[[Decoder, RankMesh], set[str]] | None = None,
 ) -> Parallelized:
-    """This rank's part of the model, sharded and initialised; collective. One seed gives the same weights on every mesh."""
+    """This rank's part of the model, sharded and initialised; collective. One seed gives the same weights on every mesh.
+
+    `extend` adds modules to a decoder while it is on the meta device; it returns those FQNs whose gradients are partial over tp.
+    """
     ranks = init_rank_mesh(mesh, device)
     layers = stage_layers(model, parallel, mesh)
     stages = stages_of_rank(parallel, mesh, ranks.coordinate["pp"])
@@ -36,6 +47,7 @@ def build(
     for stage in stages:
         with torch.device("meta"):
             part = Decoder(model, layers[stage])
+        partial |= extend(part, ranks) if extend is not None else set()
         partial |= parallelize(part, model, parallel, ranks)
         allocate(part, parallel, ranks)
         initialize(part, model, ranks, seed)

@@ -23,10 +23,19 @@ from titan_ckpt.retention import RetentionPolicy
 from titan_ckpt.save import SaveOptions, Saver
 from titan_ckpt.save_records import no_steps
 from titan_ckpt.store import open_store
-from titan_ckpt.trainer.checkpoint import describe_start, find_start, kept_assets, pipeline_record, restore
+from titan_ckpt.trainer.checkpoint import (
+    Start,
+    describe_start,
+    find_start,
+    kept_assets,
+    load_base,
+    open_base,
+    pipeline_record,
+    restore,
+)
 from titan_ckpt.trainer.config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.data import BatchShape, Dataset, open_dataset, unigram_entropy
-from titan_ckpt.trainer.device_mesh import BACKENDS
+from titan_ckpt.trainer.device_mesh import BACKENDS, RankMesh
 from titan_ckpt.trainer.exporting import Exporter
 from titan_ckpt.trainer.goodput import goodput, parse_metrics
 from titan_ckpt.trainer.launch import launched_at_s
@@ -41,7 +50,9 @@ from titan_ckpt.trainer.logs import (
     upload_logs,
 )
 from titan_ckpt.trainer.loop import Job, Loop, Outcome
+from titan_ckpt.trainer.lora import adapters_of, add_adapters, start_adapters
 from titan_ckpt.trainer.metrics import MetricsLog, open_sinks
+from titan_ckpt.trainer.model import Decoder
 from titan_ckpt.trainer.optimizer import build_optimizer
 from titan_ckpt.trainer.parallelize import build
 from titan_ckpt.trainer.parallelized import Parallelized
@@ -123,12 +134,13 @@ def _train(
         stack.callback(lambda: upload_logs(folder, config.save.tiers, names))
         start = find_start(config.resume, config.save.tiers, agreement)
         torch.use_deterministic_algorithms(config.train.deterministic)
-        parallelized = build(config.model, config.mesh, mesh, device=device, seed=config.train.seed)
+        parallelized = _build(config, mesh, device, start)
         freeze(parallelized, config.train.freeze, agreement)
-        optimizer = build_optimizer(parallelized, config.optimizer)
+        adapters = adapters_of(parallelized.named_parameters())
+        optimizer = build_optimizer(parallelized, config.optimizer, only=adapters or None)
         progress = restore(
-            start, parallelized, optimizer, agreement=agreement, fingerprint=dataset.fingerprint,
-            other_data=config.resume.other_data,
+            Start() if adapters and not start.is_own else start, parallelized, optimizer,
+            agreement=agreement, fingerprint=dataset.fingerprint, other_data=config.resume.other_data,
         )  # fmt: skip
         exporter = saver = None
         if config.export.every and place.rank == 0:
@@ -159,6 +171,21 @@ def _train(
 
 def _exporter(config: TrainConfig, metrics: MetricsLog) -> Exporter:
     return Exporter(config.export, config.save.url, lambda outcome: metrics.event("export", **asdict(outcome)))
+
+
+def _build(config: TrainConfig, mesh: MeshSpec, device: torch.device, start: Start) -> Parallelized:
+    """The model; with adapters, on the weights that they adapt."""
+    lora, seed = config.lora, config.train.seed
+    if not lora.rank:
+        return build(config.model, config.mesh, mesh, device=device, seed=seed)
+
+    def extend(part: Decoder, ranks: RankMesh) -> set[str]:
+        return add_adapters(part, lora, ranks)
+
+    parallelized = build(config.model, config.mesh, mesh, device=device, seed=seed, extend=extend)
+    start_adapters(parallelized.named_parameters())
+    load_base(open_base(config.resume.from_, start), parallelized)
+    return parallelized
 
 
 def _save_options(config: TrainConfig, mesh: MeshSpec, phases: Phases, exporter: Exporter | None) -> SaveOptions:
