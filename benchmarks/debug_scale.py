@@ -10,14 +10,32 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import pickle  # written here, read by the analyzer's own safe reader
 import pickletools
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+
+from titan_ckpt.debug.blackbox import (
+    CAPACITY,
+    COUNT,
+    COUNT_AT,
+    HEADER,
+    HEADER_BYTES,
+    HEARTBEAT,
+    HEARTBEAT_AT,
+    MAGIC,
+    RECORD,
+    TEXT_USED,
+    TEXT_USED_AT,
+    file_size,
+    pack_members,
+)
 
 GROUP = ("0", "default_pg")
 
@@ -70,6 +88,42 @@ def write_dumps(folder: Path, ranks: int, entries: int) -> None:
         os.link(folder / ("late" if rank == ranks // 2 else "most"), folder / f"rank_{rank}")
     for name in ("most", "late"):
         (folder / name).unlink()
+
+
+def write_boxes(folder: Path, ranks: int, operations: int) -> None:
+    """Black boxes with a full ring, of a job in which the rank in the middle did not issue the last operation."""
+    tables: list[list[Any]] = [
+        ["op", i, name] for i, name in enumerate(("all_gather_into_tensor", "reduce_scatter_tensor"))
+    ]
+    tables += [["dtype", 0, "BFloat16"], ["group", 0, ["0", "default_pg", pack_members(range(ranks))]]]
+    tables += [
+        ["site", i, [[f"/app/train/layer_{depth}.py", 100 + i, f"call_{i}"] for depth in range(6)]]
+        for i in range(1, 41)
+    ]
+    text = b"".join(json.dumps(row).encode() + b"\n" for row in tables)
+    now = time.time_ns()
+    records = [
+        RECORD.pack(now + n * 1000, now + n * 1000 + 1, 4096, n, n % 40 + 1, -1, 0, n % 2, 0, 0, 1, n)
+        for n in range(1, operations + 1)
+    ]
+    records[-1] = RECORD.pack(now, 0, 4096, operations, 1, -1, 0, operations % 2, 0, 0, 0, operations)
+    body = bytearray(file_size(CAPACITY))
+    for position, record in enumerate(records[-CAPACITY:], len(records) - min(len(records), CAPACITY)):
+        at = HEADER_BYTES + position % CAPACITY * RECORD.size
+        body[at : at + RECORD.size] = record
+    text_at = HEADER_BYTES + CAPACITY * RECORD.size
+    TEXT_USED.pack_into(body, TEXT_USED_AT, len(text))
+    COUNT.pack_into(body, COUNT_AT, operations)
+    HEARTBEAT.pack_into(body, HEARTBEAT_AT, 7, 3, now, now, 0)
+    last_at = HEADER_BYTES + (operations - 1) % CAPACITY * RECORD.size
+    for rank in range(ranks):
+        HEADER.pack_into(body, 0, MAGIC, rank, ranks, 1000 + rank, CAPACITY, operations, now)
+        body[last_at : last_at + RECORD.size] = bytes(RECORD.size) if rank == ranks // 2 else records[-1]
+        with open(folder / f"rank_{rank:05d}.box", "wb") as file:
+            file.write(body[: HEADER_BYTES + min(operations, CAPACITY) * RECORD.size])
+            file.seek(text_at)
+            file.write(text)
+            file.truncate(len(body))
 
 
 def measure(folder: Path) -> tuple[float, float, float, str]:

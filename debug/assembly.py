@@ -71,8 +71,8 @@ def _rank_record(reading: Reading, rank: int, exit_: Exit | None, *, prefer_box:
                 reason="",
                 version="1",
                 num_operations=len(box),
-                first_record_id=max(0, found.box.count - found.box.capacity),
-                is_truncated=found.box.count > found.box.capacity,
+                first_record_id=found.box.count - len(found.box.operations),
+                is_truncated=found.box.count > len(found.box.operations),
             )
         )
     side = found.sidecar

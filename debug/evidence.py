@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_ckpt.debug.blackbox import Box
+from titan_ckpt.debug.boxes import Box, BoxReader
 from titan_ckpt.debug.interning import Interner
 from titan_ckpt.debug.records import Array, Dump, Exit, Flag, Group, Heartbeat, Launcher, RankLog, StackSnapshot
 from titan_ckpt.store import Store
@@ -44,8 +44,12 @@ class Reading:
     read_stems: set[tuple[int, str]] = field(default_factory=set)
     num_evidence: int = 0
     recorded_ranks: int = 0
+    boxes: BoxReader = field(init=False)
     first_record: dict[int, int] = field(default_factory=dict)
     unusable_groups: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.boxes = BoxReader(self.interner)
 
     def flag(self, name: str, text: str, source: str, rank: int | None = None) -> None:
         self.flags.append(Flag(flag=name, text=text, ranks=() if rank is None else (rank,), source=source))

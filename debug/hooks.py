@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 from titan_ckpt.debug.blackbox import (
     CAPACITY,
+    COUNT,
+    COUNT_AT,
     ENDED,
     ENDED_AT,
     HEADER,
@@ -40,6 +42,7 @@ from titan_ckpt.debug.blackbox import (
     TEXT_USED,
     TEXT_USED_AT,
     file_size,
+    pack_members,
 )
 from titan_ckpt.debug.records import RECV, SEND
 
@@ -116,7 +119,8 @@ class BoxWriter:
         return self._step, self._phase
 
     def beat(self) -> None:
-        """Say that this process still runs."""
+        """Say that this process still runs, and how many operations there are."""
+        COUNT.pack_into(self.map, COUNT_AT, self.count)
         HEARTBEAT.pack_into(
             self.map, HEARTBEAT_AT, self._step, self._phase, self._phase_ns, time.time_ns(), self._stopped
         )
@@ -286,7 +290,7 @@ class Hooks:
         index = len(self._groups)
         members = dist.get_process_group_ranks(group)
         is_gloo = dist.get_backend(group) == "gloo"
-        self._box.add_text("group", index, [group.group_name, group.group_desc, members])
+        self._box.add_text("group", index, [group.group_name, group.group_desc, pack_members(members)])
         # the group's counter may have been moved by P2P before we came: 0 is right as long as the recorder starts first
         known = self._groups[group] = (index, [0], list(members), is_gloo)
         return known

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from titan_ckpt.debug.assembly import assemble
-from titan_ckpt.debug.blackbox import HEADER_BYTES, MAGIC, parse_box, read_heartbeat
+from titan_ckpt.debug.blackbox import HEADER_BYTES, MAGIC, read_heartbeat
+from titan_ckpt.debug.boxes import Box
 from titan_ckpt.debug.discovery import Source, find_place, read_source, sources
 from titan_ckpt.debug.dumps import ParsedDump, parse_dump
 from titan_ckpt.debug.evidence import MAX_RANK, RankEvidence, Reading
@@ -48,9 +49,10 @@ def open_run(url: str, *, store: Store | None = None) -> Run:
     place = find_place(store)
     reading = Reading(store=store)
     with _no_gc():
-        for source in sorted(sources(store, place), key=_reading_order):
-            if only is None or source.path == only:
-                _read(reading, source)
+        found = [source for source in sources(store, place) if only is None or source.path == only]
+        keep = _operations_per_box(found)
+        for source in sorted(found, key=_reading_order):
+            _read(reading, source, keep)
     if reading.num_evidence == 0:
         raise _nothing(store, reading, place.folders)
     return assemble(reading, place.incident, place.incidents)
@@ -99,10 +101,23 @@ def _no_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _read(reading: Reading, source: Source) -> None:
+MOST_BOX_OPERATIONS = 1 << 20
+LEAST_BOX_OPERATIONS = 64
+MANY_BOXES = 256
+
+
+def _operations_per_box(found: Sequence[Source]) -> int:
+    """How many operations to read of each black box; 0: all."""
+    boxes = sum(source.path.endswith(".box") for source in found)
+    return max(LEAST_BOX_OPERATIONS, MOST_BOX_OPERATIONS // boxes) if boxes > MANY_BOXES else 0
+
+
+def _read(reading: Reading, source: Source, box_operations: int) -> None:
     try:
-        data = read_source(reading.store, source)
-        _take(reading, source, data)
+        if box_operations and source.path.endswith(".box"):
+            _take_box(reading, source, reading.boxes.read_tail(reading.store, source.path, box_operations))
+        else:
+            _take(reading, source, read_source(reading.store, source))
     except UnsafeContentError as error:
         reading.flag("DUMP_CORRUPT", f"refused: {error}", source.path, source.rank)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
@@ -119,7 +134,7 @@ def _take(reading: Reading, source: Source, data: bytes) -> None:
             _take_text(reading, source, "")
         return
     if data.startswith(MAGIC) or source.suffix == ".box":
-        _take_box(reading, source, data)
+        _take_box(reading, source, reading.boxes.parse(data, source.path))
     elif looks_like_pickle(data[:2]):
         _take_dump(reading, source, data)
     elif source.suffix == ".json" or data[:1] == b"{":
@@ -166,8 +181,7 @@ def _note_dump(reading: Reading, source: Source, parsed: ParsedDump) -> None:
         reading.unusable_groups.add(source.rank)
 
 
-def _take_box(reading: Reading, source: Source, data: bytes) -> None:
-    box = parse_box(data, source.path, reading.interner)
+def _take_box(reading: Reading, source: Source, box: Box) -> None:
     record = _rank(reading, box.rank)
     record.box, record.box_source, record.heartbeat = box, source.path, box.heartbeat
     record.known_groups.update({group.name: group for group in box.groups if group.members})

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt.cli import main
-from titan_ckpt.debug.blackbox import HEADER_BYTES, parse_box
+from titan_ckpt.debug.blackbox import HEADER_BYTES, RECORD, pack_members, unpack_members
+from titan_ckpt.debug.boxes import BoxReader
 from titan_ckpt.debug.collect import collect
 from titan_ckpt.debug.hooks import BoxWriter
 from titan_ckpt.debug.interning import Interner
@@ -24,6 +25,7 @@ from titan_ckpt.debug.recorder import Recorder, environment
 from titan_ckpt.debug.records import Heartbeat
 from titan_ckpt.debug.watch import alarms
 from titan_ckpt.errors import UsageError
+from titan_ckpt.store import open_store
 
 
 @pytest.fixture
@@ -101,14 +103,31 @@ def test_exception_is_kept_with_its_line(recorder: Recorder) -> None:
 
 def test_full_ring_keeps_the_newest_operations(tmp_path: Path) -> None:
     box = BoxWriter(tmp_path / "rank_00000.box", rank=0, world_size=1, capacity=4)
-    from titan_ckpt.debug.blackbox import RECORD
-
     for number in range(1, 11):
         slot = HEADER_BYTES + ((number - 1) % 4) * RECORD.size
         RECORD.pack_into(box.map, slot, number, 0, 1, number, 0, -1, 0, 0, 0, 0, 0, number)
-    parsed = parse_box(bytes(box.map), "box", Interner())
+    parsed = BoxReader(Interner()).parse(bytes(box.map), "box")
     assert parsed.operations["seq"].tolist() == [7, 8, 9, 10]
     assert parsed.count == 10
+
+
+@pytest.mark.parametrize("ticks_after", [3, 1500])
+def test_newest_operations_are_read_without_the_rest_of_the_box(ticks_after: int, tmp_path: Path) -> None:
+    box = BoxWriter(tmp_path / "rank_00000.box", rank=0, world_size=1)
+    for number in range(1, 6000):
+        slot = HEADER_BYTES + ((number - 1) % box.capacity) * RECORD.size
+        RECORD.pack_into(box.map, slot, number, 0, 1, number, 0, -1, 0, 0, 0, 0, 0, number)
+        box.count = number
+        if number == 6000 - ticks_after:
+            box.beat()
+    parsed = BoxReader(Interner()).read_tail(open_store(str(tmp_path)), "rank_00000.box", 100)
+    assert parsed.operations["seq"].tolist() == list(range(5900, 6000))
+    assert parsed.count == 5999
+
+
+@pytest.mark.parametrize("members", [(), (3,), (0, 1, 2), (1, 3, 5, 7), (0, 4, 5), (3, 2, 1)])
+def test_members_of_a_group_are_packed_and_unpacked(members: tuple[int, ...]) -> None:
+    assert unpack_members(pack_members(members)) == members
 
 
 def test_box_of_a_killed_process_survives(tmp_path: Path) -> None:

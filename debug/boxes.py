@@ -1,0 +1,211 @@
+"""Read black boxes: all of one, or only the newest operations where thousands of ranks left one each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from titan_ckpt.debug.blackbox import (
+    COUNT,
+    COUNT_AT,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    RECORD,
+    RECORD_DTYPE,
+    RETURNED,
+    TEXT_BYTES,
+    TEXT_USED,
+    TEXT_USED_AT,
+    read_heartbeat,
+    unpack_members,
+)
+from titan_ckpt.debug.interning import Interner
+from titan_ckpt.debug.records import COMPLETED, OPERATION, SCHEDULED, Array, Group, Heartbeat
+from titan_ckpt.store import Store
+
+SLACK = 512  # operations that a rank may have issued since its last tick
+MAX_KEY = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A black box that was read."""
+
+    rank: int
+    world_size: int
+    pid: int
+    count: int
+    capacity: int
+    operations: Array
+    groups: tuple[Group, ...]
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Words:
+    """What a box's text says, as arrays from the records' numbers to positions; the last element is "not known"."""
+
+    columns: Mapping[str, Array]
+    groups: tuple[Group, ...]
+
+
+@dataclass(slots=True)
+class BoxReader:
+    """Reads the boxes of one run. Ranks of one program write the same text, so each distinct text and line is read once."""
+
+    interner: Interner
+    _texts: dict[bytes, _Words] = field(default_factory=dict)
+    _lines: dict[bytes, tuple[str, int, Any] | None] = field(default_factory=dict)
+
+    def parse(self, data: bytes, source: str) -> Box:
+        """A whole box. ValueError when it is none or is damaged."""
+        capacity = _capacity(data)
+        ring_end = HEADER_BYTES + capacity * RECORD.size
+        if len(data) < ring_end:
+            raise ValueError(f"is cut off: a ring of {capacity} records needs {ring_end} bytes, there are {len(data)}")
+        text = data[ring_end : ring_end + _text_used(data)]
+        return self._box(data, np.frombuffer(data, RECORD_DTYPE, capacity, HEADER_BYTES), text, source)
+
+    def read_tail(self, store: Store, path: str, keep: int) -> Box:
+        """The newest operations of a box, at least `keep` of them, by three small reads."""
+        head = store.read(path, 0, HEADER_BYTES)
+        capacity = _capacity(head)
+        text = store.read(path, HEADER_BYTES + capacity * RECORD.size, _text_used(head))
+        (count,) = COUNT.unpack_from(head, COUNT_AT)
+        first = max(0, count - keep)
+        length = min(keep + SLACK, capacity)
+        start = first % capacity
+        if length == capacity or start + length > capacity:  # small, or around the end: all of it
+            start, length = 0, capacity
+        records = _records(store, path, start, length)
+        if length < capacity and records["number"][-1] > count:  # the last tick was too long ago
+            records = _records(store, path, 0, capacity)
+        newest = int(records["number"].max(initial=0))
+        return self._box(head, records[records["number"] > max(0, newest - keep)], text, path)
+
+    def _box(self, head: bytes, records: Array, text: bytes, source: str) -> Box:
+        _, rank, world_size, pid, capacity, _, _ = HEADER.unpack_from(head)
+        if world_size > 1 << 24 or rank > 1 << 24:
+            raise ValueError(f"says that it is of rank {rank} of {world_size}: damaged")
+        words = self._words(text)
+        used = records[records["number"] > 0]
+        used = used[np.argsort(used["number"], kind="stable")]
+        return Box(
+            rank=rank,
+            world_size=world_size,
+            pid=pid,
+            count=int(used["number"][-1]) if len(used) else 0,
+            capacity=capacity,
+            operations=_operations(used, words.columns, self.interner),
+            groups=words.groups,
+            heartbeat=read_heartbeat(head, source),
+        )
+
+    def _words(self, text: bytes) -> _Words:
+        known = self._texts.get(text)
+        if known is None:
+            known = self._texts[text] = self._read_words(text)
+        return known
+
+    def _read_words(self, text: bytes) -> _Words:
+        tables: dict[str, dict[int, Any]] = {"group": {}, "op": {}, "dtype": {}, "site": {}}
+        for line in text.split(b"\n"):
+            if line not in self._lines:
+                self._lines[line] = self._read_line(line)
+            entry = self._lines[line]
+            if entry is not None:
+                tables[entry[0]][entry[1]] = entry[2]
+        groups = tables["group"]
+        tables["group"] = {key: self.interner.group(group) for key, group in groups.items()}
+        nameless = self.interner.group(Group(name="?"))
+        columns = {kind: _lookup(entries, nameless if kind == "group" else 0) for kind, entries in tables.items()}
+        return _Words(columns=columns, groups=tuple(groups.values()))
+
+    def _read_line(self, line: bytes) -> tuple[str, int, Any] | None:
+        """(kind, number, what it stands for); None for a half-written last line, or damage: records then show "not known"."""
+        try:
+            kind, key, value = json.loads(line)
+            if type(key) is not int or not 0 <= key < MAX_KEY:
+                return None
+            if kind == "group":
+                return kind, key, _group(value)
+            if kind == "op":
+                return kind, key, self.interner.op(str(value))
+            if kind == "dtype":
+                return kind, key, self.interner.dtype([str(value)])
+            return (kind, key, _site(value, self.interner)) if kind == "site" else None
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+
+def _capacity(head: bytes) -> int:
+    if len(head) < HEADER_BYTES or not head.startswith(MAGIC):
+        raise ValueError("is no black box (wrong magic)")
+    capacity = int(HEADER.unpack_from(head)[4])
+    if not 0 < capacity <= 1 << 24:
+        raise ValueError(f"says that its ring has {capacity} records: damaged")
+    return capacity
+
+
+def _text_used(head: bytes) -> int:
+    used = int(TEXT_USED.unpack_from(head, TEXT_USED_AT)[0])
+    return max(0, min(used, TEXT_BYTES))
+
+
+def _records(store: Store, path: str, start: int, length: int) -> Array:
+    data = store.read(path, HEADER_BYTES + start * RECORD.size, length * RECORD.size)
+    return np.frombuffer(data, RECORD_DTYPE, length)
+
+
+def _group(value: Any) -> Group:
+    name, description, members = (*value, "", [])[:3] if isinstance(value, list) else ("?", "", [])
+    ranks = unpack_members(members)
+    return Group(name=str(name)[:200], description=str(description)[:200], members=ranks)
+
+
+def _operations(records: Array, columns: Mapping[str, Array], interner: Interner) -> Array:
+    table = np.zeros(len(records), OPERATION)
+    for name, kind in (("group", "group"), ("op", "op"), ("dtypes", "dtype"), ("frames", "site")):
+        table[name] = _translate(records["dtype" if kind == "dtype" else kind], columns[kind])
+    table["sizes"] = _sizes(records["elements"], interner)
+    for name, source in (("seq", "seq"), ("p2p", "p2p"), ("peer", "peer"), ("created_ns", "created")):
+        table[name] = records[source]
+    returned = records["outcome"] == RETURNED
+    table["completed_ns"] = np.where(returned, records["ended"], 0)
+    table["state"] = np.where(returned, COMPLETED, SCHEDULED)
+    table["retired"] = returned
+    return table
+
+
+def _sizes(elements: Array, interner: Interner) -> Array:
+    distinct, places = np.unique(elements, return_inverse=True)
+    return np.array([interner.size([[n]]) if n >= 0 else 0 for n in distinct.tolist()], np.int64)[places]
+
+
+def _site(value: Any, interner: Interner) -> int:
+    """A call stack [[file, line, function], ...], most recent call first."""
+    if not isinstance(value, list):
+        return 0
+    frames = [
+        {"filename": str(f[0]), "line": int(f[1]), "name": str(f[2])}
+        for f in value
+        if isinstance(f, list) and len(f) == 3 and isinstance(f[1], int)
+    ]
+    return interner.stack(frames) if frames else 0
+
+
+def _lookup(entries: Mapping[int, int], unknown: int) -> Array:
+    table = np.full(max(entries, default=-1) + 2, unknown, np.int32)
+    for key, position in entries.items():
+        table[key] = position
+    return table
+
+
+def _translate(column: Array, lookup: Array) -> Array:
+    """Each number looked up; those out of range (as unsigned numbers, negative ones are) give the last element."""
+    return lookup[np.minimum(column.astype(np.uint32), len(lookup) - 1)]
