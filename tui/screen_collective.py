@@ -9,6 +9,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from titan_ckpt.debug.align import Lane
+from titan_ckpt.debug.logs import user_frame
 from titan_ckpt.debug.records import Frame, Operation
 from titan_ckpt.tui.data_incident import SITUATIONS, Incident
 from titan_ckpt.tui.pane import Pane
@@ -108,7 +109,8 @@ def _rank_row(
     lag = f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else ""
     is_other = _signature(op) != usual
     role: Role = "bad" if is_other else "good" if not op.retired else ""
-    place = f"  {op.frames[0]}" if op.frames else ""
+    frame = user_frame(op.frames, incident.run.wrappers)
+    place = f"  {frame}" if frame is not None else ""
     state_text = "done" if op.retired or op.state == "completed" else op.state
     what: Role = "bad" if is_other else ""
     return row((f"{mark}{rank:>5}  ", "bold"), (f"{state_text:<11}", role), f"{lag:>9}  ",
@@ -131,7 +133,7 @@ def difference(session: Session, incident: Incident, a: int, b: int) -> str:
     names = ("operation", "sizes", "dtype")
     pairs = zip(names, _signature(found[a]), _signature(found[b]), strict=True)
     other = [f"{name}: rank {a} {x}, rank {b} {y}" for name, x, y in pairs if x != y]
-    places = [str(op.frames[0]) if op.frames else "?" for op in (found[a], found[b])]
+    places = [str(user_frame(op.frames, incident.run.wrappers) or "?") for op in (found[a], found[b])]
     other += [f"call site: rank {a} {places[0]}, rank {b} {places[1]}"] if places[0] != places[1] else []
     return "; ".join(other) or f"ranks {a} and {b} did the same"
 
