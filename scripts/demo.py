@@ -257,7 +257,8 @@ def compare_with_transformers(url: str, folder: Path) -> tuple[float, str]:
     checkpoint = titan_ckpt.open_checkpoint(url)
     ours = Decoder(build(TrainConfig, checkpoint.manifest.config, {}).model).eval()
     titan_ckpt.load(checkpoint, {"model": ours.state_dict()})
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs.eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = Path(json.__file__).read_text()
     ids_BS = tokenizer(text, return_tensors="pt")["input_ids"][:, :NUM_TOKENS]
