@@ -3,6 +3,7 @@
     python -m scripts.faults --kills 200                 local disk
     python -m scripts.faults --kills 100 --s3            the real S3 server, started here
     python -m scripts.faults --matrix                    a fault at every store call of every rank (see tests/fault_cases.py)
+    python -m scripts.faults --damage 200                damage of every kind to every kind of file (see tests/damage_cases.py)
 
 After every kill: the newest committed checkpoint is the last one that was known to be committed or a later one, each of its
 bytes is right, and the next job goes on from it. Prints one JSON line; exit code 1 if anything was lost or wrong.
@@ -30,10 +31,12 @@ from typing import Any, cast
 import torch
 
 from scripts.s3_server import running_server
+from tests.damage_cases import damage_table
 from tests.fault_cases import KINDS, Case, Seen, all_cases, count_calls, run_case
 from tests.faults import How
 from tests.pool import RankPool
 from titan_ckpt.checkpoint import list_checkpoints
+from titan_ckpt.codec import CODECS
 from titan_ckpt.errors import NotCommittedError
 from titan_ckpt.load import load, open_checkpoint
 from titan_ckpt.retention import RetentionPolicy
@@ -179,6 +182,16 @@ def matrix(folder: Path, hows: tuple[How, ...], *, num_ranks: int, num_pools: in
     return outcome
 
 
+def damage(folder: Path, flips: int, *, seed: int) -> int:
+    """The table of damage, one JSON line a row; exit code 1 if any was missed or loaded."""
+    is_good = True
+    for codec in CODECS:
+        for row in damage_table(folder / codec, seed=seed, flips=flips, codec=codec):
+            sys.stdout.write(json.dumps({"codec": codec, **asdict(row)}) + "\n")
+            is_good = is_good and row.found == row.named == row.cases and not row.wrong
+    return 0 if is_good else 1
+
+
 def _run_pooled(pools: queue.SimpleQueue[RankPool], folder: Path, case: Case) -> tuple[Case, list[str], Seen]:
     pool = pools.get()
     try:
@@ -204,6 +217,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--s3", action="store_true")
     parser.add_argument("--matrix", action="store_true")
+    parser.add_argument("--damage", type=int, metavar="N", help="flip and truncate each file N times, at random places")
     parser.add_argument("--hows", default="before,after,torn,hang", help="which faults the matrix injects")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pools", type=int, default=4, help="jobs at once in the matrix")
@@ -211,6 +225,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.damage:
+            return damage(Path(folder), arguments.damage, seed=arguments.seed)
         if arguments.matrix:
             hows = tuple(cast(How, how) for how in arguments.hows.split(","))
             seen = matrix(Path(folder), hows, num_ranks=arguments.ranks, num_pools=arguments.pools)

@@ -85,10 +85,18 @@ class FaultyStore(Store):
             finally:
                 self.is_over.set()
         elif fault.how == "after":
-            action()
+            self._run_first(fault, action)
         elif fault.how == "torn" and torn is not None:
             torn()
         raise fault.error()
+
+    def _run_first(self, fault: Fault, action: Callable[[], object]) -> None:
+        """A call that fails by itself ("not there") is no place for a fault after it."""
+        try:
+            action()
+        except BaseException:
+            self.hit.remove(fault)
+            raise
 
     def _count(self, call: str, path: str) -> Fault | None:
         with self._lock:

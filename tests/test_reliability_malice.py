@@ -23,8 +23,8 @@ import zstandard
 
 from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.codec import decode_blob
-from titan_ckpt.commit import COMMIT
 from titan_ckpt.errors import CheckpointError, DamagedError, TitanError, UnsafeContentError
+from titan_ckpt.layout import COMMIT
 from titan_ckpt.load import load, read_object
 from titan_ckpt.manifest import decode_manifest, digest
 from titan_ckpt.metadata import read_dcp_metadata

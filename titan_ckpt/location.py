@@ -18,12 +18,15 @@ _URL_QUERY = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s?'\"]*)\?[^\s'\",;:)]*", re
 _QUERY = re.compile(r"\?.*$", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Location:
     """A run, or one step of it when `step` is not None."""
 
     url: str
     step: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Location(url={redact(self.url)!r}, step={self.step})"
 
     def __str__(self) -> str:
         return redact(self.url) if self.step is None else f"{redact(self.url)}@{self.step}"

@@ -1,7 +1,7 @@
 """Walk the opcodes of a pickle without executing them, so that a small file cannot make the unpickler take all memory.
 
-CPython's unpickler makes room for a memo index, and for a bytearray, of whatever size the pickle says. A pickle that is what it seems
-never says more than its own length.
+CPython's unpickler makes room for a memo index, and for a bytearray, of whatever size the pickle says. An honest pickle never
+speaks of more than its own length.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ CONNECTIONS = 32
 class S3Options:
     """What may be given to `open_store("s3://...", **options)`; what is None comes from the environment and AWS config."""
 
-    endpoint_url: str | None = None
+    endpoint_url: str | None = field(default=None, repr=False)
     region: str | None = None
     profile: str | None = None
-    access_key: str | None = None
+    access_key: str | None = field(default=None, repr=False)
     secret_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
     anonymous: bool = False

@@ -55,6 +55,8 @@ class FsspecStore(Store):
         except ValueError as error:
             known = ", ".join(sorted(fsspec.available_protocols()))
             raise UsageError(f"{self}: {redact(str(error))}; fsspec knows {known}") from error
+        except OSError as error:
+            raise _translate(error, str(self)) from error
         self._root = str(root).rstrip("/")
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
