@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.turns import take_turns
 from titan_ckpt.trainer.families import LLAMA3_SCALING
 from titan_ckpt.trainer.model import ModelConfig
 from titan_ckpt.trainer.optimizer import OptimizerConfig, build_optimizer
@@ -24,7 +24,7 @@ MODEL = ModelConfig(
 
 
 def main(job: dict[str, Any]) -> None:
-    """Train `job["steps"]` steps after `job["warmup"]` on random tokens."""
+    """Train on random tokens, a step at a time."""
     torch.set_num_threads(job["threads"])
     dist.init_process_group("gloo")
     parallel = ParallelConfig(pp=job["pp"], dp_shard=job["dp_shard"], tp=job["tp"], microbatches=job["pp"])
@@ -33,18 +33,16 @@ def main(job: dict[str, Any]) -> None:
     optimizer = build_optimizer(model, OptimizerConfig())
     batch = job["batch_size"] // job["dp_shard"]
     valid = job["batch_size"] * job["seq_len"]
-    times = []
-    for _ in range(job["warmup"] + job["steps"]):
+
+    def step() -> None:
         tokens = torch.randint(0, 2048, (batch, job["seq_len"] + 1))
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        start = time.perf_counter()
         optimizer.zero_grad()
         model.forward_backward(inputs, labels, global_valid_tokens=valid)
         model.clip_grad_norm(1.0)
         optimizer.step(1e-3)
-        times.append(time.perf_counter() - start)
-    if dist.get_rank() == 0:
-        print(json.dumps(times[job["warmup"] :]))  # noqa: T201
+
+    take_turns(step)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -2,26 +2,26 @@
 
 torchtitan takes the accelerator's name from torch at import, so torch is told "cpu" first. FlexAttention has no backward on
 CPU, so its own ScaledDotProductAttention stands in; of its SPMD backends "partial_dtensor" is the one that gets through FSDP
-here. All else is its public path: model registry, parallelize, pipeline, loss, optimizer, gradient clipping. Prints the
-seconds of each timed step as JSON on rank 0.
+here. All else is its public path: model registry, parallelize, pipeline, loss, optimizer, gradient clipping.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.turns import take_turns
+
 torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[assignment]
 
 
 def main(job: dict[str, Any]) -> None:
-    """Train `job["steps"]` steps after `job["warmup"]` on random tokens."""
+    """Train on random tokens, a step at a time."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -80,11 +80,10 @@ def main(job: dict[str, Any]) -> None:
     optimizer = default_adamw(lr=1e-3).build(model_parts=parts)
     context = titan.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)
     valid = torch.tensor(job["batch_size"] * job["seq_len"])
-    times = []
-    for _ in range(job["warmup"] + job["steps"]):
+
+    def step() -> None:
         tokens = torch.randint(0, 2048, (batch, job["seq_len"] + 1))
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        start = time.perf_counter()
         optimizer.zero_grad()
         with context():
             if schedule is not None:
@@ -98,9 +97,8 @@ def main(job: dict[str, Any]) -> None:
         weights = [p for part in parts for p in part.parameters()]
         titan.clip_grad_norm_(weights, 1.0, foreach=True, pp_mesh=dims.get_optional_mesh("pp"))
         optimizer.step()
-        times.append(time.perf_counter() - start)
-    if dist.get_rank() == 0:
-        print(json.dumps(times[job["warmup"] :]))  # noqa: T201
+
+    take_turns(step)
     dist.barrier()
     dist.destroy_process_group()
 
