@@ -10,7 +10,7 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist reshard-matrix fuzz faults-debug demo docs wheel clean
+.PHONY: help setup check fix test test-dist reshard-matrix fuzz faults faults-debug demo docs wheel clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,12 @@ reshard-matrix: $(READY) ## train on each of 11 meshes, reshard to each, resume:
 
 fuzz: $(READY) ## an hour of damaged dumps, logs and black boxes into the debugger (ARGS="--minutes 5")
 	$(BIN)/python -m scripts.fuzz_debug $(ARGS)
+
+faults: $(READY) ## kill, fail every store call, damage every file: docs/reliability.md (20 minutes)
+	$(BIN)/python -m scripts.faults --kills 200
+	$(BIN)/python -m scripts.faults --kills 100 --s3
+	$(BIN)/python -m scripts.faults --matrix
+	$(BIN)/python -m scripts.faults --damage 150
 
 faults-debug: $(READY) ## hang a real job in every way there is, and diagnose each (ARGS="--ranks 2,4,8 --runs 3")
 	$(BIN)/python -m titan_ckpt.debug.campaign $(ARGS)

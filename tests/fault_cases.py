@@ -92,7 +92,7 @@ def run_on_rank(rank: int, folder: str, case: Case) -> Seen:
         _try(seen, saver.close)
     for name, store in stores.items():
         seen.calls[name] = [verb for verb, _ in store.calls]
-        if store.hit:
+        if store.hit and not store.is_preempted:
             seen.call = ":".join(store.calls[case.number - 1])
             store.released.set()
             if store.is_hanging.is_set() and not store.is_over.wait(30):

@@ -66,6 +66,7 @@ class FaultyStore(Store):
         self.released = threading.Event()
         self.is_hanging = threading.Event()
         self.is_over = threading.Event()
+        self.is_preempted = False
         self._lock = threading.Lock()
 
     def arm(self, faults: Sequence[Fault]) -> None:
@@ -85,17 +86,17 @@ class FaultyStore(Store):
             finally:
                 self.is_over.set()
         elif fault.how == "after":
-            self._run_first(fault, action)
+            self._run_first(action)
         elif fault.how == "torn" and torn is not None:
             torn()
         raise fault.error()
 
-    def _run_first(self, fault: Fault, action: Callable[[], object]) -> None:
+    def _run_first(self, action: Callable[[], object]) -> None:
         """A call that fails by itself ("not there") is no place for a fault after it."""
         try:
             action()
         except BaseException:
-            self.hit.remove(fault)
+            self.is_preempted = True
             raise
 
     def _count(self, call: str, path: str) -> Fault | None:
