@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from titan_ckpt.debug.interning import Interner
 from titan_ckpt.debug.records import COMPLETED, OPERATION, SCHEDULED, Array, Group, Heartbeat
 from titan_ckpt.store import Store
 
+Buffer: TypeAlias = bytes | memoryview
+
+NUMBER = struct.Struct("<I")  # the last field of a record
 SLACK = 512  # operations that a rank may have issued since its last tick
 MAX_KEY = 1 << 16
 
@@ -54,6 +58,16 @@ class _Words:
     groups: tuple[Group, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawBox:
+    """A box as it stands in the file: its head, (a part of) its ring, and what its text says."""
+
+    head: bytes
+    ring: Buffer
+    words: _Words
+    source: str
+
+
 @dataclass(slots=True)
 class BoxReader:
     """Reads the boxes of one run. Ranks of one program write the same text, so each distinct text and line is read once."""
@@ -69,42 +83,56 @@ class BoxReader:
         if len(data) < ring_end:
             raise ValueError(f"is cut off: a ring of {capacity} records needs {ring_end} bytes, there are {len(data)}")
         text = data[ring_end : ring_end + _text_used(data)]
-        return self._box(data, np.frombuffer(data, RECORD_DTYPE, capacity, HEADER_BYTES), text, source)
+        ring = memoryview(data)[HEADER_BYTES:ring_end]
+        return self.finish([self._raw(data, ring, text, source)], capacity)[0]
 
-    def read_tail(self, store: Store, path: str, keep: int) -> Box:
-        """The newest operations of a box, at least `keep` of them, by three small reads."""
+    def read_tail(self, store: Store, path: str, keep: int) -> RawBox:
+        """The newest operations of a box, at least `keep` of them, by three small reads; `finish` makes sense of them."""
         head = store.read(path, 0, HEADER_BYTES)
         capacity = _capacity(head)
         text = store.read(path, HEADER_BYTES + capacity * RECORD.size, _text_used(head))
         (count,) = COUNT.unpack_from(head, COUNT_AT)
-        first = max(0, count - keep)
         length = min(keep + SLACK, capacity)
-        start = first % capacity
+        start = max(0, count - keep) % capacity
         if length == capacity or start + length > capacity:  # small, or around the end: all of it
             start, length = 0, capacity
-        records = _records(store, path, start, length)
-        if length < capacity and records["number"][-1] > count:  # the last tick was too long ago
-            records = _records(store, path, 0, capacity)
-        newest = int(records["number"].max(initial=0))
-        return self._box(head, records[records["number"] > max(0, newest - keep)], text, path)
+        ring = store.read(path, HEADER_BYTES + start * RECORD.size, length * RECORD.size)
+        if length < capacity and NUMBER.unpack_from(ring, len(ring) - NUMBER.size)[0] > count:  # it ticked too long ago
+            ring = store.read(path, HEADER_BYTES, capacity * RECORD.size)
+        return self._raw(head, ring, text, path)
 
-    def _box(self, head: bytes, records: Array, text: bytes, source: str) -> Box:
-        _, rank, world_size, pid, capacity, _, _ = HEADER.unpack_from(head)
+    def _raw(self, head: bytes, ring: Buffer, text: bytes, source: str) -> RawBox:
+        _, rank, world_size, *_ = HEADER.unpack_from(head)
         if world_size > 1 << 24 or rank > 1 << 24:
             raise ValueError(f"says that it is of rank {rank} of {world_size}: damaged")
-        words = self._words(text)
-        used = records[records["number"] > 0]
-        used = used[np.argsort(used["number"], kind="stable")]
-        return Box(
-            rank=rank,
-            world_size=world_size,
-            pid=pid,
-            count=int(used["number"][-1]) if len(used) else 0,
-            capacity=capacity,
-            operations=_operations(used, words.columns, self.interner),
-            groups=words.groups,
-            heartbeat=read_heartbeat(head, source),
-        )
+        return RawBox(head=bytes(head[:HEADER_BYTES]), ring=ring, words=self._words(text), source=source)
+
+    def finish(self, raw: Sequence[RawBox], keep: int) -> list[Box]:
+        """The boxes, with at most their `keep` newest operations. Those with the same words are translated in one go."""
+        alike: dict[int, list[int]] = {}
+        for i, box in enumerate(raw):
+            alike.setdefault(id(box.words), []).append(i)
+        boxes: dict[int, Box] = {}
+        for places in alike.values():
+            boxes.update(zip(places, self._finish_alike([raw[i] for i in places], keep), strict=True))
+        return [boxes[i] for i in range(len(raw))]
+
+    def _finish_alike(self, raw: Sequence[RawBox], keep: int) -> Iterator[Box]:
+        rings = [memoryview(box.ring) for box in raw]
+        owner = np.repeat(np.arange(len(raw)), [ring.nbytes // RECORD.size for ring in rings])
+        records = np.frombuffer(b"".join(rings), RECORD_DTYPE)
+        number = records["number"].astype(np.int64)
+        rows = np.flatnonzero(number > 0)
+        rows = rows[np.lexsort((number[rows], owner[rows]))]
+        ends = np.cumsum(np.bincount(owner[rows], minlength=len(raw))).tolist()
+        starts = np.maximum([0, *ends[:-1]], np.array(ends) - keep).tolist()
+        newest = np.concatenate([rows[start:end] for start, end in zip(starts, ends, strict=True)])
+        table = _operations(records[newest], raw[0].words.columns, self.interner)
+        at = 0
+        for box, start, end in zip(raw, starts, ends, strict=True):
+            count = int(number[rows[end - 1]]) if end > start else 0
+            yield _box(box, count, table[at : at + end - start])
+            at += end - start
 
     def _words(self, text: bytes) -> _Words:
         known = self._texts.get(text)
@@ -143,6 +171,20 @@ class BoxReader:
             return None
 
 
+def _box(raw: RawBox, count: int, operations: Array) -> Box:
+    _, rank, world_size, pid, capacity, *_ = HEADER.unpack_from(raw.head)
+    return Box(
+        rank=rank,
+        world_size=world_size,
+        pid=pid,
+        count=count,
+        capacity=capacity,
+        operations=operations,
+        groups=raw.words.groups,
+        heartbeat=read_heartbeat(raw.head, raw.source),
+    )
+
+
 def _capacity(head: bytes) -> int:
     if len(head) < HEADER_BYTES or not head.startswith(MAGIC):
         raise ValueError("is no black box (wrong magic)")
@@ -155,11 +197,6 @@ def _capacity(head: bytes) -> int:
 def _text_used(head: bytes) -> int:
     used = int(TEXT_USED.unpack_from(head, TEXT_USED_AT)[0])
     return max(0, min(used, TEXT_BYTES))
-
-
-def _records(store: Store, path: str, start: int, length: int) -> Array:
-    data = store.read(path, HEADER_BYTES + start * RECORD.size, length * RECORD.size)
-    return np.frombuffer(data, RECORD_DTYPE, length)
 
 
 def _group(value: Any) -> Group:

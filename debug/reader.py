@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_ckpt.debug.assembly import assemble
 from titan_ckpt.debug.blackbox import HEADER_BYTES, MAGIC, read_heartbeat
-from titan_ckpt.debug.boxes import Box
+from titan_ckpt.debug.boxes import Box, RawBox
 from titan_ckpt.debug.discovery import Source, find_place, read_source, sources
 from titan_ckpt.debug.dumps import ParsedDump, parse_dump
 from titan_ckpt.debug.evidence import MAX_RANK, RankEvidence, Reading
@@ -51,8 +51,12 @@ def open_run(url: str, *, store: Store | None = None) -> Run:
     with _no_gc():
         found = [source for source in sources(store, place) if only is None or source.path == only]
         keep = _operations_per_box(found)
+        tails = [source for source in found if keep and source.path.endswith(".box")]
+        for start in range(0, len(tails), BLOCK):
+            _read_tails(reading, tails[start : start + BLOCK], keep)
         for source in sorted(found, key=_reading_order):
-            _read(reading, source, keep)
+            if not keep or not source.path.endswith(".box"):
+                _read(reading, source)
     if reading.num_evidence == 0:
         raise _nothing(store, reading, place.folders)
     return assemble(reading, place.incident, place.incidents)
@@ -101,9 +105,10 @@ def _no_gc() -> Iterator[None]:
             gc.enable()
 
 
-MOST_BOX_OPERATIONS = 1 << 20
-LEAST_BOX_OPERATIONS = 64
+MOST_BOX_OPERATIONS = 1 << 19
+LEAST_BOX_OPERATIONS = 32
 MANY_BOXES = 256
+BLOCK = 128
 
 
 def _operations_per_box(found: Sequence[Source]) -> int:
@@ -112,12 +117,27 @@ def _operations_per_box(found: Sequence[Source]) -> int:
     return max(LEAST_BOX_OPERATIONS, MOST_BOX_OPERATIONS // boxes) if boxes > MANY_BOXES else 0
 
 
-def _read(reading: Reading, source: Source, box_operations: int) -> None:
+def _read_tails(reading: Reading, found: Sequence[Source], keep: int) -> None:
+    """The newest operations of many black boxes."""
+    raw: list[tuple[Source, RawBox]] = []
+    for source in found:
+        with _flagged(reading, source):
+            raw.append((source, reading.boxes.read_tail(reading.store, source.path, keep)))
+    for (source, _), box in zip(raw, reading.boxes.finish([box for _, box in raw], keep), strict=True):
+        with _flagged(reading, source):
+            _take_box(reading, source, box)
+
+
+def _read(reading: Reading, source: Source) -> None:
+    with _flagged(reading, source):
+        _take(reading, source, read_source(reading.store, source))
+
+
+@contextmanager
+def _flagged(reading: Reading, source: Source) -> Iterator[None]:
+    """A file that cannot be read or understood becomes a flag."""
     try:
-        if box_operations and source.path.endswith(".box"):
-            _take_box(reading, source, reading.boxes.read_tail(reading.store, source.path, box_operations))
-        else:
-            _take(reading, source, read_source(reading.store, source))
+        yield
     except UnsafeContentError as error:
         reading.flag("DUMP_CORRUPT", f"refused: {error}", source.path, source.rank)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt.cli import main
+from titan_ckpt.debug import diagnose
 from titan_ckpt.debug.blackbox import HEADER_BYTES, RECORD, pack_members, unpack_members
 from titan_ckpt.debug.boxes import BoxReader
 from titan_ckpt.debug.collect import collect
@@ -120,9 +121,27 @@ def test_newest_operations_are_read_without_the_rest_of_the_box(ticks_after: int
         box.count = number
         if number == 6000 - ticks_after:
             box.beat()
-    parsed = BoxReader(Interner()).read_tail(open_store(str(tmp_path)), "rank_00000.box", 100)
+    reader = BoxReader(Interner())
+    (parsed,) = reader.finish([reader.read_tail(open_store(str(tmp_path)), "rank_00000.box", 100)], 100)
     assert parsed.operations["seq"].tolist() == list(range(5900, 6000))
     assert parsed.count == 5999
+
+
+def test_thousands_of_boxes_are_read_by_their_ends(tmp_path: Path) -> None:
+    for rank in range(300):
+        box = BoxWriter(tmp_path / f"rank_{rank:05d}.box", rank=rank, world_size=300)
+        box.add_text("op", 0, "all_reduce")
+        box.add_text("group", 0, ["0", "default_pg", pack_members(range(300))])
+        for number in range(1, 4 - (rank == 7)):
+            slot = HEADER_BYTES + (number - 1) * RECORD.size
+            RECORD.pack_into(box.map, slot, number, 0, 8, number, 0, -1, 0, 0, 0, 0, int(number < 3), number)
+        box.count = 3
+        box.stop() if rank == 8 else box.beat()
+        box.map.close()
+    run = open_run(str(tmp_path))
+    assert [len(run.ranks[rank].operations) for rank in (6, 7, 299)] == [3, 2, 3]
+    assert run.operation(299, -1).group.members == tuple(range(300))
+    assert diagnose(run)[0].culprits == (7,)
 
 
 @pytest.mark.parametrize("members", [(), (3,), (0, 1, 2), (1, 3, 5, 7), (0, 4, 5), (3, 2, 1)])
