@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 from scripts.demo_jobs import WATCH_S, DemoError, Shell, kill, processes_of, wait_for
 from scripts.s3_server import Server, running_server
 from titan_ckpt.errors import TitanError
-from titan_ckpt.trainer.corpus import list_files
+from titan_ckpt.trainer.corpus import STDLIB, File, list_files
 from titan_ckpt.units import format_size
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,8 +161,9 @@ def _killed(stage: Stage, num_processes: int, arrived_bytes: int) -> Act:
 def unigram_entropy() -> float:
     """Nats per byte of the text, each byte alone: what a model reaches that knows frequencies only."""
     counts: Counter[int] = Counter()
-    for file in list_files("python-stdlib"):
-        counts.update(file.store.read(file.path))
+    for file in list_files(STDLIB):
+        if isinstance(file, File):
+            counts.update(file.store.read(file.path))
     total = sum(counts.values())
     return -sum(n / total * math.log(n / total) for n in counts.values())
 
