@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,7 +21,9 @@ import torch
 
 from titan_ckpt.checkpoint import list_checkpoints, open_checkpoint
 from titan_ckpt.cli import main
+from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.store import open_store
+from titan_ckpt.trainer.logs import RankLogging
 from titan_ckpt.trainer.metrics import flops_per_token
 from titan_ckpt.trainer.model import ModelConfig
 
@@ -224,6 +228,58 @@ def test_a_run_does_not_begin_anew_because_a_tier_cannot_be_read(
     capsys.readouterr()
     assert _train(cache, tmp_path / "fast", *tiers) != 0
     assert "COMMIT.json" in capsys.readouterr().err
+
+
+def test_chosen_steps_are_profiled(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path, "train.steps=3", "log.profile_steps=[2, 2]") == 0
+    events = json.loads((tmp_path / "logs" / "profile_00000.json").read_text())["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events)
+
+
+@pytest.mark.parametrize(
+    ("sets", "code", "said"),
+    [
+        (("log.profile_steps=[3, 2]",), 2, "log.profile_steps = [3, 2]"),
+        (("log.memory_steps=[1, 2]",), 2, "this run is on cpu"),
+    ],
+)
+def test_what_cannot_be_inspected_is_refused(
+    sets: tuple[str, ...], code: int, said: str, tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _train(cache, tmp_path, *sets) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("library", "setting"), [("wandb", "log.wandb=project"), ("datasets", "data.source=datasets:a/b")]
+)
+def test_a_missing_library_is_told_with_the_command_that_brings_it(
+    library: str, setting: str, tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, library, None)
+    assert _train(cache, tmp_path, setting) == 2
+    assert f"pip install 'titan-ckpt[{library}]'" in capsys.readouterr().err
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_a_bar_stays_below_the_log(tmp_path: Path) -> None:
+    console, mesh = _Terminal(), MeshSpec.parse("dp_shard=2")
+    with RankLogging(str(tmp_path / "log"), rank=0, mesh=mesh, console=console, has_bar=True) as logging_:
+        assert logging_.bar is not None
+        logging_.bar.show(1, 4)
+        logging.getLogger("titan_ckpt").info("a line")
+        logging_.bar.show(3, 4)
+    lines = [line for part in console.getvalue().split("\n") for line in part.split("\r\x1b[K") if line]
+    assert lines[0] == "[#######                       ] 1/4"
+    assert lines[1:3] == ["a line", "[#######                       ] 1/4"]
+    assert lines[3].startswith("[######################        ] 3/4  ")
+    assert console.getvalue().endswith("\r\x1b[K")
+    assert RankLogging(str(tmp_path / "log1"), rank=1, mesh=mesh, console=console, has_bar=True).bar is None
 
 
 def _changed(url: Path) -> dict[str, bool]:

@@ -36,7 +36,7 @@ Format: TypeAlias = Literal["auto", "text", "jsonl", "tokens"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
-    """One corpus: a file, folder, glob or fsspec URL, a pre-tokenised folder, or `python-stdlib`."""
+    """One corpus: a file, folder, glob or fsspec URL, a pre-tokenised folder, `datasets:NAME` or `python-stdlib`."""
 
     url: str
     weight: float = 1.0  # share of the samples, relative to the other sources
@@ -137,8 +137,12 @@ class LogConfig:
 
     folder: str = ""
     every: int = 1  # steps per metrics line
+    progress: bool = True  # a bar below the log, where the console is a terminal
     tensorboard: bool = True  # when it is installed
+    wandb: str = ""  # the Weights & Biases project that gets every number too; the run has the name of its folder
     trace_steps: tuple[int, int] = (0, 0)  # first and last step of logs/trace.json, for Perfetto; (0, 0): none
+    profile_steps: tuple[int, int] = (0, 0)  # first and last step under torch's profiler; logs/profile_R.json
+    memory_steps: tuple[int, int] = (0, 0)  # of which the accelerator's memory is recorded; logs/memory_R.pickle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +190,10 @@ def check(config: TrainConfig) -> None:
     ):
         if value < least:
             raise ConfigError(f"{name} = {value}: must be at least {least}")
+    for name in ("trace_steps", "profile_steps", "memory_steps"):
+        first, last = getattr(config.log, name)
+        if (first, last) != (0, 0) and not 1 <= first <= last:
+            raise ConfigError(f"log.{name} = [{first}, {last}]: give the first and the last step, from 1 on")
     if not 0.0 <= config.validation.fraction < 1.0:
         raise ConfigError(f"validation.fraction = {config.validation.fraction}: must be in [0, 1)")
     if config.validation.every and not config.validation.fraction:

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Literal
 
@@ -18,6 +18,7 @@ import zstandard
 from titan_ckpt.errors import DataError, NotFoundError
 from titan_ckpt.location import join, normalise, redact
 from titan_ckpt.store import Store, open_store
+from titan_ckpt.trainer.hub import PREFIX, HubSplit, open_split
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -54,8 +55,10 @@ class Reading:
     skipped_lines: dict[str, int] = field(default_factory=dict)
 
 
-def list_files(url: str) -> list[File]:
-    """The files that `url` (a file, a folder, a glob, or python-stdlib) names, in order of path; DataError if none."""
+def list_files(url: str) -> Sequence[File | HubSplit]:
+    """What `url` (a file, a folder, a glob, datasets:NAME or python-stdlib) names, in order of path; DataError if nothing."""
+    if url.startswith(PREFIX):
+        return [open_split(url)]
     if url == STDLIB:
         return _stdlib_files()
     root, pattern = split_glob(url)
@@ -122,8 +125,11 @@ def _stdlib_files() -> list[File]:
     return files
 
 
-def read_documents(file: File, reading: Reading) -> Iterator[bytes]:
-    """The documents of one file: each line of JSONL, the whole of a text. DataError for binary content."""
+def read_documents(file: File | HubSplit, reading: Reading) -> Iterator[bytes]:
+    """The documents of one file: each line of JSONL or row of a dataset, the whole of a text. DataError for binary content."""
+    if isinstance(file, HubSplit):
+        yield from file.documents(reading.text_field)
+        return
     kind = reading.format if reading.format != "auto" else format_of(file.path)
     with open_unpacked(file) as stream:
         if kind == "jsonl":
@@ -210,7 +216,7 @@ class _StoreStream(io.RawIOBase):
         return max(count, 0)
 
 
-def describe_files(url: str, files: list[File]) -> str:
+def describe_files(url: str, files: Sequence[File | HubSplit]) -> str:
     """One line for logs: how many files, how large."""
     total = sum(file.size_bytes for file in files)
     return f"{redact(url)}: {len(files)} files, {total / 1e6:.1f} MB"

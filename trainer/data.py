@@ -23,6 +23,7 @@ from torch import Tensor
 from titan_ckpt.errors import DataError
 from titan_ckpt.trainer.config import DataConfig, SourceConfig, ValidationConfig
 from titan_ckpt.trainer.corpus import Reading
+from titan_ckpt.trainer.hub import PREFIX
 from titan_ckpt.trainer.order import Place, SampleOrder, SourceSize
 from titan_ckpt.trainer.tokenizer import Tokenizer
 from titan_ckpt.trainer.tokens import TokenFile, cached_tokens, is_tokens, open_tokens
@@ -160,7 +161,7 @@ def open_dataset(
 
 
 def _open_source(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, is_writer: bool) -> TokenFile:
-    if source.format == "tokens" or (source.format == "auto" and "*" not in source.url and is_tokens(source.url)):
+    if may_be_tokens(source) and (source.format == "tokens" or is_tokens(source.url)):
         file = open_tokens(source.url)
         if file.header.tokenizer != tokenizer.digest:
             raise DataError(
@@ -169,6 +170,12 @@ def _open_source(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer,
             )
         return file
     return cached_tokens(source.url, tokenizer, reading_of(source, config), config.cache, is_writer=is_writer)
+
+
+def may_be_tokens(source: SourceConfig) -> bool:
+    """Whether a source can be a pre-tokenised folder, by what is said of it."""
+    is_folder = not source.url.startswith(PREFIX) and "*" not in source.url
+    return source.format == "tokens" or (source.format == "auto" and is_folder)
 
 
 def reading_of(source: SourceConfig, config: DataConfig) -> Reading:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -14,6 +15,7 @@ from titan_ckpt.layout import DEBUG, LOGS
 from titan_ckpt.location import join, local_path, normalise, scheme
 from titan_ckpt.mesh import MeshSpec, format_coordinate
 from titan_ckpt.store import open_store
+from titan_ckpt.units import format_duration
 
 log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
@@ -69,12 +71,16 @@ def describe_rank(mesh: MeshSpec, rank: int) -> str:
 class RankLogging:
     """The handlers of one rank, a context manager: its file at INFO, the console at INFO on rank 0 and ERROR elsewhere."""
 
-    def __init__(self, path: str, *, rank: int, mesh: MeshSpec, console: IO[str] | None = None) -> None:
+    def __init__(
+        self, path: str, *, rank: int, mesh: MeshSpec, console: IO[str] | None = None, has_bar: bool = False
+    ) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         who = describe_rank(mesh, rank)
         self._file = logging.FileHandler(path, encoding="utf-8")
         self._file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{who}] %(name)s: %(message)s"))
-        self._console = logging.StreamHandler(console or sys.stderr)
+        stream = console or sys.stderr
+        self.bar = Bar(stream) if has_bar and rank == 0 and stream.isatty() else None
+        self._console = _ConsoleHandler(stream, self.bar)
         self._console.setLevel(logging.INFO if rank == 0 else logging.ERROR)
         prefix = "" if rank == 0 else f"[{who}] "
         self._console.setFormatter(_ConsoleFormatter(prefix))
@@ -95,9 +101,60 @@ class RankLogging:
     def __exit__(self, *_: object) -> None:
         """Give everything back; the file is closed."""
         logging.captureWarnings(False)
+        if self.bar is not None:
+            self.bar.clear()
         for logger in (self._ours, self._warnings):
             logger.handlers, logger.propagate = [], True
         self._file.close()
+
+
+class Bar:
+    """How far the run is, on the last line of a terminal; what is logged goes above it."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream, self._text = stream, ""
+        self._first: tuple[int, float] | None = None
+
+    def show(self, done: int, total: int) -> None:
+        """Draw `done` of `total` steps, and how long the rest takes at the pace since the first call."""
+        now = time.monotonic()
+        first_done, started = self._first = self._first or (done, now)
+        rest = (
+            ""
+            if done == first_done
+            else f"  {format_duration((total - done) * (now - started) / (done - first_done))} left"
+        )
+        share = done / total
+        self._text = f"[{'#' * int(30 * share):<30}] {done}/{total}{rest}"
+        self.clear()
+        self.draw()
+
+    def clear(self) -> None:
+        """Make room for a line of the log."""
+        self._stream.write("\r\x1b[K")
+        self._stream.flush()
+
+    def draw(self) -> None:
+        """Put the bar back."""
+        self._stream.write(self._text)
+        self._stream.flush()
+
+
+class _ConsoleHandler(logging.StreamHandler[IO[str]]):
+    """The console, with the bar kept below what is written."""
+
+    def __init__(self, stream: IO[str], bar: Bar | None) -> None:
+        super().__init__(stream)
+        self._bar = bar
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write above the bar."""
+        if self._bar is None:
+            super().emit(record)
+            return
+        self._bar.clear()
+        super().emit(record)
+        self._bar.draw()
 
 
 class _ConsoleFormatter(logging.Formatter):

@@ -25,6 +25,7 @@ from titan_ckpt.trainer.metrics import MetricsLog, StepMetrics, flops_per_token,
 from titan_ckpt.trainer.optimizer import Optimizer, learning_rate
 from titan_ckpt.trainer.parallelized import Parallelized
 from titan_ckpt.trainer.phases import Phases
+from titan_ckpt.trainer.profile import Inspection
 from titan_ckpt.trainer.signals import NOTHING, REASONS, SIGNAL, Agreement, StopRequest
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Job:
     agreement: Agreement
     stop: StopRequest
     phases: Phases
+    inspection: Inspection
     metrics: MetricsLog
     upload_logs: Callable[[], None]
 
@@ -92,15 +94,20 @@ class Loop:
     def run(self) -> Outcome:
         """Train until the last step, a signal or the time limit; the last checkpoint is committed on return."""
         job, steps = self.job, self.job.config.train.steps
+        inspection = job.inspection
         loader = Loader(job.dataset, job.batch_shape, position=self.progress.samples, prefetch=job.config.data.prefetch)
         first_step, stop = self.progress.step, NOTHING
         try:
             while self.progress.step < steps and stop == NOTHING:
+                inspection.before(self.progress.step + 1)
                 stop = self._step(loader)
+                inspection.after(self.progress.step)
+                job.metrics.progress(self.progress.step)
                 if self.progress.step == first_step + 1:
                     self._tighten_timeouts()
         finally:
             loader.close()
+            inspection.close()
         return self._finish(stop)
 
     def _step(self, loader: Loader) -> int:
@@ -264,6 +271,8 @@ class Loop:
 
     def _tighten_timeouts(self) -> None:
         """Compilation and warm-up are over: from now on a collective that takes long is a fault."""
-        limits = self.job.config.train
-        if dist.get_world_size() > 1 and limits.step_timeout_s != limits.init_timeout_s:
-            _set_pg_timeout(timedelta(seconds=limits.step_timeout_s))
+        limits, ranks = self.job.config.train, self.job.parallelized.ranks
+        if dist.get_world_size() == 1 or limits.step_timeout_s == limits.init_timeout_s:
+            return
+        for group in (None, ranks.cp_group, *ranks.device_mesh.get_all_groups()):
+            _set_pg_timeout(timedelta(seconds=limits.step_timeout_s), group)

@@ -10,11 +10,14 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import IO, Any, Protocol
 
 import torch
 
+from titan_ckpt.errors import MissingExtraError
+from titan_ckpt.trainer.logs import Bar
 from titan_ckpt.trainer.model import ModelConfig
 from titan_ckpt.units import format_duration, format_size
 
@@ -117,15 +120,46 @@ class TensorBoard:
 
     def write(self, record: dict[str, Any]) -> None:
         for name, value in record.items():
-            if name not in ("step", "time_s") and isinstance(value, int | float) and not isinstance(value, bool):
+            if _is_number(name, value):
                 self._writer.add_scalar(f"{record['event']}/{name}", value, record.get("step", 0))
 
     def close(self) -> None:
         self._writer.close()
 
 
+class WeightsAndBiases:
+    """A run at wandb.ai, or in a folder with WANDB_MODE=offline; a restarted run goes on in the same one."""
+
+    def __init__(self, project: str, *, name: str, folder: str, config: Mapping[str, Any]) -> None:
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise MissingExtraError("wandb", "wandb", "log.wandb") from error
+        self._run: Any = wandb.init(
+            project=project,
+            name=name,
+            id=name,
+            dir=folder,
+            config=dict(config),
+            resume="allow",
+            reinit="finish_previous",
+        )
+        self._run.define_metric("*", step_metric="at_step")
+
+    def write(self, record: dict[str, Any]) -> None:
+        numbers = {f"{record['event']}/{name}": v for name, v in record.items() if _is_number(name, v)}
+        self._run.log(numbers | {"at_step": record.get("step", 0)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _is_number(name: str, value: Any) -> bool:
+    return name not in ("step", "time_s") and isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def open_sinks(jsonl_path: str, tensorboard_folder: str | None) -> list[Sink]:
-    """The sinks of rank 0; TensorBoard only where it is installed."""
+    """The sinks of rank 0 that need nothing; TensorBoard only where it is installed."""
     sinks: list[Sink] = [JsonLines(jsonl_path)]
     if tensorboard_folder is not None and importlib.util.find_spec("tensorboard") is not None:
         sinks.append(TensorBoard(tensorboard_folder))
@@ -135,14 +169,19 @@ def open_sinks(jsonl_path: str, tensorboard_folder: str | None) -> list[Sink]:
 class MetricsLog:
     """Rank 0's records, to every sink; on other ranks it has none and does nothing."""
 
-    def __init__(self, sinks: list[Sink], *, total_steps: int) -> None:
-        self._sinks, self._total_steps = sinks, total_steps
+    def __init__(self, sinks: list[Sink], *, total_steps: int, bar: Bar | None = None) -> None:
+        self._sinks, self._total_steps, self._bar = sinks, total_steps, bar
 
     def step(self, metrics: StepMetrics) -> None:
         """A finished step."""
         if self._sinks:
             log.info("%s", metrics.line(self._total_steps))
             self.event("step", **asdict(metrics))
+
+    def progress(self, step: int) -> None:
+        """Every step, logged or not: the bar."""
+        if self._bar is not None:
+            self._bar.show(step, self._total_steps)
 
     def event(self, event: str, **fields: Any) -> None:
         """Anything else that happened: a start, a validation, a save, the end."""

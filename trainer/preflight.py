@@ -9,6 +9,7 @@ from titan_ckpt.layout import LOGS
 from titan_ckpt.store import open_store
 from titan_ckpt.trainer.config import TrainConfig
 from titan_ckpt.trainer.corpus import list_files
+from titan_ckpt.trainer.data import may_be_tokens
 from titan_ckpt.trainer.settings import as_dict
 from titan_ckpt.trainer.tokenizer import check_vocabulary, open_tokenizer
 from titan_ckpt.trainer.tokens import is_tokens
@@ -19,7 +20,7 @@ def preflight(config: TrainConfig) -> None:
     tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
     check_vocabulary(tokenizer, config.model.vocab_size)
     for source in config.data.sources:
-        if source.format != "tokens" and ("*" in source.url or not is_tokens(source.url)):
+        if source.format != "tokens" and not (may_be_tokens(source) and is_tokens(source.url)):
             list_files(source.url)
     if config.resume.from_:
         open_checkpoint(config.resume.from_)

@@ -42,6 +42,7 @@ from titan_ckpt.trainer.launch import launched_at_s
 from titan_ckpt.trainer.logs import (
     METRICS,
     TRACE,
+    Bar,
     RankLogging,
     RunFolder,
     describe_rank,
@@ -51,13 +52,14 @@ from titan_ckpt.trainer.logs import (
 )
 from titan_ckpt.trainer.loop import Job, Loop, Outcome
 from titan_ckpt.trainer.lora import adapters_of, add_adapters, start_adapters
-from titan_ckpt.trainer.metrics import MetricsLog, open_sinks
+from titan_ckpt.trainer.metrics import MetricsLog, WeightsAndBiases, open_sinks
 from titan_ckpt.trainer.model import Decoder
 from titan_ckpt.trainer.optimizer import build_optimizer
 from titan_ckpt.trainer.parallelize import build
 from titan_ckpt.trainer.parallelized import Parallelized
 from titan_ckpt.trainer.phases import PhaseHook, Phases
 from titan_ckpt.trainer.precision import describe_precision
+from titan_ckpt.trainer.profile import Inspection
 from titan_ckpt.trainer.settings import as_dict
 from titan_ckpt.trainer.signals import SIGNAL, Agreement, StopRequest
 from titan_ckpt.trainer.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
@@ -99,7 +101,7 @@ def run_rank(config: TrainConfig, place: RankPlace) -> Outcome:
     mesh = resolve_mesh(config, place.world_size)
     device = pick_device(config.train.device, place.local_rank)
     folder = run_folder(config.log.folder, config.save.url)
-    with RankLogging(folder.log(place.rank), rank=place.rank, mesh=mesh):
+    with RankLogging(folder.log(place.rank), rank=place.rank, mesh=mesh, has_bar=config.log.progress) as logging_:
         try:
             with ExitStack() as stack:
                 stop = stack.enter_context(StopRequest(max_seconds=config.train.max_seconds))
@@ -107,7 +109,7 @@ def run_rank(config: TrainConfig, place: RankPlace) -> Outcome:
                 first, last = config.log.trace_steps
                 steps = range(first, last + 1) if last else range(0)
                 phases = Phases(hook=_start_recorder(config, place, mesh, folder, stop, stack), steps=steps)
-                return _train(config, place, mesh, device, folder, stop, phases)
+                return _train(config, place, mesh, device, folder, stop, phases, logging_.bar)
         except BaseException:
             log.info("training ends with an error", exc_info=True)
             raise
@@ -121,6 +123,7 @@ def _train(
     folder: RunFolder,
     stop: StopRequest,
     phases: Phases,
+    bar: Bar | None,
 ) -> Outcome:
     launched_s = launched_at_s()
     with ExitStack() as stack:
@@ -128,7 +131,7 @@ def _train(
         tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
         check_vocabulary(tokenizer, config.model.vocab_size)
         dataset = _open_data(config, tokenizer, agreement, place)
-        metrics = _open_metrics(config, folder, place)
+        metrics = _open_metrics(config, folder, place, bar)
         stack.callback(metrics.close)
         names = [os.path.basename(folder.log(place.rank))] + ([METRICS, TRACE] if place.rank == 0 else [])
         stack.callback(lambda: upload_logs(folder, config.save.tiers, names))
@@ -152,7 +155,8 @@ def _train(
             config=config, config_record=as_dict(config),
             assets=kept_assets(start, tokenizer.to_json()) if place.rank == 0 else {},
             parallelized=parallelized, optimizer=optimizer, dataset=dataset, saver=saver, exporter=exporter,
-            agreement=agreement, stop=stop, phases=phases, metrics=metrics,
+            agreement=agreement, stop=stop, phases=phases,
+            inspection=_inspection(config, place, device, folder), metrics=metrics,
             upload_logs=lambda: upload_logs(folder, config.save.tiers, names),
         )  # fmt: skip
         _announce(job, place, describe_start(start, progress))
@@ -186,6 +190,14 @@ def _build(config: TrainConfig, mesh: MeshSpec, device: torch.device, start: Sta
     start_adapters(parallelized.named_parameters())
     load_base(open_base(config.resume.from_, start), parallelized)
     return parallelized
+
+
+def _inspection(config: TrainConfig, place: RankPlace, device: torch.device, folder: RunFolder) -> Inspection:
+    asked = config.log
+    return Inspection(
+        folder=folder, rank=place.rank, device=device,
+        profile_steps=asked.profile_steps, memory_steps=asked.memory_steps,
+    )  # fmt: skip
 
 
 def _save_options(config: TrainConfig, mesh: MeshSpec, phases: Phases, exporter: Exporter | None) -> SaveOptions:
@@ -254,7 +266,7 @@ def _open_data(config: TrainConfig, tokenizer: Tokenizer, agreement: Agreement, 
     return dataset or open_it(False)
 
 
-def _open_metrics(config: TrainConfig, folder: RunFolder, place: RankPlace) -> MetricsLog:
+def _open_metrics(config: TrainConfig, folder: RunFolder, place: RankPlace, bar: Bar | None) -> MetricsLog:
     if place.rank != 0:
         return MetricsLog([], total_steps=config.train.steps)
     path = folder.file(METRICS)
@@ -262,7 +274,11 @@ def _open_metrics(config: TrainConfig, folder: RunFolder, place: RankPlace) -> M
         if not os.path.exists(path):
             _fetch_metrics(url, folder, path)
     board = os.path.join(folder.root, "tensorboard") if config.log.tensorboard else None
-    return MetricsLog(open_sinks(path, board), total_steps=config.train.steps)
+    sinks = open_sinks(path, board)
+    if config.log.wandb:
+        name = os.path.basename(folder.root)
+        sinks.append(WeightsAndBiases(config.log.wandb, name=name, folder=folder.root, config=as_dict(config)))
+    return MetricsLog(sinks, total_steps=config.train.steps, bar=bar)
 
 
 def _fetch_metrics(url: str, folder: RunFolder, path: str) -> None:

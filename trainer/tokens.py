@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from titan_ckpt.errors import DataError, NotFoundError
 from titan_ckpt.location import join, local_path, normalise, redact, scheme
 from titan_ckpt.store import Store, open_store
 from titan_ckpt.trainer.corpus import File, Reading, list_files, read_documents
+from titan_ckpt.trainer.hub import HubSplit
 from titan_ckpt.trainer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,12 @@ def is_tokens(url: str) -> bool:
 
 
 def pretokenise(
-    files: list[File], tokenizer: Tokenizer, reading: Reading, destination: str, *, progress: Progress | None = None
+    files: Sequence[File | HubSplit],
+    tokenizer: Tokenizer,
+    reading: Reading,
+    destination: str,
+    *,
+    progress: Progress | None = None,
 ) -> TokensHeader:
     """Write the corpus to folder `destination` on any store, streamed; `progress(done_bytes, all_bytes)` is told per file."""
     store = open_store(destination)
@@ -118,7 +124,7 @@ class _Seen:
 
 
 def _encode_all(
-    files: list[File],
+    files: Sequence[File | HubSplit],
     tokenizer: Tokenizer,
     reading: Reading,
     dtype: str,
@@ -150,7 +156,7 @@ def _batched(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
         yield batch
 
 
-def corpus_digest(files: list[File], tokenizer: Tokenizer, reading: Reading) -> str:
+def corpus_digest(files: Sequence[File | HubSplit], tokenizer: Tokenizer, reading: Reading) -> str:
     """The name of a corpus before it is read: names and versions of its files, the tokenizer, the reading rules."""
     rules = f"{tokenizer.digest} {reading.format} {reading.text_field} {reading.bad_line} {VERSION}"
     lines = [rules, *(f"{file.path} {file.size_bytes} {file.version}" for file in files)]
