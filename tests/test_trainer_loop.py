@@ -279,7 +279,8 @@ def test_on_a_terminal_a_bar_stays_below_the_log(tmp_path: Path) -> None:
     assert lines[1:3] == ["a line", "[#######                       ] 1/4"]
     assert lines[3].startswith("[######################        ] 3/4  ")
     assert console.getvalue().endswith("\r\x1b[K")
-    assert RankLogging(str(tmp_path / "log1"), rank=1, mesh=mesh, console=console, has_bar=True).bar is None
+    with RankLogging(str(tmp_path / "log1"), rank=1, mesh=mesh, console=console, has_bar=True) as other:
+        assert other.bar is None
 
 
 def _changed(url: Path) -> dict[str, bool]:
