@@ -7,7 +7,8 @@ config.json has the older spelling, which both read; one that came from Hugging 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from titan_ckpt.converters.families import FAMILIES, Family, check_spec
@@ -41,6 +42,29 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
 }
 
+MAX_LAYERS = 10_000  # far past every model: a damaged number must not become a list of its length
+# keys, whether a value will do, and what it should be
+_KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings"),
+        lambda value: type(value) is int and value >= 1,
+        "a whole number of at least 1",
+    ),
+    (("sliding_window", "max_window_layers"), lambda value: type(value) is int and value >= 0, "a whole number"),
+    (
+        ("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+         "attention_factor"),
+        lambda value: type(value) in (int, float) and 0 < value < math.inf,
+        "a positive number",
+    ),
+    (
+        ("tie_word_embeddings", "attention_bias", "use_sliding_window", "truncate"),
+        lambda value: type(value) is bool,
+        "true or false",
+    ),
+    (("layer_types",), lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), "a list of names"),
+)  # fmt: skip
+
 
 def parse_config(text: bytes, where: str) -> Config:
     """The JSON object in a config.json."""
@@ -61,9 +85,10 @@ def encode_config(config: Mapping[str, Any]) -> bytes:
 def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
     """The spec that `config` describes. PlanError names the key that cannot be expressed."""
     family = _family(config, where)
-    missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
+    missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
-        raise PlanError(f"{where}: {', '.join(missing)} missing or not a number")
+        raise PlanError(f"{where}: {', '.join(missing)} missing")
+    _check_values(config, where)
     for key, only in _ONLY.items():
         if config.get(key) is not None and config[key] not in only:
             supported = " or ".join(map(repr, only)) or "none"
@@ -98,12 +123,25 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
         found = [family for family in FAMILIES.values() if family.architecture in architectures]
         said = ", ".join(map(str, architectures))
     else:
-        found = [FAMILIES[kind]] if kind in FAMILIES else []
+        found = [FAMILIES[kind]] if isinstance(kind, str) and kind in FAMILIES else []
         said = f"model_type {kind!r}"
     if not found or kind not in (None, found[0].name):
         supported = ", ".join(family.architecture for family in FAMILIES.values())
         raise PlanError(f"{where}: {said} (model_type {kind!r}) is not supported; supported are {supported}")
     return found[0]
+
+
+def _check_values(config: Mapping[str, Any], where: str) -> None:
+    """PlanError for a value that is not of its key's kind: what follows computes with them."""
+    rope = [value for key in ("rope_parameters", "rope_scaling") if isinstance(value := config.get(key), Mapping)]
+    for record in (config, *rope):
+        for keys, is_right, wanted in _KINDS:
+            for key in keys:
+                value = record.get(key)
+                if value is not None and not is_right(value):
+                    raise PlanError(f"{where}: {key} = {value!r:.100}: expected {wanted}")
+    if config["num_hidden_layers"] > MAX_LAYERS:
+        raise PlanError(f"{where}: num_hidden_layers = {config['num_hidden_layers']}: more than {MAX_LAYERS} layers")
 
 
 def _read_rope(config: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
@@ -113,7 +151,7 @@ def _read_rope(config: Mapping[str, Any], values: Mapping[str, Any], where: str)
     kind = record.get("rope_type", record.get("type", "default"))
     if kind == "default":
         return theta, None
-    if kind not in _SCALING_USES:
+    if not isinstance(kind, str) or kind not in _SCALING_USES:
         _refuse(where, "rope_scaling", record, f"rope types are default, {', '.join(_SCALING_USES)}")
     extra = {"mscale", "mscale_all_dim"} & set(record)
     if extra:

@@ -94,6 +94,43 @@ def test_config_we_cannot_express_is_refused_by_key(changes: dict[str, Any], sai
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("num_attention_heads", 0, "at least 1"),
+        ("num_key_value_heads", "two", "at least 1"),
+        ("num_hidden_layers", -1, "at least 1"),
+        ("num_hidden_layers", 10**9, "more than 10000 layers"),
+        ("hidden_size", 32.5, "at least 1"),
+        ("head_dim", True, "at least 1"),
+        ("rope_theta", "big", "a positive number"),
+        ("rms_norm_eps", float("nan"), "a positive number"),
+        ("tie_word_embeddings", "no", "true or false"),
+        ("layer_types", "full", "a list of names"),
+    ],
+)
+def test_value_that_is_not_of_its_keys_kind_is_refused_by_key(key: str, value: Any, wanted: str) -> None:
+    with pytest.raises(PlanError, match=rf"the/config.json: {key} = .*{wanted}"):
+        spec_from_hf(config(**{key: value}), "the/config.json")
+
+
+def test_scaling_with_a_word_for_a_number_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"factor = 'x': expected a positive number"):
+        spec_from_hf(config(rope_scaling={"rope_type": "llama3", "factor": "x"}), "test")
+    with pytest.raises(PlanError, match="rope types are default"):
+        spec_from_hf(config(rope_scaling={"rope_type": ["llama3"], "factor": 2.0}), "test")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"), [("MixtralForCausalLM", "mixtral"), ("Qwen3MoeForCausalLM", "qwen3_moe")]
+)
+def test_mixtures_of_experts_are_refused_by_name_with_what_is_supported(architecture: str, kind: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        spec_from_hf(config(architectures=[architecture], model_type=kind), "test")
+    assert str(caught.value).startswith(f"test: {architecture} (model_type '{kind}') is not supported; supported are ")
+    assert all(family.architecture in str(caught.value) for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
