@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_ckpt.command import Command
+from titan_ckpt.debug.boxes import BoxReader
+from titan_ckpt.debug.interning import Interner
 from titan_ckpt.debug.recorder_environment import environment
 from titan_ckpt.errors import TitanError, UsageError
 
@@ -171,9 +173,21 @@ def _wait_until_settled(job: list[_Rank], folder: Path, deadline_s: float) -> No
 def _has_reported(rank: _Rank, folder: Path) -> bool:
     stem = f"rank_{rank.number:05d}"
     gil = folder / f"{stem}.gil.stacks"
-    if (folder / f"{stem}.stall.pickle").exists() or (gil.exists() and gil.stat().st_size > 0):
+    if gil.exists() and gil.stat().st_size > 0:
+        return True
+    if _is_newest(folder / f"{stem}.stall.pickle", folder / f"{stem}.box"):
         return True
     return _process_state(rank.process.pid).startswith("T")
+
+
+def _is_newest(dump: Path, box: Path) -> bool:
+    """Whether the rank issued nothing after its dump: one that started slowly reports a stall and then goes on."""
+    try:
+        dumped_ns = dump.stat().st_mtime_ns
+        operations = BoxReader(Interner()).parse(box.read_bytes(), box.name).operations
+    except (FileNotFoundError, ValueError):
+        return False  # not dumped, or taken back, or the box is just being made
+    return dumped_ns > int(operations["created_ns"].max(initial=0))
 
 
 def _process_state(pid: int) -> str:

@@ -9,7 +9,8 @@ import pytest
 from titan_ckpt.cli import main
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.fault_programs import CASES as PROGRAMS
-from titan_ckpt.debug.inject import CASES, culprit_of, inject
+from titan_ckpt.debug.hooks import BoxWriter
+from titan_ckpt.debug.inject import CASES, _is_newest, culprit_of, inject
 
 
 def assert_right(case: str, ranks: int, folder: Path) -> None:
@@ -37,6 +38,17 @@ def test_killed_rank_leaves_its_last_operation_in_the_black_box(tmp_path: Path) 
     run = open_run(str(inject("sigkill", tmp_path / "incident", ranks=2)))
     last = run.operation(culprit_of(2), -1)
     assert (last.op, last.seq) == ("broadcast", 6)
+
+
+@pytest.mark.parametrize(("issued_after_ns", "is_newest"), [(-1_000_000_000, True), (1_000_000_000, False)])
+def test_stall_that_a_rank_got_over_is_no_report(issued_after_ns: int, is_newest: bool, tmp_path: Path) -> None:
+    dump = tmp_path / "rank_00000.stall.pickle"
+    assert not _is_newest(dump, tmp_path / "rank_00000.box")
+    dump.write_bytes(b"x")
+    box = BoxWriter(tmp_path / "rank_00000.box", rank=0, world_size=1, capacity=4)
+    created = dump.stat().st_mtime_ns + issued_after_ns
+    RECORD.pack_into(box.map, HEADER_BYTES, created, 0, 1, 1, 0, -1, 0, 0, 0, 0, 0, 1)
+    assert _is_newest(dump, box.path) == is_newest
 
 
 def test_every_case_has_a_program_and_a_truth() -> None:

@@ -19,6 +19,8 @@ import zstandard
 
 from titan_ckpt.cli import main
 from titan_ckpt.debug import diagnose, open_run
+from titan_ckpt.debug.blackbox import HEADER_BYTES, RECORD
+from titan_ckpt.debug.hooks import BoxWriter
 from titan_ckpt.debug.logs import parse_launcher, parse_mixed_log, parse_rank_log
 from titan_ckpt.debug.safe_pickle import plain_loads
 from titan_ckpt.debug.stacks import parse_stacks
@@ -231,6 +233,18 @@ def test_ranks_that_disagree_about_a_group_are_the_verdict(tmp_path: Path) -> No
     top = diagnose(open_run(str(tmp_path)))[0]
     assert (top.verdict, top.culprits, top.group) == ("PG_CONFIG_CONFLICT", (2,), "1")
     assert "PG_CONFIG_CONFLICT" in flags(tmp_path)
+
+
+def test_black_box_does_not_pass_for_what_a_device_did(tmp_path: Path) -> None:
+    for rank in range(3):
+        path = tmp_path / f"rank_{rank}.json"
+        path.write_bytes(nccl_dump({"0": [0, 1, 2]}, "0", 1).replace(b"started", b"scheduled"))
+    (tmp_path / "rank_2.json").unlink()
+    box = BoxWriter(tmp_path / "rank_00002.box", rank=2, world_size=3)
+    for kind, value in (("op", "all_reduce"), ("dtype", "Float"), ("group", ["0", "", [0, 1, 2]])):
+        box.add_text(kind, 0, value)
+    RECORD.pack_into(box.map, HEADER_BYTES, 10**18, 10**18 + 1, 4, 1, 0, -1, 0, 0, 0, 0, 1, 1)
+    assert "SCHEDULED_NOT_STARTED" not in [verdict.verdict for verdict in diagnose(open_run(str(tmp_path)))]
 
 
 def test_dump_taken_too_early_is_flagged(tmp_path: Path) -> None:
