@@ -16,6 +16,8 @@ _UNKNOWN = -9
 _WIDTHS = [_UNKNOWN] * 256
 for _opcode in pickletools.opcodes:
     _WIDTHS[ord(_opcode.code)] = 0 if _opcode.arg is None else _opcode.arg.n
+# Bytes to the next opcode where nothing is to be looked at, 0 for all others.
+_STEPS = [width + 1 if width >= 0 and code not in (_STOP, _LONG_BINPUT) else 0 for code, width in enumerate(_WIDTHS)]
 _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
@@ -27,18 +29,20 @@ _TWO_LINES = frozenset(b"ci")
 
 def check_pickle(data: bytes, *, where: str) -> None:
     """DamagedError for a pickle that is cut off, has unknown opcodes, or speaks of more than it has bytes."""
-    at, end, widths = 0, len(data), _WIDTHS
+    at, end, steps = 0, len(data), _STEPS
     while at < end:
+        if step := steps[data[at]]:
+            at += step
+            continue
         code = data[at]
         if code == _STOP:
             return
-        width = widths[code]
-        if width >= 0:
-            if code == _LONG_BINPUT and int.from_bytes(data[at + 1 : at + 5], "little") > end:
-                raise DamagedError(f"{where}: byte {at} asks for more memory than the file explains; it was not loaded")
-            at += 1 + width
+        if code != _LONG_BINPUT:
+            at = _after(data, at, code, _WIDTHS[code], where)
+        elif int.from_bytes(data[at + 1 : at + 5], "little") > end:
+            raise DamagedError(f"{where}: byte {at} asks for more memory than the file explains; it was not loaded")
         else:
-            at = _after(data, at, code, width, where)
+            at += 5
     raise DamagedError(f"{where}: the pickle is cut off after {end} bytes")
 
 
