@@ -8,6 +8,7 @@ import pytest
 
 from titan_ckpt.cli import main
 from titan_ckpt.debug import diagnose, open_run
+from titan_ckpt.debug.blackbox import HEADER_BYTES, RECORD
 from titan_ckpt.debug.fault_programs import CASES as PROGRAMS
 from titan_ckpt.debug.hooks import BoxWriter
 from titan_ckpt.debug.inject import CASES, _is_newest, culprit_of, inject
