@@ -235,7 +235,7 @@ def main() -> int:
         if arguments.s3:
             with running_server(Path(folder), ["faults"]) as server:
                 os.environ.update(server.environment)
-                outcome = campaign("s3://faults/run", arguments.kills, seed=arguments.seed, longest_s=1.5)
+                outcome = campaign("s3://faults/run", arguments.kills, seed=arguments.seed, longest_s=3.0)
         else:
             outcome = campaign(f"{folder}/run", arguments.kills, seed=arguments.seed, longest_s=0.4)
     sys.stdout.write(json.dumps({"store": "s3" if arguments.s3 else "local", **asdict(outcome)}) + "\n")
