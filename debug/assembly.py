@@ -111,8 +111,13 @@ def _described(description: str) -> str:
 
 
 def _flags(reading: Reading, run: Run) -> Iterator[Flag]:
-    if reading.first_record:
-        ranks = tuple(sorted(reading.first_record))
+    only_boxes = {
+        rank
+        for rank, record in run.ranks.items()
+        if record.dumps and all(dump.kind == "black_box" and dump.is_truncated for dump in record.dumps)
+    }
+    if only_boxes or reading.first_record:
+        ranks = tuple(sorted(only_boxes | set(reading.first_record)))
         yield Flag(flag="RING_TRUNCATED", ranks=ranks, text="the ring buffer was full: the oldest operations are gone")
     with_dump = {rank for rank, record in run.ranks.items() if record.dumps}
     if with_dump and len(with_dump) < len(run.ranks):

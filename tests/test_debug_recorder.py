@@ -110,6 +110,7 @@ def test_full_ring_keeps_the_newest_operations(tmp_path: Path) -> None:
     parsed = BoxReader(Interner()).parse(bytes(box.map), "box")
     assert parsed.operations["seq"].tolist() == [7, 8, 9, 10]
     assert parsed.count == 10
+    assert [flag.flag for flag in open_run(str(tmp_path)).flags] == ["RING_TRUNCATED"]
 
 
 @pytest.mark.parametrize("ticks_after", [3, 1500])
