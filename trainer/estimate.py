@@ -2,8 +2,8 @@
 
 Parameters are counted on the meta device, stage by stage. Activations follow from what each activation checkpointing mode keeps
 (see `titan_ckpt.trainer.memory`). What is left out, and makes real peaks some percent higher: the allocator's fragmentation,
-NCCL's buffers (1 to 2 GiB), the CUDA context. Against torchtitan's published peaks, with the loss it uses: 8B on 8 and 128 ranks
-within 10 %, 70B on 256 ranks 26 % below (the largest of several large buffers is counted, reserved memory holds them all).
+NCCL's buffers (1 to 2 GiB), the CUDA context. Against torchtitan's published peaks, with the loss it uses, all are within 10 %
+(docs/training.md has the table).
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from math import sqrt
 
 import torch
 
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.trainer.config import TrainConfig
 from titan_ckpt.trainer.data import BatchShape
 from titan_ckpt.trainer.model import Decoder, ModelConfig
 from titan_ckpt.trainer.parallel_config import (
     SINGLE_STAGE,
+    V_SHAPED,
     ParallelConfig,
     num_microbatches,
     num_stages,
@@ -46,11 +48,12 @@ class Memory:
     activations: float
     block: float
     logits: float
+    pipeline: float
 
     @property
     def total(self) -> float:
         """All of it; the logits and a block's recomputed activations do not stand at the same time."""
-        held = self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
+        held = self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.pipeline
         return held + max(self.logits, self.block)
 
 
@@ -77,6 +80,8 @@ class Estimate:
 
 def estimate(config: TrainConfig, mesh: MeshSpec, *, logit_bytes: float = OUR_LOGIT_BYTES) -> Estimate:
     """The needs of the pipeline rank that needs most. `logit_bytes`: per element of the logits, for another trainer's loss."""
+    if config.lora.rank:
+        raise ConfigError("--estimate counts the training of a whole model, not of adapters; leave out lora.rank")
     counts = stage_parameters(config.model, config.mesh, mesh)
     pp = mesh.degree("pp")
     ranks = [sum(counts[s] for s in stages_of_rank(config.mesh, mesh, r)) for r in range(pp)]
@@ -122,10 +127,25 @@ def _memory(config: TrainConfig, mesh: MeshSpec, pp_rank: int, num_parameters: i
         * _kept_per_token(model, parallel, tp)
         * width,
         block=tokens * _block_per_token(model, tp) * width if parallel.activation_checkpoint != "none" else 0.0,
-        logits=min(tokens, parallel.loss_chunk_tokens or tokens) * model.vocab_size / tp * logit_bytes
-        if has_head
-        else 0.0,
+        logits=_head(config, tokens, tp, logit_bytes) if has_head else 0.0,
+        pipeline=_boundaries(config, mesh, pp_rank, tokens) if mesh.degree("pp") > 1 else 0.0,
     )
+
+
+def _head(config: TrainConfig, tokens: float, tp: int, logit_bytes: float) -> float:
+    """The logits that stand at once; the head's input, gathered over tp, and its gradient."""
+    at_once = min(tokens, config.mesh.loss_chunk_tokens or tokens)
+    hidden = 2 * tokens * config.model.dim * WIDTH[config.mesh.param_dtype]
+    return at_once * config.model.vocab_size / tp * logit_bytes + hidden
+
+
+def _boundaries(config: TrainConfig, mesh: MeshSpec, pp_rank: int, tokens: float) -> float:
+    """What torch's pipeline stages receive into, a buffer per microbatch and direction, and the outputs they keep."""
+    parallel = config.mesh
+    stages = len(stages_of_rank(parallel, mesh, pp_rank))
+    kept = 2 * num_microbatches(parallel, mesh) + _in_flight(parallel, mesh, pp_rank)
+    cut = mesh.degree("tp") if parallel.sequence_parallel else 1
+    return stages * kept * tokens * config.model.dim / cut * WIDTH[parallel.param_dtype]
 
 
 def _gathered(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> float:
@@ -137,7 +157,8 @@ def _gathered(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> float
     ends = (1 if model.tied_embeddings else 2) * model.vocab_size * model.dim / tp
     layer = _block_parameters(model) / tp
     if mesh.degree("pp") > 1 and parallel.reshard_after_forward != "always":
-        return num_parameters / tp * (width + reduce)  # a pipeline stage keeps both until its last microbatch
+        # A pipeline stage keeps both until its last microbatch; then a block's gradient is copied to be reduced.
+        return num_parameters / tp * (width + reduce) + layer * reduce
     # Embedding and head stay; two blocks (one ahead); a block's gradient, and the float32 copy that is reduced.
     return ends * width * 2 + 2 * layer * width + layer * (width + reduce)
 
@@ -147,16 +168,23 @@ def _block_parameters(model: ModelConfig) -> int:
     return model.dim * (2 * heads + 2 * kv + 3 * model.ffn_dim + 2)
 
 
-def _in_flight(parallel: ParallelConfig, mesh: MeshSpec, pp_rank: int) -> int:
-    """Microbatches whose activations stand at once on a pipeline rank."""
+def _in_flight(parallel: ParallelConfig, mesh: MeshSpec, pp_rank: int) -> float:
+    """Microbatches whose activations stand at once on a pipeline rank, over all of its stages.
+
+    Several stages in a loop: Megatron-LM's warm-up (arXiv 2104.04473), whose parts are single stages.
+    """
     pp = mesh.degree("pp")
     if pp == 1:
         return 1
     count = num_microbatches(parallel, mesh)
     if parallel.pp_schedule == "GPipe" or parallel.pp_schedule == "LoopedBFS":
         return count
-    warm = pp - pp_rank if parallel.pp_schedule in SINGLE_STAGE else pp + 1
-    return min(count, warm)
+    if parallel.pp_schedule in SINGLE_STAGE:
+        return min(count, pp - pp_rank)
+    if parallel.pp_schedule in V_SHAPED:
+        return min(count, pp + 1)
+    stages = num_stages(parallel, mesh) // pp
+    return min(count, (pp * (stages - 1) + 2 * (pp - 1 - pp_rank) + 1) / stages)
 
 
 def _kept_per_token(model: ModelConfig, parallel: ParallelConfig, tp: int) -> float:
@@ -261,7 +289,7 @@ def report(found: Estimate, *, rank_mtbf_h: float, bandwidth: float, stage_bandw
     rows = [
         ("parameters", memory.parameters), ("gradients", memory.gradients), ("optimizer", memory.optimizer),
         ("gathered by FSDP", memory.gathered), ("activations", memory.activations), ("one block's backward", memory.block),
-        ("logits and loss", memory.logits), ("peak", memory.total),
+        ("logits and loss", memory.logits), ("between pipeline stages", memory.pipeline), ("peak", memory.total),
     ]  # fmt: skip
     lines = [
         f"mesh {found.mesh}: {found.mesh.world_size} ranks, {found.num_parameters / 1e9:.3f} B parameters",
