@@ -1,6 +1,6 @@
 """The command line's reference, written from the commands' own `--help`: `make docs` writes docs/cli.md, a test compares it.
 
-    python scripts/cli_docs.py docs/cli.md
+python scripts/cli_docs.py docs/cli.md
 """
 
 from __future__ import annotations

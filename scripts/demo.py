@@ -14,7 +14,6 @@ import argparse
 import json
 import linecache
 import math
-import os
 import shutil
 import signal
 import sys
@@ -228,47 +227,19 @@ def convert(stage: Stage) -> Act:
     """Export to Hugging Face; transformers and our own decoder must compute the same."""
     folder = stage.folder / "hf"
     report = stage.shell.json("convert", "to-hf", RUN, str(folder), "--verify")
-    largest, text = compare_with_transformers(RUN, folder)
+    compared = json.loads(stage.shell.python("scripts.demo_logits", RUN, str(folder), str(NUM_TOKENS)))
+    largest = compared["max_logit_difference"]
+    expect(
+        compared["tokens"] >= NUM_TOKENS, f"the text has {compared['tokens']} tokens, at least {NUM_TOKENS} are needed"
+    )
     expect(largest <= LOGITS_BOUND, f"logits differ by {largest:.1e} from transformers', bound {LOGITS_BOUND:.0e}")
-    facts = {
-        "export": report,
-        "tokens": NUM_TOKENS,
-        "max_logit_difference": largest,
-        "bound": LOGITS_BOUND,
-        "text": text,
-    }
+    facts = {"export": report, "bound": LOGITS_BOUND, **compared}
     lines = (
         f"{report['tensors']} tensors ({format_size(report['bytes'])}) in {folder}; over {NUM_TOKENS} tokens "
         f"transformers' logits equal the trainer's within {largest:.1e} (bound {LOGITS_BOUND:.0e})",
-        f"transformers goes on after 'def __init__(self': {text!r}",
+        f"transformers goes on after 'def __init__(self': {compared['text']!r}",
     )
     return Act(facts=facts, lines=lines)
-
-
-def compare_with_transformers(url: str, folder: Path) -> tuple[float, str]:
-    """Largest difference of float32 logits over real text, and a line that transformers' model writes."""
-    import torch  # here, because the acts before need neither, and they take seconds to import
-    import transformers
-
-    import titan_ckpt
-    from titan_ckpt.trainer.config import TrainConfig
-    from titan_ckpt.trainer.model import Decoder
-    from titan_ckpt.trainer.settings import build
-
-    checkpoint = titan_ckpt.open_checkpoint(url)
-    ours = Decoder(build(TrainConfig, checkpoint.manifest.config, {}).model).eval()
-    titan_ckpt.load(checkpoint, {"model": ours.state_dict()})
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    theirs.eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    text = Path(json.__file__).read_text()
-    ids_BS = tokenizer(text, return_tensors="pt")["input_ids"][:, :NUM_TOKENS]
-    expect(ids_BS.shape[1] == NUM_TOKENS, f"the text has only {ids_BS.shape[1]} tokens")
-    with torch.no_grad():
-        largest = float((ours(ids_BS) - theirs(ids_BS).logits).abs().max())
-        start_BS = tokenizer("def __init__(self", return_tensors="pt")["input_ids"]
-        written = theirs.generate(start_BS, max_new_tokens=48, do_sample=False, pad_token_id=0)
-    return largest, str(tokenizer.decode(written[0, start_BS.shape[1] :]))
 
 
 def hang(stage: Stage) -> Act:
@@ -379,7 +350,6 @@ def main() -> int:
     story = Story(folder / "facts.json", is_quiet=options.json)
     try:
         with running_server(folder / "s3", ["demo"]) as server:
-            os.environ.update(server.environment)  # for our own look at the checkpoint, beside transformers'
             shell = Shell(server.environment, folder / "commands.log", story.command)
             play(
                 Stage(folder=folder, steps=options.steps, save_every=options.save_every, server=server, shell=shell),

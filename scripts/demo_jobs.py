@@ -31,13 +31,19 @@ class Shell:
     def run(self, *arguments: str, expected: int = 0) -> str:
         """The command's stdout; DemoError for another exit code than `expected`."""
         self._announce(arguments)
+        return self.python("titan_ckpt", *arguments, expected=expected)
+
+    def python(self, module: str, *arguments: str, expected: int = 0) -> str:
+        """The stdout of a module run as a program."""
         with open(self._log, "ab") as log:
             done = subprocess.run(
-                self._command(arguments), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
-                env=self._environment, check=False, start_new_session=True,
+                [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
+                env=self._environment, check=False,
             )  # fmt: skip
         if done.returncode != expected:
-            raise DemoError(f"titan-ckpt {shlex.join(arguments)}: exit code {done.returncode}, see {self._log}")
+            raise DemoError(
+                f"{module} {shlex.join(arguments)}: exit code {done.returncode}, see {self._log}\n{tail(self._log)}"
+            )
         return done.stdout.decode()
 
     def json(self, *arguments: str, expected: int = 0) -> Any:

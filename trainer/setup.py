@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt.debug.recorder import Recorder, environment
-from titan_ckpt.errors import ConfigError, NotFoundError, StoreError
+from titan_ckpt.errors import ConfigError, NotFoundError, StoreError, TitanError
 from titan_ckpt.layout import DEBUG, LOGS
 from titan_ckpt.location import join, redact
 from titan_ckpt.mesh import MeshSpec
@@ -218,7 +218,7 @@ def _process_group(config: TrainConfig, place: RankPlace, device: torch.device) 
     timeout = timedelta(seconds=config.train.init_timeout_s)
     os.environ.update({name: value for name, value in environment().items() if name not in os.environ})
     if place.world_size > 1:
-        dist.init_process_group(BACKENDS[device.type], timeout=timeout)
+        _join(place, BACKENDS[device.type], timeout)
     try:
         yield
     finally:
@@ -253,6 +253,19 @@ def _incident_name(place: RankPlace) -> str:
     if place.rank == 0:
         store.set("titan-ckpt/incident", name)
     return store.get("titan-ckpt/incident").decode()
+
+
+def _join(place: RankPlace, backend: str, timeout: timedelta) -> None:
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        where = (
+            f"{os.environ.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{os.environ.get('MASTER_PORT', '(no MASTER_PORT)')}"
+        )
+        raise TitanError(
+            f"cannot meet the other {place.world_size - 1} ranks at {where}: {str(error).splitlines()[0]}. "
+            "Give torchrun a free --master-port that all machines reach, or start without RANK and WORLD_SIZE in the environment"
+        ) from error
 
 
 def _open_data(config: TrainConfig, tokenizer: Tokenizer, agreement: Agreement, place: RankPlace) -> Dataset:
