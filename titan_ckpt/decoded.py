@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -71,9 +72,9 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     """The same checkpoint with every chunk raw, in objects that decode as they are read; itself where nothing is encoded."""
     manifest = checkpoint.manifest
     table = manifest.chunks
-    encoded = np.flatnonzero(
-        table.codec == (manifest.codecs.index(PLANES_ZSTD) if PLANES_ZSTD in manifest.codecs else -1)
-    )
+    if PLANES_ZSTD not in manifest.codecs:
+        return checkpoint
+    encoded = np.flatnonzero(np.asarray(table.codec) == manifest.codecs.index(PLANES_ZSTD))
     if not len(encoded):
         return checkpoint
     itemsize = np.repeat(
@@ -84,8 +85,9 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     )
     payloads: dict[str, _Payload] = {}
     files = list(manifest.files)
-    columns = {
-        name: getattr(table, name).copy() for name in ("file", "offset", "length", "payload_offset", "payload_length")
+    columns: dict[str, Any] = {
+        name: np.array(getattr(table, name))
+        for name in ("file", "offset", "length", "payload_offset", "payload_length")
     }
     for row in encoded.tolist():
         file = f"{manifest.files[int(table.file[row])].path}{_MARK}{row}"
@@ -104,7 +106,7 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
         manifest=replace(
             manifest,
             files=tuple(files),
-            chunks=replace(table, codec=np.zeros_like(table.codec), **columns),
+            chunks=replace(table, codec=np.zeros(len(table), dtype=np.int64), **columns),
             codecs=(RAW,),
         ),
     )

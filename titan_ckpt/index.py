@@ -12,12 +12,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from titan_ckpt.columns import Column
+from titan_ckpt.columns import Int64s as Int64s
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.placement import Box, Placements, Shape
 
-Int64s = npt.NDArray[np.int64]
 DIGEST_BYTES = 16
 RAW = "raw"
 
@@ -95,16 +95,19 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTable:
-    """One row per chunk, tensor after tensor. Boxes are ragged: a tensor of `d` dimensions with `n` chunks has `n * d` values."""
+    """One row per chunk, tensor after tensor. Boxes are ragged: a tensor of `d` dimensions with `n` chunks has `n * d` values.
 
-    file: Int64s
-    offset: Int64s
-    length: Int64s
-    payload_offset: Int64s
-    payload_length: Int64s
-    codec: Int64s
-    box_offsets: Int64s
-    box_sizes: Int64s
+    Columns are arrays, or `Shared` where a table is so long that equal stretches of it are held once.
+    """
+
+    file: Column
+    offset: Column
+    length: Column
+    payload_offset: Column
+    payload_length: Column
+    codec: Column
+    box_offsets: Column
+    box_sizes: Column
     digests: bytes | None
 
     def __len__(self) -> int:

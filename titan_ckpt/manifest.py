@@ -19,6 +19,7 @@ import xxhash
 import zstandard
 
 from titan_ckpt.codec import CODECS
+from titan_ckpt.columns import Column, shared
 from titan_ckpt.errors import ConfigError, DamagedError, UnsafeContentError, UsageError
 from titan_ckpt.index import (
     DIGEST_BYTES,
@@ -45,6 +46,8 @@ MAX_RATIO = 1 << 18
 _MALFORMED = (
     KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, zstandard.ZstdError, ConfigError,
 )  # fmt: skip
+MIN_SHARED_ROWS = 1 << 20
+CHECKED_AT_ONCE = 1 << 20
 _INT_COLUMNS = (
     "file", "offset", "length", "payload_offset", "payload_length", "codec", "box_offsets", "box_sizes",
 )  # fmt: skip
@@ -141,7 +144,7 @@ def _decode(content: Mapping[str, Any], where: str) -> Manifest:
         raise UnsafeContentError(f"{where}: attempt {content['attempt']!r} is not a name that a save makes")
     if (count := sum(_count(content["chunks"][name]) for name in _INT_COLUMNS)) > MAX_VALUES:
         raise ValueError(f"a chunk table of {count} values")
-    columns = {name: _decode_column(content["chunks"][name]) for name in _INT_COLUMNS}
+    columns = {name: _decode_shared(name, content["chunks"][name], tensors) for name in _INT_COLUMNS}
     manifest = Manifest(
         step=int(content["step"]),
         attempt=content["attempt"],
@@ -196,10 +199,12 @@ def _check(manifest: Manifest, where: str) -> None:
             f"{where}: stored by {sorted(unknown)}, codecs that this release does not know: upgrade titan-ckpt"
         )
     # Differences, since a sum of two huge numbers wraps around to a small one.
-    if bool((table.length > sizes[table.file] - table.offset).any()):
-        _damaged(where, "a chunk reaches past the end of its file")
-    if bool((table.payload_length > table.length - table.payload_offset).any()):
-        _damaged(where, "a chunk's payload reaches past its blob")
+    for start in range(0, rows, CHECKED_AT_ONCE):
+        at = slice(start, start + CHECKED_AT_ONCE)
+        if bool((table.length[at] > sizes[table.file[at]] - table.offset[at]).any()):
+            _damaged(where, "a chunk reaches past the end of its file")
+        if bool((table.payload_length[at] > table.length[at] - table.payload_offset[at]).any()):
+            _damaged(where, "a chunk's payload reaches past its blob")
     for tensor in manifest.tensors:
         offsets, box_sizes = manifest.boxes(tensor)
         if bool((box_sizes > np.array(tensor.global_shape, dtype=np.int64) - offsets).any()):
@@ -270,6 +275,14 @@ def _encode_column(values: Int64s) -> list[int] | dict[str, Any]:
     differences = np.diff(values, prepend=np.int64(0)).astype("<i8")
     packed = zstandard.ZstdCompressor(level=3).compress(differences.tobytes())
     return {"count": len(values), "zstd": base64.b64encode(packed).decode("ascii")}
+
+
+def _decode_shared(name: str, column: list[int] | dict[str, Any], tensors: tuple[TensorEntry, ...]) -> Column:
+    """A column; in blocks per tensor where the table is so long that holding what repeats once pays."""
+    values = _decode_column(column)
+    widths = [t.num_chunks * (len(t.global_shape) if name.startswith("box_") else 1) for t in tensors]
+    is_long = sum(t.num_chunks for t in tensors) >= MIN_SHARED_ROWS and sum(widths) == len(values)
+    return shared(values, widths) if is_long and name != "offset" else values
 
 
 def _decode_column(column: list[int] | dict[str, Any]) -> Int64s:

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import numpy as np
 
 from titan_ckpt.checkpoint import Checkpoint
+from titan_ckpt.columns import Column
 from titan_ckpt.errors import PlanError
 from titan_ckpt.foreign import locate_payload
 from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, RAW, Chunk, Int64s, Manifest, TensorEntry
@@ -60,7 +61,7 @@ class SourceTensor:
     length: Int64s
     codec: Int64s
     codecs: tuple[str, ...] = (RAW,)
-    digests: bytes | None = None
+    digests: bytes | memoryview | None = None
 
     @staticmethod
     def single(
@@ -97,7 +98,8 @@ class SourceTensor:
 
     def piece(self, index: int) -> Piece:
         """The `index`-th piece."""
-        digest = None if self.digests is None else self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        at = index * DIGEST_BYTES
+        digest = None if self.digests is None else bytes(self.digests[at : at + DIGEST_BYTES])
         return Piece(
             object=int(self.object[index]),
             start=int(self.start[index]),
@@ -190,12 +192,12 @@ def source_of(checkpoint: Checkpoint, fqns: Collection[str] | None = None) -> So
     )
 
 
-def _payloads(checkpoint: Checkpoint, wanted: list[TensorEntry]) -> tuple[Int64s, Int64s]:
+def _payloads(checkpoint: Checkpoint, wanted: list[TensorEntry]) -> tuple[Column, Column]:
     """Start in its blob and length of every chunk's payload; those of tensors that are not wanted may be unknown."""
     table = checkpoint.manifest.chunks
     if not len(table) or int(table.payload_offset.min()) >= 0:
         return table.payload_offset, table.payload_length
-    starts, lengths = table.payload_offset.copy(), table.payload_length.copy()
+    starts, lengths = np.array(table.payload_offset), np.array(table.payload_length)
     unknown = [(e, i) for e in wanted for i in range(e.num_chunks) if starts[e.first_chunk + i] < 0]
 
     def locate(place: tuple[TensorEntry, int]) -> Chunk:
@@ -217,7 +219,7 @@ def _payloads(checkpoint: Checkpoint, wanted: list[TensorEntry]) -> tuple[Int64s
 
 
 def _source_tensor(
-    manifest: Manifest, entry: TensorEntry, digests: bytes | None, payloads: tuple[Int64s, Int64s]
+    manifest: Manifest, entry: TensorEntry, digests: bytes | None, payloads: tuple[Column, Column]
 ) -> SourceTensor:
     table = manifest.chunks
     rows = slice(entry.first_chunk, entry.first_chunk + entry.num_chunks)
@@ -232,5 +234,5 @@ def _source_tensor(
         length=payloads[1][rows],
         codec=table.codec[rows],
         codecs=manifest.codecs,
-        digests=None if digests is None else digests[rows.start * DIGEST_BYTES : rows.stop * DIGEST_BYTES],
+        digests=None if digests is None else memoryview(digests)[rows.start * DIGEST_BYTES : rows.stop * DIGEST_BYTES],
     )

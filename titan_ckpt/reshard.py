@@ -99,7 +99,7 @@ class ReshardPlan:
     def _segments(self, rank: int) -> Iterator[Segment]:
         table, end = self.target.table, 0
         for row in self.target.rows_of(rank).tolist():
-            tensor = self.target.tensors[int(self.target.tensor_of_row[row])]
+            tensor = self.target.tensor_of(row)
             box = self.target.box(row)
             around = frame(tensor.dtype, box.sizes)
             offset = int(table.offset[row])
@@ -392,7 +392,7 @@ def target_manifest(
         versions={**source.versions, "titan_ckpt": titan_ckpt.__version__},
         mesh=target.mesh,
         tensors=target.tensors,
-        chunks=replace(target.table, file=numbers[target.rank], digests=digests.tobytes()),
+        chunks=replace(target.table, file=numbers[np.asarray(target.rank)], digests=digests.tobytes()),
         codecs=(RAW,),
         objects=tuple(
             replace(entry, file=data_file(attempt, 0), digest=of_object[entry.fqn]) for entry in target.objects

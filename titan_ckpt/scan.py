@@ -207,7 +207,8 @@ def _spans(manifest: Manifest, digests: bytes | None) -> dict[int, list[_Span]]:
 def _check_coded(checkpoint: Checkpoint, number: int, digests: bytes) -> list[Problem]:
     """The chunks of a file that are stored by a codec and do not decode to what was saved."""
     manifest, problems = checkpoint.manifest, []
-    rows = np.flatnonzero((manifest.chunks.file == number) & (manifest.chunks.codec != _raw(manifest))).tolist()
+    file, codec = np.asarray(manifest.chunks.file), np.asarray(manifest.chunks.codec)
+    rows = np.flatnonzero((file == number) & (codec != _raw(manifest))).tolist()
     firsts = [tensor.first_chunk for tensor in manifest.tensors]
     for row in rows:
         tensor = manifest.tensors[bisect_right(firsts, row) - 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,6 +11,7 @@ import numpy as np
 
 from titan_ckpt.blob import align, frame
 from titan_ckpt.boxes import Cut, cut
+from titan_ckpt.columns import Column, Shared
 from titan_ckpt.errors import PlanError
 from titan_ckpt.index import ChunkTable, Int64s, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.mesh import FOLD, MeshSpec
@@ -132,27 +134,39 @@ class Target:
     mesh: MeshSpec
     tensors: tuple[TensorEntry, ...]
     table: ChunkTable
-    rank: Int64s
-    tensor_of_row: Int64s
+    rank: Column
     first_coordinate: Int64s
     blob_end: Int64s
     objects: tuple[ObjectEntry, ...]
 
     @cached_property
     def _by_rank(self) -> tuple[Int64s, Int64s]:
-        order = np.argsort(self.rank, kind="stable")
-        return order, np.searchsorted(self.rank[order], np.arange(self.mesh.world_size + 1))
+        rank = np.asarray(self.rank)
+        counts = np.bincount(rank, minlength=self.mesh.world_size)
+        return np.argsort(rank, kind="stable"), np.concatenate([[0], np.cumsum(counts)])
+
+    @cached_property
+    def _first_rows(self) -> list[int]:
+        return [tensor.first_chunk for tensor in self.tensors]
 
     def rows_of(self, rank: int) -> Int64s:
         """Rows of the chunks in a rank's file, in the order of the file."""
         order, starts = self._by_rank
         return order[starts[rank] : starts[rank + 1]]
 
+    def tensor_of(self, row: int) -> TensorEntry:
+        """The tensor of a row."""
+        return self.tensors[self._index_of(row)]
+
+    def _index_of(self, row: int) -> int:
+        return bisect_right(self._first_rows, row) - 1
+
     def box(self, row: int) -> Box:
         """The box of a row."""
-        tensor = self.tensors[int(self.tensor_of_row[row])]
+        index = self._index_of(row)
+        tensor = self.tensors[index]
         ndim = len(tensor.global_shape)
-        start = int(self.first_coordinate[self.tensor_of_row[row]]) + (row - tensor.first_chunk) * ndim
+        start = int(self.first_coordinate[index]) + (row - tensor.first_chunk) * ndim
         at = slice(start, start + ndim)
         return Box(tuple(self.table.box_offsets[at].tolist()), tuple(self.table.box_sizes[at].tolist()))
 
@@ -170,7 +184,7 @@ class Target:
 
     def ranks_with_files(self) -> list[int]:
         """Ranks that hold anything."""
-        ranks = set(np.unique(self.rank).tolist())
+        ranks = set(np.unique(np.asarray(self.rank)).tolist())
         return sorted(ranks | ({0} if self.objects else set()))
 
     def file_bytes(self) -> Int64s:
@@ -195,13 +209,14 @@ def lay_out(
     counts = [len(shard.ranks) for shard in shards]
     firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     widths = [count * len(entry.global_shape) for (entry, _), count in zip(items, counts, strict=True)]
-    rank = _joined(ranks)
-    prefix, payload, length = (_joined([f[:, column] for f in frames]) for column in range(3))
-    offset, blob_end = _stack(rank, length, mesh.world_size)
+    rank = Shared(ranks)
+    prefix, payload, length = (Shared([f[column] for f in frames]) for column in range(3))
+    offset, blob_end = _stack(ranks, [f[2] for f in frames], mesh.world_size)
     table = ChunkTable(
         file=rank, offset=offset, length=length, payload_offset=prefix, payload_length=payload,
-        codec=np.zeros(len(rank), dtype=np.int64), box_offsets=_joined([s.offsets.ravel() for s in shards]),
-        box_sizes=_joined([s.sizes.ravel() for s in shards]), digests=None,
+        codec=Shared([np.broadcast_to(np.int64(0), count) for count in counts]),
+        box_offsets=Shared([s.offsets.ravel() for s in shards]), box_sizes=Shared([s.sizes.ravel() for s in shards]),
+        digests=None,
     )  # fmt: skip
     entries = [
         replace(entry, placements=placed.placements, stages=placed.stages, first_chunk=int(first), num_chunks=count)
@@ -212,7 +227,6 @@ def lay_out(
         tensors=tuple(entries),
         table=table,
         rank=rank,
-        tensor_of_row=np.repeat(np.arange(len(items), dtype=np.int64), counts),
         first_coordinate=np.concatenate([[0], np.cumsum(widths)]).astype(np.int64),
         blob_end=blob_end,
         objects=tuple(_place_objects(objects, int(blob_end[0]), attempt_path)),
@@ -234,13 +248,13 @@ class _Cuts:
         return self._cuts[key]
 
     def frames(self, dtype: str, shard: Cut) -> Int64s:
-        """Prefix, payload and blob length of every shard, `[n, 3]`."""
+        """Prefix, payload and blob length of every shard, `[3, n]`."""
         key = (dtype, id(shard))
         if key not in self._frames:
             distinct, inverse = np.unique(shard.sizes, axis=0, return_inverse=True)
             rows = [frame(dtype, tuple(sizes)) for sizes in distinct.tolist()]
             lengths = np.array([(len(f.prefix), f.payload_length, f.length) for f in rows], dtype=np.int64)
-            self._frames[key] = lengths[inverse.reshape(-1)]
+            self._frames[key] = np.ascontiguousarray(lengths[inverse.reshape(-1)].T)
         return self._frames[key]
 
 
@@ -250,11 +264,16 @@ def _deal(placed: list[Placed], shards: list[Cut], frames: list[Int64s], mesh: M
     per_stage = mesh.world_size // mesh.degree("pp")
     dealt: list[Int64s] = [np.zeros(0, dtype=np.int64)] * len(placed)
 
+    known: dict[tuple[int, tuple[int, ...] | None], Int64s] = {}
+
     def holders(index: int) -> Int64s:
-        stages = placed[index].stages
-        coordinates = np.arange(mesh.degree("pp")) if stages is None else np.array(stages)
-        replicas = np.add.outer(coordinates * per_stage, shards[index].replica_ranks).ravel()
-        return np.add.outer(shards[index].ranks, replicas)
+        shard, stages = shards[index], placed[index].stages
+        key = (id(shard), stages)
+        if key not in known:
+            coordinates = np.arange(mesh.degree("pp")) if stages is None else np.array(stages)
+            replicas = np.add.outer(coordinates * per_stage, shard.replica_ranks).ravel()
+            known[key] = np.add.outer(shard.ranks, replicas)
+        return known[key]
 
     shared = []
     for index in range(len(shards)):
@@ -263,28 +282,26 @@ def _deal(placed: list[Placed], shards: list[Cut], frames: list[Int64s], mesh: M
             shared.append(index)
             continue
         dealt[index] = candidates[:, 0]
-        load[dealt[index]] += frames[index][:, 2]
+        load[dealt[index]] += frames[index][2]
 
-    for index in sorted(shared, key=lambda i: -int(frames[i][0, 2])):
+    for index in sorted(shared, key=lambda i: -int(frames[i][2, 0])):
         candidates = holders(index)
         best = np.argmin(load[candidates], axis=1)
         dealt[index] = candidates[np.arange(len(candidates)), best]
-        load[dealt[index]] += frames[index][:, 2]
+        load[dealt[index]] += frames[index][2]
     return dealt
 
 
-def _stack(rank: Int64s, length: Int64s, world_size: int) -> tuple[Int64s, Int64s]:
-    """Offset of every blob in its rank's file, and the end of each rank's last blob."""
-    order = np.argsort(rank, kind="stable")
-    padded = -(-length[order] // align(1)) * align(1)
-    ends = np.cumsum(padded)
-    starts = ends - padded
-    bounds = np.searchsorted(rank[order], np.arange(world_size + 1))
-    base = np.concatenate([starts, [ends[-1] if len(ends) else 0]])[bounds[:-1]]
-    offset = np.empty_like(length)
-    offset[order] = starts - np.repeat(base, np.diff(bounds))
-    blob_end = np.zeros(world_size, dtype=np.int64)
-    np.maximum.at(blob_end, rank, offset + length)
+def _stack(ranks: list[Int64s], lengths: list[Int64s], world_size: int) -> tuple[Int64s, Int64s]:
+    """Offset of every blob in its rank's file, and the end of each rank's last blob. A rank has at most one shard of a tensor."""
+    blob_end, filled = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
+    offset, row = np.empty(sum(map(len, ranks)), dtype=np.int64), 0
+    for rank, length in zip(ranks, lengths, strict=True):
+        start = filled[rank]
+        blob_end[rank] = start + length
+        filled[rank] = start + -(-length // align(1)) * align(1)
+        offset[row : row + len(rank)] = start
+        row += len(rank)
     return offset, blob_end
 
 
@@ -292,10 +309,6 @@ def _place_objects(objects: Iterable[ObjectEntry], end: int, path: str) -> Itera
     for entry in objects:
         yield replace(entry, file=path, offset=end)
         end += entry.length
-
-
-def _joined(columns: list[Int64s]) -> Int64s:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *columns]).astype(np.int64)
 
 
 def check_complete(manifest: Manifest) -> None:
