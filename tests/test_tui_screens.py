@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,26 @@ import torch
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from titan_ckpt.debug.records import Heartbeat
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.save import Saver
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data_content import find_content
+from titan_ckpt.tui.data_incident import first_error, load_incident
+from titan_ckpt.tui.rows import Target
+from titan_ckpt.tui.screen_checkpoints import saving_rows
+from titan_ckpt.tui.screen_grid import GridPane
 from titan_ckpt.tui.screen_logs import parse_filter
 from titan_ckpt.tui.screenshot import settled
 
 FIXTURES = Path(__file__).parent / "data" / "flight_recorder"
 SIZES = [(80, 24), (140, 45)]
+FILTERS = [
+    ("2", "[rank2]", "[rank1]"),
+    ("level error", "Error", "step 0 start"),
+    ("overflow", "overflow", "step 0 done"),
+    (r"^\S+ \S+ \[rank3\].*start$", "[rank3]", "[rank1]"),
+]
 
 
 def shown(app: TitanApp) -> str:
@@ -39,6 +51,12 @@ async def press(app: TitanApp, pilot: Pilot[None], *keys: str) -> str:
     await pilot.press(*keys)
     await settled(app, pilot)
     return shown(app)
+
+
+def tap(app: TitanApp, *keys: str) -> None:
+    """Press keys as fast as they come, without waiting for each to be painted."""
+    for key in keys:
+        app.simulate_key(key)
 
 
 @pytest.fixture
@@ -83,67 +101,113 @@ async def test_the_screens_of_every_incident_can_be_painted(case: str) -> None:
         assert await press(app, pilot, *"2346")
 
 
-@pytest.mark.parametrize("number", "12345678")
-async def test_every_key_of_every_screen_is_safe(incident: TitanApp, number: str) -> None:
+async def test_every_key_of_every_screen_is_safe(incident: TitanApp) -> None:
     async with incident.run_test(size=(80, 24)) as pilot:
         await settled(incident, pilot)
-        await press(
-            incident, pilot, number, "j", "down", "k", "up", "G", "g", "l", "h", "right", "left", "pagedown", "pageup"
-        )
-        await press(incident, pilot, "n", "N", "space", "y", "[", "]", "+", "-", "<", ">", "t", "t", "o", "p", "escape")
-        await press(incident, pilot, number, "d", "z", "v", "f", "f", "enter", "escape", "escape")
-        await press(incident, pilot, "question_mark", "j", "escape")
+        for number in "12345678":
+            await pilot.press(number)
+            tap(incident, "j", "down", "k", "up", "G", "g", "l", "h", "right", "left", "pagedown", "pageup")
+            tap(incident, "n", "N", "space", "y", "[", "]", "+", "-", "<", ">", "t", "t", "o", "c", "escape")
+            await pilot.press(number)
+            tap(incident, "d", "z", "v", "f", "f")
+            await press(incident, pilot, "enter", "escape", "escape", "question_mark", "j", "escape")
         assert incident.return_code is None
 
 
-async def test_enter_on_the_verdict_opens_its_operation_and_esc_comes_back(incident: TitanApp) -> None:
-    async with incident.run_test(size=(80, 24)) as pilot:
+async def test_enter_on_the_verdict_opens_its_operation_where_ranks_are_compared(incident: TitanApp) -> None:
+    async with incident.run_test(size=(140, 45)) as pilot:
         await settled(incident, pilot)
         assert "operation #7" in await press(incident, pilot, "enter")
         assert incident.pane.number == 3
+        await press(incident, pilot, "g", "j", "space", "j", "j")
+        assert "operation: rank 0 all_reduce, rank 2 broadcast" in await press(incident, pilot, "d")
         await press(incident, pilot, "escape")
         assert incident.pane.number == 1
 
 
-async def test_a_pinned_rank_is_compared_with_another(incident: TitanApp) -> None:
-    async with incident.run_test(size=(140, 45)) as pilot:
-        await settled(incident, pilot)
-        await press(incident, pilot, "3", "j", "space", "j", "j")
-        assert "operation: rank 0 all_reduce, rank 2 broadcast" in await press(incident, pilot, "d")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected", "other"),
-    [("2", "[rank2]", "[rank1]"), ("level error", "Error", "step 0 start"), ("overflow", "overflow", "step 0 done")],
-)
-async def test_logs_are_filtered_by_ranks_level_and_pattern(
-    incident: TitanApp, text: str, expected: str, other: str
-) -> None:
-    async with incident.run_test(size=(140, 45)) as pilot:
-        await settled(incident, pilot)
-        await press(incident, pilot, "5", "slash")
-        incident.query_one("#prompt", Input).value = text
-        found = await press(incident, pilot, "enter")
-        assert expected in found
-        assert other not in found
-        assert other in await press(incident, pilot, "escape") or text == "level error"
-
-
-async def test_a_pattern_that_is_none_is_said(incident: TitanApp) -> None:
+async def test_n_steps_through_operations_and_enter_opens_the_one_under_the_cursor(incident: TitanApp) -> None:
     async with incident.run_test(size=(80, 24)) as pilot:
         await settled(incident, pilot)
-        await press(incident, pilot, "5", "slash")
-        incident.query_one("#prompt", Input).value = "(["
-        assert "not a regular expression" in await press(incident, pilot, "enter")
+        await press(incident, pilot, "2", "n")
+        pane = incident.pane
+        assert isinstance(pane, GridPane)
+        while "differs" not in pane.ruler():
+            assert "no further problem" not in await press(incident, pilot, "n")
+        assert "#7: rank 2 differs" in pane.ruler()
+        assert "no further problem to the right" in await press(incident, pilot, "n")
+        await press(incident, pilot, "h", "k")
+        assert "#6: rank 1 done" in pane.ruler()
+        assert "operation #6" in await press(incident, pilot, "enter")
+        assert incident.pane.body.current is not None
+        assert incident.pane.body.current.target == Target(screen=6, rank=1)
 
 
-async def test_equal_lines_fold_across_ranks(incident: TitanApp) -> None:
+async def test_a_mismatch_shows_its_waits_as_a_tree_below_the_culprit(incident: TitanApp) -> None:
+    async with incident.run_test(size=(140, 45)) as pilot:
+        await settled(incident, pilot)
+        lines = (await press(incident, pilot, "6")).splitlines()
+        assert "3 waits, from the verdict" in lines[0]
+        assert "rank 2" in lines[1]
+        assert "<- culprit" in lines[1]
+        assert [line.strip()[2:8] for line in lines[2:5]] == ["rank 0", "rank 1", "rank 3"]
+
+
+async def test_logs_are_filtered_by_ranks_level_and_pattern_and_folded(incident: TitanApp) -> None:
     async with incident.run_test(size=(140, 45)) as pilot:
         await settled(incident, pilot)
         await press(incident, pilot, "5")
         before = len(incident.pane.body.rows)
         assert "x 4 ranks: 0-3" in await press(incident, pilot, "z")
         assert len(incident.pane.body.rows) < before
+        await press(incident, pilot, "z")
+        for text, expected, other in FILTERS:
+            await press(incident, pilot, "slash")
+            incident.query_one("#prompt", Input).value = text
+            found = await press(incident, pilot, "enter")
+            assert expected in found
+            assert other not in found
+        await press(incident, pilot, "slash")
+        incident.query_one("#prompt", Input).value = "(["
+        assert "not a regular expression" in await press(incident, pilot, "enter")
+        await press(incident, pilot, "escape")
+        assert len(incident.pane.body.rows) == before
+
+
+async def test_the_first_error_that_no_other_rank_caused_is_marked_and_leads_to_the_operation_of_its_moment() -> None:
+    app = TitanApp(find_content(str(FIXTURES / "exception")))
+    async with app.run_test(size=(140, 45)) as pilot:
+        await settled(app, pilot)
+        marked = [line for line in (await press(app, pilot, "5")).splitlines() if "FIRST ERROR" in line]
+        assert len(marked) == 1
+        assert "tokenizer: bad utf-8" in marked[0]
+        await press(app, pilot, "g", "c")
+        assert "tokenizer: bad utf-8" in app.pane.copied_text()
+        await press(app, pilot, "enter")
+        assert app.pane.number == 3
+        assert app.session.seq is not None
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), [("size", None), ("skip", None), ("sigkill", None), ("exception", "exception")]
+)
+def test_an_error_that_another_rank_caused_is_never_called_the_first(case: str, kind: str | None) -> None:
+    found = first_error(load_incident(str(FIXTURES / case)))
+    assert (found.kind if found is not None else None) == kind
+
+
+async def test_a_save_that_hangs_is_shown_with_the_ranks_that_are_in_it() -> None:
+    app = TitanApp(find_content(str(FIXTURES / "ckpt_io")))
+    async with app.run_test(size=(140, 45)) as pilot:
+        await settled(app, pilot)
+        assert "stuck in checkpoint I/O" in await press(app, pilot, "7")
+        found = app.session.incident.value
+        assert found is not None
+        beats = {rank: Heartbeat(step=3, phase=phase, phase_ns=10**9, alive_ns=3 * 10**9, source="x")
+                 for rank, phase in enumerate(("ckpt_upload", "ckpt_commit", "forward", "ckpt_upload"))}  # fmt: skip
+        ranks = {rank: replace(record, heartbeat=beats[rank]) for rank, record in found.run.ranks.items()}
+        rows = [row.text for row in saving_rows(replace(found, run=replace(found.run, ranks=ranks)))]
+        assert "  ckpt_upload  step 3: ranks 0,3, for 2.0 s" in rows
+        assert "  elsewhere    ranks 2" in rows
 
 
 async def test_checkpoints_are_listed_opened_verified_compared_and_planned(run: TitanApp) -> None:
@@ -154,7 +218,9 @@ async def test_checkpoints_are_listed_opened_verified_compared_and_planned(run: 
         assert "partial" in listed
         await press(run, pilot, "j", "j", "space")  # pin step 20
         await press(run, pilot, "j")  # step 10
-        assert "every byte is what was saved" in await press(run, pilot, "v")
+        verified = await press(run, pilot, "v")
+        assert "every byte is what was saved" in verified
+        assert "(100%)" in verified
         await press(run, pilot, "escape")
         await press(run, pilot, "g", "j", "j", "j")
         assert "model.w" in await press(run, pilot, "d")
@@ -168,6 +234,11 @@ async def test_checkpoints_are_listed_opened_verified_compared_and_planned(run: 
         await press(run, pilot, "escape", "g", "j", "j", "r")
         run.query_one("#prompt", Input).value = "dp_shard=2,nonsense=3"
         assert "unknown mesh axis" in await press(run, pilot, "enter")
+        await press(run, pilot, "escape", "g", "j", "j", "r")
+        run.query_one("#prompt", Input).value = "dp_shard=2"
+        planned = await press(run, pilot, "enter")
+        assert "mesh not recorded -> dp_shard=2" in planned or "-> dp_shard=2" in planned
+        assert "in 2 files of" in planned
 
 
 async def test_training_is_plotted_and_damaged_lines_are_counted(run: TitanApp) -> None:

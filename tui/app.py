@@ -48,7 +48,7 @@ class TitanApp(App[None]):
     def __init__(self, content: Content, *, clock: Callable[[], float] = time.time, first_screen: int = 1) -> None:
         super().__init__()
         self.session = Session(content=content, clock=clock)
-        self._loader = Loader(self, self.session, self._on_loaded)
+        self._loader = Loader(self, self.session, self._on_loaded, self.say)
         self._history: list[int] = []
         self._first_screen = first_screen
         self._answer: Callable[[str], None] | None = None
@@ -69,6 +69,9 @@ class TitanApp(App[None]):
         self.pane.body.focus()
         self._paint_status()
         self.set_interval(FOLLOW_S, self._follow)
+
+    def on_unmount(self) -> None:
+        self._loader.close()
 
     # ------------------------------------------------------------------------------------------------- screens
 

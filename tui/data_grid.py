@@ -186,6 +186,31 @@ def reduce_row(codes: Codes, rows: Ints, first: int, num_cells: int, per_cell: i
     return np.asarray(padded.reshape(num_cells, per_cell).max(axis=1), dtype=np.uint8)
 
 
+def next_stop(codes: Codes, order: Ints, spot: tuple[int, int], direction: int) -> tuple[int, int] | None:
+    """The next (place in `order`, column) to look at: the gravest rows of a problem column, then the next such column.
+
+    A column in which all rows are alike has one stop.
+    """
+    place, column = spot
+    shown = codes if len(order) == len(codes) else codes[order]
+    columns = problem_columns(shown)
+    if column in columns:
+        places = _stops_in(codes[order, column])
+        left = places[places > place] if direction > 0 else places[places < place][::-1]
+        if len(left):
+            return int(left[0]), column
+    further = columns[columns > column] if direction > 0 else columns[columns < column][::-1]
+    if not len(further):
+        return None
+    places = _stops_in(codes[order, int(further[0])])
+    return int(places[0 if direction > 0 else -1]), int(further[0])
+
+
+def _stops_in(column: Codes) -> Ints:
+    places = np.flatnonzero(column == column.max())
+    return places[:1] if len(places) == len(column) else places
+
+
 def problem_columns(codes: Codes) -> Ints:
     """Columns where something worse than `done` begins: the stops of `n` and `N`."""
     worst = codes.max(axis=0) if codes.size else np.zeros(codes.shape[1], np.uint8)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from titan_ckpt.debug.align import Lane, lanes
 from titan_ckpt.debug.diagnosis import diagnose
 from titan_ckpt.debug.reader import open_run
-from titan_ckpt.debug.records import Run, Verdict
+from titan_ckpt.debug.records import LogEvent, RankLog, Run, Verdict
 from titan_ckpt.debug.situation import (
     DEAD,
     FINISHED,
@@ -28,6 +28,8 @@ from titan_ckpt.debug.situation import (
 from titan_ckpt.debug.waits import Edge, wait_edges
 from titan_ckpt.tui.rows import Role
 
+# Kinds of log events that no other rank's trouble brings about.
+OWN_ERRORS = ("exception", "oom", "fatal_signal")
 # A glyph and a role for each situation, gravest first.
 SITUATIONS: Mapping[str, tuple[str, Role, str]] = {
     DEAD: ("x", "bad", "dead"),
@@ -46,13 +48,14 @@ SITUATIONS: Mapping[str, tuple[str, Role, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """One incident, diagnosed."""
+    """One incident, diagnosed. `is_chain`: no wait is in the evidence itself, `edges` are the verdict's chain."""
 
     run: Run
     verdicts: tuple[Verdict, ...]
     lanes: tuple[Lane, ...]
     states: Mapping[int, Situation]
     edges: tuple[Edge, ...] = field(default=())
+    is_chain: bool = False
 
     @property
     def top(self) -> Verdict:
@@ -70,13 +73,48 @@ def load_incident(url: str) -> Incident:
     run = open_run(url)
     states = situations(run)
     found = lanes(run)
+    verdicts = tuple(diagnose(run))
+    edges = tuple(wait_edges(run, found, states))
     return Incident(
         run=run,
-        verdicts=tuple(diagnose(run)),
+        verdicts=verdicts,
         lanes=tuple(found),
         states=states,
-        edges=tuple(wait_edges(run, found, states)),
+        edges=edges or chain_edges(run, verdicts[0]),
+        is_chain=not edges and bool(verdicts[0].chain),
     )
+
+
+def chain_edges(run: Run, top: Verdict) -> tuple[Edge, ...]:
+    """The verdict's chain as waits: what a mismatch shows, where every rank issued something."""
+    names = [str(group) for group in run.groups]
+    group = names.index(top.group) if top.group in names else -1
+    seq = -1 if top.seq is None else top.seq
+    return tuple(
+        Edge(waiter=waiter, awaited=awaited, group=group, seq=seq, is_inferred=True) for waiter, awaited in top.chain
+    )
+
+
+def first_error(incident: Incident) -> LogEvent | None:
+    """The earliest error of a rank's own in any log: not a closed connection, a timeout or a signal from the launcher.
+
+    Of the verdict's culprits where one of them has such an error, since clocks differ.
+    """
+    logs = [record.log for record in incident.run.ranks.values() if record.log is not None]
+    own = [event for log in logs for event in _own_errors(log)]
+    blamed = [event for event in own if event.rank in incident.top.culprits]
+    return min(blamed or own, key=lambda event: (event.time_s is None, event.time_s or 0.0, event.rank), default=None)
+
+
+def _own_errors(log: RankLog) -> list[LogEvent]:
+    """An abort after an error of the communication is that error's work."""
+    kinds = [event.kind for event in log.events]
+    first_comm = next((i for i, kind in enumerate(kinds) if kind.startswith("comm_")), len(kinds))
+    return [
+        event
+        for i, event in enumerate(log.events)
+        if event.kind in OWN_ERRORS and not (event.kind == "fatal_signal" and i > first_comm)
+    ]
 
 
 def state_counts(incident: Incident) -> list[tuple[str, int]]:

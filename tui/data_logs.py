@@ -39,11 +39,12 @@ class LogLine:
 class LogIndex:
     """Lines of all files, file after file; `order` is their order by time. `problems` are files that cannot be read.
 
-    Lines of file `i` are `[base[i], base[i + 1])`. `is_head`: only the beginning of each file is in it.
+    Lines of file `i` are `[base[i], base[i + 1])`, its bytes `[0, end[i])`. `is_head`: only the beginning of each file is in it.
     """
 
     files: LogFiles
     base: npt.NDArray[np.int64]
+    end: npt.NDArray[np.int64]
     start: npt.NDArray[np.uint32] | npt.NDArray[np.int64]
     time_ms: npt.NDArray[np.int64] | npt.NDArray[np.uint32]
     first_ms: int
@@ -97,20 +98,22 @@ class LogIndex:
 
 def load_logs(files: LogFiles, *, head_bytes: int | None = None) -> LogIndex:
     """Index all files, or the first `head_bytes` of each: the first page while the rest is read."""
-    parts, problems = [], []
+    parts, problems, ends = [], [], np.zeros(len(files.files), np.int64)
     for i, file in enumerate(files.files):
         try:
-            parts.append(_index_file(files, i, head_bytes))
+            lines, ends[i] = _index_file(files, i, head_bytes)
+            parts.append(lines)
         except (OSError, TitanError) as error:
             problems.append((file.path, str(error)))
             parts.append(_NOTHING)
-    return _assemble(files, parts, problems, is_head=head_bytes is not None)
+    return _assemble(files, parts, ends, problems, is_head=head_bytes is not None)
 
 
 _NOTHING = Lines(start=np.zeros(0, np.int64), time_ms=np.zeros(0, np.int64), level=np.zeros(0, np.uint8))
 
 
-def _index_file(files: LogFiles, index: int, head_bytes: int | None) -> Lines:
+def _index_file(files: LogFiles, index: int, head_bytes: int | None) -> tuple[Lines, int]:
+    """A file's lines, and how many of its bytes they are."""
     size = files.size(index)
     stop = size if head_bytes is None else min(size, head_bytes)
     parts, at = [], 0
@@ -124,9 +127,9 @@ def _index_file(files: LogFiles, index: int, head_bytes: int | None) -> Lines:
         parts.append(scan(data, at) if _starts_line(files, index, at) else _without_first(scan(data, at)))
         at += len(data)
     if not parts:
-        return _NOTHING
+        return _NOTHING, 0
     joined = parts[0] if len(parts) == 1 else _joined(parts)
-    return Lines(start=joined.start, time_ms=filled(joined.time_ms), level=joined.level)
+    return Lines(start=joined.start, time_ms=filled(joined.time_ms), level=joined.level), at
 
 
 def _starts_line(files: LogFiles, index: int, at: int) -> bool:
@@ -147,7 +150,7 @@ def _joined(parts: Sequence[Lines]) -> Lines:
 
 
 def _assemble(
-    files: LogFiles, parts: list[Lines], problems: list[tuple[str, str]], *, is_head: bool
+    files: LogFiles, parts: list[Lines], end: npt.NDArray[np.int64], problems: list[tuple[str, str]], *, is_head: bool
 ) -> LogIndex:  # fmt: skip
     lengths = [len(part.start) for part in parts]
     base = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -165,7 +168,7 @@ def _assemble(
         time_ms[here] = np.where(part.time_ms == UNKNOWN_TIME, last_ms, part.time_ms) - first_ms
     order = np.argsort(time_ms, kind="stable").astype(np.int32)
     return LogIndex(
-        files=files, base=base, start=start, time_ms=time_ms, first_ms=first_ms, level=level, order=order,
+        files=files, base=base, end=end, start=start, time_ms=time_ms, first_ms=first_ms, level=level, order=order,
         problems=tuple(problems), is_head=is_head,
     )  # fmt: skip
 
@@ -199,7 +202,7 @@ def cheap_mask(index: LogIndex, wanted: LogFilter) -> Mask:
 
 def search(index: LogIndex, pattern: str, mask: Mask) -> Iterator[tuple[float, Mask]]:
     """(share searched, mask of lines that match so far and passed `mask`), again and again while files are read."""
-    compiled = re.compile(pattern.encode(), re.IGNORECASE)
+    compiled = re.compile(pattern.encode(), re.IGNORECASE | re.MULTILINE)
     found = np.zeros(len(index), np.bool_)
     read_bytes, total_bytes, reported = 0, sum(file.size_bytes for file in index.files.files) or 1, 0
     for i in range(len(index.files.files)):
@@ -216,13 +219,14 @@ def search(index: LogIndex, pattern: str, mask: Mask) -> Iterator[tuple[float, M
 def _search_file(index: LogIndex, file: int, compiled: re.Pattern[bytes]) -> Mask:
     starts = index.start[int(index.base[file]) : int(index.base[file + 1])]
     found = np.zeros(len(starts), np.bool_)
-    at, size = 0, index.files.size(file)
-    while at < size and len(starts):
-        data = index.files.read(file, at, BLOCK_BYTES)
+    at, end = 0, int(index.end[file])
+    while at < end and len(starts):
+        data = index.files.read(file, at, min(BLOCK_BYTES, end - at))
         if not data:
             break
         cut = data.rfind(b"\n") + 1
-        data = data[: cut or len(data)]
+        if cut and at + len(data) < end:
+            data = data[:cut]
         places = np.array([at + match.start() for match in compiled.finditer(data)], np.int64)
         if len(places):
             found[np.searchsorted(starts, places, side="right") - 1] = True

@@ -26,6 +26,7 @@ STYLES: dict[Role, Style] = {
     "warn": Style(color="#e6b800"),
     "good": Style(color="#56b4e9"),
     "note": Style(color="#d8a0c0"),
+    "spot": Style(bold=True, reverse=True),
 }
 CURSOR = Style(bold=True, bgcolor="#303a4a")
 MARK, NO_MARK = "▸ ", "  "

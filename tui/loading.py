@@ -20,13 +20,16 @@ _SMALL_LOGS = 32 << 20
 
 
 class Loader:
-    """Loads a session's parts in threads; `changed` is called on the screen's thread after each."""
+    """Loads a session's parts in threads; on the screen's thread `changed` is called after each, `say` with what failed
+    where the former reading stays on the screen."""
 
-    def __init__(self, app: App[Any], session: Session, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, app: App[Any], session: Session, changed: Callable[[], None], say: Callable[[str], None]
+    ) -> None:
         self._app = app
         self._session = session
         self._changed = changed
-        self._seen: object = None
+        self._say = say
 
     @property
     def is_busy(self) -> bool:
@@ -72,23 +75,30 @@ class Loader:
             self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
 
     def _lost(self, text: str) -> None:
-        self._session.checkpoints.error = text
-        self._changed()
+        self._say(f"not read again: {text}")
+
+    def close(self) -> None:
+        """Give back what the logs hold open."""
+        if self._session.logs.value is not None:
+            self._session.logs.value.files.close()
 
     def _load_logs(self, content: Content) -> None:
         files = LogFiles(content.store, content.logs)
+        former = self._session.logs.value
+
+        def close_former() -> None:
+            if former is not None:
+                former.files.close()
+
         is_large = sum(file.size_bytes for file in content.logs) > _SMALL_LOGS
-        if not is_large:
-            self._load(self._session.logs, lambda: load_logs(files))
-            return
 
-        def rest() -> None:
-            self._load(self._session.logs, lambda: load_logs(files))
+        def whole() -> None:
+            self._load(self._session.logs, lambda: load_logs(files), after=close_former)
 
-        if self._session.logs.value is None:
-            self._load(self._session.logs, lambda: load_logs(files, head_bytes=HEAD_BYTES), after=rest)
+        if is_large and former is None:
+            self._load(self._session.logs, lambda: load_logs(files, head_bytes=HEAD_BYTES), after=whole)
         else:
-            rest()
+            whole()
 
     def _load(self, part: Part[Any], work: Callable[[], Any], *, after: Callable[[], None] | None = None) -> None:
         part.is_loading = True
@@ -96,13 +106,15 @@ class Loader:
         def done(value: Any) -> None:
             part.value, part.error, part.is_loading = value, "", False
             part.version += 1
+            self._changed()
             if after is not None:
                 after()
-            self._changed()
 
         def failed(text: str) -> None:
             part.error, part.is_loading = text, False
             part.version += 1
             self._changed()
+            if part.value is not None:
+                self._say(f"{part.what}: not read again: {text}")
 
         tasks.start(self._app, part.what, work, done, failed)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zstandard
 
-from titan_ckpt.errors import DamagedError
+from titan_ckpt.errors import DamagedError, StoreError
 from titan_ckpt.location import local_path, scheme
 from titan_ckpt.store import Store
 from titan_ckpt.tui.data_content import LogFile
@@ -35,6 +35,7 @@ class LogFiles:
         self._paths: dict[int, str] = {}
         self._open: OrderedDict[int, int] = OrderedDict()
         self._lock = threading.RLock()
+        self._is_closed = False
 
     def read(self, index: int, start: int, length: int) -> bytes:
         """Up to `length` bytes of a file from `start`."""
@@ -46,9 +47,15 @@ class LogFiles:
         with self._lock:
             return os.fstat(self._descriptor(index)).st_size
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether other LogFiles have taken its place."""
+        return self._is_closed
+
     def close(self) -> None:
-        """Close all files and remove the temporary ones."""
+        """Close all files and remove the temporary ones; reading on is a StoreError."""
         with self._lock:
+            self._is_closed = True
             while self._open:
                 os.close(self._open.popitem()[1])
             if self._folder is not None:
@@ -57,6 +64,8 @@ class LogFiles:
                 self._paths.clear()
 
     def _descriptor(self, index: int) -> int:
+        if self._is_closed:
+            raise StoreError(f"{self.files[index].path}: the logs were read again meanwhile; ask again")
         found = self._open.pop(index, None)
         if found is None:
             if len(self._open) >= MAX_OPEN:

@@ -128,6 +128,15 @@ class Pane(Vertical):
 
     # -- what all share
 
+    def move_to_rank(self, rank: int | None) -> None:
+        """Put the cursor on the first row of `rank`, if there is one."""
+        rows, width = self.body.rows, self.body.line_width
+        for index in range(len(rows) if rank is not None else 0):
+            target = rows.row(index, width).target
+            if target is not None and target.rank == rank:
+                self.body.move_to(index)
+                return
+
     def set_filter(self, text: str) -> None:
         """Show only what matches; the empty text shows all."""
         self.filter_text = text

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-Role: TypeAlias = Literal["", "dim", "bold", "head", "bad", "warn", "good", "note"]
+Role: TypeAlias = Literal["", "dim", "bold", "head", "bad", "warn", "good", "note", "spot"]
 Part: TypeAlias = tuple[str, Role]
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]|\x1b\[[0-9;]*[A-Za-z]")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import calendar
 import time
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar
 
 import numpy as np
 from textual.binding import Binding, BindingType
@@ -16,17 +16,21 @@ from titan_ckpt.draw import Pieces, draw
 from titan_ckpt.errors import TitanError
 from titan_ckpt.estimate import estimate
 from titan_ckpt.index import TensorEntry
+from titan_ckpt.location import redact
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.placement import format_placements
 from titan_ckpt.reshard import DEFAULT_MEMORY, plan_reshard
 from titan_ckpt.retention import RetentionPolicy, prune
 from titan_ckpt.store import open_store
+from titan_ckpt.tui import tasks
+from titan_ckpt.tui.data_incident import Incident
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, head, row
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, head, ranks_text, row
 from titan_ckpt.tui.session import Session
 from titan_ckpt.units import format_duration, format_size
 from titan_ckpt.verify import verify
 
+SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
 _ROLES: dict[str, Role] = {"committed": "good", "partial": "warn", "damaged": "bad"}
 
 
@@ -56,7 +60,7 @@ class CheckpointsPane(Pane):
 
     def state(self) -> tuple[object, ...]:
         part = self.session.checkpoints
-        return (part.version, part.text, self._shown, self._pinned_step)
+        return (part.version, part.text, self._shown, self._pinned_step, self.session.incident.version)
 
     def title(self) -> str:
         if self._opened is not None:
@@ -71,10 +75,10 @@ class CheckpointsPane(Pane):
             return RowList(self._answer)
         if self._opened is not None:
             return RowList(tensor_rows(self._opened))
-        infos = self.session.checkpoints.value
-        if infos is None:
-            return RowList([row(self.session.checkpoints.text)])
-        return RowList(list_rows(infos, self._pinned_step, self.session.clock()))
+        infos, incident = self.session.checkpoints.value, self.session.incident.value
+        listed = list_rows(infos, self._pinned_step, self.session.clock()) if infos is not None else None
+        rows = [row(self.session.checkpoints.text)] if listed is None else list(listed)
+        return RowList([*rows, *(saving_rows(incident) if incident is not None else ())])
 
     def _show(self, *, opened: Checkpoint | None = None, answer: list[Row] | None = None) -> None:
         self._opened, self._answer = opened or self._opened, answer
@@ -96,7 +100,8 @@ class CheckpointsPane(Pane):
 
     def chosen(self, chosen: Row) -> None:
         target = chosen.target
-        if target is None:
+        if target is None or target.screen != self.number:
+            super().chosen(chosen)
             return
         if self._opened is not None and target.name:
             self._show(answer=list(cut_rows(self._opened, target.name)))
@@ -131,7 +136,7 @@ class CheckpointsPane(Pane):
         current = self.body.current
         return current.target.step if current is not None and current.target is not None else None
 
-    def _ask_of_step(self, what: str, work: Any) -> None:
+    def _ask_of_step(self, what: str, work: Callable[[int], Iterable[Row]]) -> None:
         """Run `work(step)` in a thread and show its rows; errors of ours are shown as a row."""
         step = self._step()
         if step is None:
@@ -147,8 +152,19 @@ class CheckpointsPane(Pane):
         self.post_message(self.Work(f"{what} step {step}", safely, lambda rows: self._show(answer=rows)))
 
     def action_verify(self) -> None:
-        store = self.session.content.store
-        self._ask_of_step("verifying", lambda step: verify_rows(f"{store.url}@{step}", step))
+        store, app = self.session.content.store, self.app
+
+        def say(text: str) -> None:
+            app.post_message(tasks.Progress(text, self._say_progress))
+
+        progress = ByteProgress(say)
+        sizes = {info.step: info.commit.size_bytes for info in self.session.checkpoints.value or () if info.commit}
+        self._ask_of_step(
+            "verifying", lambda step: verify_rows(store.url, step, progress.of(sizes.get(step, 0)).passed)
+        )
+
+    def _say_progress(self, text: str) -> None:
+        self.post_message(self.Say(text))
 
     def action_diff(self) -> None:
         pinned, store = self._pinned_step, self.session.content.store
@@ -192,6 +208,33 @@ def list_rows(infos: tuple[CheckpointInfo, ...], pinned: int | None, now_s: floa
         yield row("no checkpoints yet")
 
 
+def saving_rows(incident: Incident) -> Iterator[Row]:
+    """What each rank was doing in a save at the moment of the incident, by the recorder's heartbeats and the verdicts."""
+    beats = {rank: record.heartbeat for rank, record in incident.run.ranks.items() if record.heartbeat is not None}
+    saving: dict[tuple[str, int], list[int]] = {}
+    for rank, beat in beats.items():
+        if beat.phase in SAVE_PHASES:
+            saving.setdefault((beat.phase, beat.step), []).append(rank)
+    io = [verdict for verdict in incident.verdicts if verdict.subtype == "checkpoint_io"]
+    if not saving and not io:
+        return
+    yield row()
+    yield head(f"in a save when the job stopped ({incident.run.incident or 'this incident'})")
+    for (phase, step), ranks in sorted(saving.items(), key=lambda item: (item[0][1], SAVE_PHASES.index(item[0][0]))):
+        newest = max(beats[rank].phase_ns for rank in ranks)
+        since = max((beats[rank].alive_ns - newest) / 1e9 for rank in ranks)
+        for_s = f", for {format_duration(since)}" if since > 0 else ""
+        yield row((f"  {phase:<12} ", "warn"), f"step {step}: ranks {ranks_text(ranks)}{for_s}",
+                  target=Target(screen=6, rank=ranks[0]), is_problem=phase != "ckpt_stage")  # fmt: skip
+    outside = sorted(set(beats) - {rank for ranks in saving.values() for rank in ranks})
+    if saving and outside:
+        yield row(("  elsewhere    ", "dim"), f"ranks {ranks_text(outside)}")
+    for verdict in io:
+        yield row(
+            ("  ", ""), (verdict.headline, "bad"), target=Target(screen=6, rank=verdict.culprits[0]), is_problem=True
+        )
+
+
 def _age(created: str, now_s: float) -> str:
     try:
         made = time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")
@@ -221,10 +264,30 @@ def cut_rows(checkpoint: Checkpoint, fqn: str) -> Iterator[Row]:
         yield row("  " + line)
 
 
-def verify_rows(url: str, step: int) -> Iterator[Row]:
+class ByteProgress:
+    """Says how far a reading of many bytes is, each time another hundredth has passed."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._total, self._read, self._said = say, 0, 0, -1
+
+    def of(self, total_bytes: int) -> ByteProgress:
+        """Begin anew, with this many bytes to come."""
+        self._total, self._read, self._said = total_bytes, 0, -1
+        return self
+
+    def passed(self, size_bytes: int) -> None:
+        """So many bytes more were read."""
+        self._read += size_bytes
+        percent = min(100 * self._read // max(self._total, 1), 100)
+        if percent > self._said:
+            self._said = percent
+            self._say(f"{format_size(self._read)} of {format_size(self._total)} ({percent}%)")
+
+
+def verify_rows(url: str, step: int, on_bytes: Callable[[int], None]) -> Iterator[Row]:
     """Every byte re-read."""
     started = time.monotonic()
-    problems = verify(url, read_data=True)
+    problems = verify(f"{url}@{step}", read_data=True, on_bytes=on_bytes)
     yield head(f"step {step}: {len(problems)} problems ({format_duration(time.monotonic() - started)})")
     for problem in problems:
         yield row((str(problem), "bad"), is_problem=True)
@@ -244,13 +307,23 @@ def diff_rows(url: str, a: int, b: int) -> Iterator[Row]:
 
 
 def reshard_rows(url: str, step: int, mesh: str) -> Iterator[Row]:
-    """What `titan-ckpt reshard` would do."""
+    """What `titan-ckpt reshard` would do; nothing is read but the index."""
     plan = plan_reshard(open_checkpoint(url, step=step), MeshSpec.parse(mesh))
     facts = estimate(plan, open_store(url), memory_bytes=DEFAULT_MEMORY)
-    yield head(f"step {step} -> {mesh}")
-    yield row(f"read     {format_size(facts.read_bytes)} in {facts.read_requests:,} requests")
-    yield row(f"write    {format_size(facts.written_bytes)} in {facts.num_files:,} files")
-    yield row(("titan-ckpt reshard SRC DST --mesh " + mesh, "dim"))
+    smallest, largest = format_size(facts.smallest_file_bytes), format_size(facts.largest_file_bytes)
+    cuts = ", ".join(f"{count} as {origin}" for origin, count in facts.placements.items() if count)
+    yield head(f"step {step}: mesh {facts.source_mesh or 'not recorded'} -> {facts.mesh}")
+    yield row(
+        f"  read      {format_size(facts.read_bytes)} in {facts.read_requests:,} requests of {facts.num_source_files:,} files"
+    )
+    yield row(f"  write     {format_size(facts.written_bytes)} in {facts.num_files:,} files of {smallest} to {largest}")
+    yield row(f"  tensors   {facts.num_tensors:,}, cut {cuts or 'nowhere'}")
+    yield row(f"  memory    at most {format_size(facts.peak_memory_bytes)} of buffers, in {facts.num_waves:,} waves")
+    for name, start, length in facts.largest_reads[:3]:
+        yield row((f"  large     {format_size(length)} at {start:,} of {name}", "dim"))
+    if facts.guessed:
+        yield row(("  ! ", "warn"), f"cut by the table of known models, not recorded: {', '.join(facts.guessed)}")
+    yield row((f"titan-ckpt reshard {redact(url)}@{step} DESTINATION --mesh {mesh}", "dim"))
 
 
 def prune_rows(infos: tuple[CheckpointInfo, ...], text: str) -> list[Row]:

@@ -44,6 +44,10 @@ class CollectivePane(Pane):
             return RowList([row(self.session.incident.text if incident is None else "no operations were recorded")])
         return RowList(collective_rows(self.session, incident, width))
 
+    def select(self, target: Target) -> None:
+        self.update_rows()
+        self.move_to_rank(target.rank)
+
     def action_step(self, by: int) -> None:
         incident = self.session.incident.value
         if incident is not None and incident.lanes:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.widgets import Static
 
 from titan_ckpt.tui.data_grid import (
-    BLANK,
     GLYPHS,
     Grid,
     build_grid,
     build_time_grid,
-    problem_columns,
+    next_stop,
     reduce_row,
     sort_orders,
 )
 from titan_ckpt.tui.data_incident import Incident
+from titan_ckpt.tui.lineview import MARK, LineView
 from titan_ckpt.tui.pane import Pane, filter_ranks
 from titan_ckpt.tui.rows import Part, Row, RowList, Rows, Target, row
 from titan_ckpt.tui.session import Session
@@ -26,30 +30,52 @@ _LABEL = 18
 
 
 class GridRows:
-    """The rows of a heatmap, made as they are painted: a rank each."""
+    """The rows of a heatmap, made as they are painted: a rank each. The cells of column `spot` stand out."""
 
-    def __init__(self, grid: Grid, order: np.ndarray, *, first: int, per_cell: int, session: Session) -> None:
-        self.grid, self._order, self._first, self._per_cell = grid, order, first, per_cell
-        self._pinned, self._seq, self._group = session.pinned, session.seq, grid.name
+    def __init__(
+        self, grid: Grid, order: np.ndarray, *, first: int, per_cell: int, spot: int | None, pinned: int | None
+    ) -> None:
+        self.grid, self.order, self._first, self._per_cell = grid, order, first, per_cell
+        self._spot, self._pinned = spot, pinned
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.order)
 
     def row(self, index: int, width: int) -> Row:
-        place = int(self._order[index])
+        place = int(self.order[index])
         rank = int(self.grid.members[place])
         label = f"{'*' if rank == self._pinned else ' '}{rank:>5} {(self.grid.labels or {}).get(rank, ''):<10}"[:_LABEL]
         cells = max(width - _LABEL, 1)
         codes = reduce_row(self.grid.codes, np.array([place]), self._first, cells, self._per_cell)
         parts: list[Part] = [(f"{label:<{_LABEL}}", "bold" if rank == self._pinned else "")]
-        parts += [(GLYPHS[code][0], GLYPHS[code][1]) for code in codes.tolist()]
-        worst = int(self.grid.codes[place].argmax()) if self.grid.codes.shape[1] else 0
-        seq = None if self.grid.is_time else self.grid.first + worst
-        return row(*parts, target=Target(screen=3, group=self._group, seq=self._seq or seq, rank=rank))
+        cell = None if self._spot is None else (self._spot - self._first) // self._per_cell
+        for i, code in enumerate(codes.tolist()):
+            parts.append((GLYPHS[code][0], "spot" if i == cell else GLYPHS[code][1]))
+        seq = None if self.grid.is_time else self.grid.first + self._column(place)
+        return row(*parts, target=Target(screen=3, group=self.grid.name, seq=seq, rank=rank))
 
-    def next_problem(self, index: int, direction: int) -> int | None:
-        places = range(index + 1, len(self)) if direction > 0 else range(index - 1, -1, -1)
-        return next((i for i in places if self.grid.codes[int(self._order[i])].max(initial=BLANK) > 3), None)
+    def _column(self, place: int) -> int:
+        """The gravest column of the chosen cell, or of the whole row where no column is chosen."""
+        codes = self.grid.codes[place]
+        start, stop = (0, len(codes)) if self._spot is None else (self._spot, self._spot + self._per_cell)
+        return start + int(codes[start:stop].argmax()) if len(codes[start:stop]) else 0
+
+    def next_problem(self, index: int, direction: int) -> int | None:  # noqa: ARG002 (the protocol's)
+        """None: this screen steps through ranks and operations by itself."""
+        return None
+
+
+class GridView(LineView):
+    """A LineView on which left and right choose a column."""
+
+    @dataclass
+    class Shifted(Message):
+        """Left or right was pressed."""
+
+        by: int
+
+    def action_shift(self, by: int) -> None:
+        self.post_message(self.Shifted(1 if by > 0 else -1))
 
 
 class GridPane(Pane):
@@ -63,31 +89,50 @@ class GridPane(Pane):
         ("< >", "pan"),
         ("t", "time axis"),
         ("o", "order"),
-        ("p", "next problem column"),
+        ("h l", "column"),
+        ("n N", "next problem"),
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left_square_bracket", "group(-1)", show=False), Binding("right_square_bracket", "group(1)", show=False),
         Binding("plus", "zoom(0.5)", show=False), Binding("minus", "zoom(2)", show=False),
         Binding("less_than_sign", "pan(-1)", show=False), Binding("greater_than_sign", "pan(1)", show=False),
-        Binding("t", "time", show=False), Binding("o", "order", show=False), Binding("p", "problem_column", show=False),
+        Binding("t", "time", show=False), Binding("o", "order", show=False),
     ]  # fmt: skip
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._per_cell, self._first, self._is_time, self._order = 1, 0, False, 0
+        self._spot: int | None = None
         self._grid: Grid | None = None
+        self._sorted: tuple[np.ndarray, list[tuple[str, np.ndarray]]] | None = None
         self._key: tuple[object, ...] = ()
 
+    def compose(self) -> ComposeResult:
+        yield Static("", classes="title", markup=False)
+        yield Static("", id="ruler", markup=False)
+        yield GridView()
+
     def state(self) -> tuple[object, ...]:
-        return (
-            *super().state(),
-            self.session.lane,
-            self.session.seq,
-            self._per_cell,
-            self._first,
-            self._is_time,
-            self._order,
-        )
+        view = (self._per_cell, self._first, self._spot, self._is_time, self._order)
+        return (*super().state(), self.session.lane, *view)
+
+    def update_rows(self, *, force: bool = False) -> None:
+        super().update_rows(force=force)
+        self.query_one("#ruler", Static).update(self.ruler())
+
+    def ruler(self) -> str:
+        """What stands above the cells: a mark at the chosen column with its name and what the rank under the cursor did."""
+        grid, rows = self._grid, self.body.rows
+        if grid is None or self._spot is None or not isinstance(rows, GridRows) or not len(rows):
+            return ""
+        place = rows.order[min(self.body.cursor, len(rows) - 1)]
+        what = f"{grid.column_text(self._spot)}: rank {grid.members[place]} {GLYPHS[grid.codes[place, self._spot]][2]}"
+        before = _LABEL + len(MARK) + (self._spot - self._first) // self._per_cell
+        is_left = before + len(what) + 2 > self.body.line_width
+        return f"{what:>{before - 1}} v" if is_left and before > len(what) + 1 else f"{'':>{before}}v {what}"
+
+    def on_line_view_moved(self) -> None:
+        self.query_one("#ruler", Static).update(self.ruler())
 
     def title(self) -> str:
         grid = self._grid
@@ -107,7 +152,11 @@ class GridPane(Pane):
 
     def _orders(self) -> list[tuple[str, np.ndarray]]:
         incident, grid = self.session.incident.value, self._grid
-        return sort_orders(incident.run, [int(m) for m in grid.members]) if incident and grid else []
+        if incident is None or grid is None:
+            return []
+        if self._sorted is None or self._sorted[0] is not grid.members:
+            self._sorted = (grid.members, sort_orders(incident.run, grid.members.tolist()))
+        return self._sorted[1]
 
     def make_rows(self, width: int) -> Rows:  # noqa: ARG002 (the base's)
         incident = self.session.incident.value
@@ -120,7 +169,9 @@ class GridPane(Pane):
         if wanted is not None:
             order = order[np.isin(grid.members[order], np.array(wanted))]
         self._first = max(0, min(self._first, grid.codes.shape[1] - 1))
-        return GridRows(grid, order, first=self._first, per_cell=self._per_cell, session=self.session)
+        return GridRows(
+            grid, order, first=self._first, per_cell=self._per_cell, spot=self._spot, pinned=self.session.pinned
+        )
 
     def _grid_of(self, incident: Incident) -> Grid:
         key = (self.session.incident.version, self.session.lane, self._is_time)
@@ -131,7 +182,7 @@ class GridPane(Pane):
                 self.post_message(self.Say("no times were recorded"))
             self._grid, self._key = timed or build_grid(incident.run, lane), key
             room = max(self.body.line_width - _LABEL, 1)
-            self._first = max(0, self._grid.codes.shape[1] - room * self._per_cell)
+            self._first, self._spot = max(0, self._grid.codes.shape[1] - room * self._per_cell), None
         return self._grid
 
     def action_group(self, by: int) -> None:
@@ -140,6 +191,22 @@ class GridPane(Pane):
             self.session.lane = (self.session.lane + by) % len(incident.lanes)
             self.session.seq = None
             self.update_rows()
+
+    def on_grid_view_shifted(self, message: GridView.Shifted) -> None:
+        """Left and right: the column beside; the first time the newest one."""
+        grid = self._grid
+        if grid is not None:
+            last = grid.codes.shape[1] - 1
+            spot = last if self._spot is None else self._spot + message.by * self._per_cell
+            self._choose(max(0, min(spot, last)))
+
+    def _choose(self, column: int) -> None:
+        """Choose a column and bring it into sight."""
+        seen = max(self.body.line_width - _LABEL, 1) * self._per_cell
+        if not self._first <= column < self._first + seen:
+            self._first = max(0, column - seen // 2)
+        self._spot = column
+        self.update_rows()
 
     def action_zoom(self, factor: float) -> None:
         self._per_cell = max(1, min(int(self._per_cell * factor), 4096))
@@ -157,16 +224,23 @@ class GridPane(Pane):
         self._order += 1
         self.update_rows()
 
-    def action_problem_column(self) -> None:
-        columns = problem_columns(self._grid.codes) if self._grid is not None else np.zeros(0, np.int64)
-        later = columns[columns > self._first]
-        if not len(later):
-            self.post_message(self.Say("no further problem to the right"))
+    def next_problem(self, direction: int) -> None:
+        """`n` and `N`: operation after operation, and in each the ranks that are worst off."""
+        grid, rows = self._grid, self.body.rows
+        if grid is None or not isinstance(rows, GridRows):
             return
-        self._first = int(later[0])
-        if self._grid is not None and not self._grid.is_time:
-            self.session.seq = self._grid.first + self._first
-        self.update_rows()
+        outside = -1 if direction > 0 else grid.codes.shape[1]
+        spot = (self.body.cursor, outside if self._spot is None else self._spot)
+        found = next_stop(grid.codes, rows.order, spot, direction)
+        if found is None:
+            self.post_message(self.Say("no further problem to the " + ("right" if direction > 0 else "left")))
+            return
+        self._choose(found[1])
+        self.body.move_to(found[0])
 
-    def select(self, target: Target) -> None:  # noqa: ARG002 (the base's)
+    def select(self, target: Target) -> None:
         self.update_rows()
+        rows = self.body.rows
+        if isinstance(rows, GridRows) and target.rank is not None:
+            places = np.flatnonzero(rows.grid.members[rows.order] == target.rank)
+            self.body.move_to(int(places[0]) if len(places) else self.body.cursor)

@@ -22,7 +22,10 @@ class WaitsPane(Pane):
 
     def title(self) -> str:
         incident = self.session.incident.value
-        return "" if incident is None else f"{len(incident.edges)} waits; the causes stand at the left"
+        if incident is None:
+            return ""
+        origin = ", from the verdict (the ranks met, in different operations)" if incident.is_chain else ""
+        return f"{len(incident.edges)} waits{origin}; the causes stand at the left"
 
     def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value
@@ -32,11 +35,7 @@ class WaitsPane(Pane):
 
     def select(self, target: Target) -> None:
         self.update_rows()
-        for index in range(len(self.body.rows)):
-            found = self.body.rows.row(index, self.body.line_width).target
-            if found is not None and found.rank == target.rank:
-                self.body.move_to(index)
-                return
+        self.move_to_rank(target.rank)
 
 
 def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
@@ -84,8 +83,9 @@ def _tree(
 def _why(incident: Incident, edge: Edge) -> str:
     group = str(incident.run.groups[edge.group]) if edge.group >= 0 else "?"
     kind = "send/recv" if edge.is_p2p else "collective"
+    number = f" #{edge.seq}" if edge.seq >= 0 else ""
     sure = " (inferred)" if edge.is_inferred else ""
-    return f"waits in {group} {kind} #{edge.seq}{sure}"
+    return f"waits in {group} {kind}{number}{sure}"
 
 
 def _rank_row(incident: Incident, rank: int, depth: int, why: str, width: int) -> Row:
