@@ -30,7 +30,8 @@ GLYPHS: Sequence[tuple[str, Role, str]] = (
     ("#", "bad", "differs"),
 )
 LATE_NS = 50_000_000
-_BLOCK_CELLS = 4_000_000
+_MEDIAN_OF = 1_024
+_BLOCK_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,34 +94,36 @@ def _states(run: Run, lane: Lane) -> Codes:
 
 
 def _mark_late(run: Run, lane: Lane, codes: Codes) -> None:
-    """LATE: issued over 50 ms after the median rank. A column where a time is unknown is left alone."""
-    step = max(1, _BLOCK_CELLS // max(len(lane.members), 1))
-    for start in range(0, lane.row.shape[1], step):
-        rows = lane.row[:, start : start + step]
-        created = np.zeros(rows.shape, np.int64)
-        for i, rank in enumerate(lane.members):
-            table = run.ranks[rank].operations
-            if len(table):
-                created[i] = np.where(rows[i] >= 0, table["created_ns"][rows[i]], 0)
-        known = np.where(created > 0, created.astype(np.float64), np.nan)
-        enough = (created > 0).sum(axis=0) > 1
-        if enough.any():
-            median = np.full(rows.shape[1], np.inf)
-            median[enough] = np.nanmedian(known[:, enough], axis=0)
-            block = codes[:, start : start + step]
-            block[(block == DONE) & (created - median > LATE_NS)] = LATE
+    """LATE: issued over 50 ms after the median rank (of a thousand, evenly chosen, where there are more)."""
+    some = range(0, len(lane.members), -(-len(lane.members) // _MEDIAN_OF))
+    created = np.stack([_created(run, lane.members[i], lane.row[i]) for i in some])
+    known = np.where(created > 0, created.astype(np.float64), np.nan)
+    enough = (created > 0).sum(axis=0) > 1
+    if not enough.any():
+        return
+    median = np.full(lane.row.shape[1], np.inf)
+    median[enough] = np.nanmedian(known[:, enough], axis=0)
+    for i, rank in enumerate(lane.members):
+        codes[i, (codes[i] == DONE) & (_created(run, rank, lane.row[i]) > median + LATE_NS)] = LATE
 
 
 def _mark_different(lane: Lane, codes: Codes) -> None:
     """DIFFERS: another operation, size or dtype than most of the ranks issued under that number."""
-    seen = lane.signature >= 0
-    largest = np.where(seen, lane.signature, -1).max(axis=0)
-    smallest = np.where(seen, lane.signature, np.iinfo(np.int64).max).min(axis=0)
+    highest = np.iinfo(lane.signature.dtype).max
+    largest = lane.signature.max(axis=0)  # not seen is -1
+    smallest = np.full(lane.signature.shape[1], highest, lane.signature.dtype)
+    for start in range(0, len(lane.members), _BLOCK_ROWS):
+        block = lane.signature[start : start + _BLOCK_ROWS]
+        np.minimum(smallest, np.where(block >= 0, block, highest).min(axis=0), out=smallest)
     for column in np.flatnonzero((largest != smallest) & (largest >= 0)).tolist():
-        known = lane.signature[seen[:, column], column]
-        values, counts = np.unique(known, return_counts=True)
-        usual = values[counts.argmax()]
-        codes[seen[:, column] & (lane.signature[:, column] != usual), column] = DIFFERS
+        signature = lane.signature[:, column]
+        codes[(signature >= 0) & (signature != usual_signature(signature)), column] = DIFFERS
+
+
+def usual_signature(column: Ints) -> int:
+    """What most of those issued who issued anything under a number; -1 where nobody did."""
+    values, counts = np.unique(column[column >= 0], return_counts=True)
+    return int(values[counts.argmax()]) if len(values) else -1
 
 
 def build_time_grid(run: Run, lane: Lane, num_bins: int = 600) -> Grid | None:

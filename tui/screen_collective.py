@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import ClassVar
 
+import numpy as np
 from textual.binding import Binding, BindingType
 
 from titan_ckpt.debug.align import Lane
 from titan_ckpt.debug.logs import user_frame
 from titan_ckpt.debug.records import Frame, Operation
+from titan_ckpt.tui.data_grid import usual_signature
 from titan_ckpt.tui.data_incident import SITUATIONS, Incident
 from titan_ckpt.tui.pane import Pane
 from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, head, ranks_text, row
@@ -28,6 +30,11 @@ class CollectivePane(Pane):
         Binding("d", "difference", show=False),
     ]  # fmt: skip
 
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._tree_key: tuple[object, ...] = ()
+        self._tree_rows: list[Row] = []
+
     def state(self) -> tuple[object, ...]:
         return (*super().state(), self.session.lane, self.session.seq)
 
@@ -42,11 +49,24 @@ class CollectivePane(Pane):
         incident = self.session.incident.value
         if incident is None or not incident.lanes:
             return RowList([row(self.session.incident.text if incident is None else "no operations were recorded")])
-        return RowList(collective_rows(self.session, incident, width))
+        rows = CollectiveRows(self.session, incident, self._tree(incident, width))
+        return RowList(rows.row(i, width) for i in range(len(rows))) if self.filter_text else rows
+
+    def _tree(self, incident: Incident, width: int) -> list[Row]:
+        key = (self.session.incident.version, self.session.lane, width)
+        if self._tree_key != key:
+            members = current_lane(self.session, incident).members
+            self._tree_key, self._tree_rows = key, list(tree_rows(incident, members, width))
+        return self._tree_rows
 
     def select(self, target: Target) -> None:
         self.update_rows()
-        self.move_to_rank(target.rank)
+        rows = self.body.rows
+        place = (
+            rows.place_of_rank(target.rank) if isinstance(rows, CollectiveRows) and target.rank is not None else None
+        )
+        if place is not None:
+            self.body.move_to(place)
 
     def action_step(self, by: int) -> None:
         incident = self.session.incident.value
@@ -76,31 +96,61 @@ def current_seq(session: Session, incident: Incident) -> int:
     last = lane.first_seq + lane.row.shape[1] - 1
     if session.seq is not None:
         return int(max(lane.first_seq, min(session.seq, last)))
-    missing = [seq for seq in range(lane.first_seq, last + 1) if len(lane.seen_at(seq)) < len(lane.members)]
-    return int(missing[-1] if missing else last)
+    missing = np.flatnonzero((lane.row < 0).any(axis=0))
+    return lane.first_seq + int(missing[-1]) if len(missing) else int(last)
 
 
-def operations_at(session: Session, incident: Incident) -> dict[int, Operation]:
-    """The operation by rank, of the ranks that issued it."""
+def operation_of(session: Session, incident: Incident, rank: int) -> Operation | None:
+    """What a rank issued under the selected number."""
     lane, seq = current_lane(session, incident), current_seq(session, incident)
-    return {rank: incident.run.operation(rank, at) for rank, at in lane.seen_at(seq).items()}
+    at = int(lane.row[lane.members.index(rank), seq - lane.first_seq]) if rank in lane.members else -1
+    return incident.run.operation(rank, at) if at >= 0 else None
 
 
-def collective_rows(session: Session, incident: Incident, width: int) -> Iterator[Row]:
-    """A line per rank, then the stacks as a tree."""
-    lane, found = current_lane(session, incident), operations_at(session, incident)
-    first_ns = min((op.created_ns for op in found.values() if op.created_ns), default=0)
-    usual = _usual([_signature(op) for op in found.values()])
-    yield head(f"{'rank':>6}  {'state':<11} {'lag':>9}  what, where")
-    for rank in lane.members:
-        yield _rank_row(session, incident, rank, found.get(rank), first_ns, usual)
-    yield row()
-    yield head("where they are")
-    yield from tree_rows(incident, lane.members, width)
+class CollectiveRows:
+    """A line per rank, made as it is painted, then the stacks as a tree."""
+
+    def __init__(self, session: Session, incident: Incident, tree: list[Row]) -> None:
+        lane = current_lane(session, incident)
+        column = current_seq(session, incident) - lane.first_seq
+        self._session, self._incident, self._members = session, incident, lane.members
+        self._at, signature = lane.row[:, column], lane.signature[:, column]
+        self._is_other = (signature >= 0) & (signature != usual_signature(signature))
+        self._problems = np.flatnonzero(self._is_other | (self._at < 0)) + 1
+        tables = (
+            (incident.run.ranks[rank].operations, int(at)) for rank, at in zip(lane.members, self._at, strict=True)
+        )
+        times = (int(table["created_ns"][at]) for table, at in tables if at >= 0)
+        self._first_ns = min((time for time in times if time), default=0)
+        self._head = head(f"{'rank':>6}  {'state':<11} {'lag':>9}  what, where")
+        self._tail = [row(), head("where they are"), *tree]
+
+    def __len__(self) -> int:
+        return 1 + len(self._members) + len(self._tail)
+
+    def row(self, index: int, width: int) -> Row:  # noqa: ARG002 (the protocol's)
+        place = index - 1
+        if place < 0:
+            return self._head
+        if place >= len(self._members):
+            return self._tail[place - len(self._members)]
+        rank, at = self._members[place], int(self._at[place])
+        op = self._incident.run.operation(rank, at) if at >= 0 else None
+        return _rank_row(self._session, self._incident, rank, op, self._first_ns, bool(self._is_other[place]))
+
+    def next_problem(self, index: int, direction: int) -> int | None:
+        later = (
+            self._problems[self._problems > index] if direction > 0 else self._problems[self._problems < index][::-1]
+        )
+        return int(later[0]) if len(later) else None
+
+    def place_of_rank(self, rank: int) -> int | None:
+        """The row of a rank."""
+        return self._members.index(rank) + 1 if rank in self._members else None
 
 
 def _rank_row(
-    session: Session, incident: Incident, rank: int, op: Operation | None, first_ns: int, usual: tuple[str, str, str]
+    session: Session, incident: Incident, rank: int, op: Operation | None, first_ns: int, is_other: bool
 ) -> Row:
     mark = "*" if rank == session.pinned else " "
     target = Target(screen=6, rank=rank)
@@ -111,7 +161,6 @@ def _rank_row(
         return row((f"{mark}{rank:>5}  ", "bold"), ("absent     ", "bad"), f"{'':>9}  {doing}{place}",
                    target=target, is_problem=True)  # fmt: skip
     lag = f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else ""
-    is_other = _signature(op) != usual
     role: Role = "bad" if is_other else "good" if not op.retired else ""
     frame = user_frame(op.frames, incident.run.wrappers)
     place = f"  {frame}" if frame is not None else ""
@@ -125,19 +174,15 @@ def _signature(op: Operation) -> tuple[str, str, str]:
     return (op.op, op.sizes, op.dtypes)
 
 
-def _usual(signatures: list[tuple[str, str, str]]) -> tuple[str, str, str]:
-    return max(set(signatures), key=signatures.count) if signatures else ("", "", "")
-
-
 def difference(session: Session, incident: Incident, a: int, b: int) -> str:
     """What two ranks did differently under this number."""
-    found = operations_at(session, incident)
-    if a not in found or b not in found:
-        return f"rank {a if a not in found else b} did not issue this operation"
+    first, second = operation_of(session, incident, a), operation_of(session, incident, b)
+    if first is None or second is None:
+        return f"rank {a if first is None else b} did not issue this operation"
     names = ("operation", "sizes", "dtype")
-    pairs = zip(names, _signature(found[a]), _signature(found[b]), strict=True)
+    pairs = zip(names, _signature(first), _signature(second), strict=True)
     other = [f"{name}: rank {a} {x}, rank {b} {y}" for name, x, y in pairs if x != y]
-    places = [str(user_frame(op.frames, incident.run.wrappers) or "?") for op in (found[a], found[b])]
+    places = [str(user_frame(op.frames, incident.run.wrappers) or "?") for op in (first, second)]
     other += [f"call site: rank {a} {places[0]}, rank {b} {places[1]}"] if places[0] != places[1] else []
     return "; ".join(other) or f"ranks {a} and {b} did the same"
 

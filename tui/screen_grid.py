@@ -27,6 +27,7 @@ from titan_ckpt.tui.rows import Part, Row, RowList, Rows, Target, row
 from titan_ckpt.tui.session import Session
 
 _LABEL = 18
+MAX_CELLS_AT_ONCE = 1_000_000
 
 
 class GridRows:
@@ -163,7 +164,9 @@ class GridPane(Pane):
         if incident is None or not incident.lanes:
             self._grid = None
             return RowList([row(self.session.incident.text if incident is None else "no operations were recorded")])
-        grid = self._grid = self._grid_of(incident)
+        grid = self._grid_of(incident)
+        if grid is None:
+            return RowList([row(("drawing ...", "dim"))])
         order = self._orders()[self._order % len(self._orders())][1]
         wanted = filter_ranks(self.filter_text)
         if wanted is not None:
@@ -173,17 +176,36 @@ class GridPane(Pane):
             grid, order, first=self._first, per_cell=self._per_cell, spot=self._spot, pinned=self.session.pinned
         )
 
-    def _grid_of(self, incident: Incident) -> Grid:
+    def _grid_of(self, incident: Incident) -> Grid | None:
+        """The heatmap that is asked for; a large one is made in a thread, and None until it is there."""
         key = (self.session.incident.version, self.session.lane, self._is_time)
-        if self._key != key or self._grid is None:
+        if self._key != key:
+            self._key, self._grid, is_time = key, None, self._is_time
             lane = incident.lanes[self.session.lane % len(incident.lanes)]
-            timed = build_time_grid(incident.run, lane) if self._is_time else None
-            if self._is_time and timed is None:
-                self.post_message(self.Say("no times were recorded"))
-            self._grid, self._key = timed or build_grid(incident.run, lane), key
-            room = max(self.body.line_width - _LABEL, 1)
-            self._first, self._spot = max(0, self._grid.codes.shape[1] - room * self._per_cell), None
+
+            def make() -> Grid | None:
+                return build_time_grid(incident.run, lane) if is_time else build_grid(incident.run, lane)
+
+            def take(grid: Grid | None) -> None:
+                if self._key == key:
+                    self._take(grid)
+
+            if lane.row.size <= MAX_CELLS_AT_ONCE:
+                take(make())
+            else:
+                self.post_message(self.Work(f"drawing {lane.row.size:,} operations", make, take))
         return self._grid
+
+    def _take(self, grid: Grid | None) -> None:
+        if grid is None:
+            self.post_message(self.Say("no times were recorded"))
+            self._is_time = False
+            self.call_later(self.update_rows)
+            return
+        room = max(self.body.line_width - _LABEL, 1)
+        self._grid, self._spot = grid, None
+        self._first = max(0, grid.codes.shape[1] - room * self._per_cell)
+        self.call_later(self.update_rows, force=True)
 
     def action_group(self, by: int) -> None:
         incident = self.session.incident.value

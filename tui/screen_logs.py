@@ -21,6 +21,7 @@ from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, parse_ranks, r
 from titan_ckpt.tui.session import Session
 
 FOLD_MS, FOLD_LINES = 2_000, 2_000
+_SCAN_LINES = 1 << 16
 _ROLES: dict[int, Role] = {0: "dim", 1: "", WARNING: "warn", ERROR: "bad"}
 _QUARTER_MS = 900_000
 _NUMBERS = re.compile(r"\d+(?:\.\d+)?|0x[0-9a-f]+")
@@ -58,9 +59,12 @@ class LogRows:
         return int(places[0]) if len(places) else None
 
     def next_problem(self, index: int, direction: int) -> int | None:
-        bad = np.flatnonzero(self.index.level[self.view] == ERROR)
-        later = bad[bad > index] if direction > 0 else bad[bad < index][::-1]
-        return int(later[0]) if len(later) else None
+        left = self.view[index + 1 :] if direction > 0 else self.view[:index][::-1]
+        for start in range(0, len(left), _SCAN_LINES):
+            bad = np.flatnonzero(self.index.level[left[start : start + _SCAN_LINES]] == ERROR)
+            if len(bad):
+                return index + direction * (start + int(bad[0]) + 1)
+        return None
 
 
 class LogsPane(Pane):

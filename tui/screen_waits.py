@@ -47,17 +47,30 @@ def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
     shown: set[int] = set()
     for root in sorted(rank for rank in waiters if rank not in waiting):
         yield from _tree(incident, root, waiters, shown, width)
-    cycles = sorted(rank for rank in waiting if rank not in shown)
+    held_up = _reached(waiters, shown)
+    cycles = sorted(waiting - held_up)
     if cycles:
         yield head("in a circle: each waits for the next")
     for rank in cycles:
         if rank not in shown:
             yield from _tree(incident, rank, waiters, shown, width)
-    rest = sorted(rank for rank in incident.states if rank not in shown)
+    rest = sorted(set(incident.states) - held_up - waiting)
     if rest:
         yield head("in no wait that the evidence shows")
     for rank in rest[:MAX_WAITERS]:
         yield _rank_row(incident, rank, 0, "", width)
+    if len(rest) > MAX_WAITERS:
+        yield row((f"  and {len(rest) - MAX_WAITERS:,} more ranks", "dim"))
+
+
+def _reached(waiters: Mapping[int, list[Edge]], roots: set[int]) -> set[int]:
+    """All ranks that wait, directly or through others, for one of `roots`; and these themselves."""
+    reached, left = set(roots), list(roots)
+    while left:
+        found = {edge.waiter for edge in waiters.get(left.pop(), ())} - reached
+        reached |= found
+        left += found
+    return reached
 
 
 def _tree(
