@@ -83,6 +83,11 @@ class Act:
     lines: tuple[str, ...]
 
 
+def shown(path: Path) -> str:
+    """A path as short as it can be said from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def expect(is_true: bool, otherwise: str) -> None:
     """DemoError with `otherwise` unless it is so."""
     if not is_true:
@@ -235,7 +240,7 @@ def convert(stage: Stage) -> Act:
     expect(largest <= LOGITS_BOUND, f"logits differ by {largest:.1e} from transformers', bound {LOGITS_BOUND:.0e}")
     facts = {"export": report, "bound": LOGITS_BOUND, **compared}
     lines = (
-        f"{report['tensors']} tensors ({format_size(report['bytes'])}) in {folder}; over {NUM_TOKENS} tokens "
+        f"{report['tensors']} tensors ({format_size(report['bytes'])}) in {shown(folder)}; over {NUM_TOKENS} tokens "
         f"transformers' logits equal the trainer's within {largest:.1e} (bound {LOGITS_BOUND:.0e})",
         f"transformers goes on after 'def __init__(self': {compared['text']!r}",
     )
@@ -278,7 +283,7 @@ def look(stage: Stage) -> Act:
     stage.shell.run("tui", str(stage.folder / "incident"), "--screenshot", str(picture))
     drawn = picture.read_text()
     expect(drawn.startswith("<svg") and "SKIPPED" in drawn, f"{picture} does not show the verdict")
-    return Act(facts={"screenshot": str(picture)}, lines=(f"the incident on the screen: {picture}",))
+    return Act(facts={"screenshot": str(picture)}, lines=(f"the incident on the screen: {shown(picture)}",))
 
 
 class Story:
@@ -359,7 +364,7 @@ def main() -> int:
         story.write(failed=str(error))
         story.say(f"FAILED: {error}")
         return 1
-    story.say(f"all eight acts held in {story.facts['seconds']:.0f} s; facts: {folder / 'facts.json'}")
+    story.say(f"all eight acts held in {story.facts['seconds']:.0f} s; facts: {shown(folder / 'facts.json')}")
     if options.json:
         sys.stdout.write(json.dumps(story.facts, indent=1) + "\n")
     return 0
