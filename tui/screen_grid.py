@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,8 +52,7 @@ class GridRows:
         codes = reduce_row(self.grid.codes, np.array([place]), self._first, cells, self._per_cell)
         parts: list[Part] = [(f"{label:<{_LABEL}}", "bold" if rank == self._pinned else "")]
         cell = None if self._spot is None else (self._spot - self._first) // self._per_cell
-        for i, code in enumerate(codes.tolist()):
-            parts.append((GLYPHS[code][0], "spot" if i == cell else GLYPHS[code][1]))
+        parts += cell_parts(codes.tolist(), cell)
         seq = None if self.grid.is_time else self.grid.first + self._column(place)
         return row(*parts, target=Target(screen=3, group=self.grid.name, seq=seq, rank=rank))
 
@@ -64,6 +65,13 @@ class GridRows:
     def next_problem(self, index: int, direction: int) -> int | None:  # noqa: ARG002 (the protocol's)
         """None: this screen steps through ranks and operations by itself."""
         return None
+
+
+def cell_parts(codes: list[int], spot: int | None) -> Iterator[Part]:
+    """Cells as few parts: a part costs the terminal's driver as much as a line of text."""
+    for (code, is_spot), equal in itertools.groupby((code, i == spot) for i, code in enumerate(codes)):
+        glyph, role, _ = GLYPHS[code]
+        yield glyph * len(list(equal)), "spot" if is_spot else role
 
 
 class GridView(LineView):
@@ -104,6 +112,7 @@ class GridPane(Pane):
         super().__init__(session)
         self._per_cell, self._first, self._is_time, self._order = 1, 0, False, 0
         self._spot: int | None = None
+        self._is_at_end = True
         self._grid: Grid | None = None
         self._sorted: tuple[np.ndarray, list[tuple[str, np.ndarray]]] | None = None
         self._key: tuple[object, ...] = ()
@@ -159,7 +168,7 @@ class GridPane(Pane):
             self._sorted = (grid.members, sort_orders(incident.run, grid.members.tolist()))
         return self._sorted[1]
 
-    def make_rows(self, width: int) -> Rows:  # noqa: ARG002 (the base's)
+    def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value
         if incident is None or not incident.lanes:
             self._grid = None
@@ -171,6 +180,8 @@ class GridPane(Pane):
         wanted = filter_ranks(self.filter_text)
         if wanted is not None:
             order = order[np.isin(grid.members[order], np.array(wanted))]
+        if self._is_at_end:
+            self._first = max(0, grid.codes.shape[1] - max(width - _LABEL, 1) * self._per_cell)
         self._first = max(0, min(self._first, grid.codes.shape[1] - 1))
         return GridRows(
             grid, order, first=self._first, per_cell=self._per_cell, spot=self._spot, pinned=self.session.pinned
@@ -202,9 +213,7 @@ class GridPane(Pane):
             self._is_time = False
             self.call_later(self.update_rows)
             return
-        room = max(self.body.line_width - _LABEL, 1)
-        self._grid, self._spot = grid, None
-        self._first = max(0, grid.codes.shape[1] - room * self._per_cell)
+        self._grid, self._spot, self._is_at_end = grid, None, True
         self.call_later(self.update_rows, force=True)
 
     def action_group(self, by: int) -> None:
@@ -226,7 +235,7 @@ class GridPane(Pane):
         """Choose a column and bring it into sight."""
         seen = max(self.body.line_width - _LABEL, 1) * self._per_cell
         if not self._first <= column < self._first + seen:
-            self._first = max(0, column - seen // 2)
+            self._first, self._is_at_end = max(0, column - seen // 2), False
         self._spot = column
         self.update_rows()
 
@@ -235,6 +244,7 @@ class GridPane(Pane):
         self.update_rows()
 
     def action_pan(self, by: int) -> None:
+        self._is_at_end = False
         self._first = max(0, self._first + by * max((self.body.line_width - _LABEL) // 2, 1) * self._per_cell)
         self.update_rows()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_ckpt.debug.records import Evidence, Run, Verdict
+from titan_ckpt.location import redact
 from titan_ckpt.tui.data_incident import SITUATIONS, Incident, state_counts, strip_cells
 from titan_ckpt.tui.pane import Pane
 from titan_ckpt.tui.rows import Part, Role, Row, RowList, Rows, Target, head, ranks_text, row, wrapped
@@ -24,7 +25,7 @@ class OverviewPane(Pane):
 
     def title(self) -> str:
         incident = self.session.incident.value
-        where = f"{self.session.content.store}"
+        where = redact(self.session.content.url)
         if incident is None:
             return where
         name = f" · incident {incident.run.incident}" if incident.run.incident else ""
