@@ -52,7 +52,7 @@ from titan_ckpt.trainer.logs import (
 )
 from titan_ckpt.trainer.loop import Job, Loop, Outcome
 from titan_ckpt.trainer.lora import adapters_of, add_adapters, start_adapters
-from titan_ckpt.trainer.metrics import MetricsLog, WeightsAndBiases, open_sinks
+from titan_ckpt.trainer.metrics import MetricsLog, Sink, WeightsAndBiases, open_sinks
 from titan_ckpt.trainer.model import Decoder
 from titan_ckpt.trainer.optimizer import build_optimizer
 from titan_ckpt.trainer.parallelize import build
@@ -287,11 +287,11 @@ def _open_metrics(config: TrainConfig, folder: RunFolder, place: RankPlace, bar:
         if not os.path.exists(path):
             _fetch_metrics(url, folder, path)
     board = os.path.join(folder.root, "tensorboard") if config.log.tensorboard else None
-    sinks = open_sinks(path, board)
+    remote: list[Sink] = []  # first, as it may refuse: nothing is open then that would have to be closed
     if config.log.wandb:
         name = os.path.basename(folder.root)
-        sinks.append(WeightsAndBiases(config.log.wandb, name=name, folder=folder.root, config=as_dict(config)))
-    return MetricsLog(sinks, total_steps=config.train.steps, bar=bar)
+        remote.append(WeightsAndBiases(config.log.wandb, name=name, folder=folder.root, config=as_dict(config)))
+    return MetricsLog([*open_sinks(path, board), *remote], total_steps=config.train.steps, bar=bar)
 
 
 def _fetch_metrics(url: str, folder: RunFolder, path: str) -> None:
