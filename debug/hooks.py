@@ -169,7 +169,8 @@ class Hooks:
         self._slots.clear()
 
     def _replace(self, owner: type, name: str, wrapped: Any) -> None:
-        self._originals.append((owner, name, getattr(owner, name)))
+        # What stands in the class, not what getattr makes of it: a pybind11 method loses its `self` on the way.
+        self._originals.append((owner, name, vars(owner).get(name, getattr(owner, name))))
         setattr(owner, name, wrapped)
 
     def _op(self, ops: dict[str, int], name: str) -> int:

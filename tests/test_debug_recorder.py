@@ -62,6 +62,9 @@ def test_methods_of_torch_are_restored_by_stop(tmp_path: Path) -> None:
     before = dist.ProcessGroup.allreduce, dist.Work.wait
     Recorder.start(tmp_path, rank=0, world_size=1).stop()
     assert (dist.ProcessGroup.allreduce, dist.Work.wait) == before
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [1.0, 1.0]
 
 
 def test_heartbeat_tells_step_and_phase(recorder: Recorder) -> None:
