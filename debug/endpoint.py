@@ -7,6 +7,7 @@ import socket
 
 TIMEOUT_S = 5.0
 TRACE = "/handler/fr_trace_json"
+PING = "/handler/ping"
 MAX_ANSWER_BYTES = 1 << 28
 MAX_SOCKET_PATH = 100  # the kernel's limit is 108
 
@@ -36,3 +37,16 @@ def fetch_trace(endpoint: str) -> bytes | None:
     finally:
         connection.close()
     return data if answer.status == 200 and data else None
+
+
+def is_answering(endpoint: str) -> bool:
+    """Whether a worker server listens at `endpoint`."""
+    connection = _Connection(endpoint)
+    try:
+        connection.request("POST", PING, headers={"Connection": "close"})
+        connection.getresponse().read()
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return True

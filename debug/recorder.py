@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import json
 import logging
@@ -35,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt.debug.blackbox import CAPACITY
-from titan_ckpt.debug.endpoint import MAX_SOCKET_PATH
+from titan_ckpt.debug.endpoint import MAX_SOCKET_PATH, is_answering
 from titan_ckpt.debug.hooks import BoxWriter, Hooks, phase_number
 from titan_ckpt.debug.own_stacks import all_stacks, with_source
 from titan_ckpt.debug.recorder_environment import environment
@@ -43,6 +44,7 @@ from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.store import open_store
 
 log = logging.getLogger(__name__)
+SERVER_START_S = 5.0
 
 DEFAULT_STALL_S = 120.0
 TICK_S = 0.25
@@ -251,7 +253,7 @@ class Recorder:
     def _stop_serving(self) -> None:
         if self._server is None:
             return
-        self._server.shutdown()
+        end_server(self._server, self._endpoint)
         self._server = None
         path = Path(self._endpoint)
         path.unlink(missing_ok=True)
@@ -385,3 +387,19 @@ def _groups() -> list[dict[str, Any]]:
 
 
 __all__ = ["Recorder", "environment"]
+
+
+def end_server(server: Any, endpoint: str) -> None:
+    """Shut torch's worker server down, once it answers: shutting down one that has not begun to listen waits for ever.
+
+    Seen with torch 2.13 (its HTTP library ignores a stop that comes before the start). A server that does not answer within
+    SERVER_START_S is left to the end of the process, its destructor, which would wait as well, kept from running.
+    """
+    deadline = time.monotonic() + SERVER_START_S
+    while not is_answering(endpoint):
+        if time.monotonic() > deadline:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+            log.warning("the worker server at %s does not answer and is left to the end of the process", endpoint)
+            return
+        time.sleep(0.02)
+    server.shutdown()
