@@ -67,6 +67,12 @@ def raw_read(tensors: list[torch.Tensor], path: Path) -> None:
                 done += file.readinto(view[done:])  # type: ignore[operator]
 
 
+def clear_steps(run: Path) -> None:
+    """Delete a run's checkpoints; what says whose run it is stays."""
+    for path in run.glob("step-*"):
+        shutil.rmtree(path)
+
+
 def bench_stall(state: dict[str, Any], folder: Path, rounds: int) -> list[Bar]:
     """How long `save` keeps the loop, against a copy of the same bytes into warm buffers."""
     tensors = tensors_of(state)
@@ -81,7 +87,7 @@ def bench_stall(state: dict[str, Any], folder: Path, rounds: int) -> list[Bar]:
     def ours() -> float:
         handle = saver.save(state, step=next(step))
         handle.wait()
-        shutil.rmtree(folder / "stall")
+        clear_steps(folder / "stall")
         return handle.stall_s
 
     def dcp_default() -> float:
@@ -234,7 +240,7 @@ def rate(mode: str, state: dict[str, Any], folder: Path) -> float:
         if saver is not None:
             pending.append(saver.save(state, step=counter).future)
         else:
-            path = folder / "rate" / str(counter)
+            path = folder / "rate" / f"step-{counter}"
             pending.append(dcp.async_save(state, checkpoint_id=path, no_dist=True))
 
     train(1.0, lambda: None)
@@ -246,7 +252,7 @@ def rate(mode: str, state: dict[str, Any], folder: Path) -> float:
         busy = train(4.0, upload)
         pending[0].result()
         ratios.append(busy / idle)
-        shutil.rmtree(folder / "rate", ignore_errors=True)
+        clear_steps(folder / "rate")
     stop.set()
     return median(ratios)
 
@@ -282,7 +288,7 @@ def memory(state: dict[str, Any], folder: Path) -> str:
     with Saver(str(folder / "memory")) as saver:
         for step in range(1, 51):
             saver.save(state, step=step).wait()
-            shutil.rmtree(folder / "memory")
+            clear_steps(folder / "memory")
             first = first or resident_kb("VmHWM")
     return f"{size_mb} {(first - before) * 1.024e-3} {(resident_kb('VmHWM') - before) * 1.024e-3}"
 
