@@ -269,7 +269,7 @@ def bench_memory(size_gb: float, folder: Path) -> list[Bar]:
             figure=f"peak {peak_mb / state_mb:.2f} x the state beyond the job's own, {growth:.0f} MB of it after the first save",
             bar="flat; peak <= state + 64 MB",
             holds=growth <= 16 and peak_mb <= state_mb + 64,
-            peer="DCP default: grows by the state each save (ANCHORS)",
+            peer="not run beside it",
         )
     ]
 
