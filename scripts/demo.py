@@ -101,13 +101,13 @@ def serve(stage: Stage) -> Act:
 
 
 def train_and_kill(stage: Stage) -> tuple[Act, Act]:
-    """Train to the last save, and kill every process of the job when a quarter of that save has reached the server."""
+    """Train to the last save, and kill every process of the job as soon as a twentieth of that save has reached the server."""
     arguments = stage.train(RUN, "dp_shard=2,tp=2", f"log.folder={stage.folder / 'first'}")
     last, num_saves = stage.steps, stage.steps // stage.save_every - 1
     with stage.shell.job(*arguments) as process:
         wait_for(lambda: last - 1 in stage.losses("first"), process, what=f"step {last - 1}", timeout_s=JOB_TIMEOUT_S)
         victims, before = processes_of(process), stage.server_bytes()
-        enough = before + before // num_saves // 4
+        enough = before + before // num_saves // 20
         wait_for(
             lambda: stage.server_bytes() >= enough and _is_saving(stage, last), process, what=f"the upload of step {last}",
             timeout_s=JOB_TIMEOUT_S, poll_s=WATCH_S,
