@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from titan_ckpt.trainer.model import Decoder
 from titan_ckpt.trainer.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.hf
-transformers = pytest.importorskip("transformers")
+transformers = importlib.import_module("transformers")
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,

@@ -70,7 +70,6 @@ def test_adapter_is_merged_into_its_weights_and_no_others(
 
 @pytest.mark.hf
 def test_verify_knows_of_the_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
     model = write_model(tmp_path / "in", config(), tensors(config()))
     adapter = _adapter(tmp_path / "adapter")
     arguments = ["--merge-lora", str(adapter), "--verify", "--dtype", "bfloat16", "--json"]
