@@ -21,6 +21,7 @@ from titan_ckpt.debug.interning import Interner
 from titan_ckpt.debug.recorder_environment import environment
 from titan_ckpt.errors import TitanError, UsageError
 
+TRUTH = "truth.json"  # written last: an incident that has it is whole
 STALL_S = 1.5
 DEADLINE_S = 90.0
 GRACE_S = 3.0
@@ -120,7 +121,7 @@ def inject(
         "subtype": truth.subtype,
         "culprits": truth.culprits(ranks),
     }
-    (folder / "truth.json").write_text(json.dumps(answer))
+    (folder / TRUTH).write_text(json.dumps(answer))
     return folder
 
 
@@ -128,11 +129,17 @@ def _check(case: str, ranks: int) -> Truth:
     if case not in CASES:
         raise UsageError(f"no case {case!r}; there are: {', '.join(CASES)}")
     truth = CASES[case]
-    if ranks < truth.least_ranks or (truth.is_even and ranks % 2) or ranks > 64:
+    if not is_possible(case, ranks):
         raise UsageError(
             f"case {case} needs {'an even number of' if truth.is_even else 'between 2 and 64'} ranks, not {ranks}"
         )
     return truth
+
+
+def is_possible(case: str, ranks: int) -> bool:
+    """Whether the case can be made with that many ranks."""
+    truth = CASES[case]
+    return truth.least_ranks <= ranks <= 64 and not (truth.is_even and ranks % 2)
 
 
 def _start(case: str, number: int, ranks: int, folder: Path, store: Path, stall_s: float) -> _Rank:
