@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import queue
 import random
@@ -21,10 +22,12 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,13 +49,16 @@ from titan_ckpt.verify import verify
 
 @dataclass(slots=True)
 class Outcome:
-    """What a campaign saw. `lost` and `wrong` must be 0; `partial` counts steps that a kill left without a commit."""
+    """What a campaign saw. `lost` and `wrong` must be 0; `partial` counts steps that a kill left without a commit,
+    `during_save` the kills that fell between the begin of a save and its commit (the others came just after one)."""
 
     kills: int = 0
+    during_save: int = 0
     committed: int = 0
     partial: int = 0
     lost: int = 0
     wrong: int = 0
+    longest_save_s: float = 0.0
     seconds: float = 0.0
 
 
@@ -63,11 +69,12 @@ def make_state(step: int) -> dict[str, Any]:
 
 
 def run_job(url: str, options: SaveOptions, tell: Callable[[int], object]) -> None:
-    """A training job: resume, then save step after step, for ever."""
+    """A training job: resume, then save for ever. `tell` hears -step as a save begins, step once it is committed."""
     with Saver(url, options) as saver:
         step = newest_step(url)
         while True:
             step += 1
+            tell(-step)
             saver.save(make_state(step), step=step).wait()
             tell(step)
 
@@ -80,23 +87,49 @@ def newest_step(url: str) -> int:
         return 0
 
 
-def kill_once(url: str, options: SaveOptions, delay_s: float) -> int:
-    """Run a job in a forked process, kill it `delay_s` after it began; the last step it said was committed."""
-    reader, writer = os.pipe()
+def kill_once(url: str, options: SaveOptions, rng: random.Random, outcome: Outcome) -> int:
+    """Run a job in a forked process and kill it within one of its first three saves, at a random moment of up to 1.2 times
+    the longest save seen so far; the last step that it said was committed (0: none)."""
+    told, tells = multiprocessing.Pipe(duplex=False)
     child = os.fork()
     if child == 0:
-        os.close(reader)
         try:
-            run_job(url, options, lambda step: os.write(writer, step.to_bytes(4, "little")))
+            run_job(url, options, tells.send)
+        except BaseException:  # noqa: BLE001 - the child has no caller to tell
+            traceback.print_exc()
         finally:
             os._exit(1)
-    os.close(writer)
-    time.sleep(delay_s)  # the fault's moment, not a synchronisation
+    tells.close()
+    committed = 0
+    for _ in range(rng.randint(0, 2)):
+        committed = _watch_save(told, outcome)
+    begun = told.recv()
+    assert begun < 0, begun
+    time.sleep(rng.uniform(0.0, 1.2 * outcome.longest_save_s))  # the fault's moment, not a synchronisation
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with os.fdopen(reader, "rb") as told:
-        data = told.read()
-    return int.from_bytes(data[-4:], "little") if data else 0
+    with told:
+        rest = _drain(told)
+    outcome.during_save += not rest or rest[-1] < 0
+    return max([committed, *rest])
+
+
+def _watch_save(told: Connection[int, int], outcome: Outcome) -> int:
+    """Sit through one save, and remember how long it took; its step."""
+    begun, started = told.recv(), time.monotonic()
+    committed = told.recv()
+    assert committed == -begun, (begun, committed)
+    outcome.longest_save_s = max(outcome.longest_save_s, time.monotonic() - started)
+    return committed
+
+
+def _drain(told: Connection[int, int]) -> list[int]:
+    rest = []
+    try:
+        while True:
+            rest.append(told.recv())
+    except EOFError:
+        return rest
 
 
 def check(url: str, known: int, outcome: Outcome) -> int:
@@ -131,12 +164,12 @@ def _look(url: str) -> dict[str, int]:
     return {"newest": newest, "problems": problems, "partial": partial}
 
 
-def campaign(url: str, kills: int, *, seed: int, longest_s: float) -> Outcome:
+def campaign(url: str, kills: int, *, seed: int) -> Outcome:
     """`kills` jobs one after another on one run, with plain and incremental saves and retention in turn."""
     rng, outcome, started, known = random.Random(seed), Outcome(), time.monotonic(), 0
     for number in range(kills):
         options = SaveOptions(incremental=number % 2 == 1, retention=RetentionPolicy(keep_last=3))
-        said = kill_once(url, options, rng.uniform(0.005, longest_s))
+        said = kill_once(url, options, rng, outcome)
         known = max(check(url, max(known, said), outcome), known)
         outcome.kills += 1
         sys.stderr.write(f"\rkill {number + 1}/{kills}: step {known}, lost {outcome.lost}, wrong {outcome.wrong} ")
@@ -235,9 +268,9 @@ def main() -> int:
         if arguments.s3:
             with running_server(Path(folder), ["faults"]) as server:
                 os.environ.update(server.environment)
-                outcome = campaign("s3://faults/run", arguments.kills, seed=arguments.seed, longest_s=3.0)
+                outcome = campaign("s3://faults/run", arguments.kills, seed=arguments.seed)
         else:
-            outcome = campaign(f"{folder}/run", arguments.kills, seed=arguments.seed, longest_s=0.4)
+            outcome = campaign(f"{folder}/run", arguments.kills, seed=arguments.seed)
     sys.stdout.write(json.dumps({"store": "s3" if arguments.s3 else "local", **asdict(outcome)}) + "\n")
     return 1 if outcome.lost or outcome.wrong else 0
 
