@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.proxy import FaultyProxy
 from scripts.s3_server import Server
-from tests.proxy import FlakyProxy
 from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.errors import TransientStoreError
 from titan_ckpt.load import load
@@ -22,14 +22,14 @@ QUICK = RetryPolicy(tries=3, first_wait_s=0.01, longest_wait_s=0.05, deadline_s=
 
 
 @pytest.fixture
-def proxy(s3_server: Server, s3_environment: dict[str, str]) -> Iterator[FlakyProxy]:
+def proxy(s3_server: Server, s3_environment: dict[str, str]) -> Iterator[FaultyProxy]:
     assert s3_environment
     host, _, port = s3_server.endpoint.removeprefix("http://").partition(":")
-    with FlakyProxy(host, int(port)) as flaky:
+    with FaultyProxy(host, int(port)) as flaky:
         yield flaky
 
 
-def store_through(proxy: FlakyProxy, url: str) -> Any:
+def store_through(proxy: FaultyProxy, url: str) -> Any:
     return open_store(url, retry_policy=QUICK, endpoint_url=f"http://127.0.0.1:{proxy.port}")
 
 
@@ -45,7 +45,7 @@ def newest(url: str) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 3000, 8 << 20])
-def test_a_connection_that_is_reset_now_and_then_costs_a_retry(proxy: FlakyProxy, s3_url: str, num_bytes: int) -> None:
+def test_a_connection_that_is_reset_now_and_then_costs_a_retry(proxy: FaultyProxy, s3_url: str, num_bytes: int) -> None:
     with Saver(store_through(proxy, s3_url), SaveOptions(timeout_s=60)) as saver:
         saver.save(state_of(1), step=1).wait()
         proxy.cut_after(num_bytes, times=2)
@@ -56,7 +56,7 @@ def test_a_connection_that_is_reset_now_and_then_costs_a_retry(proxy: FlakyProxy
 
 @pytest.mark.parametrize("num_bytes", [1, 3000, 8 << 20])
 def test_a_network_that_stays_down_loses_the_save_under_way_and_no_other(
-    proxy: FlakyProxy, s3_url: str, num_bytes: int
+    proxy: FaultyProxy, s3_url: str, num_bytes: int
 ) -> None:
     with Saver(store_through(proxy, s3_url), SaveOptions(timeout_s=60)) as saver:
         saver.save(state_of(1), step=1).wait()
