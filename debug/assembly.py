@@ -21,8 +21,8 @@ def assemble(reading: Reading, incident: str, incidents: tuple[str, ...]) -> Run
     exits = group_by_rank(reading.exits)
     numbers = set(reading.ranks) | set(exits)
     largest = max((max(group.members) for group in reading.interner.groups if group.members), default=-1)
-    world_size = max(reading.world_size, min(largest, MAX_RANK) + 1, max(numbers, default=-1) + 1)
-    for rank in range(min(world_size, MAX_RANK)):
+    world_size = min(MAX_RANK, max(reading.world_size, largest + 1, max(numbers, default=-1) + 1))
+    for rank in range(world_size):
         if rank not in reading.ranks:
             reading.ranks[rank] = RankEvidence()
     with_box = [found for found in reading.ranks.values() if found.box]

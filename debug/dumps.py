@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from titan_ckpt.debug.evidence import MAX_RANK
 from titan_ckpt.debug.interning import Interner
 from titan_ckpt.debug.records import COMPLETED, OPERATION, RECV, SCHEDULED, SEND, STARTED, Array, Group
 from titan_ckpt.debug.safe_pickle import looks_like_pickle, plain_loads
@@ -86,7 +87,9 @@ def _members(ranks: Any) -> tuple[int, ...]:
         if not re.fullmatch(r"\[[\d,\s]*\]", ranks):
             return ()
         ranks = [int(digits) for digits in re.findall(r"\d{1,9}", ranks)]
-    if not isinstance(ranks, list | tuple) or not all(isinstance(rank, int) for rank in ranks):
+    if not isinstance(ranks, list | tuple) or not all(
+        isinstance(rank, int) and 0 <= rank <= MAX_RANK for rank in ranks
+    ):
         return ()
     return tuple(sorted(set(ranks)))
 

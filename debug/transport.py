@@ -88,12 +88,12 @@ def _p2p_sizes(run: Run) -> Iterator[Verdict]:
     """The n-th send of a pair against the n-th receive, from the end where both rings are whole."""
     for rank, record in run.ranks.items():
         table = record.operations
-        for peer in np.unique(table["peer"][(table["p2p"] == SEND) & (table["peer"] >= 0)]).tolist():
+        sends = (table["p2p"] == SEND) & (table["peer"] >= 0)
+        for peer in np.unique(table["peer"][sends]).tolist() if sends.any() else ():
             if peer not in run.ranks:
                 continue
-            sends = _pair(table, SEND, peer)
             receives = _pair(run.ranks[peer].operations, RECV, rank)
-            found = _first_difference(run, rank, sends, peer, receives)
+            found = _first_difference(run, rank, _pair(table, SEND, peer), peer, receives)
             if found is not None:
                 yield _p2p_verdict(run, rank, peer, *found)
 

@@ -69,11 +69,14 @@ def _p2p_edges(run: Run, states: Mapping[int, Situation]) -> list[Edge]:
     """Pending sends and receives whose peer has issued fewer of the other half."""
     counts: dict[tuple[int, int, int], int] = defaultdict(int)
     for rank, record in run.ranks.items():
+        if not len(record.operations):
+            continue
         table = record.operations[record.operations["p2p"] != 0]
         for direction, peer in zip(table["p2p"].tolist(), table["peer"].tolist(), strict=True):
             counts[rank, direction, peer] += 1
     edges = []
-    for rank, record in run.ranks.items():
+    for rank in sorted({rank for rank, _, _ in counts}):
+        record = run.ranks[rank]
         if not can_wait(states[rank]):
             continue
         for row in pending_p2p(run, rank):
