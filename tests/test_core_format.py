@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from titan_ckpt import manifest as manifest_module
 from titan_ckpt.blob import ALIGNMENT, frame
-from titan_ckpt.errors import DamagedError, UnsafeContentError
+from titan_ckpt.errors import DamagedError, NewerFormatError, UnsafeContentError
 from titan_ckpt.index import ELEMENT_SIZE, ChunkTable, FileEntry, Manifest, TensorEntry
 from titan_ckpt.layout import parse_step, step_folder
 from titan_ckpt.load import load, open_checkpoint
@@ -217,5 +217,5 @@ def test_digest_column_is_inline_up_to_its_limit(monkeypatch: pytest.MonkeyPatch
 def test_manifest_of_another_version_is_refused() -> None:
     content = json.loads(encode_manifest(replace(_manifest(1, 1), step=3)).manifest)
     content["version"] = 99
-    with pytest.raises(DamagedError, match="version 99"):
+    with pytest.raises(NewerFormatError, match="version 99"):
         decode_manifest(json.dumps(content).encode(), where="m")

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from titan_ckpt.commit import Commit, read_commit
-from titan_ckpt.errors import CheckpointError, DamagedError, NotCommittedError, NotFoundError
+from titan_ckpt.errors import CheckpointError, DamagedError, NewerFormatError, NotCommittedError, NotFoundError
 from titan_ckpt.foreign import locate_payload
 from titan_ckpt.index import DIGEST_BYTES, Chunk, Manifest
 from titan_ckpt.layout import ASSETS, DIGESTS, MANIFEST, METADATA, parse_step, step_folder
@@ -125,7 +125,8 @@ def open_checkpoint(
     A foreign DCP checkpoint (a folder with `.metadata` and no commit of ours) opens too, with kind `foreign`, and a Hugging Face
     model (a folder with config.json) as a model-only checkpoint of step 0.
     Raises NotCommittedError when there is nothing to open, DamagedError for a damaged one that was named, and for the newest
-    one being damaged when `on_damage` is "error"; "fall_back" logs it and takes the one before.
+    one being damaged when `on_damage` is "error"; "fall_back" logs it and takes the one before. One that a later release wrote
+    is never skipped: NewerFormatError.
     """
     location = parse_location(url)
     store = store or open_store(location.url)
@@ -141,7 +142,7 @@ def open_checkpoint(
         except NotCommittedError:
             continue
         except CheckpointError as error:
-            if on_damage == "error":
+            if on_damage == "error" or isinstance(error, NewerFormatError):
                 raise
             log.error("%s@%d is damaged and was skipped: %s", store, candidate, error)
             problems.append(f"step {candidate}: {error}")

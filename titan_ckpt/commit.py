@@ -22,7 +22,7 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.index import Manifest
 from titan_ckpt.layout import COMMIT, DIGESTS, MANIFEST, METADATA, is_attempt, step_folder
-from titan_ckpt.manifest import digest, encode_manifest
+from titan_ckpt.manifest import check_version, digest, encode_manifest
 from titan_ckpt.store import Store
 
 FORMAT = "titan-ckpt-commit"
@@ -94,7 +94,10 @@ def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces:
 
 
 def read_commit(store: Store, step: int) -> Commit:
-    """The commit of `step`. NotCommittedError if there is none, DamagedError if it cannot be understood."""
+    """The commit of `step`. NotCommittedError if there is none, DamagedError if it cannot be understood.
+
+    NewerFormatError for one of a later format version.
+    """
     path = commit_path(step)
     try:
         entry = store.stat(path)
@@ -107,9 +110,12 @@ def read_commit(store: Store, step: int) -> Commit:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{store.where(path)}: not JSON: {error}") from error
-    commit = _decode(content, version=entry.version, where=store.where(path))
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DamagedError(f"{store.where(path)}: not a commit of titan-ckpt")
     if _encode({key: value for key, value in content.items() if key != DIGEST}) != data:
         raise DamagedError(f"{store.where(path)}: not what was committed (its own digest differs)")
+    check_version(content.get("version"), VERSION, store.where(path))
+    commit = _decode(content, version=entry.version, where=store.where(path))
     if commit.step != step:
         raise DamagedError(f"{store.where(path)}: is the commit of step {commit.step}; it was moved or copied here")
     return commit
@@ -144,9 +150,7 @@ def _encode(content: Mapping[str, Any]) -> bytes:
     return json.dumps({**content, DIGEST: digest(body).hex()}, indent=1).encode()
 
 
-def _decode(content: Any, *, version: str, where: str) -> Commit:
-    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("version") != VERSION:
-        raise DamagedError(f"{where}: not a commit of format version {VERSION}")
+def _decode(content: Mapping[str, Any], *, version: str, where: str) -> Commit:
     try:
         commit = Commit(
             step=int(content["step"]),

@@ -7,7 +7,7 @@
       StoreError                    an object store or file system said no
         NotFoundError, AlreadyExistsError, PermissionDeniedError, TransientStoreError, ConditionFailedError
       CheckpointError               a checkpoint is not what it should be
-        NotCommittedError, DamagedError, UnsafeContentError
+        NotCommittedError, DamagedError, NewerFormatError, UnsafeContentError
       DataError                     training data that cannot be used
       LoadContractError             checkpoint and model do not fit
       PlanError                     a plan cannot be made (mesh, placements, mapping)
@@ -77,6 +77,10 @@ class NotCommittedError(CheckpointError):
 
 class DamagedError(CheckpointError):
     """Stored bytes differ from what the manifest promises."""
+
+
+class NewerFormatError(CheckpointError):
+    """A later release wrote it; this one can neither read it nor, where it is the newest, pass it over."""
 
 
 class UnsafeContentError(CheckpointError):

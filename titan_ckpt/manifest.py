@@ -20,7 +20,7 @@ import zstandard
 
 from titan_ckpt.codec import CODECS
 from titan_ckpt.columns import Column, shared
-from titan_ckpt.errors import ConfigError, DamagedError, UnsafeContentError, UsageError
+from titan_ckpt.errors import ConfigError, DamagedError, NewerFormatError, UnsafeContentError, UsageError
 from titan_ckpt.index import (
     DIGEST_BYTES,
     ELEMENT_SIZE,
@@ -104,7 +104,8 @@ def encode_manifest(manifest: Manifest) -> EncodedManifest:
 def decode_manifest(data: bytes, *, where: str) -> Manifest:
     """The manifest in `data`; digests that stand beside it are left out (see `digests_beside`).
 
-    Raises DamagedError for anything that is not a manifest of a version we know, UnsafeContentError for paths that leave the run.
+    Raises DamagedError for anything that is not a manifest, NewerFormatError for one of a later format version,
+    UnsafeContentError for paths that leave the run.
     """
     content = _parse(data, where)
     try:
@@ -126,11 +127,20 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
         raise DamagedError(f"{where}: not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DamagedError(f"{where}: not a titan-ckpt manifest")
-    if content.get("version") != VERSION:
-        raise DamagedError(
-            f"{where}: format version {content.get('version')!r}; this release reads version {VERSION}: upgrade titan-ckpt"
-        )
+    check_version(content.get("version"), VERSION, where)
     return content
+
+
+def check_version(found: Any, known: int, where: str) -> None:
+    """Pass for the format version this release reads. NewerFormatError for a later one, DamagedError for none at all."""
+    if found == known:
+        return
+    if isinstance(found, int) and found > known:
+        raise NewerFormatError(
+            f"{where}: format version {found}; this release reads version {known}: upgrade titan-ckpt "
+            f"(pip install -U titan-ckpt)"
+        )
+    raise DamagedError(f"{where}: format version {found!r}, expected {known}")
 
 
 def _decode(content: Mapping[str, Any], where: str) -> Manifest:
