@@ -86,6 +86,11 @@ def _words(texts: Sequence[str]) -> list[str]:
 _RECORDER_TALK = re.compile(r"flight recorder|SIGTERM|monitor:|dump|WorkerServer", re.IGNORECASE)
 
 
+def has_recorder_talk(record: RankRecord) -> bool:
+    """Whether a monitor or signal handler of the process wrote to its log: it ran on."""
+    return any(_RECORDER_TALK.search(line) for line in (record.log.tail if record.log else ()))
+
+
 def _own_lines(record: RankRecord) -> list[str]:
     """The last log lines that are the program's, not a monitor's."""
     return [line for line in (record.log.tail if record.log else ()) if not _RECORDER_TALK.search(line)]

@@ -16,6 +16,7 @@ from titan_ckpt.debug.situation import (
     IN_TEARDOWN,
     ON_CPU,
     Situation,
+    has_other_death,
     saw_peers_close,
     saw_timeouts,
 )
@@ -123,6 +124,13 @@ def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, 
         return "PG_INIT_HANG", "new_group", 0.75, f"waits for a process group to be made{where}"
     if state.kind == IN_P2P:
         return "P2P_MISSING_PEER", "", 0.6, f"waits in {state.call}{where} for a peer that does not come"
+    if state.kind == IN_COLLECTIVE and edge is not None and is_elsewhere(run, state, edge):
+        return (
+            "SKIPPED_COLLECTIVE",
+            "",
+            0.6,
+            f"waits in {state.call}{where}, while the others wait for it in {_operation_waited_for(run, edge)}",
+        )
     if state.kind == IN_COLLECTIVE and edge is not None:
         return (
             "WAIT_CHAIN",
@@ -134,6 +142,16 @@ def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, 
         busy = _BUSY.get(state.detail, "in its own code")
         return "STUCK_ON_CPU", state.detail, state.confidence, f"is stuck {busy}{where}, not in any collective"
     return _silent(run, state)
+
+
+def is_elsewhere(run: Run, state: Situation, edge: Edge) -> bool:
+    """Whether a rank's stack shows it in another collective than the one it is awaited in."""
+    mine, awaited = _bare(state.call), _bare(_operation_waited_for(run, edge))
+    return mine not in ("", "wait") and bool(awaited) and mine not in awaited and awaited not in mine
+
+
+def _bare(op: str) -> str:
+    return op.replace("_", "").replace("intotensor", "").replace("tensor", "").replace("coalesced", "")
 
 
 def _possible_peers(run: Run, waiting: int) -> tuple[int, ...]:
@@ -149,6 +167,8 @@ def _last_seen(where: str) -> str:
 def _silent(run: Run, state: Situation) -> tuple[str, str, float, str]:
     """A rank that left no stack and no exit code: its peers' errors tell whether it was still connected."""
     closed, timeouts = saw_peers_close(run), saw_timeouts(run)
+    if has_other_death(run, state.rank):
+        closed = []
     record = run.ranks[state.rank]
     is_silent = not any(dump.kind == "flight_recorder" for dump in record.dumps) and not record.stacks
     stopped = _stopped_ticking(run, state.rank)

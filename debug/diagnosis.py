@@ -12,23 +12,25 @@ from titan_ckpt.debug.disagreement import group_conflicts
 from titan_ckpt.debug.initialisation import initialisation
 from titan_ckpt.debug.mismatch import mismatch
 from titan_ckpt.debug.pace import straggler
-from titan_ckpt.debug.records import Evidence, Run, Verdict
+from titan_ckpt.debug.records import Run, Verdict
 from titan_ckpt.debug.situation import (
     DEAD,
     FROZEN,
     GIL_HELD,
-    IN_COLLECTIVE,
-    IN_INIT,
     IN_P2P,
     ON_CPU,
-    SILENT,
     Situation,
+    has_other_death,
+    is_absent,
     own_exception,
+    saw_peers_close,
+    saw_timeouts,
     situations,
 )
 from titan_ckpt.debug.transport import transport
+from titan_ckpt.debug.undecided import healthy, looks_well, undecided, went_on
 from titan_ckpt.debug.waits import Edge, roots, wait_edges
-from titan_ckpt.debug.witness import by_witnesses
+from titan_ckpt.debug.witness import by_witnesses, sizes_in_logs
 
 MAX_VERDICTS = 8
 
@@ -39,8 +41,11 @@ def diagnose(run: Run) -> list[Verdict]:
     found_lanes = lanes(run)
     edges = wait_edges(run, found_lanes, states)
     found = [*_faults(run, found_lanes, edges, states)]
+    if not found and found_lanes and not went_on(run):
+        found = [*by_witnesses(run, states)]
     if not found:
-        found = [_nothing_found(run, found_lanes, edges, states)]
+        is_well = went_on(run) or looks_well(run, found_lanes, edges, states)
+        found = [healthy(run, found_lanes, went_on(run)) if is_well else undecided(run, edges, states)]
     ranked = _ranked(_merged(found))
     return [_with_step(run, verdict) for verdict in ranked[:MAX_VERDICTS]]
 
@@ -50,10 +55,8 @@ def _faults(
 ) -> Iterable[Verdict]:
     progressed = went_on(run)
     yield from initialisation(run, states)
-    for lane in found_lanes:
-        verdict = mismatch(run, lane)
-        if verdict is not None:
-            yield _unless_died_before(run, verdict)
+    mismatches = [found for lane in found_lanes if (found := mismatch(run, lane)) is not None]
+    yield from (_unless_died_before(run, found) for found in mismatches)
     slow = straggler(run, found_lanes, is_over=progressed or all(state.kind == ON_CPU for state in states.values()))
     if slow is not None:
         yield slow
@@ -62,19 +65,35 @@ def _faults(
     if edges:
         yield from group_conflicts(run)
     ends = roots(edges)
+    unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
     for root in ends.sinks:
-        yield verdict_of(run, root, edges, states)
+        if root not in unseen or _is_known_gone(run, unseen):
+            verdict = verdict_of(run, root, edges, states)
+            if verdict.verdict != "WAIT_CHAIN" or run.ranks[root].dumps:
+                yield verdict
     for cycle in ends.cycles:
         yield deadlock(run, cycle, edges, states)
     yield from transport(run, found_lanes)
     if not found_lanes:
         yield from by_witnesses(run, states)
+    elif not mismatches:
+        yield from sizes_in_logs(run)
     if run.ranks and all(state.kind == IN_P2P for state in states.values()) and not ends.cycles:
         yield _everybody_in_p2p(states)
     waited_for = set(ends.sinks)
     for rank, state in states.items():
         if state.kind in (DEAD, FROZEN, GIL_HELD) and rank not in waited_for:
             yield verdict_of(run, rank, edges, states)
+
+
+def _is_known_gone(run: Run, unseen: Sequence[int]) -> bool:
+    """Whether connections that closed tell that the one rank of which nothing was collected ended."""
+    return (
+        len(unseen) == 1
+        and bool(saw_peers_close(run))
+        and not saw_timeouts(run)
+        and not has_other_death(run, unseen[0])
+    )
 
 
 def _everybody_in_p2p(states: Mapping[int, Situation]) -> Verdict:
@@ -93,17 +112,6 @@ def _everybody_in_p2p(states: Mapping[int, Situation]) -> Verdict:
     )
 
 
-def went_on(run: Run) -> bool:
-    """Whether the job is known to have ended well, or to have run on after the dumps: then nobody hung."""
-    if run.launcher is not None and run.launcher.code == 0:
-        return True
-    beats = [record.heartbeat for record in run.ranks.values()]
-    if beats and all(beat is not None and beat.is_stopped for beat in beats):
-        return not any(own_exception(record) for record in run.ranks.values())
-    codes = [record.exit.code for record in run.ranks.values() if record.exit]
-    return len(codes) == run.world_size > 0 and not any(codes)
-
-
 def _unless_died_before(run: Run, verdict: Verdict) -> Verdict:
     """A rank that raised an exception of its own before it deviated deviated because of that (its clean-up did)."""
     for rank in verdict.culprits:
@@ -111,44 +119,6 @@ def _unless_died_before(run: Run, verdict: Verdict) -> Verdict:
         if error is not None and len(verdict.culprits) == 1:
             return replace(verdict, confidence=verdict.confidence * 0.8)
     return verdict
-
-
-def _nothing_found(
-    run: Run, found_lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]
-) -> Verdict:
-    waiting = [rank for rank, state in states.items() if state.kind in (IN_COLLECTIVE, IN_P2P, IN_INIT)]
-    silent = [rank for rank, state in states.items() if state.kind == SILENT]
-    failed = [rank for rank, record in run.ranks.items() if record.exit and record.exit.code]
-    if went_on(run) or (found_lanes and not waiting and not silent and not failed and not edges):
-        return _healthy(run, found_lanes)
-    return Verdict(
-        verdict="INSUFFICIENT_DATA",
-        victims=tuple(waiting),
-        confidence=0.3,
-        headline="the evidence does not show who is at fault",
-        evidence=(
-            Evidence(text=f"{len(waiting)} ranks wait, {len(silent)} left nothing, {len(failed)} ended with an error"),
-            *(Evidence(text=flag.text, source=flag.source) for flag in run.flags[:3]),
-        ),
-        next_steps=(
-            "collect from every rank: a Flight Recorder dump, its stack (py-spy dump --pid PID), its log, its exit code",
-            "turn the recorder on (titan_ckpt.debug.Recorder.start(folder, rank=..., world_size=...)) and run again",
-        ),
-    )
-
-
-def _healthy(run: Run, found_lanes: Sequence[Lane]) -> Verdict:
-    newest = ", ".join(f"{run.groups[lane.group]} at #{int(lane.last.max())}" for lane in found_lanes[:3])
-    return Verdict(
-        verdict="HEALTHY",
-        confidence=0.9 if found_lanes else 0.6,
-        headline="no fault found: all ranks issued the same operations"
-        if found_lanes
-        else "no fault found in the logs",
-        evidence=(
-            Evidence(text=f"{run.world_size} ranks agree ({newest})" if newest else f"{run.world_size} ranks seen"),
-        ),
-    )
 
 
 def _merged(found: Sequence[Verdict]) -> list[Verdict]:

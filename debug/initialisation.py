@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from titan_ckpt.debug.records import Evidence, Run, Verdict
-from titan_ckpt.debug.situation import DEAD, IN_INIT, Situation, awaited_in_store
+from titan_ckpt.debug.situation import DEAD, IN_INIT, Situation, awaited_in_store, is_absent
 
 
 def initialisation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
@@ -15,9 +15,12 @@ def initialisation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
         return
     has_run = any(len(run.ranks[rank].operations) for rank in waiting)
     awaited = awaited_in_store(run)
-    absent = tuple(rank for rank in run.ranks if rank not in waiting)
-    named = tuple(rank for rank in sorted(awaited) if rank in absent)
-    culprits = named or absent
+    others = tuple(rank for rank in run.ranks if rank not in waiting)
+    named = tuple(rank for rank in sorted(awaited) if rank in others)
+    seen = tuple(rank for rank in others if not is_absent(run.ranks[rank]))
+    culprits = named or seen or others
+    if len(culprits) > 1 and not seen:
+        culprits = ()  # nothing was collected of any of them
     if any(states[rank].kind == DEAD for rank in culprits) or (has_run and not culprits):
         return  # the death is the cause; the graph says so
     first = states[waiting[0]]
@@ -32,7 +35,7 @@ def initialisation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
         victims=tuple(waiting),
         op=call,
         confidence=0.95 if named or len(culprits) == 1 else 0.75 if culprits else 0.5,
-        headline=_headline(culprits, states, call),
+        headline=_headline(culprits, others, states, call),
         evidence=tuple(evidence),
         chain=tuple((rank, culprits[0]) for rank in waiting) if culprits else (),
         next_steps=(
@@ -44,7 +47,9 @@ def initialisation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
     )  # fmt: skip
 
 
-def _headline(culprits: tuple[int, ...], states: Mapping[int, Situation], call: str) -> str:
+def _headline(culprits: tuple[int, ...], others: tuple[int, ...], states: Mapping[int, Situation], call: str) -> str:
+    if not culprits and others:
+        return f"ranks wait in {call}; nothing was collected of ranks {', '.join(map(str, others[:8]))}, one of which is late"
     if not culprits:
         return f"all ranks wait in {call}: they do not find each other (address, port, world size)"
     frame = states[culprits[0]].frame

@@ -268,9 +268,13 @@ def _verdict(
     culprits: tuple[int, ...], certainty: float, why: str, alternative: str,
 ) -> Verdict:  # fmt: skip
     a, b = common.operation, deviant.operation
+    is_tie = set(common.ranks) <= set(culprits)
     text = (_EXTRA if subtype == "extra_collective" else _SAYS[name]).format(
         who=_who(culprits), common=a.op, deviant=b.op, seq=seq, group=run.groups[lane.group],
         common_sizes=a.sizes, deviant_sizes=b.sizes, common_dtypes=a.dtypes, deviant_dtypes=b.dtypes,
+    ) if not is_tie else (
+        f"{_who(common.ranks)} issued {_spelled(a)} where {_who(deviant.ranks)} issued {_spelled(b)} (#{seq} of group "
+        f"{run.groups[lane.group]}); the evidence does not tell which of them is wrong"
     )  # fmt: skip
     victims = tuple(rank for rank in lane.members if rank not in culprits)
     return Verdict(
@@ -290,6 +294,10 @@ def _verdict(
         chain=tuple((rank, culprits[0]) for rank in victims),
         next_steps=_advice(run, b, a),
     )
+
+
+def _spelled(operation: Operation) -> str:
+    return f"{operation.op}({operation.sizes or 'nothing'}, {operation.dtypes or '-'})"
 
 
 def _who(ranks: Sequence[int]) -> str:

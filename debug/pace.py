@@ -30,11 +30,12 @@ def straggler(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict | No
 
 
 def _slowest(run: Run, lane: Lane) -> tuple[int, int, int, float] | None:
-    complete = np.flatnonzero((lane.row >= 0).all(axis=0))[-MOST_COLUMNS:]
-    if len(complete) < LEAST_TIMES or len(lane.members) < 2:
+    heard = np.flatnonzero(~lane.is_silent)
+    complete = np.flatnonzero((lane.row[heard] >= 0).all(axis=0))[-MOST_COLUMNS:]
+    if len(complete) < LEAST_TIMES or len(heard) < 2:
         return None
     created = np.stack(
-        [run.ranks[rank].operations["created_ns"][lane.row[i, complete]] for i, rank in enumerate(lane.members)]
+        [run.ranks[lane.members[i]].operations["created_ns"][lane.row[i, complete]] for i in heard.tolist()]
     )
     if (created <= 0).any():
         return None
@@ -42,13 +43,13 @@ def _slowest(run: Run, lane: Lane) -> tuple[int, int, int, float] | None:
     lag = ordered[-1] - ordered[-2]
     last = created.argmax(axis=0)
     span = int(ordered[-1].max() - created.min())
-    totals = np.bincount(last, weights=np.maximum(lag, 0), minlength=len(lane.members))
+    totals = np.bincount(last, weights=np.maximum(lag, 0), minlength=len(heard))
     i = int(totals.argmax())
     mine = lag[(last == i) & (lag >= LEAST_LAG_NS)]
     share = float(mine.sum()) / max(span, 1)
     if len(mine) < LEAST_TIMES or not LEAST_SHARE <= share <= MOST_SHARE or totals[i] < 0.7 * totals.sum():
         return None
-    return lane.members[i], int(np.median(mine)), len(mine), share
+    return lane.members[int(heard[i])], int(np.median(mine)), len(mine), share
 
 
 def _verdict(run: Run, lane: Lane, rank: int, lag_ns: int, times: int, share: float, is_over: bool) -> Verdict:

@@ -226,7 +226,7 @@ def _take_json(reading: Reading, source: Source, data: bytes) -> None:
         _take_error(reading, source, value)
     elif kind == "exits":
         _take_exits(reading, source, value)
-    elif isinstance(value, dict) and "entries" in value and source.rank is not None:
+    elif isinstance(value, dict) and ("entries" in value or "pg_config" in value) and source.rank is not None:
         _take_dump(reading, source, data)
 
 

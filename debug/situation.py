@@ -36,15 +36,15 @@ class Situation:
 
 def situations(run: Run) -> dict[int, Situation]:
     """Every rank's situation."""
-    has_stacks = any(record.stacks for record in run.ranks.values())
-    return {rank: situation(run, record, others_left_stacks=has_stacks) for rank, record in run.ranks.items()}
+    have_left = any(record.stacks or record.dumps for record in run.ranks.values())
+    return {rank: situation(run, record, others_left_some=have_left) for rank, record in run.ranks.items()}
 
 
-def situation(run: Run, record: RankRecord, *, others_left_stacks: bool) -> Situation:
+def situation(run: Run, record: RankRecord, *, others_left_some: bool) -> Situation:
     """Death first, then a stopped process, then what its main thread was in."""
     return (
         _dead(record)
-        or _frozen(run, record, others_left_stacks)
+        or _frozen(run, record, others_left_some)
         or _by_stack(run, record)
         or _by_log(record)
         or Situation(rank=record.rank, kind=UNKNOWN if record.dumps else SILENT, evidence=last_words(record))
@@ -81,12 +81,12 @@ def _dead(record: RankRecord) -> Situation | None:
             evidence=(_event(error),),
         )  # fmt: skip
     number = signal_of(exit_.code) if exit_ else 0
-    if number == signal.SIGABRT and _was_aborted(record):
+    if number == signal.SIGABRT and (_was_aborted(record) or record.log is None):
         return None
     if exit_ and number and not exit_.was_told and number not in (signal.SIGTERM, signal.SIGINT):
         return _killed(record, number)
     fatal = next((event for event in (record.log.events if record.log else ()) if event.kind == "fatal_signal"), None)
-    if fatal is not None:
+    if fatal is not None and not ("Aborted" in fatal.text and _was_aborted(record)):
         stack = next((s for s in record.stacks if s.reason == "fatal"), None)
         return Situation(
             rank=record.rank, kind=DEAD, detail="signal", frame=_frame_of(stack), confidence=0.9,
@@ -97,6 +97,15 @@ def _dead(record: RankRecord) -> Situation | None:
         gone = Evidence(text=text, rank=record.rank)
         return Situation(rank=record.rank, kind=DEAD, confidence=0.8, evidence=(gone, *last_words(record)))
     return None
+
+
+def is_absent(record: RankRecord) -> bool:
+    """Whether nothing was collected of a rank but perhaps an exit code that all kinds of ranks have in the end."""
+    exit_ = record.exit
+    is_usual = exit_ is None or (exit_.was_told and signal_of(exit_.code) == signal.SIGTERM)
+    failed = exit_ is not None and exit_.code > 0 and not signal_of(exit_.code)
+    found = (record.dumps, record.stacks, record.log, record.heartbeat, record.process_state, record.has_recorder)
+    return not any(found) and (is_usual or failed)
 
 
 def _was_aborted(record: RankRecord) -> bool:
@@ -138,7 +147,7 @@ def _event(event: LogEvent) -> Evidence:
 # ---------------------------------------------------------------------------------------------------- frozen, GIL
 
 
-def _frozen(run: Run, record: RankRecord, others_left_stacks: bool) -> Situation | None:
+def _frozen(run: Run, record: RankRecord, others_left_some: bool) -> Situation | None:
     state = record.process_state
     if state[:1] in ("T", "t"):
         text = f"the kernel says the process is stopped (state {state})"
@@ -154,7 +163,7 @@ def _frozen(run: Run, record: RankRecord, others_left_stacks: bool) -> Situation
             evidence=(Evidence(text=text, rank=record.rank, source=gil.source), *last_words(record)),
         )  # fmt: skip
     left_nothing = not record.stacks and not any(dump.kind == "flight_recorder" for dump in record.dumps)
-    if not left_nothing or not others_left_stacks:
+    if not left_nothing or not others_left_some:
         return None
     told = record.exit is not None and record.exit.was_told and signal_of(record.exit.code) == signal.SIGKILL
     if told and record.exit is not None:
@@ -202,14 +211,25 @@ def _last_call_site(run: Run, record: RankRecord) -> Frame | None:
 def hang_stack(record: RankRecord) -> StackSnapshot | None:
     """The snapshot that shows where the main thread hung: not one that the main thread wrote itself, earliest reason first."""
     usable = [
-        s for s in record.stacks if s.main and s.main.frames and not s.main.is_current and not _is_dumping(s.main)
+        s for s in record.stacks if s.main and s.main.frames and not s.main.is_current and not _is_dumping(s.main, s)
     ]
     return min(usable, key=lambda s: (_lateness(s.reason), s.source), default=None)
 
 
-def _is_dumping(main: Thread) -> bool:
-    """Whether the main thread was in our recorder, that is, already past what it died of."""
-    return any(frame.file.endswith(("/debug/recorder.py", "debug\\recorder.py")) for frame in main.frames[:4])
+def _is_dumping(main: Thread, stack: StackSnapshot) -> bool:
+    """Whether the main thread was in our recorder, in an excepthook, or in the function that another thread wrote this file
+    from: it is already past what it died of."""
+    if any(frame.file.endswith(("/debug/recorder.py", "debug\\recorder.py")) for frame in main.frames[:4]):
+        return True
+    if any(frame.function.endswith(("excepthook", "_exitfunc")) for frame in main.frames):
+        return True
+    writer = next((thread for thread in stack.threads if thread.is_current), None)
+    inner = main.frames[0]
+    return writer is not None and not is_library(inner) and any(_alike(frame, inner) for frame in writer.frames[:4])
+
+
+def _alike(a: Frame, b: Frame) -> bool:
+    return (a.file, a.function) == (b.file, b.function)
 
 
 def _lateness(reason: str) -> int:
@@ -295,6 +315,18 @@ def _by_log(record: RankRecord) -> Situation | None:
 def saw_peers_close(run: Run) -> list[int]:
     """Ranks that lost a connection: a peer of theirs ended."""
     return _ranks_with(run, "comm_closed")
+
+
+def has_other_death(run: Run, rank: int) -> bool:
+    """Whether another rank is known to have ended for a reason of its own: that explains connections that closed."""
+    return any(
+        other != rank and (_dead(record) is not None or _was_killed_by_mismatch(record))
+        for other, record in run.ranks.items()
+    )
+
+
+def _was_killed_by_mismatch(record: RankRecord) -> bool:
+    return any(event.kind == "comm_mismatch" for event in (record.log.events if record.log else ()))
 
 
 def saw_timeouts(run: Run) -> list[int]:

@@ -10,17 +10,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from signal import SIGKILL
 
-from titan_ckpt.debug.busy import busy_by_log
+from titan_ckpt.debug.busy import busy_by_log, has_recorder_talk
 from titan_ckpt.debug.causes import advice, step_of
 from titan_ckpt.debug.records import Evidence, LogEvent, RankRecord, Run, Verdict
 from titan_ckpt.debug.situation import (
     DEAD,
+    FINISHED,
     FROZEN,
+    GIL_HELD,
     IN_COLLECTIVE,
     IN_INIT,
     IN_P2P,
+    IN_TEARDOWN,
     ON_CPU,
     Situation,
+    has_other_death,
+    is_absent,
+    saw_peers_close,
+    saw_timeouts,
     signal_of,
 )
 
@@ -31,17 +38,22 @@ _SYMPTOMS = ("comm_timeout", "comm_closed", "watchdog", "comm_mismatch", "comm_e
 def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """What the ranks' own words allow to say; nothing where all or none waited alike."""
     witnesses = [rank for rank, state in states.items() if state.kind in _WAITING]
-    yield from _sizes(run)
+    yield from sizes_in_logs(run)
     if not witnesses or any(state.kind == DEAD for state in states.values()):
         return
-    suspects = [rank for rank in states if rank not in witnesses]
+    unseen = [rank for rank in states if is_absent(run.ranks[rank])]
+    suspects = [
+        rank
+        for rank in states
+        if rank not in (*witnesses, *unseen) and _is_suspect(run, rank, states[rank], bool(unseen))
+    ]
     if suspects and len(suspects) <= max(1, len(states) // 2):
         yield from (_suspect(run, rank, witnesses, states) for rank in suspects)
-    elif not suspects:
+    elif not suspects and not any(0 < len(group.members) < run.world_size for group in run.groups):
         yield from _deviant(run, witnesses, states)
 
 
-def _sizes(run: Run) -> Iterator[Verdict]:
+def sizes_in_logs(run: Run) -> Iterator[Verdict]:
     """gloo aborts an innocent rank when more data come than it asked for; its last words give the sizes."""
     for record in run.ranks.values():
         event = _event(record, ("comm_mismatch",))
@@ -60,8 +72,12 @@ def _suspect(run: Run, rank: int, witnesses: Sequence[int], states: Mapping[int,
     """A rank that did not wait while the others did."""
     record, state = run.ranks[rank], states[rank]
     name, subtype, says = "STUCK_ON_CPU", state.detail, "was busy elsewhere while the others waited for it"
-    if state.kind == FROZEN or _needed_sigkill(record):
+    if state.kind == FROZEN or (_needed_sigkill(record) and not any(_needed_sigkill(run.ranks[w]) for w in witnesses)):
         name, subtype, says = "RANK_FROZEN", "", "is frozen: it neither waited nor spoke, and did not react to SIGTERM"
+    elif state.kind != ON_CPU and saw_peers_close(run) and not saw_timeouts(run) and not has_other_death(run, rank):
+        name, says = "RANK_DIED", "is gone: its peers' connections to it were closed, and its log just ends"
+    elif state.kind != ON_CPU and _fell_silent(run, rank, witnesses):
+        name, says = "RANK_FROZEN", "is frozen: the others' monitors went on logging, its log just ends"
     elif not subtype:
         subtype = busy_by_log(record)
     where = f" at {state.frame.file}:{state.frame.line}" if state.frame and state.kind == ON_CPU else ""
@@ -81,15 +97,41 @@ def _suspect(run: Run, rank: int, witnesses: Sequence[int], states: Mapping[int,
     )
 
 
+def _is_suspect(run: Run, rank: int, state: Situation, has_unseen: bool) -> bool:
+    """Whether something speaks against a rank that did not say that it waited. That its log is without an error does not,
+    where it went on after its peers' connections closed, or where another rank is not known at all."""
+    record = run.ranks[rank]
+    if state.kind in (ON_CPU, FROZEN, GIL_HELD, FINISHED, IN_TEARDOWN):
+        return True
+    if record.log is None or (has_unseen and not busy_by_log(record)):
+        return False
+    return not (saw_peers_close(run) and not saw_timeouts(run) and _went_on_logging(run, record))
+
+
+def _went_on_logging(run: Run, record: RankRecord) -> bool:
+    """Whether a rank logged something after the first connection of another one was closed."""
+    events = (event for other in run.ranks.values() if other.log for event in other.log.events)
+    closed = min((event.time_s for event in events if event.kind == "comm_closed" and event.time_s), default=None)
+    last = record.log.last_time_s if record.log else None
+    return closed is not None and last is not None and (last > closed or has_recorder_talk(record))
+
+
+def _fell_silent(run: Run, rank: int, witnesses: Sequence[int]) -> bool:
+    """Whether the recorders of all others wrote to their logs what this rank's did not."""
+    return not has_recorder_talk(run.ranks[rank]) and all(has_recorder_talk(run.ranks[other]) for other in witnesses)
+
+
 def _needed_sigkill(record: RankRecord) -> bool:
     return record.exit is not None and record.exit.was_told and signal_of(record.exit.code) == SIGKILL
 
 
 def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]) -> Iterator[Verdict]:
-    """All waited, but not in the same call: the minority took another way."""
+    """All waited, but not in the same call: a small minority took another way. In send and recv ranks differ by right."""
     calls = {rank: _waited_in(run.ranks[rank], states[rank]) for rank in witnesses}
     counts = Counter(call for call in calls.values() if call).most_common()
-    if len(counts) < 2 or counts[0][1] == counts[1][1]:
+    if len(counts) != 2 or 2 * counts[1][1] > counts[0][1] or any(states[rank].kind == IN_P2P for rank in witnesses):
+        return
+    if any("send" in call or "recv" in call for call, _ in counts):
         return
     common = counts[0][0]
     culprits = tuple(rank for rank, call in calls.items() if call and call != common)
