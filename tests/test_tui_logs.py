@@ -17,7 +17,9 @@ from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data_content import LogFile, find_content
 from titan_ckpt.tui.data_logs import LogFilter, LogIndex, cheap_mask, load_logs, search, visible
 from titan_ckpt.tui.log_files import LogFiles
-from titan_ckpt.tui.screen_logs import FOLD_LINES, LogsPane
+from titan_ckpt.tui.log_growth import grow
+from titan_ckpt.tui.log_view import Asked, views
+from titan_ckpt.tui.screen_logs import LogsPane
 from titan_ckpt.tui.screenshot import settled
 
 STAMP = "2026-11-21 02:00:{:02d}.{:03d} [rank{}] INFO "
@@ -79,6 +81,102 @@ def test_lines_of_packed_and_plain_logs_are_merged_by_time(tmp_path: Path) -> No
     index.files.close()
 
 
+def lines_of(index: LogIndex) -> list[tuple[int | None, str]]:
+    return [(line.rank, line.text) for line in map(index.read, index.order.tolist())]
+
+
+def logs_at(folder: Path) -> tuple[LogFile, ...]:
+    return find_content(str(folder)).logs
+
+
+def grown(index: LogIndex, folder: Path) -> LogIndex | None:
+    return grow(index, index.files, logs_at(folder))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_index_that_has_grown_is_the_one_that_reading_anew_gives(tmp_path: Path, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for rank in range(3):
+        (tmp_path / f"rank_{rank}.log").write_text(line(0, rank, "begin") + "\n")
+    index = load_logs(LogFiles(open_store(str(tmp_path)), logs_at(tmp_path)))
+    for turn in range(1, 6):
+        for rank in random.permutation(3 + turn)[: int(random.integers(0, 4))].tolist():
+            words = [line(int(random.integers(turn, turn + 20)), rank, f"word {turn}"), "  no time", "ERROR cut"]
+            text = "\n".join(words[: int(random.integers(1, 4))]) + ("\n" if random.random() < 0.5 else "")
+            with (tmp_path / f"rank_{rank}.log").open("a") as file:
+                file.write(text)
+        now = grown(index, tmp_path)
+        assert now is not None
+        anew = load_logs(LogFiles(open_store(str(tmp_path)), now.files.files))
+        assert lines_of(now) == lines_of(anew)
+        assert now.level.tolist() == anew.level.tolist()
+        assert now.end.tolist() == anew.end.tolist()
+        index = now
+
+
+@pytest.mark.parametrize("text", ["", "word", "1 error", "error", "0,2"])
+def test_a_filter_that_knew_the_lines_before_finds_the_same_as_one_that_did_not(tmp_path: Path, text: str) -> None:
+    for rank in range(3):
+        (tmp_path / f"rank_{rank}.log").write_text(line(rank, rank, "a word") + "\n" + line(5, rank, "cut wo"))
+    asked = Asked(text=text)
+    index = load_logs(LogFiles(open_store(str(tmp_path)), logs_at(tmp_path)))
+    *_, before = views(index, asked, None)
+    for rank in (0, 1, 3):
+        with (tmp_path / f"rank_{rank}.log").open("a") as file:
+            file.write("rd\n" + line(4, rank, "an ERROR word") + "\n" + line(7, rank, "nothing") + "\n")
+    now = grown(index, tmp_path)
+    assert now is not None
+    *_, after = views(now, asked, before)
+    *_, anew = views(now, asked, None)
+    assert after.view.tolist() == anew.view.tolist()
+    assert len(after.view) > len(before.view)
+
+
+def test_only_what_is_new_is_read_of_logs_that_grew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}.log").write_text("".join(line(n % 60, rank, "word") + "\n" for n in range(5_000)))
+    index = load_logs(LogFiles(open_store(str(tmp_path)), logs_at(tmp_path)))
+    with (tmp_path / "rank_1.log").open("a") as file:
+        file.write(line(59, 1, "the news") + "\n")
+    reads: list[tuple[int, int]] = []
+    whole = LogFiles.read
+    monkeypatch.setattr(LogFiles, "read", lambda self, i, at, n: reads.append((i, n)) or whole(self, i, at, n))
+    now = grown(index, tmp_path)
+    assert now is not None
+    assert len(now) == 10_001
+    assert {i for i, _ in reads} == {1}
+    assert sum(n for _, n in reads) < 200
+
+
+@pytest.mark.parametrize("change", ["shorter", "gone", "another", "packed"])
+def test_logs_that_did_more_than_grow_are_read_anew(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "rank_0.log"
+    path.write_text(line(1, 0, "one") + "\n" + line(2, 0, "two") + "\n")
+    (tmp_path / "rank_1.log").write_text(line(1, 1, "one") + "\n")
+    (tmp_path / "rank_2.log.gz").write_bytes(gzip.compress(b"packed\n"))
+    index = load_logs(LogFiles(open_store(str(tmp_path)), logs_at(tmp_path)))
+    if change == "shorter":
+        path.write_text(line(3, 0, "anew") + "\n")
+    elif change == "gone":
+        path.unlink()
+    elif change == "another":
+        path.write_text("x" * 500 + "\n")
+    else:
+        (tmp_path / "rank_2.log.gz").write_bytes(gzip.compress(b"packed\nonce more\n" * 50))
+    assert grown(index, tmp_path) is None
+    index.files.close()
+
+
+def test_a_time_without_a_year_is_of_the_year_of_the_others(tmp_path: Path) -> None:
+    (tmp_path / "rank_0.log").write_text(line(1, 0, "before") + "\n" + line(3, 0, "after") + "\n")
+    (tmp_path / "launcher.log").write_text(
+        "E1121 02:00:02.500000 71 api.py:1] failed\n  detail\n[rank0]:W1121 02:00:02.750000 71 api.py:2] closing\n"
+    )
+    index = load_logs(LogFiles(open_store(str(tmp_path)), logs_at(tmp_path)))
+    assert [text.split()[-1] for _, text in lines_of(index)] == ["before", "failed", "detail", "closing", "after"]
+    assert [index.read(int(place)).level for place in index.order] == [1, 3, 1, 2, 1]
+
+
 def test_closed_logs_say_so_instead_of_opening_again(tmp_path: Path) -> None:
     (tmp_path / "rank_0.log").write_text("x\n")
     index = index_of(tmp_path)
@@ -135,8 +233,12 @@ async def test_a_run_that_goes_away_is_said_and_what_was_read_stays(tmp_path: Pa
         assert len(app.pane.body.rows) == 1
 
 
-async def test_folding_says_that_it_looks_at_the_last_lines_only(tmp_path: Path) -> None:
-    lines = [line(n // 1000 % 60, 0, f"{'word' * (n % 7)}{n}") for n in range(FOLD_LINES + 10)]
+async def test_folding_says_that_it_looks_at_the_last_lines_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titan_ckpt.tui.log_view.FOLD_LINES", 500)
+    monkeypatch.setattr("titan_ckpt.tui.screen_logs.FOLD_LINES", 500)
+    lines = [line(n // 1000 % 60, 0, f"{'word' * (n % 7)}{n}") for n in range(510)]
     (tmp_path / "rank_0.log").write_text("\n".join(lines))
     app = TitanApp(find_content(str(tmp_path)), first_screen=5)
     async with app.run_test(size=(140, 45)) as pilot:
@@ -145,8 +247,8 @@ async def test_folding_says_that_it_looks_at_the_last_lines_only(tmp_path: Path)
         await pilot.press("z")
         await settled(app, pilot)
         assert isinstance(app.pane, LogsPane)
-        assert f"folded: the last {FOLD_LINES:,} lines only" in app.pane.title()
-        assert re.search(rf"of {FOLD_LINES + 10:,} lines", app.pane.title())
+        assert "folded: the last 500 lines only" in app.pane.title()
+        assert re.search("of 510 lines", app.pane.title())
 
 
 def test_an_empty_log_is_no_line(tmp_path: Path) -> None:

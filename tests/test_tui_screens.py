@@ -24,10 +24,10 @@ from titan_ckpt.save import Saver
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data_content import find_content
 from titan_ckpt.tui.data_incident import first_error, load_incident
+from titan_ckpt.tui.log_view import parse_filter
 from titan_ckpt.tui.rows import Target
 from titan_ckpt.tui.screen_checkpoints import saving_rows
 from titan_ckpt.tui.screen_grid import GridPane
-from titan_ckpt.tui.screen_logs import parse_filter
 from titan_ckpt.tui.screenshot import settled
 
 FIXTURES = Path(__file__).parent / "data" / "flight_recorder"

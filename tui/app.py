@@ -125,7 +125,9 @@ class TitanApp(App[None]):
 
     def action_follow(self) -> None:
         self.session.is_following = not self.session.is_following
-        self.say("following: what grows is read again every 2 s" if self.session.is_following else "not following")
+        self.say("following: what grows is read every 2 s" if self.session.is_following else "not following")
+        if self.session.is_following:
+            self.pane.followed()
         self._follow()
 
     def on_pane_work(self, message: Pane.Work) -> None:
@@ -159,7 +161,7 @@ class TitanApp(App[None]):
         await self.push_screen(HelpScreen(self.pane))
 
     def action_filter(self) -> None:
-        self.ask("filter", self.pane.filter_text, self.pane.set_filter)
+        self.ask(self.pane.filter_hint, self.pane.filter_text, self.pane.set_filter)
 
     def action_export(self) -> None:
         if self.session.incident.value is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui.log_files import LogFiles
-from titan_ckpt.tui.log_scan import UNKNOWN_TIME, Lines, filled, scan
+from titan_ckpt.tui.log_scan import UNKNOWN_TIME, Lines, filled, scan, with_year, year_of
 
 BLOCK_BYTES = 8 << 20
 HEAD_BYTES = 16 << 10
@@ -36,10 +36,20 @@ class LogLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What an index has in common with the one it grew from: the first `kept[i]` lines of file `i`, which began at `base[i]`."""
+
+    token: object
+    base: npt.NDArray[np.int64]
+    kept: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogIndex:
     """Lines of all files, file after file; `order` is their order by time. `problems` are files that cannot be read.
 
-    Lines of file `i` are `[base[i], base[i + 1])`, its bytes `[0, end[i])`. `is_head`: only the beginning of each file is in it.
+    Lines of file `i` are `[base[i], base[i + 1])`, its bytes `[0, end[i])`; `has_times[i]`: it tells times. `is_head`: only
+    the beginning of each file is in it. `token` is this index's alone.
     """
 
     files: LogFiles
@@ -50,8 +60,11 @@ class LogIndex:
     first_ms: int
     level: npt.NDArray[np.uint8]
     order: Positions
+    has_times: Mask
     problems: tuple[tuple[str, str], ...] = ()
     is_head: bool = False
+    growth: Growth | None = None
+    token: object = field(default_factory=object)
 
     def __len__(self) -> int:
         return len(self.start)
@@ -101,22 +114,27 @@ def load_logs(files: LogFiles, *, head_bytes: int | None = None) -> LogIndex:
     parts, problems, ends = [], [], np.zeros(len(files.files), np.int64)
     for i, file in enumerate(files.files):
         try:
-            lines, ends[i] = _index_file(files, i, head_bytes)
+            lines, ends[i] = index_file(files, i, stop=head_bytes)
             parts.append(lines)
         except (OSError, TitanError) as error:
             problems.append((file.path, str(error)))
-            parts.append(_NOTHING)
+            parts.append(NOTHING)
+    years = [year for part in parts if (year := year_of(part.time_ms)) is not None]
+    year = max(years, default=None)
+    for i in range(len(parts)):
+        times = with_year(parts[i].time_ms, files.year(i) if year is None else year)
+        parts[i] = Lines(start=parts[i].start, time_ms=filled(times), level=parts[i].level)
     return _assemble(files, parts, ends, problems, is_head=head_bytes is not None)
 
 
-_NOTHING = Lines(start=np.zeros(0, np.int64), time_ms=np.zeros(0, np.int64), level=np.zeros(0, np.uint8))
+NOTHING = Lines(start=np.zeros(0, np.int64), time_ms=np.zeros(0, np.int64), level=np.zeros(0, np.uint8))
 
 
-def _index_file(files: LogFiles, index: int, head_bytes: int | None) -> tuple[Lines, int]:
-    """A file's lines, and how many of its bytes they are."""
+def index_file(files: LogFiles, index: int, *, begin: int = 0, stop: int | None = None) -> tuple[Lines, int]:
+    """A file's lines from the byte `begin` on, with the times that they tell themselves, and where they end."""
     size = files.size(index)
-    stop = size if head_bytes is None else min(size, head_bytes)
-    parts, at = [], 0
+    stop = size if stop is None else min(size, stop)
+    parts, at = [], begin
     while at < stop:
         data = files.read(index, at, min(BLOCK_BYTES, stop - at))
         if not data:
@@ -124,15 +142,15 @@ def _index_file(files: LogFiles, index: int, head_bytes: int | None) -> tuple[Li
         cut = data.rfind(b"\n") + 1
         if cut and (at + len(data) < size):
             data = data[:cut]
-        parts.append(scan(data, at) if _starts_line(files, index, at) else _without_first(scan(data, at)))
+        parts.append(scan(data, at) if starts_line(files, index, at) else _without_first(scan(data, at)))
         at += len(data)
     if not parts:
-        return _NOTHING, 0
-    joined = parts[0] if len(parts) == 1 else _joined(parts)
-    return Lines(start=joined.start, time_ms=filled(joined.time_ms), level=joined.level), at
+        return NOTHING, begin
+    return (parts[0] if len(parts) == 1 else _joined(parts)), at
 
 
-def _starts_line(files: LogFiles, index: int, at: int) -> bool:
+def starts_line(files: LogFiles, index: int, at: int) -> bool:
+    """Whether a line begins at this byte."""
     return at == 0 or files.read(index, at - 1, 1) == b"\n"
 
 
@@ -157,19 +175,20 @@ def _assemble(
     total, largest = int(base[-1]), max((int(part.start[-1]) for part in parts if len(part.start)), default=0)
     start: Any = np.zeros(total, np.uint32 if largest < 1 << 32 else np.int64)
     level = np.zeros(total, np.uint8)
-    known = [part.time_ms for part in parts if len(part.time_ms) and part.time_ms[0] != UNKNOWN_TIME]
+    has_times = np.array([len(part.time_ms) > 0 and part.time_ms[0] != UNKNOWN_TIME for part in parts], np.bool_)
+    known = [parts[i].time_ms for i in np.flatnonzero(has_times)]
     first_ms = min((int(times.min()) for times in known), default=0)
     last_ms = max((int(times.max()) for times in known), default=0)
     time_ms: Any = np.zeros(total, np.uint32 if last_ms - first_ms < 1 << 32 else np.int64)
     for i in range(len(parts)):
-        part, parts[i] = parts[i], _NOTHING  # each file's wide columns go as soon as they are copied
+        part, parts[i] = parts[i], NOTHING  # each file's wide columns go as soon as they are copied
         here = slice(int(base[i]), int(base[i + 1]))
         start[here], level[here] = part.start, part.level
         time_ms[here] = np.where(part.time_ms == UNKNOWN_TIME, last_ms, part.time_ms) - first_ms
     order = np.argsort(time_ms, kind="stable").astype(np.int32)
     return LogIndex(
         files=files, base=base, end=end, start=start, time_ms=time_ms, first_ms=first_ms, level=level, order=order,
-        problems=tuple(problems), is_head=is_head,
+        has_times=has_times, problems=tuple(problems), is_head=is_head,
     )  # fmt: skip
 
 
@@ -208,7 +227,7 @@ def search(index: LogIndex, pattern: str, mask: Mask) -> Iterator[tuple[float, M
     for i in range(len(index.files.files)):
         here = slice(int(index.base[i]), int(index.base[i + 1]))
         if mask[here].any():
-            found[here] = _search_file(index, i, compiled) & mask[here]
+            found[here] = _search_file(index, i, mask[here], compiled)
         read_bytes += index.files.files[i].size_bytes
         if read_bytes - reported >= 4 * BLOCK_BYTES:
             reported = read_bytes
@@ -216,11 +235,13 @@ def search(index: LogIndex, pattern: str, mask: Mask) -> Iterator[tuple[float, M
     yield 1.0, found
 
 
-def _search_file(index: LogIndex, file: int, compiled: re.Pattern[bytes]) -> Mask:
+def _search_file(index: LogIndex, file: int, mask: Mask, compiled: re.Pattern[bytes]) -> Mask:
+    """Lines of a file that match, read from the first to the last that `mask` leaves."""
     starts = index.start[int(index.base[file]) : int(index.base[file + 1])]
-    found = np.zeros(len(starts), np.bool_)
-    at, end = 0, int(index.end[file])
-    while at < end and len(starts):
+    found, wanted = np.zeros(len(starts), np.bool_), np.flatnonzero(mask)
+    at = int(starts[wanted[0]])
+    end = int(starts[wanted[-1] + 1]) if wanted[-1] + 1 < len(starts) else int(index.end[file])
+    while at < end:
         data = index.files.read(file, at, min(BLOCK_BYTES, end - at))
         if not data:
             break
@@ -231,11 +252,14 @@ def _search_file(index: LogIndex, file: int, compiled: re.Pattern[bytes]) -> Mas
         if len(places):
             found[np.searchsorted(starts, places, side="right") - 1] = True
         at += len(data)
-    return found
+    return found & mask
 
 
 def visible(index: LogIndex, mask: Mask) -> Positions:
     """The lines that pass, by time."""
-    if mask.all():
+    found = np.flatnonzero(mask)
+    if len(found) == len(mask):
         return index.order
-    return index.order[mask[index.order]]
+    if len(found) > len(mask) // 16:
+        return index.order[mask[index.order]]
+    return found[np.argsort(index.time_ms[found], kind="stable")].astype(np.int32)

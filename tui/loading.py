@@ -8,12 +8,14 @@ from typing import Any
 from textual.app import App
 
 from titan_ckpt.checkpoint import list_checkpoints
+from titan_ckpt.errors import TitanError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data_content import Content, find_content
 from titan_ckpt.tui.data_incident import load_incident
-from titan_ckpt.tui.data_logs import HEAD_BYTES, load_logs
+from titan_ckpt.tui.data_logs import HEAD_BYTES, LogIndex, load_logs
 from titan_ckpt.tui.data_metrics import load_metrics
 from titan_ckpt.tui.log_files import LogFiles
+from titan_ckpt.tui.log_growth import grow
 from titan_ckpt.tui.session import Part, Session
 
 _SMALL_LOGS = 32 << 20
@@ -83,22 +85,27 @@ class Loader:
             self._session.logs.value.files.close()
 
     def _load_logs(self, content: Content) -> None:
-        files = LogFiles(content.store, content.logs)
         former = self._session.logs.value
+        if former is None:
+            self._load_first(LogFiles(content.store, content.logs))
+        elif content.logs != former.files.files:
+            self._load(self._session.logs, lambda: _again(former, content), after=lambda: self._close_former(former))
 
-        def close_former() -> None:
-            if former is not None:
-                former.files.close()
-
-        is_large = sum(file.size_bytes for file in content.logs) > _SMALL_LOGS
+    def _load_first(self, files: LogFiles) -> None:
+        """All lines; before them, where they are many, the beginning of each file."""
 
         def whole() -> None:
-            self._load(self._session.logs, lambda: load_logs(files), after=close_former)
+            self._load(self._session.logs, lambda: load_logs(files))
 
-        if is_large and former is None:
+        if sum(file.size_bytes for file in files.files) > _SMALL_LOGS:
             self._load(self._session.logs, lambda: load_logs(files, head_bytes=HEAD_BYTES), after=whole)
         else:
             whole()
+
+    def _close_former(self, former: LogIndex) -> None:
+        now = self._session.logs.value
+        if now is not None and now.files is not former.files:
+            former.files.close()
 
     def _load(self, part: Part[Any], work: Callable[[], Any], *, after: Callable[[], None] | None = None) -> None:
         part.is_loading = True
@@ -118,3 +125,12 @@ class Loader:
                 self._say(f"{part.what}: not read again: {text}")
 
         tasks.start(self._app, part.what, work, done, failed)
+
+
+def _again(former: LogIndex, content: Content) -> LogIndex:
+    """The logs as they are now: what they have grown by, or read anew where that is not all that happened."""
+    try:
+        found = grow(former, former.files, content.logs)
+    except (OSError, TitanError):
+        found = None  # reading anew says which file it is
+    return found if found is not None else load_logs(LogFiles(content.store, content.logs))

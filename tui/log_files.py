@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import zstandard
@@ -47,6 +48,24 @@ class LogFiles:
         with self._lock:
             return os.fstat(self._descriptor(index)).st_size
 
+    def year(self, index: int) -> int:
+        """The year of its last change, of a copy the present one."""
+        with self._lock:
+            return datetime.fromtimestamp(os.fstat(self._descriptor(index)).st_mtime, UTC).year
+
+    def grow(self, files: tuple[LogFile, ...]) -> None:
+        """The same files, of which some have grown, and further ones behind them. A copy of one that has grown gets the rest."""
+        with self._lock:
+            for index, path in self._paths.items():
+                before, after = self.files[index].size_bytes, files[index].size_bytes
+                if after > before and not self._is_in_place(files[index]):
+                    with open(path, "ab") as out:
+                        out.write(self._store.read(files[index].path, before, after - before))
+            self.files = files
+
+    def _is_in_place(self, file: LogFile) -> bool:
+        return scheme(self._store.url) == "file" and not file.is_packed
+
     @property
     def is_closed(self) -> bool:
         """Whether other LogFiles have taken its place."""
@@ -77,8 +96,7 @@ class LogFiles:
     def _path(self, index: int) -> str:
         if index not in self._paths:
             file = self.files[index]
-            is_local = scheme(self._store.url) == "file"
-            if is_local and not file.is_packed:
+            if self._is_in_place(file):
                 self._paths[index] = os.path.join(local_path(self._store.url), file.path)
             else:
                 self._paths[index] = self._materialise(index, file)

@@ -19,12 +19,38 @@ _WORDS = (
     (b"DEBUG", DEBUG), (b"WARN", WARNING), (b"ERROR", ERROR), (b"CRITICAL", ERROR), (b"FATAL", ERROR),
     (b"Traceback (most", ERROR), (b"Fatal Python error", ERROR),
 )  # fmt: skip
-_TIME = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{3})?")
-# Columns of the digits in `2026-01-31T23:59:59.123`.
-_DATE = (0, 1, 2, 3, 5, 6, 8, 9)
-_CLOCK = (11, 12, 14, 15, 17, 18)
-_MILLIS = (20, 21, 22)
 UNKNOWN_TIME = -1
+DAY_MS = 86_400_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """How a time is spelled: the columns of its digits and of the characters between them. `date` is of 4 or 8 digits."""
+
+    pattern: re.Pattern[bytes]
+    date: tuple[int, ...]
+    clock: tuple[int, ...]
+    between: tuple[tuple[int, bytes], ...]
+
+    @property
+    def dot(self) -> int:
+        """The column between the seconds and the milliseconds."""
+        return self.clock[-1] + 1
+
+
+# `2026-01-31T23:59:59.123`, and `W0131 23:59:59.123456` of torch's own logging, which has no year.
+FULL = Stamp(
+    pattern=re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{3})?"),
+    date=(0, 1, 2, 3, 5, 6, 8, 9), clock=(11, 12, 14, 15, 17, 18), between=((4, b"-"), (7, b"-"), (13, b":"), (16, b":")),
+)  # fmt: skip
+YEARLESS = Stamp(
+    pattern=re.compile(rb"(?<!\w)[IWEF]\d{4} \d\d:\d\d:\d\d\.\d{3}"),
+    date=(1, 2, 3, 4), clock=(6, 7, 9, 10, 12, 13), between=((5, b" "), (8, b":"), (11, b":"), (14, b".")),
+)  # fmt: skip
+# A time without a year is given as of this leap year until `with_year` puts it right.
+_NO_YEAR = 1972
+_NO_YEAR_MS = (63_072_000_000, 94_694_400_000)
+_LETTERS = ((b"W", WARNING), (b"E", ERROR), (b"F", ERROR))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +69,11 @@ def scan(data: bytes, offset: int = 0) -> Lines:
     start = np.concatenate([np.zeros(1, np.int64), ends + 1])
     if len(start) and start[-1] >= len(raw):
         start = start[:-1]
-    return Lines(start=start + offset, time_ms=_times(data, raw, start), level=_levels(data, start))
+    level, times = _levels(data, start), np.full(len(start), UNKNOWN_TIME, np.int64)
+    for stamp in (FULL, YEARLESS):
+        _read_times(data, raw, start, stamp, times)
+    _mark_letters(data, raw, start, times, level)
+    return Lines(start=start + offset, time_ms=times, level=level)
 
 
 def _levels(data: bytes, start: Ints) -> Bytes:
@@ -56,6 +86,23 @@ def _levels(data: bytes, start: Ints) -> Bytes:
     return level
 
 
+def _mark_letters(data: bytes, raw: Bytes, start: Ints, times: Ints, level: Bytes) -> None:
+    """The level that the letter of a time without a year tells."""
+    lines = np.flatnonzero(_is_yearless(times))
+    column = _column(data, start, YEARLESS) if len(lines) else None
+    if column is None:
+        return
+    fits = _is_stamp(raw, start[lines], column, YEARLESS)
+    letters = np.full(len(lines), ord("I"), np.uint8)
+    letters[fits] = raw[start[lines[fits]] + column]
+    for place in np.flatnonzero(~fits).tolist():
+        match = _match(data, int(start[lines[place]]), YEARLESS)
+        letters[place] = match.group()[0] if match is not None else ord("I")
+    for letter, value in _LETTERS:
+        marked = lines[letters == letter[0]]
+        level[marked] = np.maximum(level[marked], value)
+
+
 def _places(data: bytes, word: bytes) -> list[int]:
     found, at = [], data.find(word)
     while at >= 0:
@@ -64,67 +111,67 @@ def _places(data: bytes, word: bytes) -> list[int]:
     return found
 
 
-def _times(data: bytes, raw: Bytes, start: Ints) -> Ints:
+def _read_times(data: bytes, raw: Bytes, start: Ints, stamp: Stamp, times: Ints) -> None:
     """The time at the column where the first stamped lines have it; a regular expression where there is no such column."""
-    column = _column(data, start)
-    times = np.full(len(start), UNKNOWN_TIME, np.int64)
+    column = _column(data, start, stamp)
     if column is not None:
-        times = _fixed_times(raw, start, column)
-    if len(start) <= 20_000 and bool((times == UNKNOWN_TIME).any()):
+        lines = np.flatnonzero(_is_stamp(raw, start, column, stamp) & (times == UNKNOWN_TIME))
+        times[lines] = _fixed_times(raw, start[lines] + column, stamp)
+    if len(start) <= 20_000 and (column is not None or stamp.pattern.search(data)):
         for line in np.flatnonzero(times == UNKNOWN_TIME).tolist():
-            begin = int(start[line])
-            match = _TIME.search(data, begin, min(begin + 120, _end(data, begin)))
-            if match:
-                times[line] = _parsed(match.group())
-    return times
+            match = _match(data, int(start[line]), stamp)
+            if match is not None:
+                at = np.array([match.start()], np.int64)
+                times[line] = int(_fixed_times(raw, at, stamp)[0])
 
 
-def _end(data: bytes, begin: int) -> int:
+def _match(data: bytes, begin: int, stamp: Stamp) -> re.Match[bytes] | None:
     end = data.find(b"\n", begin)
-    return len(data) if end < 0 else end
+    return stamp.pattern.search(data, begin, min(begin + 120, len(data) if end < 0 else end))
 
 
-def _column(data: bytes, start: Ints) -> int | None:
+def _column(data: bytes, start: Ints, stamp: Stamp) -> int | None:
     for begin in start[:200].tolist():
-        match = _TIME.search(data, begin, min(begin + 120, _end(data, begin)))
+        match = _match(data, begin, stamp)
         if match:
             return int(match.start() - begin)
     return None
 
 
-def _parsed(text: bytes) -> int:
-    try:
-        moment = datetime.fromisoformat(text.decode().replace(",", ".").replace("T", " "))
-    except ValueError:
-        return UNKNOWN_TIME
-    return int(moment.replace(tzinfo=UTC).timestamp() * 1000)
+def _is_stamp(raw: Bytes, start: Ints, column: int, stamp: Stamp) -> npt.NDArray[np.bool_]:
+    """Which lines have a time at this column."""
+    found = start + column + stamp.dot <= len(raw)
+    at = start[found] + column
+    digits = raw[at[:, None] + np.array(stamp.date + stamp.clock)]
+    fits = ((digits >= 48) & (digits <= 57)).all(axis=1)
+    for place, character in stamp.between:
+        if place < stamp.dot:
+            fits &= raw[at + place] == character[0]
+    found[found] = fits
+    return found
 
 
-def _fixed_times(raw: Bytes, start: Ints, column: int) -> Ints:
-    times = np.full(len(start), UNKNOWN_TIME, np.int64)
-    fits = np.flatnonzero(start + column + 23 <= len(raw))
-    if not len(fits):
-        return times
-    at = start[fits] + column
-    digits = raw[at[:, None] + np.array(_DATE + _CLOCK)].astype(np.int64) - 48
-    separators = raw[at[:, None] + np.array((4, 7, 13, 16))]
-    is_stamp = ((digits >= 0) & (digits <= 9)).all(axis=1) & (separators == np.frombuffer(b"--::", np.uint8)).all(
-        axis=1
-    )
-    fits, at, digits = fits[is_stamp], at[is_stamp], digits[is_stamp]
-    clock = digits[:, 8:] @ np.array((36_000_000, 3_600_000, 600_000, 60_000, 10_000, 1_000))
-    times[fits] = _days_ms(digits[:, :8] @ 10 ** np.arange(7, -1, -1)) + clock + _millis(raw, at)
-    return times
+def _fixed_times(raw: Bytes, at: Ints, stamp: Stamp) -> Ints:
+    digits = raw[at[:, None] + np.array(stamp.date + stamp.clock)].astype(np.int64) - 48
+    num_date = len(stamp.date)
+    clock = digits[:, num_date:] @ np.array((36_000_000, 3_600_000, 600_000, 60_000, 10_000, 1_000))
+    days = digits[:, :num_date] @ 10 ** np.arange(num_date - 1, -1, -1)
+    day_ms = _days_ms(days if num_date == 8 else days + _NO_YEAR * 10_000)
+    return np.where(day_ms == UNKNOWN_TIME, UNKNOWN_TIME, day_ms + clock + _millis(raw, at + stamp.dot))
 
 
-def _millis(raw: Bytes, at: Ints) -> Ints:
-    digits = raw[at[:, None] + np.array(_MILLIS)].astype(np.int64) - 48
-    has_millis = ((digits >= 0) & (digits <= 9)).all(axis=1) & np.isin(raw[at + 19], (44, 46))
-    return np.where(has_millis, digits @ np.array((100, 10, 1)), 0).astype(np.int64)
+def _millis(raw: Bytes, dot: Ints) -> Ints:
+    millis = np.zeros(len(dot), np.int64)
+    fits = np.flatnonzero(dot + 4 <= len(raw))
+    at = dot[fits]
+    digits = raw[at[:, None] + np.array((1, 2, 3))].astype(np.int64) - 48
+    has_millis = ((digits >= 0) & (digits <= 9)).all(axis=1) & np.isin(raw[at], (44, 46))
+    millis[fits] = np.where(has_millis, digits @ np.array((100, 10, 1)), 0)
+    return millis
 
 
 def _days_ms(dates: npt.NDArray[Any]) -> Ints:
-    """Milliseconds at the start of each day, days given as 20261231."""
+    """Milliseconds at the start of each day, days given as 20261231; UNKNOWN_TIME for what is no day."""
     days, place = np.unique(dates, return_inverse=True)
     return np.array([_day_ms(int(day)) for day in days], np.int64)[place]
 
@@ -133,7 +180,32 @@ def _day_ms(day: int) -> int:
     try:
         return int(datetime(day // 10_000, day // 100 % 100, day % 100, tzinfo=UTC).timestamp() * 1000)
     except ValueError:
-        return 0
+        return UNKNOWN_TIME
+
+
+def year_of(times: Ints) -> int | None:
+    """The year of the newest time that has one."""
+    known = times[(times != UNKNOWN_TIME) & ~_is_yearless(times)]
+    return datetime.fromtimestamp(int(known.max()) / 1000, UTC).year if len(known) else None
+
+
+def _is_yearless(times: Ints) -> npt.NDArray[np.bool_]:
+    return (times >= _NO_YEAR_MS[0]) & (times < _NO_YEAR_MS[1])
+
+
+def with_year(times: Ints, year: int) -> Ints:
+    """Times without a year put into `year`."""
+    lines = np.flatnonzero(_is_yearless(times))
+    if not len(lines):
+        return times
+    days, place = np.unique(times[lines] // DAY_MS, return_inverse=True)
+    dates = [datetime.fromtimestamp(int(day) * DAY_MS / 1000, UTC) for day in days]
+    moved = np.array(
+        [_day_ms(year * 10_000 + date.month * 100 + min(date.day, 28 if date.month == 2 else 31)) for date in dates]
+    )
+    times = times.copy()
+    times[lines] = moved[place] + times[lines] % DAY_MS
+    return times
 
 
 def filled(times: Ints) -> Ints:

@@ -23,6 +23,7 @@ class Pane(Vertical):
     number: ClassVar[int] = 0
     label: ClassVar[str] = ""
     keys: ClassVar[tuple[tuple[str, str], ...]] = ()
+    filter_hint: ClassVar[str] = "filter: show only lines with this text"
 
     @dataclass
     class Go(Message):
@@ -97,6 +98,9 @@ class Pane(Vertical):
         """Enter on a row: follow its target."""
         if chosen.target is not None:
             self.post_message(self.Go(chosen.target))
+
+    def followed(self) -> None:
+        """Following has begun while this screen is shown."""
 
     def go_back(self) -> bool:
         """Esc within the screen; False when there is nothing to go back from."""

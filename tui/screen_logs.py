@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
-from textual.app import App
 from textual.binding import Binding, BindingType
 
 from titan_ckpt.debug.records import NO_OPERATIONS, Run
 from titan_ckpt.errors import StoreError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data_incident import first_error
-from titan_ckpt.tui.data_logs import LogFilter, LogIndex, LogLine, Mask, Positions, cheap_mask, search, visible
-from titan_ckpt.tui.log_scan import ERROR, LEVELS, WARNING
+from titan_ckpt.tui.data_logs import LogIndex, LogLine, Positions
+from titan_ckpt.tui.log_scan import ERROR, WARNING
+from titan_ckpt.tui.log_view import FOLD_LINES, Asked, LogView, parse_clock, parse_filter, views
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, parse_ranks, ranks_text, row
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, ranks_text, row
 from titan_ckpt.tui.session import Session
 
-FOLD_MS, FOLD_LINES = 2_000, 2_000
 _SCAN_LINES = 1 << 16
 _ROLES: dict[int, Role] = {0: "dim", 1: "", WARNING: "warn", ERROR: "bad"}
 _QUARTER_MS = 900_000
-_NUMBERS = re.compile(r"\d+(?:\.\d+)?|0x[0-9a-f]+")
 
 
 class LogRows:
@@ -34,7 +32,7 @@ class LogRows:
     """
 
     def __init__(
-        self, index: LogIndex, view: Positions, folds: dict[int, tuple[int, ...]], cause: int | None = None
+        self, index: LogIndex, view: Positions, folds: Mapping[int, tuple[int, ...]], cause: int | None = None
     ) -> None:
         self.index, self.view, self._folds, self.cause = index, view, folds, cause
 
@@ -73,72 +71,98 @@ class LogsPane(Pane):
     number = 5
     label = "Logs"
     keys = (
-        ("/", "filter: ranks 0-3, level warning, or a regex"),
-        ("z", "fold equal lines"),
+        ("/", "filter"),
+        ("enter", "the collective then"),
         ("c", "first error"),
-        ("enter", "the collective"),
+        ("z", "fold equal lines"),
+        ("t", "go to a time"),
     )
+    filter_hint = "filter: ranks, level, regex, for example: 0-3,8 warning store.*timeout"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("z", "fold", show=False), Binding("c", "cause", show=False),
+        Binding("z", "fold", show=False), Binding("c", "cause", show=False), Binding("t", "time", show=False),
     ]  # fmt: skip
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._view: Positions | None = None
-        self._is_folded = self._is_cut = False
-        self._asked: tuple[str, int] = ("", -1)
+        self._found: LogView | None = None
+        self._is_folded = False
+        self._asked: tuple[Asked, object] | None = None
 
     def state(self) -> tuple[object, ...]:
         logs = self.session.logs
-        return (logs.version, logs.text, self._is_folded, self._asked, self.session.incident.version)
+        return (logs.version, logs.text, self._is_folded, self.session.incident.version)
 
     def title(self) -> str:
-        logs = self.session.logs.value
+        logs, found = self.session.logs.value, self._found
         if logs is None:
             return self.session.logs.text
-        shown = len(self.body.rows)
-        folded = f" · folded: the last {FOLD_LINES:,} lines only" if self._is_cut else " · folded" * self._is_folded
+        folded = ""
+        if self._is_folded:
+            is_cut = found is not None and found.is_cut
+            folded = f" · folded: the last {FOLD_LINES:,} lines only" if is_cut else " · folded"
         so_far = " so far" if logs.is_head else ""
-        return f"{len(logs.files.files)} files · {shown:,} of {len(logs):,} lines{so_far}{folded}"
+        damaged = f" · {len(logs.problems)} unreadable" if logs.problems else ""
+        return (
+            f"{len(logs.files.files)} files{damaged} · {len(self.body.rows):,} of {len(logs):,} lines{so_far}{folded}"
+        )
 
     def make_rows(self, width: int) -> Rows:  # noqa: ARG002 (the base's)
         logs = self.session.logs.value
         if logs is None:
             return RowList([row(self.session.logs.text)])
-        wanted = parse_filter(self.filter_text)
-        if wanted.pattern and self._asked != (self.filter_text, self.session.logs.version):
-            self._search(logs, wanted)
-        if wanted.pattern and self._view is None:
-            return RowList([row(("searching ...", "dim"))])
-        view = self._view if wanted.pattern and self._view is not None else visible(logs, cheap_mask(logs, wanted))
-        self._is_cut = self._is_folded and len(view) > FOLD_LINES
-        view, folds = fold(logs, view) if self._is_folded else (view, {})
-        return LogRows(logs, view, folds, self._cause(logs))
+        asked = Asked(text=self.filter_text, is_folded=self._is_folded)
+        if asked == Asked():
+            self._asked = self._found = None
+            return LogRows(logs, logs.order, {}, self._cause(logs))
+        if self._asked != (asked, logs.token):
+            self._ask_for(logs, asked)
+        found, before = self._found, self.body.rows
+        if found is not None:
+            return LogRows(found.index, found.view, found.folds, self._cause(found.index))
+        return before if isinstance(before, LogRows) else RowList([row(("searching ...", "dim"))])
 
     def _cause(self, logs: LogIndex) -> int | None:
         incident = self.session.incident.value
         event = first_error(incident) if incident is not None else None
         return logs.line_at(event.source, event.line) if event is not None else None
 
-    def _search(self, logs: LogIndex, wanted: LogFilter) -> None:
-        """Search in a thread; what is found is shown as it is found, until another search is asked for."""
-        asked = self._asked = (self.filter_text, self.session.logs.version)
-        self._view = None
+    def _ask_for(self, logs: LogIndex, asked: Asked) -> None:
+        """Filter in a thread; what is found is shown as it is found, until something else is asked for."""
+        key = self._asked = (asked, logs.token)
+        former = self._found if self._found is not None and self._found.asked == asked else None
+        self._found, app = former, self.app
 
-        def show(view: Positions | None) -> None:
-            if view is not None and self._asked == asked:
-                self._view = view
+        def show(view: LogView | None) -> None:
+            if view is not None and self._asked == key:
+                self._found = view
                 self.update_rows(force=True)
 
-        def work() -> Positions | None:
+        def work() -> LogView | None:
+            last = None
             try:
-                return _streamed(self.app, search(logs, wanted.pattern, cheap_mask(logs, wanted)), logs, show)
+                for view in views(logs, asked, former):
+                    if self._asked != key:
+                        return None
+                    if former is None and not asked.is_folded:
+                        app.post_message(tasks.Progress(view, show))
+                    last = view
             except StoreError:
-                if logs.files.is_closed:
-                    return None  # the logs were read again: the newer index is being searched
-                raise
+                if not logs.files.is_closed:
+                    raise  # else: the logs were read again, and the newer index is being searched
+            return last
 
-        self.post_message(self.Work(f"searching for {wanted.pattern}", work, show))
+        self.post_message(self.Work(f"searching for {asked.text}" if asked.text else "folding", work, show))
+
+    def update_rows(self, *, force: bool = False) -> None:
+        """While a job is followed a cursor at the end stays there."""
+        body = self.body
+        is_at_end, before = body.cursor >= len(body.rows) - 1, len(body.rows)
+        super().update_rows(force=force)
+        if self.session.is_following and is_at_end and len(body.rows) > before > 1:
+            body.move_to(len(body.rows) - 1)
+
+    def followed(self) -> None:
+        self.body.move_to(len(self.body.rows) - 1)
 
     def set_filter(self, text: str) -> None:
         pattern = parse_filter(text).pattern
@@ -156,6 +180,19 @@ class LogsPane(Pane):
             self.post_message(self.Say("no error of a rank's own is among these lines"))
         else:
             self.body.move_to(place)
+
+    def action_time(self) -> None:
+        self.post_message(self.Ask("go to the time, for example 14:05:30", "", self._go_to_time))
+
+    def _go_to_time(self, text: str) -> None:
+        rows = self.body.rows
+        if not isinstance(rows, LogRows) or not len(rows):
+            return
+        wanted = parse_clock(text, rows.line(self.body.cursor).time_ms)
+        if wanted is None:
+            self.post_message(self.Say(f"{text!r} is not a time; write 14:05, 14:05:30.250 or 2026-11-21 14:05"))
+        else:
+            self.body.move_to(rows.index.place_of_time(wanted, rows.view))
 
     def chosen(self, chosen: Row) -> None:
         """The collective that the line's rank had issued last when it wrote the line."""
@@ -182,18 +219,6 @@ class LogsPane(Pane):
             self.body.move_to(place)
 
 
-def _streamed(
-    app: App[Any], found: Iterator[tuple[float, Mask]], logs: LogIndex, show: Callable[[Positions | None], None]
-) -> Positions:
-    """The last of what was found; what comes before it goes to the screen at once."""
-    view = np.zeros(0, np.int32)
-    for share, mask in found:
-        view = visible(logs, mask)
-        if share < 1:
-            app.post_message(tasks.Progress(view, show))
-    return view
-
-
 def operation_at(run: Run, rank: int, time_ms: int) -> tuple[str, int] | None:
     """(group, seq) of the collective that `rank` issued last before a time; None where no such time was recorded.
 
@@ -208,35 +233,3 @@ def operation_at(run: Run, rank: int, time_ms: int) -> tuple[str, int] | None:
     before = np.flatnonzero(created_ms <= time_ms - offset)
     entry = table[rows[before[-1] if len(before) else 0]]
     return str(run.groups[entry["group"]]), int(entry["seq"])
-
-
-def parse_filter(text: str) -> LogFilter:
-    """`0-3,8` is a set of ranks, `level warning` (or a level's name) a level; anything else is a pattern.
-
-    >>> parse_filter("0-2"), parse_filter("level error").level, parse_filter("nan|inf").pattern
-    (LogFilter(ranks=(0, 1, 2), level=0, pattern=''), 3, 'nan|inf')
-    """
-    word = text.removeprefix("level ").strip().lower()
-    if word in LEVELS:
-        return LogFilter(level=LEVELS.index(word))
-    ranks = parse_ranks(text) if text else None
-    return LogFilter(ranks=ranks) if ranks is not None else LogFilter(pattern=text)
-
-
-def fold(logs: LogIndex, view: Positions) -> tuple[Positions, dict[int, tuple[int, ...]]]:
-    """Lines that differ in numbers only, said by several ranks within two seconds, as one. Of a longer view its last part."""
-    view = view[-FOLD_LINES:]
-    kept: list[int] = []
-    seen: dict[str, tuple[int, int]] = {}
-    ranks: dict[int, set[int]] = {}
-    for position in view.tolist():
-        line = logs.read(position)
-        key = _NUMBERS.sub("#", line.text)
-        at = seen.get(key)
-        if at is not None and line.time_ms - at[1] <= FOLD_MS:
-            ranks[at[0]].add(-1 if line.rank is None else line.rank)
-            continue
-        seen[key] = (len(kept), line.time_ms)
-        ranks[len(kept)] = {-1 if line.rank is None else line.rank}
-        kept.append(position)
-    return np.array(kept, np.int32), {place: tuple(sorted(said)) for place, said in ranks.items()}
