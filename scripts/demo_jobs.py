@@ -98,7 +98,7 @@ def wait_for(
         time.sleep(poll_s)
 
 
-def processes_of(process: subprocess.Popen[bytes]) -> list[int]:
+def processes_of(process: subprocess.Popen[Any]) -> list[int]:
     """The process, if it still runs, and all that come from it. Ranks are in sessions of their own, so no group holds them."""
     if process.poll() is not None:
         return []
