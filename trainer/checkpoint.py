@@ -28,15 +28,24 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run has come: finished optimizer steps, samples and tokens consumed. The same on every rank and mesh."""
+    """How far a run has come: finished optimizer steps, samples and tokens consumed. The same on every rank and mesh.
+
+    `skipped` of the steps made no update, since their gradient was not finite.
+    """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    skipped: int = 0
 
-    def after(self, *, samples: int, tokens: int) -> Progress:
+    def after(self, *, samples: int, tokens: int, is_skipped: bool = False) -> Progress:
         """One step further."""
-        return Progress(step=self.step + 1, samples=self.samples + samples, tokens=self.tokens + tokens)
+        return Progress(
+            step=self.step + 1,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
+            skipped=self.skipped + is_skipped,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +62,7 @@ def training_record(progress: Progress, *, fingerprint: str, seed: int, lr: floa
     return {
         "step": progress.step,
         "tokens_seen": progress.tokens,
+        "skipped_steps": progress.skipped,
         "lr": lr,
         "data": {"position": progress.samples, "fingerprint": fingerprint},
         "rng": {"seed": seed, "policy": "stateless: after initialisation nothing draws random numbers"},
@@ -159,7 +169,10 @@ def restore(
     report = load(checkpoint, state, policy=LoadPolicy(extra="allow"))
     check_all_taken(checkpoint, report, tuple(state), agreement)
     return Progress(
-        step=int(training["step"]), samples=int(training["data"]["position"]), tokens=int(training["tokens_seen"])
+        step=int(training["step"]),
+        samples=int(training["data"]["position"]),
+        tokens=int(training["tokens_seen"]),
+        skipped=int(training.get("skipped_steps", 0)),
     )
 
 

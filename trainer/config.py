@@ -54,6 +54,7 @@ class DataConfig:
     tokenizer: str = "bytes"  # or the path or URL of a Hugging Face tokenizer.json
     separator: str = ""  # token between documents; empty: the tokenizer's usual end-of-text token
     shuffle: bool = True
+    document_masks: bool = False  # a token sees the tokens of its own document only
     bad_line: Literal["stop", "skip"] = "stop"  # a JSONL line that is no JSON or has no text; skipped ones are counted
     cache: str = "~/.cache/titan-ckpt/tokens"  # text is tokenised once per corpus and tokenizer, and mapped into memory
     prefetch: int = 2  # batches made ahead
@@ -75,6 +76,7 @@ class TrainOptions:
     max_seconds: float = 0.0  # save, commit and exit cleanly after this long; 0: no limit
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
+    gc_every: int = 50  # steps from one garbage collection to the next, the same on all ranks; 0: whenever Python likes
     init_timeout_s: float = 600.0  # for collectives until the first step is done
     step_timeout_s: float = 600.0  # for collectives from then on
     freeze: tuple[str, ...] = ()  # globs over names of weights that stay as they are, such as "model.layers.[0-3].*"
@@ -187,6 +189,8 @@ def check(config: TrainConfig) -> None:
         ("save.keep_last", config.save.keep_last, 0),
         ("save.keep_every", config.save.keep_every, 0),
         ("log.every", config.log.every, 1),
+        ("train.gc_every", config.train.gc_every, 0),
+        ("optimizer.max_skipped", config.optimizer.max_skipped, 1),
     ):
         if value < least:
             raise ConfigError(f"{name} = {value}: must be at least {least}")

@@ -33,10 +33,11 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Ids and labels (IGNORED: masked) for one forward and backward."""
+    """Ids and labels (IGNORED: masked) for one forward and backward; the number of each token's document where asked for."""
 
     tokens_BL: Tensor
     labels_BL: Tensor
+    documents_BL: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,11 @@ class Batch:
     position: int
     microbatches: list[Microbatch]
     valid_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """This rank's tokens that count."""
+        return sum(int((microbatch.labels_BL != IGNORED).sum()) for microbatch in self.microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +96,10 @@ class Dataset:
         seed: int,
         shuffle: bool,
         held_out: float = 0.0,
+        has_document_masks: bool = False,
     ) -> None:
         self.tokens, self.seq_len = tokens, seq_len
+        self._separator = tokens[0].header.separator if has_document_masks else None
         sizes = []
         for file, weight in zip(tokens, weights, strict=True):
             count = max(0, (len(file) - 1) // seq_len)
@@ -146,7 +154,19 @@ class Dataset:
             if place is not None:
                 sample = self.read(place)
                 tokens[row], labels[row] = sample[:-1], sample[1:]
-        return Microbatch(tokens, labels)
+        if self._separator is None:
+            return Microbatch(tokens, labels)
+        return Microbatch(tokens, labels, documents(tokens, self._separator))
+
+
+def documents(tokens_BL: Tensor, separator: int) -> Tensor:
+    """The number of each token's document in its sample; a separator belongs to the document it closes.
+
+    >>> documents(torch.tensor([[5, 6, 0, 7, 0, 8]]), separator=0).tolist()
+    [[0, 0, 0, 1, 1, 2]]
+    """
+    closes_BL = (tokens_BL == separator).long()
+    return closes_BL.cumsum(dim=1) - closes_BL
 
 
 def open_dataset(
@@ -156,8 +176,9 @@ def open_dataset(
     tokens = [_open_source(source, config, tokenizer, is_writer) for source in config.sources]
     weights = [source.weight for source in config.sources]
     return Dataset(
-        tokens, weights, seq_len=config.seq_len, seed=seed, shuffle=config.shuffle, held_out=validation.fraction
-    )
+        tokens, weights, seq_len=config.seq_len, seed=seed, shuffle=config.shuffle, held_out=validation.fraction,
+        has_document_masks=config.document_masks,
+    )  # fmt: skip
 
 
 def _open_source(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, is_writer: bool) -> TokenFile:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -26,9 +27,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from titan_ckpt.errors import TitanError
 from titan_ckpt.trainer.config import TrainConfig, fixed_world_size
-from titan_ckpt.trainer.logs import RunFolder
+from titan_ckpt.trainer.goodput import parse_metrics
+from titan_ckpt.trainer.logs import METRICS, RunFolder
 
 LAUNCHED = "TITAN_CKPT_LAUNCHED"
+LAST_WORDS_S = 5.0  # after save.grace_s a rank says itself that it is late; one that does not is killed this much later
 _SYMPTOMS = (
     "closed by peer",
     "reset by peer",
@@ -110,7 +113,8 @@ def num_ranks(config: TrainConfig, nproc: int | None) -> int:
 def launch(arguments: Sequence[str], config: TrainConfig, folder: RunFolder, *, nproc: int, restarts: int = 0) -> int:
     """Run `titan-ckpt train ARGUMENTS` on `nproc` ranks; 0, or 130 after a signal whose last checkpoint is committed."""
     _clear_errors(folder)
-    os.environ[LAUNCHED] = str(time.time())
+    launched_s = time.time()
+    os.environ[LAUNCHED] = str(launched_s)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # its wall of text blames the wrong rank; ours follows
@@ -120,7 +124,7 @@ def launch(arguments: Sequence[str], config: TrainConfig, folder: RunFolder, *, 
     except ChildFailedError as error:
         raise _explain(error, folder) from error
     except SignalException as error:
-        return _after_signal(error, folder)
+        return _after_signal(error, folder, launched_s, config.save.grace_s)
     return 0
 
 
@@ -136,7 +140,7 @@ def _launch_config(nproc: int, restarts: int, grace_s: float) -> LaunchConfig:
         max_restarts=restarts,
         monitor_interval=0.1,
         signals_to_handle="SIGTERM,SIGINT",
-        shutdown_timeout=max(1, int(grace_s)),
+        shutdown_timeout=math.ceil(grace_s + LAST_WORDS_S),
     )
 
 
@@ -209,10 +213,27 @@ def _as_error(error: RankError, folder: RunFolder) -> TitanError:
     return shown
 
 
-def _after_signal(error: SignalException, folder: RunFolder) -> int:
+def _after_signal(error: SignalException, folder: RunFolder, launched_s: float, grace_s: float) -> int:
+    """130 when the ranks ended as they should; else what kept them."""
     errors = read_errors(folder)
     name = signal.Signals(error.sigval).name
     if errors:
         raise _as_error(errors[0], folder) from error
-    sys.stderr.write(f"titan-ckpt: stopped by {name}\n")
+    events = _events_since(folder, launched_s)
+    if "start" in events and "end" not in events:
+        raise StoppedError(
+            f"stopped by {name}, but a rank had not ended when save.grace_s = {grace_s:g} s were over and was killed; "
+            "what was committed stands"
+        ) from error
+    sys.stderr.write(f"titan-ckpt: stopped by {name}{'' if 'start' in events else ' before training began'}\n")
     return 130
+
+
+def _events_since(folder: RunFolder, time_s: float) -> set[str]:
+    """Which kinds of records rank 0 has written since `time_s`."""
+    try:
+        with open(folder.file(METRICS), encoding="utf-8") as file:
+            records = parse_metrics(file.read())
+    except FileNotFoundError:
+        return set()
+    return {str(record["event"]) for record in records if float(record["time_s"]) >= time_s}

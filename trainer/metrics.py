@@ -35,11 +35,16 @@ PEAK_FLOPS = {
 }
 
 
+# Float8 products per bfloat16 product, on every one of them that has Float8.
+FLOAT8_PEAK_RATIO = 2.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """A finished step; rates and times are means over the `steps` since the record before, of the slowest rank.
 
-    `mfu` is against the bfloat16 peak, None where that is not known.
+    `mfu` is against the bfloat16 peak, None where that is not known; `mfu_float8` against the Float8 peak, where the blocks'
+    products are Float8. `skipped_steps` counts those without an update since step 0. Uploads are those of rank 0.
     """
 
     step: int
@@ -55,9 +60,12 @@ class StepMetrics:
     data_wait_s: float
     memory_bytes: int
     tokens_seen: int
+    mfu_float8: float | None = None
     steps: int = 1
+    skipped_steps: int = 0
     checkpoint_stall_s: float = 0.0
     uploaded_bytes: int = 0
+    upload_bytes_per_s: float = 0.0
     committed_step: int | None = None
     commit_age_s: float | None = None
     is_uploading: bool = False
@@ -76,12 +84,16 @@ class StepMetrics:
         ]
         if self.mfu is not None:
             parts.append(f"mfu {self.mfu:.1%}")
+        if self.mfu_float8 is not None:
+            parts.append(f"of float8 {self.mfu_float8:.1%}")
         if self.data_wait_s > 0.05 * self.step_s:
             parts.append(f"data {format_duration(self.data_wait_s)}")
         if self.checkpoint_stall_s:
             parts.append(f"stall {format_duration(self.checkpoint_stall_s)}")
+        if self.skipped_steps:
+            parts.append(f"skipped {self.skipped_steps}")
         if self.is_uploading:
-            parts.append(f"uploading {format_size(self.uploaded_bytes)}")
+            parts.append(f"uploading {format_size(self.upload_bytes_per_s)}/s")
         if self.committed_step is not None:
             parts.append(f"committed {self.committed_step}")
         return "  ".join(parts)

@@ -32,6 +32,8 @@ class OptimizerConfig:
     schedule: Literal["constant", "wsd", "cosine", "linear", "sqrt"] = "cosine"
     decay_fraction: float = 0.2
     min_lr_ratio: float = 0.1
+    not_finite: Literal["stop", "skip"] = "stop"  # a gradient with an infinity or NaN: end the run, or make no update
+    max_skipped: int = 8  # steps in a row; one more ends the run
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

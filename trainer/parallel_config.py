@@ -15,7 +15,10 @@ Schedule: TypeAlias = Literal[
 ]
 DType: TypeAlias = Literal["float32", "bfloat16"]
 
+# Backward comes in two passes, of inputs and of weights.
+SPLIT_BACKWARD: tuple[Schedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SINGLE_STAGE: tuple[Schedule, ...] = ("GPipe", "1F1B")  # one stage per rank; all others take two or more
+MX_BLOCK = 32  # elements that share a scale in MXFP8
 V_SHAPED: tuple[Schedule, ...] = ("ZBVZeroBubble", "DualPipeV")  # rank r has stages r and 2 pp - 1 - r
 
 
@@ -48,7 +51,7 @@ class ParallelConfig:
     compile: bool = False
     param_dtype: DType = "float32"  # of the forward and backward; the optimizer's weights stay float32
     reduce_dtype: DType = "float32"
-    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "none"
     float8_all_gather: bool = False  # FSDP gathers weights already cast; tensorwise only
 
 
@@ -84,7 +87,8 @@ def check_fits(
     _check_pipeline(model, parallel, mesh, microbatch_size)
     _check_methods(parallel, mesh)
     if parallel.float8 != "none":
-        _check_float8(model, mesh)
+        samples = microbatch_size // num_microbatches(parallel, mesh)
+        _check_float8(model, mesh, alignment=MX_BLOCK if parallel.float8 == "mxfp8" else 16, tokens=samples * seq_len)
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> list[LayerRange]:
@@ -190,6 +194,15 @@ def _check_methods(parallel: ParallelConfig, mesh: MeshSpec) -> None:
         )
     if parallel.activation_checkpoint == "budget" and not parallel.compile:
         raise ConfigError("activation_checkpoint=budget is decided by the compiler: set compile=true")
+    if (
+        parallel.activation_checkpoint == "selective"
+        and mesh.degree("pp") > 1
+        and parallel.pp_schedule in SPLIT_BACKWARD
+    ):
+        raise ConfigError(
+            f"activation_checkpoint=selective with {parallel.pp_schedule}: it allows one backward pass, and this schedule makes "
+            "two (inputs, then weights); use full, every_n, or 1F1B or Interleaved1F1B"
+        )
     if parallel.checkpoint_every_n < 1:
         raise ConfigError(f"checkpoint_every_n={parallel.checkpoint_every_n}: must be at least 1")
     if parallel.float8_all_gather and parallel.float8 != "tensorwise":
@@ -198,13 +211,20 @@ def _check_methods(parallel: ParallelConfig, mesh: MeshSpec) -> None:
         )
 
 
-def _check_float8(model: ModelConfig, mesh: MeshSpec) -> None:
-    """A float8 product needs both sides of the weight that a rank multiplies with to be multiples of 16."""
-    tp = mesh.degree("tp")
-    _divides(model.dim, 16, "float8: dim", "the alignment")
-    _divides(model.ffn_dim, 16 * tp, "float8: ffn_dim", "alignment x tp")
-    _divides(model.n_kv_heads * model.head_size, 16 * tp, "float8: key/value heads x head size", "alignment x tp")
-    _divides(model.n_heads * model.head_size, 16 * tp, "float8: heads x head size", "alignment x tp")
+def _check_float8(model: ModelConfig, mesh: MeshSpec, *, alignment: int, tokens: int) -> None:
+    """All three sides of a float8 product (of weights as a rank has them, and its tokens) must be multiples of `alignment`."""
+    tp, cp = mesh.degree("tp"), mesh.degree("cp")
+    sides = f"the alignment {alignment}"
+    _divides(model.dim, alignment, "float8: dim", sides)
+    _divides(model.ffn_dim, alignment * tp, "float8: ffn_dim", f"{sides} x tp {tp} =")
+    _divides(
+        model.n_kv_heads * model.head_size,
+        alignment * tp,
+        "float8: key/value heads x head size",
+        f"{sides} x tp {tp} =",
+    )
+    _divides(model.n_heads * model.head_size, alignment * tp, "float8: heads x head size", f"{sides} x tp {tp} =")
+    _divides(tokens, alignment * cp, "float8: tokens of a forward", f"{sides} x cp {cp} =")
 
 
 def _divides(size: int, by: int, what: str, parts: str) -> None:

@@ -14,7 +14,7 @@ from math import floor, log10
 from xml.sax.saxutils import escape
 
 from titan_ckpt.command import Command
-from titan_ckpt.errors import NotFoundError
+from titan_ckpt.errors import NotFoundError, UsageError
 from titan_ckpt.layout import LOGS
 from titan_ckpt.location import join, parse_location, redact
 from titan_ckpt.store import open_store
@@ -175,6 +175,8 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Write the picture; print the path, or the account as JSON."""
+    if not arguments.output.endswith(".svg"):
+        raise UsageError(f"-o {arguments.output}: the picture is an SVG; name it so, for example -o run.svg")
     records = read_metrics(arguments.url)
     account = goodput(records)
     with open(arguments.output, "w", encoding="utf-8") as file:

@@ -38,7 +38,8 @@ from titan_ckpt.trainer.data import BatchShape, Dataset, open_dataset, unigram_e
 from titan_ckpt.trainer.device_mesh import BACKENDS, RankMesh
 from titan_ckpt.trainer.exporting import Exporter
 from titan_ckpt.trainer.goodput import goodput, parse_metrics
-from titan_ckpt.trainer.launch import launched_at_s
+from titan_ckpt.trainer.job import Job, Outcome
+from titan_ckpt.trainer.launch import StoppedError, is_launched_here, launched_at_s, write_error
 from titan_ckpt.trainer.logs import (
     METRICS,
     TRACE,
@@ -50,7 +51,7 @@ from titan_ckpt.trainer.logs import (
     run_folder,
     upload_logs,
 )
-from titan_ckpt.trainer.loop import Job, Loop, Outcome
+from titan_ckpt.trainer.loop import Loop
 from titan_ckpt.trainer.lora import adapters_of, add_adapters, start_adapters
 from titan_ckpt.trainer.metrics import MetricsLog, Sink, WeightsAndBiases, open_sinks
 from titan_ckpt.trainer.model import Decoder
@@ -104,7 +105,7 @@ def run_rank(config: TrainConfig, place: RankPlace) -> Outcome:
     with RankLogging(folder.log(place.rank), rank=place.rank, mesh=mesh, has_bar=config.log.progress) as logging_:
         try:
             with ExitStack() as stack:
-                stop = stack.enter_context(StopRequest(max_seconds=config.train.max_seconds))
+                stop = stack.enter_context(_stop_request(config, place, folder))
                 stack.enter_context(_process_group(config, place, device))
                 first, last = config.log.trace_steps
                 steps = range(first, last + 1) if last else range(0)
@@ -171,6 +172,21 @@ def _train(
             with open(folder.file(METRICS), encoding="utf-8") as file:
                 log.info("%s", goodput(parse_metrics(file.read())).text())
         return outcome
+
+
+def _stop_request(config: TrainConfig, place: RankPlace, folder: RunFolder) -> StopRequest:
+    """Signals and the time limit; a rank that is still here when its grace is over ends with an error."""
+
+    def end(what: str) -> None:
+        error = StoppedError(
+            f"rank {place.rank} had not ended: {what} s are over. What was committed stands; "
+            "raise save.grace_s if saving takes longer"
+        )
+        log.log(logging.INFO if is_launched_here() else logging.ERROR, "%s", error)
+        write_error(folder, place.rank, error)
+        os._exit(error.exit_code)
+
+    return StopRequest(max_seconds=config.train.max_seconds, grace_s=config.save.grace_s, on_late=end)
 
 
 def _exporter(config: TrainConfig, metrics: MetricsLog) -> Exporter:

@@ -1,14 +1,15 @@
 """SIGTERM and SIGINT ask for a last checkpoint; all ranks stop after the same step.
 
 A signal only sets a flag. At the end of every step the ranks exchange their flags (and a few other numbers of which the largest
-counts) in one small reduction on the CPU, so that nobody stops alone.
+counts) in one small reduction on the CPU, so that nobody stops alone. What comes after has `grace_s`; a timer sees to it.
 """
 
 from __future__ import annotations
 
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar
@@ -23,25 +24,38 @@ HANDLED = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Whether this rank wants to stop, and why. A context manager that holds the signal handlers."""
+    """Whether this rank wants to stop, and why. A context manager that holds the signal handlers.
 
-    def __init__(self, *, max_seconds: float = 0.0) -> None:
+    `on_late` is called from a thread, with what ran out, when the rank is still inside `grace_s` after it was asked to stop.
+    """
+
+    def __init__(
+        self, *, max_seconds: float = 0.0, grace_s: float = 0.0, on_late: Callable[[str], None] | None = None
+    ) -> None:
+        self._max_seconds, self._grace_s, self._on_late = max_seconds, grace_s, on_late
         self._deadline = time.monotonic() + max_seconds if max_seconds else None
         self._signum = 0
+        self._timers: list[threading.Timer] = []
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         for signum in HANDLED:
             self._previous[signum] = signal.signal(signum, self._handle)
+        if self._max_seconds:
+            self._limit(self._max_seconds + self._grace_s, f"train.max_seconds = {self._max_seconds:g}")
         return self
 
     def __exit__(self, *_: object) -> None:
+        for timer in self._timers:
+            timer.cancel()
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
     def request(self, signum: int) -> None:
         """Stop after this step; also called by the recorder's thread while Python itself is stuck."""
-        self._signum = self._signum or signum
+        if not self._signum:
+            self._signum = signum
+            self._limit(self._grace_s, signal.Signals(signum).name)
 
     @property
     def code(self) -> int:
@@ -57,6 +71,13 @@ class StopRequest:
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         self.request(signum)
+
+    def _limit(self, seconds: float, what: str) -> None:
+        if self._on_late is not None:
+            timer = threading.Timer(seconds, self._on_late, [f"{what} and then save.grace_s = {self._grace_s:g}"])
+            timer.daemon = True
+            timer.start()
+            self._timers.append(timer)
 
 
 class Agreement:

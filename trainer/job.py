@@ -1,0 +1,58 @@
+"""What takes part in a run on one rank, and what a run comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ckpt.save import Saver
+from titan_ckpt.trainer.config import TrainConfig
+from titan_ckpt.trainer.data import BatchShape, Dataset
+from titan_ckpt.trainer.exporting import Exporter
+from titan_ckpt.trainer.metrics import MetricsLog
+from titan_ckpt.trainer.optimizer import Optimizer
+from titan_ckpt.trainer.parallelized import Parallelized
+from titan_ckpt.trainer.phases import Phases
+from titan_ckpt.trainer.profile import Inspection
+from titan_ckpt.trainer.signals import Agreement, StopRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How training ended: `completed`, `time limit` or `signal`; `committed_step` None when nothing was saved."""
+
+    reason: str
+    step: int
+    committed_step: int | None
+    loss: float | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """All that takes part on this rank, built by `titan_ckpt.trainer.setup`."""
+
+    config: TrainConfig
+    config_record: dict[str, Any]
+    assets: dict[str, bytes]
+    parallelized: Parallelized
+    optimizer: Optimizer
+    dataset: Dataset
+    saver: Saver | None
+    exporter: Exporter | None
+    agreement: Agreement
+    stop: StopRequest
+    phases: Phases
+    inspection: Inspection
+    metrics: MetricsLog
+    upload_logs: Callable[[], None]
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        """How a global batch is dealt to this rank."""
+        return BatchShape(
+            global_batch_size=self.config.train.global_batch_size,
+            microbatch_size=self.config.train.microbatch_size,
+            data_rank=self.parallelized.data_rank,
+            data_degree=self.parallelized.data_degree,
+        )
