@@ -140,7 +140,12 @@ def test_only_what_is_new_is_read_of_logs_that_grew(tmp_path: Path, monkeypatch:
         file.write(line(59, 1, "the news") + "\n")
     reads: list[tuple[int, int]] = []
     whole = LogFiles.read
-    monkeypatch.setattr(LogFiles, "read", lambda self, i, at, n: reads.append((i, n)) or whole(self, i, at, n))
+
+    def read(self: LogFiles, index: int, start: int, length: int) -> bytes:
+        reads.append((index, length))
+        return whole(self, index, start, length)
+
+    monkeypatch.setattr(LogFiles, "read", read)
     now = grown(index, tmp_path)
     assert now is not None
     assert len(now) == 10_001

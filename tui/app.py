@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
@@ -18,7 +19,7 @@ from titan_ckpt.tui.data_content import Content
 from titan_ckpt.tui.help import HelpScreen
 from titan_ckpt.tui.loading import Loader
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.rows import Target
+from titan_ckpt.tui.rows import Target, cut
 from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.session import Session
 
@@ -114,6 +115,12 @@ class TitanApp(App[None]):
             self.show_number(self._history.pop())
 
     # -------------------------------------------------------------------------------------------------- loading
+
+    async def on_event(self, event: events.Event) -> None:
+        """What was said of one key goes with the next."""
+        if isinstance(event, events.Key) and self._said:
+            self.say("")
+        await super().on_event(event)
 
     def _on_loaded(self) -> None:
         self.pane.update_rows()
@@ -225,10 +232,17 @@ class TitanApp(App[None]):
         elif doing:
             text = " · ".join([*([self._said] if self._said else []), *doing]) + " ..."
         else:
-            own = "  ".join(f"{key} {what}" for key, what in self.pane.keys)
-            text = f"? help  q quit  {own}"
+            text = self._hints()
         follow = "[following] " if self.session.is_following else ""
-        self.query_one("#status", Static).update(f" {follow}{text}")
+        self.query_one("#status", Static).update(cut(f" {follow}{text}", self.size.width))
+
+    def _hints(self) -> str:
+        """As many of the screen's keys as there is room for."""
+        text, room = "? help  q quit", self.size.width - 2 - len("[following] ") * self.session.is_following
+        for key, what in self.pane.keys:
+            longer = f"{text}  {key} {what}"
+            text = longer if len(longer) <= room else text
+        return text
 
     def _paint_tabs(self) -> None:
         current, is_wide = self.pane.number, self.size.width >= 92
@@ -240,6 +254,7 @@ class TitanApp(App[None]):
 
     def on_resize(self) -> None:
         self._paint_tabs()
+        self._paint_status()
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:  # noqa: ARG002 (Textual's)
         """The palette: every screen and every key of all screens."""

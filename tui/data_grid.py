@@ -5,6 +5,7 @@ At 16,384 ranks x 2,000 operations that is 33 MB, and what is painted is a maxim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,10 @@ class Grid:
 
     def column_text(self, column: int) -> str:
         """A column's name."""
-        return f"+{column * self.bin_ns / 1e9:.2f} s" if self.is_time else f"#{self.first + column}"
+        if not self.is_time:
+            return f"#{self.first + column}"
+        digits = min(max(-math.floor(math.log10(self.bin_ns * 10 / 1e9)), 0), 6)
+        return f"+{column * self.bin_ns / 1e9:.{digits}f} s"
 
 
 def build_grid(run: Run, lane: Lane) -> Grid:
@@ -127,7 +131,7 @@ def usual_signature(column: Ints) -> int:
 
 
 def build_time_grid(run: Run, lane: Lane, num_bins: int = 600) -> Grid | None:
-    """The same over wall time; None where no times were recorded. What is pending stays so to the right end."""
+    """The same over wall time; None where no times were recorded. What is pending or absent stays so to the right end."""
     sequence = build_grid(run, lane)
     created = [_created(run, rank, lane.row[i]) for i, rank in enumerate(lane.members)]
     known = [times[times > 0] for times in created]
@@ -143,7 +147,10 @@ def build_time_grid(run: Run, lane: Lane, num_bins: int = 600) -> Grid | None:
             bins = (times[columns] - start) // bin_ns
             np.maximum.at(codes[i], bins, sequence.codes[i, columns])
             last = int(sequence.codes[i, columns[-1]])
-            codes[i, int(bins[-1]) + 1 :] = last if last in (PENDING, RUNNING, DIFFERS) else BLANK
+            is_absent = int(sequence.codes[i].max()) == ABSENT
+            codes[i, int(bins[-1]) + 1 :] = (
+                last if last in (PENDING, RUNNING, DIFFERS) else ABSENT if is_absent else BLANK
+            )
     return Grid(name=sequence.name, members=sequence.members, codes=codes, start_ns=start, bin_ns=bin_ns,
                 labels=sequence.labels)  # fmt: skip
 
@@ -164,16 +171,50 @@ def coordinate_labels(run: Run, members: Sequence[int]) -> dict[int, str]:
     }
 
 
-def sort_orders(run: Run, members: Sequence[int]) -> list[tuple[str, Ints]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """An order of the rows: `places` in the members; rows of equal `keys` (a coordinate on the axis `name`) belong together."""
+
+    name: str
+    places: Ints
+    keys: Ints
+
+    def only(self, is_wanted: npt.NDArray[np.bool_]) -> Order:
+        """The same order of some of the members."""
+        left = is_wanted[self.places]
+        return Order(name=self.name, places=self.places[left], keys=self.keys[left])
+
+
+def sort_orders(run: Run, members: Sequence[int]) -> list[Order]:
     """Orders of the rows: by rank, and by each mesh axis first."""
     places = [run.ranks[rank].coordinates for rank in members]
     axes = list(places[0]) if places else []
-    orders = [("rank", np.arange(len(members), dtype=np.int64))]
+    orders = [Order(name="rank", places=np.arange(len(members)), keys=np.zeros(len(members), np.int64))]
     for axis in axes:
         keys = np.array([place.get(axis, 0) for place in places], np.int64)
         if len(set(keys.tolist())) > 1:
-            orders.append((axis, np.argsort(keys, kind="stable").astype(np.int64)))
+            sorted_ = np.argsort(keys, kind="stable").astype(np.int64)
+            orders.append(Order(name=axis, places=sorted_, keys=keys[sorted_]))
     return orders
+
+
+def row_starts(keys: Ints, per_row: int) -> Ints:
+    """Where rows of up to `per_row` ranks begin, a new one at each new key.
+
+    >>> row_starts(np.array([0, 0, 0, 1, 1]), 2)
+    array([0, 2, 3])
+    """
+    begins = np.flatnonzero(np.diff(keys, prepend=keys[:1] - 1))
+    ends = np.append(begins[1:], len(keys))
+    return np.concatenate([np.arange(a, b, per_row) for a, b in zip(begins, ends, strict=True)] or [begins])
+
+
+def per_row_to_fit(keys: Ints, num_rows: int) -> int:
+    """Ranks a row so that all rows fit on the screen: a power of two, or all ranks of a key."""
+    per_row, most = 1, max(len(keys), 1)
+    while per_row < most and len(row_starts(keys, per_row)) > num_rows:
+        per_row *= 2
+    return per_row
 
 
 def reduce_row(codes: Codes, rows: Ints, first: int, num_cells: int, per_cell: int) -> Codes:
@@ -189,24 +230,24 @@ def reduce_row(codes: Codes, rows: Ints, first: int, num_cells: int, per_cell: i
     return np.asarray(padded.reshape(num_cells, per_cell).max(axis=1), dtype=np.uint8)
 
 
-def next_stop(codes: Codes, order: Ints, spot: tuple[int, int], direction: int) -> tuple[int, int] | None:
-    """The next (place in `order`, column) to look at: the gravest rows of a problem column, then the next such column.
+def next_stop(codes: Codes, order: Ints, starts: Ints, spot: tuple[int, int], direction: int) -> tuple[int, int] | None:
+    """The next (row, column) to look at: the gravest rows of a problem column, then the next such column.
 
-    A column in which all rows are alike has one stop.
+    Rows are the parts of `order` that begin at `starts`. A column in which all rows are alike has one stop.
     """
-    place, column = spot
+    row, column = spot
     shown = codes if len(order) == len(codes) else codes[order]
     columns = problem_columns(shown)
     if column in columns:
-        places = _stops_in(codes[order, column])
-        left = places[places > place] if direction > 0 else places[places < place][::-1]
+        rows = _stops_in(np.maximum.reduceat(codes[order, column], starts))
+        left = rows[rows > row] if direction > 0 else rows[rows < row][::-1]
         if len(left):
             return int(left[0]), column
     further = columns[columns > column] if direction > 0 else columns[columns < column][::-1]
     if not len(further):
         return None
-    places = _stops_in(codes[order, int(further[0])])
-    return int(places[0 if direction > 0 else -1]), int(further[0])
+    rows = _stops_in(np.maximum.reduceat(codes[order, int(further[0])], starts))
+    return int(rows[0 if direction > 0 else -1]), int(further[0])
 
 
 def _stops_in(column: Codes) -> Ints:

@@ -13,7 +13,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from titan_ckpt.tui.lineview import LineView
-from titan_ckpt.tui.rows import Row, RowList, Rows, Target, parse_ranks, row
+from titan_ckpt.tui.rows import Row, RowList, Rows, Target, cut, parse_ranks, row
 from titan_ckpt.tui.session import Session
 
 
@@ -75,7 +75,7 @@ class Pane(Vertical):
     def set_title(self, text: str) -> None:
         """The line below the tabs."""
         suffix = f"   filter: {self.filter_text}" if self.filter_text else ""
-        self.query_one(".title", Static).update(f" {text}{suffix}")
+        self.query_one(".title", Static).update(" " + cut(text, self.size.width - len(suffix) - 1) + suffix)
 
     # -- what a screen may override
 

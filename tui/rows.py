@@ -116,6 +116,15 @@ def ranks_text(ranks: Sequence[int], limit: int = 12) -> str:
     return shown if len(spans) <= limit else f"{shown},... ({len(ranks)} ranks)"
 
 
+def cut(text: str, width: int) -> str:
+    """`text` in at most `width` characters.
+
+    >>> cut("a long line", 6), cut("short", 6)
+    ('a lon…', 'short')
+    """
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+
+
 def parse_ranks(text: str) -> tuple[int, ...] | None:
     """The inverse of `ranks_text`; None where `text` is no set of ranks.
 

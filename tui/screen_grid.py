@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,65 +11,15 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import Static
 
-from titan_ckpt.tui.data_grid import (
-    GLYPHS,
-    Grid,
-    build_grid,
-    build_time_grid,
-    next_stop,
-    reduce_row,
-    sort_orders,
-)
+from titan_ckpt.tui.data_grid import Grid, Order, build_grid, build_time_grid, next_stop, per_row_to_fit, sort_orders
 from titan_ckpt.tui.data_incident import Incident
+from titan_ckpt.tui.grid_rows import GridRows, axis_text, label_width, legend_text, stretch_of
 from titan_ckpt.tui.lineview import MARK, LineView
 from titan_ckpt.tui.pane import Pane, filter_ranks
-from titan_ckpt.tui.rows import Part, Row, RowList, Rows, Target, row
+from titan_ckpt.tui.rows import Row, RowList, Rows, Target, row
 from titan_ckpt.tui.session import Session
 
-_LABEL = 18
 MAX_CELLS_AT_ONCE = 1_000_000
-
-
-class GridRows:
-    """The rows of a heatmap, made as they are painted: a rank each. The cells of column `spot` stand out."""
-
-    def __init__(
-        self, grid: Grid, order: np.ndarray, *, first: int, per_cell: int, spot: int | None, pinned: int | None
-    ) -> None:
-        self.grid, self.order, self._first, self._per_cell = grid, order, first, per_cell
-        self._spot, self._pinned = spot, pinned
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def row(self, index: int, width: int) -> Row:
-        place = int(self.order[index])
-        rank = int(self.grid.members[place])
-        label = f"{'*' if rank == self._pinned else ' '}{rank:>5} {(self.grid.labels or {}).get(rank, ''):<10}"[:_LABEL]
-        cells = max(width - _LABEL, 1)
-        codes = reduce_row(self.grid.codes, np.array([place]), self._first, cells, self._per_cell)
-        parts: list[Part] = [(f"{label:<{_LABEL}}", "bold" if rank == self._pinned else "")]
-        cell = None if self._spot is None else (self._spot - self._first) // self._per_cell
-        parts += cell_parts(codes.tolist(), cell)
-        seq = None if self.grid.is_time else self.grid.first + self._column(place)
-        return row(*parts, target=Target(screen=3, group=self.grid.name, seq=seq, rank=rank))
-
-    def _column(self, place: int) -> int:
-        """The gravest column of the chosen cell, or of the whole row where no column is chosen."""
-        codes = self.grid.codes[place]
-        start, stop = (0, len(codes)) if self._spot is None else (self._spot, self._spot + self._per_cell)
-        return start + int(codes[start:stop].argmax()) if len(codes[start:stop]) else 0
-
-    def next_problem(self, index: int, direction: int) -> int | None:  # noqa: ARG002 (the protocol's)
-        """None: this screen steps through ranks and operations by itself."""
-        return None
-
-
-def cell_parts(codes: list[int], spot: int | None) -> Iterator[Part]:
-    """Cells as few parts: a part costs the terminal's driver as much as a line of text."""
-    for (code, is_spot), equal in itertools.groupby((code, i == spot) for i, code in enumerate(codes)):
-        glyph, role, _ = GLYPHS[code]
-        yield glyph * len(list(equal)), "spot" if is_spot else role
 
 
 class GridView(LineView):
@@ -93,17 +41,21 @@ class GridPane(Pane):
     number = 2
     label = "Grid"
     keys = (
-        ("[ ]", "group"),
-        ("+ -", "zoom"),
-        ("< >", "pan"),
-        ("t", "time axis"),
-        ("o", "order"),
-        ("h l", "column"),
         ("n N", "next problem"),
+        ("enter", "open"),
+        ("h l", "column"),
+        ("+ -", "zoom"),
+        ("v V", "ranks a row"),
+        ("t", "time"),
+        ("[ ]", "group"),
+        ("o", "order"),
+        ("< >", "pan"),
     )
+    filter_hint = "filter: ranks, for example 0-7,12"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left_square_bracket", "group(-1)", show=False), Binding("right_square_bracket", "group(1)", show=False),
         Binding("plus", "zoom(0.5)", show=False), Binding("minus", "zoom(2)", show=False),
+        Binding("v", "rows(2)", show=False), Binding("V", "rows(0.5)", show=False),
         Binding("less_than_sign", "pan(-1)", show=False), Binding("greater_than_sign", "pan(1)", show=False),
         Binding("t", "time", show=False), Binding("o", "order", show=False),
     ]  # fmt: skip
@@ -111,33 +63,48 @@ class GridPane(Pane):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._per_cell, self._first, self._is_time, self._order = 1, 0, False, 0
+        self._per_row: int | None = None  # None: as many as it takes to show all ranks
+        self._opened_from: tuple[int | None, int] | None = None
         self._spot: int | None = None
         self._is_at_end = True
         self._grid: Grid | None = None
-        self._sorted: tuple[np.ndarray, list[tuple[str, np.ndarray]]] | None = None
+        self._sorted: tuple[np.ndarray, list[Order]] | None = None
         self._key: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
         yield Static("", classes="title", markup=False)
         yield Static("", id="ruler", markup=False)
+        yield Static("", id="axis", markup=False)
         yield GridView()
+        yield Static("", id="legend", markup=False)
 
     def state(self) -> tuple[object, ...]:
-        view = (self._per_cell, self._first, self._spot, self._is_time, self._order)
+        view = (self._per_cell, self._first, self._spot, self._is_time, self._order, self._per_row, self._height())
         return (*super().state(), self.session.lane, *view)
+
+    def _height(self) -> int:
+        return self.body.scrollable_content_region.height
 
     def update_rows(self, *, force: bool = False) -> None:
         super().update_rows(force=force)
+        grid = self._grid
         self.query_one("#ruler", Static).update(self.ruler())
+        before = 0 if grid is None else label_width(grid) + len(MARK)
+        axis = "" if grid is None else axis_text(grid, self._first, self._per_cell, self._cell_width(grid))
+        self.query_one("#axis", Static).update(f"{'':>{before}}{axis}")
+        self.query_one("#legend", Static).update("" if grid is None else f" {legend_text()}")
+
+    def _cell_width(self, grid: Grid) -> int:
+        return max(self.body.line_width - label_width(grid), 1)
 
     def ruler(self) -> str:
-        """What stands above the cells: a mark at the chosen column with its name and what the rank under the cursor did."""
+        """What stands above the cells: a mark at the chosen column with its name and what the row under the cursor did."""
         grid, rows = self._grid, self.body.rows
         if grid is None or self._spot is None or not isinstance(rows, GridRows) or not len(rows):
             return ""
-        place = rows.order[min(self.body.cursor, len(rows) - 1)]
-        what = f"{grid.column_text(self._spot)}: rank {grid.members[place]} {GLYPHS[grid.codes[place, self._spot]][2]}"
-        before = _LABEL + len(MARK) + (self._spot - self._first) // self._per_cell
+        what = f"{grid.column_text(self._spot)}: {rows.what(min(self.body.cursor, len(rows) - 1))}"
+        cell = (self._spot - self._first) // self._per_cell * stretch_of(grid, self._cell_width(grid), self._per_cell)
+        before = label_width(grid) + len(MARK) + cell
         is_left = before + len(what) + 2 > self.body.line_width
         return f"{what:>{before - 1}} v" if is_left and before > len(what) + 1 else f"{'':>{before}}v {what}"
 
@@ -145,22 +112,24 @@ class GridPane(Pane):
         self.query_one("#ruler", Static).update(self.ruler())
 
     def title(self) -> str:
-        grid = self._grid
+        grid, rows = self._grid, self.body.rows
         if grid is None:
             return "no operations were recorded"
         incident = self.session.incident.value
         count = len(incident.lanes) if incident else 0
-        scale = f"{self._per_cell} a cell" if self._per_cell > 1 else "1 a cell"
-        return (
-            f"group {grid.name} ({self.session.lane + 1} of {count}) · {len(grid.members)} ranks · from "
-            f"{grid.column_text(self._first)} · {scale} · by {self._order_name()}"
+        per_row = rows.per_row if isinstance(rows, GridRows) else 1
+        scale = [f"up to {per_row} ranks a row"] if per_row > 1 else []
+        scale += (
+            [f"{self._per_cell} {'time steps' if grid.is_time else 'operations'} a cell"] if self._per_cell > 1 else []
         )
+        parts = [f"group {grid.name} ({self.session.lane + 1} of {count})", f"{len(grid.members)} ranks", *scale]
+        return " · ".join([*parts, f"by {self._order_name()}"])
 
     def _order_name(self) -> str:
         orders = self._orders()
-        return orders[self._order % len(orders)][0] if orders else "rank"
+        return orders[self._order % len(orders)].name if orders else "rank"
 
-    def _orders(self) -> list[tuple[str, np.ndarray]]:
+    def _orders(self) -> list[Order]:
         incident, grid = self.session.incident.value, self._grid
         if incident is None or grid is None:
             return []
@@ -168,7 +137,7 @@ class GridPane(Pane):
             self._sorted = (grid.members, sort_orders(incident.run, grid.members.tolist()))
         return self._sorted[1]
 
-    def make_rows(self, width: int) -> Rows:
+    def make_rows(self, width: int) -> Rows:  # noqa: ARG002 (the base's)
         incident = self.session.incident.value
         if incident is None or not incident.lanes:
             self._grid = None
@@ -176,16 +145,20 @@ class GridPane(Pane):
         grid = self._grid_of(incident)
         if grid is None:
             return RowList([row(("drawing ...", "dim"))])
-        order = self._orders()[self._order % len(self._orders())][1]
+        order = self._orders()[self._order % len(self._orders())]
         wanted = filter_ranks(self.filter_text)
         if wanted is not None:
-            order = order[np.isin(grid.members[order], np.array(wanted))]
+            order = order.only(np.isin(grid.members, np.array(wanted)))
+        if not len(order.places):
+            return RowList([row((f"no rank of this group is among {self.filter_text}", "dim"))])
         if self._is_at_end:
-            self._first = max(0, grid.codes.shape[1] - max(width - _LABEL, 1) * self._per_cell)
+            self._first = max(0, grid.codes.shape[1] - self._cell_width(grid) * self._per_cell)
         self._first = max(0, min(self._first, grid.codes.shape[1] - 1))
+        per_row = self._per_row or per_row_to_fit(order.keys, max(self._height(), 1))
         return GridRows(
-            grid, order, first=self._first, per_cell=self._per_cell, spot=self._spot, pinned=self.session.pinned
-        )
+            grid, order, first=self._first, per_cell=self._per_cell, per_row=per_row, spot=self._spot,
+            pinned=self.session.pinned,
+        )  # fmt: skip
 
     def _grid_of(self, incident: Incident) -> Grid | None:
         """The heatmap that is asked for; a large one is made in a thread, and None until it is there."""
@@ -214,6 +187,8 @@ class GridPane(Pane):
             self.call_later(self.update_rows)
             return
         self._grid, self._spot, self._is_at_end = grid, None, True
+        if grid.is_time:
+            self._per_cell = -(-grid.codes.shape[1] // self._cell_width(grid))
         self.call_later(self.update_rows, force=True)
 
     def action_group(self, by: int) -> None:
@@ -233,7 +208,8 @@ class GridPane(Pane):
 
     def _choose(self, column: int) -> None:
         """Choose a column and bring it into sight."""
-        seen = max(self.body.line_width - _LABEL, 1) * self._per_cell
+        assert self._grid is not None
+        seen = self._cell_width(self._grid) * self._per_cell
         if not self._first <= column < self._first + seen:
             self._first, self._is_at_end = max(0, column - seen // 2), False
         self._spot = column
@@ -244,12 +220,49 @@ class GridPane(Pane):
         self.update_rows()
 
     def action_pan(self, by: int) -> None:
-        self._is_at_end = False
-        self._first = max(0, self._first + by * max((self.body.line_width - _LABEL) // 2, 1) * self._per_cell)
-        self.update_rows()
+        if self._grid is not None:
+            self._is_at_end = False
+            self._first = max(0, self._first + by * max(self._cell_width(self._grid) // 2, 1) * self._per_cell)
+            self.update_rows()
+
+    def action_rows(self, factor: float) -> None:
+        """More or fewer ranks a row; the rank under the cursor stays there."""
+        rows = self.body.rows
+        if isinstance(rows, GridRows) and len(rows):
+            most = max(len(rows.order), 1)
+            self._show_rows(max(1, min(int(rows.per_row * factor), most)), self.body.cursor)
+
+    def _show_rows(self, per_row: int | None, index: int) -> None:
+        rows = self.body.rows
+        assert isinstance(rows, GridRows)
+        rank = int(rows.grid.members[rows.gravest(index)[0]])
+        self._per_row = per_row
+        self.update_rows(force=True)
+        self.select(Target(screen=self.number, rank=rank))
+
+    def chosen(self, chosen: Row) -> None:
+        """A row of several ranks opens into these, a single one into its operation."""
+        rows = self.body.rows
+        if isinstance(rows, GridRows) and rows.per_row > 1:
+            self._opened_from = (self._per_row, self.body.cursor)
+            self._show_rows(1, self.body.cursor)
+        else:
+            super().chosen(chosen)
+
+    def go_back(self) -> bool:
+        if super().go_back():
+            return True
+        if self._opened_from is None:
+            return False
+        self._per_row, cursor = self._opened_from
+        self._opened_from = None
+        self.update_rows(force=True)
+        self.body.move_to(cursor)
+        return True
 
     def action_time(self) -> None:
         self._is_time = not self._is_time
+        self._per_cell = 1
         self.update_rows()
 
     def action_order(self) -> None:
@@ -263,7 +276,7 @@ class GridPane(Pane):
             return
         outside = -1 if direction > 0 else grid.codes.shape[1]
         spot = (self.body.cursor, outside if self._spot is None else self._spot)
-        found = next_stop(grid.codes, rows.order, spot, direction)
+        found = next_stop(grid.codes, rows.order, rows.starts, spot, direction)
         if found is None:
             self.post_message(self.Say("no further problem to the " + ("right" if direction > 0 else "left")))
             return
@@ -274,5 +287,5 @@ class GridPane(Pane):
         self.update_rows()
         rows = self.body.rows
         if isinstance(rows, GridRows) and target.rank is not None:
-            places = np.flatnonzero(rows.grid.members[rows.order] == target.rank)
-            self.body.move_to(int(places[0]) if len(places) else self.body.cursor)
+            place = rows.row_of_rank(target.rank)
+            self.body.move_to(self.body.cursor if place is None else place)
