@@ -10,7 +10,7 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist reshard-matrix fuzz faults faults-debug demo docs wheel clean
+.PHONY: help setup check fix test test-dist reshard-matrix fuzz faults faults-debug soak demo docs wheel clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ faults: $(READY) ## kill, fail every store call, damage every file: docs/reliabi
 
 faults-debug: $(READY) ## hang a real job in every way there is, and diagnose each (ARGS="--ranks 2,4,8 --runs 3")
 	$(BIN)/python -m titan_ckpt.debug.campaign $(ARGS)
+
+soak: $(READY) ## an hour of training, kills, reshards and prunes through a network that breaks (ARGS="--minutes 5 --seed 1")
+	$(BIN)/python -m scripts.soak $(ARGS)
 
 demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug on real text (ARGS=--json for the facts)
 	$(BIN)/python -m scripts.demo $(ARGS)

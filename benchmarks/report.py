@@ -68,9 +68,13 @@ def write_section(name: str, title: str, bars: list[Bar], notes: str = "") -> No
     """Print the table and put it into docs/performance.md, in place of the section's former one."""
     rows = [(b.what, b.figure, b.bar, "yes" if b.holds else "NO", b.peer) for b in bars]
     table = tabulate(rows, headers=["what", "measured", "bar", "holds", "peer in the same run"], tablefmt="github")
-    text = f"<!-- begin {name} -->\n## {title}\n\n{machine()}\n\n{table}\n\n{notes}\n<!-- end {name} -->"
+    replace_section(PERFORMANCE, name, f"## {title}\n\n{machine()}\n\n{table}\n\n{notes}")
+
+
+def replace_section(page: Path, name: str, text: str) -> None:
+    """Print `text` and put it into `page` in place of the section `name`, or at the end where there is none."""
+    text = f"<!-- begin {name} -->\n{text}\n<!-- end {name} -->"
     sys.stdout.write(text + "\n")
-    old = PERFORMANCE.read_text() if PERFORMANCE.exists() else "# Performance\n"
+    old = page.read_text() if page.exists() else f"# {page.stem.capitalize()}\n"
     pattern = re.compile(rf"<!-- begin {re.escape(name)} -->.*?<!-- end {re.escape(name)} -->", re.DOTALL)
-    new = pattern.sub(lambda _: text, old) if pattern.search(old) else f"{old.rstrip()}\n\n{text}\n"
-    PERFORMANCE.write_text(new)
+    page.write_text(pattern.sub(lambda _: text, old) if pattern.search(old) else f"{old.rstrip()}\n\n{text}\n")

@@ -199,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         upstream.endheaders()
         passed = 0
         while passed < size:
-            data = self.rfile.read1(min(size - passed, CHUNK_BYTES))  # type: ignore[attr-defined]
+            data = self.rfile.read1(min(size - passed, CHUNK_BYTES))
             if not data:
                 return self._reset()
             passed += len(data)

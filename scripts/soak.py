@@ -1,0 +1,347 @@
+"""Train, kill, resume on other meshes, reshard, copy, prune and verify in random order, for as long as you like.
+
+    python -m scripts.soak --minutes 60 --seed 0        what it saw goes to docs/reliability.md, and as JSON to --json FILE
+    python -m scripts.soak --publish FILE               write the section from such a file
+
+Real ranks over gloo, a real S3 server, and between them a proxy that answers 503, resets, loses, truncates, delays and hangs
+requests. After every action the ledger (soak_ledger.py) reads the server directly: nothing that was committed may be lost or
+changed, and resumed losses must be those of a run without interruption. Exit code 1 if anything was lost or wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.proxy import FaultyProxy
+from scripts.s3_server import Server, running_server
+from scripts.soak_jobs import Ended, Kill, Told, Whom, read_told, run_job
+from scripts.soak_ledger import Counts, Ledger
+from scripts.soak_report import publish
+from scripts.soak_weather import CALM, Climate, Weather, draw_weather
+from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.store import Store, open_store
+
+CONFIG = str(Path(__file__).parent.parent / "configs" / "debug.toml")
+BUCKET = "soak"
+MESHES = (
+    "1", "dp_shard=2", "dp_shard=3", "dp_replicate=2", "tp=2", "cp=2", "pp=2", "dp_shard=2,tp=2", "pp=2,dp_shard=2",
+    "dp_replicate=2,dp_shard=2",
+)  # fmt: skip
+GENERATION_STEPS = 240  # a run without interruption is made first, and the soak's own must follow it that far
+COPIES = 3  # resharded and copied runs that are kept
+WHOM: tuple[Whom, ...] = ("rank", "launcher", "all")
+ACTIONS = {"train": 10, "reshard": 3, "fork": 2, "copy": 2, "prune": 2, "verify": 2}
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a soak did and met."""
+
+    seed: int
+    minutes: float = 0.0
+    actions: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    weather: Counter[str] = field(default_factory=Counter)
+    requests: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    generations: int = 0
+    counts: Counts = field(default_factory=Counts)
+    problems: list[str] = field(default_factory=list)
+
+
+class Soak:
+    """One soak: `rng` chooses, jobs act through the proxy, the ledger looks from behind it."""
+
+    def __init__(self, folder: Path, server: Server, proxy: FaultyProxy, seed: int) -> None:
+        self.folder, self.proxy, self.rng, self.seen = folder, proxy, random.Random(seed), Seen(seed=seed)
+        self.climate = Climate(seed)
+        proxy.rule = self.climate
+        self.environment = {**server.environment, "AWS_ENDPOINT_URL": proxy.endpoint, "OMP_NUM_THREADS": "1"}
+        self.ledger = Ledger(open_direct=_opener(server), complain=self._complain, counts=self.seen.counts)
+        self.numbers = 0
+        self.seed, self.url = seed, ""
+        self.copies: list[tuple[str, str]] = []  # (URL, mesh) of runs made by reshard and cp
+
+    def run(self, minutes: float) -> Seen:
+        """Act until the time is over."""
+        started, actions = time.monotonic(), {name: getattr(self, f"_{name}") for name in ACTIONS}
+        self._begin_generation()
+        while time.monotonic() < started + 60 * minutes:
+            name = self.rng.choices(list(ACTIONS), list(ACTIONS.values()))[0]
+            if self.ledger.newest(self.url) >= GENERATION_STEPS:
+                self._begin_generation()
+            elif self.ledger.newest(self.url) and name != "train":
+                actions[name]()
+            else:
+                self._train()
+            self._audit()
+            self._count(started)
+        return self.seen
+
+    def _begin_generation(self) -> None:
+        """A run of its own seed, and the losses that it must have."""
+        for url in [*self.ledger.runs]:
+            self.ledger.forget(url)
+        self.copies.clear()
+        self.seen.generations += 1
+        self.seed = 1000 * self.seen.seed + self.seen.generations
+        self.url = f"s3://{BUCKET}/run-{self.seen.generations}"
+        self.climate.set(CALM)
+        name, folder = self._name("reference")
+        sets = self._sets(folder, GENERATION_STEPS)
+        ended = run_job(_titan("train", CONFIG, *sets), self.environment, self.folder / name, self.rng)
+        losses = read_told(folder).losses
+        if not ended.is_done or len(losses) != GENERATION_STEPS:
+            raise RuntimeError(f"the run without interruption failed:\n{ended.text[-3000:]}")
+        self.ledger.references[self.seed] = [losses[step] for step in sorted(losses)]
+
+    # Actions
+
+    def _train(self) -> None:
+        """Some steps on some mesh, to their end or to that of one of its processes."""
+        mesh, keep_last = self.rng.choice(MESHES), self.rng.randint(2, 5)
+        start = self.ledger.newest(self.url)
+        values = self.ledger.values(self.url, start)
+        steps = min(GENERATION_STEPS, start + self.rng.randint(8, 40))
+        more = [f"save.keep_last={keep_last}", f"save.incremental={_toml(self.rng.random() < 0.4)}"]
+        more += [f'save.codec="{self.rng.choice(("raw", "planes-zstd"))}"']
+        _, told = self._train_job("train", self.url, mesh, steps, more, may_be_killed=True)
+        promised = [told.committed] if told.committed else []
+        self.ledger.look(self.url, promised=promised, kept=lambda steps: set(sorted(steps)[-keep_last:]))
+        self._judge(self.url, mesh, start, values, told)
+
+    def _fork(self) -> None:
+        """A new run from a checkpoint that was resharded or copied."""
+        if not self.copies:
+            self._reshard()
+            return
+        source, mesh = self.rng.choice(self.copies)
+        url, start = f"s3://{BUCKET}/fork-{self.numbers}", self.ledger.newest(source)
+        steps = min(GENERATION_STEPS, start + 6)
+        values = self.ledger.values(source, start)
+        ended, told = self._train_job("fork", url, mesh, steps, [f"resume.from={source}"], may_be_killed=False)
+        self.ledger.look(url, promised=[told.committed] if told.committed else [])
+        if told.start is not None:
+            self.ledger.check_losses(self.seed, mesh, url, start, values, told.losses)
+        if ended.is_done and self.ledger.newest(url) != steps:
+            self._complain(f"{url}: ended well at step {steps}, but {self.ledger.newest(url)} is the newest commit")
+        self.ledger.forget(url)
+
+    def _reshard(self) -> None:
+        source, mesh = self._any_checkpoint(), self.rng.choice(MESHES)
+        command = _titan("reshard", source, self._new_copy(mesh), "--mesh", mesh, "--memory", "128MB")
+        if self.rng.random() < 0.3:
+            command = _torchrun(2) + command[1:]
+        self._make_copy("reshard", command, source)
+
+    def _copy(self) -> None:
+        source = self._any_checkpoint()
+        mesh = self.rng.choice(MESHES)
+        self._make_copy("copy", _titan("cp", source, self._new_copy(mesh)), source)
+
+    def _prune(self) -> None:
+        last, every = self.rng.randint(1, 3), self.rng.choice((5, 7, 10))
+        command = _titan("prune", self.url, "--keep-last", str(last), "--keep-every", str(every), "--yes")
+        if self.rng.random() < 0.3:
+            command += ["--incomplete", "--older-than", "1s"]
+
+        def kept(steps: set[int]) -> set[int]:
+            return {*sorted(steps)[-last:], *(step for step in steps if step % every == 0)}
+
+        promise = kept(set(self.ledger.runs[self.url]))
+        is_done = self._until_done("prune", command, after_each=lambda: self.ledger.look(self.url, kept=kept))
+        if is_done and set(self.ledger.runs[self.url]) != promise:
+            self._complain(f"prune kept {sorted(self.ledger.runs[self.url])} instead of {sorted(promise)}")
+
+    def _verify(self) -> None:
+        command = _titan("verify", self._any_checkpoint(), "--data")
+        self._until_done("verify", command)
+
+    # What actions share
+
+    def _train_job(
+        self, action: str, url: str, mesh: str, steps: int, more: list[str], *, may_be_killed: bool
+    ) -> tuple[Ended, Told]:
+        name, folder = self._name(action)
+        since_s, world, every = time.time(), MeshSpec.parse(mesh).world_size, self.rng.choice((3, 4, 5))
+        sets = self._sets(folder, steps, f"save.url={url}", f"save.every={every}", "save.timeout_s=100", *more)
+        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+            sets += ["--set", f"mesh.{axis}={MeshSpec.parse(mesh).degree(axis)}"]
+        command = _titan("train", CONFIG, *sets)
+        if world > 1 and self.rng.random() < 0.5:
+            command = _torchrun(world) + command[1:]
+        kill = self._draw_kill(folder, world, since_s) if may_be_killed and self.rng.random() < 0.6 else None
+        ended = self._act(action, name, command, kill=kill)
+        told = read_told(folder, since_s=since_s)
+        self.seen.steps += len(told.losses)
+        return ended, told
+
+    def _draw_kill(self, folder: Path, world: int, since_s: float) -> Kill:
+        if self.rng.random() < 0.25:
+            return Kill(whom="all", after_s=self.rng.uniform(0.0, 12.0))  # wherever it is then
+        first = self.rng.randint(1, 25)
+        moment = lambda: len(read_told(folder, since_s=since_s).losses) >= first
+        whom: Whom = self.rng.choice(WHOM) if world > 1 else "all"
+        return Kill(whom=whom, moment=moment, after_s=self.rng.uniform(0.0, 1.0))
+
+    def _make_copy(self, action: str, command: list[str], source: str) -> None:
+        """Run what makes the newest of `copies`, again until it has; then both hold the same values."""
+        url, _ = self.copies[-1]
+        run, _, step = source.rpartition("@")
+        is_done = self._until_done(action, command, after_each=lambda: self.ledger.look(url))
+        made = self.ledger.runs.get(url, {}).get(int(step))
+        if is_done and (made is None or made.values != self.ledger.values(run, int(step))):
+            self._complain(f"{action} {source} -> {url} said that it was done: {made}")
+        if made is None:
+            self.copies.pop()
+
+    def _until_done(self, action: str, command: list[str], after_each: Callable[[], object] = lambda: None) -> bool:
+        """In bad weather and killed it may fail; in a calm it has to end well. False where it did not."""
+        kill = Kill(whom="all", after_s=self.rng.uniform(0.5, 8.0)) if self.rng.random() < 0.4 else None
+        ended = self._act(action, self._name(action)[0], command, kill=kill)
+        after_each()
+        if not ended.is_done:
+            ended = self._act(f"{action} again", self._name(action)[0], command, weather=CALM)
+            after_each()
+            if not ended.is_done:
+                self._complain(f"{' '.join(command[1:])} fails without a fault:\n{ended.text[-2000:]}")
+        return ended.is_done
+
+    def _act(
+        self, action: str, name: str, command: list[str], *, kill: Kill | None = None, weather: Weather | None = None
+    ) -> Ended:
+        chosen = weather or draw_weather(self.rng)
+        self.climate.set(chosen)
+        ended = run_job(command, self.environment, self.folder / name, self.rng, kill=kill)
+        self.climate.set(CALM)
+        self.seen.actions[action] += 1
+        self.seen.weather[chosen.name] += 1
+        self.seen.kills[str(kill)] += ended.was_killed
+        self.seen.failed[action] += not ended.is_done and not ended.was_killed
+        _say(f"{name:<16} {chosen.name:<7} {'killed' if ended.was_killed else ended.code}")
+        if ended.problem and not _is_torchrun_saying_1(command, ended):
+            self._complain(f"{name} under {chosen.name}: {ended.problem}\n{ended.text[-3000:]}")
+        return ended
+
+    def _judge(self, url: str, mesh: str, start: int, values: str, told: Told) -> None:
+        if told.start is None:
+            return
+        if told.start != start:
+            self._complain(f"{url} on {mesh} went on from step {told.start}, {start} was the newest committed")
+        else:
+            self.ledger.check_losses(self.seed, mesh, url, start, values, told.losses)
+
+    def _audit(self) -> None:
+        """Nothing has changed where nothing acted: all other runs, whole."""
+        for url in [*self.ledger.runs]:
+            self.ledger.look(url)
+
+    def _any_checkpoint(self) -> str:
+        url = self.rng.choice([self.url, self.url, *(url for url, _ in self.copies if self.ledger.newest(url))])
+        return f"{url}@{self.rng.choice(sorted(self.ledger.runs[url]))}"
+
+    def _new_copy(self, mesh: str) -> str:
+        if len(self.copies) >= COPIES:
+            self.ledger.forget(self.copies.pop(0)[0])
+        self.copies.append((f"s3://{BUCKET}/copy-{self.numbers}", mesh))
+        return self.copies[-1][0]
+
+    def _name(self, action: str) -> tuple[str, Path]:
+        self.numbers += 1
+        name = f"{self.numbers:04d}-{action.replace(' ', '-')}"
+        return f"{name}.out", self.folder / name
+
+    def _sets(self, folder: Path, steps: int, *more: str) -> list[str]:
+        sets = [
+            f"train.steps={steps}", f"train.seed={self.seed}", "train.device=cpu", "train.microbatch_size=2",
+            "optimizer.schedule=constant",
+            f"data.cache={self.folder / 'tokens'}", f"log.folder={folder}", "log.tensorboard=false", *more,
+        ]  # fmt: skip
+        return [part for text in sets for part in ("--set", text)]
+
+    def _complain(self, text: str) -> None:
+        self.seen.problems.append(text)
+        _say(f"PROBLEM {text}")
+
+    def _count(self, started: float) -> None:
+        self.seen.minutes = (time.monotonic() - started) / 60
+        self.seen.requests, self.seen.faults = self.proxy.num_requests, Counter(self.proxy.faults)
+
+
+def _is_torchrun_saying_1(command: list[str], ended: Ended) -> bool:
+    """torchrun ends with 1 and a table of its own whatever its ranks said; the ledger judges those."""
+    return "torch.distributed.run" in command and ended.code in (0, 1, 3) and not ended.outlived
+
+
+def _titan(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "titan_ckpt", *arguments]
+
+
+def _torchrun(num_ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+
+
+def _opener(server: Server) -> Callable[[str], Store]:
+    return lambda url: open_store(url, endpoint_url=server.endpoint)
+
+
+def _toml(flag: bool) -> str:
+    return "true" if flag else "false"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def soak(folder: Path, *, minutes: float, seed: int) -> Seen:
+    """A soak with a server and a proxy of its own, its files in `folder`."""
+    with running_server(folder / "s3", [BUCKET]) as server:
+        host, _, port = server.endpoint.removeprefix("http://").partition(":")
+        os.environ.update(server.environment)
+        with FaultyProxy(host, int(port)) as proxy:
+            return Soak(folder, server, proxy, seed).run(minutes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="keep the jobs' output here (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen there")
+    parser.add_argument("--publish", type=Path, metavar="FILE", help="only write the docs' section from such a file")
+    arguments = parser.parse_args()
+    if arguments.publish:
+        publish(json.loads(arguments.publish.read_text()))
+        return 0
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        seen = soak(folder, minutes=arguments.minutes, seed=arguments.seed)
+    facts: dict[str, Any] = {f.name: getattr(seen, f.name) for f in fields(seen)} | {"counts": asdict(seen.counts)}
+    facts |= {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
+    text = json.dumps(facts, indent=1)
+    sys.stdout.write(text + "\n")
+    if arguments.json:
+        arguments.json.write_text(text)
+    publish(facts)
+    return 1 if seen.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
