@@ -58,7 +58,7 @@ def main(job: dict[str, Any]) -> None:
         "ac_config": None,
         "dump_folder": "",
     }
-    spec.model.update_from_config(config=_Whole(training, parallelism))
+    spec.model.update_from_config(config=Whole(training, parallelism))
     with torch.device("meta"):
         model = spec.model.build()
     schedule, is_first, is_last = None, True, True
@@ -103,7 +103,7 @@ def main(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-class _Whole:
+class Whole:
     """The parts of torchtitan's whole config that its model reads."""
 
     def __init__(self, training: Any, parallelism: Any) -> None:

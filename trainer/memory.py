@@ -6,10 +6,12 @@ Both wrap `forward` in place, so that names, hooks and weights of a block stay w
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_ckpt.trainer.parallel_config import ParallelConfig
@@ -54,7 +56,35 @@ def apply_activation_checkpointing(layers: nn.ModuleDict, parallel: ParallelConf
 def apply_compile(layers: nn.ModuleDict) -> None:
     """Compile each block's forward by itself: one compilation serves all of them, and FSDP's hooks stay outside."""
     for block in layers.values():
-        block.forward = torch.compile(block.forward)
+        block.forward = _on_local_weights(block, torch.compile(block.forward))
+
+
+def _on_local_weights(block: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Hand the compiled `forward` this rank's part of each weight that tensor parallelism has cut, as a plain tensor.
+
+    torch 2.13 cannot recompute within a compiled region that has DTensors (it would save their mesh as if it were a tensor), and
+    plain ones need no unwrapping at each call.
+    """
+    owners = [
+        (module, name)
+        for module in block.modules()
+        for name, weight in module.named_parameters(recurse=False)
+        if isinstance(weight, DTensor)
+    ]
+    if not owners:
+        return forward
+
+    def run(*args: Any) -> Tensor:
+        whole = [module._parameters[name] for module, name in owners]
+        for (module, name), weight in zip(owners, whole, strict=True):
+            module._parameters[name] = weight.to_local() if isinstance(weight, DTensor) else weight
+        try:
+            return forward(*args)
+        finally:
+            for (module, name), weight in zip(owners, whole, strict=True):
+                module._parameters[name] = weight
+
+    return run
 
 
 def _recompute(block: nn.Module, **options: Any) -> None:
