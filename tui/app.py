@@ -193,12 +193,11 @@ class TitanApp(App[None]):
     def ask(self, label: str, initial: str, then: Callable[[str], None]) -> None:
         """A line of input at the bottom; enter hands it to `then`, esc drops it."""
         prompt = self.query_one("#prompt", Input)
-        prompt.border_title = label
-        prompt.placeholder = f"{label} (enter to accept, esc to leave)"
+        prompt.placeholder = "enter accepts, esc leaves"
         prompt.value = initial
         prompt.remove_class("hidden")
         self._answer = then
-        self.query_one("#status", Static).update(f" {label}:  enter accepts, esc leaves")
+        self.query_one("#status", Static).update(cut(f" {label}", self.size.width))
         prompt.focus()
 
     def on_pane_ask(self, message: Pane.Ask) -> None:

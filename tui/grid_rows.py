@@ -98,7 +98,7 @@ def label_width(grid: Grid) -> int:
 
 def stretch_of(grid: Grid, width: int, per_cell: int) -> int:
     """Characters a cell: more than one where the operations are few."""
-    num_cells = -(-grid.codes.shape[1] // per_cell)
+    num_cells = -(-int(grid.codes.shape[1]) // per_cell)
     return max(1, min(width // max(num_cells, 1), _MOST_STRETCH))
 
 

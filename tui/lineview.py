@@ -78,9 +78,12 @@ class LineView(ScrollView, can_focus=True):
         self.move_to(self.cursor if cursor is None else cursor)
         self.refresh()
 
-    def move_to(self, index: int) -> None:
-        """Put the cursor on a row and bring it into sight."""
+    def move_to(self, index: int, *, is_centred: bool = False) -> None:
+        """Put the cursor on a row and bring it into sight, where asked with as much before it as behind it."""
         self.cursor = max(0, min(index, len(self.rows) - 1))
+        height = self.scrollable_content_region.height
+        if is_centred and not self.scroll_offset.y <= self.cursor < self.scroll_offset.y + height:
+            self.scroll_to(y=self.cursor - height // 2, animate=False, force=True, immediate=True)
         self.scroll_to_region(Region(0, self.cursor, 1, 1), animate=False, force=True, immediate=True, x_axis=False)
         self.refresh()
         self.post_message(self.Moved(self.cursor))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,8 +13,13 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from titan_ckpt.tui.lineview import LineView
-from titan_ckpt.tui.rows import Row, RowList, Rows, Target, cut, parse_ranks, row
-from titan_ckpt.tui.session import Session
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, cut, parse_ranks, row, wrapped
+from titan_ckpt.tui.session import Part, Session
+
+NO_INCIDENT = (
+    "An incident is a folder of Flight Recorder dumps, stacks or logs, or a run with debug/ in it. To have one: "
+    "`titan-ckpt debug collect` on a hung job, or `titan-ckpt debug inject skip` as a drill."
+)
 
 
 class Pane(Vertical):
@@ -83,9 +88,13 @@ class Pane(Vertical):
         """What its rows depend on: they are made again only when it changes."""
         return (self.session.incident.version, self.session.incident.text)
 
-    def make_rows(self, width: int) -> Rows:  # noqa: ARG002 (for those that override it)
+    def make_rows(self, width: int) -> Rows:
         """The rows for the present state of the session."""
-        return RowList([row(self.session.incident.text)])
+        return self.no_incident(width)
+
+    def no_incident(self, width: int) -> Rows:
+        """What the screens of an incident show without one."""
+        return RowList(self.absent_rows(self.session.incident, NO_INCIDENT, width))
 
     def title(self) -> str:
         """What the title line says."""
@@ -141,6 +150,16 @@ class Pane(Vertical):
                 self.body.move_to(index)
                 return
 
+    @staticmethod
+    def absent_rows(part: Part[Any], hint: str, width: int) -> Iterator[Row]:
+        """What to say where a part is not there: that it is being read, why it failed, or where it would be found."""
+        role: Role = "dim" if part.is_loading or not part.error else "bad"
+        for line in wrapped(part.text, width):
+            yield row((line, role), is_problem=role == "bad")
+        if not part.is_loading and not part.error:
+            yield row()
+            yield from (row((line, "dim")) for line in wrapped(hint, width))
+
     def set_filter(self, text: str) -> None:
         """Show only what matches; the empty text shows all."""
         self.filter_text = text
@@ -152,7 +171,7 @@ class Pane(Vertical):
         if place is None:
             self.post_message(self.Say("no further problem " + ("below" if direction > 0 else "above")))
         else:
-            self.body.move_to(place)
+            self.body.move_to(place, is_centred=True)
 
     def update_rows(self, *, force: bool = False) -> None:
         """Make the rows again if what they show has changed."""

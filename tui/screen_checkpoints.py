@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import calendar
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
@@ -23,14 +24,15 @@ from titan_ckpt.reshard import DEFAULT_MEMORY, plan_reshard
 from titan_ckpt.retention import RetentionPolicy, prune
 from titan_ckpt.store import open_store
 from titan_ckpt.tui import tasks
-from titan_ckpt.tui.data_incident import Incident
+from titan_ckpt.tui.data_incident import SITUATIONS, Incident
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, head, ranks_text, row
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, head, ranks_text, row, wrapped
 from titan_ckpt.tui.session import Session
 from titan_ckpt.units import format_duration, format_size
 from titan_ckpt.verify import verify
 
 SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
+_ABSENT = "A run's folder has them: what save.url named, with step-00001200/ and so on in it."
 _ROLES: dict[str, Role] = {"committed": "good", "partial": "warn", "damaged": "bad"}
 
 
@@ -68,17 +70,21 @@ class CheckpointsPane(Pane):
             facts = f"{len(manifest.tensors)} tensors · {format_size(manifest.size_bytes)}"
             return f"step {self._opened.step} · mesh {manifest.mesh or 'unknown'} · {facts}"
         infos = self.session.checkpoints.value
-        return self.session.checkpoints.text if infos is None else f"{len(infos)} steps"
+        if infos is None:
+            return "checkpoints"
+        states = Counter[str](info.state for info in infos)
+        counts = " · ".join(f"{states[state]} {state}" for state in _ROLES if states[state])
+        return f"{redact(self.session.content.url)} · {counts or 'no steps yet'}"
 
-    def make_rows(self, width: int) -> Rows:  # noqa: ARG002 (the base's)
+    def make_rows(self, width: int) -> Rows:
         if self._answer is not None:
             return RowList(self._answer)
         if self._opened is not None:
             return RowList(tensor_rows(self._opened))
         infos, incident = self.session.checkpoints.value, self.session.incident.value
         listed = list_rows(infos, self._pinned_step, self.session.clock()) if infos is not None else None
-        rows = [row(self.session.checkpoints.text)] if listed is None else list(listed)
-        return RowList([*rows, *(saving_rows(incident) if incident is not None else ())])
+        rows = list(self.absent_rows(self.session.checkpoints, _ABSENT, width)) if listed is None else list(listed)
+        return RowList([*rows, *(saving_rows(incident, width) if incident is not None else ())])
 
     def _show(self, *, opened: Checkpoint | None = None, answer: list[Row] | None = None) -> None:
         self._opened, self._answer = opened or self._opened, answer
@@ -208,7 +214,7 @@ def list_rows(infos: tuple[CheckpointInfo, ...], pinned: int | None, now_s: floa
         yield row("no checkpoints yet")
 
 
-def saving_rows(incident: Incident) -> Iterator[Row]:
+def saving_rows(incident: Incident, width: int = 76) -> Iterator[Row]:
     """What each rank was doing in a save at the moment of the incident, by the recorder's heartbeats and the verdicts."""
     beats = {rank: record.heartbeat for rank, record in incident.run.ranks.items() if record.heartbeat is not None}
     saving: dict[tuple[str, int], list[int]] = {}
@@ -230,8 +236,25 @@ def saving_rows(incident: Incident) -> Iterator[Row]:
     if saving and outside:
         yield row(("  elsewhere    ", "dim"), f"ranks {ranks_text(outside)}")
     for verdict in io:
+        for line in wrapped(f"  {verdict.headline}", width, "    "):
+            yield row((line, "bad"), target=Target(screen=6, rank=verdict.culprits[0]), is_problem=True)
+    if not saving:
+        yield from _place_rows(incident)
+
+
+def _place_rows(incident: Incident) -> Iterator[Row]:
+    """Without heartbeats: where each rank stood, ranks at the same line together."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, state in sorted(incident.states.items()):
+        frame = state.frame
+        place = f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}" if frame is not None else "no stack"
+        places.setdefault((state.kind, place), []).append(rank)
+    for (kind, place), ranks in places.items():
+        glyph, role, words = SITUATIONS[kind]
         yield row(
-            ("  ", ""), (verdict.headline, "bad"), target=Target(screen=6, rank=verdict.culprits[0]), is_problem=True
+            (f"  {glyph} ", role),
+            f"ranks {ranks_text(ranks, 4)}: {words}, {place}",
+            target=Target(screen=6, rank=ranks[0]),
         )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -12,11 +10,13 @@ from textual.binding import Binding, BindingType
 from titan_ckpt.debug.align import Lane
 from titan_ckpt.debug.logs import user_frame
 from titan_ckpt.debug.records import Frame, Operation
+from titan_ckpt.tui.collective_diff import diff_rows, signature
 from titan_ckpt.tui.data_grid import usual_signature
 from titan_ckpt.tui.data_incident import SITUATIONS, Incident
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, head, ranks_text, row
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, cut, head, row
 from titan_ckpt.tui.session import Session
+from titan_ckpt.tui.stack_tree import tree_rows
 
 
 class CollectivePane(Pane):
@@ -24,7 +24,7 @@ class CollectivePane(Pane):
 
     number = 3
     label = "Collective"
-    keys = (("< >", "operation before, after"), ("d", "difference to the pinned rank"), ("enter", "the rank's waits"))
+    keys = (("d", "diff of two ranks"), ("< >", "operation before, after"), ("enter", "the rank's waits"))
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("less_than_sign", "step(-1)", show=False), Binding("greater_than_sign", "step(1)", show=False),
         Binding("d", "difference", show=False),
@@ -34,21 +34,33 @@ class CollectivePane(Pane):
         super().__init__(session)
         self._tree_key: tuple[object, ...] = ()
         self._tree_rows: list[Row] = []
+        self._compared: tuple[int, int] | None = None
 
     def state(self) -> tuple[object, ...]:
-        return (*super().state(), self.session.lane, self.session.seq)
+        return (*super().state(), self.session.lane, self.session.seq, self._compared)
 
     def title(self) -> str:
         incident = self.session.incident.value
         if incident is None or not incident.lanes:
-            return "no operations were recorded"
-        lane = current_lane(self.session, incident)
-        return f"group {incident.run.groups[lane.group]} · operation #{current_seq(self.session, incident)}"
+            return "operation"
+        lane, seq = current_lane(self.session, incident), current_seq(self.session, incident)
+        at, codes = lane.row[:, seq - lane.first_seq], lane.signature[:, seq - lane.first_seq]
+        usual = usual_signature(codes)
+        one = next((i for i, code in enumerate(codes.tolist()) if code == usual >= 0), None)
+        op = incident.run.operation(lane.members[one], int(at[one])) if one is not None else None
+        what = " " + " ".join(signature(op)) if op is not None else ""
+        others = int(((codes >= 0) & (codes != usual)).sum())
+        facts = [f"group {incident.run.groups[lane.group]}", f"operation #{seq}{what}"]
+        facts += [f"{int((at >= 0).sum()):,}/{len(lane.members):,} issued{f', {others:,} differ' if others else ''}"]
+        return " · ".join(facts)
 
     def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value
         if incident is None or not incident.lanes:
-            return RowList([row(self.session.incident.text if incident is None else "no operations were recorded")])
+            return self.no_incident(width) if incident is None else RowList([row("no operations were recorded")])
+        if self._compared is not None:
+            lane, seq = current_lane(self.session, incident), current_seq(self.session, incident)
+            return RowList(diff_rows(incident, lane, seq, self._compared, width))
         rows = CollectiveRows(self.session, incident, self._tree(incident, width))
         return RowList(rows.row(i, width) for i in range(len(rows))) if self.filter_text else rows
 
@@ -56,10 +68,20 @@ class CollectivePane(Pane):
         key = (self.session.incident.version, self.session.lane, width)
         if self._tree_key != key:
             members = current_lane(self.session, incident).members
-            self._tree_key, self._tree_rows = key, list(tree_rows(incident, members, width))
+            self._tree_key, self._tree_rows = key, list(tree_rows(incident.run, members, width))
         return self._tree_rows
 
+    def go_back(self) -> bool:
+        if super().go_back():
+            return True
+        if self._compared is None:
+            return False
+        rank, self._compared = self._compared[1], None
+        self.select(Target(screen=self.number, rank=rank))
+        return True
+
     def select(self, target: Target) -> None:
+        self._compared = None
         self.update_rows()
         rows = self.body.rows
         place = (
@@ -77,12 +99,24 @@ class CollectivePane(Pane):
             self.update_rows()
 
     def action_difference(self) -> None:
-        incident, current, pinned = self.session.incident.value, self.body.current, self.session.pinned
+        """The rank under the cursor beside the pinned one; where none is pinned, beside one that did the usual."""
+        incident, current = self.session.incident.value, self.body.current
         rank = current.target.rank if current and current.target else None
-        if incident is None or rank is None or pinned is None or rank == pinned:
-            self.post_message(self.Say("pin a rank with space, put the cursor on another one, then d"))
+        if incident is None or not incident.lanes or rank is None or self._compared is not None:
+            self.post_message(self.Say("put the cursor on a rank, then d; space pins the one to compare it with"))
             return
-        self.post_message(self.Say(difference(self.session, incident, pinned, rank)))
+        lane = current_lane(self.session, incident)
+        column = lane.signature[:, current_seq(self.session, incident) - lane.first_seq]
+        usual = (member for member, code in zip(lane.members, column.tolist(), strict=True)
+                 if code == usual_signature(column) and member != rank)  # fmt: skip
+        pinned = self.session.pinned
+        other = pinned if pinned in lane.members and pinned != rank else next(usual, None)
+        if other is None or rank not in lane.members:
+            self.post_message(self.Say("there is no other rank to compare it with"))
+            return
+        self._compared = (other, rank)
+        self.update_rows()
+        self.body.move_to(0)
 
 
 def current_lane(session: Session, incident: Incident) -> Lane:
@@ -100,13 +134,6 @@ def current_seq(session: Session, incident: Incident) -> int:
     return lane.first_seq + int(missing[-1]) if len(missing) else int(last)
 
 
-def operation_of(session: Session, incident: Incident, rank: int) -> Operation | None:
-    """What a rank issued under the selected number."""
-    lane, seq = current_lane(session, incident), current_seq(session, incident)
-    at = int(lane.row[lane.members.index(rank), seq - lane.first_seq]) if rank in lane.members else -1
-    return incident.run.operation(rank, at) if at >= 0 else None
-
-
 class CollectiveRows:
     """A line per rank, made as it is painted, then the stacks as a tree."""
 
@@ -122,13 +149,13 @@ class CollectiveRows:
         )
         times = (int(table["created_ns"][at]) for table, at in tables if at >= 0)
         self._first_ns = min((time for time in times if time), default=0)
-        self._head = head(f"{'rank':>6}  {'state':<11} {'lag':>9}  what, where")
+        self._head = head(f"{'rank':>6}  {'state':<11}{'lag':>9}    what, where")
         self._tail = [row(), head("where they are"), *tree]
 
     def __len__(self) -> int:
         return 1 + len(self._members) + len(self._tail)
 
-    def row(self, index: int, width: int) -> Row:  # noqa: ARG002 (the protocol's)
+    def row(self, index: int, width: int) -> Row:
         place = index - 1
         if place < 0:
             return self._head
@@ -136,7 +163,7 @@ class CollectiveRows:
             return self._tail[place - len(self._members)]
         rank, at = self._members[place], int(self._at[place])
         op = self._incident.run.operation(rank, at) if at >= 0 else None
-        return _rank_row(self._session, self._incident, rank, op, self._first_ns, bool(self._is_other[place]))
+        return _rank_row(self._session, self._incident, rank, op, self._first_ns, bool(self._is_other[place]), width)
 
     def next_problem(self, index: int, direction: int) -> int | None:
         later = (
@@ -150,68 +177,31 @@ class CollectiveRows:
 
 
 def _rank_row(
-    session: Session, incident: Incident, rank: int, op: Operation | None, first_ns: int, is_other: bool
+    session: Session, incident: Incident, rank: int, op: Operation | None, first_ns: int, is_other: bool, width: int
 ) -> Row:
     mark = "*" if rank == session.pinned else " "
     target = Target(screen=6, rank=rank)
     if op is None:
         state = incident.states.get(rank)
         doing = SITUATIONS[state.kind][2] if state is not None else "unknown"
-        place = f", {state.frame}" if state is not None and state.frame is not None else ""
-        return row((f"{mark}{rank:>5}  ", "bold"), ("absent     ", "bad"), f"{'':>9}  {doing}{place}",
+        start = f"{mark}{rank:>5}  absent     {'':>9}  {doing}"
+        place = _place(state.frame if state is not None else None, width - len(start))
+        return row((f"{mark}{rank:>5}  ", "bold"), ("absent     ", "bad"), f"{'':>9}  {doing}", (place, "dim"),
                    target=target, is_problem=True)  # fmt: skip
     lag = f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else ""
-    role: Role = "bad" if is_other else "good" if not op.retired else ""
-    frame = user_frame(op.frames, incident.run.wrappers)
-    place = f"  {frame}" if frame is not None else ""
     state_text = "done" if op.retired or op.state == "completed" else op.state
-    what: Role = "bad" if is_other else ""
-    return row((f"{mark}{rank:>5}  ", "bold"), (f"{state_text:<11}", role), f"{lag:>9}  ",
-               (" ".join(_signature(op)), what), (place, "dim"), target=target, is_problem=is_other)  # fmt: skip
+    role: Role = "bad" if is_other else "good" if not op.retired else ""
+    what, what_role = " ".join(signature(op)), role if is_other else ""
+    other = "  # " if is_other else "    "
+    start = f"{mark}{rank:>5}  {state_text:<11}{lag:>9}{other}{what}"
+    place = _place(user_frame(op.frames, incident.run.wrappers), width - len(start))
+    return row((f"{mark}{rank:>5}  ", "bold"), (f"{state_text:<11}", role), f"{lag:>9}", (f"{other}{what}", what_role),
+               (place, "dim"), target=target, is_problem=is_other)  # fmt: skip
 
 
-def _signature(op: Operation) -> tuple[str, str, str]:
-    return (op.op, op.sizes, op.dtypes)
-
-
-def difference(session: Session, incident: Incident, a: int, b: int) -> str:
-    """What two ranks did differently under this number."""
-    first, second = operation_of(session, incident, a), operation_of(session, incident, b)
-    if first is None or second is None:
-        return f"rank {a if first is None else b} did not issue this operation"
-    names = ("operation", "sizes", "dtype")
-    pairs = zip(names, _signature(first), _signature(second), strict=True)
-    other = [f"{name}: rank {a} {x}, rank {b} {y}" for name, x, y in pairs if x != y]
-    places = [str(user_frame(op.frames, incident.run.wrappers) or "?") for op in (first, second)]
-    other += [f"call site: rank {a} {places[0]}, rank {b} {places[1]}"] if places[0] != places[1] else []
-    return "; ".join(other) or f"ranks {a} and {b} did the same"
-
-
-def tree_rows(incident: Incident, members: tuple[int, ...], width: int) -> Iterator[Row]:
-    """The main threads' stacks, outermost first, each node with the ranks that are there; ranks without a stack last."""
-    stacks: dict[int, tuple[Frame, ...]] = {}
-    for rank in members:
-        snapshots = incident.run.ranks[rank].stacks
-        main = snapshots[-1].main if snapshots else None
-        if main is not None:
-            stacks[rank] = tuple(reversed(main.frames))
-    yield from _node_rows(stacks, 0, width)
-    silent = [rank for rank in members if rank not in stacks]
-    if silent:
-        yield row(("  no stack: ", "warn"), f"ranks {ranks_text(silent)}")
-
-
-def _node_rows(stacks: dict[int, tuple[Frame, ...]], depth: int, width: int) -> Iterator[Row]:
-    nodes: dict[Frame, dict[int, tuple[Frame, ...]]] = defaultdict(dict)
-    for rank, frames in stacks.items():
-        if depth < len(frames):
-            nodes[frames[depth]][rank] = frames
-    for frame, below in sorted(nodes.items(), key=lambda node: min(node[1])):
-        place = f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}"
-        ranks = ranks_text(sorted(below), 8)
-        yield row(
-            f"  {' ' * min(depth, 20)}{place}  ", (f"[{ranks}]", "note"), target=Target(screen=6, rank=min(below))
-        )
-        if frame.text:
-            yield row((f"  {' ' * min(depth, 20)}  > {frame.text}"[:width], "dim"))
-        yield from _node_rows(below, depth + 1, width)
+def _place(frame: Frame | None, room: int) -> str:
+    """A call site in full, or without its folder, or cut: what there is room for."""
+    if frame is None:
+        return ""
+    short = f"  {frame.file.rpartition('/')[2]}:{frame.line} in {frame.function}"
+    return f"  {frame}" if len(str(frame)) + 2 <= room else cut(short, room)

@@ -114,7 +114,7 @@ class GridPane(Pane):
     def title(self) -> str:
         grid, rows = self._grid, self.body.rows
         if grid is None:
-            return "no operations were recorded"
+            return "operations"
         incident = self.session.incident.value
         count = len(incident.lanes) if incident else 0
         per_row = rows.per_row if isinstance(rows, GridRows) else 1
@@ -137,11 +137,11 @@ class GridPane(Pane):
             self._sorted = (grid.members, sort_orders(incident.run, grid.members.tolist()))
         return self._sorted[1]
 
-    def make_rows(self, width: int) -> Rows:  # noqa: ARG002 (the base's)
+    def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value
         if incident is None or not incident.lanes:
             self._grid = None
-            return RowList([row(self.session.incident.text if incident is None else "no operations were recorded")])
+            return self.no_incident(width) if incident is None else RowList([row("no operations were recorded")])
         grid = self._grid_of(incident)
         if grid is None:
             return RowList([row(("drawing ...", "dim"))])

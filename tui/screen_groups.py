@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from titan_ckpt.debug.align import Lane
+from titan_ckpt.tui.data_grid import Ints, usual_signature
 from titan_ckpt.tui.data_incident import SITUATIONS, Incident
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.rows import Part, Row, RowList, Rows, Target, head, ranks_text, row
+from titan_ckpt.tui.rows import Part, Row, RowList, Rows, Target, cut, head, ranks_text, row
 
 MAX_MESH_RANKS = 4096
+NEWEST = 256
 
 
 class GroupsPane(Pane):
@@ -21,40 +25,59 @@ class GroupsPane(Pane):
 
     def title(self) -> str:
         incident = self.session.incident.value
-        return "" if incident is None else f"{len(incident.lanes)} groups with recorded operations"
+        return "" if incident is None else f"groups with recorded operations: {len(incident.lanes)}"
 
-    def make_rows(self, width: int) -> Rows:  # noqa: ARG002 (the base's)
+    def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value
         if incident is None:
-            return RowList([row(self.session.incident.text)])
-        return RowList([*group_rows(incident), row(), *mesh_rows(incident)])
+            return self.no_incident(width)
+        return RowList([*group_rows(incident), row(), *mesh_rows(incident, width)])
 
 
 def group_rows(incident: Incident) -> Iterator[Row]:
-    """A line per group: how far its members are, and who is behind."""
-    yield head(f"{'group':<22} {'ranks':<20} {'newest':>8}  behind")
+    """A line per group: how far all of its members are, who is behind, and who issued something else."""
+    yield head(f"{'group':<16} {'ranks':<10} {'all did':>8} {'newest':>8}  {'members':<8}  odd ones out")
     for lane in incident.lanes:
         group = incident.run.groups[lane.group]
         newest = max((int(n) for n in lane.last), default=-1)
-        behind = [rank for rank, last in zip(lane.members, lane.last, strict=True) if int(last) < newest]
-        parts: list[Part] = [(f"{str(group)[:22]:<22} ", "bold"), (f"{ranks_text(lane.members, 3)[:20]:<20} ", "")]
-        parts.append((f"#{newest:>7}  ", ""))
-        parts.append((_behind_text(lane, newest, behind), "bad" if behind else "dim"))
-        origin = "members recorded" if group.members else "members from who used it"
-        yield row(*parts, (f"   {origin}", "dim"), target=Target(screen=2, group=str(group)), is_problem=bool(behind))
-    if not incident.lanes:
+        everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
+        odd = odd_text(lane, newest)
+        yield row((f"{cut(str(group), 16):<16} ", "bold"), f"{cut(ranks_text(lane.members, 2), 10):<10} ",
+                  f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>8}  ",
+                  (f"{'recorded' if group.members else 'seen':<8}  ", "dim"), (odd or "none", "bad" if odd else "dim"),
+                  target=Target(screen=2, group=str(group)), is_problem=bool(odd))  # fmt: skip
+    if incident.lanes:
+        yield row(("members: recorded = a dump lists them; seen = those that used the group", "dim"))
+    else:
         yield row("no operations were recorded")
 
 
-def _behind_text(lane: Lane, newest: int, behind: list[int]) -> str:
-    if not behind:
-        return "nobody"
-    last = dict(zip(lane.members, lane.last, strict=True))
-    furthest = newest - min(int(last[rank]) for rank in behind)
-    return f"ranks {ranks_text(behind, 4)}, by up to {furthest}"
+def odd_text(lane: Lane, newest: int) -> str:
+    """Who is behind, and who issued another operation than most."""
+    behind = [rank for rank, last in zip(lane.members, lane.last, strict=True) if int(last) < newest]
+    parts = []
+    if behind:
+        last = dict(zip(lane.members, lane.last, strict=True))
+        parts.append(f"{ranks_text(behind, 4)} behind by {newest - min(int(last[rank]) for rank in behind)}")
+    column = newest_mixed(lane.signature[:, -NEWEST:])
+    if column is not None:
+        codes = lane.signature[:, column]
+        other = np.flatnonzero((codes >= 0) & (codes != usual_signature(codes)))
+        seq = lane.first_seq + lane.signature.shape[1] + column
+        parts.append(f"{ranks_text([lane.members[i] for i in other], 4)} differs at #{seq}")
+    return "; ".join(parts)
 
 
-def mesh_rows(incident: Incident) -> Iterator[Row]:
+def newest_mixed(signature: Ints) -> int | None:
+    """The newest column (counted from the end: -1, -2, ...) in which not all issued the same."""
+    if not signature.size:
+        return None
+    most = np.iinfo(signature.dtype).max
+    mixed = np.flatnonzero(np.where(signature < 0, most, signature).min(axis=0) < signature.max(axis=0))
+    return int(mixed[-1]) - int(signature.shape[1]) if len(mixed) else None
+
+
+def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
     """The mesh as recorded: the last axis to the right, the others downwards; each rank with its state's glyph."""
     places = {rank: record.coordinates for rank, record in incident.run.ranks.items() if record.coordinates}
     if not places:
@@ -65,12 +88,23 @@ def mesh_rows(incident: Incident) -> Iterator[Row]:
     lines: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(places)[:MAX_MESH_RANKS]:
         lines.setdefault(tuple(places[rank].get(axis, 0) for axis in axes[:-1]), []).append(rank)
+    digits = len(str(max(places)))
+    labels = {key: " ".join(f"{axis}{place}" for axis, place in zip(axes[:-1], key, strict=True)) for key in lines}
+    before = max(map(len, labels.values())) + 1
     for key, ranks in sorted(lines.items()):
-        label = " ".join(f"{axis}{place}" for axis, place in zip(axes[:-1], key, strict=True))
-        parts: list[Part] = [(f"  {label:<20}", "dim")]
-        for rank in ranks:
-            glyph, role, _ = SITUATIONS[incident.states[rank].kind]
-            parts.append((f" {rank}{glyph}", role))
-        yield row(*parts, target=Target(screen=2, rank=ranks[0]))
+        label = labels[key]
+        room = max((width - before - 2) // (digits + 2), 1)
+        for start in range(0, len(ranks), room):
+            cells = [_cell(incident, rank, digits) for rank in ranks[start : start + room]]
+            yield row((f"  {label if start == 0 else '':<{before}}", "dim"), *cells,
+                      target=Target(screen=2, rank=ranks[start]))  # fmt: skip
+    kinds = {incident.states[rank].kind for rank in places}
+    legend = "   ".join(f"{SITUATIONS[kind][0]} {SITUATIONS[kind][2]}" for kind in SITUATIONS if kind in kinds)
+    yield row((f"  each rank with its state: {legend}", "dim"))
     if len(places) > MAX_MESH_RANKS:
         yield row((f"  and {len(places) - MAX_MESH_RANKS:,} more ranks", "dim"))
+
+
+def _cell(incident: Incident, rank: int, digits: int) -> Part:
+    glyph, role, _ = SITUATIONS[incident.states[rank].kind]
+    return (f"{rank:>{digits}}{glyph} ", role)

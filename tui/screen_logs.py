@@ -22,6 +22,9 @@ from titan_ckpt.tui.session import Session
 
 _SCAN_LINES = 1 << 16
 _ROLES: dict[int, Role] = {0: "dim", 1: "", WARNING: "warn", ERROR: "bad"}
+_ABSENT = (
+    "Logs are files such as logs/rank_00003.log, also packed (.gz, .zst); a run of `titan-ckpt train` writes them."
+)
 _QUARTER_MS = 900_000
 
 
@@ -46,10 +49,11 @@ class LogRows:
         line = self.line(index)
         rank = f"{line.rank:>5}" if line.rank is not None else "    -"
         same = self._folds.get(index, ())
-        fold = f"  (x {len(same):,} ranks: {ranks_text(same, 4)})" if len(same) > 1 else ""
+        fold = f"x {len(same):,} ranks: {ranks_text(same, 4)}  " if len(same) > 1 else ""
         is_cause = int(self.view[index]) == self.cause
-        return row((f"{rank} ", "note"), ("FIRST ERROR  " if is_cause else "", "bad"), (line.text, _ROLES[line.level]),
-                   (fold, "dim"), target=Target(screen=3, rank=line.rank), is_problem=line.level == ERROR)  # fmt: skip
+        return row((f"{rank} ", "note"), ("FIRST ERROR  " if is_cause else "", "bad"), (fold, "note"),
+                   (line.text, _ROLES[line.level]), target=Target(screen=3, rank=line.rank),
+                   is_problem=line.level == ERROR)  # fmt: skip
 
     def place_of(self, line: int | None) -> int | None:
         """Where a line of the index stands, None where it is not shown."""
@@ -87,6 +91,7 @@ class LogsPane(Pane):
         self._found: LogView | None = None
         self._is_folded = False
         self._asked: tuple[Asked, object] | None = None
+        self._anchor_ms: int | None = None
 
     def state(self) -> tuple[object, ...]:
         logs = self.session.logs
@@ -95,7 +100,7 @@ class LogsPane(Pane):
     def title(self) -> str:
         logs, found = self.session.logs.value, self._found
         if logs is None:
-            return self.session.logs.text
+            return "logs"
         folded = ""
         if self._is_folded:
             is_cut = found is not None and found.is_cut
@@ -106,10 +111,10 @@ class LogsPane(Pane):
             f"{len(logs.files.files)} files{damaged} · {len(self.body.rows):,} of {len(logs):,} lines{so_far}{folded}"
         )
 
-    def make_rows(self, width: int) -> Rows:  # noqa: ARG002 (the base's)
+    def make_rows(self, width: int) -> Rows:
         logs = self.session.logs.value
         if logs is None:
-            return RowList([row(self.session.logs.text)])
+            return RowList(self.absent_rows(self.session.logs, _ABSENT, width))
         asked = Asked(text=self.filter_text, is_folded=self._is_folded)
         if asked == Asked():
             self._asked = self._found = None
@@ -158,8 +163,21 @@ class LogsPane(Pane):
         body = self.body
         is_at_end, before = body.cursor >= len(body.rows) - 1, len(body.rows)
         super().update_rows(force=force)
+        self._return_to_anchor()
         if self.session.is_following and is_at_end and len(body.rows) > before > 1:
             body.move_to(len(body.rows) - 1)
+
+    def _keep_place(self) -> None:
+        """Other rows are coming: the cursor will stand on the line of the same moment."""
+        rows = self.body.rows
+        if isinstance(rows, LogRows) and len(rows):
+            self._anchor_ms = rows.line(self.body.cursor).time_ms
+
+    def _return_to_anchor(self) -> None:
+        rows, is_there = self.body.rows, self._found is not None or self._asked is None
+        if self._anchor_ms is not None and is_there and isinstance(rows, LogRows):
+            self.body.move_to(rows.index.place_of_time(self._anchor_ms, rows.view), is_centred=True)
+            self._anchor_ms = None
 
     def followed(self) -> None:
         self.body.move_to(len(self.body.rows) - 1)
@@ -171,6 +189,7 @@ class LogsPane(Pane):
         except re.error as error:
             self.post_message(self.Say(f"{pattern!r} is not a regular expression: {error}"))
             return
+        self._keep_place()
         super().set_filter(text)
 
     def action_cause(self) -> None:
@@ -179,7 +198,7 @@ class LogsPane(Pane):
         if place is None:
             self.post_message(self.Say("no error of a rank's own is among these lines"))
         else:
-            self.body.move_to(place)
+            self.body.move_to(place, is_centred=True)
 
     def action_time(self) -> None:
         self.post_message(self.Ask("go to the time, for example 14:05:30", "", self._go_to_time))
@@ -192,7 +211,7 @@ class LogsPane(Pane):
         if wanted is None:
             self.post_message(self.Say(f"{text!r} is not a time; write 14:05, 14:05:30.250 or 2026-11-21 14:05"))
         else:
-            self.body.move_to(rows.index.place_of_time(wanted, rows.view))
+            self.body.move_to(rows.index.place_of_time(wanted, rows.view), is_centred=True)
 
     def chosen(self, chosen: Row) -> None:
         """The collective that the line's rank had issued last when it wrote the line."""
@@ -206,6 +225,7 @@ class LogsPane(Pane):
         self.post_message(self.Go(Target(screen=3, rank=rank, group=group, seq=seq)))
 
     def action_fold(self) -> None:
+        self._keep_place()
         self._is_folded = not self._is_folded
         self.update_rows()
 
@@ -216,7 +236,7 @@ class LogsPane(Pane):
             return
         place = rows.place_of(rows.index.line_at(target.source, max(target.line, 1)))
         if place is not None:
-            self.body.move_to(place)
+            self.body.move_to(place, is_centred=True)
 
 
 def operation_at(run: Run, rank: int, time_ms: int) -> tuple[str, int] | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from titan_ckpt.debug.records import Evidence, Run, Verdict
 from titan_ckpt.location import redact
 from titan_ckpt.tui.data_incident import SITUATIONS, Incident, state_counts, strip_cells
-from titan_ckpt.tui.pane import Pane
+from titan_ckpt.tui.pane import NO_INCIDENT, Pane
 from titan_ckpt.tui.rows import Part, Role, Row, RowList, Rows, Target, head, ranks_text, row, wrapped
 from titan_ckpt.tui.session import Session
 
@@ -39,7 +39,7 @@ def overview_rows(session: Session, width: int) -> Iterator[Row]:
     """All lines of the screen."""
     incident = session.incident.value
     if incident is None:
-        yield row((session.incident.text, "dim" if session.incident.is_loading else "warn"))
+        yield from Pane.absent_rows(session.incident, NO_INCIDENT, width)
         yield row()
         yield from _data_rows(session)
         return
@@ -151,12 +151,13 @@ def _data_rows(session: Session) -> Iterator[Row]:
     if logs.value is not None:
         more = " so far" if logs.value.is_head else ""
         yield row(
-            f"  logs: {len(logs.value.files.files)} files, {len(logs.value):,} lines{more}", target=Target(screen=5)
+            f"  log lines: {len(logs.value.files.files)} files, {len(logs.value):,} lines{more}",
+            target=Target(screen=5),
         )
         for path, problem in logs.value.problems:
             yield row(("  ! ", "bad"), f"{path}: {problem}", is_problem=True)
     else:
-        yield row(("  logs: " + logs.text, "dim"))
+        yield row(("  log lines: " + logs.text, "dim"))
     if metrics.value is not None:
         yield row(f"  metrics: {len(metrics.value.steps)} steps", target=Target(screen=8))
     else:

@@ -12,6 +12,7 @@ from titan_ckpt.tui.plot import number, plot
 from titan_ckpt.tui.rows import Row, RowList, Rows, head, row
 
 PLOT_LINES = 7
+_ABSENT = "A run of `titan-ckpt train` writes logs/metrics.jsonl: a line of JSON per step, with step, loss and so on."
 
 
 class TrainingPane(Pane):
@@ -27,13 +28,15 @@ class TrainingPane(Pane):
     def title(self) -> str:
         metrics = self.session.metrics.value
         if metrics is None:
-            return self.session.metrics.text
+            return "training"
         damaged = f" · {metrics.num_damaged} damaged lines left out" if metrics.num_damaged else ""
         return f"{metrics.source} · {len(metrics.steps):,} steps{damaged}"
 
     def make_rows(self, width: int) -> Rows:
         metrics = self.session.metrics.value
-        return RowList([row(self.session.metrics.text)] if metrics is None else plot_rows(metrics, width))
+        if metrics is None:
+            return RowList(self.absent_rows(self.session.metrics, _ABSENT, width))
+        return RowList(plot_rows(metrics, width))
 
 
 def plot_rows(metrics: Metrics, width: int) -> Iterator[Row]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from titan_ckpt.debug.situation import IN_INIT
 from titan_ckpt.debug.waits import Edge
 from titan_ckpt.tui.data_incident import SITUATIONS, Incident
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.rows import Row, RowList, Rows, Target, head, row, wrapped
+from titan_ckpt.tui.rows import Row, RowList, Rows, Target, cut, head, row
 
 MAX_WAITERS = 200
 
@@ -24,13 +25,13 @@ class WaitsPane(Pane):
         incident = self.session.incident.value
         if incident is None:
             return ""
-        origin = ", from the verdict (the ranks met, in different operations)" if incident.is_chain else ""
-        return f"{len(incident.edges)} waits{origin}; the causes stand at the left"
+        origin = " that the verdict concludes" if incident.is_chain else ""
+        return f"{len(incident.edges)} waits{origin} · causes at the left, who waits for them below"
 
     def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value
         if incident is None:
-            return RowList([row(self.session.incident.text)])
+            return self.no_incident(width)
         return RowList(wait_rows(incident, width))
 
     def select(self, target: Target) -> None:
@@ -94,11 +95,13 @@ def _tree(
 
 
 def _why(incident: Incident, edge: Edge) -> str:
-    group = str(incident.run.groups[edge.group]) if edge.group >= 0 else "?"
+    sure = " (inferred)" if edge.is_inferred else ""
+    if incident.states[edge.waiter].kind == IN_INIT and edge.seq < 0:
+        return f"waits in init{sure}"
+    group = f"{incident.run.groups[edge.group]} " if edge.group >= 0 else ""
     kind = "send/recv" if edge.is_p2p else "collective"
     number = f" #{edge.seq}" if edge.seq >= 0 else ""
-    sure = " (inferred)" if edge.is_inferred else ""
-    return f"waits in {group} {kind}{number}{sure}"
+    return f"waits in {group}{kind}{number}{sure}"
 
 
 def _rank_row(incident: Incident, rank: int, depth: int, why: str, width: int) -> Row:
@@ -106,9 +109,8 @@ def _rank_row(incident: Incident, rank: int, depth: int, why: str, width: int) -
     glyph, role, words = SITUATIONS[state.kind]
     detail = f" ({state.detail})" if state.detail else ""
     place = f"  {state.frame.file.rpartition('/')[2]}:{state.frame.line} {state.frame.function}" if state.frame else ""
-    is_cause = (depth == 0 and role == "bad") or rank in incident.top.culprits
-    text = wrapped(f"{why or words}{detail}{place}", max(width, 40))[0]
-    return row(f"  {'  ' * min(depth, 12)}", (f"{glyph} rank {rank} ", role), text,
-               ("  <- culprit" if rank in incident.top.culprits else "", "bad"),
+    is_culprit = rank in incident.top.culprits
+    return row(f"  {'  ' * min(depth, 12)}", (f"{glyph} rank {rank} ", role), ("culprit: " if is_culprit else "", "bad"),
+               cut(f"{why or words}{detail}{place}", max(width - 14 - 2 * min(depth, 12) - 9 * is_culprit, 20)),
                target=Target(screen=3, group=incident.top.group, seq=incident.top.seq, rank=rank),
-               is_problem=is_cause)  # fmt: skip
+               is_problem=is_culprit or (depth == 0 and role == "bad"))  # fmt: skip
