@@ -26,8 +26,9 @@ from titan_ckpt.errors import (
     UsageError,
 )
 from titan_ckpt.s3_errors import translate
+from titan_ckpt.s3_wire import PART_BYTES, Cutter
 from titan_ckpt.store import RetryPolicy, open_store
-from titan_ckpt.store_s3 import PART_BYTES, S3Store, cut_parts
+from titan_ckpt.store_s3 import S3Store
 
 QUICK = RetryPolicy(tries=3, first_wait_s=0.001, longest_wait_s=0.01, deadline_s=30)
 
@@ -231,7 +232,7 @@ def test_each_answer_of_a_server_becomes_the_right_error(code: str, status: int,
 
 def test_parts_are_of_equal_size_and_slice_large_buffers_without_a_copy() -> None:
     large = memoryview(bytearray(3 * PART_BYTES))
-    cut = list(cut_parts([b"abc", large, b"de"]))
+    cut = [part.view for part in Cutter([b"abc", large, b"de"]).parts()]
     assert [len(part) for part in cut] == [PART_BYTES, PART_BYTES, PART_BYTES, 5]
     assert cut[1].obj is large.obj
     assert cut[2].obj is large.obj
@@ -240,8 +241,21 @@ def test_parts_are_of_equal_size_and_slice_large_buffers_without_a_copy() -> Non
 
 
 def test_nothing_to_cut_gives_no_part() -> None:
-    assert list(cut_parts([])) == []
-    assert list(cut_parts([b"", b""])) == []
+    assert list(Cutter([]).parts()) == []
+    assert list(Cutter([b"", b""]).parts()) == []
+
+
+def test_a_gathered_part_that_was_sent_lends_its_memory_to_the_next() -> None:
+    pieces = [bytes([number]) * (PART_BYTES // 2) for number in range(6)]
+    cutter = Cutter(pieces)
+    memory, found = [], []
+    for part in cutter.parts():
+        assert part.buffer is not None
+        memory.append(part.buffer.ctypes.data)
+        found.append(bytes(part.view))
+        cutter.sent(part)
+    assert b"".join(found) == b"".join(pieces)
+    assert len(set(memory)) == 1
 
 
 def test_retries_are_logged_with_what_and_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -32,8 +32,9 @@ from titan_ckpt.units import format_size
 SMALLEST_MEMORY = 8 << 20
 # Requests for less than this are slow over a network; files are opened until it would come to that.
 USEFUL_SLAB = 4 << 20
-# Less than a part of a multipart upload, so that a store gathers our slabs into buffers of its own and keeps none of ours.
-LARGEST_SLAB = 8 << 20
+# Less than a part of a multipart upload, so that a store gathers our slabs into buffers of its own and keeps none of ours. A disk
+# is read in slabs that stay in the processor's cache, a network in few requests.
+LARGEST_SLAB, LARGEST_SLAB_OVER_A_NETWORK = 8 << 20, 15 << 20
 SLABS_PER_POOL = 6
 MAX_OPEN_FILES = 32
 _ELEMENT: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
@@ -68,8 +69,11 @@ class Budget:
     max_open_files: int
 
     @staticmethod
-    def of(memory_bytes: int, target: Store) -> Budget:
-        """The split of `memory_bytes`; UsageError where it is too little to work with."""
+    def of(memory_bytes: int, target: Store, *, num_files: int = MAX_OPEN_FILES) -> Budget:
+        """The split of `memory_bytes` for at most `num_files` at once: the fewer, the larger the requests.
+
+        UsageError where it is too little to work with.
+        """
         one_file = target.held_by_writes(1)
         least = SMALLEST_MEMORY + one_file
         if memory_bytes < least:
@@ -78,8 +82,10 @@ class Budget:
             )
         slabs = 2 * SLABS_PER_POOL + 2
         room = max(one_file, memory_bytes - slabs * USEFUL_SLAB)
-        max_open = max(n for n in range(1, MAX_OPEN_FILES + 1) if target.held_by_writes(n) <= room)
-        slab_bytes = min(LARGEST_SLAB, (memory_bytes - target.held_by_writes(max_open)) // slabs)
+        most = max(1, min(num_files, MAX_OPEN_FILES))
+        max_open = max(n for n in range(1, most + 1) if target.held_by_writes(n) <= room)
+        largest = LARGEST_SLAB if one_file == 0 else LARGEST_SLAB_OVER_A_NETWORK
+        slab_bytes = min(largest, (memory_bytes - target.held_by_writes(max_open)) // slabs)
         return Budget(slab_bytes=slab_bytes, slabs_per_pool=SLABS_PER_POOL, max_open_files=max_open)
 
     def total_bytes(self, target: Store, num_files: int) -> int:

@@ -188,10 +188,9 @@ def run_plan(
     """
     started, workers = time.monotonic(), workers or Workers()
     store = store or open_store(url)
-    budget = Budget.of(memory_bytes, store)
+    budget = Budget.of(memory_bytes, store, num_files=-(-len(plan.target.ranks_with_files()) // workers.count))
     check_destination(plan, url, store)
-    max_files = max(1, min(budget.max_open_files, -(-len(plan.target.ranks_with_files()) // workers.count)))
-    mine = spread(plan.waves(max_files), workers.count, workers.index)
+    mine = spread(plan.waves(budget.max_open_files), workers.count, workers.index)
     attempt = _found_attempt(plan, store)
     finished = _finished(plan, store, attempt, [rank for wave in mine for rank in wave]) if attempt else {}
     todo = [[rank for rank in wave if rank not in finished] for wave in mine]

@@ -7,15 +7,11 @@ botocore's own are off, so that one place decides what is transient and one dead
 
 from __future__ import annotations
 
-import base64
 import logging
 import threading
 import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from email.utils import parsedate_to_datetime
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -26,18 +22,16 @@ from titan_ckpt.errors import (
     StoreError,
     TitanError,
     TransientStoreError,
-    UsageError,
 )
 from titan_ckpt.location import check_relative, normalise
 from titan_ckpt.s3_errors import translate
 from titan_ckpt.s3_session import S3Options, make_client
+from titan_ckpt.s3_wire import PART_BYTES, Cutter, Part, answered_at, crc32_text, etag, split_url, total_size
 from titan_ckpt.store import Buffer, Entry, RetryPolicy, Store, probe_conditions, retry
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PART_BYTES = 16 << 20
-PARTS_BEFORE_DOUBLING = 1250
 PARTS_IN_FLIGHT = 4
 THREADS = 8
 READ_SLICE_BYTES = 512 << 10
@@ -51,7 +45,7 @@ class S3Store(Store):
     def __init__(self, url: str, policy: RetryPolicy, **options: Any) -> None:
         super().__init__(normalise(url))
         self._policy = policy
-        self._bucket, self._prefix = _split(self.url)
+        self._bucket, self._prefix = split_url(self.url)
         self._client = make_client(S3Options.of(options), self.where(""))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="s3")
         self._in_flight = threading.BoundedSemaphore(THREADS)
@@ -92,7 +86,7 @@ class S3Store(Store):
                 body.close()
                 raise
             if done < len(view):
-                raise self._too_short(path, start, len(view), _total_size(answer))
+                raise self._too_short(path, start, len(view), total_size(answer))
             return str(answer["ETag"])
 
         return self._call(path, "read", get)
@@ -110,12 +104,13 @@ class S3Store(Store):
 
     def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
         self._key(path)
-        pieces = cut_parts(parts)
-        first = next(pieces, memoryview(b""))
-        second = next(pieces, None)
+        cutter = Cutter(parts)
+        cut = cutter.parts()
+        first = next(cut, Part(memoryview(b"")))
+        second = next(cut, None)
         if second is None:
-            return self._put(path, first)
-        return self._write_multipart(path, chain([first, second], pieces))
+            return self._put(path, first.view)
+        return self._write_multipart(path, cutter, chain([first, second], cut))
 
     def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
@@ -150,43 +145,52 @@ class S3Store(Store):
 
     def _put_once(self, path: str, view: memoryview, **condition: str) -> Entry:
         answer = self._client.put_object(
-            Bucket=self._bucket, Key=self._key(path), Body=view, ChecksumCRC32=_crc32(view), **condition
+            Bucket=self._bucket, Key=self._key(path), Body=view, ChecksumCRC32=crc32_text(view), **condition
         )
         return self._written(path, len(view), answer)
 
     def _written(self, path: str, size_bytes: int, answer: Any) -> Entry:
-        return Entry(path=path, size_bytes=size_bytes, modified_s=_answered_at(answer), version=_etag(answer))
+        return Entry(path=path, size_bytes=size_bytes, modified_s=answered_at(answer), version=etag(answer))
 
-    def _write_multipart(self, path: str, pieces: Iterator[memoryview]) -> Entry:
+    def _write_multipart(self, path: str, cutter: Cutter, parts: Iterator[Part]) -> Entry:
         place = {"Bucket": self._bucket, "Key": self._key(path)}
         begin = lambda: self._client.create_multipart_upload(**place, ChecksumAlgorithm="CRC32")
         place["UploadId"] = self._call(path, "start a multipart upload of", begin)["UploadId"]
-        in_flight: deque[Future[dict[str, Any]]] = deque()
-        done: list[dict[str, Any]] = []
+        in_flight: set[Future[dict[str, Any]]] = set()
+        sent: list[dict[str, Any]] = []
         size = 0
         try:
-            for number, piece in enumerate(pieces, start=1):
-                size += len(piece)
-                in_flight.append(self._begin_part(path, place, number, piece))
-                del piece
+            for number, part in enumerate(parts, start=1):
+                size += len(part.view)
+                in_flight.add(self._begin_part(path, place, number, part, cutter))
+                del part
                 if len(in_flight) >= PARTS_IN_FLIGHT:
-                    done.append(in_flight.popleft().result())
-            done.extend(job.result() for job in in_flight)
-            return self._complete(path, place, done, size)
+                    done, in_flight = wait(in_flight, return_when=FIRST_COMPLETED)
+                    sent += [job.result() for job in done]
+            sent += [job.result() for job in in_flight]
+            sent.sort(key=lambda answer: int(answer["PartNumber"]))
+            return self._complete(path, place, sent, size)
         except BaseException:
             _drop(in_flight)
             self._abort(path, place)
             raise
 
-    def _begin_part(self, path: str, place: dict[str, Any], number: int, piece: memoryview) -> Future[dict[str, Any]]:
+    def _begin_part(
+        self, path: str, place: dict[str, Any], number: int, part: Part, cutter: Cutter
+    ) -> Future[dict[str, Any]]:
         """Start to upload a part, once fewer than `THREADS` are on their way: more would only wait in memory."""
+
+        def end(_: Future[dict[str, Any]]) -> None:
+            self._in_flight.release()
+            cutter.sent(part)
+
         self._in_flight.acquire()
-        job = self._pool.submit(self._upload_part, path, place, number, piece)
-        job.add_done_callback(lambda _: self._in_flight.release())
+        job = self._pool.submit(self._upload_part, path, place, number, part.view)
+        job.add_done_callback(end)
         return job
 
     def _upload_part(self, path: str, place: dict[str, Any], number: int, piece: memoryview) -> dict[str, Any]:
-        crc = _crc32(piece)
+        crc = crc32_text(piece)
         send = partial(self._client_upload_part, piece, **place, PartNumber=number, ChecksumCRC32=crc)
         answer = self._call(path, f"upload part {number} of", send)
         return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": crc}
@@ -242,7 +246,7 @@ class S3Store(Store):
                         path=item["Key"][strip:],
                         size_bytes=int(item["Size"]),
                         modified_s=item["LastModified"].timestamp(),
-                        version=_etag(item),
+                        version=etag(item),
                     )
 
     def _pages(self, prefix: str, **query: Any) -> Iterator[Any]:
@@ -259,7 +263,7 @@ class S3Store(Store):
             path=path,
             size_bytes=int(answer["ContentLength"]),
             modified_s=answer["LastModified"].timestamp(),
-            version=_etag(answer),
+            version=etag(answer),
         )
 
     def _head(self, path: str) -> Any:
@@ -330,31 +334,6 @@ class S3Store(Store):
         return f"{whole}/" if whole else ""
 
 
-def cut_parts(parts: Iterable[Buffer]) -> Iterator[memoryview]:
-    """The same bytes as parts of equal size (the last may be shorter), as S3 wants them; the size doubles every
-    `PARTS_BEFORE_DOUBLING` parts, so that 10,000 parts hold 5 TiB. Buffers that fill a part are sliced, only the
-    pieces between them are copied."""
-    number, size = 1, PART_BYTES
-    pending = bytearray()
-    for part in parts:
-        view = memoryview(part).cast("B")
-        while len(pending) + len(view) >= size:
-            if pending:
-                taken = size - len(pending)
-                pending += view[:taken]
-                yield memoryview(pending)
-                pending = bytearray()
-            else:
-                taken = size
-                yield view[:taken]
-            view = view[taken:]
-            number += 1
-            size = PART_BYTES << (number - 1) // PARTS_BEFORE_DOUBLING
-        pending += view
-    if pending:
-        yield memoryview(pending)
-
-
 def _all_results(jobs: list[Future[T]]) -> list[T]:
     """Results of all jobs; when one fails the rest are cancelled or waited for, since they write into the caller's memory."""
     try:
@@ -369,33 +348,3 @@ def _drop(jobs: Iterable[Future[T]]) -> None:
     for job in remaining:
         job.cancel()
     wait(remaining)
-
-
-def _split(url: str) -> tuple[str, str]:
-    bucket, _, prefix = url.partition("://")[2].partition("/")
-    if "@" in bucket or "?" in url:
-        raise UsageError(
-            "credentials and options do not belong in a URL; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ..."
-        )
-    if not bucket:
-        raise UsageError(f"{url}: names no bucket; write s3://bucket/folder")
-    return bucket, prefix
-
-
-def _crc32(view: memoryview) -> str:
-    return base64.b64encode(zlib.crc32(view).to_bytes(4, "big")).decode("ascii")
-
-
-def _etag(answer: Any) -> str:
-    return str(answer["ETag"]).strip('"')
-
-
-def _answered_at(answer: Any) -> float:
-    """The server's own clock, for an object that it just took; ours when it does not say."""
-    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-    return parsedate_to_datetime(date).timestamp() if date else time.time()
-
-
-def _total_size(answer: Any) -> int | None:
-    total = str(answer.get("ContentRange", "")).rpartition("/")[2]
-    return int(total) if total.isdigit() else None
