@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from benchmarks.report import Bar, write_section
 from titan_ckpt.debug.blackbox import (
     CAPACITY,
@@ -34,6 +36,8 @@ from titan_ckpt.debug.blackbox import (
     HEARTBEAT_AT,
     MAGIC,
     RECORD,
+    TEXT_DIGEST_AT,
+    TEXT_END,
     TEXT_USED,
     TEXT_USED_AT,
     file_size,
@@ -116,6 +120,7 @@ def write_boxes(folder: Path, ranks: int, operations: int) -> None:
         body[at : at + RECORD.size] = record
     text_at = HEADER_BYTES + CAPACITY * RECORD.size
     TEXT_USED.pack_into(body, TEXT_USED_AT, len(text))
+    body[TEXT_DIGEST_AT:TEXT_END] = xxhash.xxh3_128(text).digest()
     COUNT.pack_into(body, COUNT_AT, operations)
     HEARTBEAT.pack_into(body, HEARTBEAT_AT, 7, 3, now, now, 0)
     last_at = HEADER_BYTES + (operations - 1) % CAPACITY * RECORD.size

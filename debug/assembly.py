@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from titan_ckpt.debug import disagreement
+from titan_ckpt.debug.blocks import blocks
 from titan_ckpt.debug.evidence import MAX_RANK, RankEvidence, Reading
 from titan_ckpt.debug.interning import Interner
 from titan_ckpt.debug.logs import group_by_rank, merge_logs, user_frame
@@ -46,9 +47,8 @@ def assemble(reading: Reading, incident: str, incidents: tuple[str, ...]) -> Run
 def _wrappers(run: Run) -> frozenset[tuple[str, int]]:
     """Lines through which operations of several kinds are called: (file, line) seen below two or more op names."""
     pairs: set[int] = set()
-    for record in run.ranks.values():
-        table = record.operations
-        pairs.update(np.unique((table["op"].astype(np.int64) << 32) | table["frames"]).tolist())
+    for block in blocks(run.ranks):
+        pairs.update(np.unique((block.table["op"].astype(np.int64) << 32) | block.table["frames"]).tolist())
     ops: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     for pair in pairs:
         frame = user_frame(run.names.frames[pair & 0xFFFFFFFF])
@@ -61,7 +61,8 @@ def _rank_record(reading: Reading, rank: int, exit_: Exit | None, *, prefer_box:
     found = reading.ranks[rank]
     tables = [_with_known_groups(table, found.known_groups, reading.interner) for _, table in found.dumps]
     box = found.box.operations if found.box else NO_OPERATIONS
-    box = _with_known_groups(box, found.known_groups, reading.interner)
+    if tables or found.sidecar:  # else the box's own words are all that is known
+        box = _with_known_groups(box, found.known_groups, reading.interner)
     dumps = [dump for dump, _ in found.dumps]
     if found.box:
         dumps.append(

@@ -27,6 +27,8 @@ COUNT = struct.Struct("<Q")
 HEARTBEAT = struct.Struct("<qqqqq")
 HEARTBEAT_AT, TEXT_USED_AT = 128, 192
 TEXT_USED = struct.Struct("<q")
+# Then 16 bytes that are equal where the texts are, so that readers of thousands of boxes read each text once; 0: not known
+TEXT_DIGEST_AT, TEXT_END = 200, 216
 
 # created, ended, elements, seq, site, peer, group, op, dtype, p2p, outcome, number (from 1, modulo 2**32)
 RECORD = struct.Struct("<qqqiiihhhbbI")

@@ -36,7 +36,7 @@ def blocks(ranks: Mapping[int, RankRecord]) -> Iterator[Block]:
 
 
 def _block(tables: list[Array], first: int) -> Block:
-    table = tables[0] if len(tables) == 1 else np.frombuffer(b"".join(map(memoryview, tables)), OPERATION)
+    table = tables[0] if len(tables) == 1 else np.frombuffer(b"".join(table.data for table in tables), OPERATION)
     lengths = np.fromiter(map(len, tables), np.int64, len(tables))
     ends = np.cumsum(lengths)
     row = np.arange(len(table)) - np.repeat(ends - lengths, lengths)
@@ -62,7 +62,8 @@ class Pairs:
     @property
     def last(self) -> Array:
         """The place of each pair's operation of the highest sequence number; the newest where several have it."""
-        return self.places[self.starts + self.counts - 1]
+        last: Array = self.places[self.starts + self.counts - 1]
+        return last
 
 
 def pairs_of(block: Block, wanted: Array) -> Pairs:
@@ -83,9 +84,11 @@ def _order(group: Array, owner: Array, seq: Array) -> Array:
         return np.zeros(0, np.int64)
     owners = int(owner[-1] - owner[0]) + 1
     if int(group.max()) * owners >= 1 << (63 - _SEQ_BITS):
-        return np.lexsort((seq, owner, group))
+        several: Array = np.lexsort((seq, owner, group))
+        return several
     key = ((group * owners + (owner - owner[0])) << _SEQ_BITS) | seq
-    return np.argsort(key, kind="stable")
+    order: Array = np.argsort(key, kind="stable")
+    return order
 
 
 class Distinct:

@@ -20,6 +20,8 @@ from titan_ckpt.debug.blackbox import (
     RECORD_DTYPE,
     RETURNED,
     TEXT_BYTES,
+    TEXT_DIGEST_AT,
+    TEXT_END,
     TEXT_USED,
     TEXT_USED_AT,
     read_heartbeat,
@@ -32,7 +34,9 @@ from titan_ckpt.store import Store
 Buffer: TypeAlias = bytes | memoryview
 
 NUMBER = struct.Struct("<I")  # the last field of a record
-SLACK = 512  # operations that a rank may have issued since its last tick
+LOOK_AHEAD = (
+    16  # operations read beyond the count, which is as of the last tick: where all are newer, all of the ring is read
+)
 MAX_KEY = 1 << 16
 
 
@@ -74,6 +78,7 @@ class BoxReader:
 
     interner: Interner
     _texts: dict[bytes, _Words] = field(default_factory=dict)
+    _known: dict[bytes, _Words] = field(default_factory=dict)  # by the length and digest that a box's head gives
     _lines: dict[bytes, tuple[str, int, Any] | None] = field(default_factory=dict)
 
     def parse(self, data: bytes, source: str) -> Box:
@@ -84,28 +89,27 @@ class BoxReader:
             raise ValueError(f"is cut off: a ring of {capacity} records needs {ring_end} bytes, there are {len(data)}")
         text = data[ring_end : ring_end + _text_used(data)]
         ring = memoryview(data)[HEADER_BYTES:ring_end]
-        return self.finish([self._raw(data, ring, text, source)], capacity)[0]
+        return self.finish([_raw(data, ring, self._words(text), source)], capacity)[0]
 
     def read_tail(self, store: Store, path: str, keep: int) -> RawBox:
-        """The newest operations of a box, at least `keep` of them, by three small reads; `finish` makes sense of them."""
-        head = store.read(path, 0, HEADER_BYTES)
-        capacity = _capacity(head)
-        text = store.read(path, HEADER_BYTES + capacity * RECORD.size, _text_used(head))
-        (count,) = COUNT.unpack_from(head, COUNT_AT)
-        length = min(keep + SLACK, capacity)
-        start = max(0, count - keep) % capacity
-        if length == capacity or start + length > capacity:  # small, or around the end: all of it
-            start, length = 0, capacity
-        ring = store.read(path, HEADER_BYTES + start * RECORD.size, length * RECORD.size)
-        if length < capacity and NUMBER.unpack_from(ring, len(ring) - NUMBER.size)[0] > count:  # it ticked too long ago
-            ring = store.read(path, HEADER_BYTES, capacity * RECORD.size)
-        return self._raw(head, ring, text, path)
-
-    def _raw(self, head: bytes, ring: Buffer, text: bytes, source: str) -> RawBox:
-        _, rank, world_size, *_ = HEADER.unpack_from(head)
-        if world_size > 1 << 24 or rank > 1 << 24:
-            raise ValueError(f"says that it is of rank {rank} of {world_size}: damaged")
-        return RawBox(head=bytes(head[:HEADER_BYTES]), ring=ring, words=self._words(text), source=source)
+        """The newest operations of a box, at least `keep` of them, by two or three small reads; `finish` makes sense of them."""
+        with store.opened(path) as read:
+            head = read(0, HEADER_BYTES)
+            capacity = _capacity(head)
+            words = self._known.get(head[TEXT_USED_AT:TEXT_END])
+            if words is None:
+                words = self._words(read(HEADER_BYTES + capacity * RECORD.size, _text_used(head)))
+                if any(head[TEXT_DIGEST_AT:TEXT_END]):
+                    self._known[head[TEXT_USED_AT:TEXT_END]] = words
+            (count,) = COUNT.unpack_from(head, COUNT_AT)
+            length = min(keep + LOOK_AHEAD, capacity)
+            start = max(0, count - keep) % capacity
+            if length == capacity or start + length > capacity:  # small, or around the end: all of it
+                start, length = 0, capacity
+            ring = read(HEADER_BYTES + start * RECORD.size, length * RECORD.size)
+            if length < capacity and NUMBER.unpack_from(ring, len(ring) - NUMBER.size)[0] > count:
+                ring = read(HEADER_BYTES, capacity * RECORD.size)  # it ticked too long ago
+        return _raw(head, ring, words, path)
 
     def finish(self, raw: Sequence[RawBox], keep: int) -> list[Box]:
         """The boxes, with at most their `keep` newest operations. Those with the same words are translated in one go."""
@@ -171,6 +175,13 @@ class BoxReader:
             return None
 
 
+def _raw(head: bytes, ring: Buffer, words: _Words, source: str) -> RawBox:
+    _, rank, world_size, *_ = HEADER.unpack_from(head)
+    if world_size > 1 << 24 or rank > 1 << 24:
+        raise ValueError(f"says that it is of rank {rank} of {world_size}: damaged")
+    return RawBox(head=head[:HEADER_BYTES], ring=ring, words=words, source=source)
+
+
 def _box(raw: RawBox, count: int, operations: Array) -> Box:
     _, rank, world_size, pid, capacity, *_ = HEADER.unpack_from(raw.head)
     return Box(
@@ -202,7 +213,8 @@ def _text_used(head: bytes) -> int:
 def _group(value: Any) -> Group:
     name, description, members = (*value, "", [])[:3] if isinstance(value, list) else ("?", "", [])
     ranks = unpack_members(members)
-    return Group(name=str(name)[:200], description=str(description)[:200], members=ranks)
+    description = "" if description == "undefined" else str(description)
+    return Group(name=str(name)[:200], description=description[:200], members=ranks)
 
 
 def _operations(records: Array, columns: Mapping[str, Array], interner: Interner) -> Array:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from titan_ckpt.debug.blocks import blocks, pairs_of
 from titan_ckpt.debug.causes import step_of
 from titan_ckpt.debug.records import COMPLETED, Array, Evidence, Flag, Run, Verdict
 
@@ -138,39 +139,66 @@ def _note_ends(
 
 def _other_clocks(run: Run) -> tuple[int, ...]:
     """Ranks whose whole record of collectives that others issued too lies before or after the others' record of them."""
-    spans = {rank: span for rank, record in run.ranks.items() if (span := _span(record.operations)) is not None}
-    groups = {group for group, *_ in spans.values()}
-    found: set[int] = set()
-    for group in groups:
-        of_group = {rank: span for rank, span in spans.items() if span[0] == group}
-        if len(of_group) > 1:
-            found.update(_apart(run, group, of_group))
-    return tuple(sorted(found))
+    spans = _spans(run)
+    lowest, highest = np.zeros(len(run.groups), np.int64), np.full(len(run.groups), -1, np.int64)
+    for group in np.flatnonzero(np.bincount(spans.group, minlength=len(run.groups)) > 1).tolist():
+        of_group = spans.group == group
+        first, last = spans.first[of_group].max(), spans.last[of_group].min()
+        if last - first + 1 >= LEAST_COMMON:
+            lowest[group], highest[group] = first, last
+    times = _times(run, spans, lowest, highest)
+    ranks = list(run.ranks)
+    return tuple(sorted(ranks[place] for group in set(times.group.tolist()) for place in _apart(times, group)))
 
 
-def _span(table: Array) -> tuple[int, int, int] | None:
-    """(group, first, last sequence number) of the group that a rank used most."""
-    collectives = table[(table["p2p"] == 0) & (table["created_ns"] > 0)]
-    if not len(collectives):
-        return None
-    group = int(np.bincount(collectives["group"]).argmax())
-    seqs = collectives["seq"][collectives["group"] == group]
-    return group, int(seqs.min()), int(seqs.max())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spans:
+    """Of each rank (its place among all) the group that it used most, and the ends of something on it."""
+
+    owner: Array
+    group: Array
+    first: Array
+    last: Array
 
 
-def _apart(run: Run, group: int, spans: Mapping[int, tuple[int, int, int]]) -> Iterator[int]:
-    first = max(span[1] for span in spans.values())
-    last = min(span[2] for span in spans.values())
-    if last - first + 1 < LEAST_COMMON:
-        return
-    times: dict[int, tuple[int, int]] = {}
-    for rank in spans:
-        table = run.ranks[rank].operations
-        common = (table["group"] == group) & (table["p2p"] == 0) & (table["seq"] >= first) & (table["seq"] <= last)
-        created = table["created_ns"][common]
-        times[rank] = int(created.min()), int(created.max())
-    begin = int(np.median([begin for begin, _ in times.values()]))
-    end = int(np.median([end for _, end in times.values()]))
-    for rank, (earliest, latest) in times.items():
-        if earliest > end + CLOCK_SKEW_NS or latest < begin - CLOCK_SKEW_NS:
-            yield rank
+def _is_dated(table: Array) -> Array:
+    dated: Array = (table["p2p"] == 0) & (table["created_ns"] > 0) & (table["seq"] >= 0)
+    return dated
+
+
+def _spans(run: Run) -> _Spans:
+    """The first and last sequence numbers."""
+    columns: list[tuple[Array, ...]] = [(np.zeros(0, np.int64),) * 5]
+    for block in blocks(run.ranks):
+        pairs, seq = pairs_of(block, _is_dated(block.table)), block.table["seq"]
+        columns.append((pairs.owner, pairs.group, pairs.counts, seq[pairs.first], seq[pairs.last]))
+    owner, group, counts, first, last = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    order = np.lexsort((group, -counts, owner))
+    most = order[np.flatnonzero(np.diff(owner[order], prepend=-1))]
+    return _Spans(owner=owner[most], group=group[most], first=first[most], last=last[most])
+
+
+def _times(run: Run, spans: _Spans, lowest: Array, highest: Array) -> _Spans:
+    """The first and last moments at which each rank issued collectives that all users of its group issued."""
+    main = np.full(len(run.ranks), -1, np.int64)
+    main[spans.owner] = spans.group
+    columns: list[tuple[Array, ...]] = [(np.zeros(0, np.int64),) * 3]
+    for block in blocks(run.ranks):
+        group, seq = block.table["group"], block.table["seq"]
+        is_common = (group == main[block.owner]) & (seq >= lowest[group]) & (seq <= highest[group])
+        places = np.flatnonzero(is_common & _is_dated(block.table))
+        owner, created = block.owner[places], block.table["created_ns"][places]
+        begins = np.flatnonzero(np.diff(owner, prepend=-1))
+        if len(begins):
+            columns.append((owner[begins], np.minimum.reduceat(created, begins), np.maximum.reduceat(created, begins)))
+    owner, first, last = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    return _Spans(owner=owner, group=main[owner], first=first, last=last)
+
+
+def _apart(times: _Spans, group: int) -> list[int]:
+    of_group = times.group == group
+    first, last = times.first[of_group], times.last[of_group]
+    begin, end = int(np.median(first)), int(np.median(last))
+    is_apart = (first > end + CLOCK_SKEW_NS) | (last < begin - CLOCK_SKEW_NS)
+    apart: list[int] = times.owner[of_group][is_apart].tolist()
+    return apart

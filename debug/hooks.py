@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from titan_ckpt.debug.blackbox import (
     CAPACITY,
@@ -39,6 +40,7 @@ from titan_ckpt.debug.blackbox import (
     RETURNED,
     RUNNING,
     TEXT_BYTES,
+    TEXT_END,
     TEXT_USED,
     TEXT_USED_AT,
     file_size,
@@ -94,6 +96,7 @@ class BoxWriter:
         HEADER.pack_into(self.map, 0, MAGIC, rank, world_size, os.getpid(), capacity, 0, time.time_ns())
         self._text_at = HEADER_BYTES + capacity * RECORD.size
         self._text_used = 0
+        self._digest = xxhash.xxh3_128()
         self.count = 0
         self._step, self._phase, self._phase_ns, self._stopped = -1, 0, time.time_ns(), 0
         self.beat()
@@ -106,7 +109,8 @@ class BoxWriter:
         at = self._text_at + self._text_used
         self.map[at : at + len(line)] = line
         self._text_used += len(line)
-        TEXT_USED.pack_into(self.map, TEXT_USED_AT, self._text_used)
+        self._digest.update(line)
+        self.map[TEXT_USED_AT:TEXT_END] = TEXT_USED.pack(self._text_used) + self._digest.digest()
 
     def set_phase(self, step: int, phase: int) -> None:
         """Where the training loop is."""

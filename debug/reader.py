@@ -121,29 +121,35 @@ def _read_tails(reading: Reading, found: Sequence[Source], keep: int) -> None:
     """The newest operations of many black boxes."""
     raw: list[tuple[Source, RawBox]] = []
     for source in found:
-        with _flagged(reading, source):
+        try:
             raw.append((source, reading.boxes.read_tail(reading.store, source.path, keep)))
+        except _DAMAGE as error:
+            _flag(reading, source, error)
     for (source, _), box in zip(raw, reading.boxes.finish([box for _, box in raw], keep), strict=True):
-        with _flagged(reading, source):
+        try:
             _take_box(reading, source, box)
+        except _DAMAGE as error:
+            _flag(reading, source, error)
 
 
 def _read(reading: Reading, source: Source) -> None:
-    with _flagged(reading, source):
-        _take(reading, source, read_source(reading.store, source))
-
-
-@contextmanager
-def _flagged(reading: Reading, source: Source) -> Iterator[None]:
-    """A file that cannot be read or understood becomes a flag."""
     try:
-        yield
-    except UnsafeContentError as error:
-        reading.flag("DUMP_CORRUPT", f"refused: {error}", source.path, source.rank)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        reading.flag("DUMP_CORRUPT", f"{error}"[:300], source.path, source.rank)
-    except StoreError as error:
-        reading.flag("DUMP_MISSING", f"cannot be read: {error}"[:300], source.path, source.rank)
+        _take(reading, source, read_source(reading.store, source))
+    except _DAMAGE as error:
+        _flag(reading, source, error)
+
+
+_DAMAGE = (UnsafeContentError, StoreError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError)
+
+
+def _flag(reading: Reading, source: Source, error: Exception) -> None:
+    """A file that cannot be read or understood becomes a flag."""
+    name, text = "DUMP_CORRUPT", f"{error}"[:300]
+    if isinstance(error, UnsafeContentError):
+        text = f"refused: {error}"
+    elif isinstance(error, StoreError):
+        name, text = "DUMP_MISSING", f"cannot be read: {error}"[:300]
+    reading.flag(name, text, source.path, source.rank)
 
 
 def _take(reading: Reading, source: Source, data: bytes) -> None:

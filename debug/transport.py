@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from titan_ckpt.debug.align import Lane, elements_of
+from titan_ckpt.debug.blocks import blocks
 from titan_ckpt.debug.logs import user_frame
 from titan_ckpt.debug.records import COMPLETED, RECV, SCHEDULED, SEND, STARTED, Array, Evidence, Operation, Run, Verdict
 
@@ -86,10 +87,12 @@ def _verdict(
 
 def _p2p_sizes(run: Run) -> Iterator[Verdict]:
     """The n-th send of a pair against the n-th receive, from the end where both rings are whole."""
-    for rank, record in run.ranks.items():
-        table = record.operations
+    ranks = list(run.ranks)
+    senders = (block.owner[(block.table["p2p"] == SEND) & (block.table["peer"] >= 0)] for block in blocks(run.ranks))
+    for rank in sorted({ranks[owner] for owners in senders for owner in np.unique(owners).tolist()}):
+        table = run.ranks[rank].operations
         sends = (table["p2p"] == SEND) & (table["peer"] >= 0)
-        for peer in np.unique(table["peer"][sends]).tolist() if sends.any() else ():
+        for peer in np.unique(table["peer"][sends]).tolist():
             if peer not in run.ranks:
                 continue
             receives = _pair(run.ranks[peer].operations, RECV, rank)

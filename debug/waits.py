@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from titan_ckpt.debug.align import Lane
-from titan_ckpt.debug.records import COMPLETED, RECV, SEND, Run
+from titan_ckpt.debug.blocks import blocks
+from titan_ckpt.debug.records import COMPLETED, RECV, SEND, Array, Run
 from titan_ckpt.debug.situation import DEAD, FINISHED, FROZEN, GIL_HELD, IN_COLLECTIVE, IN_P2P, ON_CPU, Situation
 
 MAX_AWAITED = 32  # laggards kept per waiting rank: the furthest behind are the ones that matter
@@ -40,18 +41,25 @@ def _collective_edges(lane: Lane, states: Mapping[int, Situation]) -> list[Edge]
     """Members with a pending newest operation wait for the members that have not issued it."""
     newest = int(lane.last.max())
     edges = []
-    for i, rank in enumerate(lane.members):
-        seq = int(lane.last[i])
+    behind: dict[int, list[int]] = {}
+    for rank, seq, done in zip(lane.members, lane.last.tolist(), lane.done.tolist(), strict=True):
         state = states[rank]
-        if seq < 0 or not can_wait(state) or (lane.done[i] and state.kind != IN_COLLECTIVE):
+        if seq < 0 or not can_wait(state) or (done and state.kind != IN_COLLECTIVE):
             continue
-        if seq < newest and lane.done[i]:
+        if seq < newest and done:
             continue  # this group is not where it waits
-        behind = np.flatnonzero(lane.last < seq)
-        if len(behind) > MAX_AWAITED:
-            behind = behind[np.argsort(lane.last[behind], kind="stable")[:MAX_AWAITED]]
-        edges += [Edge(waiter=rank, awaited=lane.members[j], group=lane.group, seq=seq) for j in behind]
+        if seq not in behind:
+            behind[seq] = _behind(lane, seq)
+        edges += [Edge(waiter=rank, awaited=other, group=lane.group, seq=seq) for other in behind[seq]]
     return edges
+
+
+def _behind(lane: Lane, seq: int) -> list[int]:
+    """The members that have not issued `seq`; the furthest behind where they are many."""
+    behind = np.flatnonzero(lane.last < seq)
+    if len(behind) > MAX_AWAITED:
+        behind = behind[np.argsort(lane.last[behind], kind="stable")[:MAX_AWAITED]]
+    return [lane.members[i] for i in behind.tolist()]
 
 
 def can_wait(state: Situation) -> bool:
@@ -67,36 +75,35 @@ def can_wait(state: Situation) -> bool:
 
 def _p2p_edges(run: Run, states: Mapping[int, Situation]) -> list[Edge]:
     """Pending sends and receives whose peer has issued fewer of the other half."""
-    counts: dict[tuple[int, int, int], int] = defaultdict(int)
-    for rank, record in run.ranks.items():
-        if not len(record.operations):
-            continue
-        table = record.operations[record.operations["p2p"] != 0]
-        for direction, peer in zip(table["p2p"].tolist(), table["peer"].tolist(), strict=True):
-            counts[rank, direction, peer] += 1
+    counts: Counter[tuple[int, int, int]] = Counter()
+    pending: list[tuple[int, int, int, int, int]] = []
+    ranks = np.fromiter(run.ranks, np.int64, len(run.ranks))
+    for block in blocks(run.ranks):
+        places = np.flatnonzero(block.table["p2p"] != 0)
+        table, owner = block.table[places], ranks[block.owner[places]]
+        counts.update(zip(owner.tolist(), table["p2p"].tolist(), table["peer"].tolist(), strict=True))
+        open_ = _is_pending(table)
+        columns = (table[name][open_].tolist() for name in ("p2p", "peer", "group", "seq"))
+        pending.extend(zip(owner[open_].tolist(), *columns, strict=True))
     edges = []
-    for rank in sorted({rank for rank, _, _ in counts}):
-        record = run.ranks[rank]
-        if not can_wait(states[rank]):
+    for rank, direction, peer, group, seq in pending:
+        other = RECV if direction == SEND else SEND
+        if peer not in run.ranks or not can_wait(states[rank]):
             continue
-        for row in pending_p2p(run, rank):
-            entry = record.operations[row]
-            peer, direction = int(entry["peer"]), int(entry["p2p"])
-            other = RECV if direction == SEND else SEND
-            if peer in run.ranks and counts[peer, other, rank] < counts[rank, direction, peer]:
-                edges.append(
-                    Edge(waiter=rank, awaited=peer, group=int(entry["group"]), seq=int(entry["seq"]), is_p2p=True)
-                )
+        if counts[peer, other, rank] < counts[rank, direction, peer]:
+            edges.append(Edge(waiter=rank, awaited=peer, group=group, seq=seq, is_p2p=True))
     return edges
 
 
 def pending_p2p(run: Run, rank: int) -> list[int]:
     """Rows of sends and receives that have not returned, newest last."""
-    table = run.ranks[rank].operations
-    rows = np.flatnonzero(
-        (table["p2p"] != 0) & ~table["retired"] & (table["state"] != COMPLETED) & (table["peer"] >= 0)
-    )
-    return [int(row) for row in rows]
+    rows: list[int] = np.flatnonzero(_is_pending(run.ranks[rank].operations)).tolist()
+    return rows
+
+
+def _is_pending(table: Array) -> Array:
+    pending: Array = (table["p2p"] != 0) & ~table["retired"] & (table["state"] != COMPLETED) & (table["peer"] >= 0)
+    return pending
 
 
 def _unknown_peers(run: Run, states: Mapping[int, Situation]) -> list[Edge]:

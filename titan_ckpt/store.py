@@ -13,12 +13,14 @@ import os
 import random
 import secrets
 import shutil
+import stat
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -83,16 +85,17 @@ class Store(ABC):
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._shown = redact(url)
 
     def __str__(self) -> str:
-        return redact(self.url)
+        return self._shown
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({redact(self.url)!r})"
+        return f"{type(self).__name__}({self._shown!r})"
 
     def where(self, path: str) -> str:
         """`path` as a full URL for messages, without secrets."""
-        return f"{redact(self.url)}/{path}" if path else redact(self.url)
+        return f"{self._shown}/{path}" if path else self._shown
 
     @abstractmethod
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
@@ -143,6 +146,10 @@ class Store(ABC):
         buffer = bytearray(max(size, 0))
         self.read_into(path, start, memoryview(buffer))
         return bytes(buffer)
+
+    def opened(self, path: str) -> AbstractContextManager[Callable[[int, int], bytes]]:
+        """`read(start, length)` of one object, for several small reads that depend on each other."""
+        return nullcontext(partial(self.read, path))
 
     def exists(self, path: str) -> bool:
         """Whether there is an object at `path`."""
@@ -215,6 +222,13 @@ class FileStore(Store):
                     )
                 done += count
 
+    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        with self.opened(path) as read:
+            return read(start, read.size_bytes - start if length is None else length)
+
+    def opened(self, path: str) -> _OpenFile:
+        return _OpenFile(self, path, self._full(path))
+
     def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
         target = self._full(path)
         return self._publish(path, parts, lambda temporary: os.replace(temporary, target))
@@ -261,31 +275,38 @@ class FileStore(Store):
             return []
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        root = self._folder(prefix)
-        for folder, subfolders, names in os.walk(root, onerror=self._raise_unless_gone):
-            subfolders.sort()
-            for name in sorted(names):
-                if name.startswith(TEMPORARY_PREFIX):
-                    continue
-                full = os.path.join(folder, name)
+        folder = self._folder(prefix)
+        yield from self._below(folder, "" if folder == self._root else os.path.relpath(folder, self._root) + "/")
+
+    def _below(self, folder: str, prefix: str) -> Iterator[Entry]:
+        """The files of one folder, then those of its folders. One `stat` a file: there may be tens of thousands."""
+        try:
+            with _os_errors(redact(folder)), os.scandir(folder) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except NotFoundError:
+            return
+        subfolders = []
+        for entry in entries:
+            if entry.is_dir():
+                subfolders.extend([entry] * (not entry.is_symlink()))
+            elif not entry.name.startswith(TEMPORARY_PREFIX):
+                path = prefix + entry.name
                 try:
-                    yield self.stat(os.path.relpath(full, self._root))
+                    with _os_errors(self.where(path)):
+                        info = entry.stat()
                 except NotFoundError:
                     continue
-
-    def _raise_unless_gone(self, error: OSError) -> None:
-        """A folder that cannot be listed is not an empty one."""
-        with suppress(NotFoundError), _os_errors(redact(str(error.filename))):
-            raise error
+                if stat.S_ISREG(info.st_mode):
+                    yield _entry(path, info)
+        for entry in subfolders:
+            yield from self._below(entry.path, f"{prefix}{entry.name}/")
 
     def stat(self, path: str) -> Entry:
-        full = self._full(path)
         with _os_errors(self.where(path)):
-            info = os.stat(full)
-            if not os.path.isfile(full):
+            info = os.stat(self._full(path))
+            if not stat.S_ISREG(info.st_mode):
                 raise NotFoundError(f"{self.where(path)}: not a file")
-        version = f"{info.st_ino:x}-{info.st_mtime_ns:x}-{info.st_size:x}"
-        return Entry(path=path, size_bytes=info.st_size, modified_s=info.st_mtime, version=version)
+        return _entry(path, info)
 
     def delete(self, paths: Iterable[str]) -> None:
         touched = set()
@@ -317,6 +338,38 @@ class FileStore(Store):
         while not os.path.isdir(folder):
             folder = os.path.dirname(folder)
         return shutil.disk_usage(folder).free
+
+
+class _OpenFile:
+    """A local file that is read in parts."""
+
+    def __init__(self, store: FileStore, path: str, full: str) -> None:
+        self._store, self._path, self._full = store, path, full
+
+    def __enter__(self) -> _OpenFile:
+        with _os_errors(self._store.where(self._path)):
+            self._descriptor = os.open(self._full, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not hold us
+            info = os.fstat(self._descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            os.close(self._descriptor)
+            raise NotFoundError(f"{self._store.where(self._path)}: not a file")
+        self.size_bytes = info.st_size
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def __call__(self, start: int, length: int) -> bytes:
+        with _os_errors(self._store.where(self._path)):
+            data = os.pread(self._descriptor, max(length, 0), start)
+        if len(data) >= length:
+            return data
+        return Store.read(self._store, self._path, start, length)  # in parts, or the error that says where it ends
+
+
+def _entry(path: str, info: os.stat_result) -> Entry:
+    version = f"{info.st_ino:x}-{info.st_mtime_ns:x}-{info.st_size:x}"
+    return Entry(path=path, size_bytes=info.st_size, modified_s=info.st_mtime, version=version)
 
 
 def digest_version(data: Buffer) -> str:
