@@ -36,6 +36,7 @@ class Request:
     method: str
     path: str
     body_bytes: int
+    client: str  # its address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +58,14 @@ Rule: TypeAlias = Callable[[Request], Fault | None]
 class FaultyProxy:
     """Forwards what its `rule` lets pass; `faults` counts by kind what it did, `num_requests` all that came."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, listen: str = "127.0.0.1") -> None:
         self.target = (host, port)
         self.rule: Rule = _fine
         self.faults: Counter[str] = Counter()
         self.num_requests = 0
         self.is_closing = threading.Event()
         self._lock = threading.Lock()
-        self._server = _Server(self)
+        self._server = _Server(self, listen)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
@@ -72,7 +73,7 @@ class FaultyProxy:
     @property
     def endpoint(self) -> str:
         """What AWS_ENDPOINT_URL must be to come through here."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self._server.server_address[0]!s}:{self.port}"
 
     @property
     def num_cut(self) -> int:
@@ -121,9 +122,9 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, proxy: FaultyProxy) -> None:
+    def __init__(self, proxy: FaultyProxy, listen: str) -> None:
         self.proxy = proxy
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__((listen, 0), _Handler)
 
     def handle_error(self, *_: object) -> None:
         """A client that went away, killed perhaps, is what this proxy is for: no traceback."""
@@ -140,7 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         size = int(self.headers.get("Content-Length", 0))
-        fault = self.server.proxy.choose(Request(method=self.command, path=self.path, body_bytes=size))
+        request = Request(method=self.command, path=self.path, body_bytes=size, client=str(self.client_address[0]))
+        fault = self.server.proxy.choose(request)
         if fault is None:
             self._forward(size)
         elif fault.kind == "busy":

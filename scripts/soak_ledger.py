@@ -151,5 +151,5 @@ def values_digest(checkpoint: Checkpoint) -> str:
     digest = xxhash.xxh3_128(json.dumps(training, sort_keys=True).encode())
     for fqn, tensor in tensors.items():
         digest.update(fqn.encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -1,0 +1,383 @@
+"""A job over three hosts whose cables are pulled and put back, while it steps and while it saves: what is lost, what it costs.
+
+    python -m scripts.hosts [--only NAME]        the table goes to docs/reliability.md
+
+The hosts are network namespaces on a switch (hosts_network.py), each with an elastic agent and one rank; the rendezvous has a
+host of its own, and so has the S3 server. A cable that is pulled loses packets and tells nobody. An agent that fails is started
+again, as Slurm and Kubernetes do. Each job must come to its end with the losses of a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from benchmarks.report import replace_section
+from scripts.hosts_network import STORAGE, Network, enter
+from scripts.proxy import Fault, FaultyProxy, Request
+from scripts.s3_server import Server, running_server
+from scripts.soak_ledger import Ledger
+from scripts.soak_report import RELIABILITY
+from titan_ckpt.store import open_store
+
+CONFIG = str(Path(__file__).parent.parent / "configs" / "debug.toml")
+BUCKET = "hosts"
+HEAD, HOSTS = "head", ("one", "two", "three")
+RENDEZVOUS_PORT = 29400
+STEPS, EVERY = 500, 20
+STEP_TIMEOUT_S, SAVE_TIMEOUT_S = 15, 40
+LIMIT_S = 400.0
+POLL_S = 0.05
+STORE = (
+    "import sys, time, torch.distributed as d; "
+    f"s = d.TCPStore(sys.argv[1], {RENDEZVOUS_PORT}, is_master=True, wait_for_workers=False); time.sleep(1e9)"
+)
+# An agent that is silent for 6 s is gone; two of three hosts are enough.
+CONF = (
+    "is_host=false,join_timeout=120,last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=3,read_timeout=20"
+)
+
+
+@dataclass(slots=True)
+class Story:
+    """What a job went through."""
+
+    name: str
+    what: str = ""
+    cut_s: float = 0.0
+    attempts: list[int] = field(default_factory=list)
+    again: int = 0
+    agents_restarted: int = 0
+    pause_s: float = 0.0
+    lost: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+class Job:
+    """Agents on the hosts, kept running until the job has come to its end."""
+
+    def __init__(self, folder: Path, network: Network, endpoint: str, server: Server, sets: Sequence[str]) -> None:
+        self.folder, self.network, self.restarts = folder, network, 0
+        self._environment = {
+            **server.environment, "AWS_ENDPOINT_URL": endpoint, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }  # fmt: skip
+        self._sets = [part for text in sets for part in ("--set", text)]
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+        self._numbers = itertools.count()
+        self.keeps_restarting = True
+        head = network.addresses[HEAD]
+        self._head = subprocess.Popen(network.on(HEAD, [sys.executable, "-c", STORE, head]), env=self._env())
+        for host in HOSTS:
+            self._start(host)
+
+    def _env(self) -> dict[str, str]:
+        return os.environ | self._environment
+
+    def _start(self, host: str) -> None:
+        endpoint = f"{self.network.addresses[HEAD]}:{RENDEZVOUS_PORT}"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=20",
+            "--rdzv-id=job", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={CONF}",
+            f"--local-addr={self.network.addresses[host]}", "--monitor-interval=0.2",
+            "-m", "titan_ckpt", "train", CONFIG, *self._sets,
+        ]  # fmt: skip
+        with open(self.folder / f"agent-{host}-{next(self._numbers)}", "wb") as output:
+            self._agents[host] = subprocess.Popen(
+                self.network.on(host, command), stdout=output, stderr=output, env=self._env(), start_new_session=True
+            )
+
+    def watch(self) -> bool:
+        """Start agents that failed again; whether all have ended well."""
+        for host, agent in self._agents.items():
+            if agent.poll() not in (None, 0) and self.keeps_restarting:
+                self.restarts += 1
+                self._start(host)
+        return all(agent.poll() == 0 for agent in self._agents.values())
+
+    def all_failed(self) -> bool:
+        """Whether every agent has given up."""
+        return all(agent.poll() not in (None, 0) for agent in self._agents.values())
+
+    def output(self) -> str:
+        """The last words of all agents."""
+        return "\n".join(f"{p.name}: {p.read_text()[-1500:]}" for p in sorted(self.folder.glob("agent-*")))
+
+    def close(self) -> None:
+        """End what is left."""
+        for agent in [*self._agents.values(), self._head]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL) if agent is not self._head else agent.kill()
+            agent.wait()
+
+
+@dataclass(slots=True, kw_only=True)
+class Scene:
+    """All that a story needs."""
+
+    network: Network
+    proxy: FaultyProxy
+    job: Job
+    run: Path
+    story: Story
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Watch the job until `condition`."""
+        give_up_at = time.monotonic() + LIMIT_S
+        while not condition():
+            self.job.watch()
+            if time.monotonic() > give_up_at:
+                raise TimeoutError(f"{what} did not happen in {LIMIT_S:.0f} s\n{self.job.output()}")
+            time.sleep(POLL_S)
+
+    def comes_to(self, step: int, *, attempt: int) -> Callable[[], bool]:
+        """Whether the attempt with this number has made that step."""
+        return lambda: len(found := read_attempts(self.run)) > attempt and max(found[attempt].steps, default=0) >= step
+
+    @contextlib.contextmanager
+    def cable_pulled(self, host: str) -> Iterator[None]:
+        """The time for which a host is away."""
+        self.network.cut(host)
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.story.cut_s = time.monotonic() - started
+            self.network.restore(host)
+
+    def wait_for_upload(self, client: str) -> None:
+        """Until a data file of `client` is on its way, which is then held up, so that the cut comes while it is."""
+        on_its_way = threading.Event()
+
+        def rule(request: Request) -> Fault | None:
+            if request.method != "PUT" or ".distcp" not in request.path or request.client != client:
+                return None
+            on_its_way.set()
+            return Fault(kind="slow", seconds=2.0)
+
+        self.proxy.rule = rule
+        self.until(on_its_way.is_set, f"an upload from {client}")
+        self.proxy.heal()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One time that the job was formed."""
+
+    ranks: int
+    start: int
+    began_s: float
+    steps: dict[int, float]
+    ended_s: float
+
+
+def read_attempts(run: Path) -> list[Attempt]:
+    """What the metrics say, attempt by attempt."""
+    path = run / "logs" / "metrics.jsonl"
+    groups: list[list[dict[str, Any]]] = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            record = json.loads(line)
+            if record["event"] == "start":
+                groups.append([])
+            if groups:
+                groups[-1].append(record)
+    return [_attempt(group) for group in groups]
+
+
+def _attempt(records: list[dict[str, Any]]) -> Attempt:
+    steps = [record for record in records if record["event"] == "step"]
+    return Attempt(
+        ranks=records[0]["world_size"], start=records[0]["step"], began_s=records[0]["time_s"],
+        steps={record["step"]: record["loss"] for record in steps}, ended_s=records[-1]["time_s"],
+    )  # fmt: skip
+
+
+# The stories
+
+
+def short_cut_in_a_step(scene: Scene) -> None:
+    """a host's cable for 4 s while it steps"""
+    scene.until(scene.comes_to(2 * EVERY + 5, attempt=0), "training")
+    with scene.cable_pulled("three"):
+        time.sleep(4.0)  # how long the cable is out
+
+
+def long_cut_in_a_step(scene: Scene) -> None:
+    """a host's cable while it steps, until the others go on without it"""
+    scene.until(scene.comes_to(2 * EVERY + 5, attempt=0), "training")
+    with scene.cable_pulled("three"):
+        scene.until(scene.comes_to(1, attempt=1), "going on with two hosts")
+
+
+def long_cut_in_a_save(scene: Scene) -> None:
+    """a host's cable while it uploads, until the others go on without it"""
+    scene.until(scene.comes_to(2 * EVERY + 5, attempt=0), "training")
+    scene.wait_for_upload(scene.network.addresses["three"])
+    with scene.cable_pulled("three"):
+        scene.until(scene.comes_to(1, attempt=1), "going on with two hosts")
+
+
+def store_away_for_a_moment(scene: Scene) -> None:
+    """the S3 server's cable for 10 s while all upload"""
+    scene.until(scene.comes_to(2 * EVERY + 5, attempt=0), "training")
+    scene.wait_for_upload(scene.network.addresses["one"])
+    with scene.cable_pulled(STORAGE):
+        time.sleep(10.0)  # how long the cable is out
+
+
+def store_away_for_long(scene: Scene) -> None:
+    """the S3 server's cable while all upload, until the save has failed on every host"""
+    scene.until(scene.comes_to(2 * EVERY + 5, attempt=0), "training")
+    scene.wait_for_upload(scene.network.addresses["one"])
+    with scene.cable_pulled(STORAGE):
+        scene.until(lambda: "nothing was committed" in scene.job.output(), "a save that fails")
+
+
+STORIES = (
+    short_cut_in_a_step, long_cut_in_a_step, long_cut_in_a_save, store_away_for_a_moment, store_away_for_long,
+)  # fmt: skip
+
+
+def tell(
+    story: Callable[[Scene], None], folder: Path, network: Network, server: Server, reference: list[float]
+) -> Story:
+    """One job through one story, and what the books say afterwards."""
+    name = story.__name__
+    told = Story(name=name, what=(story.__doc__ or "").strip())
+    host, _, port = server.endpoint.removeprefix("http://").partition(":")
+    (folder / name).mkdir()
+    ledger = Ledger(
+        open_direct=lambda url: open_store(url, endpoint_url=server.endpoint), complain=told.problems.append
+    )
+    ledger.references[0] = reference
+    url, run = f"s3://{BUCKET}/{name}", folder / name / "run"
+    with FaultyProxy(host, int(port), listen=network.addresses[STORAGE]) as proxy:
+        job = Job(folder / name, network, proxy.endpoint, server, _sets(folder, f"save.url={url}", f"log.folder={run}"))
+        scene = Scene(network=network, proxy=proxy, job=job, run=run, story=told)
+        try:
+            story(scene)
+            ledger.look(url, promised=_promised(run))
+            scene.until(job.watch, "the end")
+        except TimeoutError as error:
+            told.problems.append(str(error))
+        finally:
+            told.agents_restarted = job.restarts
+            job.close()
+    ledger.look(url, promised=_promised(run))
+    _judge(told, read_attempts(run), ledger, url)
+    return told
+
+
+def _judge(told: Story, attempts: list[Attempt], ledger: Ledger, url: str) -> None:
+    losses: dict[int, float] = {}
+    for number, attempt in enumerate(attempts):
+        ledger.check_losses(0, f"attempt {number}", url, attempt.start, f"step {attempt.start}", attempt.steps)
+        losses |= attempt.steps
+    for before, after in itertools.pairwise(attempts):
+        told.again += max(before.steps, default=after.start) - after.start
+        told.pause_s = max(told.pause_s, after.began_s - max(before.ended_s, before.began_s))
+        if max(before.steps, default=after.start) - after.start > 2 * EVERY:
+            told.problems.append(f"{told.again} steps were made again, more than two intervals")
+    told.attempts, told.lost = [attempt.ranks for attempt in attempts], ledger.counts.lost
+    if sorted(losses) != list(range(1, STEPS + 1)):
+        told.problems.append(f"steps {sorted(set(range(1, STEPS + 1)) - set(losses))[:5]} ... were never made")
+    if ledger.newest(url) != STEPS:
+        told.problems.append(f"the newest checkpoint is of step {ledger.newest(url)}, not {STEPS}")
+
+
+def _promised(run: Path) -> list[int]:
+    path = run / "logs" / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [int(record["committed_step"]) for record in records if record.get("committed_step") is not None]
+
+
+def _sets(folder: Path, *more: str) -> tuple[str, ...]:
+    return (
+        f"train.steps={STEPS}", "train.global_batch_size=6", "data.seq_len=128", "optimizer.schedule=constant",
+        "train.device=cpu", f"train.step_timeout_s={STEP_TIMEOUT_S}", "train.init_timeout_s=60", f"save.every={EVERY}",
+        f"save.timeout_s={SAVE_TIMEOUT_S}", "log.tensorboard=false", f"data.cache={folder / 'tokens'}", *more,
+    )  # fmt: skip
+
+
+def make_reference(folder: Path) -> list[float]:
+    """The losses of one process that nothing interrupts."""
+    arguments = [
+        part for text in _sets(folder, f"log.folder={folder / 'alone'}", "save.every=0") for part in ("--set", text)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "titan_ckpt", "train", CONFIG, *arguments], capture_output=True, text=True, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"the run without interruption failed:\n{done.stderr[-3000:]}")
+    losses = read_attempts(folder / "alone")[0].steps
+    return [losses[step] for step in sorted(losses)]
+
+
+def publish(stories: Sequence[Story]) -> None:
+    """Write the section of docs/reliability.md."""
+    rows = [
+        (s.what, f"{s.cut_s:.0f} s", " -> ".join(map(str, s.attempts)), s.again, f"{s.pause_s:.0f} s" if s.pause_s else "-",
+         s.agents_restarted, s.lost, len(s.problems) - s.lost)
+        for s in stories
+    ]  # fmt: skip
+    headers = ["pulled", "for", "ranks", "steps made again", "pause", "agents started again", "lost", "wrong"]
+    table = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    text = f"""## Cables that are pulled
+
+`python -m scripts.hosts`: three hosts (network namespaces on a switch, an elastic agent and a rank each), the rendezvous and the
+S3 server on hosts of their own. A pulled cable loses packets and tells nobody. {STEPS} steps, a save every {EVERY}, two hosts are
+enough to go on; `train.step_timeout_s = {STEP_TIMEOUT_S}`, `save.timeout_s = {SAVE_TIMEOUT_S}`, an agent is given up after 6 s
+of silence. Every job came to its end with the losses of a run that nothing interrupts; then all checkpoints were read whole.
+
+{time.strftime("%Y-%m-%d")}, torch {torch.__version__}
+
+{table}"""
+    replace_section(RELIABILITY, "hosts", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=[story.__name__ for story in STORIES])
+    parser.add_argument("--folder", type=Path, help="keep everything here (default: a temporary folder)")
+    arguments = parser.parse_args()
+    code = enter("scripts.hosts", sys.argv[1:])
+    if code is not None:
+        return code
+    torch.set_num_threads(1)
+    chosen = [story for story in STORIES if not arguments.only or story.__name__ in arguments.only]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        network = Network((HEAD, *HOSTS))
+        reference = make_reference(folder)
+        with running_server(folder / "s3", [BUCKET]) as server:
+            os.environ.update(server.environment)
+            stories = []
+            for story in chosen:
+                stories.append(tell(story, folder, network, server, reference))
+                sys.stderr.write(f"{stories[-1]}\n")
+    if not arguments.only:
+        publish(stories)
+    return 1 if any(story.problems for story in stories) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
