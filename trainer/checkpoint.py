@@ -265,6 +265,17 @@ def check_data(checkpoint: Checkpoint, fingerprint: str, *, other_data: bool) ->
     )
 
 
+def changed_settings(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[str]:
+    """What [optimizer] and [train] say otherwise than when the checkpoint was saved, as `table.key: before -> now`."""
+    changes = []
+    for table in ("optimizer", "train"):
+        before, now = checkpoint.manifest.config.get(table), config[table]
+        for key in now if isinstance(before, Mapping) else ():
+            if key in before and before[key] != now[key]:
+                changes.append(f"{table}.{key}: {before[key]} -> {now[key]}")
+    return changes
+
+
 def describe_start(start: Start, progress: Progress) -> str:
     """One line for the log."""
     if start.checkpoint is None:

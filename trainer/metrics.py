@@ -145,8 +145,8 @@ class WeightsAndBiases:
     def __init__(self, project: str, *, name: str, folder: str, config: Mapping[str, Any]) -> None:
         try:
             wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise MissingExtraError("wandb", "wandb", "log.wandb") from error
+        except ModuleNotFoundError as error:  # of wandb, or of a library that it needs
+            raise MissingExtraError(error.name or "wandb", "wandb", "log.wandb") from error
         self._run: Any = wandb.init(
             project=project,
             name=name,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.trainer.attention import Attend, FlexAttend
 from titan_ckpt.trainer.context import AllGatherAttend, RingAttend
@@ -93,6 +94,8 @@ def set_attention(part: Decoder, model: ModelConfig, parallel: ParallelConfig, r
         kind = RingAttend if parallel.cp_method == "ring" else AllGatherAttend
         attend = kind(ranks.cp_group, model.sliding_window)
     elif parallel.attention == "flex":
+        if ranks.device.type == "cpu":
+            raise ConfigError("attention=flex on a CPU: torch's FlexAttention has no backward there; use sdpa")
         attend = FlexAttend(model.sliding_window)
     else:
         return

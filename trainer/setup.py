@@ -25,6 +25,7 @@ from titan_ckpt.save_records import no_steps
 from titan_ckpt.store import open_store
 from titan_ckpt.trainer.checkpoint import (
     Start,
+    changed_settings,
     describe_start,
     find_start,
     kept_assets,
@@ -161,6 +162,10 @@ def _train(
             upload_logs=lambda: upload_logs(folder, config.save.tiers, names),
         )  # fmt: skip
         _announce(job, place, describe_start(start, progress))
+        if start.is_own and start.checkpoint is not None:
+            changes = changed_settings(start.checkpoint, job.config_record)
+            if changes:
+                log.info("changed since the checkpoint: %s", ", ".join(changes))
         metrics.event("start", step=progress.step, launched_s=launched_s, mesh=str(mesh), world_size=mesh.world_size)
         outcome = Loop(job, progress).run()
         if exporter is not None:
