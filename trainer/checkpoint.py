@@ -270,9 +270,9 @@ def changed_settings(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[
     changes = []
     for table in ("optimizer", "train"):
         before, now = checkpoint.manifest.config.get(table), config[table]
-        for key in now if isinstance(before, Mapping) else ():
-            if key in before and before[key] != now[key]:
-                changes.append(f"{table}.{key}: {before[key]} -> {now[key]}")
+        if isinstance(before, Mapping):
+            known = [key for key in now if key in before and before[key] != now[key]]
+            changes += [f"{table}.{key}: {before[key]} -> {now[key]}" for key in known]
     return changes
 
 
