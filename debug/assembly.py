@@ -84,13 +84,21 @@ def _rank_record(reading: Reading, rank: int, exit_: Exit | None, *, prefer_box:
         coordinates={str(k): int(v) for k, v in dict(side.get("coordinates") or {}).items()},
         operations=add_box(merge_dumps(tables), box, prefer_box=prefer_box),
         dumps=tuple(dumps),
-        stacks=tuple(found.stacks),
+        stacks=tuple(stack for stack in found.stacks if stack.reason != "stall" or not _went_on(found, box)),
         log=merge_logs(found.logs),
         exit=exit_,
         heartbeat=found.heartbeat,
         process_state=found.process_state,
         has_recorder=bool(side) or found.box is not None,
     )
+
+
+def _went_on(found: RankEvidence, box: Array) -> bool:
+    """Whether the black box has collectives from after the dump of a stall: the rank got over it, and its stack misleads."""
+    stalls = [table for dump, table in found.dumps if dump.reason == "stall"]
+    collectives = box["created_ns"][box["p2p"] == 0]
+    newest = max((int(table["created_ns"].max(initial=0)) for table in stalls), default=0)
+    return bool(stalls) and int(collectives.max(initial=0)) > newest
 
 
 def _with_known_groups(table: Array, known: Mapping[str, Group], interner: Interner) -> Array:

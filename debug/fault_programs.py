@@ -314,7 +314,7 @@ def subset_new_group(job: Job) -> None:
 def straggler(job: Job) -> None:
     for number in range(10):
         if job.is_culprit:
-            time.sleep(0.2)
+            time.sleep(0.5)
         job.step(number)
 
 

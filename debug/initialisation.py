@@ -10,7 +10,7 @@ from titan_ckpt.debug.situation import DEAD, IN_INIT, Situation, awaited_in_stor
 
 def initialisation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """PG_INIT_HANG when ranks sit in init_process_group or new_group; culprits are those who are not there."""
-    waiting = [rank for rank, state in states.items() if state.kind == IN_INIT]
+    waiting = [rank for rank, state in states.items() if state.kind == IN_INIT and not _is_over(run, state)]
     if not waiting:
         return
     has_run = any(len(run.ranks[rank].operations) for rank in waiting)
@@ -45,6 +45,11 @@ def initialisation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
             else "check MASTER_ADDR, MASTER_PORT and WORLD_SIZE on that host",
         ),
     )  # fmt: skip
+
+
+def _is_over(run: Run, state: Situation) -> bool:
+    """Whether a rank has issued operations after it was seen in init_process_group: that stack is an old one."""
+    return state.call == "init_process_group" and len(run.ranks[state.rank].operations) > 0
 
 
 def _headline(culprits: tuple[int, ...], others: tuple[int, ...], states: Mapping[int, Situation], call: str) -> str:

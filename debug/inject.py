@@ -23,20 +23,26 @@ from titan_ckpt.errors import TitanError, UsageError
 
 TRUTH = "truth.json"  # written last: an incident that has it is whole
 STALL_S = 1.5
-DEADLINE_S = 90.0
+DEADLINE_S = 180.0  # the operations' own timeout, after which ranks end by themselves, is a minute
 GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """What an analyzer must find. `subtype` None = any; `everyone` = all ranks are part of it."""
+    """What an analyzer must find. `subtype` None = any; `everyone` = all ranks are part of it. `operations`: how many a rank
+    issues at least before anything goes wrong; a stall before that is only a slow start."""
 
     verdict: str
     subtype: str | None = None
     everyone: bool = False
     least_ranks: int = 2
     is_even: bool = False
+    operations: int = 6
     text: str = ""
+
+    @property
+    def is_hang(self) -> bool:
+        return self.verdict not in ("HEALTHY", "STRAGGLER")
 
     def culprits(self, size: int) -> tuple[int, ...]:
         """The guilty ranks in a job of `size` ranks."""
@@ -67,8 +73,8 @@ CASES: Mapping[str, Truth] = {
     "checkpoint_io": Truth(verdict="STUCK_ON_CPU", subtype="checkpoint_io", text="a checkpoint write never ends"),
     "python_lock": Truth(verdict="STUCK_ON_CPU", subtype="python_lock", text="a lock taken twice"),
     "gil_held": Truth(verdict="STUCK_ON_CPU", subtype="gil_held", text="C code that keeps the GIL"),
-    "ring_overflow": Truth(verdict="STUCK_ON_CPU", text="more operations than the rings hold, then a stop"),
-    "chain": Truth(verdict="STUCK_ON_CPU", subtype="dataloader", is_even=True, text="one stop, felt through TP and PP groups"),
+    "ring_overflow": Truth(verdict="STUCK_ON_CPU", operations=160, text="more operations than the rings hold, then a stop"),
+    "chain": Truth(verdict="STUCK_ON_CPU", subtype="dataloader", is_even=True, operations=3, text="one stop felt in TP, PP groups"),
     "sigkill": Truth(verdict="RANK_DIED", subtype="signal", text="SIGKILL"),
     "segfault": Truth(verdict="RANK_DIED", subtype="signal", text="a segmentation fault"),
     "sigstop": Truth(verdict="RANK_FROZEN", text="SIGSTOP"),
@@ -79,7 +85,7 @@ CASES: Mapping[str, Truth] = {
     "p2p_cycle": Truth(verdict="P2P_CYCLE", everyone=True, text="everybody receives before sending"),
     "p2p_batch": Truth(verdict="P2P_MISSING_PEER", text="a batch that lacks one send"),
     "subset_new_group": Truth(verdict="PG_INIT_HANG", subtype="new_group", text="new_group not called by one rank"),
-    "init_hang": Truth(verdict="PG_INIT_HANG", text="a rank never joins"),
+    "init_hang": Truth(verdict="PG_INIT_HANG", operations=0, text="a rank never joins"),
     "straggler": Truth(verdict="STRAGGLER", text="one rank is always late"),
 }  # fmt: skip
 
@@ -104,7 +110,7 @@ def inject(
     with tempfile.TemporaryDirectory() as scratch:
         job = [_start(case, number, ranks, folder, Path(scratch) / "store", stall_s) for number in range(ranks)]
         try:
-            _wait_until_settled(job, folder, deadline_s)
+            _wait_until_settled(job, folder, truth, deadline_s)
             for rank in job:
                 rank.state = _process_state(rank.process.pid) if rank.process.poll() is None else ""
             _end(job)
@@ -154,8 +160,9 @@ def _start(case: str, number: int, ranks: int, folder: Path, store: Path, stall_
     return _Rank(number=number, process=process)
 
 
-def _wait_until_settled(job: list[_Rank], folder: Path, deadline_s: float) -> None:
-    """Until every process has ended, or every one that still can has reported its stall; at most until the deadline."""
+def _wait_until_settled(job: list[_Rank], folder: Path, truth: Truth, deadline_s: float) -> None:
+    """Until every process has ended, or (where the case is a hang) every one that still can has reported its stall; at most
+    until the deadline."""
     give_up = time.monotonic() + deadline_s
     quiet_since: float | None = None
     while time.monotonic() < give_up:
@@ -165,7 +172,7 @@ def _wait_until_settled(job: list[_Rank], folder: Path, deadline_s: float) -> No
         alive = [rank for rank in job if rank.process.poll() is None]
         if not alive:
             return
-        if all(_has_reported(rank, folder) for rank in alive):
+        if truth.is_hang and all(_has_reported(rank, folder, truth.operations) for rank in alive):
             quiet_since = quiet_since or time.monotonic()
             if time.monotonic() - quiet_since > 0.5:
                 return
@@ -177,24 +184,25 @@ def _wait_until_settled(job: list[_Rank], folder: Path, deadline_s: float) -> No
     )
 
 
-def _has_reported(rank: _Rank, folder: Path) -> bool:
+def _has_reported(rank: _Rank, folder: Path, operations: int) -> bool:
     stem = f"rank_{rank.number:05d}"
     gil = folder / f"{stem}.gil.stacks"
     if gil.exists() and gil.stat().st_size > 0:
         return True
-    if _is_newest(folder / f"{stem}.stall.pickle", folder / f"{stem}.box"):
+    if _is_newest(folder / f"{stem}.stall.pickle", folder / f"{stem}.box", operations):
         return True
     return _process_state(rank.process.pid).startswith("T")
 
 
-def _is_newest(dump: Path, box: Path) -> bool:
-    """Whether the rank issued nothing after its dump: one that started slowly reports a stall and then goes on."""
+def _is_newest(dump: Path, box: Path, least: int) -> bool:
+    """Whether the rank has issued so many operations and none after its dump: one that started slowly reports a stall and
+    then goes on."""
     try:
         dumped_ns = dump.stat().st_mtime_ns
-        operations = BoxReader(Interner()).parse(box.read_bytes(), box.name).operations
+        found = BoxReader(Interner()).parse(box.read_bytes(), box.name)
     except (FileNotFoundError, ValueError):
         return False  # not dumped, or taken back, or the box is just being made
-    return dumped_ns > int(operations["created_ns"].max(initial=0))
+    return found.count >= least and dumped_ns > int(found.operations["created_ns"].max(initial=0))
 
 
 def _process_state(pid: int) -> str:

@@ -49,6 +49,7 @@ SERVER_START_S = 5.0
 DEFAULT_STALL_S = 120.0
 TICK_S = 0.25
 FREE_TICKS = 8
+SYMBOLS_S = 10.0  # the Flight Recorder's first dump loads symbols, with the GIL held: 0.6 s, more on a busy machine
 
 
 class Recorder:
@@ -69,6 +70,7 @@ class Recorder:
         self._box = BoxWriter(folder / f"{self._stem}.box", rank=rank, world_size=world_size, capacity=capacity)
         self._hooks = Hooks(self._box)
         self._started_s = time.time()
+        self._patience_s = min(max(stall_s, 1.0), 30.0) if stall_s else 0.0
         self._free_ticks, self._ticked_at = 0, time.monotonic()
         self._dump_lock = threading.Lock()
         self._ended = threading.Event()
@@ -154,7 +156,7 @@ class Recorder:
     def dump(self, reason: str) -> None:
         """Write stacks, the Flight Recorder's ring and the sidecar under `reason`; what fails is logged, nothing is raised."""
         with self._dump_lock:
-            faulthandler.cancel_dump_traceback_later()  # loading symbols keeps the GIL for a while: no hang of the program's
+            self._be_patient()
             lines = all_stacks()
             written = [
                 self._attempt(f"{self._stem}.{reason}.stacks", lambda: "\n".join(lines).encode("utf-8", "replace"))
@@ -273,19 +275,15 @@ class Recorder:
     def _watch(self) -> None:
         """Tick the heartbeat; notice stalls; keep the C timer for a held GIL from going off."""
         seen, since, dumped = self._position(), time.monotonic(), False
-        patience = min(max(self._stall_s, 1.0), 30.0) if self._stall_s else 0.0
         is_warm = False
-        if patience:
-            self._rearm(patience)
+        self._rearm()
         while not self._ended.wait(TICK_S):
             self._box.beat()
-            if patience:
-                self._rearm(patience)
+            self._rearm()
             now = self._position()
             if not is_warm and now[0]:
                 is_warm = True
-                faulthandler.cancel_dump_traceback_later()
-                _flight_recorder_dump()  # loads the symbolizer (0.6 s), for which a dying process has no time
+                self._spawn("warm", _warm_up)
             if now != seen:
                 if dumped:
                     self._forget_stall()
@@ -297,7 +295,14 @@ class Recorder:
     def _position(self) -> tuple[int, tuple[int, int]]:
         return self._hooks.progress, self._box.phase
 
-    def _rearm(self, patience_s: float) -> None:
+    def _be_patient(self) -> None:
+        """Give our own dump time to load symbols, and still notice when the program takes the GIL meanwhile and keeps it."""
+        if self._patience_s and not self._ended.is_set():
+            faulthandler.dump_traceback_later(self._patience_s + SYMBOLS_S, file=self._gil_file)
+
+    def _rearm(self) -> None:
+        if not self._patience_s:
+            return
         self._free_ticks += 1
         if self._gil_file.tell() and self._free_ticks >= FREE_TICKS:  # free again, and stays so: a pause, not a hang
             self._gil_file.truncate(0)
@@ -305,7 +310,7 @@ class Recorder:
         if not self._gil_file.tell() or self._tick_was_late():
             self._free_ticks = 0
         if not self._ended.is_set() and not self._dump_lock.locked():
-            faulthandler.dump_traceback_later(patience_s, file=self._gil_file)
+            faulthandler.dump_traceback_later(self._patience_s, file=self._gil_file)
 
     def _tick_was_late(self) -> bool:
         """Whether the watching thread could not run for much longer than it slept."""
@@ -368,6 +373,12 @@ class Recorder:
                     signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         if self._sender is not None:
             self._sender.close()
+
+
+def _warm_up() -> None:
+    """Dump once for nothing: it loads the symbolizer (0.6 s, on a crowded machine half a minute), for which a dying process
+    has no time. In a thread of its own, so that the heartbeat and the watch for stalls go on."""
+    _flight_recorder_dump()
 
 
 def _flight_recorder_dump() -> bytes:

@@ -18,6 +18,7 @@ _INIT = ("init_process_group", "_new_process_group_helper", "_store_based_barrie
          "_new_group_with_tag", "split_group", "_create_tcp_store", "next_rendezvous")  # fmt: skip
 _TEARDOWN = ("destroy_process_group", "_shutdown", "_exit_function", "_python_exit")
 _P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+OWN_DUMP_NS = 8_000_000_000  # the recorder's own dump does not keep the GIL for longer
 _WAITS = re.compile(r"\.wait\(|synchronize\(|\.item\(|\.cpu\(")
 
 
@@ -155,7 +156,9 @@ def _frozen(run: Run, record: RankRecord, others_left_some: bool) -> Situation |
             rank=record.rank, kind=FROZEN, confidence=0.97, frame=_last_call_site(run, record),
             evidence=(Evidence(text=text, rank=record.rank), *last_words(record)),
         )  # fmt: skip
-    gil = next((s for s in record.stacks if s.reason.endswith("gil") and not _is_our_dump(s)), None)
+    gil = next((s for s in record.stacks if s.reason.endswith("gil")), None)
+    if gil is not None and _is_our_dump(gil) and _silent_ns(run, record) < OWN_DUMP_NS:
+        gil = None
     if gil is not None and (not _was_alive_later(run, record) or _still_there(record, gil)):
         text = "the watching thread could not run: something holds the GIL; stack taken by the C timer"
         return Situation(
@@ -193,10 +196,14 @@ def _place(frame: Frame | None) -> tuple[str, int]:
 
 def _was_alive_later(run: Run, record: RankRecord) -> bool:
     """Whether the watching thread ran until about the end: then the GIL was free again."""
+    others = any(other.heartbeat and other.rank != record.rank for other in run.ranks.values())
+    return record.heartbeat is not None and others and _silent_ns(run, record) < 1_000_000_000
+
+
+def _silent_ns(run: Run, record: RankRecord) -> int:
+    """For how long the others' recorders ticked on after this rank's last tick; 0 where that is not known."""
     others = [r.heartbeat.alive_ns for r in run.ranks.values() if r.heartbeat and r.rank != record.rank]
-    if record.heartbeat is None or not others:
-        return False
-    return record.heartbeat.alive_ns > max(others) - 1_000_000_000
+    return max(0, max(others) - record.heartbeat.alive_ns) if others and record.heartbeat else 0
 
 
 def _last_call_site(run: Run, record: RankRecord) -> Frame | None:

@@ -44,12 +44,13 @@ def test_killed_rank_leaves_its_last_operation_in_the_black_box(tmp_path: Path) 
 @pytest.mark.parametrize(("issued_after_ns", "is_newest"), [(-1_000_000_000, True), (1_000_000_000, False)])
 def test_stall_that_a_rank_got_over_is_no_report(issued_after_ns: int, is_newest: bool, tmp_path: Path) -> None:
     dump = tmp_path / "rank_00000.stall.pickle"
-    assert not _is_newest(dump, tmp_path / "rank_00000.box")
+    assert not _is_newest(dump, tmp_path / "rank_00000.box", 1)
     dump.write_bytes(b"x")
     box = BoxWriter(tmp_path / "rank_00000.box", rank=0, world_size=1, capacity=4)
     created = dump.stat().st_mtime_ns + issued_after_ns
     RECORD.pack_into(box.map, HEADER_BYTES, created, 0, 1, 1, 0, -1, 0, 0, 0, 0, 0, 1)
-    assert _is_newest(dump, box.path) == is_newest
+    assert _is_newest(dump, box.path, 1) == is_newest
+    assert not _is_newest(dump, box.path, 2)
 
 
 def test_every_case_has_a_program_and_a_truth() -> None:
