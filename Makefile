@@ -10,7 +10,7 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist reshard-matrix fuzz faults faults-debug soak demo docs wheel clean
+.PHONY: help setup check fix test test-dist reshard-matrix fuzz faults faults-debug soak bench demo docs wheel clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ faults-debug: $(READY) ## hang a real job in every way there is, and diagnose ea
 
 soak: $(READY) ## an hour of training, kills, reshards and prunes through a network that breaks (ARGS="--minutes 5 --seed 1")
 	$(BIN)/python -m scripts.soak $(ARGS)
+
+bench: $(READY) ## measure everything that fits this machine, peers beside us: docs/performance.md (ARGS="--only core_local")
+	$(BIN)/python -m benchmarks.suite $(ARGS)
 
 demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug on real text (ARGS=--json for the facts)
 	$(BIN)/python -m scripts.demo $(ARGS)

@@ -1,6 +1,6 @@
 """How long a plan takes at the scale of Llama 3.1 405B with Adam, and in how much memory: real names and shapes, no data.
 
-python benchmarks/reshard_plan_scale.py            both cases, each in a process of its own
+python -m benchmarks.reshard_plan_scale            all cases, each in a process of its own
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from benchmarks.report import Bar, write_section
 from titan_ckpt.checkpoint import FULL, Checkpoint
 from titan_ckpt.estimate import estimate
 from titan_ckpt.execute import Budget
@@ -33,6 +35,11 @@ CASES = {
     "1024 -> 512 ranks": ("pp=4,dp_shard=32,tp=8", "pp=4,dp_shard=16,tp=8"),
     "1024 -> 512 ranks, rows only": ("dp_shard=1024", "dp_shard=512"),
 }
+LIMIT_GB = 2
+TITLE = "Planning to reshard Llama 3.1 405B with Adam"
+NOTES = """Real names and shapes, no data; one core. The time is that of the whole plan: laying out the target, grouping, and
+estimating the traffic; the memory is the process's peak, the source's index included. The last column is no peer: no other
+tool plans this."""
 ATTEMPT = "a-20260101T000000Z-00000000"
 
 
@@ -125,12 +132,28 @@ def measure(name: str) -> dict[str, object]:
 
 
 def main() -> None:
-    """All cases, each in a fresh process, so that peaks do not mix; one JSON line each."""
+    """All cases, each in a fresh process, so that peaks do not mix; one JSON line each, and the section."""
     if len(sys.argv) > 1:
         sys.stdout.write(json.dumps(measure(sys.argv[1])) + "\n")
         return
+    bars = []
     for name in CASES:
-        subprocess.run([sys.executable, __file__, name], check=True)
+        command = [sys.executable, "-m", "benchmarks.reshard_plan_scale", name]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        sys.stdout.write(done.stdout)
+        bars.append(bar_of(json.loads(done.stdout)))
+    write_section("reshard-plan-scale", TITLE, bars, NOTES)
+
+
+def bar_of(facts: Mapping[str, Any]) -> Bar:
+    """A case against what it must reach."""
+    limit_s = 60 if facts["case"].startswith("16384") else 5
+    holds = facts["total_s"] <= limit_s and facts["peak_rss_gb"] <= LIMIT_GB
+    return Bar(
+        what=facts["case"], figure=f"{facts['total_s']:.1f} s, {facts['peak_rss_gb']:.2f} GB",
+        bar=f"<= {limit_s} s, <= {LIMIT_GB} GB", holds=holds,
+        peer=f"{facts['source_chunks']:,} -> {facts['target_chunks']:,} chunks, {facts['requests']:,} requests",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -48,9 +48,10 @@ STORE = (
     "import sys, time, torch.distributed as d; "
     f"s = d.TCPStore(sys.argv[1], {RENDEZVOUS_PORT}, is_master=True, wait_for_workers=False); time.sleep(1e9)"
 )
-# An agent that is silent for 6 s is gone; two of three hosts are enough.
+# An agent that is silent for 6 s is gone; two of three hosts are enough. `read_timeout` is how long an agent waits for the
+# rendezvous before it fails, and one that fails on its own closes it for all who come later: longer than a cable is out.
 CONF = (
-    "is_host=false,join_timeout=120,last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=3,read_timeout=20"
+    "is_host=false,join_timeout=120,last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=3,read_timeout=150"
 )
 
 
@@ -64,6 +65,7 @@ class Story:
     attempts: list[int] = field(default_factory=list)
     again: int = 0
     agents_restarted: int = 0
+    jobs_restarted: int = 0
     pause_s: float = 0.0
     lost: int = 0
     problems: list[str] = field(default_factory=list)
@@ -73,15 +75,16 @@ class Job:
     """Agents on the hosts, kept running until the job has come to its end."""
 
     def __init__(self, folder: Path, network: Network, endpoint: str, server: Server, sets: Sequence[str]) -> None:
-        self.folder, self.network, self.restarts = folder, network, 0
+        self.folder, self.network = folder, network
+        self.agents_restarted = self.jobs_restarted = 0
         self._environment = {
             **server.environment, "AWS_ENDPOINT_URL": endpoint, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
         self._sets = [part for text in sets for part in ("--set", text)]
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
+        self._outputs: dict[str, Path] = {}
         self._numbers = itertools.count()
-        self.keeps_restarting = True
         head = network.addresses[HEAD]
         self._head = subprocess.Popen(network.on(HEAD, [sys.executable, "-c", STORE, head]), env=self._env())
         for host in HOSTS:
@@ -94,26 +97,35 @@ class Job:
         endpoint = f"{self.network.addresses[HEAD]}:{RENDEZVOUS_PORT}"
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=20",
-            "--rdzv-id=job", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={CONF}",
-            f"--local-addr={self.network.addresses[host]}", "--monitor-interval=0.2",
+            f"--rdzv-id=job-{self.jobs_restarted}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}",
+            f"--rdzv-conf={CONF}", f"--local-addr={self.network.addresses[host]}", "--monitor-interval=0.2",
             "-m", "titan_ckpt", "train", CONFIG, *self._sets,
         ]  # fmt: skip
-        with open(self.folder / f"agent-{host}-{next(self._numbers)}", "wb") as output:
+        self._outputs[host] = self.folder / f"agent-{host}-{next(self._numbers)}"
+        with open(self._outputs[host], "wb") as output:
             self._agents[host] = subprocess.Popen(
                 self.network.on(host, command), stdout=output, stderr=output, env=self._env(), start_new_session=True
             )
 
     def watch(self) -> bool:
-        """Start agents that failed again; whether all have ended well."""
-        for host, agent in self._agents.items():
-            if agent.poll() not in (None, 0) and self.keeps_restarting:
-                self.restarts += 1
+        """Do what a cluster does: start an agent that failed again, and the whole job where none is left; True at its end."""
+        codes = {host: agent.poll() for host, agent in self._agents.items()}
+        if all(code is not None for code in codes.values()):
+            if 0 in codes.values():
+                return True
+            self.jobs_restarted += 1
+            for host in HOSTS:
                 self._start(host)
-        return all(agent.poll() == 0 for agent in self._agents.values())
+            return False
+        for host, code in codes.items():
+            if code not in (None, 0) and not self._is_shut_out(host):
+                self.agents_restarted += 1
+                self._start(host)
+        return False
 
-    def all_failed(self) -> bool:
-        """Whether every agent has given up."""
-        return all(agent.poll() not in (None, 0) for agent in self._agents.values())
+    def _is_shut_out(self, host: str) -> bool:
+        """Whether the rendezvous takes nobody any more: an agent that fails on its own closes it for all who come later."""
+        return "RendezvousClosedError" in self._outputs[host].read_text(errors="replace")
 
     def output(self) -> str:
         """The last words of all agents."""
@@ -278,7 +290,7 @@ def tell(
         except TimeoutError as error:
             told.problems.append(str(error))
         finally:
-            told.agents_restarted = job.restarts
+            told.agents_restarted, told.jobs_restarted = job.agents_restarted, job.jobs_restarted
             job.close()
     ledger.look(url, promised=_promised(run))
     _judge(told, read_attempts(run), ledger, url)
@@ -335,10 +347,20 @@ def publish(stories: Sequence[Story]) -> None:
     """Write the section of docs/reliability.md."""
     rows = [
         (s.what, f"{s.cut_s:.0f} s", " -> ".join(map(str, s.attempts)), s.again, f"{s.pause_s:.0f} s" if s.pause_s else "-",
-         s.agents_restarted, s.lost, len(s.problems) - s.lost)
+         s.agents_restarted, s.jobs_restarted, s.lost, len(s.problems) - s.lost)
         for s in stories
     ]  # fmt: skip
-    headers = ["pulled", "for", "ranks", "steps made again", "pause", "agents started again", "lost", "wrong"]
+    headers = [
+        "pulled",
+        "for",
+        "ranks",
+        "steps made again",
+        "pause",
+        "agents started again",
+        "jobs started again",
+        "lost",
+        "wrong",
+    ]
     table = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
     text = f"""## Cables that are pulled
 

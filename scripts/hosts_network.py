@@ -25,9 +25,21 @@ def enter(module: str, arguments: Sequence[str]) -> int | None:
     missing = [tool for tool in ("unshare", "ip", "mount") if shutil.which(tool) is None]
     if missing:
         raise RuntimeError(f"{', '.join(missing)}: not installed (util-linux and iproute2 bring them)")
-    isolate = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--fork", "--kill-child"]
+    isolate = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--net",
+        "--mount",
+        "--pid",
+        "--mount-proc",
+        "--fork",
+        "--kill-child",
+    ]
     if subprocess.run([*isolate, "true"], capture_output=True, check=False).returncode:
-        raise RuntimeError("this kernel or container allows no user and network namespaces: `unshare -Urnm true` fails")
+        raise RuntimeError(
+            "this kernel or container allows no user and network namespaces: `unshare -Urnmpf true` fails"
+        )
     command = [*isolate, sys.executable, "-m", module, *arguments]
     return subprocess.run(command, env=os.environ | {INSIDE: "1"}, check=False).returncode
 

