@@ -97,7 +97,7 @@ def main() -> None:
         Bar(what="to-hf, the whole command", figure=f"{out_s:.1f} s", bar="-", holds=True),
         Bar(what="every file back byte for byte", figure=str(is_same), bar="True", holds=is_same),
         Bar(
-            what=f"after {arguments.steps} steps on 2 ranks: max |logit difference| over {logits['tokens']} tokens",
+            what=f"after {arguments.steps} steps on 2 ranks: largest logit difference over {logits['tokens']} tokens",
             figure=f"{logits['max_abs_difference']:.2g}",
             bar="1e-3",
             holds=logits["max_abs_difference"] <= 1e-3,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from titan_ckpt.converters.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.model_spec import ModelSpec
@@ -27,6 +27,16 @@ def check_tensors(found: Mapping[str, Shape], spec: ModelSpec, *, where: str) ->
         problems.append(_shape_problem(HEAD, tuple(found[HEAD]), expected[EMBEDDING]))
     if problems:
         raise LoadContractError(f"{where}: weights and config contradict each other: {'; '.join(problems)}")
+
+
+def check_dtypes(parts: Iterable[tuple[str, str]], *, where: str) -> None:
+    """LoadContractError where parts (name of the whole, dtype) of one stacked tensor are of different dtypes."""
+    dtypes: dict[str, str] = {}
+    for name, dtype in parts:
+        if dtypes.setdefault(name, dtype) != dtype:
+            raise LoadContractError(
+                f"{where}: the parts of {name} are {dtypes[name]} and {dtype}; give --dtype to stack them"
+            )
 
 
 def _some(names: list[str]) -> str:

@@ -10,11 +10,11 @@ import numpy as np
 
 from titan_ckpt.blob import align, frame
 from titan_ckpt.checkpoint import MODEL
-from titan_ckpt.converters.contract import check_tensors
+from titan_ckpt.converters.contract import check_dtypes, check_tensors
 from titan_ckpt.converters.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.hf_checkpoint import USER_KEY
 from titan_ckpt.converters.hf_source import HfModel
-from titan_ckpt.converters.layouts import LAYOUTS, PREFIX, TITAN, Layout, is_ignored, name_in
+from titan_ckpt.converters.layouts import LAYOUTS, PREFIX, TITAN, Layout, Stacked, is_ignored, name_in
 from titan_ckpt.converters.model_spec import ModelSpec, spec_to_config
 from titan_ckpt.converters.transforms import target_dtype, transform
 from titan_ckpt.errors import PlanError
@@ -31,13 +31,27 @@ MAX_FILE_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportTensor:
-    """One tensor of the checkpoint and the tensor of the source that it is made from."""
+    """A tensor of the source, of `shape`, and the tensor of the checkpoint that it becomes, or a part of."""
 
     fqn: str
     source: str
     dtype: str
     shape: Shape
     transform: Transform | None
+    stacked: Stacked | None
+
+    @property
+    def global_shape(self) -> Shape:
+        """The shape of the checkpoint's tensor."""
+        return self.stacked.whole if self.stacked else self.shape
+
+    def place(self, box: Box) -> Box:
+        """Where a box of the source's tensor goes in the checkpoint's."""
+        if self.stacked is None:
+            return box
+        at = self.stacked.box.offsets
+        offsets = (a + b for a, b in zip(at[1:], box.offsets, strict=True))
+        return Box((at[0], *offsets), (1, *box.sizes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +96,7 @@ def plan_import(model: HfModel, *, dtype: str | None, step: int, attempt: str, l
     found = {name: tensor.shape for name, tensor in model.tensors.items() if not is_ignored(name)}
     check_tensors(found, spec, where=str(model.store))
     tensors = list(_tensors(model, spec, LAYOUTS[layout], dtype))
+    check_dtypes(((tensor.fqn, tensor.dtype) for tensor in tensors), where=str(model.store))
     chunks, files = _place(tensors, step, attempt)
     return ImportPlan(
         model=model,
@@ -109,7 +124,9 @@ def _tensors(model: HfModel, spec: ModelSpec, layout: Layout, dtype: str | None)
             step = transform(
                 names.transform, to_trainer=True, head_dim=spec.head_dim, dtype=stored.dtype, target_dtype=kept
             )
-            yield ImportTensor(fqn=names.ours, source=name, dtype=kept, shape=stored.shape, transform=step)
+            yield ImportTensor(
+                fqn=names.ours, source=name, dtype=kept, shape=stored.shape, transform=step, stacked=names.stacked
+            )
 
 
 def _place(
@@ -120,11 +137,12 @@ def _place(
     at = 0
     for tensor in tensors:
         for box in _bands(tensor):
-            around = frame(tensor.dtype, box.sizes)
+            placed = tensor.place(box)
+            around = frame(tensor.dtype, placed.sizes)
             if files[-1] and at + around.length > MAX_FILE_BYTES:
                 files.append([])
                 at = 0
-            chunk = Placed(tensor=tensor, box=box, file=len(files) - 1, offset=at)
+            chunk = Placed(tensor=tensor, box=placed, file=len(files) - 1, offset=at)
             end = align(at + around.length)
             padding = bytes(end - at - around.length)
             region = Region(tensor=tensor.source, box=box, transform=tensor.transform, key=chunk.key)
@@ -205,7 +223,7 @@ def _entries(chunks: Sequence[Placed]) -> tuple[TensorEntry, ...]:
             TensorEntry(
                 fqn=fqn,
                 dtype=tensor.dtype,
-                global_shape=tensor.shape,
+                global_shape=tensor.global_shape,
                 placements={},
                 stages=None,
                 first_chunk=first,

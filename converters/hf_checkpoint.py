@@ -6,16 +6,17 @@ reads these as well.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from titan_ckpt.checkpoint import MODEL, Checkpoint
-from titan_ckpt.converters.contract import check_tensors
+from titan_ckpt.converters.contract import check_dtypes, check_tensors
 from titan_ckpt.converters.families import EMBEDDING, HEAD
 from titan_ckpt.converters.hf_source import HfModel, open_hf
-from titan_ckpt.converters.layouts import PREFIX, is_ignored
+from titan_ckpt.converters.layouts import LAYOUTS, TITAN, Named, is_ignored, name_in
 from titan_ckpt.converters.model_spec import spec_to_config
 from titan_ckpt.converters.safetensors_header import StoredTensor
 from titan_ckpt.converters.stream import tensor_digests
@@ -23,6 +24,7 @@ from titan_ckpt.errors import LoadContractError, NotFoundError
 from titan_ckpt.index import RAW, ChunkTable, FileEntry, Int64s, Manifest, TensorEntry
 from titan_ckpt.manifest import digest
 from titan_ckpt.metadata import FOREIGN_ATTEMPT
+from titan_ckpt.placement import Box
 from titan_ckpt.store import Store
 
 USER_KEY = "hugging_face"
@@ -56,7 +58,11 @@ def open_hf_checkpoint(url: str, *, store: Store | None = None) -> HfCheckpoint:
     if has_stored_head:
         check_tied_head(model)
         stored.pop(HEAD)
-    tensors = dict(sorted((PREFIX + name, tensor) for name, tensor in stored.items()))
+    chunks = sorted(
+        ((name_in(LAYOUTS[TITAN], name, spec), tensor) for name, tensor in stored.items()),
+        key=lambda item: (item[0].ours, item[0].stacked.box.offsets if item[0].stacked else ()),
+    )
+    check_dtypes(((named.ours, tensor.dtype) for named, tensor in chunks), where=str(model.store))
     manifest = Manifest(
         step=0,
         attempt=FOREIGN_ATTEMPT,
@@ -65,19 +71,8 @@ def open_hf_checkpoint(url: str, *, store: Store | None = None) -> HfCheckpoint:
         versions={},
         mesh=None,
         pipeline=None,
-        tensors=tuple(
-            TensorEntry(
-                fqn=fqn,
-                dtype=tensor.dtype,
-                global_shape=tensor.shape,
-                placements={},
-                stages=None,
-                first_chunk=n,
-                num_chunks=1,
-            )
-            for n, (fqn, tensor) in enumerate(tensors.items())
-        ),
-        chunks=_chunks(list(tensors.values()), model),
+        tensors=_entries(chunks),
+        chunks=_chunks(chunks, model),
         codecs=(RAW,),
         objects=(),
         files=tuple(
@@ -100,8 +95,28 @@ def check_tied_head(model: HfModel) -> None:
         )
 
 
-def _chunks(tensors: list[StoredTensor], model: HfModel) -> ChunkTable:
-    """One chunk a tensor, the blob being the payload itself."""
+def _entries(chunks: list[tuple[Named, StoredTensor]]) -> tuple[TensorEntry, ...]:
+    """The tensors that the chunks, in order, are of."""
+    counts = Counter(named.ours for named, _ in chunks)
+    entries: dict[str, TensorEntry] = {}
+    for n, (named, tensor) in enumerate(chunks):
+        if named.ours not in entries:
+            entries[named.ours] = TensorEntry(
+                fqn=named.ours,
+                dtype=tensor.dtype,
+                global_shape=named.stacked.whole if named.stacked else tensor.shape,
+                placements={},
+                stages=None,
+                first_chunk=n,
+                num_chunks=counts[named.ours],
+            )
+    return tuple(entries.values())
+
+
+def _chunks(chunks: list[tuple[Named, StoredTensor]], model: HfModel) -> ChunkTable:
+    """One chunk for each stored tensor, the blob being the payload itself."""
+    tensors = [tensor for _, tensor in chunks]
+    boxes = [named.stacked.box if named.stacked else Box.whole(tensor.shape) for named, tensor in chunks]
     nothing = np.zeros(len(tensors), dtype=np.int64)
     length = _column([tensor.length for tensor in tensors])
     return ChunkTable(
@@ -111,8 +126,8 @@ def _chunks(tensors: list[StoredTensor], model: HfModel) -> ChunkTable:
         payload_offset=nothing,
         payload_length=length,
         codec=nothing,
-        box_offsets=_column([0 for tensor in tensors for _ in tensor.shape]),
-        box_sizes=_column([size for tensor in tensors for size in tensor.shape]),
+        box_offsets=_column([offset for box in boxes for offset in box.offsets]),
+        box_sizes=_column([size for box in boxes for size in box.sizes]),
         digests=None,
     )
 

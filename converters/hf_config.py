@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from titan_ckpt.converters.families import FAMILIES, Family, check_spec
-from titan_ckpt.converters.model_spec import ModelSpec, RopeScaling
+from titan_ckpt.converters.model_spec import Experts, ModelSpec, RopeScaling
 from titan_ckpt.errors import DamagedError, PlanError
 
 Config = dict[str, Any]
@@ -34,6 +34,8 @@ _SCALING_USES = {
     "llama3": ("factor", "original_max_seq_len", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_seq_len", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
+# Families whose attention_bias sets the biases of all four projections.
+_SWITCHED_BIAS = ("llama", "qwen3", "qwen3_moe")
 # Keys that change logits in a way no field of the spec says, with the only values that are read; null always is.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -42,11 +44,14 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
 }
 
-MAX_LAYERS = 10_000  # far past every model: a damaged number must not become a list of its length
+# Far past every model: a damaged number must not become a list of its length.
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 200_000
 # keys, whether a value will do, and what it should be
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
-        (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings"),
+        (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings",
+         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         lambda value: type(value) is int and value >= 1,
         "a whole number of at least 1",
     ),
@@ -58,7 +63,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "a positive number",
     ),
     (
-        ("tie_word_embeddings", "attention_bias", "use_sliding_window", "truncate"),
+        ("tie_word_embeddings", "attention_bias", "use_sliding_window", "truncate", "norm_topk_prob"),
         lambda value: type(value) is bool,
         "true or false",
     ),
@@ -107,10 +112,11 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
         **plain,
         rope_theta=theta,
         rope_scaling=scaling,
-        qkv_bias=family.name == "qwen2" or (has_bias and family.name != "mistral"),
-        o_bias=has_bias and family.name in ("llama", "qwen3"),
-        qk_norm=family.name == "qwen3",
+        qkv_bias=family.name == "qwen2" or (has_bias and family.name in _SWITCHED_BIAS),
+        o_bias=has_bias and family.name in _SWITCHED_BIAS,
+        qk_norm=family.name in ("qwen3", "qwen3_moe"),
         sliding_window=_read_window(config, values, family, where),
+        experts=_read_experts(config, values, family, where) if family.router else None,
     )
     check_spec(spec)
     return spec
@@ -168,8 +174,10 @@ def _read_window(config: Mapping[str, Any], values: Mapping[str, Any], family: F
     if family.name == "llama":
         return None
     window = config.get("sliding_window", family.defaults["sliding_window"])
-    if family.name == "mistral":
+    if family.name in ("mistral", "mixtral"):
         return int(window) if window else None
+    if family.name == "qwen3_moe":
+        return int(window) if window and values.get("use_sliding_window", False) else None
     kinds = set(values.get("layer_types", ()))
     if len(kinds) > 1:
         _refuse(where, "layer_types", sorted(kinds), "all layers must attend alike")
@@ -181,6 +189,28 @@ def _read_window(config: Mapping[str, Any], values: Mapping[str, Any], family: F
     if not kinds and first > 0:
         _refuse(where, "max_window_layers", first, "all layers must attend alike")
     return int(window)
+
+
+def _read_experts(config: Mapping[str, Any], values: Mapping[str, Any], family: Family, where: str) -> Experts:
+    """Both spellings of the number of experts are read: files of transformers 5 say num_local_experts for every family."""
+    said = {key: config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
+    if len(set(said.values())) > 1:
+        _refuse(where, "num_experts", said, "which of the two is it?")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        found = {key: config.get(key) for key in ("mlp_only_layers", "decoder_sparse_step")}
+        _refuse(where, "mlp_only_layers", found, "every layer must be a mixture of experts")
+    number_key, per_token_key, width_key = family.expert_keys
+    number = int(next(iter(said.values()), values[number_key]))
+    if number * values["num_hidden_layers"] > MAX_EXPERTS or values[per_token_key] > number:
+        _refuse(
+            where, number_key, number, f"with {values[per_token_key]} per token, at most {MAX_EXPERTS} in all layers"
+        )
+    return Experts(
+        number=number,
+        per_token=int(values[per_token_key]),
+        ffn_dim=int(values[width_key]),
+        norm_topk_prob=family.name == "mixtral" or values["norm_topk_prob"],
+    )
 
 
 def hf_config(spec: ModelSpec, *, base: Mapping[str, Any] | None, dtype: str) -> Config:
@@ -202,6 +232,9 @@ def hf_config(spec: ModelSpec, *, base: Mapping[str, Any] | None, dtype: str) ->
         config = {key: value for key, value in config.items() if key != "layer_types"} | _window_keys(spec)
     if (before.family, before.qkv_bias, before.o_bias) != (spec.family, spec.qkv_bias, spec.o_bias):
         config |= _family_keys(spec, family)
+    if before.experts != spec.experts:
+        config = {key: value for key, value in config.items() if key != "num_local_experts"}
+        config |= _expert_keys(spec, family)
     config.pop("dtype" if "torch_dtype" in config else "torch_dtype", None)
     return config | {"dtype" if "dtype" in config else "torch_dtype": dtype}
 
@@ -209,14 +242,22 @@ def hf_config(spec: ModelSpec, *, base: Mapping[str, Any] | None, dtype: str) ->
 def _new_config(spec: ModelSpec, family: Family, dtype: str) -> Config:
     config = {key: getattr(spec, field) for field, key in _PLAIN_KEYS.items()}
     config |= {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "torch_dtype": dtype}
-    return config | _family_keys(spec, family) | _rope_keys(spec) | _window_keys(spec)
+    return config | _family_keys(spec, family) | _rope_keys(spec) | _window_keys(spec) | _expert_keys(spec, family)
 
 
 def _family_keys(spec: ModelSpec, family: Family) -> Config:
     keys: Config = {"architectures": [family.architecture], "model_type": family.name}
-    if family.name in ("llama", "qwen3"):
+    if family.name in _SWITCHED_BIAS:
         keys["attention_bias"] = spec.qkv_bias
     return keys | ({"mlp_bias": False} if family.name == "llama" else {})
+
+
+def _expert_keys(spec: ModelSpec, family: Family) -> Config:
+    if spec.experts is None:
+        return {}
+    values = (spec.experts.number, spec.experts.per_token, spec.experts.ffn_dim)
+    keys: Config = dict(zip(family.expert_keys, values, strict=True))
+    return keys | ({"norm_topk_prob": spec.experts.norm_topk_prob} if family.name == "qwen3_moe" else {})
 
 
 def _rope_keys(spec: ModelSpec) -> Config:
@@ -231,7 +272,7 @@ def _rope_keys(spec: ModelSpec) -> Config:
 def _window_keys(spec: ModelSpec) -> Config:
     if spec.family == "llama":
         return {}
-    if spec.family == "mistral":
+    if spec.family in ("mistral", "mixtral"):
         return {"sliding_window": spec.sliding_window}
     if spec.sliding_window is None:
         return {"use_sliding_window": False, "sliding_window": None}

@@ -1,7 +1,8 @@
 """How checkpoints name a model's tensors: tables of rules from Hugging Face's names to those of each trainer.
 
 A rule is (Hugging Face's pattern, the trainer's pattern, transform); `{}` is the layer number. A transform is named for what it
-does to a tensor on the way TO the trainer and always has an inverse. Our trainer uses Hugging Face's own names under `model.`.
+does to a tensor on the way TO the trainer and always has an inverse. Our trainer uses Hugging Face's own names under `model.`:
+those of transformers' modules, which hold a layer's experts stacked where the files hold one tensor for each.
 torchtitan's Llama rotates neighbouring pairs where Hugging Face rotates halves, so rows of q and k are permuted in each head.
 """
 
@@ -12,9 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_ckpt.converters.families import EMBEDDING, HEAD
-from titan_ckpt.converters.model_spec import ModelSpec
+from titan_ckpt.converters.families import EMBEDDING, FAMILIES, HEAD
+from titan_ckpt.converters.model_spec import Experts, ModelSpec
 from titan_ckpt.errors import PlanError
+from titan_ckpt.placement import Box, Shape
 
 TransformName = Literal["", "halves_to_pairs"]
 PREFIX = "model."
@@ -36,12 +38,26 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Stacked:
+    """Where in a tensor of shape `whole` a smaller one lies, which has a dimension less; `box` has length 1 in the first."""
+
+    whole: Shape
+    box: Box
+
+    @property
+    def shape(self) -> Shape:
+        """Of the smaller one by itself."""
+        return self.box.sizes[1:]
+
+
+@dataclass(frozen=True, slots=True)
 class Named:
-    """A tensor under both names, and the transform between them."""
+    """A tensor under both names, the transform between them, and its place where ours holds several of Hugging Face's."""
 
     hf: str
     ours: str
     transform: TransformName
+    stacked: Stacked | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +120,7 @@ def find_layout(fqns: Iterable[str], where: str) -> Layout:
 def name_in(layout: Layout, hf_name: str, spec: ModelSpec) -> Named:
     """What `layout` calls Hugging Face's `hf_name`."""
     if layout.name == TITAN:
-        return Named(hf_name, PREFIX + hf_name, "")
+        return Named(hf_name, PREFIX + hf_name, "") if spec.experts is None else _name_in_mixture(hf_name, spec)
     layer = re.search(r"\.layers\.(\d+)\.", hf_name)
     pattern = hf_name if layer is None else hf_name.replace(f".{layer.group(1)}.", ".{}.", 1)
     rule = next((rule for rule in layout.rules if rule.hf == pattern), None)
@@ -114,6 +130,34 @@ def name_in(layout: Layout, hf_name: str, spec: ModelSpec) -> Named:
         )
     ours = rule.ours if layer is None else rule.ours.format(layer.group(1))
     return Named(hf_name, ours, rule.transform if spec.family == "llama" else "")
+
+
+def _name_in_mixture(hf_name: str, spec: ModelSpec) -> Named:
+    """Under transformers' module names: gate and up of all experts are one tensor [E, 2 M, D], down is [E, D, M]."""
+    assert spec.experts is not None
+    family = FAMILIES[spec.family]
+    prefix, layer, rest = re.fullmatch(r"(?:(model\.layers\.)(\d+)\.)?(.*)", hf_name).groups()  # type: ignore[union-attr]
+    if prefix is None:
+        return Named(hf_name, PREFIX + hf_name, "")
+    block = f"{PREFIX}{prefix}{layer}.mlp."
+    if rest == family.router:
+        return Named(hf_name, block + "gate.weight", "")
+    expert = re.search(r"\.experts\.(\d+)\.", rest)
+    if expert is None:
+        return Named(hf_name, PREFIX + hf_name, "")
+    number = expert.group(1)
+    role = family.experts.index(rest.replace(f".{number}.", ".{}.", 1))
+    return Named(hf_name, block + _EXPERT_NAMES[role], "", _place(spec.experts, spec.dim, int(number), role))
+
+
+_EXPERT_NAMES = ("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj")
+
+
+def _place(experts: Experts, dim: int, number: int, role: int) -> Stacked:
+    width = experts.ffn_dim
+    if role == 2:
+        return Stacked((experts.number, dim, width), Box((number, 0, 0), (1, dim, width)))
+    return Stacked((experts.number, 2 * width, dim), Box((number, role * width, 0), (1, width, dim)))
 
 
 def is_weight(fqn: str, layout: Layout) -> bool:

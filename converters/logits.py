@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titan_ckpt.checkpoint import Checkpoint
 from titan_ckpt.converters.hf_config import hf_config
+from titan_ckpt.converters.layouts import LAYOUTS, PREFIX, TITAN, name_in
 from titan_ckpt.converters.to_hf import ExportPlan, ExportTensor
 from titan_ckpt.errors import DamagedError
 from titan_ckpt.placement import Box
@@ -58,17 +59,27 @@ def _fill(checkpoint: Checkpoint, plan: ExportPlan) -> Any:
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(model_config, dtype=torch.float32)
     parameters = dict(model.named_parameters())
+    filled = set()
     with torch.no_grad():
         for tensor in plan.tensors:
-            if tensor.named.hf in parameters:
-                parameters.pop(tensor.named.hf).copy_(_read(checkpoint, tensor, plan))
-    if parameters:
-        raise DamagedError(f"{checkpoint}: transformers' model also has {', '.join(sorted(parameters))}")
+            named = name_in(LAYOUTS[TITAN], tensor.named.hf, plan.spec)
+            name = named.ours.removeprefix(PREFIX)
+            if name in parameters:
+                place = tuple(map(slice, *_bounds(named.stacked.box))) if named.stacked else ()
+                parameters[name][place].copy_(_read(checkpoint, tensor, plan))
+                filled.add(name)
+    if filled < set(parameters):
+        lost = ", ".join(sorted(set(parameters) - filled))
+        raise DamagedError(f"{checkpoint}: transformers' model also has {lost}")
     return model.eval()
 
 
+def _bounds(box: Box) -> tuple[list[int], list[int]]:
+    return list(box.offsets), [offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)]
+
+
 def _read(checkpoint: Checkpoint, tensor: ExportTensor, plan: ExportPlan) -> Tensor:
-    value = checkpoint.read(tensor.entry.fqn)
+    value = checkpoint.read(tensor.entry.fqn, tensor.box)
     if tensor.named.transform:
         half = plan.spec.head_dim // 2
         value = value.reshape(-1, half, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)

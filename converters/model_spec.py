@@ -26,8 +26,18 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The feed-forward of every layer as a mixture: a router picks `per_token` of `number` experts, each `ffn_dim` wide."""
+
+    number: int
+    per_token: int
+    ffn_dim: int
+    norm_topk_prob: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One dense decoder. `rope_scaling` is None for plain rotary positions."""
+    """One decoder. `rope_scaling` is None for plain rotary positions, `experts` for a dense feed-forward."""
 
     family: str
     vocab_size: int
@@ -46,6 +56,7 @@ class ModelSpec:
     o_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    experts: Experts | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -57,7 +68,7 @@ class ModelSpec:
             "Q": self.n_heads * self.head_dim,
             "K": self.n_kv_heads * self.head_dim,
             "H": self.head_dim,
-        }
+        } | ({} if self.experts is None else {"E": self.experts.number, "M": self.experts.ffn_dim})
 
 
 def spec_of(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -71,18 +82,22 @@ def spec_of(config: Mapping[str, Any], where: str) -> ModelSpec:
         values = _known(ModelSpec, section)
         scaling = values.get("rope_scaling")
         values["rope_scaling"] = None if scaling is None else RopeScaling(**_known(RopeScaling, scaling))
+        experts = values.get("experts")
+        values["experts"] = None if experts is None else Experts(**_known(Experts, experts))
         values["head_dim"] = values.get("head_dim") or values["dim"] // values["n_heads"]
         return ModelSpec(**values)
     except (TypeError, KeyError) as error:
         raise PlanError(f"{where}: the [model] section of its config is incomplete: {error}") from error
 
 
-def _known(kind: type[ModelSpec] | type[RopeScaling], section: Mapping[str, Any]) -> dict[str, Any]:
+def _known(kind: type[ModelSpec | RopeScaling | Experts], section: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in section.items() if name in names}
 
 
 def spec_to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The `model` section of a training config that describes `spec`; a head size that follows from the others is 0 there."""
+    """The `model` section of a training config that describes `spec`; a head size that follows from the others is 0 there, and
+    a dense model has no word of experts."""
     is_derived = spec.head_dim * spec.n_heads == spec.dim
-    return dataclasses.asdict(spec) | ({"head_dim": 0} if is_derived else {})
+    section = dataclasses.asdict(spec) | ({"head_dim": 0} if is_derived else {})
+    return section if spec.experts else {key: value for key, value in section.items() if key != "experts"}

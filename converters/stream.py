@@ -12,9 +12,11 @@ from titan_ckpt.execute import Budget, Execution, FileResult
 from titan_ckpt.index import ELEMENT_SIZE
 from titan_ckpt.placement import Box
 from titan_ckpt.plan import Buffer, Region, Source, TargetFile, Wave
-from titan_ckpt.store import Entry, Store
+from titan_ckpt.store import Entry, FileStore, Store
 
 MEMORY_BYTES = 160 << 20
+# Between two disks larger slabs bring no more: first touching their memory costs as much as a hash.
+LOCAL_SLAB_BYTES = 4 << 20
 Progress = Callable[[int], None]
 
 
@@ -37,7 +39,7 @@ def stream(
         source=source,
         source_store=source_store,
         target_store=target_store,
-        budget=_budget(source, files, target_store, memory_bytes),
+        budget=_budget(source, source_store, files, target_store, memory_bytes),
         is_file_digested=is_file_digested,
         on_progress=on_progress,
     )
@@ -45,9 +47,13 @@ def stream(
     return [result for results in execution.run(waves) for result in results]
 
 
-def _budget(source: Source, files: Sequence[TargetFile], target: Store, memory_bytes: int) -> Budget:
+def _budget(
+    source: Source, source_store: Store, files: Sequence[TargetFile], target: Store, memory_bytes: int
+) -> Budget:
     """The usual budget, its slabs grown where a transform needs more rows at once than one holds."""
     budget = Budget.of(memory_bytes, target)
+    if isinstance(source_store, FileStore) and isinstance(target, FileStore | _Nowhere):
+        budget = replace(budget, slab_bytes=min(budget.slab_bytes, LOCAL_SLAB_BYTES))
     needed = [_group_bytes(source, s) for f in files for s in f.segments if isinstance(s, Region) and s.transform]
     return replace(budget, slab_bytes=max([budget.slab_bytes, *(4 * size for size in needed)]))
 

@@ -22,8 +22,9 @@ from titan_ckpt.converters.model_spec import ModelSpec, spec_of
 from titan_ckpt.converters.safetensors_header import encode_header
 from titan_ckpt.converters.tokenizer_files import complete
 from titan_ckpt.converters.transforms import FLOATS, target_dtype, transform
+from titan_ckpt.errors import LoadContractError
 from titan_ckpt.index import ELEMENT_SIZE, Manifest, TensorEntry
-from titan_ckpt.placement import Box
+from titan_ckpt.placement import Box, Shape
 from titan_ckpt.plan import Literal, Region, Segment, Source, SourceTensor, TargetFile, source_of
 
 if TYPE_CHECKING:
@@ -42,9 +43,19 @@ class ExportTensor:
     dtype: str
 
     @property
+    def box(self) -> Box:
+        """What of the checkpoint's tensor it is."""
+        return self.named.stacked.box if self.named.stacked else Box.whole(self.entry.global_shape)
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape in the exported file."""
+        return self.named.stacked.shape if self.named.stacked else self.entry.global_shape
+
+    @property
     def size_bytes(self) -> int:
         """Bytes in the exported file."""
-        return prod(self.entry.global_shape) * ELEMENT_SIZE[self.dtype]
+        return prod(self.shape) * ELEMENT_SIZE[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +97,11 @@ def plan_export(
     names = list(expected_tensors(spec)) + ([HEAD] if spec.tied_embeddings and _had_head(checkpoint) else [])
     tensors = tuple(_export_tensor(name, found, manifest, dtype) for name in names)
     if adapter is not None:
-        adapter.check({tensor.named.hf: tensor.entry.global_shape for tensor in tensors})
+        adapter.check({tensor.named.hf: tensor.shape for tensor in tensors if tensor.named.stacked is None})
     shards = _shards(tensors, max_shard_bytes)
     main_dtype = _main_dtype(tensors)
     size_bytes = sum(tensor.size_bytes for tensor in tensors)
-    parameters = sum(prod(tensor.entry.global_shape) for tensor in tensors)
+    parameters = sum(prod(tensor.shape) for tensor in tensors)
     last = {CONFIG: encode_config(hf_config(spec, base=base, dtype=main_dtype))}
     if len(shards) > 1:
         weight_map = {t.named.hf: file for file, shard in shards.items() for t in shard}
@@ -138,11 +149,22 @@ def _find_tensors(checkpoint: Checkpoint, layout: Layout, spec: ModelSpec) -> di
     wanted = [name_in(layout, name, spec) for name in expected_tensors(spec)]
     wanted += [name_in(layout, HEAD, spec)] if spec.tied_embeddings else []
     found = {named.hf: named for named in wanted if named.ours in tensors}
-    shapes = {name: tensors[named.ours].global_shape for name, named in found.items()}
+    shapes = {name: _shape(named, tensors[named.ours], str(checkpoint)) for name, named in found.items()}
     known = {named.ours for named in wanted}
     extra = {fqn: tensors[fqn].global_shape for fqn in tensors if is_weight(fqn, layout) and fqn not in known}
     check_tensors(shapes | extra, spec, where=str(checkpoint))
     return found
+
+
+def _shape(named: Named, entry: TensorEntry, where: str) -> Shape:
+    """The shape that `named` has in Hugging Face's files."""
+    if named.stacked is None:
+        return entry.global_shape
+    if entry.global_shape != named.stacked.whole:
+        raise LoadContractError(
+            f"{where}: {entry.fqn} has shape {entry.global_shape}, the config wants all experts in {named.stacked.whole}"
+        )
+    return named.stacked.shape
 
 
 def _export_tensor(name: str, found: Mapping[str, Named], manifest: Manifest, dtype: str | None) -> ExportTensor:
@@ -172,7 +194,7 @@ def _shards(tensors: Iterable[ExportTensor], max_shard_bytes: int) -> dict[str, 
 
 
 def _target_file(path: str, shard: Sequence[ExportTensor], spec: ModelSpec, adapter: Adapter | None) -> TargetFile:
-    header = encode_header([(t.named.hf, t.dtype, t.entry.global_shape) for t in shard], {"format": "pt"})
+    header = encode_header([(t.named.hf, t.dtype, t.shape) for t in shard], {"format": "pt"})
     segments: list[Segment] = [Literal(header)]
     for tensor in shard:
         is_adapted = adapter is not None and tensor.named.hf in adapter.factors
@@ -184,8 +206,7 @@ def _target_file(path: str, shard: Sequence[ExportTensor], spec: ModelSpec, adap
             target_dtype=tensor.dtype,
             merge=adapter.merge(tensor.named.hf, tensor.entry.dtype, tensor.dtype) if adapter and is_adapted else None,
         )
-        box = Box.whole(tensor.entry.global_shape)
-        segments.append(Region(tensor=tensor.entry.fqn, box=box, transform=step, key=tensor.named.hf))
+        segments.append(Region(tensor=tensor.entry.fqn, box=tensor.box, transform=step, key=tensor.named.hf))
     return TargetFile(path=path, segments=tuple(segments))
 
 

@@ -73,10 +73,8 @@ def _check_bytes(plan: ExportPlan, report: ExportReport) -> int:
         name = tensor.named.hf
         stored = model.tensors.get(name)
         found = None if stored is None else (stored.dtype, stored.shape)
-        if found != (tensor.dtype, tensor.entry.global_shape):
-            raise DamagedError(
-                f"{report.url}: {name}: expected {tensor.dtype} {tensor.entry.global_shape}, found {found}"
-            )
+        if found != (tensor.dtype, tensor.shape):
+            raise DamagedError(f"{report.url}: {name}: expected {tensor.dtype} {tensor.shape}, found {found}")
     if set(model.tensors) != set(report.digests):
         raise DamagedError(f"{report.url}: holds other tensors than were written")
     _check_digests(tensor_digests(model.source, model.store, model.tensors), report.digests, report.url)

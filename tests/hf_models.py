@@ -15,6 +15,7 @@ from titan_ckpt.converters.hf_config import spec_from_hf
 from titan_ckpt.converters.safetensors_header import encode_header
 
 TEXT_BYTES = 4096
+DENSE = [name for name, family in FAMILIES.items() if not family.router]
 
 
 def config(family: str = "llama", **changes: Any) -> dict[str, Any]:
@@ -40,6 +41,9 @@ def config(family: str = "llama", **changes: Any) -> dict[str, Any]:
     }
     if family == "mistral":
         base["sliding_window"] = 64
+    if FAMILIES[family].router:
+        number, per_token, width = FAMILIES[family].expert_keys
+        base |= {number: 4, per_token: 2, width: 24, "norm_topk_prob": True}
     changed = base | changes
     return {key: value for key, value in changed.items() if value is not None}
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.hf_models import config, tensors, write_model
+from tests.hf_models import DENSE, config, tensors, write_model
 from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.cli import main
 from titan_ckpt.converters import import_hf
-from titan_ckpt.converters.families import FAMILIES
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.checkpoint import check_model
 from titan_ckpt.trainer.families import from_hf
@@ -20,7 +19,7 @@ from titan_ckpt.trainer.families import from_hf
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("scaling", [None, YARN])
 @pytest.mark.parametrize("head_dim", [0, 8])
 def test_trainer_takes_the_same_model_however_it_is_spelled(
@@ -40,6 +39,13 @@ def test_trainer_refuses_another_head_size_and_another_scaling(tmp_path: Path) -
         check_model(checkpoint, dataclasses.replace(from_hf(of), head_dim=16))
     with pytest.raises(ConfigError, match="rope_scaling"):
         check_model(checkpoint, from_hf(config(rope_scaling=YARN | {"factor": 2.0})))
+
+
+def test_trainer_refuses_a_mixture_of_experts(tmp_path: Path) -> None:
+    of = config("mixtral")
+    checkpoint = open_checkpoint(str(write_model(tmp_path / "in", of, tensors(of))))
+    with pytest.raises(ConfigError, match="experts"):
+        check_model(checkpoint, from_hf(config("mistral")))
 
 
 def test_ls_says_that_a_folder_is_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
