@@ -74,7 +74,7 @@ CASES: Mapping[str, Truth] = {
     "python_lock": Truth(verdict="STUCK_ON_CPU", subtype="python_lock", text="a lock taken twice"),
     "gil_held": Truth(verdict="STUCK_ON_CPU", subtype="gil_held", text="C code that keeps the GIL"),
     "ring_overflow": Truth(verdict="STUCK_ON_CPU", operations=160, text="more operations than the rings hold, then a stop"),
-    "chain": Truth(verdict="STUCK_ON_CPU", subtype="dataloader", is_even=True, operations=3, text="one stop felt in TP, PP groups"),
+    "chain": Truth(verdict="STUCK_ON_CPU", subtype="dataloader", is_even=True, operations=3, text="one stop, felt in TP and PP"),
     "sigkill": Truth(verdict="RANK_DIED", subtype="signal", text="SIGKILL"),
     "segfault": Truth(verdict="RANK_DIED", subtype="signal", text="a segmentation fault"),
     "sigstop": Truth(verdict="RANK_FROZEN", text="SIGSTOP"),
