@@ -18,7 +18,17 @@ from titan_ckpt.commit import Commit, read_commit
 from titan_ckpt.errors import CheckpointError, DamagedError, NewerFormatError, NotCommittedError, NotFoundError
 from titan_ckpt.foreign import locate_payload
 from titan_ckpt.index import DIGEST_BYTES, Chunk, Manifest
-from titan_ckpt.layout import ASSETS, DIGESTS, MANIFEST, METADATA, parse_step, step_folder
+from titan_ckpt.layout import (
+    ASSETS,
+    DIGESTS,
+    MANIFEST,
+    METADATA,
+    foreign_folder,
+    is_attempt,
+    parse_foreign_step,
+    parse_step,
+    step_folder,
+)
 from titan_ckpt.location import join, parse_location, redact
 from titan_ckpt.manifest import decode_manifest, digest, digests_beside
 from titan_ckpt.metadata import read_dcp_metadata
@@ -89,7 +99,11 @@ class Checkpoint:
         return data
 
     def read(self, fqn: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor, or the part of it in `box`, in CPU memory."""
+        """A tensor in its stored dtype, in CPU memory, or the part of it in `box` (in elements of the global shape).
+
+        Every chunk it touches is read whole and verified: DamagedError names one that is not what was saved. NotFoundError for
+        an unknown name. Needs torch.
+        """
         # By name: this floor knows no torch, and only a caller who wants a tensor needs it.
         reader = importlib.import_module("titan_ckpt.load")
         tensor: torch.Tensor = reader.read_tensor(self, fqn, box)
@@ -112,7 +126,7 @@ class CheckpointInfo:
 
 
 def list_checkpoints(url: str | Store) -> list[CheckpointInfo]:
-    """Every step of a run, oldest first; cheap: COMMIT files only, no manifest is read."""
+    """Every step of a run, oldest first, none for a run that does not exist; cheap: COMMIT files only, no manifest is read."""
     store = url if isinstance(url, Store) else open_store(url)
     return [_info(store, step) for step in _steps(store)]
 
@@ -122,8 +136,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint `url[@STEP]`; without a step the newest that is committed, resumable and whole.
 
-    A foreign DCP checkpoint (a folder with `.metadata` and no commit of ours) opens too, with kind `foreign`, and a Hugging Face
-    model (a folder with config.json) as a model-only checkpoint of step 0.
+    A foreign DCP checkpoint (a folder with `.metadata` and no commit of ours, or a run of such folders, `step-N`) opens too, with
+    kind `foreign`, and a Hugging Face model (a folder with config.json) as a model-only checkpoint of step 0.
     Raises NotCommittedError when there is nothing to open, DamagedError for a damaged one that was named, and for the newest
     one being damaged when `on_damage` is "error"; "fall_back" logs it and takes the one before. One that a later release wrote
     is never skipped: NewerFormatError.
@@ -156,6 +170,8 @@ def _last_resort(store: Store, url: str, problems: list[str]) -> Checkpoint:
     for info in reversed(list_checkpoints(store)):
         if info.state == "committed" and info.commit is not None:
             return _open_commit(store, url, info.commit)
+    if others := foreign_steps(store):
+        return _open_foreign(store, url, folder=others[-1][1], step=others[-1][0])
     if store.exists(HUGGING_FACE) or store.folders("snapshots"):
         return _open_hugging_face(store, url)
     seen = "; ".join(problems) or _what_is_there(store)
@@ -186,10 +202,10 @@ def _open_step(store: Store, url: str, step: int) -> Checkpoint:
     try:
         return _open_commit(store, url, read_commit(store, step))
     except NotCommittedError:
-        if store.exists(f"{step_folder(step)}/{METADATA}") and not _has_attempt(store, step):
+        if store.exists(f"{step_folder(step)}/{METADATA}") and not _has_attempts(store, step_folder(step)):
             return _open_foreign(store, url, folder=step_folder(step), step=step)
-        if store.exists(f"step-{step}/{METADATA}"):
-            return _open_foreign(store, url, folder=f"step-{step}", step=step)
+        if store.exists(f"{foreign_folder(step)}/{METADATA}"):
+            return _open_foreign(store, url, folder=foreign_folder(step), step=step)
         if step == 0 and store.exists(HUGGING_FACE):
             return _open_hugging_face(store, url)
         good = [info.step for info in list_checkpoints(store) if info.state == "committed"]
@@ -197,8 +213,14 @@ def _open_step(store: Store, url: str, step: int) -> Checkpoint:
         raise NotCommittedError(f"{store}@{step} is not committed; {hint}") from None
 
 
-def _has_attempt(store: Store, step: int) -> bool:
-    return any(name.startswith("a-") for name in store.folders(step_folder(step)))
+def foreign_steps(store: Store) -> list[tuple[int, str]]:
+    """Steps that others saved below this URL as torchtitan does, with their folders, oldest first; none is opened."""
+    named = sorted((step, name) for name in store.folders() if (step := parse_foreign_step(name)) is not None)
+    return [(n, name) for n, name in named if store.exists(f"{name}/{METADATA}") and not _has_attempts(store, name)]
+
+
+def _has_attempts(store: Store, folder: str) -> bool:
+    return any(is_attempt(name) for name in store.folders(folder))
 
 
 def _open_commit(store: Store, url: str, commit: Commit) -> Checkpoint:

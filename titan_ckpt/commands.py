@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from titan_ckpt.checkpoint import FOREIGN, HUGGING_FACE, Checkpoint, CheckpointInfo, list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint import (
+    FOREIGN,
+    HUGGING_FACE,
+    Checkpoint,
+    CheckpointInfo,
+    foreign_steps,
+    list_checkpoints,
+    open_checkpoint,
+)
 from titan_ckpt.command import Command, add_json_flag, run_location
 from titan_ckpt.errors import NotCommittedError, UsageError
 from titan_ckpt.index import TensorEntry
@@ -39,7 +47,9 @@ def _ls(arguments: Namespace) -> int:
     if arguments.check:
         infos = [check_whole(store, location.url, info)[0] for info in infos]
     rows = [_ls_row(store, info, now_s) for info in infos]
-    rows = [row for row in rows if row["size_bytes"] or row["state"] != "partial"] or _rows_of_others(store, location)
+    rows = [row for row in rows if row["size_bytes"] or row["state"] != "partial"] or _rows_of_others(
+        store, location, now_s
+    )
     if not rows:
         raise NotCommittedError(f"{store}: no checkpoint here; check the URL, or train with save.url={location}")
     if arguments.json:
@@ -70,27 +80,24 @@ def _ls_row(store: Store, info: CheckpointInfo, now_s: float) -> dict[str, Any]:
     }
 
 
-def _rows_of_others(store: Store, location: Location) -> list[dict[str, Any]]:
-    """What others wrote, standing right at the URL: a DCP checkpoint, or a Hugging Face model."""
-    if not (store.exists(METADATA) or store.exists(HUGGING_FACE) or store.folders("snapshots")):
-        return []
-    checkpoint = open_checkpoint(location.url, store=store)
-    manifest = checkpoint.manifest
-    row = {"step": checkpoint.step, "kind": manifest.kind, "mesh": None}
-    if manifest.kind == FOREIGN:
-        row |= {"state": "foreign"}
-    else:
-        row |= {"state": "hugging face", "family": manifest.config["model"]["family"]}
-    return [
-        row
-        | {
-            "size_bytes": sum(f.size_bytes for f in manifest.files),
-            "age_s": None,
-            "created": None,
-            "attempt": None,
-            "problem": "",
-        }
-    ]
+def _rows_of_others(store: Store, location: Location, now_s: float) -> list[dict[str, Any]]:
+    """What others wrote: a DCP checkpoint or a Hugging Face model right at the URL, or a run of torchtitan's."""
+    nothing = {"kind": None, "mesh": None, "age_s": None, "created": None, "attempt": None, "problem": ""}
+    if store.exists(METADATA) or store.exists(HUGGING_FACE) or store.folders("snapshots"):
+        checkpoint = open_checkpoint(location.url, store=store)
+        manifest = checkpoint.manifest
+        facts: dict[str, Any] = {"state": "foreign"}
+        if manifest.kind != FOREIGN:
+            facts = {"state": "hugging face", "family": manifest.config["model"]["family"]}
+        size = sum(file.size_bytes for file in manifest.files)
+        return [nothing | {"step": checkpoint.step, "kind": manifest.kind, "size_bytes": size} | facts]
+    rows = []
+    for step, folder in foreign_steps(store):
+        entries = list(store.list(folder))
+        age = now_s - max(entry.modified_s for entry in entries)
+        facts = {"state": "foreign", "kind": FOREIGN, "age_s": round(age, 1)}
+        rows.append(nothing | {"step": step, "size_bytes": sum(entry.size_bytes for entry in entries)} | facts)
+    return rows
 
 
 def _ls_table(rows: Sequence[dict[str, Any]]) -> str:

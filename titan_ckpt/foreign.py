@@ -1,4 +1,4 @@
-"""Inside a blob that others wrote: where the tensor's bytes are. No torch, nothing of the pickle runs.
+"""Inside a blob that others wrote: where the bytes are, and whether they are whole. No torch, nothing of the pickle runs.
 
 A blob is what `torch.save(tensor)` writes: a ZIP whose `data.pkl` names storage, offset and strides, and whose `data/0` is the
 storage. DCP stores dense tensors in whatever order of dimensions they have in memory.
@@ -10,7 +10,8 @@ import io
 import pickle
 import struct
 import zipfile
-from dataclasses import replace
+import zlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_ckpt.errors import DamagedError, UnsafeContentError
@@ -21,6 +22,9 @@ from titan_ckpt.store import Store
 
 _LOCAL_HEADER_BYTES = 30
 _PICKLE_BYTES = 1 << 20
+WINDOW_BYTES = 8 << 20
+_NOT_A_ZIP = (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, OverflowError, struct.error, RuntimeError)
+_NOT_A_TENSOR = (KeyError, pickle.UnpicklingError, TypeError, IndexError, AttributeError, MemoryError)
 
 
 class _Range(io.RawIOBase):
@@ -74,6 +78,49 @@ class _TensorReader(pickle.Unpickler):
         return pid
 
 
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes `[start, end)` of a file that are not what torch.save wrote, and why."""
+
+    start: int
+    end: int
+    message: str
+
+
+def check_records(store: Store, path: str, start: int, length: int) -> tuple[list[Damage], int]:
+    """Re-read a blob: what its records' CRC-32 find wrong, and how many records carry none (torch can leave them out)."""
+    damages, unchecked = [], 0
+    if length > WINDOW_BYTES:
+        file: Any = _Range(store, path, start, length)
+    else:
+        file = io.BytesIO(store.read(path, start, length))
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                if info.CRC == 0 and info.file_size:
+                    unchecked += 1
+                elif message := _record_problem(archive, info):
+                    ends = [*(other.header_offset for other in archive.infolist()), archive.start_dir, length]
+                    at = min(max(info.header_offset, 0), length)
+                    end = min(offset for offset in ends if offset > at or offset == length)
+                    damages.append(Damage(start + at, start + end, f"record {info.filename!r}: {message}"))
+    except _NOT_A_ZIP as error:
+        damages.append(Damage(start, start + length, f"not what torch.save wrote: {type(error).__name__}: {error}"))
+    return damages, unchecked
+
+
+def _record_problem(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str | None:
+    if info.compress_type or info.flag_bits & 1:
+        return "is packed, which torch.save never does"
+    try:
+        with archive.open(info) as record:
+            while record.read(WINDOW_BYTES):
+                pass
+    except _NOT_A_ZIP as error:
+        return f"is not what was saved: {error}"
+    return None
+
+
 def locate_payload(store: Store, path: str, chunk: Chunk) -> Chunk:
     """`chunk` with payload and strides read from its blob. DamagedError where that is not a plain tensor."""
     where = f"{store.where(path)}: {chunk.fqn} at byte {chunk.offset}"
@@ -83,30 +130,27 @@ def locate_payload(store: Store, path: str, chunk: Chunk) -> Chunk:
             data = names["data/0"]
             if names["data.pkl"].file_size > _PICKLE_BYTES or any(i.compress_type for i in names.values()):
                 raise DamagedError(f"{where}: not a tensor that torch.save wrote: packed, or too large a pickle")
-            strides = _strides(_TensorReader(archive.read(names["data.pkl"]), where).load(), chunk, where)
-    except (
-        zipfile.BadZipFile,
-        KeyError,
-        pickle.UnpicklingError,
-        ValueError,
-        EOFError,
-        NotImplementedError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        OverflowError,
-        MemoryError,
-        struct.error,
-    ) as error:
+            pickled = names["data.pkl"]
+            code = store.read(path, chunk.offset + _start_of(store, path, chunk, pickled, where), pickled.file_size)
+            if pickled.CRC not in (0, zlib.crc32(code)):  # 0: torch was told to leave it out
+                raise DamagedError(f"{where}: record {pickled.filename!r} is not what was saved: its CRC-32 differs")
+            strides = _strides(_TensorReader(code, where).load(), chunk, where)
+            start = _start_of(store, path, chunk, data, where)
+    except (*_NOT_A_ZIP, *_NOT_A_TENSOR) as error:
         raise DamagedError(f"{where}: not a tensor that torch.save wrote: {type(error).__name__}: {error}") from error
-    if not 0 <= data.header_offset <= chunk.length - _LOCAL_HEADER_BYTES:
-        raise DamagedError(f"{where}: not a tensor that torch.save wrote: its data are not inside the blob")
-    header = store.read(path, chunk.offset + data.header_offset, _LOCAL_HEADER_BYTES)
-    name_length, extra_length = struct.unpack_from("<HH", header, 26)
-    start = data.header_offset + _LOCAL_HEADER_BYTES + name_length + extra_length
-    if data.file_size > chunk.length - start:
-        raise DamagedError(f"{where}: not a tensor that torch.save wrote: its data reach past the blob")
     return replace(chunk, payload_offset=start, payload_length=data.file_size, strides=strides)
+
+
+def _start_of(store: Store, path: str, chunk: Chunk, info: zipfile.ZipInfo, where: str) -> int:
+    """Where a record's bytes begin in its blob; DamagedError for one that reaches past it."""
+    if not 0 <= info.header_offset <= chunk.length - _LOCAL_HEADER_BYTES:
+        raise DamagedError(f"{where}: not a tensor that torch.save wrote: {info.filename!r} is not inside the blob")
+    header = store.read(path, chunk.offset + info.header_offset, _LOCAL_HEADER_BYTES)
+    name_length, extra_length = struct.unpack_from("<HH", header, 26)
+    start = int(info.header_offset + _LOCAL_HEADER_BYTES + name_length + extra_length)
+    if info.file_size > chunk.length - start:
+        raise DamagedError(f"{where}: not a tensor that torch.save wrote: {info.filename!r} reaches past the blob")
+    return start
 
 
 def _strides(arguments: Any, chunk: Chunk, where: str) -> Shape | None:

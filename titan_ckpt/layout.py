@@ -16,6 +16,7 @@ DEBUG = "debug"
 ASSETS = "assets"
 
 _STEP = re.compile(r"step-(\d{8,})")
+_FOREIGN_STEP = re.compile(r"step-(\d{1,18})")
 _ATTEMPT = re.compile(r"a-\d{8}T\d{6}Z-[0-9a-f]{8}")
 _DATA_FILE = re.compile(r"(?:\.\./step-\d{8,}/)?a-\d{8}T\d{6}Z-[0-9a-f]{8}/__\d+_\d+\.distcp")
 
@@ -37,6 +38,21 @@ def parse_step(name: str) -> int | None:
     """
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match and step_folder(int(match.group(1))) == name else None
+
+
+def foreign_folder(step: int) -> str:
+    """The folder of a step as torchtitan names it."""
+    return f"step-{step}"
+
+
+def parse_foreign_step(name: str) -> int | None:
+    """The step of a folder that torchtitan or another trainer made, None for other names.
+
+    >>> parse_foreign_step("step-1200"), parse_foreign_step("best-step-1200")
+    (1200, None)
+    """
+    match = _FOREIGN_STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
 
 
 def new_attempt(now_s: float | None = None) -> str:

@@ -6,36 +6,25 @@ that was interrupted goes on: a file that is there whole (its bytes re-read, its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 import xxhash
 
 from titan_ckpt.checkpoint import FOREIGN, Checkpoint
 from titan_ckpt.commit import Commit, commit_path, find_commit, read_commit, write_commit
-from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, DamagedError, NotFoundError, UsageError
+from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, DamagedError, NotFoundError
 from titan_ckpt.index import FileEntry, Manifest
 from titan_ckpt.layout import ASSETS, DIGESTS, MANIFEST, METADATA, data_file
 from titan_ckpt.manifest import digest
 from titan_ckpt.metadata import dcp_metadata, dcp_paths
+from titan_ckpt.mirror_foreign import CopyReport, Tell, copy_foreign
 from titan_ckpt.store import Store
 
 FILES_AT_ONCE = 4
 WINDOW_BYTES = 16 << 20
-Tell = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyReport:
-    """What a copy did; `kept_bytes` were there already and right."""
-
-    step: int
-    num_files: int
-    copied_bytes: int
-    kept_bytes: int
-    was_committed: bool
 
 
 def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: Tell | None = None) -> CopyReport:
@@ -43,12 +32,10 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: Tell | None 
 
     The copy stands on its own: files of other steps that an incremental checkpoint refers to come into its own attempt, and its
     manifest and `.metadata` name them there. AlreadyExistsError where that step holds another save; DamagedError, and no commit,
-    where the source is not what was saved.
+    where the source is not what was saved. One that others wrote is copied as `copy_foreign` says.
     """
     if source.manifest.kind == FOREIGN:
-        raise UsageError(
-            f"{source} was not written by titan-ckpt and has no digests to verify a copy by; copy its files as they are"
-        )
+        return copy_foreign(source, target, on_bytes or (lambda _: None))
     commit = read_commit(source.store, source.step)
     present = find_commit(target, source.step)
     own_paths = self_contained_paths(source.manifest)

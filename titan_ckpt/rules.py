@@ -14,7 +14,7 @@ from titan_ckpt.mesh import AXES, FOLD
 from titan_ckpt.placement import Placements, Shard
 
 FSDP_AXES = "dp_shard+cp"
-_COLUMN = re.compile(r"(?:^|\.)(?:q_proj|k_proj|v_proj|gate_proj|up_proj|wq|wk|wv|w1|w3)\.(?:weight|bias)(?:\.|$)")
+_COLUMN = re.compile(r"(?:^|\.)(?:q_proj|k_proj|v_proj|gate_proj|up_proj|wq|wk|wv|wqkv|w1|w3)\.(?:weight|bias)(?:\.|$)")
 _ROW = re.compile(r"(?:^|\.)(?:o_proj|down_proj|wo|w2)\.(weight|bias)(?:\.|$)")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|lm_head|output)\.(?:weight|bias)(?:\.|$)")
 _NORM = re.compile(r"(?:^|\.)(?:\w*norm|ln_f)\.(?:weight|bias)(?:\.|$)")

@@ -1,16 +1,18 @@
 """Read every byte of a checkpoint once, in bounded memory, and say which are not what was saved. No torch.
 
 Windows of all files are fetched ahead by a few threads and hashed here in order: the file as a whole, and each chunk and value
-in it. Checkpoints that others wrote have no digests; there each blob must be a tensor of the right size.
+in it. Checkpoints that others wrote have no digests; there each record of a blob must have the CRC-32 that torch.save gave it.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,11 @@ import xxhash
 from titan_ckpt.checkpoint import FOREIGN, Checkpoint
 from titan_ckpt.codec import PLANES_ZSTD, read_raw
 from titan_ckpt.errors import CheckpointError, DamagedError, StoreError, TitanError
+from titan_ckpt.foreign import Damage, check_records
 from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, RAW, Chunk, FileEntry, Manifest
 from titan_ckpt.store import Store
 
+log = logging.getLogger(__name__)
 WINDOW_BYTES = 8 << 20
 AHEAD = 6
 
@@ -73,7 +77,7 @@ class _Window:
 def scan_files(checkpoint: Checkpoint, digests: bytes | None, on_bytes: Callable[[int], None]) -> list[Problem]:
     """The damage in all data files. `digests` is the chunks' digest table, None where there is none."""
     if checkpoint.manifest.kind == FOREIGN:
-        return _check_blobs(checkpoint, on_bytes)
+        return check_blobs(checkpoint, on_bytes)
     problems: list[Problem] = []
     spans = _spans(checkpoint.manifest, digests)
     fetched = fetch_ahead(checkpoint.store, _windows(checkpoint))
@@ -255,19 +259,50 @@ def _raw(manifest: Manifest) -> int:
     return manifest.codecs.index(RAW) if RAW in manifest.codecs else -1
 
 
-def _check_blobs(checkpoint: Checkpoint, on_bytes: Callable[[int], None]) -> list[Problem]:
-    """Every blob of a foreign checkpoint is a tensor of the right size."""
-    problems = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blob:
+    fqn: str
+    path: str
+    start: int
+    length: int
+    chunk: Chunk | None
+
+
+def check_blobs(checkpoint: Checkpoint, on_bytes: Callable[[int], None]) -> list[Problem]:
+    """Re-read a foreign checkpoint: each record's CRC-32 as torch.save wrote it, each chunk a tensor of the right size."""
+    problems, unchecked = list[Problem](), 0
+    blobs = list(_blobs(checkpoint))
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="scan") as pool:
+        for blob, (found, missing) in zip(blobs, pool.map(partial(_check_blob, checkpoint), blobs), strict=True):
+            problems += found
+            unchecked += missing
+            on_bytes(blob.length)
+    if unchecked:
+        log.warning(
+            "%s: %d records carry no CRC-32: where they lie was checked, their bytes could not be",
+            checkpoint,
+            unchecked,
+        )
+    return problems
+
+
+def _blobs(checkpoint: Checkpoint) -> Iterator[_Blob]:
     for tensor in checkpoint.manifest.tensors:
         for chunk in checkpoint.manifest.chunks_of(tensor):
-            try:
-                checkpoint.locate(chunk, row_major=False)
-            except (CheckpointError, StoreError) as error:
-                problems.append(
-                    Problem(
-                        path=checkpoint.path(chunk.file), fqn=chunk.fqn, start=chunk.offset,
-                        end=chunk.offset + chunk.length, message=str(error),
-                    )
-                )  # fmt: skip
-            on_bytes(chunk.length)
-    return problems
+            path = checkpoint.path(chunk.file)
+            yield _Blob(fqn=chunk.fqn, path=path, start=chunk.offset, length=chunk.length, chunk=chunk)
+    for entry in checkpoint.manifest.objects:
+        path = checkpoint.path(entry.file)
+        yield _Blob(fqn=entry.fqn, path=path, start=entry.offset, length=entry.length, chunk=None)
+
+
+def _check_blob(checkpoint: Checkpoint, blob: _Blob) -> tuple[list[Problem], int]:
+    try:
+        damages, unchecked = check_records(checkpoint.store, blob.path, blob.start, blob.length)
+        if not damages and blob.chunk is not None:
+            checkpoint.locate(blob.chunk, row_major=False)
+    except (CheckpointError, StoreError) as error:
+        damages, unchecked = [Damage(blob.start, blob.start + blob.length, str(error))], 0
+    return [
+        Problem(path=blob.path, fqn=blob.fqn, start=d.start, end=d.end, message=d.message) for d in damages
+    ], unchecked

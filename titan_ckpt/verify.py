@@ -175,7 +175,7 @@ def _tensor_problem(manifest: Manifest, tensor: TensorEntry) -> str | None:
 
 
 def _verify_foreign(checkpoint: Checkpoint, read_data: bool, tell: Callable[[int], None]) -> list[Problem]:
-    """A checkpoint that others wrote has no digests: what can be checked is that it is complete and well formed."""
+    """A checkpoint that others wrote has no digests, but torch.save gives each record a CRC-32."""
     problems = check_tensors(checkpoint)
     if read_data:
         problems += scan_files(checkpoint, None, tell)
