@@ -142,6 +142,14 @@ def test_plot_of_what_is_no_run_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert "that `titan-ckpt train` wrote" in capsys.readouterr().err
 
 
+def test_a_picture_that_is_no_svg_is_refused_instead_of_written_under_a_wrong_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plot", str(tmp_path), "-o", str(tmp_path / "run.png")]) == 2
+    assert "the picture is an SVG" in capsys.readouterr().err
+    assert not (tmp_path / "run.png").exists()
+
+
 def test_pretokenise_writes_a_corpus_that_trains_to_the_same_order_as_its_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
