@@ -67,7 +67,11 @@ class HfModel:
 
 
 def open_hf(url: str, *, store: Store | None = None) -> HfModel:
-    """The model at `url`: a folder or prefix with config.json, or the `models--...` folder of a hub cache."""
+    """The model at `url`: a folder or prefix with config.json, or the `models--...` folder of a hub cache; headers are read only.
+
+    NotFoundError where files are missing, DamagedError where headers, index and sizes disagree, PlanError for weights that are
+    not safetensors.
+    """
     store = store or _snapshot(open_store(url))
     names = {entry.path: entry.size_bytes for entry in store.list() if "/" not in entry.path}
     if CONFIG not in names:

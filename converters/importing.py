@@ -24,7 +24,7 @@ from titan_ckpt.units import format_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
-    """A finished import."""
+    """A finished import; `size_bytes` are those of all tensors as stored."""
 
     checkpoint: Checkpoint
     num_tensors: int

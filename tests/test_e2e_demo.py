@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.doc_blocks import STORY, story_words
+
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 900
 ACTS = ("serve", "train", "kill", "resume", "reshard", "convert", "hang", "look")
@@ -37,6 +39,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
+    (folder / "story.txt").write_text(done.stderr)
     return folder, json.loads(done.stdout)
 
 
@@ -47,6 +50,12 @@ def test_all_eight_acts_are_told_and_kept(demo: tuple[Path, dict[str, Any]]) -> 
     folder, facts = demo
     assert [facts[name]["act"] for name in ACTS] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert json.loads((folder / "facts.json").read_text()) == facts
+
+
+def test_the_story_is_told_in_the_words_of_the_readme(demo: tuple[Path, dict[str, Any]]) -> None:
+    shown = STORY.search((ROOT / "README.md").read_text())
+    assert shown is not None
+    assert story_words((demo[0] / "story.txt").read_text()) == story_words(shown[1])
 
 
 def test_the_loss_falls(demo: tuple[Path, dict[str, Any]]) -> None:

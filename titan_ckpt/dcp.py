@@ -100,7 +100,11 @@ class _Written:
 
 
 class StorageWriter(TorchStorageWriter):
-    """Writes one step of a run. The step is part of the URL (`URL@STEP`), given, or in `dcp.save(checkpoint_id="URL@STEP")`."""
+    """Writes one step of a run. The step is part of the URL (`URL@STEP`), given, or in `dcp.save(checkpoint_id="URL@STEP")`.
+
+    Name the mesh's axes by `mesh`, so that the checkpoint can be resharded. `training`, `config` and `user` must be JSON. The
+    commit is conditional, as `Saver`'s is: ConditionFailedError where another job committed the step meanwhile.
+    """
 
     def __init__(
         self,
@@ -221,7 +225,11 @@ class StorageWriter(TorchStorageWriter):
 
 
 class StorageReader(TorchStorageReader):
-    """Reads `URL[@STEP]` (the newest whole checkpoint without a step), ours or any DCP's, without unpickling it."""
+    """Reads `URL[@STEP]` (the newest whole checkpoint without a step), ours or any DCP's, without unpickling it.
+
+    `policy.verify` decides which digests are checked; what fits what is the planner's business. `report` says afterwards how many
+    bytes were needed, fetched and not verified. DamagedError for bytes that are not what was saved.
+    """
 
     def __init__(self, url: str | None = None, *, policy: LoadPolicy | None = None) -> None:
         self._url, self._policy = url, policy or LoadPolicy()

@@ -55,7 +55,11 @@ class Comparison:
 
 
 def diff(a: Checkpoint, b: Checkpoint, *, values: bool = False, rtol: float = 0.0) -> list[Difference]:
-    """What differs, tensors first; see `compare` for what is equal and what is not known."""
+    """What differs between two checkpoints on any meshes, tensors first; empty if nothing does.
+
+    Digests say whether tensors that both cut alike are equal. What they leave open is compared with `values`, which reads the
+    elements: they may differ by `rtol` times the larger of two, and two NaN are equal.
+    """
     return compare(a, b, values=values, rtol=rtol).differences
 
 

@@ -50,7 +50,11 @@ class LoadPolicy:
 
 @dataclass(slots=True)
 class LoadReport:
-    """What happened. `unverified_bytes` came from chunks of which only a part was read."""
+    """What happened on this rank, by name; `objects` are the values that are not tensors.
+
+    `needed_bytes` are those of the tensors, `fetched_bytes` what was read for them, `unverified_bytes` those of the needed
+    that came from chunks of which only a part was read.
+    """
 
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -81,6 +85,10 @@ def load(
     checkpoint: Checkpoint | str, state: MutableMapping[str, Any], *, policy: LoadPolicy | None = None
 ) -> LoadReport:
     """Fill the tensors of `state` in place and replace its other values; each rank reads just what it holds.
+
+    `state` is nested mappings of tensors and plain values, as `Saver.save` takes them; keys joined by dots are the names in the
+    checkpoint, and a DTensor, on any mesh, gets the part that this rank holds. Ranks need not load together, unless the policy
+    broadcasts. A URL opens the newest whole checkpoint, `URL@STEP` that one.
 
     LoadContractError, before anything is read, for a difference that `policy` does not allow; DamagedError for bytes that are
     not what was saved (the tensors' contents are undefined then).

@@ -17,7 +17,10 @@ FOLD = "+"
 
 @dataclass(frozen=True, slots=True)
 class MeshSpec:
-    """Degrees of all of `AXES`, in that order; an axis that is not named has degree 1."""
+    """Degrees of `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`, `ep`, outermost first; one that is not named has degree 1.
+
+    Made by `parse` or `of`; both raise ConfigError for an unknown axis and for a degree below 1.
+    """
 
     degrees: tuple[int, ...] = (1,) * len(AXES)
 

@@ -121,7 +121,11 @@ def plan_reshard(
     selection: Selection | None = None,
     stages_per_rank: int | None = None,
 ) -> ReshardPlan:
-    """Plan to rewrite `checkpoint` for `mesh`. PlanError where a cut on the new mesh is not known, or chunks are missing."""
+    """Plan to rewrite `checkpoint` for `mesh`; reads no tensor.
+
+    PlanError where a cut on the new mesh is not known, or chunks are missing. `rules` say how tensors are cut where the
+    checkpoint does not (`titan_ckpt.rules`), `selection` which are taken, under which names and dtypes (`titan_ckpt.select`).
+    """
     source_files = checkpoint.manifest.files
     checkpoint = decoded(checkpoint)
     manifest = checkpoint.manifest
@@ -183,6 +187,8 @@ def run_plan(
 ) -> ReshardReport:
     """Write the plan's checkpoint at `url` and commit it; nothing is visible there before that.
 
+    `memory_bytes` bounds all buffers; `on_progress` is told the size of each piece that is done; `is_checked` verifies the
+    source's digests.
     Every worker calls it; worker 0 commits. AlreadyExistsError if `url` has this step; DamagedError if the source's bytes are
     not what it recorded or change meanwhile.
     """

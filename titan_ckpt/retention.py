@@ -45,7 +45,8 @@ class RetentionPolicy:
 def prune(
     infos: Iterable[CheckpointInfo], policy: RetentionPolicy, *, ages_s: Mapping[int, float] | None = None
 ) -> list[CheckpointInfo]:
-    """The checkpoints that `policy` lets go, oldest first. `ages_s` are the ages of uncommitted steps; unknown is young."""
+    """The checkpoints that `policy` lets go, oldest first; nothing is deleted here. `ages_s` are the ages of uncommitted steps
+    in seconds, by step; one that is not there is young."""
     ordered = sorted(infos, key=lambda info: info.step)
     kept = kept_steps(ordered, policy)
     gone = [info for info in ordered if info.is_resumable and info.step not in kept]

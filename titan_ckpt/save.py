@@ -148,6 +148,11 @@ class Saver:
     ) -> SaveHandle:
         """Stage `state` and start its upload; returns when the tensors may be changed again. All ranks call it.
 
+        `state` is nested mappings of tensors and plain values; keys joined by dots are the names. A DTensor is stored as its
+        global tensor, every element once, and how it is cut is recorded where `SaveOptions.mesh` has its axes. `step` is the
+        number of optimizer steps done, the same on all ranks.
+
+        Raises what went wrong with the save before it, and SaveError on every rank where this one cannot begin on one of them.
         `training`, `config` and `user` must be JSON; the coordinator's count, as its `assets` (small files by name) do.
         `kind="model"` marks an export that must never be taken for a checkpoint to resume from.
         """
@@ -206,7 +211,7 @@ class Saver:
         return job, tensors
 
     def check(self) -> None:
-        """Raise the error of a save that failed, on any rank; cheap, for every step of a loop."""
+        """Raise the error of a save that failed: this rank's own, or SaveError with another's traceback. For every step."""
         if self._pending is not None and self._pending.future.done():
             self.wait()
         if self._mirror is not None:
@@ -432,7 +437,10 @@ def save(
     config: Mapping[str, Any] | None = None,
     user: Mapping[str, Any] | None = None,
 ) -> SaveReport:
-    """Save and commit before returning, without claiming the run. All ranks call it; see `Saver.save` for the arguments."""
+    """Save and commit before returning, without claiming the run. All ranks call it; see `Saver.save` for the arguments.
+
+    SaveError on every rank where one fails; ConditionFailedError in it where another job committed this step meanwhile.
+    """
     with Saver(url, replace(options or SaveOptions(), is_exclusive=False)) as saver:
         return saver.save_now(state, step=step, training=training, config=config, user=user)
 

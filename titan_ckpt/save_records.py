@@ -78,7 +78,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaverMetrics:
-    """Where a saver stands. `stall_s` is how long the last `save` kept the training loop."""
+    """Where a saver stands: bytes this rank has sent since it was made; how long the last `save` kept the training loop."""
 
     uploaded_bytes: int
     last_committed_step: int | None
@@ -89,7 +89,7 @@ class SaverMetrics:
 
 @dataclass(slots=True)
 class SaveHandle:
-    """A save under way."""
+    """A save under way. `stall_s` is how long `save` kept the training loop."""
 
     step: int
     stall_s: float
@@ -97,7 +97,7 @@ class SaveHandle:
     is_told: bool = False
 
     def wait(self, timeout_s: float | None = None) -> SaveReport:
-        """The report once it is committed; raises what went wrong, on whichever rank."""
+        """The report once it is committed; raises what went wrong, on whichever rank. TimeoutError after `timeout_s`."""
         error = self.future.exception(timeout_s)
         self.is_told = True
         if error is not None:
