@@ -27,7 +27,7 @@ _BUSY: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         "gc": (r"\bgc\.collect", "garbage"),
     }.items()
 )  # fmt: skip
-_PHASES = {
+PHASES = {
     "data": "dataloader",
     "ckpt_stage": "checkpoint_io",
     "ckpt_upload": "checkpoint_io",
@@ -56,9 +56,9 @@ def busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[str, Evidence |
         return subtype, None
     for subtype in _words([_spoken(near[inner])]):
         return subtype, None
-    if record.heartbeat and record.heartbeat.phase in _PHASES:
+    if record.heartbeat and record.heartbeat.phase in PHASES:
         text = f"the training loop was in phase {record.heartbeat.phase}"
-        return _PHASES[record.heartbeat.phase], Evidence(text=text, rank=record.rank, source=record.heartbeat.source)
+        return PHASES[record.heartbeat.phase], Evidence(text=text, rank=record.rank, source=record.heartbeat.source)
     for subtype in _words(_own_lines(record)[-1:]) + _words([_spoken(frame) for frame in near[inner + 1 : inner + 3]]):
         return subtype, None
     return "user_code", None

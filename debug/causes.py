@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from titan_ckpt.debug.records import Evidence, Run, Verdict
+from titan_ckpt.debug.busy import PHASES
+from titan_ckpt.debug.records import COMPLETED, Evidence, RankRecord, Run, Verdict
 from titan_ckpt.debug.situation import (
     DEAD,
     FINISHED,
@@ -79,7 +80,7 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
     first = next((edge for edge in edges if edge.awaited == root and edge.group >= 0), None)
     name, subtype, confidence, says = _classify(run, state, first)
     record = run.ranks[root]
-    culprits = (root,) if name != "P2P_MISSING_PEER" else _possible_peers(run, root)
+    culprits = {"P2P_MISSING_PEER": _possible_peers(run, root), "WAIT_CHAIN": ()}.get(name, (root,))
     return Verdict(
         verdict=name,
         subtype=subtype,
@@ -131,6 +132,13 @@ def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, 
             0.6,
             f"waits in {state.call}{where}, while the others wait for it in {_operation_waited_for(run, edge)}",
         )
+    if state.kind == IN_COLLECTIVE and edge is not None and state.call == "wait" and not _has_pending(run, state.rank):
+        return (
+            "P2P_MISSING_PEER",
+            "",
+            0.5,
+            f"waits{where} for something that its dump does not hold: a send or recv, whose peer does not come",
+        )
     if state.kind == IN_COLLECTIVE and edge is not None:
         return (
             "WAIT_CHAIN",
@@ -154,6 +162,11 @@ def _bare(op: str) -> str:
     return op.replace("_", "").replace("intotensor", "").replace("tensor", "").replace("coalesced", "")
 
 
+def _has_pending(run: Run, rank: int) -> bool:
+    table = run.ranks[rank].operations
+    return bool((~table["retired"] & (table["state"] != COMPLETED)).any())
+
+
 def _possible_peers(run: Run, waiting: int) -> tuple[int, ...]:
     """Who owes `waiting` the other half, where nobody recorded it: certain only if there is one other rank."""
     others = tuple(rank for rank in run.ranks if rank != waiting)
@@ -173,7 +186,10 @@ def _silent(run: Run, state: Situation) -> tuple[str, str, float, str]:
     is_silent = not any(dump.kind == "flight_recorder" for dump in record.dumps) and not record.stacks
     stopped = _stopped_ticking(run, state.rank)
     if is_silent and stopped and not closed:
-        return "RANK_FROZEN", "", 0.8, f"is frozen: its recorder stopped ticking {stopped:.0f} s before the others'"
+        is_open = bool(timeouts)
+        says = "is frozen" if is_open else "is frozen (or dead, or something keeps its GIL)"
+        says += f": its recorder stopped ticking {stopped:.0f} s before the others'"
+        return "RANK_FROZEN", "", 0.8 if is_open else 0.5, says
     if is_silent and stopped:
         return (
             "RANK_DIED",
@@ -183,15 +199,53 @@ def _silent(run: Run, state: Situation) -> tuple[str, str, float, str]:
         )
     if closed and not timeouts:
         return "RANK_DIED", "", 0.7, "is gone: its peers' connections to it were closed"
+    if _had_exception(record):
+        return (
+            "RANK_DIED",
+            "python_exception",
+            0.6,
+            "died of an exception: its recorder dumped for one, whose text is not here",
+        )
+    if record.heartbeat is not None:
+        return _by_heartbeat(record)
     if is_silent and timeouts and not closed:
         return "RANK_FROZEN", "", 0.6, "left nothing, and its peers' connections to it stayed open until they timed out"
     if is_silent:
-        return "RANK_DIED", "", 0.4, "left nothing at all: no dump, no stack, no exit code"
+        return "RANK_DIED", "", 0.4, "left no dump and no stack, as a dead or frozen rank does"
+    says = "did not issue the operation that the others wait for; without its stack the reason is unknown"
+    if _is_gloo(record):
+        return "STUCK_ON_CPU", "", 0.4, f"{says} (it may wait in a send or recv, which gloo's dumps do not hold)"
+    return "STUCK_ON_CPU", "", 0.5, says
+
+
+def _is_gloo(record: RankRecord) -> bool:
+    """Whether no dump knows more than that operations were scheduled, and none holds a send or recv."""
+    table = record.operations
+    return bool(len(table)) and not (table["state"].any() or table["p2p"].any() or record.heartbeat)
+
+
+def _had_exception(record: RankRecord) -> bool:
+    """Whether the recorder dumped because of an exception."""
+    return any("exception" in left.reason for left in (*record.dumps, *record.stacks))
+
+
+def _by_heartbeat(record: RankRecord) -> tuple[str, str, float, str]:
+    """A rank without a stack whose recorder ticked to the end: it ran, and its phase may say what."""
+    assert record.heartbeat is not None
+    phase = record.heartbeat.phase
+    subtype = PHASES.get(phase, "")
+    if subtype:
+        return (
+            "STUCK_ON_CPU",
+            subtype,
+            0.7,
+            f"is stuck {_BUSY[subtype]}: it runs, in phase {phase} of the training loop",
+        )
     return (
         "STUCK_ON_CPU",
         "",
         0.5,
-        "did not issue the operation that the others wait for; without its stack the reason is unknown",
+        "runs, but did not issue the operation that the others wait for; without its stack the reason is unknown",
     )
 
 

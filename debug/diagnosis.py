@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from signal import SIGABRT
 
 from titan_ckpt.debug.align import Lane, lanes
 from titan_ckpt.debug.causes import step_of, verdict_of
@@ -19,6 +20,8 @@ from titan_ckpt.debug.situation import (
     GIL_HELD,
     IN_P2P,
     ON_CPU,
+    SILENT,
+    UNKNOWN,
     Situation,
     has_other_death,
     is_absent,
@@ -66,11 +69,8 @@ def _faults(
         yield from group_conflicts(run)
     ends = roots(edges)
     unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
-    for root in ends.sinks:
-        if root not in unseen or _is_known_gone(run, unseen):
-            verdict = verdict_of(run, root, edges, states)
-            if verdict.verdict != "WAIT_CHAIN" or run.ranks[root].dumps:
-                yield verdict
+    named = [root for root in ends.sinks if root not in unseen or _is_known_gone(run, unseen)]
+    yield from _without_reason([verdict_of(run, root, edges, states) for root in named], states)
     for cycle in ends.cycles:
         yield deadlock(run, cycle, edges, states)
     yield from transport(run, found_lanes)
@@ -86,8 +86,29 @@ def _faults(
             yield verdict_of(run, rank, edges, states)
 
 
+def _without_reason(found: Sequence[Verdict], states: Mapping[int, Situation]) -> Iterator[Verdict]:
+    """Ranks that are only known not to have come are named together, and not at all where they are as many as those who wait
+    for them: then it is as likely that those went too far."""
+    unclear = [v for v in found if v.culprits and states[v.culprits[0]].kind in (UNKNOWN, SILENT) and not v.subtype]
+    yield from (verdict for verdict in found if verdict not in unclear)
+    culprits = tuple(sorted(rank for verdict in unclear for rank in verdict.culprits))
+    victims = tuple(sorted({rank for verdict in unclear for rank in verdict.victims} - set(culprits)))
+    if len(unclear) == 1:
+        yield unclear[0]
+    elif unclear and len(culprits) < len(victims):
+        first = max(unclear, key=lambda verdict: verdict.confidence)
+        yield replace(
+            first, culprits=culprits, victims=victims, confidence=first.confidence * 0.9,
+            headline=f"{first.headline}; the same is true of ranks {', '.join(map(str, culprits[:8]))}",
+            evidence=tuple(item for verdict in unclear[:4] for item in verdict.evidence[:2]),
+        )  # fmt: skip
+
+
 def _is_known_gone(run: Run, unseen: Sequence[int]) -> bool:
     """Whether connections that closed tell that the one rank of which nothing was collected ended."""
+    ended = run.ranks[unseen[0]].exit if unseen else None
+    if ended is not None and ended.code in (-SIGABRT, 128 + SIGABRT):
+        return False
     return (
         len(unseen) == 1
         and bool(saw_peers_close(run))

@@ -30,7 +30,7 @@ def initialisation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
         evidence.insert(0, Evidence(text=f"{awaited[named[0]]} ranks waited for the store key of rank {named[0]}"))
     yield Verdict(
         verdict="PG_INIT_HANG",
-        subtype="new_group" if has_run else "",
+        subtype="new_group" if has_run or call == "new_group" else "",
         culprits=culprits,
         victims=tuple(waiting),
         op=call,

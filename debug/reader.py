@@ -318,12 +318,14 @@ def _take_rank_text(reading: Reading, source: Source, text: str) -> None:
     record = _rank(reading, source.rank)
     has_stacks = "most recent call first" in text[:4096] and "Traceback" not in text[:4096]
     if source.suffix == ".stacks" or (has_stacks and source.suffix in ("", ".txt")):
-        record.stacks.append(parse_stacks(text, source.path, source.reason))
+        is_abort = source.reason == "fatal" and "Fatal Python error: Aborted" in text[:200]
+        record.stacks.append(parse_stacks(text, source.path, "fatal abort" if is_abort else source.reason))
         return
     record.logs.append(parse_rank_log(text, source.path, source.rank, since_s=_log_starts_s(reading)))
     if "(most recent call first)" in text and "Fatal Python error" in text:
         crash = text[text.index("Fatal Python error") :]
-        record.stacks.append(parse_stacks(crash, source.path, "fatal"))
+        is_abort = crash.startswith("Fatal Python error: Aborted")
+        record.stacks.append(parse_stacks(crash, source.path, "fatal abort" if is_abort else "fatal"))
 
 
 def read_box_heartbeat(store: Store, path: str) -> Heartbeat | None:

@@ -88,10 +88,17 @@ def _dead(record: RankRecord) -> Situation | None:
         return _killed(record, number)
     fatal = next((event for event in (record.log.events if record.log else ()) if event.kind == "fatal_signal"), None)
     if fatal is not None and not ("Aborted" in fatal.text and _was_aborted(record)):
-        stack = next((s for s in record.stacks if s.reason == "fatal"), None)
+        stack = next((s for s in record.stacks if s.reason.startswith("fatal")), None)
         return Situation(
             rank=record.rank, kind=DEAD, detail="signal", frame=_frame_of(stack), confidence=0.9,
             evidence=(_event(fatal), *last_words(record)),
+        )  # fmt: skip
+    crash = next((s for s in record.stacks if s.reason == "fatal" and s.threads), None)
+    if crash is not None:
+        text = "the interpreter's fault handler wrote its stack: a signal ended it"
+        return Situation(
+            rank=record.rank, kind=DEAD, detail="signal", frame=_frame_of(crash), confidence=0.9,
+            evidence=(Evidence(text=text, rank=record.rank, source=crash.source), *last_words(record)),
         )  # fmt: skip
     if record.process_state == "gone" and not (record.heartbeat and record.heartbeat.is_stopped):
         text = "its process is gone, and it did not end in good order"
@@ -103,10 +110,12 @@ def _dead(record: RankRecord) -> Situation | None:
 def is_absent(record: RankRecord) -> bool:
     """Whether nothing was collected of a rank but perhaps an exit code that all kinds of ranks have in the end."""
     exit_ = record.exit
-    is_usual = exit_ is None or (exit_.was_told and signal_of(exit_.code) == signal.SIGTERM)
-    failed = exit_ is not None and exit_.code > 0 and not signal_of(exit_.code)
-    found = (record.dumps, record.stacks, record.log, record.heartbeat, record.process_state, record.has_recorder)
-    return not any(found) and (is_usual or failed)
+    number = signal_of(exit_.code) if exit_ else 0
+    is_usual = exit_ is None or (exit_.was_told and number == signal.SIGTERM) or number == signal.SIGABRT
+    failed = exit_ is not None and exit_.code > 0 and not number
+    found = (record.dumps, record.stacks, record.log, record.heartbeat, record.has_recorder)
+    is_running = not record.process_state or record.process_state[:1] in "RSD"
+    return not any(found) and is_running and (is_usual or failed)
 
 
 def _was_aborted(record: RankRecord) -> bool:
@@ -128,7 +137,7 @@ def _killed(record: RankRecord, number: int) -> Situation:
     name = signal.Signals(number).name
     events = record.log.events if record.log else ()
     is_oom = any(event.kind == "oom" for event in events)
-    stack = next((s for s in record.stacks if s.reason == "fatal"), None)
+    stack = next((s for s in record.stacks if s.reason.startswith("fatal")), None)
     where = Evidence(
         text=f"exit code {record.exit.code}: killed by {name}", rank=record.rank, source=record.exit.source, line=0
     )

@@ -60,8 +60,8 @@ def sizes_in_logs(run: Run) -> Iterator[Verdict]:
         if event is not None:
             yield Verdict(
                 verdict="SIZE_MISMATCH", victims=(record.rank,), confidence=0.75, step=step_of(run, record.rank),
-                headline=f"rank {record.rank} received more or less data than its call expects: ranks disagree about a size "
-                "(the logs do not say which of its peers is wrong; this rank is only where it showed)",
+                headline=f"rank {record.rank} received more or less data than its call expects: ranks disagree about a size or a "
+                "dtype (the logs do not say which of its peers is wrong; this rank is only where it showed)",
                 evidence=(_said(event),),
                 next_steps=("turn the recorder on, or set TORCH_FR_BUFFER_SIZE=2000 and dump: dumps name the rank",),
             )  # fmt: skip
@@ -72,7 +72,13 @@ def _suspect(run: Run, rank: int, witnesses: Sequence[int], states: Mapping[int,
     """A rank that did not wait while the others did."""
     record, state = run.ranks[rank], states[rank]
     name, subtype, says = "STUCK_ON_CPU", state.detail, "was busy elsewhere while the others waited for it"
-    if state.kind == FROZEN or (_needed_sigkill(record) and not any(_needed_sigkill(run.ranks[w]) for w in witnesses)):
+    if state.kind == FINISHED:
+        name, subtype, says = "SKIPPED_COLLECTIVE", "finished_early", "ended normally while the others waited for it"
+    elif state.kind == IN_TEARDOWN:
+        name, says = "TEARDOWN_STUCK", "is shutting down while the others wait for it"
+    elif state.kind == FROZEN or (
+        _needed_sigkill(record) and not any(_needed_sigkill(run.ranks[w]) for w in witnesses)
+    ):
         name, subtype, says = "RANK_FROZEN", "", "is frozen: it neither waited nor spoke, and did not react to SIGTERM"
     elif state.kind != ON_CPU and saw_peers_close(run) and not saw_timeouts(run) and not has_other_death(run, rank):
         name, says = "RANK_DIED", "is gone: its peers' connections to it were closed, and its log just ends"
