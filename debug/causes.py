@@ -226,7 +226,8 @@ def _is_gloo(record: RankRecord) -> bool:
 
 def _had_exception(record: RankRecord) -> bool:
     """Whether the recorder dumped because of an exception."""
-    return any("exception" in left.reason for left in (*record.dumps, *record.stacks))
+    reasons = [*(dump.reason for dump in record.dumps), *(stack.reason for stack in record.stacks)]
+    return any("exception" in reason for reason in reasons)
 
 
 def _by_heartbeat(record: RankRecord) -> tuple[str, str, float, str]:
