@@ -15,15 +15,17 @@ from tests.pool import RankPool
 from tests.trainer_curves import EVERYTHING, SMALL, Curve, Run, relative_error, single, train
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.mesh import MeshSpec
-from titan_ckpt.trainer.model import LayerRange
+from titan_ckpt.trainer.model import Decoder, LayerRange
 from titan_ckpt.trainer.parallel_config import (
     ParallelConfig,
+    Schedule,
     check_fits,
     mesh_spec,
     num_stages,
     stage_layers,
     stages_of_rank,
 )
+from titan_ckpt.trainer.precision import apply_float8
 
 FP32_BAR = 1e-5
 DEEP = replace(SMALL, n_layers=8)
@@ -76,6 +78,13 @@ MESHES = {
     "1f1b x ring": mesh(pp=2, cp=2),
     "uneven stages": mesh(pp=2, pp_layers_per_stage=(1, 3)),
 }
+UNUSUAL = {
+    "replicas x tp": mesh(dp_replicate=2, tp=2),
+    "replicas x ring": mesh(dp_replicate=2, cp=2),
+    "replicas x 1f1b": mesh(dp_replicate=2, pp=2),
+    "all-gather x tp, no sequence parallel": mesh(cp=2, tp=2, cp_method="all_gather", sequence_parallel=False),
+    "offloaded stages": mesh(pp=2, cpu_offload=True),
+}
 SCHEDULES = {
     "gpipe": mesh(pp=2, pp_schedule="GPipe"),
     "looped bfs": mesh(pp=2, pp_schedule="LoopedBFS"),
@@ -97,6 +106,34 @@ MEMORY = {
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_gives_the_single_process_curve(ranks: RankPool, name: str) -> None:
     assert_same_curve(ranks, Run(parallel=MESHES[name]))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_an_unusual_mesh_gives_the_single_process_curve_too(ranks: RankPool, name: str) -> None:
+    assert_same_curve(ranks, Run(parallel=UNUSUAL[name]))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "parallel", [mesh(), mesh(tp=2, sequence_parallel=False), mesh(pp=2), mesh(pp=4, pp_schedule="GPipe")], ids=named
+)
+def test_an_odd_sequence_fits_where_it_is_not_cut(ranks: RankPool, parallel: ParallelConfig) -> None:
+    assert_same_curve(ranks, Run(parallel=parallel, seq_len=47))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("schedule", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_three_stages_per_rank_give_the_single_process_curve(ranks: RankPool, schedule: Schedule) -> None:
+    parallel = mesh(pp=2, pp_schedule=schedule, pp_layers_per_stage=(1,) * 6)
+    assert_same_curve(ranks, Run(model=replace(SMALL, n_layers=6), parallel=parallel, batch_size=12))
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_recompute_under_tensor_parallelism(ranks: RankPool) -> None:
+    parallel = mesh(tp=2, compile=True, activation_checkpoint="full")
+    assert_same_curve(ranks, Run(model=replace(SMALL, n_layers=2), steps=1, parallel=parallel))
 
 
 @pytest.mark.dist
@@ -122,7 +159,9 @@ def test_biases_norms_windows_and_documents_follow(ranks: RankPool, parallel: Pa
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("parallel", [mesh(dp_shard=4), mesh(tp=4), mesh(tp=2)], ids=named)
+@pytest.mark.parametrize(
+    "parallel", [mesh(dp_shard=4), mesh(tp=4), mesh(tp=2), mesh(pp=4), mesh(pp=2), mesh(pp=2, tp=2)], ids=named
+)
 def test_tied_embeddings_stay_one_weight(ranks: RankPool, parallel: ParallelConfig) -> None:
     assert_same_curve(ranks, Run(model=replace(SMALL, tied_embeddings=True), parallel=parallel))
 
@@ -149,6 +188,7 @@ PRECISIONS = {
     "float8 rowwise": (mesh(tp=2, float8="rowwise"), 2**-6),
     "float8 rowwise x pp, bfloat16": (mesh(pp=2, float8="rowwise", param_dtype="bfloat16"), 2**-6),
     "float8 rowwise_with_gw_hp": (mesh(float8="rowwise_with_gw_hp", param_dtype="bfloat16"), 2**-6),
+    "mxfp8": (mesh(float8="mxfp8"), 2**-6),
 }
 
 
@@ -192,7 +232,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"activation_checkpoint": "budget"}, r"set compile=true"),
     ({"float8": "rowwise", "float8_all_gather": True}, r"float8_all_gather needs float8=tensorwise, not 'rowwise'"),
     ({"async_tp": True}, r"set all three"),
-    ({"float8": "rowwise", "tp": 4}, r"float8: ffn_dim 96 / alignment x tp 64 = 1.50"),
+    ({"float8": "rowwise", "tp": 4}, r"float8: ffn_dim 96 / the alignment 16 x tp 4 = 64 = 1.50"),
+    ({"float8": "mxfp8", "tp": 2}, r"float8: ffn_dim 96 / the alignment 32 x tp 2 = 64 = 1.50"),
+    (
+        {"float8": "mxfp8", "pp": 4, "microbatches": 8},
+        r"float8: tokens of a forward 48 / the alignment 32 x cp 1 = 32 = 1.50",
+    ),
+    (
+        {"pp": 2, "pp_schedule": "ZBVZeroBubble", "activation_checkpoint": "selective"},
+        r"selective with ZBVZeroBubble: it allows one backward pass, and this schedule makes two",
+    ),
 ]
 
 
@@ -204,11 +253,28 @@ def test_what_does_not_divide_is_refused_with_the_arithmetic(options: dict[str, 
         check_fits(SMALL, parallel, MeshSpec.of(degrees), seq_len=48, microbatch_size=8)
 
 
-def test_tied_embeddings_are_refused_on_a_pipeline() -> None:
-    with pytest.raises(ConfigError, match=r"tied_embeddings with pp=2"):
+def test_tied_embeddings_are_refused_where_first_and_last_stage_meet() -> None:
+    with pytest.raises(
+        ConfigError, match=r"tied_embeddings with ZBVZeroBubble: a rank would have first and last stage"
+    ):
         check_fits(
-            replace(SMALL, tied_embeddings=True), mesh(pp=2), MeshSpec.parse("pp=2"), seq_len=48, microbatch_size=8
-        )
+            replace(SMALL, tied_embeddings=True), mesh(pp=2, pp_schedule="ZBVZeroBubble"), MeshSpec.parse("pp=2"),
+            seq_len=48, microbatch_size=8,
+        )  # fmt: skip
+
+
+def test_flex_attention_is_refused_where_it_has_no_backward() -> None:
+    with pytest.raises(ConfigError, match=r"attention=flex on a CPU"):
+        single(Run(parallel=mesh(attention="flex")))
+
+
+def test_mxfp8_is_refused_on_an_accelerator_that_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
+    with torch.device("meta"):
+        part = Decoder(SMALL)
+    with pytest.raises(ConfigError, match=r"needs compute capability 10.0 or 10.3; NVIDIA H200 has 9.0"):
+        apply_float8(part, mesh(float8="mxfp8"), torch.device("cuda"))
 
 
 def test_layers_are_cut_evenly_or_by_list() -> None:

@@ -88,6 +88,19 @@ def _ensure_process_group(spec: MeshSpec, device: torch.device) -> None:
         raise ConfigError(f"mesh {spec} is for {spec.world_size} ranks, but {world_size} are running")
 
 
+def pipeline_ends(spec: MeshSpec) -> dist.ProcessGroup | None:
+    """First and last rank of this rank's pipeline; None on the ranks between; collective."""
+    pp = spec.degree("pp")
+    ends: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(spec.world_size):
+        place = spec.coordinate(rank)
+        if place["pp"] in (0, pp - 1):
+            ends.setdefault(tuple(p for axis, p in place.items() if axis != "pp"), []).append(rank)
+    group, _ = dist.new_subgroups_by_enumeration(list(ends.values()))  # type: ignore[no-untyped-call]
+    assert group is None or isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _axis_group(spec: MeshSpec, axis: str) -> dist.ProcessGroup:
     lines: dict[tuple[int, ...], list[int]] = {}
     for rank in range(spec.world_size):

@@ -207,8 +207,10 @@ class Loop:
 
     def _tighten_timeouts(self) -> None:
         """Compilation and warm-up are over: from now on a collective that takes long is a fault."""
-        limits, ranks = self.job.config.train, self.job.parallelized.ranks
+        limits, parallelized = self.job.config.train, self.job.parallelized
         if dist.get_world_size() == 1 or limits.step_timeout_s == limits.init_timeout_s:
             return
-        for group in (None, ranks.cp_group, *ranks.device_mesh.get_all_groups()):
+        ranks = parallelized.ranks
+        others = [group for group in (ranks.cp_group, parallelized.tied_group) if group is not None]
+        for group in (None, *others, *ranks.device_mesh.get_all_groups()):
             _set_pg_timeout(timedelta(seconds=limits.step_timeout_s), group)

@@ -10,7 +10,7 @@ Shapes: B batch, S sequence, D model dim, H query heads, G key/value heads, K he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -23,6 +23,7 @@ from titan_ckpt.trainer.attention import Attend, Mask, SdpaAttend
 from titan_ckpt.trainer.loss import TokenLoss
 from titan_ckpt.trainer.rope import RopeConfig, RopeScaling, Rotation, rotate, rotation
 
+TIED = "model.embed_tokens.weight"  # the name of a weight that is embedding and head
 Family: TypeAlias = Literal["llama", "qwen2", "qwen3", "mistral"]
 
 
@@ -227,6 +228,12 @@ class Decoder(nn.Module):
         """Make head and embedding one weight again where the config says so (`to_empty` parts them)."""
         if self.tied_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by name; a tied head that stands on another stage than its embedding has the embedding's name."""
+        is_copy = self.tied_embeddings and self.model.embed_tokens is None
+        for fqn, parameter in self.named_parameters():
+            yield TIED if is_copy and fqn == "lm_head.weight" else fqn, parameter
 
     def forward(
         self,

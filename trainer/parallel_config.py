@@ -136,10 +136,10 @@ def _check_tensor(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) 
         raise ConfigError(
             "async_tp overlaps the collectives of tp > 1 with sequence_parallel in compiled blocks: set all three"
         )
-    if model.tied_embeddings and mesh.degree("pp") > 1:
+    if model.tied_embeddings and mesh.degree("pp") > 1 and parallel.pp_schedule in V_SHAPED:
         raise ConfigError(
-            f"tied_embeddings with pp={mesh.degree('pp')}: one weight would live on the first and the last stage; "
-            "untie them, or use fsdp and tp instead of pp"
+            f"tied_embeddings with {parallel.pp_schedule}: a rank would have first and last stage and one weight twice; "
+            "use 1F1B, Interleaved1F1B or InterleavedZeroBubble, or untie them"
         )
 
 

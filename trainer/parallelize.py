@@ -17,7 +17,7 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.trainer.attention import Attend, FlexAttend
 from titan_ckpt.trainer.context import AllGatherAttend, RingAttend
-from titan_ckpt.trainer.device_mesh import RankMesh, init_rank_mesh
+from titan_ckpt.trainer.device_mesh import RankMesh, init_rank_mesh, pipeline_ends
 from titan_ckpt.trainer.initialize import fill_normal
 from titan_ckpt.trainer.loss import TokenLoss
 from titan_ckpt.trainer.memory import apply_activation_checkpointing, apply_compile
@@ -54,8 +54,9 @@ def build(
         initialize(part, model, ranks, seed)
         parts.append(part)
     return Parallelized(
-        model=model, parallel=parallel, ranks=ranks, parts=parts, stages=stages, partial_over_tp=frozenset(partial)
-    )
+        model=model, parallel=parallel, ranks=ranks, parts=parts, stages=stages, partial_over_tp=frozenset(partial),
+        tied_group=pipeline_ends(mesh) if model.tied_embeddings and mesh.degree("pp") > 1 else None,
+    )  # fmt: skip
 
 
 def parallelize(part: Decoder, model: ModelConfig, parallel: ParallelConfig, ranks: RankMesh) -> set[str]:
@@ -149,7 +150,7 @@ def allocate(part: Decoder, parallel: ParallelConfig, ranks: RankMesh) -> None:
 @torch.no_grad()
 def initialize(part: Decoder, model: ModelConfig, ranks: RankMesh, seed: int) -> None:
     """Fill the shards; what a rank writes depends on the seed and on where the shard lies in the whole weight."""
-    for fqn, parameter in part.named_parameters():
+    for fqn, parameter in part.named_weights():
         std = initial_std(fqn, model.n_layers)
         if std is None:
             parameter.fill_(0.0 if fqn.endswith(".bias") else 1.0)

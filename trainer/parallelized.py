@@ -21,7 +21,7 @@ from titan_ckpt.mesh import FOLD, MeshSpec
 from titan_ckpt.trainer.context import head_tail_positions
 from titan_ckpt.trainer.device_mesh import RankMesh
 from titan_ckpt.trainer.initialize import cut_axes
-from titan_ckpt.trainer.model import Decoder, ModelConfig
+from titan_ckpt.trainer.model import TIED, Decoder, ModelConfig
 from titan_ckpt.trainer.parallel_config import ParallelConfig
 from titan_ckpt.trainer.pipeline import Pipeline
 
@@ -36,6 +36,7 @@ class Parallelized:
     parts: list[Decoder]
     stages: list[int]
     partial_over_tp: frozenset[str]
+    tied_group: dist.ProcessGroup | None = None  # of first and last stage, where both have the embedding
     pipeline: Pipeline | None = field(init=False)
     _has_new_grads: bool = field(init=False, default=False)
 
@@ -110,19 +111,25 @@ class Parallelized:
         return total / self.mesh.degree("tp")  # tensor parallel ranks computed the same loss
 
     def finish_gradients(self) -> None:
-        """Add up the gradients that are parts of a sum over tp; does nothing when there are no new ones."""
+        """Add up the gradients that are parts of a sum, over tp or a pipeline's ends; nothing when there are no new ones."""
         if not self._has_new_grads:
             return
         self._has_new_grads = False
+        if self.tied_group is not None:
+            self._add_up(self.tied_group, frozenset([TIED]))
+        if self.partial_over_tp:
+            self._add_up(self.ranks.group("tp"), self.partial_over_tp)
+
+    def _add_up(self, group: dist.ProcessGroup, names: frozenset[str]) -> None:
         grads = [
             local_of(parameter.grad)
             for fqn, parameter in self.named_parameters().items()
-            if fqn in self.partial_over_tp and parameter.grad is not None
+            if fqn in names and parameter.grad is not None
         ]
         if not grads:
             return
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=self.ranks.group("tp"))
+        flat = torch.cat([grad.flatten() for grad in grads]).to(self.ranks.device)  # offloaded ones are on the host
+        dist.all_reduce(flat, group=group)
         pieces = torch.split(flat, [grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
 
@@ -134,9 +141,10 @@ class Parallelized:
         """
         self.finish_gradients()
         by_copies: dict[int, list[Tensor]] = {}
-        for parameter in self.named_parameters().values():
+        for fqn, parameter in self.named_parameters().items():
             if parameter.grad is not None:
-                by_copies.setdefault(copies(parameter, self.mesh), []).append(local_of(parameter.grad))
+                stages = 2 if fqn == TIED and self.tied_group is not None else 1
+                by_copies.setdefault(stages * copies(parameter, self.mesh), []).append(local_of(parameter.grad))
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for count, grads in by_copies.items():
             norms = torch.stack(torch._foreach_norm(grads))
@@ -157,7 +165,7 @@ class Parallelized:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """FQN -> weight of this rank's stages; a tied weight once, under the embedding's name."""
-        return {fqn: parameter for part in self.parts for fqn, parameter in part.named_parameters()}
+        return {fqn: parameter for part in self.parts for fqn, parameter in part.named_weights()}
 
     def model_state(self) -> dict[str, Tensor]:
         """FQN -> live tensor (DTensor where it is sharded), for saving and for loading in place."""

@@ -63,7 +63,7 @@ from titan_ckpt.trainer.phases import PhaseHook, Phases
 from titan_ckpt.trainer.precision import describe_precision
 from titan_ckpt.trainer.profile import Inspection
 from titan_ckpt.trainer.settings import as_dict
-from titan_ckpt.trainer.signals import SIGNAL, Agreement, StopRequest
+from titan_ckpt.trainer.signals import NOTHING, Agreement, StopRequest
 from titan_ckpt.trainer.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
 from titan_ckpt.trainer.trace import trace_events, write_trace
 
@@ -170,7 +170,7 @@ def _train(
         outcome = Loop(job, progress).run()
         if exporter is not None:
             with phases("export", outcome.step):
-                exporter.finish(outcome.committed_step, is_stopped=lambda: stop.code == SIGNAL)
+                exporter.finish(outcome.committed_step, is_stopped=lambda: stop.code != NOTHING)
         if phases.steps:
             _write_trace(phases, agreement, place, mesh, folder)
         if place.rank == 0:
