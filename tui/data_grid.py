@@ -6,8 +6,9 @@ At 16,384 ranks x 2,000 operations that is 33 MB, and what is painted is a maxim
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -133,15 +134,14 @@ def usual_signature(column: Ints) -> int:
 def build_time_grid(run: Run, lane: Lane, num_bins: int = 600) -> Grid | None:
     """The same over wall time; None where no times were recorded. What is pending or absent stays so to the right end."""
     sequence = build_grid(run, lane)
-    created = [_created(run, rank, lane.row[i]) for i, rank in enumerate(lane.members)]
-    known = [times[times > 0] for times in created]
-    known = [times for times in known if len(times)]
-    if not known:
+    known = (times for times in _all_created(run, lane) if (times > 0).any())
+    ends = [(int(times[times > 0].min()), int(times.max())) for times in known]
+    if not ends:
         return None
-    start, end = min(int(t.min()) for t in known), max(int(t.max()) for t in known)
+    start, end = min(first for first, _ in ends), max(last for _, last in ends)
     bin_ns = max(1, -(-(end - start + 1) // (num_bins - num_bins // 10)))
     codes = np.zeros((len(lane.members), num_bins), np.uint8)
-    for i, times in enumerate(created):
+    for i, times in enumerate(_all_created(run, lane)):
         columns = np.flatnonzero(times > 0)
         if len(columns):
             bins = (times[columns] - start) // bin_ns
@@ -155,7 +155,12 @@ def build_time_grid(run: Run, lane: Lane, num_bins: int = 600) -> Grid | None:
                 labels=sequence.labels)  # fmt: skip
 
 
-def _created(run: Run, rank: int, row: npt.NDArray[np.int32]) -> Ints:
+def _all_created(run: Run, lane: Lane) -> Iterator[Ints]:
+    """One rank's times after another's: those of all at once would be eight times the heatmap."""
+    return (_created(run, rank, lane.row[i]) for i, rank in enumerate(lane.members))
+
+
+def _created(run: Run, rank: int, row: npt.NDArray[np.signedinteger[Any]]) -> Ints:
     table = run.ranks[rank].operations
     if not len(table):
         return np.zeros(row.shape, np.int64)
@@ -163,11 +168,13 @@ def _created(run: Run, rank: int, row: npt.NDArray[np.int32]) -> Ints:
 
 
 def coordinate_labels(run: Run, members: Sequence[int]) -> dict[int, str]:
-    """`pp0 tp1` by rank, where the recorder wrote coordinates."""
+    """`pp0 tp1` by rank, where the recorder wrote coordinates; of the axes on which the job's ranks differ."""
+    some = [record.coordinates for record in run.ranks.values()]
+    axes = [axis for axis in (some[0] if some else ()) if len({place.get(axis) for place in some}) > 1]
     return {
-        rank: " ".join(f"{axis}{place}" for axis, place in run.ranks[rank].coordinates.items())
+        rank: " ".join(f"{axis}{run.ranks[rank].coordinates.get(axis, '?')}" for axis in axes)
         for rank in members
-        if run.ranks[rank].coordinates
+        if axes and run.ranks[rank].coordinates
     }
 
 

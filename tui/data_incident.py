@@ -41,7 +41,7 @@ SITUATIONS: Mapping[str, tuple[str, Role, str]] = {
     IN_P2P: ("p", "good", "in send/recv"),
     IN_COLLECTIVE: ("w", "good", "waiting in a collective"),
     IN_TEARDOWN: ("t", "dim", "shutting down"),
-    FINISHED: (".", "dim", "finished"),
+    FINISHED: ("f", "dim", "finished"),
     UNKNOWN: ("-", "dim", "no stack"),
 }
 

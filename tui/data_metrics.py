@@ -37,7 +37,7 @@ class Metrics:
     num_damaged: int = 0
 
     def panels(self) -> list[tuple[str, Floats]]:
-        """(title, values) of the known panels, then of every other number in the file."""
+        """(title, values) of the known panels, then of every other number in the file that changes."""
         shown: list[tuple[str, Floats]] = []
         used: set[str] = set()
         for title, names in PANELS:
@@ -46,7 +46,12 @@ class Metrics:
                 shown.append((title if title.startswith(name[:4]) else f"{title} ({name})", self.columns[name]))
                 used.add(name)
         rest = sorted(name for name in self.columns if name not in used and name not in ("step", "time_s", "time"))
-        return [*shown, *((name, self.columns[name]) for name in rest)]
+        return [*shown, *((name, self.columns[name]) for name in rest if _changes(self.columns[name]))]
+
+
+def _changes(values: Floats) -> bool:
+    known = values[np.isfinite(values)]
+    return bool(len(known) and known.min() < known.max())
 
 
 def load_metrics(store: Store, path: str) -> Metrics:

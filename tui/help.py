@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -12,8 +13,9 @@ from titan_ckpt.tui.data_grid import GLYPHS
 from titan_ckpt.tui.data_incident import SITUATIONS
 from titan_ckpt.tui.lineview import LineView
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.rows import Row, RowList, head, row
+from titan_ckpt.tui.rows import Role, Row, RowList, head, row, wrapped
 
+WIDTH, _KEY = 70, 14
 KEYS = (
     ("1 - 8", "screens: overview, grid, collective, groups, logs, waits, checkpoints, training"),
     ("j k, arrows", "move; page up/down, g first, G last; h l or left/right shift"),
@@ -24,7 +26,7 @@ KEYS = (
     ("space", "pin a rank (on checkpoints: a step)"),
     ("y", "copy the line"),
     ("e", "export the report as text"),
-    ("f", "follow a running job"),
+    ("f", "follow a running job: what grows is read again every 2 s"),
     ("ctrl+p", "palette of commands"),
     ("? q", "this help, quit"),
 )
@@ -50,12 +52,19 @@ class HelpScreen(ModalScreen[None]):
 
 def help_rows(pane: Pane) -> list[Row]:
     """The help for a screen."""
-    rows = [head(f"{pane.number} {pane.label}"), *(row((f"{key:>12}  ", "bold"), what) for key, what in pane.keys)]
-    rows += [row(), head("everywhere"), *(row((f"{key:>12}  ", "bold"), what) for key, what in KEYS)]
-    rows += [row(), head("operations (grid)"), *(row((f"{glyph:>12}  ", role), what) for glyph, role, what in GLYPHS)]
-    rows += [
-        row(),
-        head("ranks (overview)"),
-        *(row((f"{g:>12}  ", role), what) for g, role, what in SITUATIONS.values()),
-    ]
+    rows = [head(f"{pane.number} {pane.label}"), *_entries(pane.keys), row(), head("everywhere"), *_entries(KEYS)]
+    if pane.number == 2:
+        rows += [row(), head("operations"), *(_entry(glyph, role, what) for glyph, role, what in GLYPHS)]
+    elif pane.number in (1, 3, 4, 6):
+        rows += [row(), head("ranks"), *(_entry(*situation) for situation in SITUATIONS.values())]
     return [*rows, row(), row(("The same as plain text, for screen readers: titan-ckpt debug PATH", "dim"))]
+
+
+def _entries(keys: Iterable[tuple[str, str]]) -> Iterator[Row]:
+    for key, what in keys:
+        for i, line in enumerate(wrapped(what, WIDTH - _KEY)):
+            yield row((f"{key if i == 0 else '':>{_KEY - 2}}  ", "bold"), line)
+
+
+def _entry(glyph: str, role: Role, what: str) -> Row:
+    return row((f"{glyph:>{_KEY - 2}}  ", role), what)

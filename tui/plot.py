@@ -33,6 +33,9 @@ def plot(steps: Floats, values: Floats, width: int, height: int) -> list[str]:
 def _dots(x: Floats, y: Floats, rows: int, columns: int) -> list[str]:
     across, down = columns * 2, rows * 4
     column = _scaled(x, across)
+    if len(x) < across:  # joined by straight lines
+        every = np.arange(column[0], column[-1] + 1)
+        column, y = every, np.interp(every, column, y)
     line = down - 1 - _scaled(y, down)
     cells = np.zeros((rows, columns), np.int64)
     previous = None

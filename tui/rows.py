@@ -143,7 +143,7 @@ def parse_ranks(text: str) -> tuple[int, ...] | None:
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """`text` in lines of at most `width`, broken at spaces where possible; later lines begin with `indent`."""
-    lines, line = [], ""
+    lines, line, width = [], "", max(width, len(indent) + 8)
     for word in clean(text).split(" "):
         while len(word) > width - len(indent):
             room = max(width - len(line) - 1, 0) if line.strip() else width - len(line)

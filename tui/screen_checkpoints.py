@@ -17,7 +17,7 @@ from titan_ckpt.draw import Pieces, draw
 from titan_ckpt.errors import TitanError
 from titan_ckpt.estimate import estimate
 from titan_ckpt.index import TensorEntry
-from titan_ckpt.location import redact
+from titan_ckpt.location import local_path, redact, scheme
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.placement import format_placements
 from titan_ckpt.reshard import DEFAULT_MEMORY, plan_reshard
@@ -82,9 +82,13 @@ class CheckpointsPane(Pane):
         if self._opened is not None:
             return RowList(tensor_rows(self._opened))
         infos, incident = self.session.checkpoints.value, self.session.incident.value
-        listed = list_rows(infos, self._pinned_step, self.session.clock()) if infos is not None else None
+        listed = self._list(infos, width) if infos is not None else None
         rows = list(self.absent_rows(self.session.checkpoints, _ABSENT, width)) if listed is None else list(listed)
         return RowList([*rows, *(saving_rows(incident, width) if incident is not None else ())])
+
+    def _list(self, infos: tuple[CheckpointInfo, ...], width: int) -> Iterator[Row]:
+        url = local_path(self.session.content.store.url) if scheme(self.session.content.store.url) == "file" else ""
+        return list_rows(infos, self._pinned_step, self.session.clock(), width, url or self.session.content.store.url)
 
     def _show(self, *, opened: Checkpoint | None = None, answer: list[Row] | None = None) -> None:
         self._opened, self._answer = opened or self._opened, answer
@@ -123,7 +127,7 @@ class CheckpointsPane(Pane):
 
     def _opened_step(self, found: Checkpoint | str) -> None:
         if isinstance(found, str):
-            self._show(answer=[row((found, "bad"), is_problem=True)])
+            self._show(answer=error_rows(found, self.body.line_width))
         else:
             self._show(opened=found)
 
@@ -149,11 +153,13 @@ class CheckpointsPane(Pane):
             self.post_message(self.Say("put the cursor on a step"))
             return
 
+        width = self.body.line_width
+
         def safely() -> list[Row]:
             try:
                 return list(work(step))
             except TitanError as error:
-                return [row((str(error), "bad"), is_problem=True)]
+                return error_rows(str(error), width)
 
         self.post_message(self.Work(f"{what} step {step}", safely, lambda rows: self._show(answer=rows)))
 
@@ -199,19 +205,27 @@ class CheckpointsPane(Pane):
         )
 
 
-def list_rows(infos: tuple[CheckpointInfo, ...], pinned: int | None, now_s: float) -> Iterator[Row]:
-    """A line per step, newest first."""
+def list_rows(
+    infos: tuple[CheckpointInfo, ...], pinned: int | None, now_s: float, width: int, url: str
+) -> Iterator[Row]:
+    """A line per step, newest first; below one that cannot be used, why."""
     yield head(f"{'step':>10}  {'state':<10} {'kind':<8} {'size':>9}  {'age':>12}  mesh")
     for info in sorted(infos, key=lambda info: -info.step):
-        mark = "*" if info.step == pinned else " "
-        commit = info.commit
+        mark, commit, target = "*" if info.step == pinned else " ", info.commit, Target(screen=7, step=info.step)
         facts = "" if commit is None else (
             f"{commit.kind:<8} {format_size(commit.size_bytes):>9}  {_age(commit.created, now_s):>12}  {commit.mesh or '1'}"
         )  # fmt: skip
-        yield row(f"{mark}{info.step:>9}  ", (f"{info.state:<10} ", _ROLES[info.state]), facts or info.problem,
-                  target=Target(screen=7, step=info.step), is_problem=info.state == "damaged")  # fmt: skip
+        yield row(f"{mark}{info.step:>9}  ", (f"{info.state:<10} ", _ROLES[info.state]), facts, target=target,
+                  is_problem=info.state == "damaged")  # fmt: skip
+        for line in wrapped(info.problem.replace(f"{url}/", ""), width - 12) if info.problem else ():
+            yield row((f"{'':12}{line}", "dim"), target=target)
     if not infos:
         yield row("no checkpoints yet")
+
+
+def error_rows(error: str, width: int) -> list[Row]:
+    """What went wrong, whole."""
+    return [row((line, "bad"), is_problem=i == 0) for i, line in enumerate(wrapped(error, width))]
 
 
 def saving_rows(incident: Incident, width: int = 76) -> Iterator[Row]:

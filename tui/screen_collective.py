@@ -51,7 +51,7 @@ class CollectivePane(Pane):
         what = " " + " ".join(signature(op)) if op is not None else ""
         others = int(((codes >= 0) & (codes != usual)).sum())
         facts = [f"group {incident.run.groups[lane.group]}", f"operation #{seq}{what}"]
-        facts += [f"{int((at >= 0).sum()):,}/{len(lane.members):,} issued{f', {others:,} differ' if others else ''}"]
+        facts += [f"{int((at >= 0).sum()):,}/{len(lane.members):,} issued{_differ_text(others)}"]
         return " · ".join(facts)
 
     def make_rows(self, width: int) -> Rows:
@@ -117,6 +117,10 @@ class CollectivePane(Pane):
         self._compared = (other, rank)
         self.update_rows()
         self.body.move_to(0)
+
+
+def _differ_text(count: int) -> str:
+    return "" if not count else ", 1 differs" if count == 1 else f", {count:,} differ"
 
 
 def current_lane(session: Session, incident: Incident) -> Lane:

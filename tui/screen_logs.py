@@ -7,17 +7,20 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.widgets import Static
 
 from titan_ckpt.debug.records import NO_OPERATIONS, Run
 from titan_ckpt.errors import StoreError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data_incident import first_error
 from titan_ckpt.tui.data_logs import LogIndex, LogLine, Positions
+from titan_ckpt.tui.lineview import LineView
 from titan_ckpt.tui.log_scan import ERROR, WARNING
 from titan_ckpt.tui.log_view import FOLD_LINES, Asked, LogView, parse_clock, parse_filter, views
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, ranks_text, row
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, cut, ranks_text, row
 from titan_ckpt.tui.session import Session
 
 _SCAN_LINES = 1 << 16
@@ -93,6 +96,11 @@ class LogsPane(Pane):
         self._asked: tuple[Asked, object] | None = None
         self._anchor_ms: int | None = None
 
+    def compose(self) -> ComposeResult:
+        yield Static("", classes="title", markup=False)
+        yield Static("", id="unreadable", markup=False)
+        yield LineView()
+
     def state(self) -> tuple[object, ...]:
         logs = self.session.logs
         return (logs.version, logs.text, self._is_folded, self.session.incident.version)
@@ -163,9 +171,22 @@ class LogsPane(Pane):
         body = self.body
         is_at_end, before = body.cursor >= len(body.rows) - 1, len(body.rows)
         super().update_rows(force=force)
+        self._show_unreadable()
         self._return_to_anchor()
         if self.session.is_following and is_at_end and len(body.rows) > before > 1:
             body.move_to(len(body.rows) - 1)
+
+    def _show_unreadable(self) -> None:
+        """Files that could not be read, in a line of their own above the others' lines."""
+        logs = self.session.logs.value
+        problems = logs.problems if logs is not None else ()
+        more = f" (and {len(problems) - 1:,} more, see screen 1)" if len(problems) > 1 else ""
+        note = self.query_one("#unreadable", Static)
+        note.display = bool(problems)
+        if problems:
+            path, problem = problems[0]
+            text = problem if path in problem else f"{path}: {problem}"
+            note.update(cut(f" ! not readable: {text}", self.size.width - len(more)) + more)
 
     def _keep_place(self) -> None:
         """Other rows are coming: the cursor will stand on the line of the same moment."""
