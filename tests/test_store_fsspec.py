@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
+from titan_ckpt.deadline import HungStoreError
 from titan_ckpt.errors import NotFoundError, StoreError, UsageError
-from titan_ckpt.store import open_store
+from titan_ckpt.store import RetryPolicy, open_store
 from titan_ckpt.store_fsspec import SINGLE_SHOT_BYTES, FsspecStore
 
 
@@ -68,3 +73,60 @@ def test_deleting_what_is_gone_is_fine(store: FsspecStore) -> None:
     store.delete(["never/was"])
     with pytest.raises(NotFoundError):
         store.stat("never/was")
+
+
+class _Hangs(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A local file system whose calls of one name wait until they are let go."""
+
+    protocol = ("hangs",)
+    let_go = threading.Event()
+    name = ""
+
+    def _wait(self, name: str) -> int:
+        if name == _Hangs.name:
+            _Hangs.let_go.wait()
+        return 0
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> Any:
+        self._wait("cat_file")
+        return super().cat_file(path, start=start, end=end, **options)
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> Any:
+        self._wait("pipe_file")
+        return super().pipe_file(path, value, **options)
+
+    def info(self, path: str, **options: Any) -> Any:
+        self._wait("info")
+        return super().info(path, **options)
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "w" in mode:
+            self._wait("open")
+        file = super().open(path, mode, **options)
+        if "w" in mode and _Hangs.name == "write":
+            file.write = lambda _data: self._wait("write")
+        return file
+
+
+@pytest.mark.parametrize("name", ["cat_file", "pipe_file", "info", "open", "write"])
+def test_a_client_without_a_time_limit_is_given_up_at_the_deadline(tmp_path: Path, name: str) -> None:
+    fsspec.register_implementation("hangs", _Hangs, clobber=True)
+    large = [bytes(SINGLE_SHOT_BYTES), b"more"]
+    open_store(f"hangs://{tmp_path}/run").write("there", [b"abc"])
+    store = open_store(f"hangs://{tmp_path}/run", retry_policy=RetryPolicy(deadline_s=0.05))
+    calls: dict[str, Callable[[], object]] = {
+        "cat_file": lambda: store.read("there", 0, 3),
+        "pipe_file": lambda: store.write("small", [b"s"]),
+        "info": lambda: store.stat("there"),
+        "open": lambda: store.write("large", large),
+        "write": lambda: store.write("large", large),
+    }
+    _Hangs.name = name
+    try:
+        with pytest.raises(HungStoreError, match=r"no answer within 0\.1 s; given up.*deadline_s"):
+            calls[name]()
+    finally:
+        _Hangs.let_go.set()
+    _Hangs.name, _Hangs.let_go = "", threading.Event()
+    assert not (tmp_path / "run" / "large").exists()
+    assert open_store(f"hangs://{tmp_path}/run").read("there", 0, 3) == b"abc"

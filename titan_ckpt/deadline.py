@@ -65,20 +65,41 @@ class _Work:
         self.last_call = "no call yet"
 
 
-def run_until(give_up_s: float, action: Callable[..., T], *stores: Store, what: str) -> T:
-    """`action(*stores)`, or HungStoreError when it has not ended after `give_up_s`; errors of the action as they are."""
-    work, done = _Work(), Future[T]()
+def on_a_thread(give_up_s: float, action: Callable[[], T]) -> Future[T] | None:
+    """`action` on a daemon thread, over; None when it is not after `give_up_s`, and the thread is left to itself."""
+    done = Future[T]()
 
     def run() -> None:
         try:
-            done.set_result(action(*(_Guarded(store, work) for store in stores)))
+            done.set_result(action())
         except BaseException as error:  # noqa: BLE001  (the waiting caller raises it)
             done.set_exception(error)
 
     threading.Thread(target=run, name="titan-ckpt-store", daemon=True).start()
-    if not wait([done], give_up_s).done:
+    return done if wait([done], give_up_s).done else None
+
+
+def run_until(give_up_s: float, action: Callable[..., T], *stores: Store, what: str) -> T:
+    """`action(*stores)`, or HungStoreError when it has not ended after `give_up_s`; errors of the action as they are."""
+    work = _Work()
+    done = on_a_thread(give_up_s, lambda: action(*(_Guarded(store, work) for store in stores)))
+    if done is None:
         work.is_given_up = True
         raise HungStoreError(
             f"{what}: given up after {give_up_s:.1f} s in: {work.last_call}. If the store is slow and not hung, raise timeout_s"
+        )
+    return done.result()
+
+
+def call_within(give_up_s: float, action: Callable[[], T], *, what: str) -> T:
+    """One call of a client that has no time limit of its own: its result, or HungStoreError after `give_up_s`.
+
+    Its thread is left behind, as nothing can stop it: what the call was doing may still happen when the client wakes.
+    """
+    done = on_a_thread(give_up_s, action)
+    if done is None:
+        raise HungStoreError(
+            f"{what}: no answer within {give_up_s:.1f} s; given up, though the call may still take effect. If the store is slow "
+            f"and not hung, raise RetryPolicy.deadline_s"
         )
     return done.result()

@@ -2,7 +2,8 @@
 
 fsspec files publish themselves when they are closed, also by an exception or the garbage collector: here a write that fails
 is discarded and its file is marked closed, so that half an object never appears. fsspec has no conditional writes; only
-`memory://`, which lives in this process, honours them by a lock.
+`memory://`, which lives in this process, honours them by a lock. fsspec's clients need not have time limits, so every call
+runs on a thread of its own and is given up after the deadline of the retry policy.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import fsspec
 from fsspec.core import url_to_fs
 
+from titan_ckpt.deadline import HungStoreError, call_within, on_a_thread
 from titan_ckpt.errors import (
     AlreadyExistsError,
     ConditionFailedError,
@@ -102,6 +104,10 @@ class FsspecStore(Store):
                 self._translated(path, partial(file.write, memoryview(part).cast("B")))
             self._translated(path, file.close)
             self._translated(path, file.commit)
+        except HungStoreError:
+            _mark_closed(file)
+            on_a_thread(0, partial(_discard, file))  # not waited for: it may hang as well
+            raise
         except BaseException:
             _discard(file)
             raise
@@ -171,7 +177,7 @@ class FsspecStore(Store):
 
     def _translated(self, path: str, action: Callable[[], T]) -> T:
         try:
-            return action()
+            return action() if self._in_memory else call_within(self._policy.deadline_s, action, what=self.where(path))
         except TitanError:
             raise
         except Exception as error:
@@ -188,9 +194,14 @@ class FsspecStore(Store):
 
 
 def _discard(file: Any) -> None:
-    """Drop a half-written file; marked closed, or the garbage collector would close and so publish it."""
+    """Drop a half-written file."""
     with suppress(Exception):
         file.discard()
+    _mark_closed(file)
+
+
+def _mark_closed(file: Any) -> None:
+    """Or the garbage collector would close the file and so publish it."""
     with suppress(AttributeError):
         file.closed = True
 

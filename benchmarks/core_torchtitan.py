@@ -1,0 +1,177 @@
+"""A checkpoint that torchtitan 0.3.0 trained and saved, through every tool; then torchtitan resumes from what we made of it.
+
+    python -m venv titan && titan/bin/pip install torchtitan==0.3.0 torch==<the same>
+    python -m benchmarks.core_torchtitan --titan titan/bin/python
+
+Two gloo ranks train its debug model under FSDP2 and save model, optimizer, LR schedule, dataloader and progress by its own
+CheckpointManager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from benchmarks.report import Bar, write_section
+from tests.pool import free_port
+from titan_ckpt.checkpoint import open_checkpoint
+from titan_ckpt.load import load
+
+ROOT = Path(__file__).parent.parent
+WORLD, STEP = 2, 3
+MESH = "dp_shard=2,tp=2"
+
+
+def torchtitan(python: str, folder: Path, resume_from: Path | None = None) -> list[list[float]]:
+    """Run the ranks; the last losses of each."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": "0"}
+    shared |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    more = [] if resume_from is None else [str(resume_from)]
+    ranks = [
+        subprocess.Popen(
+            [python, "-m", "benchmarks.core_torchtitan_rank", str(folder), *more],
+            cwd=ROOT, env=os.environ | shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=600) for rank in ranks]
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
+        if rank.returncode:
+            raise RuntimeError(f"torchtitan failed:\n{errors[-4000:]}")
+    return [json.loads(text.splitlines()[-1])["losses"] for text, _ in outputs]
+
+
+def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`titan-ckpt ...` in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "titan_ckpt", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def by_dcp(folder: Path) -> dict[str, Any]:
+    """Every entry as plain `dcp.load` reads it, under its flat name."""
+    metadata = FileSystemReader(folder).read_metadata()
+    state: dict[str, Any] = {
+        fqn: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for fqn, entry in metadata.state_dict_metadata.items()
+    }
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+def differences(expected: dict[str, Any], url: str) -> int:
+    """Entries that our `load` reads otherwise."""
+    found = {fqn: torch.full_like(v, -1) if isinstance(v, torch.Tensor) else v for fqn, v in expected.items()}
+    for fqn, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            found[fqn] = type(value)()
+    load(url, found)
+    same = (torch.equal(v, found[k]) if isinstance(v, torch.Tensor) else v == found[k] for k, v in expected.items())
+    return sum(not is_same for is_same in same)
+
+
+def flipped(path: Path, at: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0] ^ 1
+        file.seek(at)
+        file.write(bytes([byte]))
+
+
+def found_by_verify(folder: Path, fqn: str) -> bool:
+    """Whether `verify --data` names the tensor of which one bit was changed; the bit is put back."""
+    checkpoint = open_checkpoint(str(folder))
+    chunk = checkpoint.locate(checkpoint.manifest.chunk(checkpoint.manifest.by_fqn[fqn], 0), row_major=False)
+    path, at = folder / chunk.file, chunk.offset + chunk.payload_offset + 5
+    flipped(path, at)
+    facts = json.loads(tool("verify", str(folder), "--data", "--json").stdout)
+    flipped(path, at)
+    return [problem["fqn"] for problem in facts["problems"]] == [fqn]
+
+
+def measure(python: str, folder: Path) -> list[Bar]:
+    """The rows of the table."""
+    losses = torchtitan(python, folder)
+    run = folder / "checkpoint"
+    saved = run / f"step-{STEP}"
+    expected = by_dcp(saved)
+    tensors = sum(isinstance(value, torch.Tensor) for value in expected.values())
+    total = f"{tensors} tensors, {len(expected) - tensors} values"
+    bars = []
+
+    def row(what: str, figure: object, bar: str, holds: bool, peer: str = "") -> None:
+        bars.append(Bar(what=what, figure=str(figure), bar=bar, holds=holds, peer=peer))
+
+    listed = json.loads(tool("ls", str(run), "--json").stdout)
+    row("`ls` of its run: steps", [entry["step"] for entry in listed], "[3]", [e["step"] for e in listed] == [STEP])
+    inspected = json.loads(tool("inspect", str(saved), "--json").stdout)
+    row("`inspect`: tensors", len(inspected["tensors"]), str(tensors), len(inspected["tensors"]) == tensors)
+    row(
+        "`load` against plain dcp.load: entries that differ",
+        (n := differences(expected, str(saved))),
+        "0",
+        n == 0,
+        total,
+    )
+    verified = tool("verify", str(saved), "--data")
+    row("`verify --data`", verified.stdout.strip().rpartition(": ")[2], "whole", verified.returncode == 0)
+    names = [fqn for fqn, value in expected.items() if isinstance(value, torch.Tensor) and value.numel() > 8]
+    hits = sum(found_by_verify(saved, fqn) for fqn in names[:: max(1, len(names) // 10)])
+    tried = len(names[:: max(1, len(names) // 10)])
+    peer = "dcp.load reads it without a word"
+    row("`verify --data`, one bit flipped: tensor named", f"{hits} of {tried}", "all", hits == tried, peer)
+    steps: list[tuple[str, Callable[[], subprocess.CompletedProcess[str]], Path]] = [
+        ("`cp`", lambda: tool("cp", str(run), str(folder / "mirror")), folder / "mirror" / f"step-{STEP}"),
+        (
+            f"`reshard --mesh {MESH}`",
+            lambda: tool("reshard", str(run), str(folder / "out"), "--mesh", MESH),
+            folder / "out" / f"step-{STEP:08d}",
+        ),
+    ]
+    for name, action, made in steps:
+        done = action()
+        if done.returncode:
+            raise RuntimeError(f"{name}: {done.stderr}")
+        got = by_dcp(made)
+        wrong = sum(not _same(value, got[fqn]) for fqn, value in expected.items()) + len(set(got) ^ set(expected))
+        row(f"{name}, read by plain dcp.load: entries that differ", wrong, "0", wrong == 0, total)
+        compared = tool("diff", str(saved), str(made if name == "`cp`" else folder / "out"), "--values", "--json")
+        equal = json.loads(compared.stdout)
+        row(f"`diff --values` of source and {name}: differences", len(equal["differences"]), "0", equal["is_equal"])
+        resumed = torchtitan(python, folder / f"resumed-{made.parent.name}", made)
+        row(
+            f"torchtitan resumes from {name}: next 2 losses",
+            "equal" if resumed == losses else "differ",
+            "equal",
+            resumed == losses,
+        )
+    return bars
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+def main() -> None:
+    """Measure and write the section."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--titan", required=True, help="the Python of an environment that has torchtitan")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bars = measure(arguments.titan, Path(folder))
+    write_section("core-torchtitan", "A checkpoint of torchtitan 0.3.0, FSDP2 on 2 gloo ranks, through the tools", bars)
+
+
+if __name__ == "__main__":
+    main()
