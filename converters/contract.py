@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from titan_ckpt.converters.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.model_spec import ModelSpec
+from titan_ckpt.converters.transforms import FLOATS
 from titan_ckpt.errors import LoadContractError
 from titan_ckpt.placement import Shape
 
@@ -37,6 +39,14 @@ def check_dtypes(parts: Iterable[tuple[str, str]], *, where: str) -> None:
             raise LoadContractError(
                 f"{where}: the parts of {name} are {dtypes[name]} and {dtype}; give --dtype to stack them"
             )
+
+
+def main_dtype(sizes: Iterable[tuple[str, int]]) -> str:
+    """Of tensors as (dtype, bytes), the floating-point dtype that most bytes have."""
+    totals: Counter[str] = Counter()
+    for dtype, size_bytes in sizes:
+        totals[dtype] += size_bytes
+    return max(totals, key=lambda dtype: (dtype in FLOATS, totals[dtype]))
 
 
 def _some(names: list[str]) -> str:

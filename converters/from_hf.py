@@ -10,7 +10,7 @@ import numpy as np
 
 from titan_ckpt.blob import align, frame
 from titan_ckpt.checkpoint import MODEL
-from titan_ckpt.converters.contract import check_dtypes, check_tensors
+from titan_ckpt.converters.contract import check_dtypes, check_tensors, main_dtype
 from titan_ckpt.converters.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.hf_checkpoint import USER_KEY
 from titan_ckpt.converters.hf_source import HfModel
@@ -203,7 +203,13 @@ def import_manifest(
         ),
         config={"model": spec_to_config(plan.spec)},
         assets={name: digest(data).hex() for name, data in plan.model.assets.items()},
-        user={USER_KEY: {"stored_tied_head": plan.has_stored_tied_head, "metadata": dict(plan.model.metadata)}},
+        user={
+            USER_KEY: {
+                "stored_tied_head": plan.has_stored_tied_head,
+                "dtype": main_dtype((tensor.dtype, tensor.length) for tensor in plan.model.tensors.values()),
+                "metadata": dict(plan.model.metadata),
+            }
+        },
     )
 
 

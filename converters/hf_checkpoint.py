@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from titan_ckpt.checkpoint import MODEL, Checkpoint
-from titan_ckpt.converters.contract import check_dtypes, check_tensors
+from titan_ckpt.converters.contract import check_dtypes, check_tensors, main_dtype
 from titan_ckpt.converters.families import EMBEDDING, HEAD
 from titan_ckpt.converters.hf_source import HfModel, open_hf
 from titan_ckpt.converters.layouts import LAYOUTS, TITAN, Named, is_ignored, name_in
@@ -80,7 +80,13 @@ def open_hf_checkpoint(url: str, *, store: Store | None = None) -> HfCheckpoint:
         ),
         config={"model": spec_to_config(spec)},
         assets={name: digest(data).hex() for name, data in model.assets.items()},
-        user={USER_KEY: {"stored_tied_head": has_stored_head, "metadata": dict(model.metadata)}},
+        user={
+            USER_KEY: {
+                "stored_tied_head": has_stored_head,
+                "dtype": main_dtype((tensor.dtype, tensor.length) for tensor in model.tensors.values()),
+                "metadata": dict(model.metadata),
+            }
+        },
     )
     return HfCheckpoint(store=model.store, url=model.store.url, step=0, folder="", manifest=manifest, model=model)
 

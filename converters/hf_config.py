@@ -213,8 +213,11 @@ def _read_experts(config: Mapping[str, Any], values: Mapping[str, Any], family: 
     )
 
 
-def hf_config(spec: ModelSpec, *, base: Mapping[str, Any] | None, dtype: str) -> Config:
-    """config.json for `spec`. `base` is the one the model came with: its keys stay, save those whose meaning has changed."""
+def hf_config(spec: ModelSpec, *, base: Mapping[str, Any] | None, dtype: str | None) -> Config:
+    """config.json for `spec`. `base` is the one the model came with: its keys stay, save those whose meaning has changed.
+
+    `dtype` is announced; None leaves what `base` says, which need not be what its files hold.
+    """
     family = check_spec(spec)
     if base is None:
         return _new_config(spec, family, dtype)
@@ -235,11 +238,13 @@ def hf_config(spec: ModelSpec, *, base: Mapping[str, Any] | None, dtype: str) ->
     if before.experts != spec.experts:
         config = {key: value for key, value in config.items() if key != "num_local_experts"}
         config |= _expert_keys(spec, family)
+    if dtype is None:
+        return config
     config.pop("dtype" if "torch_dtype" in config else "torch_dtype", None)
     return config | {"dtype" if "dtype" in config else "torch_dtype": dtype}
 
 
-def _new_config(spec: ModelSpec, family: Family, dtype: str) -> Config:
+def _new_config(spec: ModelSpec, family: Family, dtype: str | None) -> Config:
     config = {key: getattr(spec, field) for field, key in _PLAIN_KEYS.items()}
     config |= {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "torch_dtype": dtype}
     return config | _family_keys(spec, family) | _rope_keys(spec) | _window_keys(spec) | _expert_keys(spec, family)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from titan_ckpt.converters.hf_config import Config, parse_config, spec_from_hf
 from titan_ckpt.converters.model_spec import ModelSpec
 from titan_ckpt.converters.safetensors_header import StoredTensor, read_header
 from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
-from titan_ckpt.location import check_relative, join
+from titan_ckpt.location import check_relative, join, local_path
 from titan_ckpt.plan import Source, SourceTensor
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import FileStore, Store, open_store
 
 log = logging.getLogger(__name__)
 CONFIG = "config.json"
@@ -28,7 +29,8 @@ INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 _ASSETS = re.compile(
     r"(?:config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
-    r"|tokenizer\.model|merges\.txt|chat_template\.jinja|(?:LICENSE|NOTICE|USE_POLICY)(?:\.(?:md|txt))?"
+    r"|tokenizer\.model(?:\.v\d+)?|spiece\.model|tekken\.json|[\w-]+\.tiktoken|merges\.txt|vocab\.txt"
+    r"|chat_template\.jinja|additional_chat_templates/[\w.-]+\.jinja|(?:LICENSE|NOTICE|USE_POLICY)(?:\.(?:md|txt))?"
 )
 MAX_ASSET_BYTES = 100_000_000
 _TORCH_FILES = re.compile(r"pytorch_model.*\.bin|.*\.pth?|consolidated.*\.pth")
@@ -73,7 +75,9 @@ def open_hf(url: str, *, store: Store | None = None) -> HfModel:
     not safetensors.
     """
     store = store or _snapshot(open_store(url))
-    names = {entry.path: entry.size_bytes for entry in store.list() if "/" not in entry.path}
+    _check_links(store)
+    found = {entry.path: entry.size_bytes for entry in store.list()}
+    names = {path: size_bytes for path, size_bytes in found.items() if "/" not in path}
     if CONFIG not in names:
         _explain_missing(store, names)
     config = parse_config(store.read(CONFIG), store.where(CONFIG))
@@ -86,7 +90,7 @@ def open_hf(url: str, *, store: Store | None = None) -> HfModel:
         tensors=tensors,
         file_of=file_of,
         config=config,
-        assets={name: store.read(name) for name in sorted(names) if _is_asset(name, names[name])},
+        assets={name: store.read(name) for name in sorted(found) if _is_asset(name, found[name])},
         metadata=metadata,
     )
 
@@ -110,6 +114,22 @@ def _snapshot(store: Store) -> Store:
     if revision not in snapshots or (len(snapshots) > 1 and not store.exists("refs/main")):
         raise UsageError(f"{store}: a hub cache with snapshots {', '.join(snapshots)}; name one: {store}/snapshots/...")
     return open_store(join(store.url, "snapshots", revision))
+
+
+def _check_links(store: Store) -> None:
+    """A hub cache is a folder of links; what an unfinished download lacks must not pass for what was never there."""
+    folder = local_path(store.url) if isinstance(store, FileStore) else ""
+    if not os.path.isdir(folder):
+        return
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        counts = entry.name.endswith(SUFFIX) or entry.name == INDEX or _ASSETS.fullmatch(entry.name) is not None
+        if counts and entry.is_symlink() and not os.path.exists(entry.path):
+            raise DamagedError(
+                f"{store.where(entry.name)}: a link to {os.readlink(entry.path)}, which is not there: an unfinished download? "
+                "Download the model again"
+            )
 
 
 def _explain_missing(store: Store, names: Mapping[str, int]) -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titan_ckpt.checkpoint import FOREIGN, Checkpoint
-from titan_ckpt.converters.contract import check_tensors
+from titan_ckpt.converters.contract import check_tensors, main_dtype
 from titan_ckpt.converters.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.hf_checkpoint import USER_KEY
 from titan_ckpt.converters.hf_config import Config, encode_config, hf_config, parse_config, spec_from_hf
@@ -21,7 +20,7 @@ from titan_ckpt.converters.model_card import model_card
 from titan_ckpt.converters.model_spec import ModelSpec, spec_of
 from titan_ckpt.converters.safetensors_header import encode_header
 from titan_ckpt.converters.tokenizer_files import complete
-from titan_ckpt.converters.transforms import FLOATS, target_dtype, transform
+from titan_ckpt.converters.transforms import target_dtype, transform
 from titan_ckpt.errors import LoadContractError
 from titan_ckpt.index import ELEMENT_SIZE, Manifest, TensorEntry
 from titan_ckpt.placement import Box, Shape
@@ -99,10 +98,12 @@ def plan_export(
     if adapter is not None:
         adapter.check({tensor.named.hf: tensor.shape for tensor in tensors if tensor.named.stacked is None})
     shards = _shards(tensors, max_shard_bytes)
-    main_dtype = _main_dtype(tensors)
+    dtype_now = main_dtype((tensor.dtype, tensor.size_bytes) for tensor in tensors)
+    is_as_imported = dtype is None and config is None and manifest.user.get(USER_KEY, {}).get("dtype") == dtype_now
     size_bytes = sum(tensor.size_bytes for tensor in tensors)
     parameters = sum(prod(tensor.shape) for tensor in tensors)
-    last = {CONFIG: encode_config(hf_config(spec, base=base, dtype=main_dtype))}
+    new_config = hf_config(spec, base=base, dtype=None if is_as_imported else dtype_now)
+    last = {CONFIG: encode_config(new_config)}
     if len(shards) > 1:
         weight_map = {t.named.hf: file for file, shard in shards.items() for t in shard}
         last = {INDEX: encode_index(weight_map, size_bytes, parameters)} | last
@@ -110,7 +111,7 @@ def plan_export(
         source=str(checkpoint),
         manifest=manifest,
         spec=spec,
-        dtype=main_dtype,
+        dtype=dtype_now,
         num_parameters=parameters,
         size_bytes=size_bytes,
     )
@@ -208,14 +209,6 @@ def _target_file(path: str, shard: Sequence[ExportTensor], spec: ModelSpec, adap
         )
         segments.append(Region(tensor=tensor.entry.fqn, box=tensor.box, transform=step, key=tensor.named.hf))
     return TargetFile(path=path, segments=tuple(segments))
-
-
-def _main_dtype(tensors: Iterable[ExportTensor]) -> str:
-    """The floating-point dtype that most bytes have, which is what config.json announces."""
-    sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        sizes[tensor.dtype] += tensor.size_bytes
-    return max(sizes, key=lambda dtype: (dtype in FLOATS, sizes[dtype]))
 
 
 def export_source(checkpoint: Checkpoint, plan: ExportPlan) -> Source:

@@ -16,7 +16,7 @@ from tests.hf_models import config, tensors, write_model, write_safetensors
 from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.cli import main
 from titan_ckpt.converters import export_hf, import_hf
-from titan_ckpt.errors import TitanError
+from titan_ckpt.errors import DamagedError, TitanError
 from titan_ckpt.store import FileStore
 
 WEIGHTS = "model.safetensors"
@@ -152,6 +152,16 @@ def test_stale_files_beside_the_index_do_not_count(tmp_path: Path) -> None:
     model = write_model(tmp_path / "in", config(), tensors(config()), num_files=2)
     write_safetensors(model / "model-00003-of-00003.safetensors", {"stale": torch.zeros(3)})
     assert import_hf(str(model), str(tmp_path / "run")).num_tensors == len(tensors(config()))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", WEIGHTS])
+def test_link_to_nothing_in_a_hub_cache_is_named(tmp_path: Path, name: str) -> None:
+    model = write_model(tmp_path / "in", config(), tensors(config()))
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to("../../blobs/0123abc")
+    with pytest.raises(DamagedError, match=rf"{name}: a link to ../../blobs/0123abc, which is not there"):
+        import_hf(str(model), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("file", [WEIGHTS])

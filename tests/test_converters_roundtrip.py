@@ -255,6 +255,31 @@ def test_hub_cache_is_read_through_its_links(tmp_path: Path) -> None:
     _same(_read(tmp_path / "out"), content)
 
 
+@pytest.mark.parametrize("said", ["bfloat16", None])
+def test_config_that_announces_another_dtype_than_the_files_hold_stays_as_it_is(
+    tmp_path: Path, said: str | None
+) -> None:
+    of = config(torch_dtype=said)
+    import_hf(str(write_model(tmp_path / "in", of, tensors(of))), str(tmp_path / "run"))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "cast"), dtype="float16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == of
+    assert json.loads((tmp_path / "cast" / "config.json").read_text())["torch_dtype"] == "float16"
+
+
+def test_tokenizers_and_templates_of_every_kind_travel_along(tmp_path: Path) -> None:
+    names = ["tekken.json", "tokenizer.model.v3", "spiece.model", "vocab.txt", "qwen.tiktoken", "chat_template.jinja"]
+    model = write_model(tmp_path / "in", config(), tensors(config()), extra={name: f"the {name}" for name in names})
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    (model / "modeling_custom.py").write_text("raise SystemExit")
+    import_hf(str(model), str(tmp_path / "run"))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    for name in (*names, "additional_chat_templates/rag.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
+    assert not (tmp_path / "out" / "modeling_custom.py").exists()
+
+
 def test_optimizer_bytes_are_never_read(tmp_path: Path) -> None:
     from titan_ckpt.converters.model_spec import spec_to_config
     from titan_ckpt.save import Saver
