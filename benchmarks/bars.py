@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.report import PERFORMANCE
+from benchmarks.report import PERFORMANCE, write_page
 
 ROOT = Path(__file__).parent.parent
 SUMMARY = "bars"
@@ -224,7 +224,7 @@ def write_summary() -> None:
     block = f"<!-- begin {SUMMARY} -->\n{summary(text)}\n<!-- end {SUMMARY} -->"
     rest = re.sub(rf"<!-- begin {SUMMARY} -->.*?<!-- end {SUMMARY} -->\n*", "", text, flags=re.DOTALL)
     title, _, below = rest.partition("\n")
-    PERFORMANCE.write_text(f"{title}\n\n{block}\n\n{below.lstrip()}")
+    write_page(PERFORMANCE, f"{title}\n\n{block}\n\n{below.lstrip()}")
 
 
 if __name__ == "__main__":

@@ -77,4 +77,11 @@ def replace_section(page: Path, name: str, text: str) -> None:
     sys.stdout.write(text + "\n")
     old = page.read_text() if page.exists() else f"# {page.stem.capitalize()}\n"
     pattern = re.compile(rf"<!-- begin {re.escape(name)} -->.*?<!-- end {re.escape(name)} -->", re.DOTALL)
-    page.write_text(pattern.sub(lambda _: text, old) if pattern.search(old) else f"{old.rstrip()}\n\n{text}\n")
+    write_page(page, pattern.sub(lambda _: text, old) if pattern.search(old) else f"{old.rstrip()}\n\n{text}\n")
+
+
+def write_page(page: Path, text: str) -> None:
+    """Replace a page in one piece: whoever is stopped half way leaves the old one."""
+    new = page.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, page)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -159,11 +160,12 @@ def make_titan_environment() -> str:
     """An environment with torchtitan beside what is installed here; why it could not be made, or nothing."""
     if Path(_titan_python()).exists():
         return ""
-    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    packages = "\n".join(path for path in sys.path if path.endswith("site-packages"))
     subprocess.run([sys.executable, "-m", "venv", str(TITAN_ENVIRONMENT)], check=True)
     own = next((TITAN_ENVIRONMENT / "lib").glob("python*/site-packages"))
     (own / "zz_base.pth").write_text(f"{packages}\n")
-    install = [_titan_python(), "-m", "pip", "install", "-q", "--disable-pip-version-check", TITAN]
+    torch = f"torch=={importlib.metadata.version('torch')}"  # the one that is here, or none
+    install = [_titan_python(), "-m", "pip", "install", "-q", "--disable-pip-version-check", TITAN, torch]
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     if done.returncode:
         shutil.rmtree(TITAN_ENVIRONMENT)

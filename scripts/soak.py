@@ -143,16 +143,16 @@ class Soak:
         self.ledger.forget(url)
 
     def _reshard(self) -> None:
-        source, mesh = self._any_checkpoint(), self.rng.choice(MESHES)
-        command = _titan("reshard", source, self._new_copy(mesh), "--mesh", mesh, "--memory", "128MB")
+        mesh = self.rng.choice(MESHES)
+        copy, source = self._new_copy(mesh), self._any_checkpoint()
+        command = _titan("reshard", source, copy, "--mesh", mesh, "--memory", "128MB")
         if self.rng.random() < 0.3:
             command = _torchrun(2) + command[1:]
         self._make_copy("reshard", command, source)
 
     def _copy(self) -> None:
-        source = self._any_checkpoint()
-        mesh = self.rng.choice(MESHES)
-        self._make_copy("copy", _titan("cp", source, self._new_copy(mesh)), source)
+        copy, source = self._new_copy(self.rng.choice(MESHES)), self._any_checkpoint()
+        self._make_copy("copy", _titan("cp", source, copy), source)
 
     def _prune(self) -> None:
         last, every = self.rng.randint(1, 3), self.rng.choice((5, 7, 10))
@@ -256,6 +256,7 @@ class Soak:
         return f"{url}@{self.rng.choice(sorted(self.ledger.runs[url]))}"
 
     def _new_copy(self, mesh: str) -> str:
+        """The URL of one more copy; the oldest may go for it, so it is asked for before a source is chosen."""
         if len(self.copies) >= COPIES:
             self.ledger.forget(self.copies.pop(0)[0])
         self.copies.append((f"s3://{BUCKET}/copy-{self.numbers}", mesh))
