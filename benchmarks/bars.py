@@ -94,6 +94,10 @@ PROMISES = (
     _save("opening 1,024 ranks x 873 tensors", "<= 0.3 s", "core-scale", "opening"),
     _save("its manifest", "<= 10 MB", "core-scale", "manifest"),
     _save("committing it on the coordinator", "<= 2 s", "core-scale", "commit on"),
+    Promise(
+        room="save and load", what="a checkpoint that torchtitan saved, through every tool", bar="all read", rows=".",
+        section="core-torchtitan", needs=TITAN,
+    ),
     _tested("reshard", "random cases bit-equal to DCP, and back byte-equal", "500, all dtypes", "test_reshard_checkpoint.py"),
     _reshard("peak memory above the imports, 1 GB of state", "<= --memory + 64 MB", "reshard-local 1", "peak memory"),
     _reshard("the same, 8 GB of state", "<= --memory + 64 MB", "reshard-local 8", "peak memory", DISK),

@@ -81,6 +81,7 @@ SUITES = (
     Suite(name="core_s3", module="core_s3", missing=lambda: _is_installed("obstore", "s3torchconnector", "s3fs")),
     Suite(name="core_scale", module="core_scale"),
     Suite(name="core_codec", module="core_codec"),
+    Suite(name="core_torchtitan", module="core_torchtitan", needs_titan=True),
     Suite(name="store_s3", module="store_s3", missing=lambda: _is_installed("obstore", "s3fs")),
     Suite(name="reshard_local", module="reshard_local", arguments=("--gb", "1", "--folder", ".bench/reshard-1")),
     Suite(
