@@ -123,11 +123,11 @@ class _Totals:
         (hidden, logits_BSV), (other_hidden, other_BSV) = ours, theirs
         self._tokens += logits_BSV.shape[1]
         self._layers = len(hidden)
-        self._largest = max(self._largest, float((logits_BSV - other_BSV).abs().max()))
+        self._largest = max(self._largest, float(_distance(logits_BSV, other_BSV).max()))
         log_p_BSV, log_q_BSV = logits_BSV.double().log_softmax(-1), other_BSV.double().log_softmax(-1)
-        self._kl += float((log_p_BSV.exp() * (log_p_BSV - log_q_BSV)).sum())
+        self._kl += float((log_p_BSV.exp() * (log_p_BSV - log_q_BSV)).nan_to_num(0.0).sum())
         self._same += int((logits_BSV.argmax(-1) == other_BSV.argmax(-1)).sum())
-        different = [n for n, (a, b) in enumerate(zip(hidden, other_hidden, strict=True)) if not torch.equal(a, b)]
+        different = [n for n, (a, b) in enumerate(zip(hidden, other_hidden, strict=True)) if _distance(a, b).any()]
         if different:
             self._first = min(different[0], self._layers if self._first is None else self._first)
 
@@ -143,6 +143,12 @@ class _Totals:
 
     def _head(self) -> str | None:
         return "lm_head" if self._largest > 0 else None
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b|: 0 where both are the same infinity or NaN, infinite where only one is."""
+    same = (a == b) | (a.isnan() & b.isnan())
+    return (a - b).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
 
 
 def _layer_name(hidden: int, num_hidden: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
@@ -17,8 +18,10 @@ from titan_ckpt.converters import export_hf, import_hf
 from titan_ckpt.converters.export import run_export
 from titan_ckpt.converters.families import FAMILIES
 from titan_ckpt.converters.hf_config import spec_from_hf
+from titan_ckpt.converters.hf_source import open_hf
 from titan_ckpt.converters.layouts import TITAN, TORCHTITAN, TORCHTITAN_FAMILIES
 from titan_ckpt.converters.model_spec import spec_to_config
+from titan_ckpt.converters.stream import tensor_digests
 from titan_ckpt.converters.to_hf import plan_export
 from titan_ckpt.converters.verify import real_text, verify_export
 from titan_ckpt.errors import DamagedError
@@ -29,6 +32,7 @@ from titan_ckpt.trainer.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.hf
 transformers = importlib.import_module("transformers")
+safetensors_torch = importlib.import_module("safetensors.torch")
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
@@ -158,6 +162,30 @@ def test_verify_sees_a_flipped_bit_on_disk(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(DamagedError, match=r"model\.norm\.weight"):
         verify_export(checkpoint, plan, report)
+
+
+@pytest.mark.parametrize(("value", "first"), [(float("nan"), "model.layers.0"), (float("inf"), "model.layers.0")])
+def test_verify_takes_nothing_that_is_not_a_number_for_equal(tmp_path: Path, value: float, first: str) -> None:
+    checkpoint, plan, report = _verified(_byte_run(tmp_path, 257), tmp_path / "out")
+    content = safetensors_torch.load_file(tmp_path / "out" / "model.safetensors")
+    content["model.layers.0.input_layernorm.weight"][0] = value
+    safetensors_torch.save_file(content, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    written = open_hf(str(tmp_path / "out"))
+    digests = tensor_digests(written.source, written.store, written.tensors)
+    result = verify_export(checkpoint, plan, dataclasses.replace(report, digests=digests))
+    assert not result.is_equal
+    assert result.logits is not None
+    assert result.logits.first_layer == first
+
+
+def test_verify_finds_a_model_of_nothing_but_nan_equal_to_itself(tmp_path: Path) -> None:
+    of = config()
+    content = tensors(of) | {"model.norm.weight": torch.full((32,), float("nan"))}
+    import_hf(str(write_model(tmp_path / "in", of, content)), str(tmp_path / "run"))
+    result = verify_export(*_verified(tmp_path / "run", tmp_path / "out"))
+    assert result.logits is not None
+    assert result.logits.first_layer is None
+    assert result.is_equal
 
 
 def test_verify_sees_which_layer_is_permuted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
