@@ -214,6 +214,18 @@ def test_digest_column_is_inline_up_to_its_limit(monkeypatch: pytest.MonkeyPatch
     assert decode_manifest(large.manifest, where="m").chunks.digests is None
 
 
+def test_a_table_past_the_limit_needs_as_many_digests_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_module, "MAX_VALUES", 1000)
+    text = encode_manifest(_manifest(10, 20)).manifest
+    for stored in (0, 50):
+        with pytest.raises(DamagedError, match=f"values with {stored} digests beside it"):
+            decode_manifest(text, where="m", num_digests=lambda stored=stored: stored)  # type: ignore[misc]
+    assert len(decode_manifest(text, where="m", num_digests=lambda: 200).chunks) == 200
+    monkeypatch.setattr(manifest_module, "MOST_VALUES", 1500)
+    with pytest.raises(DamagedError, match="a chunk table of"):
+        decode_manifest(text, where="m", num_digests=lambda: 200)
+
+
 def test_manifest_of_another_version_is_refused() -> None:
     content = json.loads(encode_manifest(replace(_manifest(1, 1), step=3)).manifest)
     content["version"] = 99

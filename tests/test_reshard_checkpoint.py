@@ -431,6 +431,9 @@ def test_destinations_that_exist_or_lie_inside_the_source_are_refused(tmp_path: 
     plan = plan_reshard(whole, MeshSpec.parse("dp_shard=2"))
     with pytest.raises(TitanError, match="lies inside the source"):
         run_plan(plan, str(tmp_path / "whole" / "sub"))
+    (tmp_path / "link").symlink_to(tmp_path / "whole")
+    with pytest.raises(TitanError, match="lies inside the source"):
+        run_plan(plan, str(tmp_path / "link" / "sub"))
     run_plan(plan, str(tmp_path / "out"))
     with pytest.raises(AlreadyExistsError, match="exists already"):
         run_plan(plan, str(tmp_path / "out"))

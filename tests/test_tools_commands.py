@@ -145,6 +145,13 @@ def test_inspect_and_ls_open_a_checkpoint_of_plain_dcp(tmp_path: Path, capsys: p
     assert (code, rows[0]["state"], rows[0]["step"]) == (0, "foreign", 500)
 
 
+def test_a_copy_into_its_own_source_is_refused(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "cp", run, f"{run}/copy")
+    assert code == 2
+    assert "would lie inside its source" in err
+    assert not Path(run, "copy").exists()
+
+
 def test_verify_says_whole_or_names_the_damage(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "verify", "--data", run)
     assert code == 0

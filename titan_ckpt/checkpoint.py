@@ -232,7 +232,7 @@ def _open_commit(store: Store, url: str, commit: Commit) -> Checkpoint:
         raise DamagedError(f"{store.where(path)}: named by COMMIT but missing") from error
     if len(data) != commit.manifest_size or digest(data).hex() != commit.manifest_digest:
         raise DamagedError(f"{store.where(path)}: not the manifest that COMMIT names (digest differs)")
-    manifest = decode_manifest(data, where=store.where(path))
+    manifest = decode_manifest(data, where=store.where(path), num_digests=lambda: stored_digests(store, path))
     checkpoint = Checkpoint(store=store, url=url, step=commit.step, folder=folder, manifest=manifest)
     check_files(checkpoint)
     return checkpoint
@@ -244,6 +244,12 @@ def read_index(store: Store, path: str) -> bytes:
     if size > MAX_INDEX_BYTES:
         raise DamagedError(f"{store.where(path)}: {size} bytes; no index is larger than {MAX_INDEX_BYTES}")
     return store.read(path, 0, size)
+
+
+def stored_digests(store: Store, manifest_path: str) -> int:
+    """How many digests stand beside a manifest."""
+    path = f"{os.path.dirname(manifest_path)}/{DIGESTS}"
+    return store.stat(path).size_bytes // DIGEST_BYTES if store.exists(path) else 0
 
 
 def check_files(checkpoint: Checkpoint) -> None:

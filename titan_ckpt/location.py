@@ -1,4 +1,4 @@
-"""URLs of runs and checkpoints: `URL`, `URL@STEP`, joining and hiding secrets. No I/O."""
+"""URLs of runs and checkpoints: `URL`, `URL@STEP`, joining and hiding secrets. No I/O, but that symbolic links are followed."""
 
 from __future__ import annotations
 
@@ -81,6 +81,16 @@ def join(url: str, *parts: str) -> str:
     's3://b/run/step-00000001/COMMIT.json'
     """
     return "/".join([url.rstrip("/"), *(part.strip("/") for part in parts if part.strip("/"))])
+
+
+def is_inside(url: str, folder: str) -> bool:
+    """Whether `url` is `folder` or lies below it; symbolic links of local paths are followed.
+
+    >>> is_inside("s3://b/run/copy", "s3://b/run/"), is_inside("s3://b/run-2", "s3://b/run")
+    (True, False)
+    """
+    inner, outer = (os.path.realpath(u) if scheme(u) == "file" else u for u in (normalise(url), normalise(folder)))
+    return f"{inner}/".startswith(f"{outer}/")
 
 
 def redact(url: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -41,7 +41,8 @@ FORMAT = "titan-ckpt"
 VERSION = 1
 MAX_PLAIN_VALUES = 4096
 MAX_INLINE_DIGESTS = 100_000
-MAX_VALUES = 1 << 27
+MAX_VALUES, MOST_VALUES = 1 << 27, 1 << 29
+VALUES_PER_CHUNK = 6 + 2 * 8
 MAX_RATIO = 1 << 18
 _MALFORMED = (
     KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, zstandard.ZstdError, ConfigError,
@@ -101,15 +102,18 @@ def encode_manifest(manifest: Manifest) -> EncodedManifest:
     return EncodedManifest(manifest=text, digests=digests if beside else None)
 
 
-def decode_manifest(data: bytes, *, where: str) -> Manifest:
+def decode_manifest(data: bytes, *, where: str, num_digests: Callable[[], int] = lambda: 0) -> Manifest:
     """The manifest in `data`; digests that stand beside it are left out (see `digests_beside`).
+
+    Packed columns can claim to be huge: a table of more than MAX_VALUES is only made where `num_digests`, which is then asked,
+    says that so many chunks have digests stored. Those do not shrink: memory stays within a few times what somebody wrote.
 
     Raises DamagedError for anything that is not a manifest, NewerFormatError for one of a later format version,
     UnsafeContentError for paths that leave the run.
     """
     content = _parse(data, where)
     try:
-        return _decode(content, where)
+        return _decode(content, where, num_digests)
     except _MALFORMED as error:
         raise DamagedError(f"{where}: not a valid manifest: {type(error).__name__}: {error}") from error
 
@@ -143,7 +147,7 @@ def check_version(found: Any, known: int, where: str) -> None:
     raise DamagedError(f"{where}: format version {found!r}, expected {known}")
 
 
-def _decode(content: Mapping[str, Any], where: str) -> Manifest:
+def _decode(content: Mapping[str, Any], where: str, num_digests: Callable[[], int]) -> Manifest:
     placements = [None if p is None else {axes: Shard(dim) for axes, dim in p} for p in content["placements"]]
     files = tuple(
         FileEntry(path=_safe_path(f["path"], where), size_bytes=int(f["size"]), digest=_unhex(f["digest"]))
@@ -152,8 +156,9 @@ def _decode(content: Mapping[str, Any], where: str) -> Manifest:
     tensors = _decode_tensors(content["tensors"], placements)
     if not is_attempt(content["attempt"]):
         raise UnsafeContentError(f"{where}: attempt {content['attempt']!r} is not a name that a save makes")
-    if (count := sum(_count(content["chunks"][name]) for name in _INT_COLUMNS)) > MAX_VALUES:
-        raise ValueError(f"a chunk table of {count} values")
+    count = sum(_count(content["chunks"][name]) for name in _INT_COLUMNS)
+    if count > MAX_VALUES and count > min(MOST_VALUES, VALUES_PER_CHUNK * (stored := num_digests())):
+        raise ValueError(f"a chunk table of {count} values with {stored} digests beside it")
     columns = {name: _decode_shared(name, content["chunks"][name], tensors) for name in _INT_COLUMNS}
     manifest = Manifest(
         step=int(content["step"]),

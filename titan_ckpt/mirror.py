@@ -15,9 +15,10 @@ import xxhash
 
 from titan_ckpt.checkpoint import FOREIGN, Checkpoint
 from titan_ckpt.commit import Commit, commit_path, find_commit, read_commit, write_commit
-from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, DamagedError, NotFoundError
+from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, DamagedError, NotFoundError, UsageError
 from titan_ckpt.index import FileEntry, Manifest
 from titan_ckpt.layout import ASSETS, DIGESTS, MANIFEST, METADATA, data_file
+from titan_ckpt.location import is_inside
 from titan_ckpt.manifest import digest
 from titan_ckpt.metadata import dcp_metadata, dcp_paths
 from titan_ckpt.mirror_foreign import CopyReport, Tell, copy_foreign
@@ -34,6 +35,8 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: Tell | None 
     manifest and `.metadata` name them there. AlreadyExistsError where that step holds another save; DamagedError, and no commit,
     where the source is not what was saved. One that others wrote is copied as `copy_foreign` says.
     """
+    if is_inside(target.url, source.url):
+        raise UsageError(f"the copy {target} would lie inside its source {source}; give a URL beside it")
     if source.manifest.kind == FOREIGN:
         return copy_foreign(source, target, on_bytes or (lambda _: None))
     commit = read_commit(source.store, source.step)

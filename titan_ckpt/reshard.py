@@ -28,7 +28,7 @@ from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, S
 from titan_ckpt.execute import Budget, Execution, FileResult, Traffic
 from titan_ckpt.index import DIGEST_BYTES, RAW, FileEntry, Manifest, ObjectEntry
 from titan_ckpt.layout import ASSETS, data_file, is_attempt, new_attempt, step_folder
-from titan_ckpt.location import normalise
+from titan_ckpt.location import is_inside
 from titan_ckpt.manifest import digest
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.metadata import dcp_metadata
@@ -223,8 +223,7 @@ def run_plan(
 
 def check_destination(plan: ReshardPlan, url: str, store: Store) -> None:
     """Refuse a destination that lies inside the source, or that has this step already."""
-    source, destination = normalise(plan.checkpoint.url), normalise(url)
-    if destination.startswith(f"{source}/"):
+    if is_inside(url, plan.checkpoint.url) and not is_inside(plan.checkpoint.url, url):
         raise UsageError(f"the destination {store} lies inside the source {plan.checkpoint}; give a URL beside it")
     if find_commit(store, plan.step) is not None:
         raise AlreadyExistsError(f"{store}@{plan.step} exists already; give another URL, or remove that step first")

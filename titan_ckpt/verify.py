@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from titan_ckpt.boxes import overlaps
-from titan_ckpt.checkpoint import FOREIGN, Checkpoint, list_checkpoints, open_checkpoint, read_index
+from titan_ckpt.checkpoint import FOREIGN, Checkpoint, list_checkpoints, open_checkpoint, read_index, stored_digests
 from titan_ckpt.commit import Commit, commit_path, read_commit
 from titan_ckpt.errors import CheckpointError, NotCommittedError, NotFoundError, StoreError
 from titan_ckpt.index import ELEMENT_SIZE, RAW, Manifest, TensorEntry
@@ -92,7 +92,9 @@ class _Verification:
             self._add(path, "is not the manifest that COMMIT names (its digest differs)")
             return None
         try:
-            return decode_manifest(data, where=self._store.where(path))
+            return decode_manifest(
+                data, where=self._store.where(path), num_digests=lambda: stored_digests(self._store, path)
+            )
         except CheckpointError as error:
             self._add(path, str(error))
             return None
