@@ -13,6 +13,7 @@ from tests.doc_blocks import ROOT, blocks, check_command, commands, first_differ
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+LIMIT_S = 900
 FIGURE = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -27,6 +28,7 @@ def readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.e2e
 @pytest.mark.dist
 @pytest.mark.hf
+@pytest.mark.timeout(LIMIT_S)
 def test_every_block_of_the_readme_runs_and_prints_what_it_shows(readme: Path) -> None:
     assert (readme / "my-model" / "config.json").exists()
 
@@ -46,6 +48,7 @@ def test_tensorboard_reads_the_numbers_of_the_readmes_run(readme: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.s3
 @pytest.mark.hf
+@pytest.mark.timeout(LIMIT_S)
 def test_every_block_of_the_tutorial_runs_and_prints_what_it_shows(
     tmp_path: Path, s3_environment: dict[str, str]
 ) -> None:
