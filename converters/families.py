@@ -205,6 +205,8 @@ def check_spec(spec: ModelSpec) -> Family:
         )
     if bool(spec.experts) != bool(family.router):
         raise PlanError(f"a {family.name} model {'must have' if family.router else 'cannot have'} experts")
+    if spec.head_dim % 2:
+        raise PlanError(f"head_dim = {spec.head_dim} is odd, and rotary positions turn pairs")
     if spec.n_heads % spec.n_kv_heads:
         raise PlanError(f"n_heads = {spec.n_heads} is not a multiple of n_kv_heads = {spec.n_kv_heads}")
     return family

@@ -75,7 +75,7 @@ def parse_config(text: bytes, where: str) -> Config:
     """The JSON object in a config.json."""
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"{where}: not JSON: {error}") from error
     if not isinstance(config, dict):
         raise DamagedError(f"{where}: not a JSON object")
@@ -118,7 +118,10 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
         sliding_window=_read_window(config, values, family, where),
         experts=_read_experts(config, values, family, where) if family.router else None,
     )
-    check_spec(spec)
+    try:
+        check_spec(spec)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
     return spec
 
 

@@ -123,7 +123,7 @@ def _parse_tensor(name: str, entry: Any, data_start: int, where: str) -> StoredT
         raise DamagedError(f"{where}: {name}: the header entry is malformed: {entry!r:.200}") from error
     if not all(type(number) is int and 0 <= number < 1 << 60 for number in (*shape, start, stop)):
         _damaged(where, f"{name}: shape {shape} or offsets [{start}, {stop}] are not whole numbers of a sane size")
-    if code not in _DTYPES:
+    if not isinstance(code, str) or code not in _DTYPES:
         raise PlanError(f"{where}: {name} has dtype {code!r}; readable are {', '.join(sorted(_DTYPES))}")
     length = prod(shape) * ELEMENT_SIZE[_DTYPES[code]]
     if stop - start != length:

@@ -11,10 +11,10 @@ import pytest
 
 from tests.hf_models import DENSE, config
 from titan_ckpt.converters.families import FAMILIES, expected_tensors
-from titan_ckpt.converters.hf_config import hf_config, spec_from_hf
+from titan_ckpt.converters.hf_config import hf_config, parse_config, spec_from_hf
 from titan_ckpt.converters.layouts import LAYOUTS, TORCHTITAN, find_layout, name_in
 from titan_ckpt.converters.model_spec import ModelSpec, spec_of, spec_to_config
-from titan_ckpt.errors import PlanError
+from titan_ckpt.errors import DamagedError, PlanError
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -140,6 +140,23 @@ def test_what_is_not_supported_is_refused_by_name_with_what_is() -> None:
 def test_layers_that_attend_differently_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match="all layers must attend alike"):
         spec_from_hf(config("qwen2", **changes), "test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"head_dim": 7}, "head_dim = 7 is odd"),
+        ({"num_key_value_heads": 3}, "n_heads = 4 is not a multiple of n_kv_heads = 3"),
+    ],
+)
+def test_heads_that_cannot_be_are_refused_by_file(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=f"the/config.json: {said}"):
+        spec_from_hf(config(**changes), "the/config.json")
+
+
+def test_config_without_an_end_of_brackets_is_refused() -> None:
+    with pytest.raises(DamagedError, match=r"the/config\.json: not JSON"):
+        parse_config(b"[" * 100_000, "the/config.json")
 
 
 def test_values_that_change_nothing_are_read() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,22 @@ def test_random_bytes_never_raise_anything_but_our_errors(tmp_path: Path, data: 
     path.write_bytes(data)
     with contextlib.suppress(TitanError):
         read_header(open_store(str(tmp_path)), path.name)
+
+
+_ANY = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers()), st.just({}))
+
+
+@given(st.sampled_from(["dtype", "shape", "data_offsets", "__metadata__"]), _ANY)
+@settings(deadline=None)
+def test_field_of_any_kind_never_raises_anything_but_our_errors(field: str, value: object) -> None:
+    content: dict[str, Any] = {"a": _entry(0, 8)}
+    if field == "__metadata__":
+        content[field] = value
+    else:
+        content["a"][field] = value
+    text = json.dumps(content).encode()
+    with contextlib.suppress(TitanError):
+        parse_header(text, size_bytes=8 + len(text) + 8, where="model.safetensors")
 
 
 def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
