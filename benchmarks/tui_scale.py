@@ -1,8 +1,7 @@
 """How fast the screens answer on a large job: `python -m benchmarks.tui_scale [--write]`.
 
-The job is synthetic from the aligned operations on: every rank shares one table of operations and has rows of its own in the
-matrices of `debug.align`, which the screens then read as they would a real job's. The logs are real files, of sixteen different
-contents that are linked under every rank's name.
+The job is synthetic: all ranks share one table of operations, which `debug.align` lines up as it would a real job's. The logs
+are real files, of sixteen different contents that are linked under every rank's name.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import Bar, timed, write_section
-from titan_ckpt.debug.align import Lane
-from titan_ckpt.debug.records import COMPLETED, OPERATION, Frame, Group, Names, RankRecord, Run, Verdict
+from titan_ckpt.debug.align import lanes
+from titan_ckpt.debug.records import COMPLETED, OPERATION, Dump, Frame, Group, Names, RankRecord, Run, Verdict
 from titan_ckpt.debug.situation import IN_COLLECTIVE, ON_CPU, Situation
 from titan_ckpt.debug.waits import wait_edges
 from titan_ckpt.store import open_store
@@ -52,25 +51,21 @@ def large_incident(ranks: int, operations: int) -> Incident:
     table["created_ns"] = START_NS + np.arange(operations) * 1_000_000
     table["state"][-1], table["retired"][-1] = 0, False
     frame, late = Frame(file="/app/train.py", line=10, function="step"), ranks // 2
-    records = {rank: RankRecord(rank=rank, operations=table, coordinates={"dp_shard": rank // 8, "tp": rank % 8})
+    dump = Dump(source="", kind="flight_recorder", reason="", version="2.10", num_operations=operations)
+    records = {rank: RankRecord(rank=rank, operations=table, dumps=(dump,), coordinates={"dp_shard": rank // 8, "tp": rank % 8})
                for rank in range(ranks)}  # fmt: skip
     records[late] = replace(records[late], operations=table[:-1])
-    row = np.tile(np.arange(operations, dtype=np.int32), (ranks, 1))
-    row[late, -1] = -1
-    last = np.full(ranks, operations - 1, np.int64)
-    last[late] -= 1
     members = tuple(range(ranks))
     run = Run(url="synthetic", incident="synthetic", world_size=ranks, ranks=records,
               groups=(Group(name="0", description="default_pg", members=members),),
               names=Names(ops=("all_reduce",), sizes=("64x32",), dtypes=("Float",), frames=((frame,),)))  # fmt: skip
-    lane = Lane(group=0, members=members, first_seq=0, row=row, signature=np.minimum(row, 0), last=last,
-                done=last < operations - 1, is_silent=np.zeros(ranks, bool))  # fmt: skip
+    found = lanes(run)
     states = {rank: Situation(rank=rank, kind=ON_CPU if rank == late else IN_COLLECTIVE, frame=frame)
               for rank in range(ranks)}  # fmt: skip
     top = Verdict(verdict="STUCK_ON_CPU", culprits=(late,), group="default_pg", seq=operations - 1,
                   headline=f"rank {late} is stuck", chain=tuple((rank, late) for rank in range(60)))  # fmt: skip
     return Incident(
-        run=run, verdicts=(top,), lanes=(lane,), states=states, edges=tuple(wait_edges(run, [lane], states))
+        run=run, verdicts=(top,), lanes=tuple(found), states=states, edges=tuple(wait_edges(run, found, states))
     )
 
 
@@ -289,10 +284,9 @@ def _start_bars(starts: list[float]) -> list[Bar]:
 NOTES = """\
 First paint is of a screen over data that is loaded; a heatmap above a million operations is made in a thread, and its screen
 says so until then. Keys are j, k, page down, n, l, h, N, G and g, ten times each, less the median of a key that does nothing.
-Not in these figures: reading and aligning such a job. Full tables of operations would take 62 bytes each, 2 GB at this size,
-and the aligned matrices (row and signature) stand in memory whole: so the bar for memory cannot hold where 16,384 ranks leave
-2,000 operations each. What it costs to read large jobs is in the section on diagnosing. Log files are of 16 contents, linked:
-the page cache is warm."""
+Not in these figures: reading such a job. The ranks share one table of operations; tables of their own would take 55 bytes an
+operation, 1.8 GB at this size (of more than 256 black boxes only the newest operations are read, which bounds that). What it
+costs to read large jobs is in the section on diagnosing. Log files are of 16 contents, linked: the page cache is warm."""
 
 
 if __name__ == "__main__":

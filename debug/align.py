@@ -108,11 +108,11 @@ def _survey(run: Run, coder: _Coder) -> _Uses:
     longest = 0
     for block, pairs in _collectives(run):
         table = block.table
-        coder.known.add(coder.wide(table[np.sort(pairs.places)]))
+        coder.known.add(coder.wide(table)[np.sort(pairs.places)])
         newest = table[pairs.last]
         is_done = newest["retired"] | (newest["state"] == COMPLETED)
         columns.append((pairs.group, pairs.owner, table["seq"][pairs.first], newest["seq"], is_done))
-        longest = max(longest, int(block.row.max()))
+        longest = max(longest, int(block.lengths.max()) - 1)
     group, owner, lowest, highest, is_done = (
         [np.concatenate(parts) for parts in zip(*columns, strict=True)] if columns else [np.zeros(0, np.int64)] * 5
     )
@@ -183,7 +183,7 @@ def _matrices(run: Run, uses: _Uses, plans: Sequence[_Plan], coder: _Coder) -> t
         places, use = pairs.places[is_kept], use[is_kept]
         cells = offset[use] + block.table["seq"][places]
         rows[cells] = block.row[places]
-        signatures[cells] = coder.known.numbers(coder.wide(block.table[places]))
+        signatures[cells] = coder.known.numbers(coder.wide(block.table)[places])
     return rows, signatures
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from titan_ckpt.debug import disagreement
 from titan_ckpt.debug.blocks import blocks
+from titan_ckpt.debug.boxes import Box
 from titan_ckpt.debug.evidence import MAX_RANK, RankEvidence, Reading
 from titan_ckpt.debug.interning import Interner
 from titan_ckpt.debug.logs import group_by_rank, merge_logs, user_frame
@@ -59,23 +60,17 @@ def _wrappers(run: Run) -> frozenset[tuple[str, int]]:
 
 def _rank_record(reading: Reading, rank: int, exit_: Exit | None, *, prefer_box: bool) -> RankRecord:
     found = reading.ranks[rank]
+    if found.box and not (found.dumps or found.sidecar or found.logs or found.stacks):
+        return RankRecord(
+            rank=rank, pid=found.box.pid, operations=found.box.operations, dumps=(_box_dump(found, found.box),), exit=exit_,
+            heartbeat=found.heartbeat, process_state=found.process_state, has_recorder=True,
+        )  # fmt: skip
     tables = [_with_known_groups(table, found.known_groups, reading.interner) for _, table in found.dumps]
     box = found.box.operations if found.box else NO_OPERATIONS
-    if tables or found.sidecar:  # else the box's own words are all that is known
-        box = _with_known_groups(box, found.known_groups, reading.interner)
+    box = _with_known_groups(box, found.known_groups, reading.interner)
     dumps = [dump for dump, _ in found.dumps]
     if found.box:
-        dumps.append(
-            Dump(
-                source=found.box_source,
-                kind="black_box",
-                reason="",
-                version="1",
-                num_operations=len(box),
-                first_record_id=found.box.count - len(found.box.operations),
-                is_truncated=found.box.count > len(found.box.operations),
-            )
-        )
+        dumps.append(_box_dump(found, found.box))
     side = found.sidecar
     return RankRecord(
         rank=rank,
@@ -99,6 +94,18 @@ def _went_on(found: RankEvidence, box: Array) -> bool:
     collectives = box["created_ns"][box["p2p"] == 0]
     newest = max((int(table["created_ns"].max(initial=0)) for table in stalls), default=0)
     return bool(stalls) and int(collectives.max(initial=0)) > newest
+
+
+def _box_dump(found: RankEvidence, box: Box) -> Dump:
+    return Dump(
+        source=found.box_source,
+        kind="black_box",
+        reason="",
+        version="1",
+        num_operations=len(box.operations),
+        first_record_id=box.count - len(box.operations),
+        is_truncated=box.count > len(box.operations),
+    )
 
 
 def _with_known_groups(table: Array, known: Mapping[str, Group], interner: Interner) -> Array:

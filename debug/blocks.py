@@ -15,12 +15,22 @@ _SEQ_BITS = 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Some ranks' operations, one rank's after another's. `owner` is a place among all ranks of the run, ascending; `row`
-    the place in the rank's own table."""
+    """Some ranks' operations, one rank's after another's. `first` is the first rank's place among all ranks of the run."""
 
     table: Array
-    owner: Array
-    row: Array
+    first: int
+    lengths: Array
+
+    @property
+    def owner(self) -> Array:
+        """Of each operation its rank's place among all ranks of the run, ascending."""
+        return np.repeat(np.arange(self.first, self.first + len(self.lengths), dtype=np.int32), self.lengths)
+
+    @property
+    def row(self) -> Array:
+        """Of each operation its place in its rank's own table."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        return np.arange(len(self.table), dtype=np.int32) - np.repeat(starts.astype(np.int32), self.lengths)
 
 
 def blocks(ranks: Mapping[int, RankRecord]) -> Iterator[Block]:
@@ -38,9 +48,7 @@ def blocks(ranks: Mapping[int, RankRecord]) -> Iterator[Block]:
 def _block(tables: list[Array], first: int) -> Block:
     table = tables[0] if len(tables) == 1 else np.frombuffer(b"".join(table.data for table in tables), OPERATION)
     lengths = np.fromiter(map(len, tables), np.int64, len(tables))
-    ends = np.cumsum(lengths)
-    row = np.arange(len(table)) - np.repeat(ends - lengths, lengths)
-    return Block(table=table, owner=np.repeat(np.arange(first, first + len(tables)), lengths), row=row)
+    return Block(table=table, first=first, lengths=lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

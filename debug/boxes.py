@@ -127,16 +127,16 @@ class BoxReader:
         records = np.frombuffer(b"".join(rings), RECORD_DTYPE)
         number = records["number"].astype(np.int64)
         rows = np.flatnonzero(number > 0)
-        rows = rows[np.lexsort((number[rows], owner[rows]))]
-        ends = np.cumsum(np.bincount(owner[rows], minlength=len(raw))).tolist()
-        starts = np.maximum([0, *ends[:-1]], np.array(ends) - keep).tolist()
-        newest = np.concatenate([rows[start:end] for start, end in zip(starts, ends, strict=True)])
+        rows = rows[np.argsort((owner[rows] << 32) | number[rows], kind="stable")]
+        ends = np.cumsum(np.bincount(owner[rows], minlength=len(raw)))
+        newest = rows[np.arange(len(rows)) >= ends[owner[rows]] - keep]
         table = _operations(records[newest], raw[0].words.columns, self.interner)
+        kept = np.cumsum(np.bincount(owner[newest], minlength=len(raw)))
+        counts = np.concatenate([[0], number[newest]])[np.where(np.diff(kept, prepend=0), kept, 0)]
         at = 0
-        for box, start, end in zip(raw, starts, ends, strict=True):
-            count = int(number[rows[end - 1]]) if end > start else 0
-            yield _box(box, count, table[at : at + end - start])
-            at += end - start
+        for box, end, count in zip(raw, kept.tolist(), counts.tolist(), strict=True):
+            yield _box(box, count, table[at:end])
+            at = end
 
     def _words(self, text: bytes) -> _Words:
         known = self._texts.get(text)

@@ -75,6 +75,7 @@ COLLECTIVES: Mapping[str, tuple[str, int]] = {
 }
 POINT_TO_POINT: Mapping[str, int] = {"send": SEND, "recv": RECV}
 MAX_STACK = 6
+MAX_CODES = 1 << 16
 _DTYPES = {  # as the Flight Recorder writes them
     torch.float32: "Float", torch.float64: "Double", torch.float16: "Half", torch.bfloat16: "BFloat16", torch.bool: "Bool",
     torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
@@ -145,7 +146,10 @@ class Hooks:
         self._sites: dict[Any, int] = {}
         self._slots: dict[int, int] = {}
         self._originals: list[tuple[type, str, Any]] = []
-        self._inside: dict[CodeType, bool] = {}
+        self._codes: list[CodeType] = []
+        self._inside: dict[int, bool] = {}
+        self._num_sites = 0
+        self._map = box.map
 
     @property
     def progress(self) -> int:
@@ -185,11 +189,10 @@ class Hooks:
 
     def _collective(self, method: str, op: int, argument: int) -> Callable[..., Any]:
         original = getattr(dist.ProcessGroup, method)
-        record, groups, slots = self._record, self._groups, self._slots
+        record, groups, slots = self._recorder(), self._groups, self._slots
 
         def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
-            known = groups.get(group) or self._add_group(group)
-            index, p2p_count, _, is_gloo = known
+            index, p2p_count, _, is_gloo = groups.get(group) or self._add_group(group)
             seq = group._get_sequence_number_for_group() + 1
             if is_gloo:
                 seq -= p2p_count[0]
@@ -206,7 +209,7 @@ class Hooks:
 
     def _point_to_point(self, method: str, op: int, direction: int) -> Callable[..., Any]:
         original = getattr(dist.ProcessGroup, method)
-        record, groups, slots = self._record, self._groups, self._slots
+        record, groups, slots = self._recorder(), self._groups, self._slots
         sequence: dict[tuple[int, int], int] = {}
 
         def issue(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
@@ -222,74 +225,73 @@ class Hooks:
         return issue
 
     def _wait(self, original: Any) -> Callable[..., Any]:
-        slots = self._slots
+        pop, ended = self._slots.pop, self._ended
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            slot = slots.pop(id(work), -1)
+            slot = pop(id(work), -1)
+            if slot < 0:
+                return original(work, *args, **kwargs)
             try:
                 result = original(work, *args, **kwargs)
             except BaseException:
-                if slot >= 0:
-                    self._ended(slot, RAISED)
+                ended(slot, RAISED)
                 raise
-            if slot >= 0:
-                self._ended(slot, RETURNED)
+            ended(slot, RETURNED)
             return result
 
         return wait
 
-    def _record(self, group: int, seq: int, op: int, p2p: int, peer: int, tensors: Any) -> int:
-        """Write one record; the offset of its slot."""
-        while type(tensors) is list or type(tensors) is tuple:
-            tensors = tensors[0] if tensors else None
-        if tensors is None:
-            elements, dtype = -1, -1
-        else:
-            elements = tensors.numel()
-            dtype = self._dtypes.get(tensors.dtype, -1)
-            if dtype < 0:
-                dtype = self._add_dtype(tensors.dtype)
-        frame: Any = sys._getframe(2)
-        inside = self._inside
-        while True:
-            code = frame.f_code
-            known = inside.get(code)
-            if known is None:
-                known = inside[code] = code.co_filename.startswith(_LIBRARY) or code.co_filename == _HERE
-            if not known or frame.f_back is None:
-                break
-            frame = frame.f_back
-        outer = frame.f_back
-        key = (code, frame.f_lasti, outer.f_code, outer.f_lasti) if outer is not None else (code, frame.f_lasti)
-        site = self._sites.get(key)
-        if site is None:
-            site = self._add_site(key, frame)
-        box = self._box
-        count = box.count
-        box.count = count + 1
-        slot = HEADER_BYTES + (count % box.capacity) * RECORD.size
-        RECORD.pack_into(
-            box.map,
-            slot,
-            time.time_ns(),
-            0,
-            elements,
-            seq,
-            site,
-            peer,
-            group,
-            op,
-            dtype,
-            p2p,
-            RUNNING,
-            box.count & 0xFFFFFFFF,
-        )
-        return slot
+    def _recorder(self) -> Callable[[int, int, int, int, int, Any], int]:
+        """What writes one record and gives the offset of its slot. Everybody pays for it with every operation: so it is a
+        closure (no attribute is looked up), and code objects are known by identity (to hash one takes as long as all the rest).
+        """
+        box, dtype_of, is_inside, site_of = self._box, self._dtypes.get, self._inside.get, self._sites.get
+        data, capacity = box.map, box.capacity
+        getframe, now_ns, pack, size = sys._getframe, time.time_ns, RECORD.pack_into, RECORD.size
+
+        def record(group: int, seq: int, op: int, p2p: int, peer: int, tensors: Any) -> int:
+            while type(tensors) is list or type(tensors) is tuple:
+                tensors = tensors[0] if tensors else None
+            elements = dtype = -1
+            if tensors is not None:
+                elements = tensors.numel()
+                dtype = dtype_of(kind := tensors.dtype, -1)
+                if dtype < 0:
+                    dtype = self._add_dtype(kind)
+            frame: Any = getframe(2)
+            while True:
+                code, outer = id(frame.f_code), frame.f_back
+                known = is_inside(code)
+                if known is None:
+                    known = self._add_code(frame.f_code)
+                if not known or outer is None:
+                    break
+                frame = outer
+            place = (code, frame.f_lasti, id(outer.f_code), outer.f_lasti) if outer else (code, frame.f_lasti)
+            site = site_of(place) or self._add_site(place, frame)
+            count = box.count
+            box.count = number = count + 1
+            slot: int = HEADER_BYTES + count % capacity * size
+            number &= 0xFFFFFFFF
+            pack(data, slot, now_ns(), 0, elements, seq, site, peer, group, op, dtype, p2p, RUNNING, number)
+            return slot
+
+        return record
 
     def _ended(self, slot: int, outcome: int) -> None:
         self._waits += 1
-        ENDED.pack_into(self._box.map, slot + ENDED_AT, time.time_ns())
-        self._box.map[slot + OUTCOME_AT] = outcome
+        ENDED.pack_into(self._map, slot + ENDED_AT, time.time_ns())
+        self._map[slot + OUTCOME_AT] = outcome
+
+    def _add_code(self, code: CodeType) -> bool:
+        """Whether a code object is torch's or ours."""
+        if len(self._codes) >= MAX_CODES:  # a program that makes code as it goes
+            self._codes.clear()
+            self._inside.clear()
+            self._sites.clear()
+        self._codes.append(code)  # as long as it lives, no other has its id
+        is_inside = self._inside[id(code)] = code.co_filename.startswith(_LIBRARY) or code.co_filename == _HERE
+        return is_inside
 
     def _add_group(self, group: Any) -> tuple[int, list[int], list[int], bool]:
         index = len(self._groups)
@@ -306,7 +308,10 @@ class Hooks:
         return index
 
     def _add_site(self, key: Any, frame: FrameType) -> int:
-        index = self._sites[key] = len(self._sites) + 1
+        self._num_sites += 1
+        index = self._sites[key] = self._num_sites
+        if frame.f_back is not None and id(frame.f_back.f_code) not in self._inside:
+            self._add_code(frame.f_back.f_code)  # the key names it
         stack: list[list[Any]] = []
         walker: FrameType | None = frame
         while walker is not None and len(stack) < MAX_STACK:

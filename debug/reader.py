@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titan_ckpt.debug.assembly import assemble
@@ -14,6 +12,7 @@ from titan_ckpt.debug.boxes import Box, RawBox
 from titan_ckpt.debug.discovery import Source, find_place, read_source, sources
 from titan_ckpt.debug.dumps import ParsedDump, parse_dump
 from titan_ckpt.debug.evidence import MAX_RANK, RankEvidence, Reading
+from titan_ckpt.debug.garbage import no_gc
 from titan_ckpt.debug.logs import (
     kind_of_error,
     looks_like_launcher,
@@ -48,7 +47,7 @@ def open_run(url: str, *, store: Store | None = None) -> Run:
     store, only = _open(url, store)
     place = find_place(store)
     reading = Reading(store=store)
-    with _no_gc():
+    with no_gc():
         found = [source for source in sources(store, place) if only is None or source.path == only]
         keep = _operations_per_box(found)
         tails = [source for source in found if keep and source.path.endswith(".box")]
@@ -59,7 +58,8 @@ def open_run(url: str, *, store: Store | None = None) -> Run:
                 _read(reading, source)
     if reading.num_evidence == 0:
         raise _nothing(store, reading, place.folders)
-    return assemble(reading, place.incident, place.incidents)
+    with no_gc():
+        return assemble(reading, place.incident, place.incidents)
 
 
 def _open(url: str, store: Store | None) -> tuple[Store, str | None]:
@@ -91,18 +91,6 @@ def _nothing(store: Store, reading: Reading, folders: tuple[str, ...]) -> TitanE
 def _reading_order(source: Source) -> tuple[bool, bool, bool, str]:
     """Sidecars first (they date the run); JSON twins after pickles (they hold less); launchers' logs after the ranks'."""
     return not source.stem.endswith(".sidecar"), source.suffix == ".json", source.rank is None, source.path
-
-
-@contextmanager
-def _no_gc() -> Iterator[None]:
-    """Millions of short-lived dicts: the cycle collector would take half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 MOST_BOX_OPERATIONS = 1 << 19

@@ -88,11 +88,11 @@ def _verdict(
 def _p2p_sizes(run: Run) -> Iterator[Verdict]:
     """The n-th send of a pair against the n-th receive, from the end where both rings are whole."""
     ranks = list(run.ranks)
-    senders = (block.owner[(block.table["p2p"] == SEND) & (block.table["peer"] >= 0)] for block in blocks(run.ranks))
+    sends = ((block, (block.table["p2p"] == SEND) & (block.table["peer"] >= 0)) for block in blocks(run.ranks))
+    senders = (block.owner[is_send] for block, is_send in sends if is_send.any())
     for rank in sorted({ranks[owner] for owners in senders for owner in np.unique(owners).tolist()}):
         table = run.ranks[rank].operations
-        sends = (table["p2p"] == SEND) & (table["peer"] >= 0)
-        for peer in np.unique(table["peer"][sends]).tolist():
+        for peer in np.unique(table["peer"][(table["p2p"] == SEND) & (table["peer"] >= 0)]).tolist():
             if peer not in run.ranks:
                 continue
             receives = _pair(run.ranks[peer].operations, RECV, rank)
@@ -108,12 +108,13 @@ def _pair(table: Array, direction: int, peer: int) -> list[int]:
 def _first_difference(
     run: Run, sender: int, sends: Sequence[int], receiver: int, receives: Sequence[int]
 ) -> tuple[Operation, Operation, bool, bool] | None:
-    by_seq = {int(run.ranks[receiver].operations["seq"][row]): row for row in receives}
+    theirs, ours = run.ranks[receiver].operations, run.ranks[sender].operations
+    by_seq = {(int(theirs["group"][row]), int(theirs["seq"][row])): row for row in receives}
     sent_history: list[str] = []
     received_history: list[str] = []
     for row in sends:
-        other = by_seq.get(int(run.ranks[sender].operations["seq"][row]))
-        if other is None:
+        other = by_seq.get((int(ours["group"][row]), int(ours["seq"][row])))
+        if other is None or ours["seq"][row] < 0:
             continue
         sent, received = run.operation(sender, row), run.operation(receiver, other)
         if sent.sizes and received.sizes and elements_of(sent.sizes) != elements_of(received.sizes):

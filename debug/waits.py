@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -74,25 +75,38 @@ def can_wait(state: Situation) -> bool:
 
 
 def _p2p_edges(run: Run, states: Mapping[int, Situation]) -> list[Edge]:
-    """Pending sends and receives whose peer has issued fewer of the other half."""
-    counts: Counter[tuple[int, int, int]] = Counter()
-    pending: list[tuple[int, int, int, int, int]] = []
+    """Pending sends and receives whose other half the peer has not issued."""
+    newest: dict[_Half, int] = {}
+    pending: dict[_Half, int] = {}
     ranks = np.fromiter(run.ranks, np.int64, len(run.ranks))
     for block in blocks(run.ranks):
-        places = np.flatnonzero(block.table["p2p"] != 0)
-        table, owner = block.table[places], ranks[block.owner[places]]
-        counts.update(zip(owner.tolist(), table["p2p"].tolist(), table["peer"].tolist(), strict=True))
-        open_ = _is_pending(table)
-        columns = (table[name][open_].tolist() for name in ("p2p", "peer", "group", "seq"))
-        pending.extend(zip(owner[open_].tolist(), *columns, strict=True))
-    edges = []
-    for rank, direction, peer, group, seq in pending:
-        other = RECV if direction == SEND else SEND
-        if peer not in run.ranks or not can_wait(states[rank]):
+        places = np.flatnonzero(block.table["p2p"])
+        if not len(places):
             continue
-        if counts[peer, other, rank] < counts[rank, direction, peer]:
-            edges.append(Edge(waiter=rank, awaited=peer, group=group, seq=seq, is_p2p=True))
-    return edges
+        table, owner = block.table[places], ranks[block.owner[places]]
+        columns = [owner, *(table[name] for name in ("p2p", "peer", "group", "seq")), _is_pending(table)]
+        for *half, seq, is_open in zip(*(column.tolist() for column in columns), strict=True):
+            key = (half[0], half[1], half[2], half[3])
+            newest[key] = max(seq, newest.get(key, seq))
+            if is_open:
+                pending[key] = min(seq, pending.get(key, seq))
+    return [
+        Edge(waiter=rank, awaited=peer, group=group, seq=seq, is_p2p=True)
+        for (rank, direction, peer, group), seq in pending.items()
+        if peer in run.ranks and can_wait(states[rank])
+        and not _is_issued((peer, RECV if direction == SEND else SEND, rank, group), seq, newest, pending)
+    ]  # fmt: skip
+
+
+_Half: TypeAlias = tuple[int, int, int, int]  # rank, direction, peer, group
+
+
+def _is_issued(other: _Half, seq: int, newest: Mapping[_Half, int], pending: Mapping[_Half, int]) -> bool:
+    """Whether message `seq` of a pair is among the other side's; where a full ring has lost the numbers, whether one of its
+    halves is pending too."""
+    if seq > 0 and newest.get(other, 0) >= 0:
+        return newest.get(other, 0) >= seq
+    return other in pending
 
 
 def pending_p2p(run: Run, rank: int) -> list[int]:

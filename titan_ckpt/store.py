@@ -292,10 +292,12 @@ class FileStore(Store):
             elif not entry.name.startswith(TEMPORARY_PREFIX):
                 path = prefix + entry.name
                 try:
-                    with _os_errors(self.where(path)):
-                        info = entry.stat()
-                except NotFoundError:
+                    info = entry.stat()
+                except FileNotFoundError:
                     continue
+                except OSError:
+                    with _os_errors(self.where(path)):
+                        raise
                 if stat.S_ISREG(info.st_mode):
                     yield _entry(path, info)
         for entry in subfolders:
@@ -360,8 +362,11 @@ class _OpenFile:
         os.close(self._descriptor)
 
     def __call__(self, start: int, length: int) -> bytes:
-        with _os_errors(self._store.where(self._path)):
+        try:
             data = os.pread(self._descriptor, max(length, 0), start)
+        except OSError:
+            with _os_errors(self._store.where(self._path)):
+                raise
         if len(data) >= length:
             return data
         return Store.read(self._store, self._path, start, length)  # in parts, or the error that says where it ends
