@@ -145,6 +145,21 @@ def test_a_job_loses_an_agent_goes_on_and_takes_it_back_with_every_sample_in_ord
     assert all(tokens == step * 6 * 256 for step, tokens in samples.items())
 
 
+@pytest.mark.dist
+def test_a_node_that_is_asked_to_go_commits_and_the_others_go_on_without_it(tmp_path: Path, agents: Agents) -> None:
+    run = tmp_path / "run"
+    staying, leaving = agents.start(), agents.start()
+    agents.wait_for(_has_come_to(run, EVERY + 5, attempt=0), "training on two agents")
+    leaving.terminate()
+    agents.wait_for(lambda: staying.poll() is not None, "the end")
+    assert staying.returncode == 0, agents.output()
+    assert leaving.wait(LIMIT_S) != 0
+
+    (before_ranks, before), (after_ranks, after) = _attempts(run)
+    assert (before_ranks, after_ranks) == (2, 1)
+    assert before + after == list(range(1, 241))  # nothing is made twice: it was saved on the way out
+
+
 def _train(*sets: str, nproc: int) -> None:
     arguments = [part for text in sets for part in ("--set", text)]
     job = subprocess.run(

@@ -30,7 +30,7 @@ from titan_ckpt.units import format_size, parse_size
 EPILOG = """\
 The mesh decides how many ranks are started; with mesh.dp_shard = -1 it is --nproc, or one per accelerator. Under torchrun nothing
 is started. SIGTERM and SIGINT: a last checkpoint is committed, then exit code 130
-(0 under torchrun, which counts any other as a failure).
+(under torchrun 0, since it counts any other as a failure; but 130 on nodes that were not asked to stop, so that they go on).
 
 examples:
   titan-ckpt train configs/tiny.toml --set save.url=s3://bucket/run --set save.every=20
@@ -146,12 +146,16 @@ class ProgressLine:
 
 
 def run_as_rank(resolved: Resolved[TrainConfig]) -> int:
-    """This process is one rank; an error is left for the launcher, which speaks for all."""
+    """This process is one rank; an error is left for the launcher, which speaks for all.
+
+    Where a signal came to other ranks alone, whose node goes, this one ends with 130 under torchrun: its own agent, which nobody
+    asked to stop, then forms the job again without that node.
+    """
     place = RankPlace.from_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
     try:
-        run_rank(resolved.config, place)
+        outcome = run_rank(resolved.config, place)
     except Exception as error:
         folder = run_folder(resolved.config.log.folder, resolved.config.save.url)
         record = write_error(folder, place.rank, error)
@@ -161,7 +165,7 @@ def run_as_rank(resolved: Resolved[TrainConfig]) -> int:
             sys.stderr.write(f"titan-ckpt: error: rank {place.rank}: {error}\n")
             _leave(record.exit_code)
         raise
-    return 0
+    return 130 if outcome.is_of_another and not is_launched_here() else 0
 
 
 def _leave(exit_code: int) -> None:

@@ -26,6 +26,7 @@ class Outcome:
     step: int
     committed_step: int | None
     loss: float | None
+    is_of_another: bool = False  # ended by a signal that came to another rank alone
 
 
 @dataclass(slots=True, kw_only=True)

@@ -195,7 +195,10 @@ class Loop:
             job.saver.wait()
             committed = job.saver.metrics().last_committed_step
         self._side.shutdown()
-        outcome = Outcome(reason=reason, step=self.progress.step, committed_step=committed, loss=self.loss)
+        outcome = Outcome(
+            reason=reason, step=self.progress.step, committed_step=committed, loss=self.loss,
+            is_of_another=stop == SIGNAL and not job.stop.name,
+        )  # fmt: skip
         job.metrics.event("end", reason=reason, step=outcome.step, committed_step=committed, loss=self.loss)
         log.info(
             "%s at step %d; %s",
