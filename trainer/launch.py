@@ -182,6 +182,13 @@ def _explain(failed: ChildFailedError, folder: RunFolder) -> TitanError:
     killed = _killed(failed.failures)
     if errors and (errors[0].blame[0] < 2 or not killed):
         return _as_error(errors[0], folder)
+    if (
+        errors and "timed out" in errors[0].message.lower()
+    ):  # nobody had died: who was killed had not reacted to the agent
+        ranks = ", ".join(str(rank) for rank, _ in killed)
+        return _as_error(
+            errors[0], folder, f"; rank {ranks} did not answer: `titan-ckpt debug {folder.root}` says where it stood"
+        )
     if killed:
         rank, name = killed[0]
         hint = " (often: out of memory)" if name == "SIGKILL" else ""
@@ -202,13 +209,13 @@ def _killed(failures: dict[int, Any]) -> list[tuple[int, str]]:
     return [(r, signal.Signals(-f.exitcode).name) for r, f in ours if f.exitcode < 0 and -f.exitcode != signal.SIGTERM]
 
 
-def _as_error(error: RankError, folder: RunFolder) -> TitanError:
+def _as_error(error: RankError, folder: RunFolder, more: str = "") -> TitanError:
     if error.is_ours:
         text = error.message
     else:
         first = error.message.strip().splitlines()[0]
         text = f"rank {error.rank} failed: {error.kind}: {first}; the traceback is in {folder.log(error.rank)}"
-    shown = RanksFailedError(error, text)
+    shown = RanksFailedError(error, text + more)
     shown.exit_code = error.exit_code  # type: ignore[misc]  # the rank's own code is what the job exits with
     return shown
 

@@ -331,10 +331,10 @@ def _fetch_metrics(url: str, folder: RunFolder, path: str) -> None:
 
 
 def _write_trace(phases: Phases, agreement: Agreement, place: RankPlace, mesh: MeshSpec, folder: RunFolder) -> None:
-    """The phases of all ranks as one file, by rank 0."""
+    """The phases of all ranks as one file, by rank 0; a run that goes on after the steps leaves the file as it is."""
     name = describe_rank(mesh, place.rank)
     gathered = agreement.gathered(trace_events(phases.spans, rank=place.rank, name=name))
-    if place.rank == 0:
+    if place.rank == 0 and phases.spans:
         write_trace(folder.file(TRACE), [event for events in gathered for event in events])
         log.info("trace of steps %d to %d: %s", phases.steps.start, phases.steps.stop - 1, folder.file(TRACE))
 
