@@ -55,6 +55,10 @@ def test_every_block_of_the_tutorial_runs_and_prints_what_it_shows(
     assert run(TUTORIAL, tmp_path, s3_environment) >= 8
 
 
+def test_the_page_on_neighbours_prints_what_it_shows(tmp_path: Path) -> None:
+    assert run(ROOT / "docs" / "neighbours.md", tmp_path, {}) == 1
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_of_a_block_exists(page: Path) -> None:
     for block in blocks(page):
