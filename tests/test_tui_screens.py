@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pty
 import re
-import select
-import subprocess
-import sys
-import time
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +13,7 @@ import torch
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from tests.screen_texts import screen_text
 from titan_ckpt.debug.records import Heartbeat
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.save import Saver
@@ -273,21 +268,49 @@ def test_a_filter_is_ranks_or_a_level_or_a_pattern() -> None:
     assert parse_filter("loss=nan").pattern == "loss=nan"
 
 
-def test_the_program_starts_in_a_real_terminal_and_quits(tmp_path: Path) -> None:
-    master, slave = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
-    command = [sys.executable, "-m", "titan_ckpt", "tui", str(FIXTURES / "skip")]
-    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=tmp_path) as process:
-        os.close(slave)
-        seen, deadline = b"", time.monotonic() + 60
-        while b"SKIPPED_COLLECTIVE" not in seen and time.monotonic() < deadline:
-            if select.select([master], [], [], 1)[0]:
-                seen += os.read(master, 65536)
-        os.write(master, b"q")
-        with contextlib.suppress(OSError):  # the terminal is gone when the program is
-            while process.poll() is None and time.monotonic() < deadline:
-                if select.select([master], [], [], 0.1)[0]:
-                    os.read(master, 65536)
-        assert process.wait(10) == 0
-    os.close(master)
-    assert b"SKIPPED_COLLECTIVE" in seen
+async def test_damaged_files_are_said_where_they_belong_and_the_rest_is_shown(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "skip", tmp_path / "job")
+    (tmp_path / "job" / "rank_1").write_bytes(b"\x80\x04cut")
+    (tmp_path / "job" / "rank_1.log.gz").write_bytes(b"not packed at all")
+    (tmp_path / "job" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n\x00\x00{"step"\n')
+    (tmp_path / "job" / "step-00000007").mkdir()
+    (tmp_path / "job" / "step-00000007" / "COMMIT.json").write_text('{"format": ')
+    app = TitanApp(find_content(str(tmp_path / "job")))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        assert "1 damaged" in shown(app)
+        assert "rank_1.log.gz: damaged" in shown(app)
+        assert "COMMIT.json: not JSON" in await press(app, pilot, "7")
+        await press(app, pilot, "j", "enter")
+        assert "not JSON" in shown(app)
+        assert "1 damaged lines left out" in await press(app, pilot, "8")
+        assert "1 unreadable" in await press(app, pilot, "5")
+        assert "! not readable: rank_1.log.gz: damaged" in screen_text(app)
+
+
+@pytest.mark.parametrize("content", [[], ["notes.md"], ["empty/"]])
+def test_a_folder_without_evidence_is_one_error_that_says_what_it_holds(tmp_path: Path, content: list[str]) -> None:
+    for name in content:
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_text("x")
+    with pytest.raises(NotFoundError, match=f"holds {content[0]}" if content else "it is empty or does not exist"):
+        find_content(str(tmp_path))
+
+
+async def test_a_narrow_window_is_painted_too(incident: TitanApp) -> None:
+    async with incident.run_test(size=(12, 6)) as pilot:
+        await settled(incident, pilot)
+        for number in "12345678":
+            await press(incident, pilot, number)
+        assert incident.return_code is None
+
+
+async def test_what_is_not_there_is_said_with_where_it_would_be(incident: TitanApp, run: TitanApp) -> None:
+    async with incident.run_test(size=(80, 24)) as pilot:
+        await settled(incident, pilot)
+        assert "what save.url named" in (await press(incident, pilot, "7")).replace("\n", " ")
+        assert "logs/metrics.jsonl" in await press(incident, pilot, "8")
+    async with run.run_test(size=(80, 24)) as pilot:
+        await settled(run, pilot)
+        for number in "12346":
+            assert "titan-ckpt debug collect" in (await press(run, pilot, number)).replace("\n", " ")
+        assert "rank_00003.log" in await press(run, pilot, "5")

@@ -252,8 +252,8 @@ class TitanApp(App[None]):
         self.query_one("#tabs", Static).update(" ".join(names))
 
     def on_resize(self) -> None:
-        self._paint_tabs()
-        self._paint_status()
+        self.call_later(self._paint_tabs)  # later: the new size is not known yet
+        self.call_later(self._paint_status)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:  # noqa: ARG002 (Textual's)
         """The palette: every screen and every key of all screens."""

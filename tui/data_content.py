@@ -106,8 +106,11 @@ def _logs(found: Iterable[Source]) -> tuple[LogFile, ...]:
 
 
 def _nothing_here(store: Store, folders: list[str]) -> StoreError:
-    some = ", ".join(itertools.islice(folders, 5))
-    seen = f"it holds the folders {some}" if some else "it is empty or does not exist"
+    names = [
+        *(f"{name}/" for name in itertools.islice(folders, 5)),
+        *(e.path for e in itertools.islice(store.list(""), 3)),
+    ]
+    seen = f"it holds {', '.join(names[:5])}" if names else "it is empty or does not exist"
     return NotFoundError(
         f"{redact(str(store))}: neither a run nor an incident: no step folder, dump, stack, log or metrics.jsonl ({seen}). "
         "Give a run's URL (what save.url named), an incident folder, or a folder of Flight Recorder dumps or logs"

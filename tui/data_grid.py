@@ -81,6 +81,7 @@ def build_grid(run: Run, lane: Lane) -> Grid:
 def _states(run: Run, lane: Lane) -> Codes:
     codes = np.zeros(lane.row.shape, np.uint8)
     columns = np.arange(lane.row.shape[1])
+    is_known = lane.row.max(axis=0, initial=-1) >= 0  # what no rank recorded (C++ issued it) is absent on none
     for i, rank in enumerate(lane.members):
         row = lane.row[i]
         seen = row >= 0
@@ -90,7 +91,7 @@ def _states(run: Run, lane: Lane) -> Codes:
         codes[i, seen] = np.where(is_done, DONE, open_)
         first = int(columns[seen][0]) if seen.any() else 0
         missing = SILENT if lane.is_silent[i] else ABSENT
-        codes[i, ~seen & (columns >= first)] = missing
+        codes[i, ~seen & is_known & (columns >= first)] = missing
         if lane.last[i] >= 0 and not lane.done[i]:
             codes[i, int(lane.last[i]) - lane.first_seq] = max(
                 PENDING, int(codes[i, int(lane.last[i]) - lane.first_seq])

@@ -99,13 +99,14 @@ class LineView(ScrollView, can_focus=True):
         return max(self.scrollable_content_region.width - len(MARK), 8)
 
     def render_line(self, y: int) -> Strip:
+        """A line; every part has a style, for what makes colours grey (NO_COLOR) takes none without."""
         width = self.scrollable_content_region.width
         index = self.scroll_offset.y + y
         if index >= len(self.rows):
-            return Strip.blank(width)
+            return Strip.blank(width, STYLES[""])
         is_cursor = index == self.cursor
         body = Strip(segments_of(self.rows.row(index, self.line_width)))
-        body = body.crop(self.shift, self.shift + width - len(MARK)).adjust_cell_length(width - len(MARK))
+        body = body.crop(self.shift, self.shift + width - len(MARK)).adjust_cell_length(width - len(MARK), STYLES[""])
         strip = Strip([Segment(MARK if is_cursor else NO_MARK, STYLES["bold"]), *body])
         return strip.apply_style(CURSOR) if is_cursor else strip
 

@@ -134,7 +134,7 @@ def current_seq(session: Session, incident: Incident) -> int:
     last = lane.first_seq + lane.row.shape[1] - 1
     if session.seq is not None:
         return int(max(lane.first_seq, min(session.seq, last)))
-    missing = np.flatnonzero((lane.row < 0).any(axis=0))
+    missing = np.flatnonzero((lane.row.min(axis=0) < 0) & (lane.row.max(axis=0) >= 0))
     return lane.first_seq + int(missing[-1]) if len(missing) else int(last)
 
 
@@ -147,7 +147,8 @@ class CollectiveRows:
         self._session, self._incident, self._members = session, incident, lane.members
         self._at, signature = lane.row[:, column], lane.signature[:, column]
         self._is_other = (signature >= 0) & (signature != usual_signature(signature))
-        self._problems = np.flatnonzero(self._is_other | (self._at < 0)) + 1
+        self._is_recorded = bool((self._at >= 0).any())
+        self._problems = np.flatnonzero(self._is_other | ((self._at < 0) & self._is_recorded)) + 1
         tables = (
             (incident.run.ranks[rank].operations, int(at)) for rank, at in zip(lane.members, self._at, strict=True)
         )
@@ -167,6 +168,8 @@ class CollectiveRows:
             return self._tail[place - len(self._members)]
         rank, at = self._members[place], int(self._at[place])
         op = self._incident.run.operation(rank, at) if at >= 0 else None
+        if not self._is_recorded:
+            return row(f" {rank:>5}  not recorded on any rank", target=Target(screen=6, rank=rank))
         return _rank_row(self._session, self._incident, rank, op, self._first_ns, bool(self._is_other[place]), width)
 
     def next_problem(self, index: int, direction: int) -> int | None:

@@ -41,7 +41,7 @@ def overview_rows(session: Session, width: int) -> Iterator[Row]:
     if incident is None:
         yield from Pane.absent_rows(session.incident, NO_INCIDENT, width)
         yield row()
-        yield from _data_rows(session)
+        yield from _data_rows(session, width)
         return
     yield from _verdict_rows(incident.top, width)
     yield row()
@@ -50,7 +50,7 @@ def overview_rows(session: Session, width: int) -> Iterator[Row]:
     yield from _why_rows(incident, width)
     yield from _other_rows(incident, width)
     yield row()
-    yield from _data_rows(session)
+    yield from _data_rows(session, width)
     yield from _flag_rows(incident.run, width)
 
 
@@ -60,7 +60,8 @@ def _verdict_rows(top: Verdict, width: int) -> Iterator[Row]:
     target = _operation(top)
     facts = [f"confidence {top.confidence:.0%}"]
     facts += [f"step {top.step}"] if top.step is not None else []
-    facts += [f"culprit: rank {ranks_text(top.culprits)}"] if top.culprits else []
+    many = "s" if len(top.culprits) > 1 else ""
+    facts += [f"culprit{many}: rank{many} {ranks_text(top.culprits)}"] if top.culprits else []
     yield row((name, role), ("   " + " · ".join(facts), ""), target=target, is_problem=role != "good")
     for line in wrapped(top.headline, width):
         yield row((line, "bold"), target=target)
@@ -133,7 +134,7 @@ def _other_rows(incident: Incident, width: int) -> Iterator[Row]:
             yield row(line, target=_operation(other))
 
 
-def _data_rows(session: Session) -> Iterator[Row]:
+def _data_rows(session: Session, width: int) -> Iterator[Row]:
     yield head("what there is")
     incident = session.incident.value
     if incident is not None:
@@ -155,7 +156,8 @@ def _data_rows(session: Session) -> Iterator[Row]:
             target=Target(screen=5),
         )
         for path, problem in logs.value.problems:
-            yield row(("  ! ", "bad"), f"{path}: {problem}", is_problem=True)
+            for i, line in enumerate(wrapped(problem if path in problem else f"{path}: {problem}", width - 6, "  ")):
+                yield row(("    ! " if i == 0 else "      ", "bad"), line, is_problem=i == 0, target=Target(screen=5))
     else:
         yield row(("  log lines: " + logs.text, "dim"))
     if metrics.value is not None:
