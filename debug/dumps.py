@@ -17,6 +17,7 @@ import numpy as np
 
 from titan_ckpt.debug.evidence import MAX_RANK
 from titan_ckpt.debug.interning import Interner
+from titan_ckpt.debug.pairs import settle_pairs
 from titan_ckpt.debug.records import COMPLETED, OPERATION, RECV, SCHEDULED, SEND, STARTED, Array, Group
 from titan_ckpt.debug.safe_pickle import looks_like_pickle, plain_loads
 
@@ -48,10 +49,13 @@ def parse_dump(data: bytes, rank: int, interner: Interner) -> ParsedDump:
         raise ValueError("holds no Flight Recorder dump (neither `entries` nor `version`)")
     if len(entries) > MAX_ENTRIES:
         raise ValueError(f"{len(entries)} entries; no ring is larger than {MAX_ENTRIES}")
-    configured = _configured_groups(raw.get("pg_config"))
+    configured = _configured_groups(raw.get("pg_config"), interner)
     try:
         operations, used = _columns(entries, rank, configured, interner)
         first = int(entries[0].get("record_id", 0)) if entries else 0
+        if (operations["p2p"] != 0).any():
+            number = _numbers([entry.get("p2p_seq_id") for entry in entries])
+            operations = settle_pairs(operations, number, _batches(entries), is_whole=first == 0)
     except (TypeError, KeyError, AttributeError, OverflowError, IndexError) as error:
         raise ValueError(f"an entry is not as a dump's should be: {type(error).__name__}: {error}") from error
     return ParsedDump(
@@ -64,6 +68,13 @@ def parse_dump(data: bytes, rank: int, interner: Interner) -> ParsedDump:
     )
 
 
+def _batches(entries: Sequence[Mapping[str, Any]]) -> Array:
+    """Which entries stand for a whole batch of sends and receives."""
+    return np.array(
+        [bool(e.get("is_p2p")) and str(e.get("profiling_name")).endswith(":coalesced") for e in entries], bool
+    )
+
+
 def _parse_json(data: bytes) -> Any:
     try:
         return json.loads(data)
@@ -71,13 +82,13 @@ def _parse_json(data: bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def _configured_groups(raw: Any) -> dict[str, Group]:
+def _configured_groups(raw: Any, interner: Interner) -> dict[str, Group]:
     """pg_config by group name; members as a tuple. What is not understood is dropped."""
     groups: dict[str, Group] = {}
     for key, value in raw.items() if isinstance(raw, dict) else ():
         if isinstance(value, dict):
             name = str(value.get("name") or key)[:200]
-            members = _members(value.get("ranks"))
+            members = interner.members(value.get("ranks"), _members)
             groups[name] = Group(name=name, description=str(value.get("desc", ""))[:200], members=members)
     return groups
 

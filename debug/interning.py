@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from titan_ckpt.debug.records import Frame, Group, Names
@@ -44,6 +44,7 @@ class Interner:
         self.dtypes = Table("", MAX_NAMES)
         self.frames = Table((), 1 << 24)
         self._files: dict[str, str] = {}
+        self._members: dict[Hashable, tuple[int, ...]] = {}
         self.groups: list[Group] = []
         self._groups: dict[Group, int] = {}
 
@@ -54,6 +55,17 @@ class Interner:
             position = self._groups[group] = len(self.groups)
             self.groups.append(group)
         return position
+
+    def members(self, ranks: Any, parse: Callable[[Any], tuple[int, ...]]) -> tuple[int, ...]:
+        """`parse(ranks)`, once per distinct text or list: every dump spells all members out, which is the square of them."""
+        key = tuple(ranks) if isinstance(ranks, list) else ranks
+        try:
+            known = self._members.get(key)
+        except TypeError:  # not even hashable: not a list of ranks
+            return parse(ranks)
+        if known is None:
+            known = self._members[key] = parse(ranks)
+        return known
 
     def op(self, name: str) -> int:
         return self.ops.add(name, name[:MAX_TEXT])
