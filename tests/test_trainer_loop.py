@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import itertools
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +28,12 @@ from titan_ckpt.checkpoint import list_checkpoints, open_checkpoint
 from titan_ckpt.cli import main
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.store import open_store
+from titan_ckpt.trainer.garbage import Collector
 from titan_ckpt.trainer.logs import RankLogging
 from titan_ckpt.trainer.metrics import flops_per_token
 from titan_ckpt.trainer.model import ModelConfig
+from titan_ckpt.trainer.parallelized import Parallelized
+from titan_ckpt.trainer.signals import StopRequest
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "debug.toml")
 LIMIT_S = 120.0
@@ -152,6 +160,100 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(
     assert re.search(r"error: step \d: the gradient norm is (nan|inf)", error)
     assert "the last checkpoint is of step" in error
     assert "Traceback" in (tmp_path / "logs" / "rank_00000.log").read_text()
+
+
+@pytest.fixture
+def bad_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes the gradient of the n-th step from now infinite."""
+
+    def arrange(number: int) -> None:
+        true_norm, calls = Parallelized.clip_grad_norm, itertools.count(1)
+
+        def norm(self: Parallelized, max_norm: float) -> torch.Tensor:
+            found = true_norm(self, max_norm)
+            return torch.tensor(math.inf) if next(calls) == number else found
+
+        monkeypatch.setattr(Parallelized, "clip_grad_norm", norm)
+
+    return arrange
+
+
+def test_a_step_that_is_not_finite_is_left_out_where_asked_and_counted_across_restarts(
+    tmp_path: Path, cache: str, bad_step: Callable[[int], None]
+) -> None:
+    bad_step(2)
+    assert _train(cache, tmp_path, "optimizer.not_finite=skip", "train.steps=3", "save.every=1") == 0
+    assert [record["skipped_steps"] for record in _events(tmp_path)] == [0, 1, 1]
+    assert _changed_between(tmp_path, 1, 2) == []
+    assert _changed_between(tmp_path, 2, 3) != []
+    assert _train(cache, tmp_path, "optimizer.not_finite=skip", "train.steps=4") == 0
+    assert _events(tmp_path)[-1]["skipped_steps"] == 1
+
+
+def test_too_many_steps_left_out_in_a_row_end_the_run(
+    tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skip = ("optimizer.not_finite=skip", "optimizer.max_skipped=2", "train.steps=20")
+    assert _train(cache, tmp_path, "optimizer.lr=1e30", "optimizer.warmup_steps=0", *skip) == 3
+    error = capsys.readouterr().err
+    assert re.search(
+        r"error: step \d+: the gradient norm is (nan|inf); samples \d+ and following, 2 steps before it too", error
+    )
+    assert _events(tmp_path)[-1]["skipped_steps"] == 2
+
+
+def test_documents_that_do_not_see_each_other_are_another_loss(tmp_path: Path, cache: str) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(300):
+        (tmp_path / "data" / f"{number}.txt").write_text(f"file {number} " * 3)
+    sets = (f"data.source={tmp_path}/data", "train.steps=2", "data.seq_len=128")
+    assert _train(cache, tmp_path / "seen", *sets) == 0
+    assert _train(cache, tmp_path / "hidden", *sets, "data.document_masks=true") == 0
+    seen, hidden = _losses(tmp_path / "seen"), _losses(tmp_path / "hidden")
+    assert seen[1] != hidden[1]
+    assert seen == pytest.approx(hidden, rel=0.05)
+
+
+def test_changed_settings_are_told_when_a_run_goes_on(tmp_path: Path, cache: str) -> None:
+    assert _train(cache, tmp_path, "train.steps=2") == 0
+    assert _train(cache, tmp_path, "train.steps=4", "optimizer.schedule=linear", "optimizer.lr=1e-3") == 0
+    log_text = (tmp_path / "logs" / "rank_00000.log").read_text()
+    assert "optimizer.lr: 0.003 -> 0.001, optimizer.schedule: cosine -> linear, train.steps: 2 -> 4" in log_text
+    assert _events(tmp_path)[-1]["lr"] == pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))
+
+
+def test_what_is_late_after_its_grace_is_told_what_ran_out() -> None:
+    told: list[str] = []
+    late = threading.Event()
+
+    def end(what: str) -> None:
+        told.append(what)
+        late.set()
+
+    with StopRequest(grace_s=0.01, on_late=end) as stop:
+        stop.request(signal.SIGTERM)
+        assert late.wait(LIMIT_S)
+    with StopRequest(max_seconds=0.01, grace_s=0.01, on_late=end):
+        late.clear()
+        assert late.wait(LIMIT_S)
+    assert told == ["SIGTERM and then save.grace_s = 0.01", "train.max_seconds = 0.01 and then save.grace_s = 0.01"]
+
+
+def test_garbage_is_collected_at_chosen_steps_only() -> None:
+    class Ring:
+        def __init__(self) -> None:
+            self.me = self
+
+    with Collector(3) as collector:
+        assert not gc.isenabled()
+        gone = weakref.ref(Ring())
+        collector.after(2)
+        assert gone() is not None
+        collector.after(3)
+        assert gone() is None
+    assert gc.isenabled()
+    with Collector(0):
+        assert gc.isenabled()
 
 
 def test_held_out_loss_is_measured_at_intervals(tmp_path: Path, cache: str) -> None:
@@ -283,6 +385,13 @@ def test_on_a_terminal_a_bar_stays_below_the_log(tmp_path: Path) -> None:
         assert other.bar is None
 
 
+def _changed_between(url: Path, first: int, last: int) -> list[str]:
+    """The weights that differ."""
+    before, after = (open_checkpoint(str(url), step=step) for step in (first, last))
+    names = [tensor.fqn for tensor in before.manifest.tensors if tensor.fqn.startswith("model.")]
+    return [name for name in names if not torch.equal(before.read(name), after.read(name))]
+
+
 def _changed(url: Path) -> dict[str, bool]:
     """Whether each weight differs between steps 1 and 3."""
     first, last = (open_checkpoint(str(url), step=step) for step in (1, 3))
@@ -346,16 +455,67 @@ def _has_step(folder: Path, step: int) -> Callable[[], bool]:
 
 
 @pytest.mark.dist
-def test_two_ranks_train_save_and_go_on_as_one(tmp_path: Path, cache: str) -> None:
-    two = _arguments(
-        cache, tmp_path / "run", "mesh.dp_shard=2", "train.steps=10", "save.every=5", "train.step_timeout_s=60.0"
-    )
-    job = _start(two, tmp_path)
+@pytest.mark.parametrize(
+    ("mesh", "model", "who"),
+    [
+        (("mesh.dp_shard=2",), (), "rank 1 dp_shard1"),
+        (("mesh.pp=2", "mesh.dp_shard=1", "train.microbatch_size=2"), ("model.tied_embeddings=true",), "rank 1 pp1"),
+    ],
+    ids=["fsdp", "pipeline with tied embeddings"],
+)
+def test_two_ranks_train_save_and_go_on_as_one(
+    mesh: tuple[str, ...], model: tuple[str, ...], who: str, tmp_path: Path, cache: str
+) -> None:
+    sets = (*mesh, *model, "train.steps=10", "save.every=5", "train.step_timeout_s=60.0")
+    job = _start(_arguments(cache, tmp_path / "run", *sets), tmp_path)
     assert job.wait(LIMIT_S) == 0, (tmp_path / "stderr").read_text()
-    assert "[rank 1 dp_shard1]" in (tmp_path / "run" / "logs" / "rank_00001.log").read_text()
-    assert _train(cache, tmp_path / "one", f"resume.from={tmp_path}/run@5") == 0
+    assert f"[{who}]" in (tmp_path / "run" / "logs" / "rank_00001.log").read_text()
+    assert _train(cache, tmp_path / "one", *model, f"resume.from={tmp_path}/run@5") == 0
     whole, resumed = _losses(tmp_path / "run"), _losses(tmp_path / "one")
     assert resumed == pytest.approx({step: whole[step] for step in range(6, 11)}, rel=2e-4)
+
+
+@pytest.mark.dist
+def test_ranks_copy_every_commit_to_the_mirror_and_go_on_from_it(tmp_path: Path, cache: str) -> None:
+    sets = ("mesh.dp_shard=2", f"save.mirror={tmp_path}/safe", "save.every=2", "log.trace_steps=[1, 2]")
+    for steps in (4, 6):
+        job = _start(_arguments(cache, tmp_path / "fast", *sets, f"train.steps={steps}"), tmp_path)
+        assert job.wait(LIMIT_S) == 0, (tmp_path / "stderr").read_text()
+        assert open_checkpoint(str(tmp_path / "safe")).step == steps
+        shutil.rmtree(tmp_path / "fast" / f"step-{steps:08d}")
+    assert [record["step"] for record in _events(tmp_path / "fast", "start")] == [0, 4]
+    events = json.loads((tmp_path / "fast" / "logs" / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
+
+
+def _pid(folder: Path, rank: int) -> int:
+    sidecar = next((folder / "debug").glob(f"*/rank_{rank:05d}.sidecar.json"))
+    return int(json.loads(sidecar.read_text())["pid"])
+
+
+@pytest.mark.dist
+def test_a_rank_that_stops_is_noticed_within_the_time_of_a_step_and_not_of_the_first_one(
+    tmp_path: Path, cache: str
+) -> None:
+    limits = ("train.init_timeout_s=600.0", "train.step_timeout_s=2.0", "save.grace_s=0.1")
+    job = _start(_arguments(cache, tmp_path / "run", "mesh.dp_shard=2", "train.steps=100000", *limits), tmp_path)
+    _wait_for(_has_step(tmp_path / "run", 3), job)
+    os.kill(_pid(tmp_path / "run", 1), signal.SIGSTOP)
+    assert job.wait(LIMIT_S) == 3
+    error = (tmp_path / "stderr").read_text()
+    assert "rank 0 failed: RuntimeError" in error
+    assert "rank 1 did not answer: `titan-ckpt debug" in error
+
+
+@pytest.mark.dist
+def test_a_last_checkpoint_that_takes_longer_than_its_grace_ends_with_an_error(tmp_path: Path, cache: str) -> None:
+    sets = ("mesh.dp_shard=2", "train.steps=100000", "save.grace_s=0.5")
+    job = _start(_arguments(cache, tmp_path / "run", *sets), tmp_path)
+    _wait_for(_has_step(tmp_path / "run", 3), job)
+    os.kill(_pid(tmp_path / "run", 1), signal.SIGSTOP)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(LIMIT_S) == 3
+    assert "rank 0 had not ended: SIGTERM and then save.grace_s = 0.5 s are over" in (tmp_path / "stderr").read_text()
 
 
 @pytest.mark.dist
