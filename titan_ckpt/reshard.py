@@ -17,23 +17,23 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import xxhash
 
 import titan_ckpt
 from titan_ckpt.blob import frame
 from titan_ckpt.checkpoint import FULL, MODEL, Checkpoint, open_checkpoint
 from titan_ckpt.commit import find_commit, write_commit
 from titan_ckpt.decoded import decoded
-from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, StoreError, UsageError
+from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, UsageError
 from titan_ckpt.execute import Budget, Execution, FileResult, Traffic
 from titan_ckpt.index import DIGEST_BYTES, RAW, FileEntry, Manifest, ObjectEntry
-from titan_ckpt.layout import ASSETS, data_file, is_attempt, new_attempt, step_folder
+from titan_ckpt.layout import ASSETS, data_file, step_folder
 from titan_ckpt.location import is_inside
 from titan_ckpt.manifest import digest
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.metadata import dcp_metadata
 from titan_ckpt.placement import Box
 from titan_ckpt.plan import Literal, Region, Segment, Source, SourceTensor, TargetFile, Wave, source_of
+from titan_ckpt.reshard_job import JobFiles, Workers
 from titan_ckpt.rules import Rule
 from titan_ckpt.select import Selection, select
 from titan_ckpt.store import FileStore, Store, open_store
@@ -41,11 +41,9 @@ from titan_ckpt.target import Placed, Placer, Target, check_complete, lay_out, s
 from titan_ckpt.units import format_size
 from titan_ckpt.waves import group_ranks, spread
 
-JOB = "reshard.json"
 DEFAULT_MEMORY = 512_000_000
 _ANY_ATTEMPT = "a-00000000T000000Z-00000000"
 _OBJECT = "object:"
-_VERIFY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,16 +153,6 @@ def plan_reshard(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workers:
-    """This process among those that share a job through the target store alone."""
-
-    count: int = 1
-    index: int = 0
-    poll_s: float = 0.5
-    patience_s: float = 1800.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardReport:
     """What a run did. `checkpoint` is None on workers that do not commit; `kept_files` were whole from an earlier run."""
 
@@ -197,11 +185,12 @@ def run_plan(
     budget = Budget.of(memory_bytes, store, num_files=-(-len(plan.target.ranks_with_files()) // workers.count))
     check_destination(plan, url, store)
     mine = spread(plan.waves(budget.max_open_files), workers.count, workers.index)
-    attempt = _found_attempt(plan, store)
-    finished = _finished(plan, store, attempt, [rank for wave in mine for rank in wave]) if attempt else {}
+    files = JobFiles(store, plan.step, plan.job)
+    attempt = files.found()
+    finished = files.finished(attempt, [rank for wave in mine for rank in wave]) if attempt else {}
     todo = [[rank for rank in wave if rank not in finished] for wave in mine]
     _check_space(plan, store, [rank for wave in todo for rank in wave])
-    attempt = attempt or _begun_attempt(plan, store, workers)
+    attempt = attempt or files.begun(workers, {"source": str(plan.checkpoint), "mesh": str(plan.target.mesh)})
     before = _versions(plan)
     execution = Execution(
         source=plan.source, source_store=plan.checkpoint.store, target_store=store, budget=budget, is_checked=is_checked,
@@ -209,9 +198,9 @@ def run_plan(
     )  # fmt: skip
     for results in execution.run(plan.wave(ranks, attempt) for ranks in todo if ranks):
         for result in results:
-            store.write(_record_path(result.path), [_encode_record(result)])
+            files.write(result)
     _check_unchanged(plan, before)
-    checkpoint = _commit(plan, store, url, attempt, workers) if workers.index == 0 else None
+    checkpoint = _commit(plan, files, url, attempt, workers) if workers.index == 0 else None
     return ReshardReport(
         checkpoint=checkpoint,
         traffic=execution.traffic,
@@ -227,80 +216,6 @@ def check_destination(plan: ReshardPlan, url: str, store: Store) -> None:
         raise UsageError(f"the destination {store} lies inside the source {plan.checkpoint}; give a URL beside it")
     if find_commit(store, plan.step) is not None:
         raise AlreadyExistsError(f"{store}@{plan.step} exists already; give another URL, or remove that step first")
-
-
-def _found_attempt(plan: ReshardPlan, store: Store) -> str | None:
-    """The folder of this job, if an earlier run or worker 0 of this one began it."""
-    folder = step_folder(plan.step)
-    attempts = [name for name in store.folders(folder) if is_attempt(name)]
-    return next((name for name in attempts if _job_of(store, f"{folder}/{name}/{JOB}") == plan.job), None)
-
-
-def _begun_attempt(plan: ReshardPlan, store: Store, workers: Workers) -> str:
-    """A new folder for this job: worker 0 makes it, the others wait for it."""
-    if workers.index == 0:
-        attempt = new_attempt()
-        content = {"job": plan.job, "source": str(plan.checkpoint), "mesh": str(plan.target.mesh)}
-        store.write(f"{step_folder(plan.step)}/{attempt}/{JOB}", [json.dumps(content).encode()])
-        return attempt
-    give_up_at = time.monotonic() + workers.patience_s
-    while (found := _found_attempt(plan, store)) is None:
-        if time.monotonic() > give_up_at:
-            raise StoreError(f"{store}: worker 0 has not begun within {workers.patience_s:.0f} s; is it running?")
-        time.sleep(workers.poll_s)
-    return found
-
-
-def _job_of(store: Store, path: str) -> str | None:
-    try:
-        return str(json.loads(store.read(path))["job"])
-    except (NotFoundError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _finished(plan: ReshardPlan, store: Store, attempt: str, ranks: list[int]) -> dict[int, FileResult]:
-    """The files of an earlier run that are whole: they have a record, and their bytes have the digest it says."""
-    finished = {}
-    folder = f"{step_folder(plan.step)}/{attempt}"
-    present = {entry.path for entry in store.list(folder)}
-    for rank in ranks:
-        path = f"{step_folder(plan.step)}/{data_file(attempt, rank)}"
-        if path in present and _record_path(path) in present:
-            record = _decode_record(store, path)
-            if record is not None and _file_digest(store, path, record.size_bytes) == record.digest:
-                finished[rank] = record
-    return finished
-
-
-def _record_path(path: str) -> str:
-    return f"{path}.json"
-
-
-def _encode_record(result: FileResult) -> bytes:
-    digests = {key: value.hex() for key, value in result.digests.items()}
-    return json.dumps({"size": result.size_bytes, "xxh3_128": result.digest.hex(), "digests": digests}).encode()
-
-
-def _decode_record(store: Store, path: str) -> FileResult | None:
-    try:
-        content = json.loads(store.read(_record_path(path)))
-        digests = {key: bytes.fromhex(value) for key, value in content["digests"].items()}
-        whole = bytes.fromhex(content["xxh3_128"])
-        return FileResult(path=path, size_bytes=int(content["size"]), digest=whole, digests=digests)
-    except (NotFoundError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _file_digest(store: Store, path: str, size_bytes: int) -> bytes | None:
-    """Digest of a file's bytes, None if it has another size than that."""
-    if store.stat(path).size_bytes != size_bytes:
-        return None
-    hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(_VERIFY_BYTES))
-    for start in range(0, size_bytes, _VERIFY_BYTES):
-        view = buffer[: min(_VERIFY_BYTES, size_bytes - start)]
-        store.read_into(path, start, view)
-        hasher.update(view)
-    return hasher.digest()
 
 
 def _check_space(plan: ReshardPlan, store: Store, ranks: list[int]) -> None:
@@ -330,39 +245,13 @@ def _check_unchanged(plan: ReshardPlan, before: Mapping[str, str]) -> None:
             )
 
 
-def _commit(plan: ReshardPlan, store: Store, url: str, attempt: str, workers: Workers) -> Checkpoint:
-    records = _all_records(plan, store, attempt, workers)
+def _commit(plan: ReshardPlan, files: JobFiles, url: str, attempt: str, workers: Workers) -> Checkpoint:
+    store, records = files.store, files.wait_for(plan.target.ranks_with_files(), attempt, workers)
     assets = dict(_copied_assets(plan, store, attempt))
     manifest = target_manifest(plan, attempt, records, assets)
     write_commit(store, manifest, dcp_metadata(manifest), replaces=None)
-    folder = f"{step_folder(plan.step)}/{attempt}"
-    store.delete([f"{folder}/{JOB}", *(_record_path(record.path) for record in records.values())])
+    files.clear(attempt, records.values())
     return open_checkpoint(url, step=plan.step, store=store)
-
-
-def _all_records(plan: ReshardPlan, store: Store, attempt: str, workers: Workers) -> dict[int, FileResult]:
-    """Every rank's record, once all workers have written theirs."""
-    paths = {rank: f"{step_folder(plan.step)}/{data_file(attempt, rank)}" for rank in plan.target.ranks_with_files()}
-    missing, seen_at = set(paths.values()), time.monotonic()
-    while missing:
-        present = {entry.path for entry in store.list(f"{step_folder(plan.step)}/{attempt}")}
-        still = {path for path in missing if _record_path(path) not in present}
-        seen_at = time.monotonic() if len(still) < len(missing) else seen_at
-        missing = still
-        if missing and time.monotonic() - seen_at > workers.patience_s:
-            raise StoreError(
-                f"{store}: {len(missing)} of {len(paths)} files are still missing and none came for {workers.patience_s:.0f} s; "
-                f"a worker is gone. Nothing was committed; run the same command again, finished files are kept"
-            )
-        if missing:
-            time.sleep(workers.poll_s)
-    records = {rank: _decode_record(store, path) for rank, path in paths.items()}
-    damaged = [rank for rank, record in records.items() if record is None]
-    if damaged:
-        raise DamagedError(
-            f"{store}: the record of rank {damaged[0]}'s file cannot be read; run the same command again"
-        )
-    return {rank: record for rank, record in records.items() if record is not None}
 
 
 def _copied_assets(plan: ReshardPlan, store: Store, attempt: str) -> Iterator[tuple[str, str]]:
@@ -423,3 +312,6 @@ def _merged(segments: Iterable[Segment]) -> Iterator[Segment]:
         yield segment
     if literal:
         yield Literal(literal)
+
+
+__all__ = ["DEFAULT_MEMORY", "ReshardPlan", "ReshardReport", "Workers", "check_destination", "plan_reshard", "run_plan"]

@@ -12,9 +12,7 @@ The states of one save, on each rank:
 from __future__ import annotations
 
 import logging
-import pickle
 import time
-import traceback
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +27,7 @@ from titan_ckpt.commit import commit_version, write_commit
 from titan_ckpt.deadline import run_until
 from titan_ckpt.errors import CheckpointError, NotCommittedError, TitanError
 from titan_ckpt.known import known_of_checkpoint, known_of_save
-from titan_ckpt.layout import ASSETS, new_attempt, step_folder
+from titan_ckpt.layout import ASSETS, step_folder
 from titan_ckpt.location import redact_text, redact_values
 from titan_ckpt.manifest import digest
 from titan_ckpt.merge import Saved, merge
@@ -37,6 +35,7 @@ from titan_ckpt.metadata import dcp_metadata
 from titan_ckpt.owner import check_claim, claim
 from titan_ckpt.ranks import Ranks
 from titan_ckpt.retire import retire
+from titan_ckpt.save_plan import Agreement, SavePlan, failure_on
 from titan_ckpt.save_records import (
     Failure,
     Kind,
@@ -47,9 +46,8 @@ from titan_ckpt.save_records import (
     SaverMetrics,
     raise_failures,
 )
-from titan_ckpt.share import Share, divide
 from titan_ckpt.stage import Arena, Direct, Source
-from titan_ckpt.state import FlatState, Item, describe, dump_object, flatten
+from titan_ckpt.state import Item, dump_object
 from titan_ckpt.store import Store, open_store
 from titan_ckpt.tiers import Mirror
 from titan_ckpt.upload import Known, Part, UploadOptions, part_chunks, upload
@@ -60,13 +58,15 @@ GIVE_UP_AT, COMMIT_BY = 0.8, 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """One agreed division, kept for as long as every rank's state keeps its shape. `share` is the coordinator's."""
+class _Asked:
+    """What a caller gave with the state."""
 
-    signature: bytes
-    items: list[Item]
-    objects: list[str]
-    share: Share | None
+    step: int
+    kind: Kind
+    training: Mapping[str, Any] | None
+    config: Mapping[str, Any] | None
+    assets: Mapping[str, bytes] | None
+    user: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class _Job:
     step: int
     attempt: str
     kind: Kind
-    plan: _Plan
+    plan: SavePlan
     source: Source
     objects: dict[str, bytes]
     paths: dict[str, tuple[str, ...]]
@@ -103,7 +103,7 @@ class Saver:
         self._mirror = None if mirror is None else Mirror(self._store, mirror, timeout_s=timeout_s)
         self._known: Known | None = None
         self._claim = self._take_over() if self._options.is_exclusive else None
-        self._plan: _Plan | None = None
+        self._agreement = Agreement(self._ranks, self._options.mesh)
         self._arena: Arena | None = None
         self._pending: SaveHandle | None = None
         self._uploaded_bytes = 0
@@ -158,8 +158,9 @@ class Saver:
         """
         started = time.perf_counter()
         earlier = self._untold_error()
+        asked = _Asked(step=step, kind=kind, training=training, config=config, assets=assets, user=user)
         with self._phase("ckpt_stage", step):
-            job, tensors = self._prepare(state, step, kind, training, config, assets, user, earlier)
+            job, tensors = self._prepare(state, asked, earlier)
             if self._arena is None or self._arena.items != job.plan.items:
                 self._arena = None  # the old one goes before the new one comes
                 self._arena = Arena(job.plan.items, is_pinned=any(tensor.is_cuda for tensor in tensors))
@@ -183,30 +184,24 @@ class Saver:
         """Like `save`, but read the tensors where they are, without a staged copy, and return when it is committed."""
         started = time.perf_counter()
         earlier = self._untold_error()
-        job, _ = self._prepare(state, step, kind, training, config, assets, user, earlier)
+        asked = _Asked(step=step, kind=kind, training=training, config=config, assets=assets, user=user)
+        job, _ = self._prepare(state, asked, earlier)
         report = self._run(job)
         self._stall_s = time.perf_counter() - started
         return replace(report, stall_s=self._stall_s)
 
     def _prepare(
-        self,
-        state: Mapping[str, Any],
-        step: int,
-        kind: Kind,
-        training: Mapping[str, Any] | None,
-        config: Mapping[str, Any] | None,
-        assets: Mapping[str, bytes] | None,
-        user: Mapping[str, Any] | None,
-        earlier: BaseException | None,
+        self, state: Mapping[str, Any], asked: _Asked, earlier: BaseException | None
     ) -> tuple[_Job, list[torch.Tensor]]:
         """The job, its source the tensors themselves, and those tensors: one per item of the plan."""
-        flat, plan, attempt = self._agree(state, step, earlier)
+        agreed = self._agreement.reach(state, asked.step, earlier)
+        flat, plan = agreed.flat, agreed.plan
         tensors = [flat.tensors[item.fqn] for item in plan.items]
         job = _Job(
-            step=step, attempt=attempt, kind=kind, plan=plan, source=Direct(tensors),
+            step=asked.step, attempt=agreed.attempt, kind=asked.kind, plan=plan, source=Direct(tensors),
             objects={fqn: dump_object(value) for fqn, value in flat.objects.items()}, paths=flat.paths,
-            training=redact_values(training or {}), config=redact_values(config or {}), assets=assets or {},
-            user=redact_values(user or {}), stall_s=0.0,
+            training=redact_values(asked.training or {}), config=redact_values(asked.config or {}),
+            assets=asked.assets or {}, user=redact_values(asked.user or {}), stall_s=0.0,
         )  # fmt: skip
         return job, tensors
 
@@ -262,54 +257,6 @@ class Saver:
     def _phase(self, name: str, step: int) -> AbstractContextManager[Any]:
         return nullcontext() if self._options.phase is None else self._options.phase(name, step)
 
-    def _agree(
-        self, state: Mapping[str, Any], step: int, earlier: BaseException | None
-    ) -> tuple[FlatState, _Plan, str]:
-        """The flat state, the plan all ranks share and the attempt's name; an error on one rank is raised on all.
-
-        So is an `earlier` one that only some have been told of: all leave this save out, or all take part in it.
-        """
-        flat: FlatState | None = None
-        items: list[Item] = []
-        failure: Failure | None = None
-        signature = b""
-        try:
-            if earlier is not None:
-                raise earlier
-            flat = flatten(state)
-            items = [describe(fqn, tensor) for fqn, tensor in flat.tensors.items()]
-            signature = digest(pickle.dumps((items, sorted(flat.objects))))
-        except Exception:  # noqa: BLE001  (it is raised below, on every rank)
-            failure = self._failure()
-        is_current = self._plan is not None and self._plan.signature == signature
-        answers = self._ranks.all_gather((failure, is_current, new_attempt(), step))
-        if earlier is not None:
-            raise earlier
-        raise_failures([answer[0] for answer in answers], f"nothing was committed: the save of step {step}")
-        if len(steps := {answer[3] for answer in answers}) > 1:
-            told = ", ".join(f"rank {rank}: {answer[3]}" for rank, answer in enumerate(answers))
-            raise SaveError(f"nothing was committed: the ranks save {len(steps)} different steps at once ({told})")
-        assert flat is not None
-        if self._plan is None or not all(answer[1] for answer in answers):
-            self._plan = self._make_plan(items, flat, signature, step)
-        return flat, self._plan, answers[0][2]
-
-    def _make_plan(self, items: list[Item], flat: FlatState, signature: bytes, step: int) -> _Plan:
-        held = self._ranks.gather((items, sorted(flat.objects)))
-        share: Share | None = None
-        failure: Failure | None = None
-        orders: list[tuple[list[int], list[str]]] = [([], [])] * self._ranks.world_size
-        if self._ranks.is_coordinator:
-            try:
-                share = divide([entry[0] for entry in held], [entry[1] for entry in held], self._options.mesh)
-                orders = list(zip(share.items, share.objects, strict=True))
-            except TitanError:
-                failure = self._failure()
-        answer = self._ranks.scatter([(failure, order) for order in orders])
-        raise_failures([answer[0]], f"nothing was committed: the save of step {step}")
-        mine, objects = answer[1]
-        return _Plan(signature=signature, items=[items[index] for index in mine], objects=objects, share=share)
-
     def _run(self, job: _Job) -> SaveReport:
         """The upload thread's work."""
         started = time.perf_counter()
@@ -323,7 +270,7 @@ class Saver:
                 part, previous = run_until(give_up_s, partial(self._upload, job), self._store, what=what)
         except BaseException as error:  # noqa: BLE001  (it is raised below, after the others have been told)
             own_error = error
-            part = self._failure()
+            part = failure_on(self._ranks)
         with self._phase("ckpt_commit", job.step):
             parts = self._ranks.gather(part)
             outcome = self._ranks.broadcast(
@@ -379,10 +326,6 @@ class Saver:
     def _count(self, sent_bytes: int) -> None:
         self._uploaded_bytes += sent_bytes
 
-    def _failure(self) -> Failure:
-        """The error being handled, with its traceback, for the other ranks."""
-        return Failure(self._ranks.rank, redact_text(traceback.format_exc()))
-
     def _retire(self, step: int) -> None:
         if self._options.retention is None:
             return
@@ -406,7 +349,7 @@ class Saver:
         try:
             return run_until(rest_s, action, self._store, what=what)
         except Exception:  # noqa: BLE001  (reported to every rank)
-            return self._failure()
+            return failure_on(self._ranks)
 
     def _commit(self, job: _Job, parts: list[Part | Failure], previous: str | None, store: Store) -> Failure | None:
         failures = [part for part in parts if isinstance(part, Failure)]
