@@ -125,15 +125,19 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files for TensorBoard."""
+    """Event files for TensorBoard; a record is one event, which is several times quicker than one per number."""
 
     def __init__(self, folder: str) -> None:
-        self._writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter(folder)
+        self._writer: Any = importlib.import_module("torch.utils.tensorboard").FileWriter(folder)
+        self._summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
 
     def write(self, record: dict[str, Any]) -> None:
-        for name, value in record.items():
-            if _is_number(name, value):
-                self._writer.add_scalar(f"{record['event']}/{name}", value, record.get("step", 0))
+        values = [
+            self._summary.Value(tag=f"{record['event']}/{name}", simple_value=value)
+            for name, value in record.items()
+            if _is_number(name, value)
+        ]
+        self._writer.add_summary(self._summary(value=values), record.get("step", 0))
 
     def close(self) -> None:
         self._writer.close()
