@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from scripts.s3_server import Server
 from tests.doc_blocks import ROOT, blocks, check_command, commands, first_difference, run
 
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
@@ -50,8 +51,9 @@ def test_tensorboard_reads_the_numbers_of_the_readmes_run(readme: Path) -> None:
 @pytest.mark.hf
 @pytest.mark.timeout(LIMIT_S)
 def test_every_block_of_the_tutorial_runs_and_prints_what_it_shows(
-    tmp_path: Path, s3_environment: dict[str, str]
+    tmp_path: Path, s3_server: Server, s3_environment: dict[str, str]
 ) -> None:
+    s3_server.create_bucket("bucket")
     assert run(TUTORIAL, tmp_path, s3_environment) >= 8
 
 
