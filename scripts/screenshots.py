@@ -1,6 +1,6 @@
 """The pictures of the screens in the documentation: `python scripts/screenshots.py`.
 
-All are of real data: the recordings of hung jobs that the tests use. The clock is fixed.
+All are of real data: the recordings of hung jobs and of a run that the tests use. The clock is fixed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from titan_ckpt.tui.data_content import find_content
 from titan_ckpt.tui.screenshot import write_screenshot
 
 ROOT = Path(__file__).parent.parent
-INCIDENTS = ROOT / "tests" / "data" / "flight_recorder"
-CLOCK_S = 1_795_240_000.0
+DATA = ROOT / "tests" / "data"
+CLOCK_S = 1_795_250_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A screen of an incident after some keys."""
+    """A screen of a recording after some keys."""
 
     name: str
     case: str
@@ -30,10 +30,13 @@ class Picture:
 
 
 PICTURES = (
-    Picture(name="overview", case="skip", keys=()),
-    Picture(name="grid", case="skip", keys=("2", "n", "n"), height=12),
-    Picture(name="collective", case="skip", keys=("enter",)),
-    Picture(name="logs", case="exception", keys=("5", "c"), height=16),
+    Picture(name="overview", case="flight_recorder/skip", keys=()),
+    Picture(name="grid", case="flight_recorder/skip", keys=("2", "n", "n"), height=12),
+    Picture(name="collective", case="flight_recorder/skip", keys=("enter",)),
+    Picture(name="difference", case="flight_recorder/skip", keys=("enter", "d"), height=34),
+    Picture(name="logs", case="flight_recorder/exception", keys=("5", "c"), height=16),
+    Picture(name="checkpoints", case="run", keys=("7",), height=14),
+    Picture(name="training", case="run", keys=("8",)),
 )
 
 
@@ -42,8 +45,9 @@ def main() -> int:
     folder = ROOT / "docs" / "images"
     folder.mkdir(exist_ok=True)
     for picture in PICTURES:
-        with contextlib.chdir(INCIDENTS):
-            _take(picture.case, folder / f"{picture.name}.svg", picture.keys, picture.height)
+        path = DATA / picture.case
+        with contextlib.chdir(path.parent):
+            _take(path.name, folder / f"{picture.name}.svg", picture.keys, picture.height)
     return 0
 
 

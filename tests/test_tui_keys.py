@@ -35,6 +35,14 @@ def app_of(case: str, screen: int = 1) -> TitanApp:
     return TitanApp(find_content(str(DATA / case)), clock=lambda: 1.8e9, first_screen=screen)
 
 
+def pinned(app: TitanApp) -> int | None:
+    return app.session.pinned
+
+
+def is_following(app: TitanApp) -> bool:
+    return app.session.is_following
+
+
 def keys_of(bindings: Iterable[object]) -> set[str]:
     found = [binding.key for binding in bindings if isinstance(binding, Binding)]
     return {SPELLED.get(key, key) for keys in found for key in keys.split(",")}
@@ -90,9 +98,9 @@ async def test_numbers_show_screens_and_esc_goes_back_the_way_one_came() -> None
             await press(app, pilot, number)
             assert app.pane.number == int(number)
             assert f"[{number} " in screen_text(app).splitlines()[0]
-        for number in (8, 7, 6, 5, 4, 3, 2, 1):
+        for former in (8, 7, 6, 5, 4, 3, 2, 1):
             await press(app, pilot, "escape")
-            assert app.pane.number == number
+            assert app.pane.number == former
 
 
 async def test_help_covers_any_screen_and_goes() -> None:
@@ -126,12 +134,12 @@ async def test_a_line_is_copied_and_a_rank_pinned_on_every_screen() -> None:
         await press(app, pilot, "y")
         assert app.clipboard.startswith("SKIPPED_COLLECTIVE")
         await press(app, pilot, "2 j j space")
-        assert app.session.pinned == 2
+        assert pinned(app) == 2
         assert "*    2" in screen_text(app)
         await press(app, pilot, "3")
         assert "*    2  scheduled" in screen_text(app)
         await press(app, pilot, "2 space")
-        assert app.session.pinned is None
+        assert pinned(app) is None
         assert "rank 2 unpinned" in screen_text(app)
 
 
@@ -268,9 +276,9 @@ async def test_following_says_so_and_stops() -> None:
     app = app_of("flight_recorder/skip", 5)
     async with app.run_test(size=(80, 24)) as pilot:
         await press(app, pilot, "f")
-        assert app.session.is_following
+        assert is_following(app)
         assert app.pane.body.cursor == 175
         assert "[following]" in screen_text(app)
         await press(app, pilot, "f")
-        assert not app.session.is_following
+        assert not is_following(app)
         assert "not following" in screen_text(app)

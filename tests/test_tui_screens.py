@@ -269,9 +269,9 @@ def test_a_filter_is_ranks_or_a_level_or_a_pattern() -> None:
 
 
 async def test_damaged_files_are_said_where_they_belong_and_the_rest_is_shown(tmp_path: Path) -> None:
-    shutil.copytree(FIXTURES / "skip", tmp_path / "job")
-    (tmp_path / "job" / "rank_1").write_bytes(b"\x80\x04cut")
-    (tmp_path / "job" / "rank_1.log.gz").write_bytes(b"not packed at all")
+    shutil.copytree(FIXTURES / "skip", tmp_path / "job" / "debug" / "one")
+    (tmp_path / "job" / "debug" / "one" / "rank_1").write_bytes(b"\x80\x04cut")
+    (tmp_path / "job" / "debug" / "one" / "rank_1.log.gz").write_bytes(b"not packed at all")
     (tmp_path / "job" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n\x00\x00{"step"\n')
     (tmp_path / "job" / "step-00000007").mkdir()
     (tmp_path / "job" / "step-00000007" / "COMMIT.json").write_text('{"format": ')
@@ -285,7 +285,7 @@ async def test_damaged_files_are_said_where_they_belong_and_the_rest_is_shown(tm
         assert "not JSON" in shown(app)
         assert "1 damaged lines left out" in await press(app, pilot, "8")
         assert "1 unreadable" in await press(app, pilot, "5")
-        assert "! not readable: rank_1.log.gz: damaged" in screen_text(app)
+        assert "! not readable: debug/one/rank_1.log.gz: damaged" in screen_text(app)
 
 
 @pytest.mark.parametrize("content", [[], ["notes.md"], ["empty/"]])

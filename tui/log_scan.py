@@ -112,13 +112,16 @@ def _places(data: bytes, word: bytes) -> list[int]:
 
 
 def _read_times(data: bytes, raw: Bytes, start: Ints, stamp: Stamp, times: Ints) -> None:
-    """The time at the column where the first stamped lines have it; a regular expression where there is no such column."""
-    column = _column(data, start, stamp)
+    """Times of the lines that have none yet: at the column where the first stamped of them have it, else by search."""
+    unknown = np.flatnonzero(times == UNKNOWN_TIME)
+    if not len(unknown):
+        return
+    column = _column(data, start[unknown], stamp)
     if column is not None:
-        lines = np.flatnonzero(_is_stamp(raw, start, column, stamp) & (times == UNKNOWN_TIME))
+        lines = unknown[_is_stamp(raw, start[unknown], column, stamp)]
         times[lines] = _fixed_times(raw, start[lines] + column, stamp)
-    if len(start) <= 20_000 and (column is not None or stamp.pattern.search(data)):
-        for line in np.flatnonzero(times == UNKNOWN_TIME).tolist():
+    if len(start) <= 20_000:
+        for line in unknown[times[unknown] == UNKNOWN_TIME].tolist():
             match = _match(data, int(start[line]), stamp)
             if match is not None:
                 at = np.array([match.start()], np.int64)

@@ -9,15 +9,15 @@ Floats = npt.NDArray[np.float64]
 
 # The bit of each of a braille cell's 2 x 4 dots, [row][column].
 _BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], np.int64)
-_GUTTER = 10
+GUTTER = 10
 
 
 def plot(steps: Floats, values: Floats, width: int, height: int) -> list[str]:
     """`height` lines of `width` cells: the scale at the left, dots at the right; the last line is the axis."""
     known = np.isfinite(values)
-    rows, columns = max(height - 1, 1), max(width - _GUTTER - 1, 4)
+    rows, columns = max(height - 1, 1), max(width - GUTTER - 1, 4)
     if not known.any():
-        return ["no values".rjust(_GUTTER), *[""] * (height - 1)]
+        return ["no values".rjust(GUTTER), *[""] * (height - 1)]
     x, y = steps[known], values[known]
     low, high = float(y.min()), float(y.max())
     lines = _dots(x, y, rows, columns)
@@ -25,8 +25,8 @@ def plot(steps: Floats, values: Floats, width: int, height: int) -> list[str]:
     labels[0], labels[-1] = number(high), number(low) if rows > 1 else number(high)
     axis = f"{number(float(x[0]))}{' ' * columns}"[: columns - len(number(float(x[-1])))] + number(float(x[-1]))
     return [
-        *(f"{label:>{_GUTTER - 1}} {line}" for label, line in zip(labels, lines, strict=True)),
-        " " * _GUTTER + axis,
+        *(f"{label:>{GUTTER - 1}} {line}" for label, line in zip(labels, lines, strict=True)),
+        " " * GUTTER + axis,
     ]
 
 

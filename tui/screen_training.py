@@ -8,7 +8,7 @@ import numpy as np
 
 from titan_ckpt.tui.data_metrics import Metrics
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.plot import number, plot
+from titan_ckpt.tui.plot import GUTTER, number, plot
 from titan_ckpt.tui.rows import Row, RowList, Rows, head, row
 
 PLOT_LINES = 7
@@ -46,5 +46,5 @@ def plot_rows(metrics: Metrics, width: int) -> Iterator[Row]:
         newest = f"   newest {number(float(known[-1]))}" if len(known) else ""
         yield head(f"{title}{newest}")
         for line in plot(metrics.steps, values, width, PLOT_LINES):
-            yield row(line)
+            yield row(line[:GUTTER], (line[GUTTER:], "good"))
         yield row()
