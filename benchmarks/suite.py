@@ -165,8 +165,8 @@ def make_titan_environment() -> str:
     subprocess.run([sys.executable, "-m", "venv", str(TITAN_ENVIRONMENT)], check=True)
     own = next((TITAN_ENVIRONMENT / "lib").glob("python*/site-packages"))
     (own / "zz_base.pth").write_text(f"{packages}\n")
-    torch = f"torch=={importlib.metadata.version('torch')}"  # the one that is here, or none
-    install = [_titan_python(), "-m", "pip", "install", "-q", "--disable-pip-version-check", TITAN, torch]
+    torch = f"torch=={importlib.metadata.version('torch')}"  # the one that is here, whose CPU build leaves triton out
+    install = [_titan_python(), "-m", "pip", "install", "-q", "--disable-pip-version-check", TITAN, torch, "triton"]
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     if done.returncode:
         shutil.rmtree(TITAN_ENVIRONMENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from titan_ckpt.retention import RetentionPolicy
 from titan_ckpt.store import Store
 
 Kind = Literal["full", "model"]
+_ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*: ")
 PhaseHook = Callable[[str, int], AbstractContextManager[Any]]
 
 
@@ -118,4 +120,17 @@ def raise_failures(failures: list[Failure | None], what: str) -> None:
     told = [failure for failure in failures if failure is not None]
     if told:
         ranks = ", ".join(str(failure.rank) for failure in told)
-        raise SaveError(f"{what} failed on rank {ranks}\n{told[0].text}")
+        raise SaveError(f"{what} failed on rank {ranks}: {reason_of(told[0].text)}\n{told[0].text}")
+
+
+def reason_of(text: str) -> str:
+    """The error itself in a traceback's text, without its class's module.
+
+    >>> reason_of("Traceback (most recent call last):\\n  File ...\\ntitan_ckpt.errors.StoreError: s3://b: no room\\n")
+    'StoreError: s3://b: no room'
+    """
+    named = [line for line in text.splitlines() if _ERROR_LINE.match(line)]
+    if not named:
+        return "no reason given"
+    name, _, message = named[-1].partition(":")
+    return f"{name.rpartition('.')[2]}:{message}"
