@@ -12,7 +12,8 @@ from textual.binding import Binding
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from tests.screen_texts import press, screen_text
+from tests.screen_texts import press as press_now
+from tests.screen_texts import screen_text
 from titan_ckpt.debug.align import Lane
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data_content import find_content
@@ -23,6 +24,7 @@ from titan_ckpt.tui.lineview import LineView
 from titan_ckpt.tui.screen_grid import GridPane
 from titan_ckpt.tui.screen_logs import LogRows
 from titan_ckpt.tui.screens import PANES
+from titan_ckpt.tui.screenshot import settled
 
 DATA = Path(__file__).parent / "data"
 SPELLED = {
@@ -60,6 +62,12 @@ def test_the_help_names_every_key_of_all_screens() -> None:
     )
     arrows = {"up", "down", "left", "right", "home", "end", "pageup", "pagedown", "ctrl+b", "ctrl+f"}
     assert keys_of([*TitanApp.BINDINGS, *LineView.BINDINGS]) - arrows <= set(named)
+
+
+async def press(app: TitanApp, pilot: Pilot[None], keys: str) -> None:
+    """Press keys once all is read and painted, and wait for what they lead to."""
+    await settled(app, pilot)
+    await press_now(app, pilot, keys)
 
 
 async def fill(app: TitanApp, pilot: Pilot[None], key: str, text: str) -> None:
@@ -262,6 +270,7 @@ async def test_logs_go_to_a_time_and_keep_their_place_under_a_filter() -> None:
 async def test_groups_and_waits_lead_on() -> None:
     app = app_of("flight_recorder/chain", 4)
     async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
         assert "1 behind by 1" in screen_text(app)
         await press(app, pilot, "j j enter")
         assert app.pane.number == 2
