@@ -214,25 +214,25 @@ async def test_checkpoints_are_listed_opened_verified_compared_and_planned(run: 
         listed = await press(run, pilot, "7")
         assert "committed" in listed
         assert "partial" in listed
-        await press(run, pilot, "j", "j", "space")  # pin step 20
+        await press(run, pilot, "j", "j", "j", "space")  # pin step 20
         await press(run, pilot, "j")  # step 10
         verified = await press(run, pilot, "v")
         assert "every byte is what was saved" in verified
         assert "(100%)" in verified
         await press(run, pilot, "escape")
-        await press(run, pilot, "g", "j", "j", "j")
+        await press(run, pilot, "g", "j", "j", "j", "j")
         assert "model.w" in await press(run, pilot, "d")
-        await press(run, pilot, "escape", "g", "j", "j", "j")
+        await press(run, pilot, "escape", "g", "j", "j", "j", "j")
         assert "64x8" in await press(run, pilot, "enter")
         await press(run, pilot, "g", "j", "enter")
         assert "each spot shows the rank" in shown(run)
         await press(run, pilot, "escape", "escape", "g", "j", "j", "p")
         run.query_one("#prompt", Input).value = "1"
         assert "step 10" in await press(run, pilot, "enter")
-        await press(run, pilot, "escape", "g", "j", "j", "r")
+        await press(run, pilot, "escape", "g", "j", "j", "j", "r")
         run.query_one("#prompt", Input).value = "dp_shard=2,nonsense=3"
         assert "unknown mesh axis" in await press(run, pilot, "enter")
-        await press(run, pilot, "escape", "g", "j", "j", "r")
+        await press(run, pilot, "escape", "g", "j", "j", "j", "r")
         run.query_one("#prompt", Input).value = "dp_shard=2"
         planned = await press(run, pilot, "enter")
         assert "mesh not recorded -> dp_shard=2" in planned or "-> dp_shard=2" in planned
