@@ -10,6 +10,7 @@ from titan_ckpt.debug.align import Lane, lanes
 from titan_ckpt.debug.causes import step_of, verdict_of
 from titan_ckpt.debug.deadlock import deadlock
 from titan_ckpt.debug.disagreement import group_conflicts
+from titan_ckpt.debug.garbage import no_gc
 from titan_ckpt.debug.initialisation import initialisation
 from titan_ckpt.debug.mismatch import mismatch
 from titan_ckpt.debug.pace import straggler
@@ -40,6 +41,11 @@ MAX_VERDICTS = 8
 
 def diagnose(run: Run) -> list[Verdict]:
     """What happened, most likely first; never empty. HEALTHY and INSUFFICIENT_DATA are verdicts too."""
+    with no_gc():
+        return _diagnose(run)
+
+
+def _diagnose(run: Run) -> list[Verdict]:
     states = situations(run)
     found_lanes = lanes(run)
     edges = wait_edges(run, found_lanes, states)
@@ -61,13 +67,14 @@ def _faults(
     mismatches = [found for lane in found_lanes if (found := mismatch(run, lane)) is not None]
     yield from (_unless_died_before(run, found) for found in mismatches)
     slow = straggler(run, found_lanes, is_over=progressed or all(state.kind == ON_CPU for state in states.values()))
+    ends = roots(edges)
     if slow is not None:
-        yield slow
+        is_other = bool(edges) and not progressed and slow.culprits[0] not in ends.sinks
+        yield replace(slow, confidence=slow.confidence * 0.5) if is_other else slow
     if progressed:
         return
     if edges:
         yield from group_conflicts(run)
-    ends = roots(edges)
     unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
     named = [root for root in ends.sinks if root not in unseen or _is_known_gone(run, unseen)]
     yield from _without_reason([verdict_of(run, root, edges, states) for root in named], states)

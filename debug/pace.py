@@ -9,11 +9,11 @@ import numpy as np
 from titan_ckpt.debug.align import Lane
 from titan_ckpt.debug.records import Evidence, Run, Verdict
 
-LEAST_TIMES = 3
+LEAST_TIMES = 5
 MOST_COLUMNS = 512
 LEAST_LAG_NS = 50_000_000
 LEAST_SHARE = 0.2
-MOST_SHARE = 1.2  # nobody can keep the others waiting for longer than it all took: that is a clock that is wrong
+MOST_SHARE = 1.0  # nobody can keep the others waiting for longer than it all took: that is a clock that is wrong
 
 
 def straggler(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict | None:

@@ -49,7 +49,7 @@ SERVER_START_S = 5.0
 DEFAULT_STALL_S = 120.0
 TICK_S = 0.25
 FREE_TICKS = 8
-SYMBOLS_S = 10.0  # the Flight Recorder's first dump loads symbols, with the GIL held: 0.6 s, more on a busy machine
+FIRST_DUMP_S = 10.0  # torch's first dump imports much of torch: 0.6 s, more on a busy machine
 
 
 class Recorder:
@@ -290,15 +290,22 @@ class Recorder:
                 seen, since, dumped = now, time.monotonic(), False
             elif self._stall_s and not dumped and time.monotonic() - since > self._stall_s:
                 dumped = True
-                self.dump("stall")
+                self._spawn("stall", self._dump_stall)
+
+    def _dump_stall(self) -> None:
+        """In a thread of its own: the first dump may take long, and the heartbeat must go on."""
+        position = self._position()
+        self.dump("stall")
+        if self._position() != position:
+            self._forget_stall()
 
     def _position(self) -> tuple[int, tuple[int, int]]:
         return self._hooks.progress, self._box.phase
 
     def _be_patient(self) -> None:
-        """Give our own dump time to load symbols, and still notice when the program takes the GIL meanwhile and keeps it."""
+        """Give our own dump time to import what it needs; the program may still take the GIL meanwhile and keep it."""
         if self._patience_s and not self._ended.is_set():
-            faulthandler.dump_traceback_later(self._patience_s + SYMBOLS_S, file=self._gil_file)
+            faulthandler.dump_traceback_later(self._patience_s + FIRST_DUMP_S, file=self._gil_file)
 
     def _rearm(self) -> None:
         if not self._patience_s:
@@ -309,7 +316,9 @@ class Recorder:
             self._gil_file.seek(0)
         if not self._gil_file.tell() or self._tick_was_late():
             self._free_ticks = 0
-        if not self._ended.is_set() and not self._dump_lock.locked():
+        if self._dump_lock.locked():
+            self._be_patient()
+        elif not self._ended.is_set():
             faulthandler.dump_traceback_later(self._patience_s, file=self._gil_file)
 
     def _tick_was_late(self) -> bool:
@@ -376,8 +385,8 @@ class Recorder:
 
 
 def _warm_up() -> None:
-    """Dump once for nothing: it loads the symbolizer (0.6 s, on a crowded machine half a minute), for which a dying process
-    has no time. In a thread of its own, so that the heartbeat and the watch for stalls go on."""
+    """Dump once for nothing: the first one imports much of torch (0.6 s, on a crowded machine half a minute), for which a
+    dying process has no time. In a thread of its own, so that the heartbeat and the watch for stalls go on."""
     _flight_recorder_dump()
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-FAULTS = ("none", "skip", "order", "op", "size", "dtype", "stuck", "died", "extra")
+FAULTS = (
+    "none", "skip", "order", "op", "size", "dtype", "stuck", "died", "extra", "p2p_missing", "p2p_size", "not_started",
+    "not_completed",
+)  # fmt: skip
 VERDICTS: Mapping[str, tuple[str, ...]] = {
     "none": ("HEALTHY",),
     "skip": ("SKIPPED_COLLECTIVE", "ORDER_MISMATCH", "SIZE_MISMATCH", "CALLSITE_DIVERGENCE", "STUCK_ON_CPU"),
@@ -24,18 +27,28 @@ VERDICTS: Mapping[str, tuple[str, ...]] = {
     "stuck": ("STUCK_ON_CPU",),
     "died": ("RANK_DIED",),
     "extra": ("SKIPPED_COLLECTIVE",),
+    "p2p_missing": ("P2P_MISSING_PEER", "STUCK_ON_CPU"),
+    "p2p_size": ("P2P_SIZE_MISMATCH",),
+    "not_started": ("SCHEDULED_NOT_STARTED",),
+    "not_completed": ("STARTED_NOT_COMPLETED",),
 }
+
+
+START_NS = 1_795_226_821_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One collective in a program."""
+    """One collective in a program; or one send or recv (`op`) with `peer`, on the world's group. `batch` > 0: it was issued
+    in a batch, whose state NCCL keeps in an entry of its own."""
 
     group: int
     op: str
     shape: tuple[int, ...]
     dtype: str
     line: int
+    peer: int = -1
+    batch: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +58,7 @@ class _Issued:
     created_ns: int
     started_ns: int = 0
     completed_ns: int = 0
+    p2p_seq: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +75,7 @@ class Scenario:
     @property
     def truth(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Acceptable verdicts, and the culprits."""
-        return VERDICTS[self.fault], () if self.fault == "none" else (self.culprit,)
+        return VERDICTS[self.fault], () if self.fault in ("none", "not_completed") else (self.culprit,)
 
 
 def random_scenario(seed: int, sizes: Sequence[int] = (2, 4, 8, 16)) -> Scenario:
@@ -72,13 +86,20 @@ def random_scenario(seed: int, sizes: Sequence[int] = (2, 4, 8, 16)) -> Scenario
     body = _body(groups, rng)
     num_steps = rng.randint(4, 7)
     fault, culprit = rng.choice(FAULTS), rng.randrange(size)
+    exchange = _exchange(size, rng) if fault.startswith("p2p") or rng.random() < 0.5 else None
     steps = [
-        [tuple(call for call in body if rank in groups[call.group]) for _ in range(num_steps)] for rank in range(size)
+        [
+            (*(exchange(rank) if exchange else ()), *(call for call in body if rank in groups[call.group]))
+            for _ in range(num_steps)
+        ]
+        for rank in range(size)
     ]
     stops = None
     if fault in ("stuck", "died"):
         stops = num_steps - 1
-    elif fault != "none":
+    elif fault.startswith("p2p"):
+        steps[culprit][-1] = _broken_pair(steps[culprit][-1], fault)
+    elif fault not in ("none", "not_started", "not_completed"):
         steps[culprit][-1] = _broken(steps[culprit][-1], fault, rng)
     return Scenario(
         size=size, groups=groups, steps=tuple(tuple(program) for program in steps), fault=fault, culprit=culprit,
@@ -110,16 +131,36 @@ def _body(groups: Sequence[tuple[int, ...]], rng: random.Random) -> list[Call]:
     return [*body, Call(group=0, op="all_reduce", shape=(1,), dtype="Float", line=line + 7)]
 
 
+def _exchange(size: int, rng: random.Random) -> Callable[[int], tuple[Call, ...]]:
+    """What each rank does for a ring in which everybody sends to the next: even ranks send first, or all of it in one batch."""
+    shape, batch = (rng.randint(2, 500), 8), rng.choice((0, 1))
+
+    def calls(rank: int) -> tuple[Call, ...]:
+        send = Call(group=0, op="send", shape=shape, dtype="BFloat16", line=50, peer=(rank + 1) % size, batch=batch)
+        receive = Call(group=0, op="recv", shape=shape, dtype="BFloat16", line=51, peer=(rank - 1) % size, batch=batch)
+        return (send, receive) if rank % 2 == 0 else (receive, send)
+
+    return calls
+
+
+def _broken_pair(step: tuple[Call, ...], fault: str) -> tuple[Call, ...]:
+    """The culprit's step without its send, or with a larger one."""
+    if fault == "p2p_missing":
+        return tuple(call for call in step if call.op != "send")
+    return tuple(replace(call, shape=(call.shape[0] + 1, 8)) if call.op == "send" else call for call in step)
+
+
 def _broken(step: tuple[Call, ...], fault: str, rng: random.Random) -> tuple[Call, ...]:
     """The culprit's step with one thing wrong. The last call (a loss reduced over the world) stays."""
     calls = list(step)
-    at = rng.randrange(len(calls) - 1) if len(calls) > 1 else 0
+    collectives = [i for i, call in enumerate(calls) if call.peer < 0]
+    at = rng.choice(collectives[:-1] or collectives)
     call = calls[at]
     if fault == "skip":
         del calls[at]
     elif fault == "order":
         pairs = [
-            i for i in range(len(calls) - 1) if calls[i].group == calls[i + 1].group and _differ(calls[i], calls[i + 1])
+            i for i in collectives[:-1] if calls[i].group == calls[i + 1].group and _differ(calls[i], calls[i + 1])
         ]
         if not pairs:
             return _broken(step, "size", rng)
@@ -147,7 +188,7 @@ class _State:
     scenario: Scenario
     issued: dict[int, list[_Issued]] = field(default_factory=dict)
     step: dict[int, int] = field(default_factory=dict)
-    clock_ns: int = 1_795_226_821_000_000_000
+    clock_ns: int = START_NS
 
 
 def simulate(scenario: Scenario) -> dict[int, list[_Issued]]:
@@ -166,23 +207,30 @@ def _advance(state: _State, rank: int) -> bool:
     is_stopped = rank == state.scenario.culprit and at == state.scenario.stops_in_step
     if at >= len(program) or is_stopped or any(not op.completed_ns for op in state.issued[rank]):
         return False
+    created_ns = max((op.completed_ns for op in state.issued[rank]), default=START_NS) + rank * 1_000
     for call in program[at]:
-        state.clock_ns += 1_000_000
-        seq = sum(op.call.group == call.group for op in state.issued[rank]) + 1
-        state.issued[rank].append(_Issued(call=call, seq=seq, created_ns=state.clock_ns))
+        created_ns += 1_000_000
+        state.clock_ns = max(state.clock_ns, created_ns)
+        before = state.issued[rank]
+        seq = sum(op.call.group == call.group and op.call.peer < 0 for op in before) + (call.peer < 0)
+        is_next = call.peer >= 0 and not (call.batch and before and before[-1].call.batch)
+        p2p_seq = max((op.p2p_seq for op in before), default=0) + is_next
+        before.append(_Issued(call=call, seq=seq, created_ns=created_ns, p2p_seq=p2p_seq))
     state.step[rank] = at + 1
     return True
 
 
 def _run_streams(state: _State) -> bool:
     """Start the head of each stream; complete what all members have started alike."""
-    has_moved = False
+    has_moved = _run_pairs(state)
     for group, members in enumerate(state.scenario.groups):
         heads = {rank: head for rank in members if (head := _head(state.issued[rank], group)) is not None}
-        for head in heads.values():
-            if not head.started_ns:
+        for rank, head in heads.items():
+            if not head.started_ns and not _is_held(state, rank, head, "not_started"):
                 head.started_ns = state.clock_ns = state.clock_ns + 1000
                 has_moved = True
+        if any(not head.started_ns or _is_held(state, rank, head, "not_completed") for rank, head in heads.items()):
+            continue
         alike = {(head.seq, head.call.op, head.call.shape, head.call.dtype) for head in heads.values()}
         if len(heads) == len(members) and len(alike) == 1:
             state.clock_ns += 50_000
@@ -192,8 +240,33 @@ def _run_streams(state: _State) -> bool:
     return has_moved
 
 
+def _is_held(state: _State, rank: int, head: _Issued, fault: str) -> bool:
+    """Whether the culprit's device does not go on: with the last operation of the world's group."""
+    scenario = state.scenario
+    if scenario.fault != fault or rank != scenario.culprit or head.call.group != 0:
+        return False
+    return head is state.issued[rank][-1] and state.step[rank] == len(scenario.steps[rank])
+
+
+def _run_pairs(state: _State) -> bool:
+    """Start the oldest send and receive of each pair; complete the two when both are there and alike."""
+    has_moved = False
+    for rank, issued in state.issued.items():
+        for send in (op for op in issued if op.call.op == "send" and not op.completed_ns):
+            other = next(
+                (op for op in state.issued[send.call.peer]
+                 if op.call.op == "recv" and op.call.peer == rank and not op.completed_ns), None,
+            )  # fmt: skip
+            if other is not None and (send.call.shape, send.call.dtype) == (other.call.shape, other.call.dtype):
+                state.clock_ns += 50_000
+                for half in (send, other):
+                    half.started_ns, half.completed_ns = state.clock_ns - 40_000, state.clock_ns
+                has_moved = True
+    return has_moved
+
+
 def _head(issued: Sequence[_Issued], group: int) -> _Issued | None:
-    return next((op for op in issued if op.call.group == group and not op.completed_ns), None)
+    return next((op for op in issued if op.call.group == group and op.call.peer < 0 and not op.completed_ns), None)
 
 
 def dumps(scenario: Scenario, issued: Mapping[int, Sequence[_Issued]]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -208,8 +281,37 @@ def dumps(scenario: Scenario, issued: Mapping[int, Sequence[_Issued]]) -> Iterat
         }
         yield (
             rank,
-            {"version": "2.10", "pg_config": config, "entries": [_entry(i, op) for i, op in enumerate(issued[rank])]},
+            {"version": "2.10", "pg_config": config, "entries": _entries(rank, issued[rank])},
         )
+
+
+def _entries(rank: int, issued: Sequence[_Issued]) -> list[dict[str, Any]]:
+    """A dump's entries. Those of a batch tell no state; the entry that follows them does, and nothing else."""
+    found: list[dict[str, Any]] = []
+    for i, op in enumerate(issued):
+        entry = _entry(len(found), op)
+        if op.call.peer >= 0:
+            arrow = "->" if op.call.op == "send" else "<-"
+            entry |= {"profiling_name": f"nccl:{op.call.op} {rank}{arrow}{op.call.peer}", "is_p2p": True}
+        if not op.call.batch:
+            found.append(entry)
+            continue
+        unknown = {"state": "scheduled", "retired": False, "time_discovered_started_ns": None}
+        found.append(entry | unknown | {"time_discovered_completed_ns": None})
+        if i + 1 == len(issued) or not issued[i + 1].call.batch:
+            inside = [other for other in issued if other.call.batch and other.p2p_seq == op.p2p_seq]
+            found.append(_batch(len(found), entry, inside))
+    return found
+
+
+def _batch(number: int, last: dict[str, Any], inside: Sequence[_Issued]) -> dict[str, Any]:
+    is_done = all(op.completed_ns for op in inside)
+    empty: dict[str, Any] = {"input_sizes": [], "input_dtypes": [], "output_sizes": [], "output_dtypes": []}
+    return last | empty | {
+        "record_id": number, "profiling_name": "nccl:coalesced", "state": "completed" if is_done else "started",
+        "retired": is_done, "time_discovered_started_ns": last["time_created_ns"] + 1000,
+        "time_discovered_completed_ns": max(op.completed_ns for op in inside) if is_done else None,
+    }  # fmt: skip
 
 
 def _entry(number: int, op: _Issued) -> dict[str, Any]:
@@ -221,7 +323,7 @@ def _entry(number: int, op: _Issued) -> dict[str, Any]:
         "pg_id": call.group,
         "process_group": [str(call.group), "default_pg" if call.group == 0 else f"mesh_{call.group}"],
         "collective_seq_id": op.seq,
-        "p2p_seq_id": 0,
+        "p2p_seq_id": op.p2p_seq,
         "op_id": op.seq,
         "profiling_name": f"nccl:{call.op}",
         "time_created_ns": op.created_ns,

@@ -168,6 +168,8 @@ def _frozen(run: Run, record: RankRecord, others_left_some: bool) -> Situation |
     gil = next((s for s in record.stacks if s.reason.endswith("gil")), None)
     if gil is not None and _is_our_dump(gil) and _silent_ns(run, record) < OWN_DUMP_NS:
         gil = None
+    if gil is not None and gil.main and _inside(gil.main)[0] != ON_CPU:
+        gil = None  # it waits in torch, which lets the GIL go
     if gil is not None and (not _was_alive_later(run, record) or _still_there(record, gil)):
         text = "the watching thread could not run: something holds the GIL; stack taken by the C timer"
         return Situation(
@@ -188,8 +190,8 @@ def _frozen(run: Run, record: RankRecord, others_left_some: bool) -> Situation |
 
 
 def _is_our_dump(stack: StackSnapshot) -> bool:
-    """Whether the recorder itself kept the GIL: torch loads symbols for its first dump."""
-    return any(f.function == "_flight_recorder_dump" for thread in stack.threads for f in thread.frames[:3])
+    """Whether the recorder itself kept the GIL: torch imports much of itself for its first dump."""
+    return any(f.function == "_flight_recorder_dump" for thread in stack.threads for f in thread.frames)
 
 
 def _still_there(record: RankRecord, gil: StackSnapshot) -> bool:

@@ -41,11 +41,11 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
     yield from sizes_in_logs(run)
     if not witnesses or any(state.kind == DEAD for state in states.values()):
         return
-    unseen = [rank for rank in states if is_absent(run.ranks[rank])]
+    unseen = {rank for rank in states if is_absent(run.ranks[rank])}
+    others = [rank for rank, state in states.items() if state.kind not in _WAITING and rank not in unseen]
+    is_closed = bool(saw_peers_close(run)) and not saw_timeouts(run)
     suspects = [
-        rank
-        for rank in states
-        if rank not in (*witnesses, *unseen) and _is_suspect(run, rank, states[rank], bool(unseen))
+        rank for rank in others if _is_suspect(run, rank, states[rank], has_unseen=bool(unseen), is_closed=is_closed)
     ]
     if suspects and len(suspects) <= max(1, len(states) // 2):
         yield from (_suspect(run, rank, witnesses, states) for rank in suspects)
@@ -103,7 +103,7 @@ def _suspect(run: Run, rank: int, witnesses: Sequence[int], states: Mapping[int,
     )
 
 
-def _is_suspect(run: Run, rank: int, state: Situation, has_unseen: bool) -> bool:
+def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_closed: bool) -> bool:
     """Whether something speaks against a rank that did not say that it waited. That its log is without an error does not,
     where it went on after its peers' connections closed, or where another rank is not known at all."""
     record = run.ranks[rank]
@@ -111,7 +111,7 @@ def _is_suspect(run: Run, rank: int, state: Situation, has_unseen: bool) -> bool
         return True
     if record.log is None or (has_unseen and not busy_by_log(record)):
         return False
-    return not (saw_peers_close(run) and not saw_timeouts(run) and _went_on_logging(run, record))
+    return not (is_closed and _went_on_logging(run, record))
 
 
 def _went_on_logging(run: Run, record: RankRecord) -> bool:
