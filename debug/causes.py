@@ -125,7 +125,7 @@ def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, 
         return "PG_INIT_HANG", "new_group", 0.75, f"waits for a process group to be made{where}"
     if state.kind == IN_P2P:
         return "P2P_MISSING_PEER", "", 0.6, f"waits in {state.call}{where} for a peer that does not come"
-    if state.kind == IN_COLLECTIVE and edge is not None and is_elsewhere(run, state, edge):
+    if state.kind == IN_COLLECTIVE and edge is not None and _is_elsewhere(run, state, edge):
         return (
             "SKIPPED_COLLECTIVE",
             "",
@@ -152,8 +152,10 @@ def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, 
     return _silent(run, state)
 
 
-def is_elsewhere(run: Run, state: Situation, edge: Edge) -> bool:
-    """Whether a rank's stack shows it in another collective than the one it is awaited in."""
+def _is_elsewhere(run: Run, state: Situation, edge: Edge) -> bool:
+    """Whether the stack of a rank that left no dump shows it in another collective than the one it is awaited in."""
+    if run.ranks[state.rank].dumps:
+        return False
     mine, awaited = _bare(state.call), _bare(_operation_waited_for(run, edge))
     return mine not in ("", "wait") and bool(awaited) and mine not in awaited and awaited not in mine
 

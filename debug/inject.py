@@ -187,7 +187,7 @@ def _wait_until_settled(job: list[_Rank], folder: Path, truth: Truth, deadline_s
 def _has_reported(rank: _Rank, folder: Path, operations: int) -> bool:
     stem = f"rank_{rank.number:05d}"
     gil = folder / f"{stem}.gil.stacks"
-    if gil.exists() and gil.stat().st_size > 0:
+    if gil.exists() and gil.stat().st_size > 0 and _is_newest(gil, folder / f"{stem}.box", operations):
         return True
     if _is_newest(folder / f"{stem}.stall.pickle", folder / f"{stem}.box", operations):
         return True

@@ -306,6 +306,8 @@ def _take_rank_text(reading: Reading, source: Source, text: str) -> None:
     record = _rank(reading, source.rank)
     has_stacks = "most recent call first" in text[:4096] and "Traceback" not in text[:4096]
     if source.suffix == ".stacks" or (has_stacks and source.suffix in ("", ".txt")):
+        if source.reason == "gil":
+            text = text[max(0, text.rfind("Timeout (")) :]  # the timer may have gone off before: the last time counts
         is_abort = source.reason == "fatal" and "Fatal Python error: Aborted" in text[:200]
         record.stacks.append(parse_stacks(text, source.path, "fatal abort" if is_abort else source.reason))
         return
