@@ -19,7 +19,7 @@ that must come; what follows from the same values on the same mesh must repeat b
 
 
 def publish(facts: Mapping[str, Any]) -> None:
-    """Write the section `soak` from a soak's facts."""
+    """Write the section `soak` from a soak's facts; a `note` among them is what a person found out about its problems."""
     replace_section(RELIABILITY, "soak", section(facts))
 
 
@@ -46,7 +46,8 @@ def section(facts: Mapping[str, Any]) -> str:
          len(facts["problems"]) - counts["lost"] - counts["wrong"]),
     ]  # fmt: skip
     table = tabulate(rows, headers=["what", "seen"], tablefmt="github", disable_numparse=True)
-    return f"## Soak\n\n{INTRODUCTION}\n\n{facts['date']}, torch {facts['torch']}\n\n{table}"
+    note = f"\n\n{facts['note']}" if facts.get("note") else ""
+    return f"## Soak\n\n{INTRODUCTION}\n\n{facts['date']}, torch {facts['torch']}\n\n{table}{note}"
 
 
 def _listed(counts: Mapping[str, int]) -> str:
