@@ -18,7 +18,7 @@ _INIT = ("init_process_group", "_new_process_group_helper", "_store_based_barrie
          "_new_group_with_tag", "split_group", "_create_tcp_store", "next_rendezvous")  # fmt: skip
 _TEARDOWN = ("destroy_process_group", "_shutdown", "_exit_function", "_python_exit")
 _P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
-OWN_DUMP_NS = 8_000_000_000  # the recorder's own dump does not keep the GIL for longer
+OWN_DUMP_NS = 2_000_000_000  # the recorder dumps in threads of their own: the watching one ticks meanwhile, if seldom
 _WAITS = re.compile(r"\.wait\(|synchronize\(|\.item\(|\.cpu\(")
 
 
@@ -166,7 +166,8 @@ def _frozen(run: Run, record: RankRecord, others_left_some: bool) -> Situation |
             evidence=(Evidence(text=text, rank=record.rank), *last_words(record)),
         )  # fmt: skip
     gil = next((s for s in record.stacks if s.reason.endswith("gil")), None)
-    if gil is not None and _is_our_dump(gil) and _silent_ns(run, record) < OWN_DUMP_NS:
+    is_free = gil is not None and _silent_ns(run, record) < OWN_DUMP_NS and not _still_there(record, gil)
+    if gil is not None and is_free and _is_our_dump(gil):
         gil = None
     if gil is not None and gil.main and _inside(gil.main)[0] != ON_CPU:
         gil = None  # it waits in torch, which lets the GIL go
