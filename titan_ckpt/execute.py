@@ -32,10 +32,12 @@ from titan_ckpt.units import format_size
 SMALLEST_MEMORY = 8 << 20
 # Requests for less than this are slow over a network; files are opened until it would come to that.
 USEFUL_SLAB = 4 << 20
-# Less than a part of a multipart upload, so that a store gathers our slabs into buffers of its own and keeps none of ours. A disk
-# is read in slabs that stay in the processor's cache, a network in few requests.
-LARGEST_SLAB, LARGEST_SLAB_OVER_A_NETWORK = 8 << 20, 15 << 20
-SLABS_PER_POOL = 6
+# A disk is read in slabs that stay in the processor's cache; over a network a few large ones make for few requests: a slab
+# holds what a unit reads of every source file.
+LARGEST_SLAB, LARGEST_SLAB_OVER_A_NETWORK = 8 << 20, 30 << 20
+SLABS_PER_POOL, SLABS_PER_POOL_OVER_A_NETWORK = 6, 3
+# Less than a part of a multipart upload, so that a store gathers our bytes into buffers of its own and keeps none of our slabs.
+LARGEST_WRITE = 8 << 20
 MAX_OPEN_FILES = 32
 _ELEMENT: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -80,13 +82,14 @@ class Budget:
             raise UsageError(
                 f"a memory budget of {format_size(memory_bytes)} is too little for {target}; the least is {format_size(least)}"
             )
-        slabs = 2 * SLABS_PER_POOL + 2
+        per_pool = SLABS_PER_POOL if one_file == 0 else SLABS_PER_POOL_OVER_A_NETWORK
+        slabs = 2 * per_pool + 2
         room = max(one_file, memory_bytes - slabs * USEFUL_SLAB)
         most = max(1, min(num_files, MAX_OPEN_FILES))
         max_open = max(n for n in range(1, most + 1) if target.held_by_writes(n) <= room)
         largest = LARGEST_SLAB if one_file == 0 else LARGEST_SLAB_OVER_A_NETWORK
         slab_bytes = min(largest, (memory_bytes - target.held_by_writes(max_open)) // slabs)
-        return Budget(slab_bytes=slab_bytes, slabs_per_pool=SLABS_PER_POOL, max_open_files=max_open)
+        return Budget(slab_bytes=slab_bytes, slabs_per_pool=per_pool, max_open_files=max_open)
 
     def total_bytes(self, target: Store, num_files: int) -> int:
         """The most that an execution with `num_files` per wave can hold at once."""
@@ -186,7 +189,8 @@ class _Sink:
                 self._whole.update(item.data)
             if item.is_region:
                 self._region.update(item.data)
-            yield item.data
+            for at in range(0, len(item.data), LARGEST_WRITE):
+                yield item.data[at : at + LARGEST_WRITE]
             self._run.wrote(len(item.data))
             if item.slab is not None:
                 item.slab.release()
