@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,15 @@ def test_failure_is_told_in_the_words_of_the_command(run: Path, tmp_path: Path) 
     assert (tmp_path / "checkpoint-2").read_text() == "mine"
 
 
-def test_export_that_is_stopped_leaves_nothing(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
+def test_export_that_is_stopped_leaves_nothing(run: Path, tmp_path: Path, handler: signal.Handlers) -> None:
     outcomes: list[ExportOutcome] = []
-    with _exporter(run, str(tmp_path), outcomes) as exporter:
-        exporter.poll(2)
+    previous = signal.signal(signal.SIGINT, handler)  # ignored, and inherited so, where a shell starts a job with `&`
+    try:
+        with _exporter(run, str(tmp_path), outcomes) as exporter:
+            exporter.poll(2)
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert [outcome.problem for outcome in outcomes] == ["stopped with training"]
     assert list(tmp_path.iterdir()) == []
 

@@ -6,10 +6,12 @@ import argparse
 import importlib
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 from titan_ckpt.command import Command
 from titan_ckpt.errors import MissingExtraError, TitanError
@@ -118,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(
             level=logging.INFO if namespace.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
         )
+        if argv is None and name != "train":  # training has signal handlers of its own
+            signal.signal(signal.SIGTERM, _interrupt)
         return int(namespace.run(namespace))
     except ModuleNotFoundError as error:
         return _fail(missing_extra(error, name), show_traceback)
@@ -128,6 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _interrupt(_signum: int, _frame: FrameType | None) -> None:
+    """What a scheduler stops is cleaned up like what Ctrl-C stops, also where SIGINT is ignored (`nohup`, `&` in a script)."""
+    raise KeyboardInterrupt
 
 
 def _fail(error: Exception, show_traceback: bool) -> int:

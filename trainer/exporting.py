@@ -131,8 +131,8 @@ class Exporter:
         self._on_end(shown)
 
     def _stop(self, run: _Running) -> None:
-        """By SIGINT, on which the command removes what it has written."""
-        run.process.send_signal(signal.SIGINT)
+        """By SIGTERM, on which the command removes what it has written."""
+        run.process.terminate()
         try:
             run.process.wait(timeout=CLEAN_UP_S)
         except subprocess.TimeoutExpired:
@@ -146,6 +146,6 @@ def _last_words(run: _Running) -> str:
     run.errors.seek(0)
     lines = run.errors.read().decode(errors="replace").strip().splitlines()
     code = run.process.returncode
-    if code in (130, -signal.SIGINT):
+    if code in (130, -signal.SIGTERM):
         return "stopped with training"
     return lines[-1].removeprefix("titan-ckpt: error: ") if lines else f"exit code {code}"
