@@ -92,11 +92,20 @@ def _kill(kill: Kill, job: subprocess.Popen[bytes], token: str, rng: random.Rand
         time.sleep(POLL_S)
     if job.poll() is not None:
         return False
-    family = _processes(token)
-    ranks = sorted(pid for pid, is_rank in family.items() if is_rank)
-    chosen = {"launcher": [job.pid], "all": [job.pid, *family], "rank": [rng.choice(ranks)] if ranks else [job.pid]}
-    _signal(chosen[kill.whom], kill.number)
+    if kill.whom == "all":
+        _signal_all(token, kill.number)
+        return True
+    ranks = sorted(pid for pid, is_rank in _processes(token).items() if is_rank)
+    _signal([rng.choice(ranks)] if kill.whom == "rank" and ranks else [job.pid], kill.number)
     return True
+
+
+def _signal_all(token: str, number: signal.Signals) -> None:
+    """Once to each process of the job, those included that were forked while the others got theirs."""
+    done: set[int] = set()
+    while left := set(_processes(token)) - done:
+        _signal(sorted(left), number)
+        done |= left
 
 
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:
