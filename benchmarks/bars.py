@@ -140,6 +140,7 @@ PROMISES = (
     _debug("full dumps, 1,024 ranks x 2,000", "<= 8 s, <= 200 MB", "debug-scale", "^full dumps, 1,024"),
     _debug("full dumps, 8,192 ranks x 2,000", "<= 60 s", "debug-scale", "^full dumps, 8,192"),
     _debug("black boxes, 16,384 ranks", "<= 1 s, <= 150 MB", "debug-scale", "^black boxes"),
+    _debug("cost of the black box, an operation", "<= 1 us", "debug-scale", "^the box's cost"),
     Promise(room="debug", what="real hung jobs, every case, 2 to 8 ranks", bar="all right", campaign="docs/hangs.md"),
     _tested("debug", "random programs, the culprit in the top verdict", ">= 99 %", "test_debug_simulated.py"),
     _tested("debug", "real dumps of hung jobs", "all right", "test_debug_fixtures.py"),
