@@ -6,6 +6,7 @@ on CPU, so its own ScaledDotProductAttention stands in. All else is its public p
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -51,23 +52,9 @@ class Progress:
         self.step, self.ntokens_seen = state["step"], state["ntokens_seen"]
 
 
-class _Whole:
-    """The parts of torchtitan's whole config that its model reads."""
-
-    def __init__(self, training: Any, parallelism: Any) -> None:
-        self.training, self.parallelism = training, parallelism
-
-    def __getattr__(self, name: str) -> Any:
-        from torchtitan.config import DebugConfig
-
-        if name == "debug":
-            return DebugConfig()
-        raise AttributeError(name)
-
-
 def build() -> tuple[Any, Any]:
     """The debug model under FSDP2 on all ranks, and the SPMD context that its steps run in."""
-    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as titan
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -82,7 +69,10 @@ def build() -> tuple[Any, Any]:
     dims = ParallelDims.from_config(parallelism, world)
     dims.build_mesh()
     titan.set_spmd_backend(parallelism.spmd_backend)
-    spec.model.update_from_config(config=_Whole(training, parallelism))
+    whole = argparse.Namespace(
+        training=training, parallelism=parallelism, debug=DebugConfig()
+    )  # what of it the model reads
+    spec.model.update_from_config(config=whole)
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(
