@@ -12,8 +12,8 @@ from textual.binding import Binding
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from tests.screen_texts import press as press_now
-from tests.screen_texts import screen_text
+from tests.screen_pictures import press as press_now
+from tests.screen_pictures import screen_text
 from titan_ckpt.debug.align import Lane
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data_content import find_content

@@ -13,7 +13,7 @@ import torch
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from tests.screen_texts import screen_text
+from tests.screen_pictures import screen_text
 from titan_ckpt.debug.records import Heartbeat
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.save import Saver

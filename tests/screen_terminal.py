@@ -1,0 +1,142 @@
+"""The program in a terminal of its own: a pseudo-terminal whose output a terminal emulator reads, or a tmux session."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import pyte
+
+DEADLINE_S = 60
+ENTER, ESCAPE, DOWN = "\r", "\x1b", "\x1b[B"
+_TMUX_NAMES = {ENTER: "Enter", ESCAPE: "Escape", DOWN: "Down"}
+
+
+class Terminal(Protocol):
+    """What a user has: a screen to read, keys to press, a window to resize."""
+
+    def text(self) -> str:
+        """What the screen shows, after what has come since."""
+        ...
+
+    def press(self, keys: str) -> None: ...
+
+    def resize(self, columns: int, lines: int) -> None: ...
+
+    def ended_with(self) -> int:
+        """The program's exit code, once it has ended."""
+        ...
+
+
+def see(terminal: Terminal, text: str) -> str:
+    """The screen once `text` stands on it."""
+    deadline = time.monotonic() + DEADLINE_S
+    while text not in (screen := terminal.text()):
+        assert time.monotonic() < deadline, f"{text!r} is not on the screen:\n{screen}"
+    return screen
+
+
+class PseudoTerminal:
+    """A pty that is the program's controlling terminal; pyte keeps the screen that the bytes make."""
+
+    def __init__(self, command: list[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self.screen, self.raw = pyte.Screen(80, 24), b""
+        self._stream = pyte.ByteStream(self.screen)
+        self._master, slave = pty.openpty()
+        self._set_size(80, 24)
+        # A session leader that opens a terminal gets it as its controlling one, so that it hears of a new size.
+        shell = ["sh", "-c", 'exec <"$0" >"$0" 2>&1; exec "$@"', os.ttyname(slave), *command]
+        self.process = subprocess.Popen(shell, start_new_session=True, cwd=folder, env=environment)
+        self._slave = slave
+
+    def text(self) -> str:
+        while select.select([self._master], [], [], 0.05)[0]:
+            data = os.read(self._master, 65536)
+            self.raw += data
+            self._stream.feed(data)
+        return "\n".join(line.rstrip() for line in self.screen.display)
+
+    def press(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def resize(self, columns: int, lines: int) -> None:
+        self.screen.resize(lines, columns)
+        self._set_size(columns, lines)
+
+    def _set_size(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def ended_with(self) -> int:
+        deadline = time.monotonic() + DEADLINE_S
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, self.text()
+            self.text()
+        return self.process.returncode
+
+    def close(self) -> None:
+        """End the program if it has not, and give the pty back."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._slave)
+        os.close(self._master)
+
+
+class Tmux:
+    """A session of a tmux server of our own."""
+
+    def __init__(self, command: list[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self._socket = folder / "socket"
+        shell = f"cd {shlex.quote(str(folder))}; {shlex.join(command)}; echo ended with $?; cat"
+        given = [f"{name}={value}" for name, value in environment.items() if name not in ("TERM", "TMUX")]
+        self._run("new-session", "-d", "-s", "job", "-x", "80", "-y", "24", "env", "-i", *given, "TERM=screen-256color",
+                  "sh", "-c", shell)  # fmt: skip
+
+    def _run(self, *arguments: str) -> str:
+        command = ["tmux", "-f", "/dev/null", "-S", str(self._socket), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def text(self) -> str:
+        return self._run("capture-pane", "-p", "-t", "job")
+
+    def press(self, keys: str) -> None:
+        name = _TMUX_NAMES.get(keys)
+        self._run("send-keys", "-t", "job", *([name] if name else ["-l", keys]))
+
+    def resize(self, columns: int, lines: int) -> None:
+        self._run("resize-window", "-t", "job", "-x", str(columns), "-y", str(lines))
+
+    def ended_with(self) -> int:
+        return int(see(self, "ended with").rpartition("ended with ")[2].split()[0])
+
+    def close(self) -> None:
+        """End the server, and with it the program."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self._run("kill-server")
+
+
+KINDS: Mapping[str, type[PseudoTerminal] | type[Tmux]] = {"pty": PseudoTerminal, "tmux": Tmux}
+
+
+@contextlib.contextmanager
+def opened(kind: str, path: Path, folder: Path, **environment: str) -> Iterator[PseudoTerminal | Tmux]:
+    """`titan-ckpt tui PATH` in a terminal of 80 x 24."""
+    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+    variables = {**plain, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", **environment}
+    terminal = KINDS[kind]([sys.executable, "-m", "titan_ckpt", "tui", str(path)], folder, variables)
+    try:
+        yield terminal
+    finally:
+        terminal.close()
