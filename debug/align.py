@@ -100,7 +100,7 @@ def _collectives(run: Run) -> Iterator[tuple[Block, Pairs]]:
     for block in blocks(run.ranks):
         table = block.table
         if len(table):
-            yield block, pairs_of(block, (table["p2p"] == 0) & (table["seq"] >= 0) & is_named[table["group"]])
+            yield block, pairs_of(block, is_named[table["group"]])
 
 
 def _survey(run: Run, coder: _Coder) -> _Uses:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from titan_ckpt.debug import disagreement
-from titan_ckpt.debug.blocks import blocks
+from titan_ckpt.debug.blocks import blocks, with_blocks
 from titan_ckpt.debug.boxes import Box
 from titan_ckpt.debug.evidence import MAX_RANK, RankEvidence, Reading
 from titan_ckpt.debug.interning import Interner
@@ -36,13 +36,18 @@ def assemble(reading: Reading, incident: str, incidents: tuple[str, ...]) -> Run
         url=str(reading.store),
         incident=incident,
         world_size=world_size,
-        ranks=ranks,
+        ranks=with_blocks(ranks, [_home(reading.ranks[rank], record) for rank, record in ranks.items()]),
         groups=tuple(reading.interner.groups),
         names=reading.interner.names(),
         launcher=reading.launcher,
         incidents=incidents,
     )
     return replace(run, flags=(*reading.flags, *_flags(reading, run)), wrappers=_wrappers(run))
+
+
+def _home(found: RankEvidence, record: RankRecord) -> tuple[Array, int] | None:
+    """The table that a rank's operations are a part of, where they are those of its black box and nothing else."""
+    return found.box.home if found.box and record.operations is found.box.operations else None
 
 
 def _wrappers(run: Run) -> frozenset[tuple[str, int]]:
@@ -127,11 +132,7 @@ def _described(description: str) -> str:
 
 
 def _flags(reading: Reading, run: Run) -> Iterator[Flag]:
-    only_boxes = {
-        rank
-        for rank, record in run.ranks.items()
-        if record.dumps and all(dump.kind == "black_box" and dump.is_truncated for dump in record.dumps)
-    }
+    only_boxes = {rank for rank, record in run.ranks.items() if record.dumps and _are_cut_boxes(record.dumps)}
     if only_boxes or reading.first_record:
         ranks = tuple(sorted(only_boxes | set(reading.first_record)))
         yield Flag(flag="RING_TRUNCATED", ranks=ranks, text="the ring buffer was full: the oldest operations are gone")
@@ -152,6 +153,10 @@ def _flags(reading: Reading, run: Run) -> Iterator[Flag]:
             ranks=unusable,
             text="the dumps do not say who belongs to a group (gloo never does); members are those seen using it",
         )
+
+
+def _are_cut_boxes(dumps: Sequence[Dump]) -> bool:
+    return all(dump.kind == "black_box" and dump.is_truncated for dump in dumps)
 
 
 def _has_unknown_members(run: Run, rank: int) -> bool:

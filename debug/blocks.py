@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -13,7 +14,7 @@ MOST_OPERATIONS = 1 << 16
 _SEQ_BITS = 31
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Block:
     """Some ranks' operations, one rank's after another's. `first` is the first rank's place among all ranks of the run."""
 
@@ -21,20 +22,72 @@ class Block:
     first: int
     lengths: Array
 
-    @property
+    @cached_property
     def owner(self) -> Array:
         """Of each operation its rank's place among all ranks of the run, ascending."""
         return np.repeat(np.arange(self.first, self.first + len(self.lengths), dtype=np.int32), self.lengths)
 
-    @property
+    @cached_property
     def row(self) -> Array:
         """Of each operation its place in its rank's own table."""
         starts = np.cumsum(self.lengths) - self.lengths
         return np.arange(len(self.table), dtype=np.int32) - np.repeat(starts.astype(np.int32), self.lengths)
 
+    @cached_property
+    def collectives(self) -> Array:
+        """Which operations are collectives with a sequence number."""
+        wanted: Array = (self.table["p2p"] == 0) & (self.table["seq"] >= 0)
+        return wanted
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """All collectives by group and rank."""
+        return _pairs(self, self.collectives)
+
+
+class Ranks(dict[int, RankRecord]):
+    """Ranks whose operations lie one after another in few tables: as blocks these cost no memory, so they are kept, and what
+    was found out about them with them."""
+
+    def __init__(self, ranks: Mapping[int, RankRecord], kept: Sequence[Block]) -> None:
+        super().__init__(ranks)
+        self.blocks = tuple(kept)
+
+
+LEAST_SHARING = 8  # ranks per table
+
+
+def with_blocks(ranks: Mapping[int, RankRecord], homes: Sequence[tuple[Array, int] | None]) -> Mapping[int, RankRecord]:
+    """The ranks as `Ranks` where that is true of them. `homes`: the table that a rank's operations are a part of, and where
+    in it they begin; None for a rank that has none."""
+    starts: list[int] = []
+    tables: list[Array] = []
+    lengths = [len(record.operations) for record in ranks.values()]
+    at = 0
+    for place, (home, length) in enumerate(zip(homes, lengths, strict=True)):
+        if home is None and not length:
+            continue
+        if home is not None and home[1] == 0 and (not tables or at == len(tables[-1])):
+            starts.append(place if tables else 0)
+            tables.append(home[0])
+            at = 0
+        elif home is None or not tables or home[0] is not tables[-1] or home[1] != at:
+            return ranks
+        at += length
+    if not tables or len(tables) * LEAST_SHARING > len(ranks) or at != len(tables[-1]):
+        return ranks
+    counts = np.array(lengths)
+    ends = [*starts[1:], len(lengths)]
+    return Ranks(
+        ranks, [Block(table=t, first=i, lengths=counts[i:j]) for t, i, j in zip(tables, starts, ends, strict=True)]
+    )
+
 
 def blocks(ranks: Mapping[int, RankRecord]) -> Iterator[Block]:
     """All operations of a run, in blocks of about MOST_OPERATIONS; `owner` counts the ranks in the mapping's order."""
+    if isinstance(ranks, Ranks):
+        yield from ranks.blocks
+        return
     tables: list[Array] = []
     size = first = 0
     for place, record in enumerate(ranks.values()):
@@ -49,6 +102,17 @@ def _block(tables: list[Array], first: int) -> Block:
     table = tables[0] if len(tables) == 1 else np.frombuffer(b"".join(table.data for table in tables), OPERATION)
     lengths = np.fromiter(map(len, tables), np.int64, len(tables))
     return Block(table=table, first=first, lengths=lengths)
+
+
+def column(ranks: Mapping[int, RankRecord], name: str, members: Sequence[int], rows: Array) -> Array:
+    """Column `name` of some operations of each member, a line per member; `rows`: their places in the member's own table."""
+    if not isinstance(ranks, Ranks):
+        return np.stack([ranks[rank].operations[name][rows[i]] for i, rank in enumerate(members)])
+    lengths = np.concatenate([block.lengths for block in ranks.blocks])
+    places = dict(zip(ranks, (np.cumsum(lengths) - lengths).tolist(), strict=True))
+    starts = np.fromiter((places[rank] for rank in members), np.int64, len(members))
+    values: Array = np.concatenate([block.table[name] for block in ranks.blocks])
+    return values[starts[:, None] + rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +139,12 @@ class Pairs:
 
 
 def pairs_of(block: Block, wanted: Array) -> Pairs:
-    """The operations of a block that `wanted` is true of, by group and rank. Their sequence numbers are 0 or more."""
+    """The collectives of a block that `wanted` is true of, by group and rank."""
+    wanted = wanted & block.collectives
+    return block.pairs if wanted.sum() == block.collectives.sum() else _pairs(block, wanted)
+
+
+def _pairs(block: Block, wanted: Array) -> Pairs:
     places = np.flatnonzero(wanted)
     group, seq = block.table["group"][places].astype(np.int64), block.table["seq"][places]
     owner = block.owner[places]

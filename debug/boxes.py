@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from titan_ckpt.debug.blackbox import (
-    COUNT,
-    COUNT_AT,
     HEADER,
     HEADER_BYTES,
     MAGIC,
@@ -40,9 +38,11 @@ LOOK_AHEAD = (
 MAX_KEY = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(
+    slots=True, kw_only=True
+)  # not frozen: there are tens of thousands, and frozen ones take three times as long to make
 class Box:
-    """A black box that was read."""
+    """A black box that was read. `home`: the table that its operations are a part of, and where they begin in it."""
 
     rank: int
     world_size: int
@@ -50,8 +50,21 @@ class Box:
     count: int
     capacity: int
     operations: Array
+    home: tuple[Array, int]
     groups: tuple[Group, ...]
     heartbeat: Heartbeat
+
+
+class _Head(NamedTuple):
+    """What the first bytes of a box say; `issued` operations as of the last tick."""
+
+    magic: bytes
+    rank: int
+    world_size: int
+    pid: int
+    capacity: int
+    issued: int
+    started_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +75,12 @@ class _Words:
     groups: tuple[Group, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # as Box
 class RawBox:
-    """A box as it stands in the file: its head, (a part of) its ring, and what its text says."""
+    """A box as it stands in the file: its head, what that says, (a part of) its ring, and what its text says."""
 
     head: bytes
+    says: _Head
     ring: Buffer
     words: _Words
     source: str
@@ -83,25 +97,28 @@ class BoxReader:
 
     def parse(self, data: bytes, source: str) -> Box:
         """A whole box. ValueError when it is none or is damaged."""
-        capacity = _capacity(data)
-        ring_end = HEADER_BYTES + capacity * RECORD.size
+        says = _read_head(data)
+        ring_end = HEADER_BYTES + says.capacity * RECORD.size
         if len(data) < ring_end:
-            raise ValueError(f"is cut off: a ring of {capacity} records needs {ring_end} bytes, there are {len(data)}")
-        text = data[ring_end : ring_end + _text_used(data)]
+            raise ValueError(
+                f"is cut off: a ring of {says.capacity} records needs {ring_end} bytes, there are {len(data)}"
+            )
+        words = self._words(data[ring_end : ring_end + _text_used(data)])
         ring = memoryview(data)[HEADER_BYTES:ring_end]
-        return self.finish([_raw(data, ring, self._words(text), source)], capacity)[0]
+        raw = RawBox(head=data[:HEADER_BYTES], says=says, ring=ring, words=words, source=source)
+        return self.finish([raw], says.capacity)[0]
 
     def read_tail(self, store: Store, path: str, keep: int) -> RawBox:
         """The newest operations of a box, at least `keep` of them, by two or three small reads; `finish` makes sense of them."""
         with store.opened(path) as read:
             head = read(0, HEADER_BYTES)
-            capacity = _capacity(head)
+            says = _read_head(head)
+            capacity, count = says.capacity, says.issued
             words = self._known.get(head[TEXT_USED_AT:TEXT_END])
             if words is None:
                 words = self._words(read(HEADER_BYTES + capacity * RECORD.size, _text_used(head)))
                 if any(head[TEXT_DIGEST_AT:TEXT_END]):
                     self._known[head[TEXT_USED_AT:TEXT_END]] = words
-            (count,) = COUNT.unpack_from(head, COUNT_AT)
             length = min(keep + LOOK_AHEAD, capacity)
             start = max(0, count - keep) % capacity
             if length == capacity or start + length > capacity:  # small, or around the end: all of it
@@ -109,34 +126,27 @@ class BoxReader:
             ring = read(HEADER_BYTES + start * RECORD.size, length * RECORD.size)
             if length < capacity and NUMBER.unpack_from(ring, len(ring) - NUMBER.size)[0] > count:
                 ring = read(HEADER_BYTES, capacity * RECORD.size)  # it ticked too long ago
-        return _raw(head, ring, words, path)
+        return RawBox(head=head, says=says, ring=ring, words=words, source=path)
 
     def finish(self, raw: Sequence[RawBox], keep: int) -> list[Box]:
-        """The boxes, with at most their `keep` newest operations. Those with the same words are translated in one go."""
-        alike: dict[int, list[int]] = {}
-        for i, box in enumerate(raw):
-            alike.setdefault(id(box.words), []).append(i)
-        boxes: dict[int, Box] = {}
-        for places in alike.values():
-            boxes.update(zip(places, self._finish_alike([raw[i] for i in places], keep), strict=True))
-        return [boxes[i] for i in range(len(raw))]
-
-    def _finish_alike(self, raw: Sequence[RawBox], keep: int) -> Iterator[Box]:
-        rings = [memoryview(box.ring) for box in raw]
-        owner = np.repeat(np.arange(len(raw)), [ring.nbytes // RECORD.size for ring in rings])
-        records = np.frombuffer(b"".join(rings), RECORD_DTYPE)
+        """The boxes, with at most their `keep` newest operations: parts of one table, in the order of the boxes."""
+        lengths = [len(box.ring) // RECORD.size for box in raw]
+        owner = np.repeat(np.arange(len(raw), dtype=np.int32), lengths)
+        records = np.frombuffer(b"".join(box.ring for box in raw), RECORD_DTYPE)
         number = records["number"].astype(np.int64)
         rows = np.flatnonzero(number > 0)
-        rows = rows[np.argsort((owner[rows] << 32) | number[rows], kind="stable")]
+        rows = rows[np.argsort((owner[rows].astype(np.int64) << 32) | number[rows], kind="stable")]
         ends = np.cumsum(np.bincount(owner[rows], minlength=len(raw)))
         newest = rows[np.arange(len(rows)) >= ends[owner[rows]] - keep]
-        table = _operations(records[newest], raw[0].words.columns, self.interner)
+        known, which = _alike([box.words for box in raw])
+        table = _operations(_rows(records, newest), known, which[owner[newest]], self.interner)
         kept = np.cumsum(np.bincount(owner[newest], minlength=len(raw)))
-        counts = np.concatenate([[0], number[newest]])[np.where(np.diff(kept, prepend=0), kept, 0)]
-        at = 0
-        for box, end, count in zip(raw, kept.tolist(), counts.tolist(), strict=True):
-            yield _box(box, count, table[at:end])
-            at = end
+        counts = np.concatenate([[0], number[newest]])[np.where(np.diff(kept, prepend=0), kept, 0)].tolist()
+        stops = kept.tolist()
+        return [
+            _box(box, count, table, start, stop)
+            for box, count, start, stop in zip(raw, counts, [0, *stops[:-1]], stops, strict=True)
+        ]
 
     def _words(self, text: bytes) -> _Words:
         known = self._texts.get(text)
@@ -175,34 +185,38 @@ class BoxReader:
             return None
 
 
-def _raw(head: bytes, ring: Buffer, words: _Words, source: str) -> RawBox:
-    _, rank, world_size, *_ = HEADER.unpack_from(head)
-    if world_size > 1 << 24 or rank > 1 << 24:
-        raise ValueError(f"says that it is of rank {rank} of {world_size}: damaged")
-    return RawBox(head=head[:HEADER_BYTES], ring=ring, words=words, source=source)
-
-
-def _box(raw: RawBox, count: int, operations: Array) -> Box:
-    _, rank, world_size, pid, capacity, *_ = HEADER.unpack_from(raw.head)
+def _box(raw: RawBox, count: int, table: Array, start: int, stop: int) -> Box:
+    says = raw.says
     return Box(
-        rank=rank,
-        world_size=world_size,
-        pid=pid,
+        rank=says.rank,
+        world_size=says.world_size,
+        pid=says.pid,
         count=count,
-        capacity=capacity,
-        operations=operations,
+        capacity=says.capacity,
+        operations=table[start:stop],
+        home=(table, start),
         groups=raw.words.groups,
         heartbeat=read_heartbeat(raw.head, raw.source),
     )
 
 
-def _capacity(head: bytes) -> int:
+def _alike(words: Sequence[_Words]) -> tuple[list[_Words], Array]:
+    """The different ones, and of each which one it is."""
+    places = {id(one): place for place, one in enumerate(words)}
+    numbers = {key: number for number, key in enumerate(places)}
+    which = np.fromiter((numbers[id(one)] for one in words), np.int64, len(words))
+    return [words[place] for place in places.values()], which
+
+
+def _read_head(head: bytes) -> _Head:
     if len(head) < HEADER_BYTES or not head.startswith(MAGIC):
         raise ValueError("is no black box (wrong magic)")
-    capacity = int(HEADER.unpack_from(head)[4])
-    if not 0 < capacity <= 1 << 24:
-        raise ValueError(f"says that its ring has {capacity} records: damaged")
-    return capacity
+    says = _Head._make(HEADER.unpack_from(head))
+    if not 0 < says.capacity <= 1 << 24:
+        raise ValueError(f"says that its ring has {says.capacity} records: damaged")
+    if says.world_size > 1 << 24 or says.rank > 1 << 24:
+        raise ValueError(f"says that it is of rank {says.rank} of {says.world_size}: damaged")
+    return says
 
 
 def _text_used(head: bytes) -> int:
@@ -217,10 +231,11 @@ def _group(value: Any) -> Group:
     return Group(name=str(name)[:200], description=description[:200], members=ranks)
 
 
-def _operations(records: Array, columns: Mapping[str, Array], interner: Interner) -> Array:
+def _operations(records: Array, words: Sequence[_Words], which: Array, interner: Interner) -> Array:
+    """Records as operations; `which` of the words each record's numbers point into."""
     table = np.zeros(len(records), OPERATION)
     for name, kind in (("group", "group"), ("op", "op"), ("dtypes", "dtype"), ("frames", "site")):
-        table[name] = _translate(records["dtype" if kind == "dtype" else kind], columns[kind])
+        table[name] = _translate(records[kind], [one.columns[kind] for one in words], which)
     table["sizes"] = _sizes(records["elements"], interner)
     for name, source in (("seq", "seq"), ("p2p", "p2p"), ("peer", "peer"), ("created_ns", "created")):
         table[name] = records[source]
@@ -229,6 +244,13 @@ def _operations(records: Array, columns: Mapping[str, Array], interner: Interner
     table["state"] = np.where(returned, COMPLETED, SCHEDULED)
     table["retired"] = returned
     return table
+
+
+def _rows(records: Array, rows: Array) -> Array:
+    """Some of the records; as plain numbers they are copied several times as fast."""
+    numbers = records.view(np.int64).reshape(len(records), -1)
+    some: Array = numbers[rows].reshape(-1).view(RECORD_DTYPE)
+    return some
 
 
 def _sizes(elements: Array, interner: Interner) -> Array:
@@ -255,6 +277,13 @@ def _lookup(entries: Mapping[int, int], unknown: int) -> Array:
     return table
 
 
-def _translate(column: Array, lookup: Array) -> Array:
+def _translate(column: Array, lookups: Sequence[Array], which: Array) -> Array:
     """Each number looked up; those out of range (as unsigned numbers, negative ones are) give the last element."""
-    return lookup[np.minimum(column.astype(np.uint32), len(lookup) - 1)]
+    numbers = column.astype(np.uint32)
+    if len(lookups) == 1:
+        of_one: Array = lookups[0][np.minimum(numbers, len(lookups[0]) - 1)]
+        return of_one
+    lengths = np.fromiter(map(len, lookups), np.int64, len(lookups))
+    starts = np.cumsum(lengths) - lengths
+    of_all: Array = np.concatenate(lookups)[starts[which] + np.minimum(numbers, lengths[which] - 1)]
+    return of_all

@@ -23,6 +23,7 @@ _TRAILING = re.compile(r"(?:trace|dump|flight_recorder|fr)[\w-]*?_0*(\d{1,6})$",
 _TORCHRUN = re.compile(r"(?:^|/)attempt_\d+/(\d{1,6})/(?:stdout|stderr)\.log$")
 _PACKED = (".gz", ".zst")
 _TEXT = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
+_ENDINGS = frozenset((".json", ".jsonl", ".stacks", ".box", ".pickle", ".pkl", ".pt", ".svg", *_TEXT))
 _STEP_FOLDER = re.compile(r"^step-\d{8,}$")
 
 
@@ -88,10 +89,8 @@ def _split(name: str) -> tuple[str, str]:
     """`rank_0.after_error.json.gz` -> (`rank_0.after_error`, `.json`)."""
     for packed in _PACKED:
         name = name.removesuffix(packed)
-    for suffix in (".json", ".jsonl", ".stacks", ".box", ".pickle", ".pkl", ".pt", ".svg", *_TEXT):
-        if name.endswith(suffix):
-            return name.removesuffix(suffix), suffix
-    return name, ""
+    bare, dot, ending = name.rpartition(".")
+    return (bare, dot + ending) if dot + ending in _ENDINGS else (name, "")
 
 
 def _rank_of(path: str, bare: str) -> tuple[int | None, str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from titan_ckpt.debug.align import Lane
+from titan_ckpt.debug.blocks import column
 from titan_ckpt.debug.records import Evidence, Run, Verdict
 
 LEAST_TIMES = 5
@@ -34,9 +35,7 @@ def _slowest(run: Run, lane: Lane) -> tuple[int, int, int, float] | None:
     complete = np.flatnonzero((lane.row[heard] >= 0).all(axis=0))[-MOST_COLUMNS:]
     if len(complete) < LEAST_TIMES or len(heard) < 2:
         return None
-    created = np.stack(
-        [run.ranks[lane.members[i]].operations["created_ns"][lane.row[i, complete]] for i in heard.tolist()]
-    )
+    created = column(run.ranks, "created_ns", [lane.members[i] for i in heard.tolist()], lane.row[heard][:, complete])
     if (created <= 0).any():
         return None
     ordered = np.partition(created, -2, axis=0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from titan_ckpt.debug.assembly import assemble
 from titan_ckpt.debug.blackbox import HEADER_BYTES, MAGIC, read_heartbeat
+from titan_ckpt.debug.blocks import MOST_OPERATIONS
 from titan_ckpt.debug.boxes import Box, RawBox
 from titan_ckpt.debug.discovery import Source, find_place, read_source, sources
 from titan_ckpt.debug.dumps import ParsedDump, parse_dump
@@ -51,14 +52,14 @@ def open_run(url: str, *, store: Store | None = None) -> Run:
         found = [source for source in sources(store, place) if only is None or source.path == only]
         keep = _operations_per_box(found)
         tails = [source for source in found if keep and source.path.endswith(".box")]
-        for start in range(0, len(tails), BLOCK):
-            _read_tails(reading, tails[start : start + BLOCK], keep)
+        together = MOST_OPERATIONS // max(keep, 1)
+        for start in range(0, len(tails), together):
+            _read_tails(reading, tails[start : start + together], keep)
         for source in sorted(found, key=_reading_order):
             if not keep or not source.path.endswith(".box"):
                 _read(reading, source)
-    if reading.num_evidence == 0:
-        raise _nothing(store, reading, place.folders)
-    with no_gc():
+        if reading.num_evidence == 0:
+            raise _nothing(store, reading, place.folders)
         return assemble(reading, place.incident, place.incidents)
 
 
@@ -96,7 +97,6 @@ def _reading_order(source: Source) -> tuple[bool, bool, bool, str]:
 MOST_BOX_OPERATIONS = 1 << 19
 LEAST_BOX_OPERATIONS = 32
 MANY_BOXES = 256
-BLOCK = 128
 
 
 def _operations_per_box(found: Sequence[Source]) -> int:

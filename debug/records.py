@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-Array: TypeAlias = npt.NDArray[Any]
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 SCHEDULED, STARTED, COMPLETED = 0, 1, 2
 STATES = ("scheduled", "started", "completed")

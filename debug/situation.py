@@ -43,6 +43,8 @@ def situations(run: Run) -> dict[int, Situation]:
 
 def situation(run: Run, record: RankRecord, *, others_left_some: bool) -> Situation:
     """Death first, then a stopped process, then what its main thread was in."""
+    if _says_nothing(record):
+        return Situation(rank=record.rank, kind=UNKNOWN if record.dumps else SILENT)
     return (
         _dead(record)
         or _frozen(run, record, others_left_some)
@@ -50,6 +52,12 @@ def situation(run: Run, record: RankRecord, *, others_left_some: bool) -> Situat
         or _by_log(record)
         or Situation(rank=record.rank, kind=UNKNOWN if record.dumps else SILENT, evidence=last_words(record))
     )
+
+
+def _says_nothing(record: RankRecord) -> bool:
+    """Whether there is nothing of a rank that tells what it was doing, but operations perhaps: so it is with most of many."""
+    has_ended = record.heartbeat is not None and record.heartbeat.is_stopped
+    return not (record.stacks or record.log or record.exit or record.process_state or has_ended)
 
 
 # --------------------------------------------------------------------------------------------------------- death
@@ -341,6 +349,7 @@ def has_other_death(run: Run, rank: int) -> bool:
     return any(
         other != rank and (_dead(record) is not None or _was_killed_by_mismatch(record))
         for other, record in run.ranks.items()
+        if not _says_nothing(record)
     )
 
 

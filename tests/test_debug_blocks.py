@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 
 from titan_ckpt.debug import blocks, open_run
 from titan_ckpt.debug.align import Lane, lanes
-from titan_ckpt.debug.blocks import Distinct
+from titan_ckpt.debug.blackbox import HEADER_BYTES, RECORD
+from titan_ckpt.debug.blocks import LEAST_SHARING, Distinct, Ranks, column, with_blocks
+from titan_ckpt.debug.hooks import BoxWriter
 from titan_ckpt.debug.records import Array
 from titan_ckpt.debug.simulate import random_scenario, write
 
@@ -41,3 +44,45 @@ def test_values_are_numbered_in_the_order_of_their_first_appearance() -> None:
     known.add(np.array([7, 3, 7, 5]))
     known.add(np.array([1, 5]))
     assert known.numbers(np.array([7, 3, 5, 1])).tolist() == [0, 1, 2, 3]
+
+
+def _box(folder: Path, rank: int, world_size: int, operations: int) -> None:
+    """A black box with a text of its own."""
+    box = BoxWriter(folder / f"rank_{rank:05d}.box", rank=rank, world_size=world_size, capacity=64)
+    box.add_text("op", 0, "all_reduce")
+    box.add_text("group", 0, [f"tp{rank}", "", [rank, (rank + 1) % world_size]])
+    box.add_text("group", 1, ["0", "default_pg", {"from": 0, "to": world_size - 1, "by": 1}])
+    for n in range(1, operations + 1):
+        at = HEADER_BYTES + (n - 1) % 64 * RECORD.size
+        RECORD.pack_into(box.map, at, n * 1000, n * 1000 + 1, 8, n, 0, -1, n % 2, 0, 0, 0, 1, n)
+    box.count = operations
+    box.beat()
+    box.map.close()
+
+
+def test_many_boxes_with_different_texts_share_tables_and_keep_their_own_groups(tmp_path: Path) -> None:
+    for rank in range(300):
+        _box(tmp_path, rank, 300, rank % 50)
+    kept = open_run(str(tmp_path))
+    assert isinstance(kept.ranks, Ranks)
+    assert len(kept.ranks.blocks) < len(kept.ranks) // LEAST_SHARING
+    assert {len(record.operations) for record in kept.ranks.values()} == set(range(50))
+    assert [kept.operation(rank, -2).group.name for rank in (2, 3, 49)] == ["0", "tp3", "tp49"]
+    built = replace(kept, ranks=dict(kept.ranks))
+    for one, other in zip(_cells(lanes(kept)), _cells(lanes(built)), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    rows = np.array([[0, 1], [1, 0]])
+    assert np.array_equal(
+        column(kept.ranks, "created_ns", [7, 3], rows), column(built.ranks, "created_ns", [7, 3], rows)
+    )
+
+
+def test_operations_that_lie_in_another_order_than_the_ranks_are_no_blocks(tmp_path: Path) -> None:
+    for rank in range(20):
+        _box(tmp_path, rank, 20, 3)
+    ranks = open_run(str(tmp_path)).ranks
+    table = np.concatenate([record.operations for record in ranks.values()])
+    homes = [(table, 3 * place) for place in range(20)]
+    assert isinstance(with_blocks(ranks, homes), Ranks)
+    assert not isinstance(with_blocks(ranks, homes[::-1]), Ranks)
+    assert not isinstance(with_blocks(ranks, [*homes[:-1], None]), Ranks)

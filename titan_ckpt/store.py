@@ -349,9 +349,12 @@ class _OpenFile:
         self._store, self._path, self._full = store, path, full
 
     def __enter__(self) -> _OpenFile:
-        with _os_errors(self._store.where(self._path)):
+        try:
             self._descriptor = os.open(self._full, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not hold us
             info = os.fstat(self._descriptor)
+        except OSError:
+            with _os_errors(self._store.where(self._path)):
+                raise
         if not stat.S_ISREG(info.st_mode):
             os.close(self._descriptor)
             raise NotFoundError(f"{self._store.where(self._path)}: not a file")
