@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,7 +27,7 @@ from titan_ckpt.errors import (
     UsageError,
 )
 from titan_ckpt.s3_errors import translate
-from titan_ckpt.s3_wire import PART_BYTES, Cutter
+from titan_ckpt.s3_wire import PART_BYTES, PartBuffers, cut
 from titan_ckpt.store import RetryPolicy, open_store
 from titan_ckpt.store_s3 import S3Store
 
@@ -232,30 +233,42 @@ def test_each_answer_of_a_server_becomes_the_right_error(code: str, status: int,
 
 def test_parts_are_of_equal_size_and_slice_large_buffers_without_a_copy() -> None:
     large = memoryview(bytearray(3 * PART_BYTES))
-    cut = [part.view for part in Cutter([b"abc", large, b"de"]).parts()]
-    assert [len(part) for part in cut] == [PART_BYTES, PART_BYTES, PART_BYTES, 5]
-    assert cut[1].obj is large.obj
-    assert cut[2].obj is large.obj
-    assert bytes(cut[0][:3]) == b"abc"
-    assert bytes(cut[3]) == bytes(3) + b"de"
+    parts = [part.view for part in cut([b"abc", large, b"de"], PartBuffers())]
+    assert [len(part) for part in parts] == [PART_BYTES, PART_BYTES, PART_BYTES, 5]
+    assert parts[1].obj is large.obj
+    assert parts[2].obj is large.obj
+    assert bytes(parts[0][:3]) == b"abc"
+    assert bytes(parts[3]) == bytes(3) + b"de"
 
 
 def test_nothing_to_cut_gives_no_part() -> None:
-    assert list(Cutter([]).parts()) == []
-    assert list(Cutter([b"", b""]).parts()) == []
+    assert list(cut([], PartBuffers())) == []
+    assert list(cut([b"", b""], PartBuffers())) == []
 
 
-def test_a_gathered_part_that_was_sent_lends_its_memory_to_the_next() -> None:
+def test_a_gathered_part_that_was_sent_lends_its_memory_to_the_next_of_any_file() -> None:
     pieces = [bytes([number]) * (PART_BYTES // 2) for number in range(6)]
-    cutter = Cutter(pieces)
-    memory, found = [], []
-    for part in cutter.parts():
-        assert part.buffer is not None
-        memory.append(part.buffer.ctypes.data)
-        found.append(bytes(part.view))
-        cutter.sent(part)
-    assert b"".join(found) == b"".join(pieces)
+    buffers, memory, found = PartBuffers(), [], []
+    with buffers:
+        for _ in range(2):
+            for part in cut(pieces, buffers):
+                assert part.buffer is not None
+                memory.append(part.buffer.ctypes.data)
+                found.append(bytes(part.view))
+                buffers.give_back(part)
+    assert b"".join(found) == b"".join(pieces) * 2
     assert len(set(memory)) == 1
+
+
+def test_buffers_of_parts_are_let_go_when_nothing_is_written_any_more() -> None:
+    buffers = PartBuffers()
+    with buffers:
+        part = next(cut([b"abc"], buffers))
+        buffers.give_back(part)
+        last_seen = weakref.ref(part.buffer)
+        del part
+        assert last_seen() is not None
+    assert last_seen() is None
 
 
 def test_retries_are_logged_with_what_and_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
+import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,50 +35,66 @@ class Part:
     buffer: Bytes | None = None
 
 
-class Cutter:
+class PartBuffers:
+    """Buffers for parts, shared by all files that a store writes at a time and used again: to make the pages of a new one
+    takes the processor longer than to fill it. None is kept once nothing is written."""
+
+    def __init__(self) -> None:
+        self._free: list[Bytes] = []
+        self._writers = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            self._writers += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._writers -= 1
+            if self._writers == 0:
+                self._free.clear()
+
+    def take(self, size_bytes: int) -> Bytes:
+        """The one that was given back last, which the processor may still know, or a new one."""
+        with self._lock:
+            buffer = self._free.pop() if self._free else None
+        return buffer if buffer is not None and len(buffer) == size_bytes else np.empty(size_bytes, dtype=np.uint8)
+
+    def give_back(self, part: Part) -> None:
+        """A part was sent: its buffer, if it has one, may be taken again; from any thread."""
+        with self._lock:
+            if part.buffer is not None and self._writers:
+                self._free.append(part.buffer)
+
+
+def cut(pieces: Iterable[Buffer], buffers: PartBuffers) -> Iterator[Part]:
     """The same bytes as parts of equal size (the last may be shorter), as S3 wants them.
 
     The size doubles every `PARTS_BEFORE_DOUBLING` parts, so that 10,000 parts hold 5 TiB. Buffers that fill a part are sliced,
     only the pieces between them are copied (by numpy, which lets other threads run meanwhile).
     """
-
-    def __init__(self, pieces: Iterable[Buffer]) -> None:
-        self._pieces = pieces
-        self._free: deque[Bytes] = deque()
-
-    def parts(self) -> Iterator[Part]:
-        """The parts in order; to be walked once."""
-        number, size, used = 1, PART_BYTES, 0
-        buffer: Bytes | None = None
-        for piece in self._pieces:
-            rest = memoryview(piece).cast("B")
-            while len(rest):
-                if buffer is None and len(rest) >= size:
-                    part, rest = Part(rest[:size]), rest[size:]
-                else:
-                    buffer = self._buffer(size) if buffer is None else buffer
-                    taken = min(size - used, len(rest))
-                    buffer[used : used + taken] = np.frombuffer(rest[:taken], dtype=np.uint8)
-                    used, rest = used + taken, rest[taken:]
-                    if used < size:
-                        continue
-                    part, buffer, used = Part(buffer.data, buffer), None, 0
-                yield part
-                del part
-                number += 1
-                size = PART_BYTES << (number - 1) // PARTS_BEFORE_DOUBLING
-        if buffer is not None:
-            yield Part(buffer.data[:used], buffer)
-
-    def _buffer(self, size: int) -> Bytes:
-        """One of a part that was sent, so that its pages need not be made anew, or a new one."""
-        buffer = self._free.popleft() if self._free else None
-        return buffer if buffer is not None and len(buffer) == size else np.empty(size, dtype=np.uint8)
-
-    def sent(self, part: Part) -> None:
-        """Take a part's buffer back; from any thread."""
-        if part.buffer is not None:
-            self._free.append(part.buffer)
+    number, size, used = 1, PART_BYTES, 0
+    buffer: Bytes | None = None
+    for piece in pieces:
+        rest = memoryview(piece).cast("B")
+        while len(rest):
+            if buffer is None and len(rest) >= size:
+                part, rest = Part(rest[:size]), rest[size:]
+            else:
+                buffer = buffers.take(size) if buffer is None else buffer
+                taken = min(size - used, len(rest))
+                buffer[used : used + taken] = np.frombuffer(rest[:taken], dtype=np.uint8)
+                used, rest = used + taken, rest[taken:]
+                if used < size:
+                    continue
+                part, buffer, used = Part(buffer.data, buffer), None, 0
+            yield part
+            del part
+            number += 1
+            size = PART_BYTES << (number - 1) // PARTS_BEFORE_DOUBLING
+    if buffer is not None:
+        yield Part(buffer.data[:used], buffer)
 
 
 def split_url(url: str) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from titan_ckpt.errors import (
 from titan_ckpt.location import check_relative, normalise
 from titan_ckpt.s3_errors import translate
 from titan_ckpt.s3_session import S3Options, make_client
-from titan_ckpt.s3_wire import PART_BYTES, Cutter, Part, answered_at, crc32_text, etag, split_url, total_size
+from titan_ckpt.s3_wire import PART_BYTES, Part, PartBuffers, answered_at, crc32_text, cut, etag, split_url, total_size
 from titan_ckpt.store import Buffer, Entry, RetryPolicy, Store, probe_conditions, retry
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class S3Store(Store):
         self._client = make_client(S3Options.of(options), self.where(""))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="s3")
         self._in_flight = threading.BoundedSemaphore(THREADS)
+        self._buffers = PartBuffers()
         self._bucket_seen = False
 
     # Reading
@@ -104,13 +105,13 @@ class S3Store(Store):
 
     def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
         self._key(path)
-        cutter = Cutter(parts)
-        cut = cutter.parts()
-        first = next(cut, Part(memoryview(b"")))
-        second = next(cut, None)
-        if second is None:
-            return self._put(path, first.view)
-        return self._write_multipart(path, cutter, chain([first, second], cut))
+        with self._buffers:
+            whole = cut(parts, self._buffers)
+            first = next(whole, Part(memoryview(b"")))
+            second = next(whole, None)
+            if second is None:
+                return self._put(path, first.view)
+            return self._write_multipart(path, chain([first, second], whole))
 
     def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
@@ -152,7 +153,7 @@ class S3Store(Store):
     def _written(self, path: str, size_bytes: int, answer: Any) -> Entry:
         return Entry(path=path, size_bytes=size_bytes, modified_s=answered_at(answer), version=etag(answer))
 
-    def _write_multipart(self, path: str, cutter: Cutter, parts: Iterator[Part]) -> Entry:
+    def _write_multipart(self, path: str, parts: Iterator[Part]) -> Entry:
         place = {"Bucket": self._bucket, "Key": self._key(path)}
         begin = lambda: self._client.create_multipart_upload(**place, ChecksumAlgorithm="CRC32")
         place["UploadId"] = self._call(path, "start a multipart upload of", begin)["UploadId"]
@@ -162,7 +163,7 @@ class S3Store(Store):
         try:
             for number, part in enumerate(parts, start=1):
                 size += len(part.view)
-                in_flight.add(self._begin_part(path, place, number, part, cutter))
+                in_flight.add(self._begin_part(path, place, number, part))
                 del part
                 if len(in_flight) >= PARTS_IN_FLIGHT:
                     done, in_flight = wait(in_flight, return_when=FIRST_COMPLETED)
@@ -175,14 +176,12 @@ class S3Store(Store):
             self._abort(path, place)
             raise
 
-    def _begin_part(
-        self, path: str, place: dict[str, Any], number: int, part: Part, cutter: Cutter
-    ) -> Future[dict[str, Any]]:
+    def _begin_part(self, path: str, place: dict[str, Any], number: int, part: Part) -> Future[dict[str, Any]]:
         """Start to upload a part, once fewer than `THREADS` are on their way: more would only wait in memory."""
 
         def end(_: Future[dict[str, Any]]) -> None:
             self._in_flight.release()
-            cutter.sent(part)
+            self._buffers.give_back(part)
 
         self._in_flight.acquire()
         job = self._pool.submit(self._upload_part, path, place, number, part.view)
