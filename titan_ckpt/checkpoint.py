@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from titan_ckpt.commit import Commit, read_commit
 from titan_ckpt.errors import CheckpointError, DamagedError, NewerFormatError, NotCommittedError, NotFoundError
 from titan_ckpt.foreign import locate_payload
-from titan_ckpt.index import DIGEST_BYTES, Chunk, Manifest
+from titan_ckpt.index import DIGEST_BYTES, Chunk, Manifest, TensorEntry
 from titan_ckpt.layout import (
     ASSETS,
     DIGESTS,
@@ -69,13 +69,17 @@ class Checkpoint:
         """
         if chunk.payload_offset >= 0:
             return chunk
-        located = locate_payload(self.store, self.path(chunk.file), chunk)
+        located = self._located(chunk)
         if row_major and located.strides is not None:
             raise DamagedError(
                 f"{self}: {chunk.fqn}: stored with strides {located.strides}, which only `load` can read; "
                 f"load it and save it again with titan-ckpt first"
             )
         return located
+
+    def _located(self, chunk: Chunk) -> Chunk:
+        """`chunk` as its blob tells."""
+        return locate_payload(self.store, self.path(chunk.file), chunk)
 
     def asset(self, name: str) -> bytes:
         """A small file that was saved along (`tokenizer.json`, ...). NotFoundError if there is none of that name."""
@@ -97,6 +101,14 @@ class Checkpoint:
         if digest(data).hex() != expected or len(data) != DIGEST_BYTES * len(self.manifest.chunks):
             raise DamagedError(f"{self}: {DIGESTS} is not what was saved (digest differs)")
         return data
+
+    def digest_of(self, entry: TensorEntry, chunk: Chunk) -> bytes | None:
+        """xxh3-128 of the raw payload of one of an entry's chunks; None where the writer gave none."""
+        if chunk.digest is not None or self.digests is None:
+            return chunk.digest
+        offsets = self.manifest.boxes(entry)[0].tolist()
+        start = (entry.first_chunk + offsets.index(list(chunk.box.offsets))) * DIGEST_BYTES
+        return self.digests[start : start + DIGEST_BYTES]
 
     def read(self, fqn: str, box: Box | None = None) -> torch.Tensor:
         """A tensor in its stored dtype, in CPU memory, or the part of it in `box` (in elements of the global shape).
@@ -206,6 +218,8 @@ def _open_step(store: Store, url: str, step: int) -> Checkpoint:
             return _open_foreign(store, url, folder=step_folder(step), step=step)
         if store.exists(f"{foreign_folder(step)}/{METADATA}"):
             return _open_foreign(store, url, folder=foreign_folder(step), step=step)
+        if _foreign_step(url) == step and store.exists(METADATA):
+            return _open_foreign(store, url, folder="", step=step)
         if step == 0 and store.exists(HUGGING_FACE):
             return _open_hugging_face(store, url)
         good = [info.step for info in list_checkpoints(store) if info.state == "committed"]

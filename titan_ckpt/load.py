@@ -17,10 +17,11 @@ from titan_ckpt.broadcast import is_reader, read_and_send
 from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
 from titan_ckpt.codec import PLANES_ZSTD, read_raw
 from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, UnsafeContentError
-from titan_ckpt.index import DIGEST_BYTES, RAW, Chunk, TensorEntry
+from titan_ckpt.index import RAW, Chunk, TensorEntry
 from titan_ckpt.manifest import digest
 from titan_ckpt.placement import Box
 from titan_ckpt.state import DTYPE_NAME, TORCH_DTYPE, as_bytes, describe, flatten, local_part
+from titan_ckpt.strips import strides as row_major
 
 log = logging.getLogger(__name__)
 Answer = Literal["error", "warn", "allow"]
@@ -256,13 +257,11 @@ class ReadPlan:
 
     def _add_chunk(self, chunk: Chunk, entry: TensorEntry, part: Box, box: Box, target: torch.Tensor) -> None:
         inner, outer = part.relative_to(chunk.box), part.relative_to(box)
-        is_whole = part == chunk.box
-        if chunk.strides is not None or (self._policy.verify == "all" and not is_whole):
-            inner_read = Box.whole(chunk.box.sizes)
-        else:
-            inner_read = inner
+        needs_whole = self._policy.verify == "all" and part != chunk.box
+        inner_read = Box.whole(chunk.box.sizes) if needs_whole else inner
         size = target.element_size()
-        first, last = _span(inner_read, chunk.box.sizes)
+        strides = chunk.strides or row_major(chunk.box.sizes)
+        first, last = _span(inner_read, strides)
         view = _narrow(target, outer)
         expected = self._digest(chunk, entry) if inner_read.sizes == chunk.box.sizes else None
         path, payload = self._checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset
@@ -273,7 +272,7 @@ class ReadPlan:
             if expected is not None and digest(data) != expected:
                 raise DamagedError(_damage(self._checkpoint, path, chunk.fqn, start, len(data)))
             if not is_straight:
-                _copy_box(data, inner, first, chunk, view)
+                _copy_box(data, inner, first, strides, view)
 
         self._count(part, size, (last - first) * size, is_verified=expected is not None)
         memory = as_bytes(view) if is_straight else None
@@ -291,13 +290,7 @@ class ReadPlan:
             self._report.unverified_bytes += part.num_elements * size
 
     def _digest(self, chunk: Chunk, entry: TensorEntry) -> bytes | None:
-        if self._policy.verify == "none":
-            return None
-        if chunk.digest is not None or self._checkpoint.digests is None:
-            return chunk.digest
-        offsets = self._checkpoint.manifest.boxes(entry)[0].tolist()
-        start = (entry.first_chunk + offsets.index(list(chunk.box.offsets))) * DIGEST_BYTES
-        return self._checkpoint.digests[start : start + DIGEST_BYTES]
+        return None if self._policy.verify == "none" else self._checkpoint.digest_of(entry, chunk)
 
     def run(self) -> None:
         """Read everything, in parallel; the first error ends it."""
@@ -316,7 +309,7 @@ class ReadPlan:
 
 def _fetch(store: Any, group: list[_Read]) -> None:
     """Read one group: a single read straight into its target, several neighbours through one scratch buffer."""
-    first, last = group[0], group[-1]
+    first = group[0]
     if len(group) == 1:
         memory = first.target if first.target is not None else memoryview(bytearray(first.length))
         if first.source is not None:
@@ -325,7 +318,7 @@ def _fetch(store: Any, group: list[_Read]) -> None:
             store.read_into(first.path, first.start, memory)
         first.done(memory)
         return
-    scratch = memoryview(bytearray(last.start + last.length - first.start))
+    scratch = memoryview(bytearray(_end(group) - first.start))
     store.read_into(first.path, first.start, scratch)
     for read in group:
         data = scratch[read.start - first.start :][: read.length]
@@ -335,32 +328,31 @@ def _fetch(store: Any, group: list[_Read]) -> None:
 
 
 def _group(reads: Iterable[_Read]) -> list[list[_Read]]:
-    """Neighbouring small reads of a file together, in order of place; large ones alone."""
+    """Neighbouring small reads of a file together, and those that share bytes, in order of place; other large ones alone."""
     groups: list[list[_Read]] = []
     for read in sorted(reads, key=lambda read: (read.path, read.start)):
-        last = groups[-1][-1] if groups else None
-        is_near = (
-            last is not None
-            and last.source is read.source is None
-            and last.path == read.path
-            and max(last.length, read.length) <= SMALL_BYTES
-            and 0 <= read.start - (last.start + last.length) <= GAP_BYTES
-            and read.start + read.length - groups[-1][0].start <= GROUP_BYTES
-        )
-        if is_near:
+        if groups and _is_near(groups[-1], read):
             groups[-1].append(read)
         else:
             groups.append([read])
     return groups
 
 
-def _span(inner: Box, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """[first, last) in elements of the row-major run that covers `inner` of a chunk of `sizes`."""
-    first = last = 0
-    for offset, size, whole in zip(inner.offsets, inner.sizes, sizes, strict=True):
-        first = first * whole + offset
-        last = last * whole + offset + size - 1
-    return first, last + 1
+def _is_near(group: list[_Read], read: _Read) -> bool:
+    last, gap = group[-1], read.start - _end(group)
+    is_possible = last.source is read.source is None and last.path == read.path and gap <= GAP_BYTES
+    is_worth_it = gap < 0 or max(last.length, read.length) <= SMALL_BYTES
+    return is_possible and is_worth_it and read.start + read.length - group[0].start <= GROUP_BYTES
+
+
+def _end(group: list[_Read]) -> int:
+    return max(read.start + read.length for read in group)
+
+
+def _span(inner: Box, strides: tuple[int, ...]) -> tuple[int, int]:
+    """[first, last) in elements of the run that covers `inner` of a chunk that lies in memory by `strides`."""
+    first = sum(offset * stride for offset, stride in zip(inner.offsets, strides, strict=True))
+    return first, first + sum((size - 1) * stride for size, stride in zip(inner.sizes, strides, strict=True)) + 1
 
 
 def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -369,9 +361,8 @@ def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor
 
 
-def _copy_box(data: memoryview, inner: Box, first: int, chunk: Chunk, view: torch.Tensor) -> None:
+def _copy_box(data: memoryview, inner: Box, first: int, strides: tuple[int, ...], view: torch.Tensor) -> None:
     """Copy `inner` of a chunk out of the run that starts at element `first` of it."""
-    strides = chunk.strides or torch.empty(chunk.box.sizes, device="meta").stride()
     offset = sum(o * s for o, s in zip(inner.offsets, strides, strict=True)) - first
     flat = torch.frombuffer(data, dtype=view.dtype)
     view.copy_(flat.as_strided(inner.sizes, strides, storage_offset=offset))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint import FOREIGN, FULL, Checkpoint, open_checkpoint
 from titan_ckpt.errors import ConfigError, DataError, LoadContractError, NotCommittedError, TitanError
 from titan_ckpt.load import LoadPolicy, LoadReport, load
 from titan_ckpt.mesh import MeshSpec
@@ -24,6 +25,7 @@ from titan_ckpt.trainer.signals import Agreement
 
 log = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
+TORCHTITAN = "tok_embeddings.weight"  # the name by which its checkpoints are known, whoever wrote the files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a run starts from: `checkpoint` None means from scratch. `is_own`: of this run, not of another one's."""
+    """What a run starts from: `checkpoint` None means from scratch. `is_own`: of this run, not of another one's.
+
+    `model_only`: its weights alone, because nothing else was asked for or it has nothing else.
+    """
 
     checkpoint: Checkpoint | None = None
     is_own: bool = False
@@ -88,14 +93,14 @@ def live_state(parallelized: Parallelized, optimizer: Optimizer | None) -> dict[
     return state if optimizer is None else state | {"optimizer": optimizer.state()}
 
 
-def find_start(resume: ResumeConfig, tiers: Sequence[str], agreement: Agreement) -> Start:
+def find_start(resume: ResumeConfig, tiers: Sequence[str], agreement: Agreement, model: ModelConfig) -> Start:
     """The checkpoint to go on from, the same on every rank: rank 0 looks, the others open what it found.
 
     Where the run has two tiers every rank looks, since the near one may be a disk of its own machine.
     """
     if resume.auto and len(tiers) > 1:
         nearest = _nearest(tiers, agreement)
-        if nearest is not None and nearest.manifest.kind == "full":
+        if nearest is not None and nearest.manifest.kind == FULL:
             return Start(checkpoint=nearest, is_own=True)
         tiers = ()
     answer = agreement.from_rank_0(_look(resume, tiers[0] if tiers else ""))
@@ -104,8 +109,20 @@ def find_start(resume: ResumeConfig, tiers: Sequence[str], agreement: Agreement)
     if answer is None:
         return Start()
     url, step, is_own = answer
+    checkpoint = open_for(model, url, step=step)
+    has_all = checkpoint.manifest.kind == FULL
+    return Start(checkpoint=checkpoint, is_own=is_own, model_only=not is_own and (resume.model_only or not has_all))
+
+
+def open_for(model: ModelConfig, url: str, *, step: int | None = None) -> Checkpoint:
+    """A checkpoint to start from, under our names: torchtitan's gets them by its rules for the family of `model`."""
     checkpoint = open_checkpoint(url, step=step)
-    return Start(checkpoint=checkpoint, is_own=is_own, model_only=resume.model_only and not is_own)
+    if checkpoint.manifest.kind != FOREIGN and TORCHTITAN not in checkpoint.manifest.by_fqn:
+        return checkpoint
+    # By name: rooms do not import each other, and hardly any run needs this one.
+    converters = importlib.import_module("titan_ckpt.converters.torchtitan_checkpoint")
+    named: Checkpoint = converters.under_our_names(checkpoint, as_dict(model))
+    return named
 
 
 def _nearest(tiers: Sequence[str], agreement: Agreement) -> Checkpoint | None:
@@ -134,7 +151,7 @@ def _look(resume: ResumeConfig, save_url: str) -> tuple[str, int, bool] | TitanE
         if resume.auto and save_url:
             try:
                 found = open_checkpoint(save_url)
-                if found.manifest.kind == "full":
+                if found.manifest.kind == FULL:
                     return save_url, found.step, True
             except NotCommittedError:
                 pass
@@ -161,19 +178,30 @@ def restore(
         return Progress()
     check_model(checkpoint, parallelized.model)
     state = live_state(parallelized, None if start.model_only else optimizer)
-    if start.model_only or checkpoint.manifest.kind != "full":
-        load(checkpoint, state, policy=LoadPolicy(extra="allow"))
+    if start.model_only:
+        check_all_taken(checkpoint, _load_weights(checkpoint, state), tuple(state), agreement)
         return Progress()
     training = checkpoint.manifest.training
-    check_data(checkpoint, fingerprint, other_data=other_data)
+    if "data" in training:
+        check_data(checkpoint, fingerprint, other_data=other_data)
+    else:
+        log.warning("%s has no position in these data; they are read from the first sample on", checkpoint)
     report = load(checkpoint, state, policy=LoadPolicy(extra="allow"))
     check_all_taken(checkpoint, report, tuple(state), agreement)
     return Progress(
         step=int(training["step"]),
-        samples=int(training["data"]["position"]),
+        samples=int(training["data"]["position"]) if "data" in training else 0,
         tokens=int(training["tokens_seen"]),
         skipped=int(training.get("skipped_steps", 0)),
     )
+
+
+def _load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:
+    """Load a model that another run or tool wrote, whose weights may be narrower than ours."""
+    report = load(checkpoint, state, policy=LoadPolicy(extra="allow", cast="allow"))
+    for cast in sorted(set(report.cast.values())):
+        log.info("%s: weights are cast: %s, which holds every value", checkpoint, cast)
+    return report
 
 
 def load_base(checkpoint: Checkpoint, parallelized: Parallelized) -> None:
@@ -181,17 +209,17 @@ def load_base(checkpoint: Checkpoint, parallelized: Parallelized) -> None:
     check_model(checkpoint, parallelized.model)
     weights = parallelized.model_state()
     base = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
-    load(checkpoint, {"model": base}, policy=LoadPolicy(extra="allow"))
+    _load_weights(checkpoint, {"model": base})
     log.info(
         "adapters on %s: %d of %d tensors of this rank are trained", checkpoint, len(weights) - len(base), len(weights)
     )
 
 
-def open_base(url: str, start: Start) -> Checkpoint:
+def open_base(url: str, start: Start, model: ModelConfig) -> Checkpoint:
     """The model that a run with adapters starts from; a warning where the run has started from another one."""
     if start.checkpoint is not None and not start.is_own:
         return start.checkpoint
-    base = open_checkpoint(url)
+    base = open_for(model, url)
     saved = start.checkpoint.manifest.config.get("resume", {}).get("from") if start.checkpoint is not None else url
     if saved != url:
         log.warning("the adapters were trained on %s and now stand on %s", saved, url)

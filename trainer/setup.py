@@ -137,7 +137,7 @@ def _train(
         stack.callback(metrics.close)
         names = [os.path.basename(folder.log(place.rank))] + ([METRICS, TRACE] if place.rank == 0 else [])
         stack.callback(lambda: upload_logs(folder, config.save.tiers, names))
-        start = find_start(config.resume, config.save.tiers, agreement)
+        start = find_start(config.resume, config.save.tiers, agreement, config.model)
         torch.use_deterministic_algorithms(config.train.deterministic)
         parallelized = _build(config, mesh, device, start)
         freeze(parallelized, config.train.freeze, agreement)
@@ -209,7 +209,7 @@ def _build(config: TrainConfig, mesh: MeshSpec, device: torch.device, start: Sta
 
     parallelized = build(config.model, config.mesh, mesh, device=device, seed=seed, extend=extend)
     start_adapters(parallelized.named_parameters())
-    load_base(open_base(config.resume.from_, start), parallelized)
+    load_base(open_base(config.resume.from_, start, config.model), parallelized)
     return parallelized
 
 
