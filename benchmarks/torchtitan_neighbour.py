@@ -22,82 +22,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.torchtitan_model import VOCABULARY, Progress, build, debug_spec, token_loss
 from titan_ckpt.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-RANKS, STEPS = 2, 2
+RANKS, STEPS, BATCH, LENGTH = 2, 2, 2, 32
 
 
 def train(folder: str) -> None:
     """One rank: torchtitan's model, parallelisation, optimizer, scheduler and checkpoint manager."""
-    # torchtitan takes the accelerator's name from torch at import, so torch is told "cpu" first.
-    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[assignment]
     from torchtitan.components.checkpoint import CheckpointManager
-    from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
-    from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed import utils as titan
-    from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.llama3 import model_registry
 
     dist.init_process_group("gloo")
-    spec = model_registry("debugmodel")
-    for layer in spec.model.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # FlexAttention has no backward on a CPU
-    parallelism = ParallelismConfig(spmd_backend="partial_dtensor", data_parallel_shard_degree=RANKS)
-    training = TrainingConfig(local_batch_size=2, seq_len=32, steps=STEPS, mixed_precision_param="float32")
-    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
-    dims.build_mesh()
-    titan.set_spmd_backend(parallelism.spmd_backend)
-    whole = argparse.Namespace(training=training, parallelism=parallelism, debug=DebugConfig())
-    spec.model.update_from_config(config=whole)
-    with torch.device("meta"):
-        model = spec.model.build()
-    model = spec.parallelize_fn(
-        model, parallel_dims=dims, training=training, parallelism=parallelism, compile_config=CompileConfig(),
-        ac_config=None, dump_folder="",
-    )  # fmt: skip
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-    loss_fn = CrossEntropyLoss.Config(global_vocab_size=2048).build(compile_config=CompileConfig())
-    optimizers = default_adamw(lr=1e-3).build(model_parts=[model])
+    model = build(debug_spec(), local_batch_size=BATCH, seq_len=LENGTH)
+    loss_fn = token_loss()
+    optimizers = default_adamw(lr=1e-3).build(model_parts=model.parts)
+    progress = Progress()
     schedulers = LRSchedulersContainer.Config().build(optimizers=optimizers, training_steps=STEPS)
     manager = CheckpointManager(
-        CheckpointManager.Config(enable=True, interval=STEPS), dataloader=None, model_parts=[model],
-        optimizers=optimizers, lr_schedulers=schedulers, states={"train_state": _Progress()}, sd_adapter=None,
+        CheckpointManager.Config(enable=True, interval=STEPS), dataloader=None, model_parts=model.parts,
+        optimizers=optimizers, lr_schedulers=schedulers, states={"train_state": progress}, sd_adapter=None,
         base_folder=folder,
     )  # fmt: skip
-    valid = torch.tensor(RANKS * 2 * 32)
+    valid = torch.tensor(RANKS * BATCH * LENGTH)
     for step in range(1, STEPS + 1):
-        tokens = torch.randint(0, 2048, (2, 33))
-        with titan.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)():
-            loss, _ = loss_fn(model(tokens[:, :-1].contiguous()), tokens[:, 1:].contiguous(), valid)
+        tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
+        with model.context():
+            loss, _ = loss_fn(model.parts[0](tokens[:, :-1].contiguous()), tokens[:, 1:].contiguous(), valid)
             loss.backward()
         optimizers.step()
         schedulers.step()
         optimizers.zero_grad()
+        progress.step, progress.ntokens_seen = step, step * BATCH * LENGTH
         manager.save(step)
     manager.close()
     dist.barrier()
     dist.destroy_process_group()
-
-
-class _Progress:
-    """What torchtitan's trainer keeps beside the model."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": torch.tensor(STEPS, dtype=torch.int32)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        del state
 
 
 def commands(folder: Path) -> list[list[str]]:
@@ -118,9 +81,7 @@ def commands(folder: Path) -> list[list[str]]:
 
 def _config() -> dict[str, Any]:
     """The config.json that a user has beside the weights that training began from; here the debugmodel's shape."""
-    from torchtitan.models.llama3 import model_registry
-
-    model = model_registry("debugmodel").model
+    model = debug_spec().model
     attention = model.layers[0].attention
     with torch.device("meta"):
         weights = model.build().state_dict()
@@ -157,10 +118,9 @@ def compare(folder: Path) -> str:
 def compare_export(folder: Path) -> str:
     """The two exports with torchtitan's own adapter; AssertionError if a tensor differs."""
     from safetensors.torch import load_file
-    from torchtitan.models.llama3 import model_registry
 
     source = open_checkpoint(str(folder / "checkpoint" / f"step-{STEPS}"))
-    spec = model_registry("debugmodel")
+    spec = debug_spec()
     weights = {entry.fqn: source.read(entry.fqn) for entry in source.manifest.tensors if "." in entry.fqn}
     weights = {
         fqn: tensor for fqn, tensor in weights.items() if not fqn.startswith(("optimizer", "train_state", "lr_"))

@@ -7,6 +7,7 @@ all it offers there.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.torchtitan_rank import Whole
 from benchmarks.turns import take_turns
 
 
@@ -46,7 +46,7 @@ def main(job: dict[str, Any]) -> None:
     """Train on random tokens, a step at a time."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
-    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as titan
 
@@ -65,7 +65,9 @@ def main(job: dict[str, Any]) -> None:
     is_compiled = job["compile"] and not (job["is_tiny"] and job["float8"])
     compiling = CompileConfig(enable=is_compiled)
     loss_fn = CrossEntropyLoss.Config(global_vocab_size=vocab_size).build(compile_config=compiling)
-    spec.model.update_from_config(config=Whole(training, parallelism))
+    # what of its whole config the model reads
+    whole = argparse.Namespace(training=training, parallelism=parallelism, debug=DebugConfig())
+    spec.model.update_from_config(config=whole)
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(
@@ -102,5 +104,5 @@ def main(job: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
-    torch._utils._get_available_device_type = lambda: options["device"]  # type: ignore[assignment]
+    torch._utils._get_available_device_type = lambda: options["device"]
     main(options)
