@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -49,6 +49,7 @@ def parse_dump(data: bytes, rank: int, interner: Interner) -> ParsedDump:
         raise ValueError("holds no Flight Recorder dump (neither `entries` nor `version`)")
     if len(entries) > MAX_ENTRIES:
         raise ValueError(f"{len(entries)} entries; no ring is larger than {MAX_ENTRIES}")
+    _check_size((raw.get("pg_config"), raw.get("version")), MAX_GROUP_PARTS)
     configured = _configured_groups(raw.get("pg_config"), interner)
     try:
         operations, used = _columns(entries, rank, configured, interner)
@@ -56,7 +57,7 @@ def parse_dump(data: bytes, rank: int, interner: Interner) -> ParsedDump:
         if (operations["p2p"] != 0).any():
             number = _numbers([entry.get("p2p_seq_id") for entry in entries])
             operations = settle_pairs(operations, number, _batches(entries), is_whole=first == 0)
-    except (TypeError, KeyError, AttributeError, OverflowError, IndexError) as error:
+    except (TypeError, KeyError, AttributeError, OverflowError, IndexError, RecursionError) as error:
         raise ValueError(f"an entry is not as a dump's should be: {type(error).__name__}: {error}") from error
     return ParsedDump(
         version=str(raw.get("version", "?"))[:40],
@@ -115,121 +116,48 @@ def _group_of(pair: Any, rank: int, configured: Mapping[str, Group]) -> Group:
     return Group(name=name, description=description, members=members)
 
 
-class _Seen(dict[Any, Any]):
-    """What `make` says of a key, asked once per distinct key: a dump repeats few values thousands of times."""
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, key: Any) -> Any:
-        value = self[key] = self._make(key)
-        return value
-
-    def of(self, keys: Iterable[Any]) -> list[Any]:
-        """One value per key, by C code where the keys are known."""
-        return list(map(self.__getitem__, keys))
+_MOVING = (
+    "collective_seq_id",
+    "p2p_seq_id",
+    "time_created_ns",
+    "time_discovered_started_ns",
+    "time_discovered_completed_ns",
+)
+_LASTING = (
+    "process_group", "profiling_name", "state", "retired", "input_dtypes", "input_sizes", "output_sizes", "frames",
+    "timeout_ms",
+)  # fmt: skip
+_PICK_MOVING, _PICK_LASTING = operator.itemgetter(*_MOVING), operator.itemgetter(*_LASTING)
+_TIMES = {"created_ns": 2, "started_ns": 3, "completed_ns": 4}  # places in _MOVING
+_OLD_NAMES = {"process_group": ("pg_name", "pg_id"), "collective_seq_id": ("seq_id",)}
+_DEFAULTS = {"process_group": "0", "profiling_name": "?", "state": "", "retired": False}
+_Lasting: TypeAlias = tuple[Any, str, str, Any, Any, Any, Any, Any, int | None]
 
 
 def _columns(
     entries: Sequence[Mapping[str, Any]], rank: int, configured: Mapping[str, Group], interner: Interner
 ) -> tuple[Array, list[Group]]:
-    """The entries as columns, and the groups they use. One pass per column: this is where large jobs spend their time."""
-    table = np.zeros(len(entries), OPERATION)
+    """The entries as columns, and the groups they use. This is where large jobs spend their time: so what an entry has in
+    common with those of other steps (all but numbers and times) is looked at once for all of them."""
     if not entries:
-        return table, []
-    raw = _raw_columns(entries)
-    groups = _Seen(lambda pair: _group_of(pair, rank, configured))
-    positions = _Seen(lambda pair: interner.group(groups[pair]))
-    pairs = list(map(_hashable, raw["process_group"]))
-    table["group"] = positions.of(pairs)
-    kinds = _Seen(lambda name: _operation_name(str(name), interner))
-    names = kinds.of(raw["profiling_name"])
-    table["op"] = [kind[0] for kind in names]
-    table["peer"] = -1
-    sizes: Sequence[Any] = raw["input_sizes"]
-    sequence: Sequence[Any] = raw["collective_seq_id"]
-    if any(kind.has_output_sizes for kind in kinds.values()):
-        sizes = [
-            out if kind.has_output_sizes else into
-            for kind, into, out in zip(names, sizes, raw["output_sizes"], strict=True)
-        ]
-    if any(kind.p2p for kind in kinds.values()):
-        table["p2p"] = [kind.p2p for kind in names]
-        table["peer"] = [
-            _peer(groups[pair], kind.peer) if kind.p2p else -1 for kind, pair in zip(names, pairs, strict=True)
-        ]
-        sequence = [
-            of_pair if kind.p2p else of_group
-            for kind, of_group, of_pair in zip(names, sequence, raw["p2p_seq_id"], strict=True)
-        ]
-    table["seq"] = np.minimum(_numbers(sequence), _INT32)
-    table["timeout_ms"] = np.minimum(_numbers(raw["timeout_ms"]), _INT32)
-    table["state"] = _Seen(lambda state: _STATES.get(state, SCHEDULED)).of(raw["state"])
-    table["retired"] = list(map(bool, raw["retired"]))
-    table["dtypes"] = _Seen(_or_none(interner.dtype)).of([tuple(names or ()) for names in raw["input_dtypes"]])
-    table["sizes"] = _Seen(_or_none(interner.size)).of(list(map(_shapes, sizes)))
-    table["frames"] = _stacks(raw["frames"], interner)
-    for column, key in _TIMES.items():
-        table[column] = _numbers(raw[key])
-    return table, list(groups.values())
-
-
-def _numbers(values: Sequence[int | None]) -> Array:
-    return np.array([value or 0 for value in values], np.int64)
-
-
-def _shapes(shapes: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
-    return (tuple(shapes[0]),) if shapes and len(shapes) == 1 else tuple(map(tuple, shapes or ()))
-
-
-def _or_none(add: Callable[[Any], int]) -> Callable[[Any], int]:
-    return lambda key: add(key) if key else 0
-
-
-_Frames: TypeAlias = Sequence[Mapping[str, Any]]
-MAX_ALIKE = 64
-
-
-def _stacks(column: Sequence[_Frames | None], interner: Interner) -> list[int]:
-    """Positions of the call stacks. torch stores each distinct frame once, so equal stacks hold the same objects and are
-    compared without looking into them; only those with the same third frame (mostly the caller's) are compared at all."""
-    known: dict[int, list[tuple[_Frames, int]]] = {}
-    return [_stack(frames, known, interner) if frames else 0 for frames in column]
-
-
-def _stack(frames: _Frames, known: dict[int, list[tuple[_Frames, int]]], interner: Interner) -> int:
-    alike = known.setdefault(id(frames[2] if len(frames) > 2 else frames[0]), [])
-    for other, position in alike:
-        if other == frames:
-            return position
-    position = interner.stack(frames)
-    if len(alike) < MAX_ALIKE:
-        alike.append((frames, position))
-    return position
-
-
-_TIMES = {
-    "created_ns": "time_created_ns",
-    "started_ns": "time_discovered_started_ns",
-    "completed_ns": "time_discovered_completed_ns",
-}
-_KEYS = (
-    "process_group", "profiling_name", "collective_seq_id", "p2p_seq_id", "state", "retired", "input_dtypes",
-    "input_sizes", "output_sizes", "frames", "timeout_ms", *_TIMES.values(),
-)  # fmt: skip
-_PICK = operator.itemgetter(*_KEYS)
-_OLD_NAMES = {"process_group": ("pg_name", "pg_id"), "collective_seq_id": ("seq_id",)}
-_DEFAULTS = {"process_group": "0", "profiling_name": "?", "state": "", "retired": False}
-
-
-def _raw_columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    """Each field of all entries. Older and JSON dumps lack some, or name them otherwise."""
+        return np.zeros(0, OPERATION), []
     try:
-        rows = list(map(_PICK, entries))
-    except KeyError:
-        rows = [tuple(_field(entry, key) for key in _KEYS) for entry in entries]
-    return dict(zip(_KEYS, zip(*rows, strict=True), strict=True))
+        moving, lasting = list(map(_PICK_MOVING, entries)), list(map(_PICK_LASTING, entries))
+    except KeyError:  # older and JSON dumps lack some, or name them otherwise
+        moving = [tuple(_field(entry, key) for key in _MOVING) for entry in entries]
+        lasting = [tuple(_field(entry, key) for key in _LASTING) for entry in entries]
+    which, distinct = _alike(lasting)
+    words = _Words(rank=rank, configured=configured, interner=interner)
+    rows = np.array([_row(one, words) for one in distinct], OPERATION)
+    table = rows.take(which)
+    numbers = list(zip(*moving, strict=True))
+    sequence = _numbers(numbers[0])
+    if rows["p2p"].any():
+        sequence = np.where(table["p2p"] != 0, _numbers(numbers[1]), sequence)
+    table["seq"] = np.minimum(sequence, _INT32)
+    for name, place in _TIMES.items():
+        table[name] = _numbers(numbers[place])
+    return table, [group for _, group in words.groups.values()]
 
 
 def _field(entry: Mapping[str, Any], key: str) -> Any:
@@ -239,8 +167,107 @@ def _field(entry: Mapping[str, Any], key: str) -> Any:
     return _DEFAULTS.get(key)
 
 
-def _hashable(pair: Any) -> Any:
-    return tuple(pair) if type(pair) is list else pair
+def _numbers(values: Sequence[int | None]) -> Array:
+    try:
+        return np.fromiter(values, np.int64, len(values))  # not np.array, which would look into lists
+    except TypeError:  # a None
+        return np.fromiter([value or 0 for value in values], np.int64, len(values))
+
+
+MAX_ALIKE = 64
+MAX_PARTS = 1 << 16  # of one entry
+MAX_GROUP_PARTS = 1 << 22
+
+
+def _alike(rows: Sequence[_Lasting]) -> tuple[list[int], list[_Lasting]]:
+    """Of each row its number among the different ones. A training loop repeats itself: what followed the one before last
+    time is tried first. torch stores each distinct frame once, so that equal call stacks are compared without looking in."""
+    if not rows:
+        return [], []
+    which: list[int] = []
+    distinct: list[_Lasting] = []
+    places: dict[Any, list[int]] = {}
+    following = [_find(rows[0], distinct, places)]
+    number = 0
+    for row in rows:
+        guess = following[number]
+        if distinct[guess] != row:
+            guess = following[number] = _find(row, distinct, places)
+            if guess == len(following):
+                following.append(0)
+        number = guess
+        which.append(guess)
+    return which, distinct
+
+
+def _find(row: _Lasting, distinct: list[_Lasting], places: dict[Any, list[int]]) -> int:
+    """The number of a row, adding it. Only those of the same operation with the same third frame (mostly the caller's) are
+    compared with it."""
+    _check_size(row, MAX_PARTS)
+    frames = row[7]
+    near = frames[2] if frames and len(frames) > 2 else None
+    alike = places.setdefault((str(row[1])[:200], id(near)), [])
+    for number in alike:
+        if distinct[number] == row:
+            return number
+    if len(alike) < MAX_ALIKE:
+        alike.append(len(distinct))
+    distinct.append(row)
+    return len(distinct) - 1
+
+
+def _check_size(value: Sequence[Any], most: int) -> None:
+    """ValueError when lists within lists, told in few bytes, hold so much that to compare or print them would not end."""
+    left, inside = most, [value]
+    while inside:
+        parts = inside.pop()
+        left -= len(parts)
+        if left < 0:
+            raise ValueError(f"a value has more than {most} parts, lists within lists counted each time")
+        inside += [
+            part if type(part) is not dict else tuple(part.values())
+            for part in parts
+            if type(part) is list or type(part) is tuple or type(part) is dict
+        ]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Words:
+    """What the names in one dump's entries mean: each is looked up once."""
+
+    rank: int
+    configured: Mapping[str, Group]
+    interner: Interner
+    groups: dict[Any, tuple[int, Group]] = field(default_factory=dict)
+    kinds: dict[str, _Kind] = field(default_factory=dict)
+
+    def group(self, pair: Any) -> tuple[int, Group]:
+        """The position and the group of an entry's `process_group`."""
+        key = tuple(pair) if type(pair) is list else pair
+        if key not in self.groups:
+            group = _group_of(pair, self.rank, self.configured)
+            self.groups[key] = self.interner.group(group), group
+        return self.groups[key]
+
+    def kind(self, name: str) -> _Kind:
+        """What `profiling_name` says."""
+        if name not in self.kinds:
+            self.kinds[name] = _operation_name(name, self.interner)
+        return self.kinds[name]
+
+
+def _row(one: _Lasting, words: _Words) -> tuple[int, ...]:
+    """What an entry says but for its numbers and times, as a row of OPERATION."""
+    pair, name, state, retired, dtypes, sizes, output_sizes, frames, timeout_ms = one
+    position, group = words.group(pair)
+    kind, interner = words.kind(str(name)), words.interner
+    sizes = output_sizes if kind.has_output_sizes else sizes
+    return (
+        position, 0, kind.op, kind.p2p, _STATES.get(state, SCHEDULED), bool(retired),
+        interner.dtype(dtypes) if dtypes else 0, interner.size(sizes) if sizes else 0,
+        interner.stack(frames) if frames else 0, _peer(group, kind.peer) if kind.p2p else -1,
+        min(timeout_ms or 0, _INT32), 0, 0, 0,
+    )  # fmt: skip
 
 
 class _Kind(NamedTuple):

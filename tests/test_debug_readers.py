@@ -324,3 +324,21 @@ def test_analyzer_runs_without_torch() -> None:
         "assert not {'s3fs', 'textual', 'titan_ckpt.debug.recorder'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("field", ["input_sizes", "process_group", "frames", "state", "profiling_name", "p2p_seq_id"])
+@pytest.mark.parametrize("pair", [list, tuple])
+def test_lists_that_hold_each_other_many_times_are_refused_at_once(field: str, pair: type, tmp_path: Path) -> None:
+    bomb: Any = pair([1, 2])
+    for _ in range(50):
+        bomb = pair([bomb, bomb])  # 2**50 numbers in a few hundred bytes
+    entries = [{"collective_seq_id": n, "profiling_name": "nccl:send 0->1", field: bomb} for n in range(2)]
+    (tmp_path / "rank_0").write_bytes(
+        pickle.dumps({"version": "2.10", "pg_config": {}, "entries": entries}, protocol=2)
+    )
+    (tmp_path / "rank_1").write_bytes(
+        pickle.dumps({"version": "2.10", "pg_config": {"0": {"desc": bomb}}, "entries": []})
+    )
+    (tmp_path / "rank_2").write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "entries": []}, protocol=2))
+    run = open_run(str(tmp_path))
+    assert {flag.source for flag in run.flags if flag.flag == "DUMP_CORRUPT"} == {"rank_0", "rank_1"}
