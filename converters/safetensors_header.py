@@ -70,12 +70,14 @@ def read_header(store: Store, path: str) -> Header:
 
 def header_length(start: bytes, size_bytes: int, where: str) -> int:
     """Bytes of JSON that the first 8 bytes announce, checked against the size of the file."""
-    for magic, text in _OTHER_FORMATS.items():
-        if start.startswith(magic):
-            _damaged(where, text)
+    length = int.from_bytes(start[:LENGTH_BYTES], "little")
+    if len(start) < LENGTH_BYTES or length > min(MAX_HEADER_BYTES, size_bytes - LENGTH_BYTES):
+        # Only then: a length of 640 begins as a pickle does.
+        for magic, text in _OTHER_FORMATS.items():
+            if start.startswith(magic):
+                _damaged(where, text)
     if len(start) < LENGTH_BYTES:
         _damaged(where, f"{size_bytes} bytes are too few for a safetensors file: it is empty or truncated")
-    length = int.from_bytes(start[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         _damaged(where, f"announces a header of {length} bytes (limit {MAX_HEADER_BYTES}): not a safetensors file")
     if LENGTH_BYTES + length > size_bytes:

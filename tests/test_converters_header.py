@@ -141,6 +141,14 @@ def test_other_kinds_of_file_are_recognised(tmp_path: Path, start: bytes, said: 
     assert said in _refused(path)
 
 
+@pytest.mark.parametrize("length", [0x280, 0x380, 0x480, 0x580, int.from_bytes(b"<ht", "little")])
+def test_a_header_whose_length_spells_another_kind_of_file_is_read(tmp_path: Path, length: int) -> None:
+    text = json.dumps({"a": _entry(0, 8)}).encode().ljust(length)
+    assert [
+        tensor.name for tensor in read_header(open_store(str(tmp_path)), _file(tmp_path, text, bytes(8)).name).tensors
+    ]
+
+
 def test_huge_header_is_refused_before_it_is_read() -> None:
     with pytest.raises(DamagedError, match="limit"):
         header_length((MAX_HEADER_BYTES + 1).to_bytes(8, "little"), 1 << 40, "model.safetensors")
