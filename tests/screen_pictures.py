@@ -27,14 +27,18 @@ SIZES = ((80, 24), (140, 45))
 CLOCK_S = 1_795_250_000.0
 INCIDENT_KEYS = ("1", "2 n n", "3 n", "d", "escape 4", "5 c", "6")
 RUN_KEYS = ("1", "2", "4", "5", "7", "8", "G", "question_mark")
+CHECKPOINT_KEYS = (
+    "7", "enter", "j j j j enter", "escape escape space j d", "escape r", "d p _ s h a r d = 4 enter", "escape p",
+    "1 enter",
+)  # fmt: skip
 COMMAND = "python -m tests.screen_pictures"
 
 
 def cases() -> dict[str, tuple[Path, tuple[str, ...]]]:
-    """(where it is, keys to press) by name: the recordings of hung jobs, the injected faults, a run."""
+    """(where it is, keys to press) by name: the recordings of hung jobs, the injected faults, a run, checkpoints."""
     folders = [*sorted((DATA / "flight_recorder").iterdir()), *sorted((DATA / "injected").iterdir())]
     found = {f"{path.parent.name}-{path.name}": (path, INCIDENT_KEYS) for path in folders if path.is_dir()}
-    return {**found, "run": (DATA / "run", RUN_KEYS)}
+    return {**found, "run": (DATA / "run", RUN_KEYS), "checkpoints": (DATA / "golden" / "v1", CHECKPOINT_KEYS)}
 
 
 def golden(name: str, size: tuple[int, int]) -> Path:

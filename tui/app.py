@@ -14,12 +14,14 @@ from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Input, Static
 
 from titan_ckpt.debug.text import report
+from titan_ckpt.location import redact
 from titan_ckpt.tui import tasks
-from titan_ckpt.tui.data_content import Content
+from titan_ckpt.tui.data_content import Content, find_content
 from titan_ckpt.tui.help import HelpScreen
 from titan_ckpt.tui.loading import Loader
 from titan_ckpt.tui.pane import Pane
 from titan_ckpt.tui.rows import Target, cut
+from titan_ckpt.tui.screen_checkpoints import CheckpointsPane
 from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.session import Session
 
@@ -46,12 +48,13 @@ class TitanApp(App[None]):
         Binding("escape", "back", "back", show=False),
     ]
 
-    def __init__(self, content: Content, *, clock: Callable[[], float] = time.time, first_screen: int = 1) -> None:
+    def __init__(self, content: Content, *, clock: Callable[[], float] = time.time, first_screen: int = 0) -> None:
         super().__init__()
         self.session = Session(content=content, clock=clock)
         self._loader = Loader(self, self.session, self._on_loaded, self.say)
         self._history: list[int] = []
-        self._first_screen = first_screen
+        self._above: list[tuple[Session, int]] = []
+        self._first_screen = first_screen or (CheckpointsPane.number if content.has_runs else 1)
         self._answer: Callable[[str], None] | None = None
         self._working: list[str] = []
         self._said = ""
@@ -111,8 +114,39 @@ class TitanApp(App[None]):
     async def action_back(self) -> None:
         if self._answer is not None:
             self.close_prompt()
-        elif not self.pane.go_back() and self._history:
+        elif self.pane.go_back():
+            return
+        elif self._history:
             self.show_number(self._history.pop())
+        elif self._above:
+            await self._show_session(*self._above.pop())
+
+    # ----------------------------------------------------------------------------------------- a run of several
+
+    def on_pane_open(self, message: Pane.Open) -> None:
+        what, url = f"opening {redact(message.url)}", message.url
+        self.on_pane_work(Pane.Work(what, lambda: find_content(url), self._opened))
+
+    def _opened(self, content: Content) -> None:
+        cursor = self.pane.body.cursor
+        self._above.append((self.session, cursor))
+        self.call_next(self._show_session, Session(content=content, clock=self.session.clock), 0, is_new=True)
+
+    async def _show_session(self, session: Session, cursor: int, *, is_new: bool = False) -> None:
+        """All screens anew, over another session."""
+        self._loader.close()
+        self.session, self._history = session, []
+        self._loader = Loader(self, session, self._on_loaded, self.say)
+        panes = self.query_one("#panes", ContentSwitcher)
+        with self.batch_update():
+            panes.current = None
+            await panes.remove_children()
+            for pane in PANES:
+                await panes.add_content(pane(session))
+            if is_new:
+                self._loader.load_all()
+            self.show_number(CheckpointsPane.number)
+        self.call_after_refresh(self.pane.body.move_to, cursor)
 
     # -------------------------------------------------------------------------------------------------- loading
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import re
 import sys
+from collections.abc import Iterator
 
 from titan_ckpt.command import Command
 from titan_ckpt.errors import UsageError
+from titan_ckpt.tui import tasks
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data_content import find_content
 from titan_ckpt.tui.screenshot import write_screenshot
@@ -15,6 +19,7 @@ from titan_ckpt.tui.screenshot import write_screenshot
 _EPILOG = """\
 examples:
   titan-ckpt tui s3://bucket/run             a run: its checkpoints, logs, metrics and newest incident
+  titan-ckpt tui s3://bucket                 a folder of runs, to choose from
   titan-ckpt tui ./debug/2026-11-21          one incident
   titan-ckpt tui RUN --screenshot out.svg    no terminal needed: the first screen as a picture
 
@@ -30,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "path", metavar="PATH", nargs="?", default=".", help="a run, an incident, a folder of dumps or logs"
     )
     parser.add_argument(
-        "--screen", type=int, choices=range(1, 9), default=1, metavar="1-8", help="screen to begin with"
+        "--screen", type=int, choices=range(1, 9), default=0, metavar="1-8", help="screen to begin with"
     )
     parser.add_argument("--screenshot", metavar="FILE.svg", help="write the screen as SVG and end")
     parser.add_argument(
@@ -66,8 +71,29 @@ def run(arguments: argparse.Namespace) -> int:
         write_screenshot(app, arguments.screenshot, width=width, height=height, keys=keys)
         sys.stdout.write(f"{arguments.screenshot}\n")
         return 0
-    app.run()
+    with logged_on(app):
+        app.run()
     return app.return_code or 0
+
+
+@contextlib.contextmanager
+def logged_on(app: TitanApp) -> Iterator[None]:
+    """Have what is logged shown on the bottom line: on stderr it would be written over the screen."""
+    root = logging.getLogger()
+    before, root.handlers = root.handlers, [_BottomLine(app)]
+    try:
+        yield
+    finally:
+        root.handlers = before
+
+
+class _BottomLine(logging.Handler):
+    def __init__(self, app: TitanApp) -> None:
+        super().__init__()
+        self._app = app
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._app.post_message(tasks.Progress(record.getMessage(), self._app.say))
 
 
 TUI = Command(configure=configure, run=run)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from titan_ckpt.debug.discovery import Source, find_place, sources
 from titan_ckpt.errors import NotFoundError, StoreError
-from titan_ckpt.layout import METADATA, parse_step
+from titan_ckpt.layout import parse_foreign_step
 from titan_ckpt.location import local_path, parse_location, redact, scheme
 from titan_ckpt.store import Store, open_store
+from titan_ckpt.tui.data_runs import CONFIG, WHOLE, holds_runs
 
 LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
 PACKED = (".gz", ".zst")
@@ -34,7 +35,7 @@ class LogFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """A run's or incident's parts. `metrics` is the path of its metrics.jsonl, "" without one."""
+    """A run's or incident's parts. `metrics` is the path of its metrics.jsonl, "" without one; `has_runs`: a folder of runs."""
 
     url: str
     store: Store
@@ -43,6 +44,7 @@ class Content:
     logs: tuple[LogFile, ...]
     metrics: str
     incident: str = ""
+    has_runs: bool = False
 
 
 def find_content(url: str) -> Content:
@@ -56,11 +58,16 @@ def find_content(url: str) -> Content:
     if single is not None:
         return single
     folders = store.folders()
+    has_steps = any(parse_foreign_step(name) is not None for name in folders)
+    if not has_steps and "debug" not in folders and holds_runs(store, folders):
+        return Content(
+            url=url, store=store, has_evidence=False, has_checkpoints=False, logs=(), metrics="", has_runs=True
+        )
     place = find_place(store)
     found = sources(store, place)
     metrics = next((path for path in METRICS if store.exists(path)), "")
-    has_checkpoints = any(parse_step(name) is not None for name in folders) or store.exists(METADATA)
-    has_evidence = any(_is_evidence(source) for source in found)
+    has_checkpoints = has_steps or any(store.exists(path) for path in (*WHOLE, CONFIG))
+    has_evidence = any(_is_evidence(source) for source in found if source.path != CONFIG)
     if not (has_checkpoints or has_evidence or metrics):
         raise _nothing_here(store, folders)
     return Content(
@@ -113,5 +120,5 @@ def _nothing_here(store: Store, folders: list[str]) -> StoreError:
     seen = f"it holds {', '.join(names[:5])}" if names else "it is empty or does not exist"
     return NotFoundError(
         f"{redact(str(store))}: neither a run nor an incident: no step folder, dump, stack, log or metrics.jsonl ({seen}). "
-        "Give a run's URL (what save.url named), an incident folder, or a folder of Flight Recorder dumps or logs"
+        "Give a run's URL (what save.url named), a folder of runs, an incident folder, or a folder of dumps or logs"
     )

@@ -7,13 +7,13 @@ from typing import Any
 
 from textual.app import App
 
-from titan_ckpt.checkpoint import list_checkpoints
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data_content import Content, find_content
 from titan_ckpt.tui.data_incident import load_incident
 from titan_ckpt.tui.data_logs import HEAD_BYTES, LogIndex, load_logs
 from titan_ckpt.tui.data_metrics import load_metrics
+from titan_ckpt.tui.data_runs import load_others, load_runs, load_steps
 from titan_ckpt.tui.log_files import LogFiles
 from titan_ckpt.tui.log_growth import grow
 from titan_ckpt.tui.session import Part, Session
@@ -42,7 +42,7 @@ class Loader:
     def reading(self) -> list[str]:
         """What is being read."""
         s = self._session
-        parts: tuple[Part[Any], ...] = (s.incident, s.checkpoints, s.logs, s.metrics)
+        parts: tuple[Part[Any], ...] = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
         return [part.what for part in parts if part.is_loading]
 
     def load_all(self) -> None:
@@ -51,7 +51,9 @@ class Loader:
         if content.has_evidence:
             self._load(s.incident, lambda: load_incident(content.url))
         if content.has_checkpoints:
-            self._load(s.checkpoints, lambda: tuple(list_checkpoints(content.store)))
+            self._load_steps(content)
+        if content.has_runs:
+            self._load(s.runs, lambda: load_runs(content.store))
         if content.metrics:
             self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
         if content.logs:
@@ -72,7 +74,9 @@ class Loader:
             if content.has_evidence:
                 self._load(s.incident, lambda: load_incident(content.url))
         if content.has_checkpoints:
-            self._load(s.checkpoints, lambda: tuple(list_checkpoints(content.store)))
+            self._load_steps(content)
+        if content.has_runs:
+            self._load(s.runs, lambda: load_runs(content.store))
         if content.metrics:
             self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
 
@@ -83,6 +87,20 @@ class Loader:
         """Give back what the logs hold open."""
         if self._session.logs.value is not None:
             self._session.logs.value.files.close()
+
+    def _load_steps(self, content: Content) -> None:
+        """The steps that are here, then those of the run's other tiers, which may be far or not answer."""
+        part, former = self._session.checkpoints, self._session.checkpoints.value
+
+        def others() -> None:
+            found = part.value
+            if found is not None and found.unread:
+                self._load(part, lambda: load_others(found))
+
+        if former is None:
+            self._load(part, lambda: load_steps(content.store), after=others)
+        else:
+            self._load(part, lambda: load_others(load_steps(content.store)))
 
     def _load_logs(self, content: Content) -> None:
         former = self._session.logs.value

@@ -37,6 +37,12 @@ class Pane(Vertical):
         target: Target
 
     @dataclass
+    class Open(Message):
+        """Show the run at `url` instead; esc on its first screen comes back."""
+
+        url: str
+
+    @dataclass
     class Ask(Message):
         """Have the user type a line; `then` gets it."""
 
@@ -141,6 +147,15 @@ class Pane(Vertical):
 
     # -- what all share
 
+    def work(self, what: str, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Have `work` done in a thread; `done` gets the result unless this screen is gone by then."""
+
+        def if_there(result: Any) -> None:
+            if self.is_attached:
+                done(result)
+
+        self.post_message(self.Work(what, work, if_there))
+
     def move_to_rank(self, rank: int | None) -> None:
         """Put the cursor on the first row of `rank`, if there is one."""
         rows, width = self.body.rows, self.body.line_width
@@ -174,7 +189,9 @@ class Pane(Vertical):
             self.body.move_to(place, is_centred=True)
 
     def update_rows(self, *, force: bool = False) -> None:
-        """Make the rows again if what they show has changed."""
+        """Make the rows again if what they show has changed; nothing for a screen that is gone."""
+        if not self.is_attached:
+            return
         seen = (*self.state(), self.session.pinned, self.body.line_width, self.filter_text)
         if seen != self._seen or force:
             self._seen = seen

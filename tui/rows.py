@@ -125,6 +125,15 @@ def cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
 
 
+def cut_start(text: str, width: int) -> str:
+    """`text` in at most `width` characters, of which the last are kept: a path's end tells more than its beginning.
+
+    >>> cut_start("/data/runs/tiny", 8), cut_start("short", 6)
+    ('…ns/tiny', 'short')
+    """
+    return text if len(text) <= width else "…" + text[len(text) - max(width - 1, 0) :]
+
+
 def parse_ranks(text: str) -> tuple[int, ...] | None:
     """The inverse of `ranks_text`; None where `text` is no set of ranks.
 

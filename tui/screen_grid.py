@@ -177,7 +177,7 @@ class GridPane(Pane):
             if lane.row.size <= MAX_CELLS_AT_ONCE:
                 take(make())
             else:
-                self.post_message(self.Work(f"drawing {lane.row.size:,} operations", make, take))
+                self.work(f"drawing {lane.row.size:,} operations", make, take)
         return self._grid
 
     def _take(self, grid: Grid | None) -> None:

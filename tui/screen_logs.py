@@ -164,10 +164,12 @@ class LogsPane(Pane):
                     raise  # else: the logs were read again, and the newer index is being searched
             return last
 
-        self.post_message(self.Work(f"searching for {asked.text}" if asked.text else "folding", work, show))
+        self.work(f"searching for {asked.text}" if asked.text else "folding", work, show)
 
     def update_rows(self, *, force: bool = False) -> None:
         """While a job is followed a cursor at the end stays there."""
+        if not self.is_attached:
+            return
         body = self.body
         is_at_end, before = body.cursor >= len(body.rows) - 1, len(body.rows)
         super().update_rows(force=force)

@@ -21,7 +21,7 @@ class OverviewPane(Pane):
 
     def state(self) -> tuple[object, ...]:
         s = self.session
-        return tuple((part.version, part.text) for part in (s.incident, s.checkpoints, s.logs, s.metrics))
+        return tuple((part.version, part.text) for part in (s.incident, s.checkpoints, s.runs, s.logs, s.metrics))
 
     def title(self) -> str:
         incident = self.session.incident.value
@@ -38,6 +38,9 @@ class OverviewPane(Pane):
 def overview_rows(session: Session, width: int) -> Iterator[Row]:
     """All lines of the screen."""
     incident = session.incident.value
+    if session.content.has_runs:
+        yield from _runs_rows(session)
+        return
     if incident is None:
         yield from Pane.absent_rows(session.incident, NO_INCIDENT, width)
         yield row()
@@ -52,6 +55,12 @@ def overview_rows(session: Session, width: int) -> Iterator[Row]:
     yield row()
     yield from _data_rows(session, width)
     yield from _flag_rows(incident.run, width)
+
+
+def _runs_rows(session: Session) -> Iterator[Row]:
+    runs = session.runs
+    count = f"{len(runs.value)} runs" if runs.value is not None else runs.text
+    yield row(f"a folder of runs: {count}. Screen 7 lists them; enter there opens one.", target=Target(screen=7))
 
 
 def _verdict_rows(top: Verdict, width: int) -> Iterator[Row]:
@@ -141,11 +150,9 @@ def _data_rows(session: Session, width: int) -> Iterator[Row]:
         yield from _evidence_counts(incident.run)
     checkpoints, logs, metrics = session.checkpoints, session.logs, session.metrics
     if checkpoints.value is not None:
-        states = [info.state for info in checkpoints.value]
-        text = ", ".join(
-            f"{states.count(state)} {state}" for state in ("committed", "partial", "damaged") if state in states
-        )
-        newest = f"; newest committed: step {committed}" if (committed := _newest(session)) is not None else ""
+        committed = checkpoints.value.newest()
+        newest = f"; newest committed: step {committed}" if committed is not None else ""
+        text = checkpoints.value.counts(", ")
         yield row(f"  checkpoints: {text or 'none'}{newest}", target=Target(screen=7))
     else:
         yield row(("  checkpoints: " + checkpoints.text, "dim"))
@@ -164,11 +171,6 @@ def _data_rows(session: Session, width: int) -> Iterator[Row]:
         yield row(f"  metrics: {len(metrics.value.steps)} steps", target=Target(screen=8))
     else:
         yield row(("  metrics: " + metrics.text, "dim"))
-
-
-def _newest(session: Session) -> int | None:
-    found = [info.step for info in session.checkpoints.value or () if info.state == "committed"]
-    return max(found, default=None)
 
 
 def _evidence_counts(run: Run) -> Iterator[Row]:

@@ -33,6 +33,9 @@ async def _take(app: TitanApp, size: tuple[int, int], keys: tuple[str, ...]) -> 
 async def settled(app: TitanApp, pilot: Pilot[None]) -> None:
     """Wait until nothing is being read or computed, and all of it is painted."""
     await pilot.pause()
+    has_waited = False
     while not app.is_settled:
         await asyncio.sleep(_POLL_S)
-    await pilot.pause()
+        has_waited = True
+    if has_waited:
+        await pilot.pause()

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from titan_ckpt.checkpoint import CheckpointInfo
 from titan_ckpt.tui.data_content import Content
 from titan_ckpt.tui.data_incident import Incident
 from titan_ckpt.tui.data_logs import LogIndex
 from titan_ckpt.tui.data_metrics import Metrics
+from titan_ckpt.tui.data_runs import RunSummary, Steps
 
 T = TypeVar("T")
 
@@ -41,7 +41,8 @@ class Session:
     content: Content
     clock: Callable[[], float] = time.time
     incident: Part[Incident] = field(default_factory=lambda: Part("dumps, stacks or logs"))
-    checkpoints: Part[tuple[CheckpointInfo, ...]] = field(default_factory=lambda: Part("checkpoints"))
+    checkpoints: Part[Steps] = field(default_factory=lambda: Part("checkpoints"))
+    runs: Part[tuple[RunSummary, ...]] = field(default_factory=lambda: Part("runs"))
     logs: Part[LogIndex] = field(default_factory=lambda: Part("logs"))
     metrics: Part[Metrics] = field(default_factory=lambda: Part("metrics.jsonl"))
     lane: int = 0
