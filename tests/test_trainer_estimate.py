@@ -107,3 +107,4 @@ def test_estimate_as_json_has_the_peak(capsys: pytest.CaptureFixture[str]) -> No
     facts = json.loads(capsys.readouterr().out)
     assert facts["mesh"] == "dp_shard=8"
     assert facts["peak_bytes"] > facts["memory"]["parameters"] > 0
+    assert facts["saves"]["save_every_s"] > facts["saves"]["upload_s"] > facts["saves"]["stall_s"] > 0

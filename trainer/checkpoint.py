@@ -289,7 +289,7 @@ def check_data(checkpoint: Checkpoint, fingerprint: str, *, other_data: bool) ->
         return
     raise DataError(
         f"{checkpoint} was trained on other data, or in another order, than [data], [validation] and train.seed now give; "
-        "set them back, or set resume.other_data = true to go on from the same position, or resume.from with model_only"
+        "set them back, or set resume.other_data = true to go on from the same position, or resume.model_only = true"
     )
 
 

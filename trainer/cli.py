@@ -16,7 +16,7 @@ from titan_ckpt.location import join
 from titan_ckpt.trainer.config import TrainConfig, check, resolve_mesh
 from titan_ckpt.trainer.corpus import list_files
 from titan_ckpt.trainer.data import reading_of
-from titan_ckpt.trainer.estimate import estimate, report
+from titan_ckpt.trainer.estimate import estimate, report, save_schedule
 from titan_ckpt.trainer.launch import end_with_launcher, is_launched_here, is_rank, launch, num_ranks, write_error
 from titan_ckpt.trainer.logs import run_folder
 from titan_ckpt.trainer.lora import export_adapter
@@ -89,13 +89,14 @@ def run(arguments: Namespace) -> int:
     world_size = num_ranks(resolved.config, arguments.nproc)
     mesh = resolve_mesh(resolved.config, world_size)
     if arguments.estimate:
-        rate = parse_size(arguments.upload_rate)
         found = estimate(resolved.config, mesh)
+        rate = parse_size(arguments.upload_rate)
+        saves = save_schedule(found, rank_mtbf_h=arguments.rank_mtbf_hours, bandwidth=rate)
         if arguments.json:
-            facts = asdict(found) | {"mesh": str(mesh), "peak_bytes": found.memory.total}
+            facts = asdict(found) | {"mesh": str(mesh), "peak_bytes": found.memory.total, "saves": asdict(saves)}
             sys.stdout.write(json.dumps(facts) + "\n")
             return 0
-        sys.stdout.write(report(found, rank_mtbf_h=arguments.rank_mtbf_hours, bandwidth=rate))
+        sys.stdout.write(report(found, saves))
         return 0
     preflight(resolved.config)
     if world_size == 1:

@@ -283,8 +283,27 @@ def best_interval_s(stall_s: float, mean_time_between_failures_s: float) -> floa
     return sqrt(2 * delta * mean) * (1 + sqrt(ratio) / 3 + ratio / 9) - delta
 
 
-def report(found: Estimate, *, rank_mtbf_h: float, bandwidth: float, stage_bandwidth: float = 10e9) -> str:
-    """The estimate for people. A rank uploads `bandwidth` and copies to the host `stage_bandwidth` bytes per second."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How often to save: what a save costs, how often something fails, and the interval that loses the least work."""
+
+    stall_s: float
+    upload_s: float
+    failure_every_s: float
+    save_every_s: float
+
+
+def save_schedule(found: Estimate, *, rank_mtbf_h: float, bandwidth: float, stage_bandwidth: float = 10e9) -> Schedule:
+    """A rank fails every `rank_mtbf_h` hours, uploads `bandwidth` and copies to the host `stage_bandwidth` bytes per second."""
+    stall_s = found.checkpoint_bytes_per_rank / stage_bandwidth
+    upload_s = found.checkpoint_bytes_per_rank / bandwidth
+    mtbf_s = rank_mtbf_h * 3600 / found.mesh.world_size
+    interval_s = max(best_interval_s(stall_s, mtbf_s), upload_s)
+    return Schedule(stall_s=stall_s, upload_s=upload_s, failure_every_s=mtbf_s, save_every_s=interval_s)
+
+
+def report(found: Estimate, saves: Schedule) -> str:
+    """The estimate for people."""
     memory = found.memory
     rows = [
         ("parameters", memory.parameters), ("gradients", memory.gradients), ("optimizer", memory.optimizer),
@@ -299,14 +318,12 @@ def report(found: Estimate, *, rank_mtbf_h: float, bandwidth: float, stage_bandw
     lines += [f"  {name:<34}{size / GIB:>10.2f} GiB" for name, size in rows]
     lines += ["", "collectives of a rank per step"]
     lines += [f"  {t.name:<34}{t.calls:>8} calls  {format_size(t.size_bytes):>10}" for t in found.traffic] or ["  none"]
-    stall_s = found.checkpoint_bytes_per_rank / stage_bandwidth
-    upload_s = found.checkpoint_bytes_per_rank / bandwidth
-    mtbf_s = rank_mtbf_h * 3600 / found.mesh.world_size
-    interval_s = max(best_interval_s(stall_s, mtbf_s), upload_s)
+    rank_h = saves.failure_every_s * found.mesh.world_size / 3600
     lines += [
         "", "checkpoints",
         f"  size: {format_size(found.checkpoint_bytes)}, {format_size(found.checkpoint_bytes_per_rank)} per rank",
-        f"  a save stops training for {format_duration(stall_s)} and uploads for {format_duration(upload_s)}",
-        f"  a failure every {format_duration(mtbf_s)} ({rank_mtbf_h:g} h per rank): save every {format_duration(interval_s)}",
+        f"  a save stops training for {format_duration(saves.stall_s)} and uploads for {format_duration(saves.upload_s)}",
+        f"  a failure every {format_duration(saves.failure_every_s)} ({rank_h:g} h per rank): "
+        f"save every {format_duration(saves.save_every_s)}",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
