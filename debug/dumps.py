@@ -218,7 +218,8 @@ def _find(row: _Lasting, distinct: list[_Lasting], places: dict[Any, list[int]])
 
 def _check_size(value: Sequence[Any], most: int) -> None:
     """ValueError when lists within lists, told in few bytes, hold so much that to compare or print them would not end."""
-    left, inside = most, [value]
+    left = most
+    inside: list[Any] = [value]
     while inside:
         parts = inside.pop()
         left -= len(parts)
