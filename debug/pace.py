@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,9 @@ LEAST_TIMES = 5
 MOST_COLUMNS = 512
 LEAST_LAG_NS = 50_000_000
 LEAST_SHARE = 0.2
+# Of all waiting, what must be for one rank: so much, or half where chance would hardly make it last so often. (A busy host
+# holds any rank up now and then, seldom and long.)
+MOST_OF_IT, HALF_OF_IT, CHANCE = 0.7, 0.5, 0.01
 MOST_SHARE = 1.0  # nobody can keep the others waiting for longer than it all took: that is a clock that is wrong
 
 
@@ -44,11 +48,23 @@ def _slowest(run: Run, lane: Lane) -> tuple[int, int, int, float] | None:
     span = int(ordered[-1].max() - created.min())
     totals = np.bincount(last, weights=np.maximum(lag, 0), minlength=len(heard))
     i = int(totals.argmax())
-    mine = lag[(last == i) & (lag >= LEAST_LAG_NS)]
+    late = lag >= LEAST_LAG_NS
+    mine = lag[(last == i) & late]
     share = float(mine.sum()) / max(span, 1)
-    if len(mine) < LEAST_TIMES or not LEAST_SHARE <= share <= MOST_SHARE or totals[i] < 0.7 * totals.sum():
+    is_chance = len(heard) * _chance(len(mine), int(late.sum()), len(heard)) > CHANCE
+    part = totals[i] / max(totals.sum(), 1)
+    if (
+        len(mine) < LEAST_TIMES
+        or not LEAST_SHARE <= share <= MOST_SHARE
+        or part < (MOST_OF_IT if is_chance else HALF_OF_IT)
+    ):
         return None
     return lane.members[int(heard[i])], int(np.median(mine)), len(mine), share
+
+
+def _chance(times: int, of: int, ranks: int) -> float:
+    """How likely one given rank is the last of equals at least so often: the binomial distribution's tail."""
+    return sum(math.comb(of, n) * (ranks - 1) ** (of - n) for n in range(times, of + 1)) / ranks**of
 
 
 def _verdict(run: Run, lane: Lane, rank: int, lag_ns: int, times: int, share: float, is_over: bool) -> Verdict:
