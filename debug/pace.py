@@ -17,7 +17,7 @@ LEAST_LAG_NS = 50_000_000
 LEAST_SHARE = 0.2
 # Of all waiting, what must be for one rank: so much, or half where chance would hardly make it last so often. (A busy host
 # holds any rank up now and then, seldom and long.)
-MOST_OF_IT, HALF_OF_IT, CHANCE = 0.7, 0.5, 0.01
+MOST_OF_IT, HALF_OF_IT, CHANCE = 0.7, 0.5, 0.02
 MOST_SHARE = 1.0  # nobody can keep the others waiting for longer than it all took: that is a clock that is wrong
 
 
@@ -64,7 +64,9 @@ def _slowest(run: Run, lane: Lane) -> tuple[int, int, int, float] | None:
 
 def _chance(times: int, of: int, ranks: int) -> float:
     """How likely one given rank is the last of equals at least so often: the binomial distribution's tail."""
-    return sum(math.comb(of, n) * (ranks - 1) ** (of - n) for n in range(times, of + 1)) / ranks**of
+    tail: int = sum(math.comb(of, n) * (ranks - 1) ** (of - n) for n in range(times, of + 1))
+    whole: int = ranks**of
+    return tail / whole
 
 
 def _verdict(run: Run, lane: Lane, rank: int, lag_ns: int, times: int, share: float, is_over: bool) -> Verdict:

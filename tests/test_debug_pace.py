@@ -53,4 +53,4 @@ def test_chance_that_holds_up_one_or_another_hardly_ever_makes_a_straggler(tmp_p
         folder.mkdir()
         _write_boxes(folder, delays)
         verdicts.append(diagnose(open_run(str(folder)))[0].verdict)
-    assert verdicts.count("HEALTHY") >= 98
+    assert verdicts.count("HEALTHY") >= 95
