@@ -25,7 +25,7 @@ from titan_ckpt.pipeline import PipelineSpec, stage_table
 from titan_ckpt.placement import Shape, Shard
 from titan_ckpt.reshard import DEFAULT_MEMORY, plan_reshard
 from titan_ckpt.rules import FSDP_AXES, tensor_parallel
-from titan_ckpt.store import FileStore
+from titan_ckpt.store_file import FileStore
 from titan_ckpt.target import Placed, lay_out
 
 LAYERS, DIM, HIDDEN, VOCABULARY, KV_DIM = 126, 16384, 53248, 128256, 1024
@@ -109,7 +109,7 @@ def measure(name: str) -> dict[str, object]:
     started, processor = time.perf_counter(), time.process_time()
     plan = plan_reshard(checkpoint, after)
     planned = time.perf_counter()
-    waves = plan.waves(Budget.of(DEFAULT_MEMORY, checkpoint.store).max_open_files)
+    waves = plan.waves(Budget.of(DEFAULT_MEMORY, checkpoint.store, checkpoint.store).max_open_files)
     grouped = time.perf_counter()
     facts = estimate(plan, checkpoint.store, memory_bytes=DEFAULT_MEMORY)
     return {

@@ -18,7 +18,8 @@ from titan_ckpt.errors import AlreadyExistsError, StoreError
 from titan_ckpt.layout import ASSETS, new_attempt, step_folder
 from titan_ckpt.location import parse_location
 from titan_ckpt.metadata import dcp_metadata
-from titan_ckpt.store import FileStore, Store, open_store
+from titan_ckpt.store import Store, open_store
+from titan_ckpt.store_file import FileStore
 from titan_ckpt.units import format_size
 
 

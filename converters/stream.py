@@ -12,7 +12,8 @@ from titan_ckpt.execute import Budget, Execution, FileResult
 from titan_ckpt.index import ELEMENT_SIZE
 from titan_ckpt.placement import Box
 from titan_ckpt.plan import Buffer, Region, Source, TargetFile, Wave
-from titan_ckpt.store import Entry, FileStore, Store
+from titan_ckpt.store import Entry, Store
+from titan_ckpt.store_file import FileStore
 
 MEMORY_BYTES = 160 << 20
 # Between two disks larger slabs bring no more: first touching their memory costs as much as a hash.
@@ -51,7 +52,7 @@ def _budget(
     source: Source, source_store: Store, files: Sequence[TargetFile], target: Store, memory_bytes: int
 ) -> Budget:
     """The usual budget, its slabs grown where a transform needs more rows at once than one holds."""
-    budget = Budget.of(memory_bytes, target)
+    budget = Budget.of(memory_bytes, source_store, target)
     if isinstance(source_store, FileStore) and isinstance(target, FileStore | _Nowhere):
         budget = replace(budget, slab_bytes=min(budget.slab_bytes, LOCAL_SLAB_BYTES))
     needed = [_group_bytes(source, s) for f in files for s in f.segments if isinstance(s, Region) and s.transform]

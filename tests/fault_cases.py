@@ -25,7 +25,7 @@ from titan_ckpt.checkpoint import list_checkpoints, open_checkpoint
 from titan_ckpt.load import load
 from titan_ckpt.retention import RetentionPolicy
 from titan_ckpt.save import SaveOptions, Saver
-from titan_ckpt.store import FileStore
+from titan_ckpt.store_file import FileStore
 from titan_ckpt.verify import verify
 
 HANG_TIMEOUT_S, TIMEOUT_S = 4.0, 60.0

@@ -17,7 +17,7 @@ from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.cli import main
 from titan_ckpt.converters import export_hf, import_hf
 from titan_ckpt.errors import DamagedError, TitanError
-from titan_ckpt.store import FileStore
+from titan_ckpt.store_file import FileStore
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

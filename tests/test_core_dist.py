@@ -22,7 +22,7 @@ from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.placement import shard_box
 from titan_ckpt.save import SaveError, SaveOptions, Saver
 from titan_ckpt.state import local_part
-from titan_ckpt.store import FileStore
+from titan_ckpt.store_file import FileStore
 
 pytestmark = pytest.mark.dist
 

@@ -27,7 +27,7 @@ from titan_ckpt.reshard import plan_reshard, run_plan
 from titan_ckpt.retention import RetentionPolicy
 from titan_ckpt.rules import Rule
 from titan_ckpt.save import SaveError, SaveOptions, Saver, save
-from titan_ckpt.store import FileStore
+from titan_ckpt.store_file import FileStore
 from titan_ckpt.tiers import open_nearest
 from titan_ckpt.verify import verify
 

@@ -20,7 +20,7 @@ from titan_ckpt.load import LoadPolicy, load, open_checkpoint
 from titan_ckpt.placement import Box
 from titan_ckpt.save import SaveError, Saver, save
 from titan_ckpt.state import TORCH_DTYPE
-from titan_ckpt.store import FileStore
+from titan_ckpt.store_file import FileStore
 
 
 def _random(dtype: str, *sizes: int) -> torch.Tensor:

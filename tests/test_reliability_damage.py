@@ -13,7 +13,7 @@ from titan_ckpt.checkpoint import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import CheckpointError, DamagedError, StoreError
 from titan_ckpt.owner import FencedError
 from titan_ckpt.save import SaveError, SaveOptions, Saver, save
-from titan_ckpt.store import FileStore
+from titan_ckpt.store_file import FileStore
 
 
 @pytest.mark.parametrize("codec", ["raw", "planes-zstd"])
@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_not_an_empty_run(
     def refuse(_path: str) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
-    monkeypatch.setattr("titan_ckpt.store.os.scandir", refuse)
+    monkeypatch.setattr("titan_ckpt.store_file.os.scandir", refuse)
     with pytest.raises(StoreError, match="Permission denied"):
         list_checkpoints(str(tmp_path))
     with pytest.raises(StoreError, match="Permission denied"):

@@ -19,7 +19,7 @@ from tests.pool import RankPool
 from titan_ckpt.checkpoint import list_checkpoints, open_checkpoint
 from titan_ckpt.deadline import HungStoreError, run_until
 from titan_ckpt.save import SaveError, SaveOptions, Saver
-from titan_ckpt.store import FileStore
+from titan_ckpt.store_file import FileStore
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ import torch
 from tests.faults import Fault, FaultyStore
 from titan_ckpt.errors import StoreError
 from titan_ckpt.save import SaveOptions, Saver
-from titan_ckpt.store import FileStore
+from titan_ckpt.store_file import FileStore
 store = FaultyStore(FileStore(sys.argv[1]), [Fault(call="write", number=2, how="hang")])
 with Saver(store, SaveOptions(timeout_s=0.5)) as saver:
     try:

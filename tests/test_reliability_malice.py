@@ -31,7 +31,7 @@ from titan_ckpt.metadata import read_dcp_metadata
 from titan_ckpt.mirror import copy_checkpoint
 from titan_ckpt.pickle_scan import check_pickle
 from titan_ckpt.save import SaveOptions, Saver, save
-from titan_ckpt.store import FileStore
+from titan_ckpt.store_file import FileStore
 from titan_ckpt.verify import verify
 
 

@@ -18,7 +18,8 @@ from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.placement import Box, Placements, Shape, Shard
 from titan_ckpt.plan import Literal, Region, Source, SourceTensor, TargetFile, Transform, Wave
 from titan_ckpt.reshard import DEFAULT_MEMORY
-from titan_ckpt.store import FileStore, open_store
+from titan_ckpt.store import open_store
+from titan_ckpt.store_file import FileStore
 
 ITEM = {"float32": np.uint32, "bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "int64": np.uint64}
 
@@ -172,8 +173,8 @@ def test_eight_tensor_parallel_files_are_open_at_once_on_s3_within_the_default_b
 ) -> None:
     assert s3_environment
     store = open_store("s3://titan-tests/budget")
-    budget = Budget.of(DEFAULT_MEMORY, store)
+    budget = Budget.of(DEFAULT_MEMORY, store, store)
     assert budget.max_open_files >= 8
     assert budget.total_bytes(store, budget.max_open_files) <= DEFAULT_MEMORY
     with pytest.raises(UsageError, match=r"is too little for s3://titan-tests/budget"):
-        Budget.of(64 << 20, store)
+        Budget.of(64 << 20, store, store)

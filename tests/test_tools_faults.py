@@ -18,7 +18,7 @@ from titan_ckpt.mirror import copy_checkpoint
 from titan_ckpt.removal import delete
 from titan_ckpt.retention import RetentionPolicy
 from titan_ckpt.save import Saver
-from titan_ckpt.store import FileStore
+from titan_ckpt.store_file import FileStore
 from titan_ckpt.verify import verify
 
 

@@ -20,7 +20,8 @@ from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.mirror import copy_checkpoint
 from titan_ckpt.placement import Shard
 from titan_ckpt.reshard import plan_reshard, run_plan
-from titan_ckpt.store import Buffer, Entry, FileStore
+from titan_ckpt.store import Buffer, Entry
+from titan_ckpt.store_file import FileStore
 from titan_ckpt.verify import verify
 
 FUSED = "layers.0.attention.qkv_linear.wqkv.weight"

@@ -18,7 +18,7 @@ from titan_ckpt.index import Manifest
 from titan_ckpt.manifest import decode_manifest
 from titan_ckpt.save import Saver
 from titan_ckpt.scan import Problem
-from titan_ckpt.store import FileStore
+from titan_ckpt.store_file import FileStore
 from titan_ckpt.verify import verify
 
 STEP = "step-00000007"

@@ -36,7 +36,8 @@ from titan_ckpt.plan import Literal, Region, Segment, Source, SourceTensor, Targ
 from titan_ckpt.reshard_job import JobFiles, Workers
 from titan_ckpt.rules import Rule
 from titan_ckpt.select import Selection, select
-from titan_ckpt.store import FileStore, Store, open_store
+from titan_ckpt.store import Store, open_store
+from titan_ckpt.store_file import FileStore
 from titan_ckpt.target import Placed, Placer, Target, check_complete, lay_out, stages_for
 from titan_ckpt.units import format_size
 from titan_ckpt.waves import group_ranks, spread
@@ -182,7 +183,8 @@ def run_plan(
     """
     started, workers = time.monotonic(), workers or Workers()
     store = store or open_store(url)
-    budget = Budget.of(memory_bytes, store, num_files=-(-len(plan.target.ranks_with_files()) // workers.count))
+    num_files = -(-len(plan.target.ranks_with_files()) // workers.count)
+    budget = Budget.of(memory_bytes, plan.checkpoint.store, store, num_files=num_files)
     check_destination(plan, url, store)
     mine = spread(plan.waves(budget.max_open_files), workers.count, workers.index)
     files = JobFiles(store, plan.step, plan.job)
