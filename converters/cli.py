@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from titan_ckpt.converters.verify import Verification, verify_export
 from titan_ckpt.errors import UsageError
 from titan_ckpt.layout import new_attempt
 from titan_ckpt.location import join, parse_location
+from titan_ckpt.render import write_json
 from titan_ckpt.store import open_store
 from titan_ckpt.units import format_size, parse_size
 
@@ -147,7 +147,7 @@ def _from_torch(arguments: Namespace) -> int:
 
 def _show_torch(report: TorchReport, *, as_json: bool) -> int:
     if as_json:
-        sys.stdout.write(json.dumps(asdict(report), indent=1) + "\n")
+        write_json(asdict(report))
     else:
         size = format_size(report.size_bytes)
         sys.stdout.write(
@@ -169,7 +169,7 @@ def _read_config(path: str) -> Config:
 
 def _show(facts: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(facts, indent=1) + "\n")
+        write_json(facts)
         return
     verb = "wrote" if facts["written"] else "would write"
     size = format_size(facts["bytes"])

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titan_ckpt.checkpoint import list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from titan_ckpt.cli import main
 from titan_ckpt.commands_keep import plan_removal
 from titan_ckpt.diff import compare, diff
 from titan_ckpt.errors import DamagedError
 from titan_ckpt.layout import OWNER, new_attempt
+from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.mirror import copy_checkpoint
+from titan_ckpt.placement import Shard
 from titan_ckpt.removal import delete
+from titan_ckpt.render import write_json
 from titan_ckpt.retention import RetentionPolicy
 from titan_ckpt.save import SaveOptions, Saver
-from titan_ckpt.store import FileStore, open_store
+from titan_ckpt.store import open_store
+from titan_ckpt.store_file import FileStore
 from titan_ckpt.verify import verify
 
 DAY_S = 86_400.0
@@ -204,6 +209,23 @@ def test_diff_within_a_tolerance_is_equal_and_a_nan_is_not_a_number(tmp_path: Pa
     (difference,) = diff(a, c, values=True, rtol=1e9)
     assert (difference.num_different, difference.max_abs) == (10, float("inf"))
     assert compare(c, c, values=True).differences == []
+
+
+def test_diff_takes_axes_of_one_rank_for_no_cut(run: str) -> None:
+    def cut(mesh: str, **placements: int) -> Checkpoint:
+        opened = open_checkpoint(run)
+        cuts = {axis: Shard(dim) for axis, dim in placements.items()}
+        tensors = tuple(replace(tensor, placements=cuts) for tensor in opened.manifest.tensors)
+        return replace(opened, manifest=replace(opened.manifest, tensors=tensors, mesh=MeshSpec.parse(mesh)))
+
+    both = cut("dp_shard=2", dp_shard=0)
+    assert diff(both, cut("dp_shard=2", dp_shard=0, tp=1)) == []
+    assert {d.kind for d in diff(both, cut("dp_shard=2", tp=1))} == {"placement"}
+
+
+def test_json_has_no_infinity_and_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    write_json({"a": [float("inf"), 1.5], "b": {"c": float("nan")}, "d": (True, None)})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": None}, "d": [True, None]}
 
 
 def test_cp_mirrors_and_a_second_cp_finds_it_there(

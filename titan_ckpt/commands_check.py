@@ -110,12 +110,8 @@ def _diff(arguments: Namespace) -> int:
 
 
 def _difference_facts(difference: Difference) -> dict[str, Any]:
-    facts = {name: getattr(difference, name) for name in Difference.__slots__}
-    # JSON has no infinity: null together with a count says that a NaN or an infinity stands against a number.
-    for name in ("max_abs", "max_rel"):
-        if facts[name] is not None and facts[name] == float("inf"):
-            facts[name] = None
-    return facts
+    """A `max_abs` of null together with a count says that a NaN or an infinity stands against a number."""
+    return {name: getattr(difference, name) for name in Difference.__slots__}
 
 
 def _diff_text(a: Checkpoint, b: Checkpoint, found: Comparison, counted: Sequence[Difference]) -> str:

@@ -17,7 +17,7 @@ from titan_ckpt.checkpoint import Checkpoint
 from titan_ckpt.errors import DamagedError
 from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, Chunk, TensorEntry
 from titan_ckpt.numbers import Array, decode, storage_dtype
-from titan_ckpt.placement import Box, format_placements
+from titan_ckpt.placement import Box, Placements, format_placements
 from titan_ckpt.scan import read_payload
 
 BLOCK_ELEMENTS = 4 << 20
@@ -101,8 +101,9 @@ def _compare_tensor(
     a: _Pair, b: _Pair, result: Comparison, values: bool, rtol: float, on_bytes: Callable[[int], None]
 ) -> None:
     fqn, left, right = a.tensor.fqn, a.tensor, b.tensor
-    if left.placements is not None and right.placements is not None and left.placements != right.placements:
-        texts = format_placements(left.placements), format_placements(right.placements)
+    cuts = _cuts(a), _cuts(b)
+    if None not in cuts and cuts[0] != cuts[1]:
+        texts = [format_placements(placements or {}) for placements in cuts]
         result.differences.append(Difference(fqn=fqn, kind="placement", a=texts[0], b=texts[1]))
     if left.global_shape != right.global_shape:
         shapes = str(left.global_shape), str(right.global_shape)
@@ -123,6 +124,14 @@ def _compare_tensor(
         result.unknown.append(fqn)
     else:
         result.differences.append(Difference(fqn=fqn, kind="bytes", a="digest", b="differs"))
+
+
+def _cuts(pair: _Pair) -> Placements | None:
+    """How a tensor is cut, without the axes of one rank, which cut nothing."""
+    placements, mesh = pair.tensor.placements, pair.checkpoint.manifest.mesh
+    if placements is None or mesh is None:
+        return placements
+    return {axis: shard for axis, shard in placements.items() if mesh.degree(axis) > 1}
 
 
 def _by_digest(a: _Pair, b: _Pair) -> bool | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -19,8 +20,16 @@ BAR_WIDTH = 24
 
 
 def write_json(value: Any, out: TextIO | None = None) -> None:
-    """`value` as indented JSON on stdout."""
-    (out or sys.stdout).write(json.dumps(value, indent=1) + "\n")
+    """`value` as indented JSON on stdout. JSON has no infinity and no NaN: both are null."""
+    (out or sys.stdout).write(json.dumps(_finite(value), indent=1) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def write_text(text: str, out: TextIO | None = None) -> None:
