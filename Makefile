@@ -61,15 +61,14 @@ faults-debug: $(READY) ## hang a real job in every way there is, and diagnose ea
 soak: $(READY) ## an hour of training, kills, reshards and prunes through a network that breaks (ARGS="--minutes 5 --seed 1")
 	$(BIN)/python -m scripts.soak $(ARGS)
 
-bench: $(READY) ## measure everything that fits this machine, peers beside us: docs/performance.md (ARGS="--only core_local")
+bench: $(READY) ## measure everything that fits this machine, peers beside us: docs/performance.md (ARGS="--quick" or "--only core_local")
 	$(BIN)/python -m benchmarks.suite $(ARGS)
 
 demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug on real text (ARGS=--json for the facts)
 	$(BIN)/python -m scripts.demo $(ARGS)
 
 docs: $(READY) ## write docs/cli.md from --help and docs/api.md from the docstrings
-	$(BIN)/python scripts/cli_docs.py docs/cli.md
-	$(BIN)/python scripts/api_docs.py docs/api.md
+	$(BIN)/python -m scripts.write_docs
 
 wheel: $(READY) ## build dist/*.whl and the source archive
 	$(BIN)/python -m build --quiet --outdir dist

@@ -130,16 +130,7 @@ def bench_disk(state: dict[str, Any], folder: Path, rounds: int) -> list[Bar]:
     dcp.save(state, checkpoint_id=folder / "keepdcp", no_dist=True)
 
     def fresh(action: Callable[[Path], object]) -> Callable[[], float]:
-        def run() -> float:
-            path = folder / "fresh"
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir()
-            os.sync()
-            seconds = timed(lambda: action(path))
-            shutil.rmtree(path)
-            return seconds
-
-        return run
+        return lambda: timed_in_new(folder / "fresh", action)
 
     cases: dict[str, Callable[[], float]] = {
         "raw write": fresh(lambda path: raw_write(tensors, path / "raw")),
@@ -156,6 +147,20 @@ def bench_disk(state: dict[str, Any], folder: Path, rounds: int) -> list[Bar]:
         "dcp load": lambda: timed(lambda: dcp.load(target, checkpoint_id=folder / "keepdcp", no_dist=True)),
     }
     result = interleave(cases, rounds=rounds)
+    return _disk_bars(result)
+
+
+def timed_in_new(path: Path, action: Callable[[Path], object]) -> float:
+    """Seconds that `action` takes in a folder made for it, after the disk has come to rest."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    os.sync()
+    seconds = timed(lambda: action(path))
+    shutil.rmtree(path)
+    return seconds
+
+
+def _disk_bars(result: dict[str, list[float]]) -> list[Bar]:
     times = {name: median(values) for name, values in result.items()}
     saved, loaded = times["our save"] / times["raw write"], times["our load"] / times["raw read"]
     return [

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +112,17 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory", type=int, default=64_000_000)
-    parser.add_argument("--folder", required=True)
+    parser.add_argument("--folder", help="where to work, on the disk to be measured; a temporary folder by default")
     parser.add_argument("--without-dcp", action="store_true", help="for states that do not fit memory, which DCP needs")
     arguments = parser.parse_args()
-    folder = Path(arguments.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.folder:
+        Path(arguments.folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="reshard-", dir=arguments.folder) as name:
+        measure(arguments, Path(name))
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> None:
+    """Every way in turn, and the section."""
     layers = max(1, round(arguments.gb * 1e9 / BYTES_PER_LAYER))
     run(MAKE, str(folder), str(layers))
     shutil.rmtree(folder / "whole")
@@ -135,7 +142,6 @@ def main() -> None:
             source = f"{rows}/step-00000001" if name in ("copy", "dcp") else rows
             os.sync()
             results.setdefault(name, []).append(run(script, source, str(out), *more))
-    shutil.rmtree(folder)
     title = f"Resharding on a local disk, {layers * BYTES_PER_LAYER / 1e9:.2f} GB"
     notes = f"Process start included; `--memory` {arguments.memory / 1e6:.0f} MB; memory above that of the imports."
     write_section(f"reshard-local {arguments.gb:g}", title, bars(results, floors, arguments.memory), notes)

@@ -1,12 +1,14 @@
 """All benchmarks that fit this machine, one after another, each in a process of its own: `make bench`.
 
     python -m benchmarks.suite                      all; about two hours on two cores
-    python -m benchmarks.suite --only core_local    one (repeatable)
+    python -m benchmarks.suite --quick              those that take minutes
+    python -m benchmarks.suite --only core_local    one (repeatable); --skip core_local leaves it out
     python -m benchmarks.suite --list               what there is, and what each needs that is not here
 
 Each rewrites its section of docs/performance.md; the table of bars at the page's top follows after each. Output goes to .bench/.
 Peers are measured in the same runs: obstore, s3torchconnector and s3fs where they are installed, torchtitan from an environment
-that is made here. Exit code 1 when one failed or ran out of time; a bar that does not hold is a result, not a failure.
+that is made here. One that fails or runs out of time is named at the end, with exit code 1, and does not keep the others from
+running; a bar that does not hold is a result, not a failure.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from pathlib import Path
 
 from benchmarks.bars import write_summary
 from benchmarks.report import PERFORMANCE
+from titan_ckpt.units import format_duration
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / ".bench"
 TITAN_ENVIRONMENT = OUTPUT / "titan"
 TITAN = "torchtitan==0.3.0"
+QUICK_S = 900.0  # a suite with a higher limit takes more than minutes
 GB = 10**9
 
 
@@ -41,7 +45,7 @@ def _titan_python() -> str:
 
 def _is_installed(*modules: str) -> str:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(missing)}" if missing else ""
+    return f"not installed: pip install {' '.join(name.replace('_', '-') for name in missing)}" if missing else ""
 
 
 def _has_gpu() -> str:
@@ -83,10 +87,10 @@ SUITES = (
     Suite(name="core_codec", module="core_codec"),
     Suite(name="core_torchtitan", module="core_torchtitan", needs_titan=True),
     Suite(name="store_s3", module="store_s3", missing=lambda: _is_installed("obstore", "s3fs")),
-    Suite(name="reshard_local", module="reshard_local", arguments=("--gb", "1", "--folder", ".bench/reshard-1")),
+    Suite(name="reshard_local", module="reshard_local", arguments=("--gb", "1", "--folder", ".bench")),
     Suite(
         name="reshard_local_8", module="reshard_local", limit_s=1800.0, missing=lambda: _has_disk(40 * GB),
-        arguments=("--gb", "8", "--folder", ".bench/reshard-8", "--without-dcp"),
+        arguments=("--gb", "8", "--folder", ".bench", "--without-dcp"),
     ),
     Suite(name="reshard_s3", module="reshard_s3", missing=lambda: _is_installed("obstore", "s3torchconnector", "s3fs")),
     Suite(name="reshard_plan_scale", module="reshard_plan_scale"),
@@ -117,7 +121,7 @@ SUITES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a suite ended; `problem` empty when it wrote its section."""
+    """How a suite ended; `problem` empty when it wrote its section, or cannot run here."""
 
     name: str
     seconds: float
@@ -126,7 +130,7 @@ class Result:
 
 def run_suite(suite: Suite) -> Result:
     """Run one with its limit; all its processes are gone afterwards."""
-    started, before = time.monotonic(), PERFORMANCE.read_text() if PERFORMANCE.exists() else ""
+    started, before = time.monotonic(), _written_ns()
     log = OUTPUT / f"{suite.name}.log"
     with open(log, "wb") as output:
         process = subprocess.Popen(
@@ -141,9 +145,13 @@ def run_suite(suite: Suite) -> Result:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    has_written = (PERFORMANCE.read_text() if PERFORMANCE.exists() else "") != before
-    seconds = time.monotonic() - started
-    return Result(name=suite.name, seconds=seconds, problem=_problem(code, has_written, suite.limit_s, log))
+    problem = _problem(code, _written_ns() != before, suite.limit_s, log)
+    return Result(name=suite.name, seconds=time.monotonic() - started, problem=problem)
+
+
+def _written_ns() -> int:
+    """When the page was last written; the same figures may be written again."""
+    return PERFORMANCE.stat().st_mtime_ns if PERFORMANCE.exists() else 0
 
 
 def _problem(code: int | None, has_written: bool, limit_s: float, log: Path) -> str:
@@ -151,8 +159,10 @@ def _problem(code: int | None, has_written: bool, limit_s: float, log: Path) -> 
     where = log.relative_to(ROOT)
     if code is None:
         return f"out of time after {limit_s:.0f} s; see {where}"
-    if code == 0 or (code == 1 and has_written):
+    if code in (0, 1) and has_written:
         return ""
+    if code == 0:
+        return f"ended well, but wrote no section; see {where}"
     last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
     return f"exit code {code}: {last[0][:200]}; see {where}"
 
@@ -177,10 +187,19 @@ def make_titan_environment() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, list; 1 when one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=[suite.name for suite in SUITES])
-    parser.add_argument("--list", action="store_true")
+    names = [suite.name for suite in SUITES]
+    parser.add_argument("--only", action="append", choices=names, metavar="NAME", help="run this one (repeatable)")
+    parser.add_argument("--skip", action="append", choices=names, metavar="NAME", default=[], help="leave this one out")
+    parser.add_argument("--quick", action="store_true", help="leave out what takes more than minutes")
+    parser.add_argument("--list", action="store_true", help="say what there is, and what each needs that is not here")
     options = parser.parse_args(arguments)
-    chosen = [suite for suite in SUITES if not options.only or suite.name in options.only]
+    chosen = [
+        suite
+        for suite in SUITES
+        if suite.name in (options.only or names)
+        and suite.name not in options.skip
+        and not (options.quick and suite.limit_s > QUICK_S)
+    ]
     if options.list:
         for suite in chosen:
             missing = suite.missing()
@@ -188,8 +207,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     OUTPUT.mkdir(exist_ok=True)
     (OUTPUT / ".gitignore").write_text("*\n")
-    results = [_run_or_skip(suite) for suite in chosen]
-    return int(any(result.problem for result in results))
+    return _tell(_run_all(chosen))
+
+
+def _run_all(chosen: Sequence[Suite]) -> list[Result]:
+    results = []
+    for number, suite in enumerate(chosen, 1):
+        sys.stdout.write(f"[{number}/{len(chosen)}] {suite.name} ... ")
+        sys.stdout.flush()
+        results.append(_run_or_skip(suite))
+    return results
 
 
 def _run_or_skip(suite: Suite) -> Result:
@@ -197,13 +224,24 @@ def _run_or_skip(suite: Suite) -> Result:
     if not missing and suite.needs_titan:
         missing = make_titan_environment()
     if missing:
-        sys.stdout.write(f"{suite.name}: not run here: {missing}\n")
+        sys.stdout.write(f"not run here: {missing}\n")
         return Result(name=suite.name, seconds=0.0, problem="")
     result = run_suite(suite)
-    write_summary()
-    sys.stdout.write(f"{suite.name}: {result.problem or 'done'} ({result.seconds:.0f} s)\n")
-    sys.stdout.flush()
+    sys.stdout.write(f"{result.problem or 'done'} ({format_duration(result.seconds)})\n")
+    if not result.problem:
+        write_summary()
     return result
+
+
+def _tell(results: Sequence[Result]) -> int:
+    """The last lines: how many ran, which failed and why."""
+    failed = [result for result in results if result.problem]
+    ran = [result for result in results if result.seconds]
+    total = format_duration(sum(result.seconds for result in results))
+    sys.stdout.write(f"{len(ran)} of {len(results)} suites ran in {total}, {len(failed)} failed\n")
+    for result in failed:
+        sys.stdout.write(f"  {result.name}: {result.problem}\n")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,12 @@
-"""The Python reference, written from the public names' own signatures and docstrings: `make docs` writes it, a test compares it.
-
-python scripts/api_docs.py docs/api.md
-"""
+"""The Python reference, written from the public names' own signatures and docstrings."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -141,15 +135,3 @@ def _default(value: Any) -> str:
         return str(value.__name__)
     text = repr(value)
     return "..." if text.startswith("<") else text
-
-
-def main() -> int:
-    """Write the page to the path given."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("path", type=Path)
-    parser.parse_args().path.write_text(reference())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,10 @@
-"""The command line's reference, written from the commands' own `--help`: `make docs` writes docs/cli.md, a test compares it.
-
-python scripts/cli_docs.py docs/cli.md
-"""
+"""The command line's reference, written from the commands' own `--help`."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 WIDTH = 100
 HEAD = """\
@@ -44,15 +39,3 @@ def verbs() -> Iterator[argparse.ArgumentParser]:
     from titan_ckpt.debug.cli import verb_parsers
 
     yield from verb_parsers()
-
-
-def main() -> int:
-    """Write the page to the path given."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("path", type=Path)
-    parser.parse_args().path.write_text(reference())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

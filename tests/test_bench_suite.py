@@ -80,3 +80,36 @@ def test_a_suite_that_fails_is_told_with_its_last_line(tmp_path: Path, monkeypat
     assert "no room" in run_suite(Suite(name="fails", module="core_local")).problem
     assert subprocess.run([sys.executable, "-m", "benchmarks.suite", "--only", "nothing"], cwd=ROOT, check=False,
                           capture_output=True).returncode == 2  # fmt: skip
+
+
+def test_a_suite_that_fails_is_named_at_the_end_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "performance.md"
+    programs = {
+        "writes": f"open({str(page)!r}, 'w').write('the same again')",
+        "silent": "pass",
+        "fails": "raise SystemExit('no room')",
+    }
+    suites = tuple(Suite(name=name, module="core_local", limit_s=60.0) for name in ("fails", "silent", "writes"))
+    suites += (Suite(name="elsewhere", module="core_local", missing=lambda: "no GPU"),)
+    page.write_text("the same again")
+    for name, value in {"OUTPUT": tmp_path, "ROOT": tmp_path, "PERFORMANCE": page, "SUITES": suites}.items():
+        monkeypatch.setattr(suite, name, value)
+    monkeypatch.setattr(suite, "write_summary", lambda: None)
+    monkeypatch.setattr(Suite, "command", lambda self: [sys.executable, "-c", programs[self.name]])
+    assert main(["--skip", "silent"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^\[2/3\] writes \.\.\. done", printed, re.MULTILINE)
+    assert "not run here: no GPU" in printed
+    assert re.search(r"^2 of 3 suites ran in .*, 1 failed\n  fails: exit code 1: no room", printed, re.MULTILINE)
+    assert main(["--only", "silent"]) == 1
+    assert "wrote no section" in capsys.readouterr().out
+    assert main(["--quick", "--only", "writes"]) == 0
+
+
+def test_quick_leaves_out_what_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--quick", "--list"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert "core_scale" in names
+    assert "reshard_matrix" not in names

@@ -1,0 +1,16 @@
+"""Write the pages that come from the code itself: docs/cli.md from `--help`, docs/api.md from the docstrings. Tests compare them.
+
+python -m scripts.write_docs
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts import api_docs, cli_docs
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+if __name__ == "__main__":
+    (DOCS / "cli.md").write_text(cli_docs.reference())
+    (DOCS / "api.md").write_text(api_docs.reference())
