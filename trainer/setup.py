@@ -24,6 +24,7 @@ from titan_ckpt.save import SaveOptions, Saver
 from titan_ckpt.save_records import no_steps
 from titan_ckpt.store import open_store
 from titan_ckpt.trainer.checkpoint import (
+    Progress,
     Start,
     changed_settings,
     describe_start,
@@ -56,7 +57,7 @@ from titan_ckpt.trainer.loop import Loop
 from titan_ckpt.trainer.lora import adapters_of, add_adapters, start_adapters
 from titan_ckpt.trainer.metrics import MetricsLog, Sink, WeightsAndBiases, open_sinks
 from titan_ckpt.trainer.model import Decoder
-from titan_ckpt.trainer.optimizer import build_optimizer
+from titan_ckpt.trainer.optimizer import Optimizer, build_optimizer
 from titan_ckpt.trainer.parallelize import build
 from titan_ckpt.trainer.parallelized import Parallelized
 from titan_ckpt.trainer.phases import PhaseHook, Phases
@@ -141,12 +142,7 @@ def _train(
         torch.use_deterministic_algorithms(config.train.deterministic)
         parallelized = _build(config, mesh, device, start)
         freeze(parallelized, config.train.freeze, agreement)
-        adapters = adapters_of(parallelized.named_parameters())
-        optimizer = build_optimizer(parallelized, config.optimizer, only=adapters or None)
-        progress = restore(
-            Start() if adapters and not start.is_own else start, parallelized, optimizer,
-            agreement=agreement, fingerprint=dataset.fingerprint, other_data=config.resume.other_data,
-        )  # fmt: skip
+        optimizer, progress = _begin(config, parallelized, start, dataset.fingerprint, agreement)
         exporter = saver = None
         if config.export.every and place.rank == 0:
             exporter = stack.enter_context(_exporter(config, metrics))
@@ -161,22 +157,27 @@ def _train(
             inspection=_inspection(config, place, device, folder), metrics=metrics,
             upload_logs=lambda: upload_logs(folder, config.save.tiers, names),
         )  # fmt: skip
-        _announce(job, place, describe_start(start, progress))
-        if start.is_own and start.checkpoint is not None:
-            changes = changed_settings(start.checkpoint, job.config_record)
-            if changes:
-                log.info("changed since the checkpoint: %s", ", ".join(changes))
+        _announce(job, place, start, progress)
         metrics.event("start", step=progress.step, launched_s=launched_s, mesh=str(mesh), world_size=mesh.world_size)
         outcome = Loop(job, progress).run()
         if exporter is not None:
             with phases("export", outcome.step):
                 exporter.finish(outcome.committed_step, is_stopped=lambda: stop.code != NOTHING)
-        if phases.steps:
-            _write_trace(phases, agreement, place, mesh, folder)
-        if place.rank == 0:
-            with open(folder.file(METRICS), encoding="utf-8") as file:
-                log.info("%s", goodput(parse_metrics(file.read())).text())
+        _write_account(phases, agreement, place, mesh, folder)
         return outcome
+
+
+def _begin(
+    config: TrainConfig, parallelized: Parallelized, start: Start, fingerprint: str, agreement: Agreement
+) -> tuple[Optimizer, Progress]:
+    """The optimizer, with model and moments as `start` has them; adapters begin anew on another run's model."""
+    adapters = adapters_of(parallelized.named_parameters())
+    optimizer = build_optimizer(parallelized, config.optimizer, only=adapters or None)
+    progress = restore(
+        Start() if adapters and not start.is_own else start, parallelized, optimizer,
+        agreement=agreement, fingerprint=fingerprint, other_data=config.resume.other_data,
+    )  # fmt: skip
+    return optimizer, progress
 
 
 def _stop_request(config: TrainConfig, place: RankPlace, folder: RunFolder) -> StopRequest:
@@ -330,6 +331,15 @@ def _fetch_metrics(url: str, folder: RunFolder, path: str) -> None:
         file.write(data)
 
 
+def _write_account(phases: Phases, agreement: Agreement, place: RankPlace, mesh: MeshSpec, folder: RunFolder) -> None:
+    """The trace, where one was asked for, and where the run's wall time went."""
+    if phases.steps:
+        _write_trace(phases, agreement, place, mesh, folder)
+    if place.rank == 0:
+        with open(folder.file(METRICS), encoding="utf-8") as file:
+            log.info("%s", goodput(parse_metrics(file.read())).text())
+
+
 def _write_trace(phases: Phases, agreement: Agreement, place: RankPlace, mesh: MeshSpec, folder: RunFolder) -> None:
     """The phases of all ranks as one file, by rank 0; a run that goes on after the steps leaves the file as it is."""
     name = describe_rank(mesh, place.rank)
@@ -354,12 +364,12 @@ def freeze(parallelized: Parallelized, patterns: Sequence[str], agreement: Agree
         log.info("frozen: %d of %d weights of this rank", len(frozen), len(names))
 
 
-def _announce(job: Job, place: RankPlace, start: str) -> None:
+def _announce(job: Job, place: RankPlace, start: Start, progress: Progress) -> None:
     """The first lines of a run: where it runs, what it trains, on what, from where."""
     config, mesh, shape = job.config, job.parallelized.mesh, job.batch_shape
     num_parameters = sum(p.numel() for p in job.parallelized.named_parameters().values())
     log.info("%s of mesh %s on %s", describe_rank(mesh, place.rank), mesh, job.parallelized.ranks.device)
-    log.info("%s", start)
+    log.info("%s", describe_start(start, progress))
     log.info(
         "model: %.2f M parameters of this rank's stages, %s",
         num_parameters / 1e6,
@@ -370,6 +380,10 @@ def _announce(job: Job, place: RankPlace, start: str) -> None:
     log.info("batch: %d samples of %d tokens, %s", shape.global_batch_size, config.data.seq_len, _describe_batch(shape))
     tiers = ", then ".join(map(redact, config.save.tiers))
     log.info("checkpoints: %s", tiers or "none (save.url is empty)")
+    if start.is_own and start.checkpoint is not None:
+        changes = changed_settings(start.checkpoint, job.config_record)
+        if changes:
+            log.info("changed since the checkpoint: %s", ", ".join(changes))
 
 
 def _describe_batch(shape: BatchShape) -> str:
