@@ -66,7 +66,7 @@ def estimate(
 ) -> Estimate:
     """Walk the plan's schedule and add up."""
     link = link or Link()
-    budget = Budget.of(memory_bytes, store, num_files=len(plan.target.ranks_with_files()))
+    budget = Budget.of(memory_bytes, plan.checkpoint.store, store, num_files=len(plan.target.ranks_with_files()))
     waves = plan.waves(budget.max_open_files)
     at_most = min(MAX_WAVES, max(1, len(waves) * MAX_REGIONS // max(len(plan.target.rank), 1)))
     walked = waves[:: -(-len(waves) // at_most)]

@@ -71,8 +71,8 @@ class Budget:
     max_open_files: int
 
     @staticmethod
-    def of(memory_bytes: int, target: Store, *, num_files: int = MAX_OPEN_FILES) -> Budget:
-        """The split of `memory_bytes` for at most `num_files` at once: the fewer, the larger the requests.
+    def of(memory_bytes: int, source: Store, target: Store, *, num_files: int = MAX_OPEN_FILES) -> Budget:
+        """The split of `memory_bytes` for at most `num_files` of `target` at once: the fewer, the larger the requests.
 
         UsageError where it is too little to work with.
         """
@@ -82,12 +82,13 @@ class Budget:
             raise UsageError(
                 f"a memory budget of {format_size(memory_bytes)} is too little for {target}; the least is {format_size(least)}"
             )
-        per_pool = SLABS_PER_POOL if one_file == 0 else SLABS_PER_POOL_OVER_A_NETWORK
+        is_far = one_file > 0 or source.held_by_writes(1) > 0  # a file on a disk holds nothing
+        per_pool = SLABS_PER_POOL_OVER_A_NETWORK if is_far else SLABS_PER_POOL
         slabs = 2 * per_pool + 2
         room = max(one_file, memory_bytes - slabs * USEFUL_SLAB)
         most = max(1, min(num_files, MAX_OPEN_FILES))
         max_open = max(n for n in range(1, most + 1) if target.held_by_writes(n) <= room)
-        largest = LARGEST_SLAB if one_file == 0 else LARGEST_SLAB_OVER_A_NETWORK
+        largest = LARGEST_SLAB_OVER_A_NETWORK if is_far else LARGEST_SLAB
         slab_bytes = min(largest, (memory_bytes - target.held_by_writes(max_open)) // slabs)
         return Budget(slab_bytes=slab_bytes, slabs_per_pool=per_pool, max_open_files=max_open)
 
