@@ -32,8 +32,11 @@ TEXT_DIGEST_AT, TEXT_END = 200, 216
 
 # created, ended, elements, seq, site, peer, group, op, dtype, p2p, outcome, number (from 1, modulo 2**32)
 RECORD = struct.Struct("<qqqiiihhhbbI")
+# The same in fewer parts: created, ended, elements, seq, site, (peer, group, op), (dtype, p2p, outcome), number
+BEGIN = struct.Struct("<qqqiiQII")
 ENDED_AT, OUTCOME_AT = 8, 43
 ENDED = struct.Struct("<q")
+# RUNNING with an end is RETURNED: so a call that returns writes one number, not two
 RUNNING, RETURNED, RAISED = 0, 1, 2
 RECORD_DTYPE = np.dtype(
     {

@@ -17,6 +17,7 @@ from titan_ckpt.debug.blackbox import (
     RECORD,
     RECORD_DTYPE,
     RETURNED,
+    RUNNING,
     TEXT_BYTES,
     TEXT_DIGEST_AT,
     TEXT_END,
@@ -239,7 +240,7 @@ def _operations(records: Array, words: Sequence[_Words], which: Array, interner:
     table["sizes"] = _sizes(records["elements"], interner)
     for name, source in (("seq", "seq"), ("p2p", "p2p"), ("peer", "peer"), ("created_ns", "created")):
         table[name] = records[source]
-    returned = records["outcome"] == RETURNED
+    returned = (records["outcome"] == RETURNED) | ((records["outcome"] == RUNNING) & (records["ended"] > 0))
     table["completed_ns"] = np.where(returned, records["ended"], 0)
     table["state"] = np.where(returned, COMPLETED, SCHEDULED)
     table["retired"] = returned

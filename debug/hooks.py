@@ -3,19 +3,23 @@
 The methods of torch's `ProcessGroup` class are wrapped, not the functions of `torch.distributed`: so `from torch.distributed
 import all_reduce`, `batch_isend_irecv`, FSDP and pipelines are all seen, whenever they were imported. (Functional
 collectives are issued from C++ and stay in the Flight Recorder only; sequence numbers come from the group itself, so both
-agree.) One operation costs about a microsecond.
+agree.) One operation costs two microseconds, its end included, one of which is to be called at all and to ask torch for the
+number: so what every operation goes through are closures, which look no attribute up, and what can be said once (of a group,
+a dtype, a call site) is said once.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ import torch.distributed as dist
 import xxhash
 
 from titan_ckpt.debug.blackbox import (
+    BEGIN,
     CAPACITY,
     COUNT,
     COUNT_AT,
@@ -37,8 +42,6 @@ from titan_ckpt.debug.blackbox import (
     PHASES,
     RAISED,
     RECORD,
-    RETURNED,
-    RUNNING,
     TEXT_BYTES,
     TEXT_END,
     TEXT_USED,
@@ -81,7 +84,8 @@ _DTYPES = {  # as the Flight Recorder writes them
     torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
 }  # fmt: skip
 _LIBRARY = os.path.dirname(dist.__file__)
-_HERE = __file__
+_DECORATORS = (__file__, "typing_extensions.py", "contextlib.py")  # of torch's functions
+_NO_PEER, _NO_DTYPE = 0xFFFFFFFF, 0xFFFF
 
 
 class BoxWriter:
@@ -136,30 +140,44 @@ class BoxWriter:
         self.beat()
 
 
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """A process group as the hooks know it: its place in the box's table (shifted to where `what` has it), and how far the
+    number of its next collective is ahead of torch's counter, which with gloo counts sends and receives too."""
+
+    place: int
+    shifted_place: int
+    members: list[int]
+    is_gloo: bool
+    counted: Callable[[], int]
+    ahead: int = 1
+
+
 class Hooks:
     """The wrapped methods of ProcessGroup and Work, as long as they are installed."""
 
     def __init__(self, box: BoxWriter) -> None:
         self._box = box
-        self._groups: dict[Any, tuple[int, list[int], list[int], bool]] = {}
+        self._groups: dict[Any, _Group] = {}
         self._dtypes: dict[Any, int] = {}
         self._sites: dict[Any, int] = {}
         self._slots: dict[int, int] = {}
         self._originals: list[tuple[type, str, Any]] = []
         self._codes: list[CodeType] = []
         self._inside: dict[int, bool] = {}
+        self._wrapped: dict[int, int] = {}
         self._num_sites = 0
-        self._map = box.map
+        self._ended_ns = [0]
+        self._record = self._recorder()
 
     @property
     def progress(self) -> int:
         """A number that changes whenever an operation is issued or waited for."""
-        return self._box.count + self._waits
-
-    _waits = 0
+        return self._box.count + self._ended_ns[0]
 
     def install(self) -> None:
         """Wrap; undone by `remove`."""
+        self._wrapped.update({id(code): layers for code, layers in _wrapped_functions()})
         ops: dict[str, int] = {}
         for method, (name, argument) in COLLECTIVES.items():
             if hasattr(dist.ProcessGroup, method):
@@ -189,35 +207,34 @@ class Hooks:
 
     def _collective(self, method: str, op: int, argument: int) -> Callable[..., Any]:
         original = getattr(dist.ProcessGroup, method)
-        record, groups, slots = self._recorder(), self._groups, self._slots
+        record, group_of, slots = self._record, self._groups.get, self._slots
+        what = op << 48 | _NO_PEER
 
         def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
-            index, p2p_count, _, is_gloo = groups.get(group) or self._add_group(group)
-            seq = group._get_sequence_number_for_group() + 1
-            if is_gloo:
-                seq -= p2p_count[0]
-            tensor = args[argument] if 0 <= argument < len(args) else None
-            slot = record(index, seq, op, 0, -1, tensor)
-            work = original(group, *args, **kwargs)
+            known = group_of(group) or self._add_group(group)
+            tensors = args[argument] if 0 <= argument < len(args) else None
+            at = record(known.counted() + known.ahead, what | known.shifted_place, 0, tensors)
+            work = original(group, *args, **kwargs) if kwargs else original(group, *args)
             if work is None:
-                self._ended(slot, RETURNED)
+                self._ended(at)
             else:
-                slots[id(work)] = slot
+                slots[id(work)] = at
             return work
 
         return issue
 
     def _point_to_point(self, method: str, op: int, direction: int) -> Callable[..., Any]:
         original = getattr(dist.ProcessGroup, method)
-        record, groups, slots = self._recorder(), self._groups, self._slots
+        record, group_of, slots = self._record, self._groups.get, self._slots
         sequence: dict[tuple[int, int], int] = {}
 
         def issue(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
-            index, p2p_count, members, _ = groups.get(group) or self._add_group(group)
-            p2p_count[0] += 1
-            pair = (index, peer)
+            known = group_of(group) or self._add_group(group)
+            known.ahead -= known.is_gloo
+            pair = (known.place, peer)
             seq = sequence[pair] = sequence.get(pair, 0) + 1
-            slot = record(index, seq, op, direction, members[peer] if 0 <= peer < len(members) else -1, tensors)
+            rank = known.members[peer] if 0 <= peer < len(known.members) else _NO_PEER
+            slot = record(seq, op << 48 | known.shifted_place | rank, direction << 16, tensors)
             work = original(group, tensors, peer, *args, **kwargs)
             slots[id(work)] = slot
             return work
@@ -225,85 +242,103 @@ class Hooks:
         return issue
 
     def _wait(self, original: Any) -> Callable[..., Any]:
-        pop, ended = self._slots.pop, self._ended
+        pop, data, ended_ns = self._slots.pop, self._box.map, self._ended_ns
+        pack, now_ns, raised_at = ENDED.pack_into, time.time_ns, OUTCOME_AT - ENDED_AT
 
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            slot = pop(id(work), -1)
-            if slot < 0:
-                return original(work, *args, **kwargs)
+        def wait(work: Any, *timeout: Any, **named: Any) -> Any:
+            at = pop(id(work), 0)
+            if not at:
+                return original(work, *timeout, **named)
             try:
-                result = original(work, *args, **kwargs)
+                result = original(work, *timeout, **named) if timeout or named else original(work)
             except BaseException:
-                ended(slot, RAISED)
+                data[at + raised_at] = RAISED
+                pack(data, at, now_ns())
                 raise
-            ended(slot, RETURNED)
+            ended_ns[0] = now = now_ns()
+            pack(data, at, now)
             return result
 
         return wait
 
-    def _recorder(self) -> Callable[[int, int, int, int, int, Any], int]:
-        """What writes one record and gives the offset of its slot. Everybody pays for it with every operation: so it is a
-        closure (no attribute is looked up), and code objects are known by identity (to hash one takes as long as all the rest).
-        """
+    def _recorder(self) -> Callable[[int, int, int, Any], int]:
+        """What writes one record and gives the place of its end. `what` is the group, the operation and the peer in one number,
+        `kind` the direction. Code objects are known by identity (to hash one takes as long as all the rest), frames that are
+        always there are skipped."""
         box, dtype_of, is_inside, site_of = self._box, self._dtypes.get, self._inside.get, self._sites.get
-        data, capacity = box.map, box.capacity
-        getframe, now_ns, pack, size = sys._getframe, time.time_ns, RECORD.pack_into, RECORD.size
+        data, layers_of, find_site = box.map, self._wrapped.get, self._find_site
+        getframe, now_ns, pack = sys._getframe, time.time_ns, BEGIN.pack_into
+        ends = range(HEADER_BYTES + ENDED_AT, HEADER_BYTES + box.capacity * RECORD.size, RECORD.size)
+        next_end = itertools.cycle(ends).__next__
 
-        def record(group: int, seq: int, op: int, p2p: int, peer: int, tensors: Any) -> int:
+        def record(seq: int, what: int, kind: int, tensors: Any) -> int:
             while type(tensors) is list or type(tensors) is tuple:
                 tensors = tensors[0] if tensors else None
-            elements = dtype = -1
-            if tensors is not None:
+            if tensors is None:
+                elements = -1
+                kind |= _NO_DTYPE
+            else:
                 elements = tensors.numel()
-                dtype = dtype_of(kind := tensors.dtype, -1)
-                if dtype < 0:
-                    dtype = self._add_dtype(kind)
+                kind |= dtype_of(tensors.dtype) or self._add_dtype(tensors.dtype)
             frame: Any = getframe(2)
-            while True:
-                code, outer = id(frame.f_code), frame.f_back
-                known = is_inside(code)
-                if known is None:
-                    known = self._add_code(frame.f_code)
-                if not known or outer is None:
-                    break
-                frame = outer
-            place = (code, frame.f_lasti, id(outer.f_code), outer.f_lasti) if outer else (code, frame.f_lasti)
-            site = site_of(place) or self._add_site(place, frame)
-            count = box.count
-            box.count = number = count + 1
-            slot: int = HEADER_BYTES + count % capacity * size
-            number &= 0xFFFFFFFF
-            pack(data, slot, now_ns(), 0, elements, seq, site, peer, group, op, dtype, p2p, RUNNING, number)
-            return slot
+            layers = layers_of(id(frame.f_code))
+            if layers:
+                frame = getframe(3 + layers)
+            code, outer = id(frame.f_code), frame.f_back
+            if outer is not None and is_inside(code) is False:
+                site = site_of((code, frame.f_lasti, id(outer.f_code), outer.f_lasti)) or find_site(frame)
+            else:
+                site = find_site(frame)
+            box.count = number = box.count + 1
+            at = next_end()
+            pack(data, at - ENDED_AT, now_ns(), 0, elements, seq, site, what, kind, number & 0xFFFFFFFF)
+            return at
 
         return record
 
-    def _ended(self, slot: int, outcome: int) -> None:
-        self._waits += 1
-        ENDED.pack_into(self._map, slot + ENDED_AT, time.time_ns())
-        self._map[slot + OUTCOME_AT] = outcome
+    def _find_site(self, frame: Any) -> int:
+        """The number of the first frame from `frame` outwards that is neither torch's nor ours, adding it."""
+        is_inside = self._inside.get
+        while True:
+            code, outer = id(frame.f_code), frame.f_back
+            known = is_inside(code)
+            if known is None:
+                known = self._add_code(frame.f_code)
+            if not known or outer is None:
+                break
+            frame = outer
+        place = (code, frame.f_lasti, id(outer.f_code), outer.f_lasti) if outer else (code, frame.f_lasti)
+        return self._sites.get(place) or self._add_site(place, frame)
+
+    def _ended(self, at: int) -> None:
+        self._ended_ns[0] = now = time.time_ns()
+        ENDED.pack_into(self._box.map, at, now)
 
     def _add_code(self, code: CodeType) -> bool:
-        """Whether a code object is torch's or ours."""
+        """Whether a code object is torch's, ours, or what torch decorates its functions with."""
         if len(self._codes) >= MAX_CODES:  # a program that makes code as it goes
             self._codes.clear()
             self._inside.clear()
             self._sites.clear()
         self._codes.append(code)  # as long as it lives, no other has its id
-        is_inside = self._inside[id(code)] = code.co_filename.startswith(_LIBRARY) or code.co_filename == _HERE
+        is_inside = self._inside[id(code)] = code.co_filename.startswith(_LIBRARY) or code.co_filename.endswith(
+            _DECORATORS
+        )
         return is_inside
 
-    def _add_group(self, group: Any) -> tuple[int, list[int], list[int], bool]:
-        index = len(self._groups)
+    def _add_group(self, group: Any) -> _Group:
+        place = len(self._groups)
         members = dist.get_process_group_ranks(group)
-        is_gloo = dist.get_backend(group) == "gloo"
-        self._box.add_text("group", index, [group.group_name, group.group_desc, pack_members(members)])
+        self._box.add_text("group", place, [group.group_name, group.group_desc, pack_members(members)])
         # the group's counter may have been moved by P2P before we came: 0 is right as long as the recorder starts first
-        known = self._groups[group] = (index, [0], list(members), is_gloo)
+        known = self._groups[group] = _Group(
+            place=place, shifted_place=place << 32, members=list(members), is_gloo=dist.get_backend(group) == "gloo",
+            counted=group._get_sequence_number_for_group,
+        )  # fmt: skip
         return known
 
     def _add_dtype(self, dtype: Any) -> int:
-        index = self._dtypes[dtype] = len(self._dtypes)
+        index = self._dtypes[dtype] = len(self._dtypes) + 1
         self._box.add_text("dtype", index, _DTYPES.get(dtype, str(dtype).removeprefix("torch.")))
         return index
 
@@ -319,6 +354,20 @@ class Hooks:
             walker = walker.f_back
         self._box.add_text("site", index, stack)
         return index
+
+
+def _wrapped_functions() -> Iterator[tuple[CodeType, int]]:
+    """The code of each function of torch.distributed that callers reach through wrappers only, and through how many."""
+    for function in vars(dist.distributed_c10d).values():
+        inner, layers = function, 0
+        while type(inner) is FunctionType and (within := getattr(inner, "__wrapped__", None)) is not None:
+            inner, layers = within, layers + 1
+        if layers and _is_logged(function):
+            yield inner.__code__, layers
+
+
+def _is_logged(function: Any) -> bool:
+    return bool(function.__code__.co_filename.endswith("c10d_logger.py"))
 
 
 def phase_number(name: str) -> int:

@@ -280,3 +280,62 @@ def test_watch_command_looks_once(recorder: Recorder, capsys: pytest.CaptureFixt
 def test_watch_without_boxes_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["debug", "watch", str(tmp_path), "--once"]) == 3
     assert "no black box" in capsys.readouterr().err
+
+
+CALLS = """
+    import inspect, sys
+    import torch, torch.distributed as dist
+    from titan_ckpt.debug.recorder import Recorder, _flight_recorder_dump
+    folder = sys.argv[1]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    recorder = Recorder.start(f"{folder}/box", rank=0, world_size=1, stall_s=0)
+    group, one, lines = dist.group.WORLD, torch.ones(4), []
+
+    def note():
+        lines.append(inspect.currentframe().f_back.f_lineno)
+
+    def helper():
+        note(); dist.all_reduce(one)
+
+    for _ in range(2):
+        note(); dist.all_reduce(one)
+        note(); dist.broadcast(one, 0)
+        note(); dist.all_gather_into_tensor(torch.empty(4), one)
+        note(); dist.reduce_scatter_tensor(torch.empty(4), one)
+        note(); dist.all_to_all_single(torch.empty(4), one)
+        note(); dist.all_gather([torch.empty(4)], one)
+        note(); group.allreduce([one]).wait()
+        helper()
+        torch.ones(2, requires_grad=True).register_hook(lambda g: helper())  # never called
+        leaf = torch.ones(2, requires_grad=True)
+        leaf.register_hook(lambda g: helper())
+        leaf.sum().backward()
+        dist.distributed_c10d.all_reduce(torch.ops._c10d_functional.all_reduce(one, "sum", group.group_name)); note()
+        note(); dist.barrier()
+        note(); dist.all_gather_object([None], {"a": 1}); note()
+    with open(f"{folder}/box/rank_0.pickle", "wb") as file:
+        file.write(_flight_recorder_dump())
+    recorder.stop()
+    print(*lines)
+"""
+
+
+def test_call_sites_are_right_and_numbers_are_the_flight_recorders(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(CALLS))
+    variables = {**os.environ, **environment(100)}
+    output = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], env=variables, capture_output=True, text=True, check=True
+    ).stdout
+    found = BoxReader(interner := Interner()).parse((tmp_path / "box" / "rank_00000.box").read_bytes(), "box")
+    sites = [interner.frames.values[position] for position in found.operations["frames"]]
+    assert [stack[0].line for stack in sites] == [int(line) for line in output.split()]
+    assert {stack[0].file for stack in sites} == {str(script)}
+    (tmp_path / "box" / "rank_00000.box").unlink()
+    dump = open_run(str(tmp_path / "box"))
+    recorded = {int(entry["seq"]): dump.names.ops[entry["op"]] for entry in dump.ranks[0].operations}
+    mine = {int(entry["seq"]): interner.ops.values[entry["op"]] for entry in found.operations}
+    assert len(mine) == len(found.operations)
+    assert len(recorded) == len(mine) + 2  # the functional collectives, which C++ issues
+    same = {"reduce_scatter_tensor": "all_reduce", "all_gather_into_tensor": "all_gather"}  # gloo's own names
+    assert {seq: same.get(op, op) for seq, op in mine.items()} == {seq: recorded[seq] for seq in mine}
