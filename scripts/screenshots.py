@@ -36,6 +36,8 @@ PICTURES = (
     Picture(name="difference", case="flight_recorder/skip", keys=("enter", "d"), height=34),
     Picture(name="logs", case="flight_recorder/exception", keys=("5", "c"), height=16),
     Picture(name="checkpoints", case="run", keys=("7",), height=14),
+    Picture(name="cut", case="golden/v1", keys=("7", "enter", "j", "j", "j", "j", "enter"), height=11),
+    Picture(name="plan", case="golden/v1", keys=("7", "r", *"dp_shard=4", "enter"), height=14),
     Picture(name="training", case="run", keys=("8",)),
 )
 

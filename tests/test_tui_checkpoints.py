@@ -115,6 +115,14 @@ def test_a_run_is_seen_in_both_tiers_from_wherever_it_is_opened(
         assert tiers == {40: "fast", 30: "both", 20: "both", 10: "mirror"}
 
 
+async def test_a_step_that_is_named_has_the_cursor(runs: Path) -> None:
+    for url in (f"{runs}/a@20", f"{runs}/a/step-00000020"):
+        app = TitanApp(find_content(url))
+        async with app.run_test(size=(80, 24)) as pilot:
+            await settled(app, pilot)
+            assert lines_with(screen_text(app), "▸ ", "20  committed")
+
+
 async def test_a_step_is_read_from_the_tier_that_has_it_and_verified_in_both(runs: Path) -> None:
     app = TitanApp(find_content(str(runs / "a")), first_screen=7)
     async with app.run_test(size=(140, 45)) as pilot:

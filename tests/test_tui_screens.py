@@ -205,7 +205,7 @@ async def test_a_save_that_hangs_is_shown_with_the_ranks_that_are_in_it() -> Non
         ranks = {rank: replace(record, heartbeat=beats[rank]) for rank, record in found.run.ranks.items()}
         rows = [row.text for row in saving_rows(replace(found, run=replace(found.run, ranks=ranks)))]
         assert "  ckpt_upload  step 3: ranks 0,3, for 2.0 s" in rows
-        assert "  elsewhere    ranks 2" in rows
+        assert "  elsewhere    rank 2" in rows
 
 
 async def test_checkpoints_are_listed_opened_verified_compared_and_planned(

@@ -54,7 +54,9 @@ class TitanApp(App[None]):
         self._loader = Loader(self, self.session, self._on_loaded, self.say)
         self._history: list[int] = []
         self._above: list[tuple[Session, int]] = []
-        self._first_screen = first_screen or (CheckpointsPane.number if content.has_runs else 1)
+        self._first_screen = first_screen or (
+            CheckpointsPane.number if content.has_runs or content.step is not None else 1
+        )
         self._answer: Callable[[str], None] | None = None
         self._working: list[str] = []
         self._said = ""

@@ -60,7 +60,7 @@ def _facts(incident: Incident, lane: Lane, seq: int, rank: int) -> dict[str, str
         "call site": _place(frame),
         "it is": f"{SITUATIONS[state.kind][2]}{f' ({state.detail})' if state.detail else ''}",
         "at": _place(state.frame),
-        "phase": f"{beat.phase}, step {beat.step}" if beat is not None else "-",
+        "phase": f"{beat.phase or 'between phases'}, step {beat.step}" if beat is not None else "-",
         "coordinates": " ".join(f"{axis}{place}" for axis, place in record.coordinates.items()) or "-",
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_ckpt.debug.discovery import Source, find_place, sources
 from titan_ckpt.errors import NotFoundError, StoreError
@@ -35,7 +35,10 @@ class LogFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """A run's or incident's parts. `metrics` is the path of its metrics.jsonl, "" without one; `has_runs`: a folder of runs."""
+    """A run's or incident's parts. `metrics` is the path of its metrics.jsonl, "" without one.
+
+    `has_runs`: a folder of runs; `step`: the one that was asked for.
+    """
 
     url: str
     store: Store
@@ -45,6 +48,7 @@ class Content:
     metrics: str
     incident: str = ""
     has_runs: bool = False
+    step: int | None = None
 
 
 def find_content(url: str) -> Content:
@@ -53,7 +57,15 @@ def find_content(url: str) -> Content:
     NotFoundError when nothing there is anything that this program shows.
     """
     location = parse_location(url)
-    store = open_store(location.url)
+    try:
+        return replace(_content(open_store(location.url), url), step=location.step)
+    except OSError as error:
+        raise StoreError(
+            f"{redact(url)}: {error.strerror} ({error.filename}); open a folder that can be read whole"
+        ) from error
+
+
+def _content(store: Store, url: str) -> Content:
     single = _single_file(store)
     if single is not None:
         return single

@@ -214,7 +214,10 @@ class RunSummary:
 
 def holds_runs(store: Store, folders: Sequence[str]) -> bool:
     """Whether a folder below is a run. Looks into the first folders only: a wrong path is to be an error soon."""
-    return any(_is_run(store, name) for name in folders[:_LOOKED_AT])
+    if not folders:
+        return False
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-runs") as pool:
+        return any(pool.map(lambda name: _is_run(store, name), folders[:_LOOKED_AT]))
 
 
 def _is_run(store: Store, name: str) -> bool:

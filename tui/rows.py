@@ -14,7 +14,11 @@ from typing import Literal, Protocol, TypeAlias
 Role: TypeAlias = Literal["", "dim", "bold", "head", "bad", "warn", "good", "note", "spot"]
 Part: TypeAlias = tuple[str, Role]
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]|\x1b\[[0-9;]*[A-Za-z]")
+# Whole escape sequences first (colours, titles), then what else steers a terminal or turns its text around.
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +127,22 @@ def cut(text: str, width: int) -> str:
     ('a lon…', 'short')
     """
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+
+
+def ranks_named(ranks: Sequence[int], limit: int = 12) -> str:
+    """
+    >>> ranks_named([3]), ranks_named([0, 1])
+    ('rank 3', 'ranks 0-1')
+    """
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranks_text(ranks, limit)}"
+
+
+def counted(number: int, what: str) -> str:
+    """
+    >>> counted(1, "rank"), counted(4096, "rank")
+    ('1 rank', '4,096 ranks')
+    """
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def cut_start(text: str, width: int) -> str:

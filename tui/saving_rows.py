@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_ckpt.tui.data_incident import SITUATIONS, Incident
-from titan_ckpt.tui.rows import Row, Target, head, ranks_text, row, wrapped
+from titan_ckpt.tui.rows import Row, Target, head, ranks_named, row, wrapped
 from titan_ckpt.units import format_duration
 
 SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
@@ -27,11 +27,11 @@ def saving_rows(incident: Incident, width: int = 76) -> Iterator[Row]:
         newest = max(beats[rank].phase_ns for rank in ranks)
         since = max((beats[rank].alive_ns - newest) / 1e9 for rank in ranks)
         for_s = f", for {format_duration(since)}" if since > 0 else ""
-        yield row((f"  {phase:<12} ", "warn"), f"step {step}: ranks {ranks_text(ranks)}{for_s}",
+        yield row((f"  {phase:<12} ", "warn"), f"step {step}: {ranks_named(ranks)}{for_s}",
                   target=Target(screen=6, rank=ranks[0]), is_problem=phase != "ckpt_stage")  # fmt: skip
     outside = sorted(set(beats) - {rank for ranks in saving.values() for rank in ranks})
     if saving and outside:
-        yield row(("  elsewhere    ", "dim"), f"ranks {ranks_text(outside)}")
+        yield row(("  elsewhere    ", "dim"), ranks_named(outside))
     for verdict in io:
         for line in wrapped(f"  {verdict.headline}", width, "    "):
             yield row((line, "bad"), target=Target(screen=6, rank=verdict.culprits[0]), is_problem=True)
@@ -50,6 +50,6 @@ def _place_rows(incident: Incident) -> Iterator[Row]:
         glyph, role, words = SITUATIONS[kind]
         yield row(
             (f"  {glyph} ", role),
-            f"ranks {ranks_text(ranks, 4)}: {words}, {place}",
+            f"{ranks_named(ranks, 4)}: {words}, {place}",
             target=Target(screen=6, rank=ranks[0]),
         )

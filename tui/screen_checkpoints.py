@@ -27,7 +27,7 @@ from titan_ckpt.tui.checkpoint_rows import (
 )
 from titan_ckpt.tui.data_runs import FAST, MIRROR, Held
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.rows import Row, RowList, Rows, cut_start
+from titan_ckpt.tui.rows import Row, RowList, Rows, counted, cut_start
 from titan_ckpt.tui.saving_rows import saving_rows
 from titan_ckpt.tui.session import Session
 from titan_ckpt.units import format_size
@@ -75,7 +75,7 @@ class CheckpointsPane(Pane):
             facts = f"{len(manifest.tensors)} tensors · {format_size(manifest.size_bytes)}"
             return f"step {self._opened.step} · mesh {manifest.mesh or 'unknown'} · {facts}"
         if self.session.content.has_runs:
-            return f"{where} · {len(self.session.runs.value or ())} runs"
+            return f"{where} · {counted(len(self.session.runs.value or ()), 'run')}"
         if found is None:
             return "checkpoints"
         ahead, safe = found.newest(FAST), found.newest(MIRROR)
@@ -110,15 +110,23 @@ class CheckpointsPane(Pane):
         self._repaint(0)
 
     def update_rows(self, *, force: bool = False) -> None:
-        """A new list begins with the cursor on the first line that enter opens."""
+        """A new list begins with the cursor on the step that was asked for, else on the first line that enter opens."""
         if not self.is_attached:
             return
         before = self.body.rows
         super().update_rows(force=force)
         rows = self.body.rows
         if rows is not before and self.body.cursor == 0 and len(rows) > 1:
-            first, second = (rows.row(index, self.body.line_width) for index in (0, 1))
-            self.body.move_to(1 if first.target is None and second.target is not None else 0)
+            self.body.move_to(self._first_choice(rows))
+
+    def _first_choice(self, rows: Rows) -> int:
+        targets = [rows.row(index, self.body.line_width).target for index in range(len(rows))]
+        asked = self.session.content.step if self._opened is None and self._answer is None else None
+        if asked is not None:
+            for index, target in enumerate(targets):
+                if target is not None and target.step == asked:
+                    return index
+        return 1 if targets[0] is None and targets[1] is not None else 0
 
     def _repaint(self, cursor: int) -> None:
         self._shown += 1

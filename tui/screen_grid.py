@@ -16,7 +16,7 @@ from titan_ckpt.tui.data_incident import Incident
 from titan_ckpt.tui.grid_rows import GridRows, axis_text, label_width, legend_text, stretch_of
 from titan_ckpt.tui.lineview import MARK, LineView
 from titan_ckpt.tui.pane import Pane, filter_ranks
-from titan_ckpt.tui.rows import Row, RowList, Rows, Target, row
+from titan_ckpt.tui.rows import Row, RowList, Rows, Target, counted, row
 from titan_ckpt.tui.session import Session
 
 MAX_CELLS_AT_ONCE = 1_000_000
@@ -122,7 +122,7 @@ class GridPane(Pane):
         scale += (
             [f"{self._per_cell} {'time steps' if grid.is_time else 'operations'} a cell"] if self._per_cell > 1 else []
         )
-        parts = [f"group {grid.name} ({self.session.lane + 1} of {count})", f"{len(grid.members)} ranks", *scale]
+        parts = [f"group {grid.name} ({self.session.lane + 1} of {count})", counted(len(grid.members), "rank"), *scale]
         return " · ".join([*parts, f"by {self._order_name()}"])
 
     def _order_name(self) -> str:

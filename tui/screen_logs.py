@@ -20,7 +20,7 @@ from titan_ckpt.tui.lineview import LineView
 from titan_ckpt.tui.log_scan import ERROR, WARNING
 from titan_ckpt.tui.log_view import FOLD_LINES, Asked, LogView, parse_clock, parse_filter, views
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, cut, ranks_text, row
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, counted, cut, ranks_text, row
 from titan_ckpt.tui.session import Session
 
 _SCAN_LINES = 1 << 16
@@ -29,6 +29,8 @@ _ABSENT = (
     "Logs are files such as logs/rank_00003.log, also packed (.gz, .zst); a run of `titan-ckpt train` writes them."
 )
 _QUARTER_MS = 900_000
+_WIDE = 110
+_OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d,\d{3}) ([A-Z]+) \[rank \d+[^\]]*\] (?:\w+\.)+(\w+): ")
 
 
 class LogRows:
@@ -48,14 +50,14 @@ class LogRows:
     def line(self, place: int) -> LogLine:
         return self.index.read(int(self.view[place]))
 
-    def row(self, index: int, width: int) -> Row:  # noqa: ARG002 (the protocol's)
+    def row(self, index: int, width: int) -> Row:
         line = self.line(index)
         rank = f"{line.rank:>5}" if line.rank is not None else "    -"
         same = self._folds.get(index, ())
         fold = f"x {len(same):,} ranks: {ranks_text(same, 4)}  " if len(same) > 1 else ""
         is_cause = int(self.view[index]) == self.cause
         return row((f"{rank} ", "note"), ("FIRST ERROR  " if is_cause else "", "bad"), (fold, "note"),
-                   (line.text, _ROLES[line.level]), target=Target(screen=3, rank=line.rank),
+                   (shortened(line.text, width), _ROLES[line.level]), target=Target(screen=3, rank=line.rank),
                    is_problem=line.level == ERROR)  # fmt: skip
 
     def place_of(self, line: int | None) -> int | None:
@@ -70,6 +72,16 @@ class LogRows:
             if len(bad):
                 return index + direction * (start + int(bad[0]) + 1)
         return None
+
+
+def shortened(text: str, width: int) -> str:
+    """A line of our own trainer without its day, rank and package where it would show little else; `y` copies it whole.
+
+    >>> shortened("2026-11-21 07:46:55,442 INFO [rank 0 dp_shard0 tp0] titan_ckpt.trainer.setup: starting from scratch", 78)
+    '07:46:55,442 INFO setup: starting from scratch'
+    """
+    match = _OWN_LINE.match(text) if width < _WIDE else None
+    return text if match is None else f"{match[1]} {match[2]} {match[3]}: {text[match.end() :]}"
 
 
 class LogsPane(Pane):
@@ -115,14 +127,15 @@ class LogsPane(Pane):
             folded = f" · folded: the last {FOLD_LINES:,} lines only" if is_cut else " · folded"
         so_far = " so far" if logs.is_head else ""
         damaged = f" · {len(logs.problems)} unreadable" if logs.problems else ""
-        return (
-            f"{len(logs.files.files)} files{damaged} · {len(self.body.rows):,} of {len(logs):,} lines{so_far}{folded}"
-        )
+        files = f"{counted(len(logs.files.files), 'file')}{damaged}"
+        return f"{files} · {len(self.body.rows):,} of {len(logs):,} lines{so_far}{folded}"
 
     def make_rows(self, width: int) -> Rows:
         logs = self.session.logs.value
         if logs is None:
             return RowList(self.absent_rows(self.session.logs, _ABSENT, width))
+        if not len(logs):
+            return RowList([row(("no line in these files yet", "dim"))])
         asked = Asked(text=self.filter_text, is_folded=self._is_folded)
         if asked == Asked():
             self._asked = self._found = None
@@ -214,6 +227,10 @@ class LogsPane(Pane):
             return
         self._keep_place()
         super().set_filter(text)
+
+    def copied_text(self) -> str:
+        rows = self.body.rows
+        return rows.line(self.body.cursor).text if isinstance(rows, LogRows) and len(rows) else super().copied_text()
 
     def action_cause(self) -> None:
         rows = self.body.rows

@@ -5,11 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_ckpt.debug.records import Evidence, Run, Verdict
+from titan_ckpt.debug.watch import alarms
 from titan_ckpt.location import redact
 from titan_ckpt.tui.data_incident import SITUATIONS, Incident, state_counts, strip_cells
 from titan_ckpt.tui.pane import NO_INCIDENT, Pane
-from titan_ckpt.tui.rows import Part, Role, Row, RowList, Rows, Target, head, ranks_text, row, wrapped
+from titan_ckpt.tui.rows import (
+    Part,
+    Role,
+    Row,
+    RowList,
+    Rows,
+    Target,
+    counted,
+    head,
+    ranks_named,
+    ranks_text,
+    row,
+    wrapped,
+)
 from titan_ckpt.tui.session import Session
+
+LIVE_S = 30.0
+_NO_FAULT = ("HEALTHY", "INSUFFICIENT_DATA")
 
 
 class OverviewPane(Pane):
@@ -29,7 +46,7 @@ class OverviewPane(Pane):
         if incident is None:
             return where
         name = f" · incident {incident.run.incident}" if incident.run.incident else ""
-        return f"{where}{name} · {incident.run.world_size} ranks"
+        return f"{where}{name} · {counted(incident.run.world_size, 'rank')}"
 
     def make_rows(self, width: int) -> Rows:
         return RowList(overview_rows(self.session, width))
@@ -46,21 +63,46 @@ def overview_rows(session: Session, width: int) -> Iterator[Row]:
         yield row()
         yield from _data_rows(session, width)
         return
-    yield from _verdict_rows(incident.top, width)
+    live = list(live_rows(incident, session.clock(), width))
+    yield from live
+    is_quiet = bool(live) and not any(line.is_problem for line in live) and incident.top.verdict in _NO_FAULT
+    if not is_quiet:
+        yield from _verdict_rows(incident.top, width)
     yield row()
     yield from _strip_rows(incident, width)
     yield row()
-    yield from _why_rows(incident, width)
-    yield from _other_rows(incident, width)
-    yield row()
+    if not is_quiet:
+        yield from _why_rows(incident, width)
+        yield from _other_rows(incident, width)
+        yield row()
     yield from _data_rows(session, width)
     yield from _flag_rows(incident.run, width)
 
 
 def _runs_rows(session: Session) -> Iterator[Row]:
     runs = session.runs
-    count = f"{len(runs.value)} runs" if runs.value is not None else runs.text
+    count = counted(len(runs.value), "run") if runs.value is not None else runs.text
     yield row(f"a folder of runs: {count}. Screen 7 lists them; enter there opens one.", target=Target(screen=7))
+
+
+def live_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
+    """What a job that runs is doing, by heartbeats of the last seconds; nothing for one that has ended or is gone."""
+    beats = {rank: record.heartbeat for rank, record in incident.run.ranks.items() if record.heartbeat is not None}
+    ticking = [b for b in beats.values() if not b.is_stopped and abs(now_s - b.alive_ns / 1e9) < LIVE_S]
+    if not ticking:
+        return
+    newest = max(ticking, key=lambda beat: (beat.step, beat.phase_ns))
+    phase = f" ({newest.phase})" if newest.phase else ""
+    count = f"{len(ticking)} of {counted(incident.run.world_size, 'rank')} alive"
+    yield row(("RUNNING", "good"), f"   step {newest.step}{phase} · {count}", target=Target(screen=8))
+    found = alarms(beats, int(now_s * 1e9), after_s=LIVE_S)
+    for alarm in found:
+        for i, line in enumerate(wrapped(f"{alarm.kind}: {alarm.text}", width, "  ")):
+            yield row((line, "warn"), target=Target(screen=6, rank=alarm.ranks[0]), is_problem=i == 0)
+    if found or incident.top.verdict not in _NO_FAULT:
+        yield row(("what the last snapshot shows, which may pass:", "dim"))
+    else:
+        yield row(("no fault so far; f follows the job", "dim"))
 
 
 def _verdict_rows(top: Verdict, width: int) -> Iterator[Row]:
@@ -159,7 +201,7 @@ def _data_rows(session: Session, width: int) -> Iterator[Row]:
     if logs.value is not None:
         more = " so far" if logs.value.is_head else ""
         yield row(
-            f"  log lines: {len(logs.value.files.files)} files, {len(logs.value):,} lines{more}",
+            f"  log lines: {counted(len(logs.value.files.files), 'file')}, {counted(len(logs.value), 'line')}{more}",
             target=Target(screen=5),
         )
         for path, problem in logs.value.problems:
@@ -184,7 +226,7 @@ def _evidence_counts(run: Run) -> Iterator[Row]:
     }
     for name, ranks in kinds.items():
         missing = sorted(set(run.ranks) - set(ranks))
-        parts: list[Part] = [(f"  {name}: {len(ranks)} of {world} ranks", "" if ranks else "dim")]
+        parts: list[Part] = [(f"  {name}: {len(ranks)} of {counted(world, 'rank')}", "" if ranks else "dim")]
         if ranks and missing:
             parts.append((f"  missing: {ranks_text(missing, 6)}", "warn"))
         yield row(*parts)
@@ -194,7 +236,7 @@ def _flag_rows(run: Run, width: int) -> Iterator[Row]:
     if run.flags:
         yield head("limits of the evidence")
     for flag in run.flags:
-        ranks = f" (ranks {ranks_text(flag.ranks, 6)})" if flag.ranks else ""
+        ranks = f" ({ranks_named(flag.ranks, 6)})" if flag.ranks else ""
         source = f" [{flag.source}]" if flag.source else ""
         is_damage = flag.flag in ("DUMP_CORRUPT", "DUMP_MISSING")
         for i, line in enumerate(wrapped(f"{flag.flag}: {flag.text}{ranks}{source}", width - 4, "  ")):

@@ -9,7 +9,7 @@ from titan_ckpt.debug.situation import IN_INIT
 from titan_ckpt.debug.waits import Edge
 from titan_ckpt.tui.data_incident import SITUATIONS, Incident
 from titan_ckpt.tui.pane import Pane
-from titan_ckpt.tui.rows import Row, RowList, Rows, Target, cut, head, row
+from titan_ckpt.tui.rows import Row, RowList, Rows, Target, counted, cut, head, row
 
 MAX_WAITERS = 200
 
@@ -26,7 +26,7 @@ class WaitsPane(Pane):
         if incident is None:
             return ""
         origin = " that the verdict concludes" if incident.is_chain else ""
-        return f"{len(incident.edges)} waits{origin} · causes at the left, who waits for them below"
+        return f"{counted(len(incident.edges), 'wait')}{origin} · causes at the left, who waits for them below"
 
     def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titan_ckpt.debug.logs import is_library
 from titan_ckpt.debug.records import Frame, Run
-from titan_ckpt.tui.rows import Role, Row, Target, cut, ranks_text, row
+from titan_ckpt.tui.rows import Role, Row, Target, cut, ranks_named, ranks_text, row
 
 MAX_SOURCE_BYTES = 4 << 20
 _MOST_INDENT = 24
@@ -32,7 +32,7 @@ def tree_rows(run: Run, members: tuple[int, ...], width: int) -> Iterator[Row]:
     yield from _node_rows(stacks, 0, 0, width)
     silent = [rank for rank in members if rank not in stacks]
     if silent:
-        yield row(("  no stack: ", "warn"), f"ranks {ranks_text(silent)}")
+        yield row(("  no stack: ", "warn"), ranks_named(silent))
 
 
 def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int, width: int) -> Iterator[Row]:
