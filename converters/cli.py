@@ -90,6 +90,7 @@ def _to_hf(arguments: Namespace) -> int:
         "tensors": len(plan.tensors),
         "bytes": plan.size_bytes,
         "files": sorted([*(file.path for file in plan.weights), *plan.small, *plan.last]),
+        "left_out": plan.left_out,
         "written": not arguments.dry_run,
     }
     result: Verification | None = None
@@ -125,6 +126,7 @@ def _from_hf(arguments: Namespace) -> int:
         "tensors": len({chunk.tensor.fqn for chunk in plan.chunks}),
         "bytes": plan.size_bytes,
         "files": sorted(model.assets),
+        "left_out": plan.left_out,
         "written": not arguments.dry_run,
     }
     _show(facts, as_json=arguments.json)
@@ -177,6 +179,12 @@ def _show(facts: dict[str, Any], *, as_json: bool) -> None:
         f"{verb} {facts['destination']}: a {facts['family']} model, {facts['tensors']} tensors, {size}\n"
         f"  from   {facts['source']}\n  files  {', '.join(facts['files'])}\n"
     )
+    if names := facts["left_out"]:
+        sys.stdout.write(f"  left out, since every reader computes them: {', '.join(names[:3])}{_more(names[3:])}\n")
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names)} more" if names else ""
 
 
 def _verdict(result: Verification) -> str:

@@ -14,7 +14,7 @@ from titan_ckpt.converters.contract import check_dtypes, check_tensors, main_dty
 from titan_ckpt.converters.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.hf_checkpoint import USER_KEY
 from titan_ckpt.converters.hf_source import HfModel
-from titan_ckpt.converters.layouts import LAYOUTS, PREFIX, TITAN, Layout, Stacked, is_ignored, name_in
+from titan_ckpt.converters.layouts import LAYOUTS, PREFIX, TITAN, Layout, Stacked, is_computed, name_in
 from titan_ckpt.converters.model_spec import ModelSpec, spec_to_config
 from titan_ckpt.converters.transforms import target_dtype, transform
 from titan_ckpt.errors import PlanError
@@ -83,6 +83,11 @@ class ImportPlan:
     has_stored_tied_head: bool
 
     @property
+    def left_out(self) -> list[str]:
+        """The source's tensors that are not taken: buffers that every reader computes for itself."""
+        return sorted(name for name in self.model.tensors if is_computed(name))
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(prod(c.box.sizes) * ELEMENT_SIZE[c.tensor.dtype] for c in self.chunks)
@@ -93,7 +98,7 @@ def plan_import(model: HfModel, *, dtype: str | None, step: int, attempt: str, l
     if layout not in LAYOUTS:
         raise PlanError(f"--layout {layout!r} is unknown; choose from {', '.join(LAYOUTS)}")
     spec = model.spec
-    found = {name: tensor.shape for name, tensor in model.tensors.items() if not is_ignored(name)}
+    found = {name: tensor.shape for name, tensor in model.tensors.items() if not is_computed(name)}
     check_tensors(found, spec, where=str(model.store))
     tensors = list(_tensors(model, spec, LAYOUTS[layout], dtype))
     check_dtypes(((tensor.fqn, tensor.dtype) for tensor in tensors), where=str(model.store))

@@ -16,7 +16,7 @@ from titan_ckpt.checkpoint import MODEL, Checkpoint
 from titan_ckpt.converters.contract import check_dtypes, check_tensors, main_dtype
 from titan_ckpt.converters.families import EMBEDDING, HEAD
 from titan_ckpt.converters.hf_source import HfModel, open_hf
-from titan_ckpt.converters.layouts import LAYOUTS, TITAN, Named, is_ignored, name_in
+from titan_ckpt.converters.layouts import LAYOUTS, TITAN, Named, is_computed, name_in
 from titan_ckpt.converters.model_spec import spec_to_config
 from titan_ckpt.converters.safetensors_header import StoredTensor
 from titan_ckpt.converters.stream import tensor_digests
@@ -52,7 +52,7 @@ def open_hf_checkpoint(url: str, *, store: Store | None = None) -> HfCheckpoint:
     """The model at `url` under our names, as step 0; every check of an import is made, no weight is read but a tied head's."""
     model = open_hf(url, store=store)
     spec = model.spec
-    stored = {name: tensor for name, tensor in model.tensors.items() if not is_ignored(name)}
+    stored = {name: tensor for name, tensor in model.tensors.items() if not is_computed(name)}
     check_tensors({name: tensor.shape for name, tensor in stored.items()}, spec, where=str(model.store))
     has_stored_head = spec.tied_embeddings and HEAD in stored
     if has_stored_head:

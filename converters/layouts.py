@@ -22,7 +22,7 @@ TransformName = Literal["", "halves_to_pairs"]
 PREFIX = "model."
 TITAN, TORCHTITAN, TORCHTITAN_QKV = "titan", "torchtitan", "torchtitan-qkv"
 TORCHTITAN_FAMILIES = ("llama", "qwen3")
-_IGNORED = re.compile(
+_COMPUTED = re.compile(
     r"(?:model\.)?layers\.\d+\.(?:self_attn|attention)\.rotary_emb\.inv_freq|freqs_cis|rope\.cache|rope_cache"
 )
 _TORCHTITAN_ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.")
@@ -163,10 +163,10 @@ def _place(experts: Experts, dim: int, number: int, role: int) -> Stacked:
 def is_weight(fqn: str, layout: Layout) -> bool:
     """Whether the name is a weight of the model: not of an optimizer or a loader, not a buffer that is computed."""
     if layout.name == TITAN:
-        return fqn.startswith(PREFIX) and not _IGNORED.fullmatch(fqn.removeprefix(PREFIX))
-    return fqn.startswith(_TORCHTITAN_ROOTS) and not _IGNORED.fullmatch(fqn)
+        return fqn.startswith(PREFIX) and not is_computed(fqn)
+    return fqn.startswith(_TORCHTITAN_ROOTS) and not is_computed(fqn)
 
 
-def is_ignored(hf_name: str) -> bool:
-    """Whether an old Hugging Face file holds this as a buffer that every reader computes for itself."""
-    return _IGNORED.fullmatch(hf_name) is not None
+def is_computed(name: str) -> bool:
+    """Whether this is a buffer that every reader computes for itself; old files hold it (`rotary_emb.inv_freq`)."""
+    return _COMPUTED.fullmatch(name.removeprefix(PREFIX)) is not None

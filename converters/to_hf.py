@@ -15,7 +15,7 @@ from titan_ckpt.converters.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.hf_checkpoint import USER_KEY
 from titan_ckpt.converters.hf_config import Config, encode_config, hf_config, parse_config, spec_from_hf
 from titan_ckpt.converters.hf_source import CONFIG, INDEX, SINGLE, SUFFIX, encode_index
-from titan_ckpt.converters.layouts import Layout, Named, find_layout, is_weight, name_in
+from titan_ckpt.converters.layouts import Layout, Named, find_layout, is_computed, is_weight, name_in
 from titan_ckpt.converters.model_card import model_card
 from titan_ckpt.converters.model_spec import ModelSpec, spec_of
 from titan_ckpt.converters.safetensors_header import encode_header
@@ -59,7 +59,8 @@ class ExportTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportPlan:
-    """`weights` are the files to stream, `small` the others by name, `last` those of them that make the rest a model."""
+    """`weights` are the files to stream, `small` the others by name, `last` those of them that make the rest a model.
+    `left_out`: buffers of the checkpoint that every reader computes for itself."""
 
     spec: ModelSpec
     layout: Layout
@@ -69,6 +70,7 @@ class ExportPlan:
     last: Mapping[str, bytes]
     tied_head: str | None
     adapter: Adapter | None
+    left_out: list[str]
 
     @property
     def size_bytes(self) -> int:
@@ -124,6 +126,7 @@ def plan_export(
         last=last,
         tied_head=found[HEAD].ours if spec.tied_embeddings and HEAD in found else None,
         adapter=adapter,
+        left_out=sorted(fqn for fqn in manifest.by_fqn if is_computed(fqn)),
     )
 
 

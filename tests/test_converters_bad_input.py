@@ -62,10 +62,14 @@ def test_tensors_that_do_not_make_up_the_model(tmp_path: Path, change: Callable[
     assert said in _refused(tmp_path, write_model(tmp_path / "in", config(), content))
 
 
-def test_computed_buffers_of_old_files_are_left_out(tmp_path: Path) -> None:
+def test_computed_buffers_of_old_files_are_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     content = tensors(config()) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
-    report = import_hf(str(write_model(tmp_path / "in", config(), content)), str(tmp_path / "run"))
-    assert not any("rotary" in fqn for fqn in report.checkpoint.manifest.by_fqn)
+    model = write_model(tmp_path / "in", config(), content)
+    assert main(["convert", "from-hf", str(model), str(tmp_path / "run")]) == 0
+    assert "every reader computes them: model.layers.0.self_attn.rotary_emb.inv_freq\n" in capsys.readouterr().out
+    assert not any("rotary" in fqn for fqn in open_checkpoint(str(tmp_path / "run")).manifest.by_fqn)
 
 
 def test_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
