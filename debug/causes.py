@@ -60,6 +60,10 @@ _ADVICE: Mapping[tuple[str, str], tuple[str, ...]] = {
         "give every rank the same number of batches (drop the last, or pad), or use join",
     ),
     ("PG_INIT_HANG", "new_group"): ("call new_group on every rank, members or not, in the same order",),
+    ("INSUFFICIENT_DATA", ""): (
+        "take the stack of that rank: `py-spy dump --pid PID`; it tells a send or recv from a hang of its own",
+        "turn the recorder on (titan_ckpt.debug.Recorder.start(folder, rank=..., world_size=...)) and run again",
+    ),
     ("P2P_MISSING_PEER", ""): ("look for the peer's half of this send/recv pair: a branch that leaves it out",),
 }
 
@@ -80,7 +84,9 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
     first = next((edge for edge in edges if edge.awaited == root and edge.group >= 0), None)
     name, subtype, confidence, says = _classify(run, state, first)
     record = run.ranks[root]
-    culprits = {"P2P_MISSING_PEER": _possible_peers(run, root), "WAIT_CHAIN": ()}.get(name, (root,))
+    culprits = {"P2P_MISSING_PEER": _possible_peers(run, root), "WAIT_CHAIN": (), "INSUFFICIENT_DATA": ()}.get(
+        name, (root,)
+    )
     return Verdict(
         verdict=name,
         subtype=subtype,
@@ -216,7 +222,12 @@ def _silent(run: Run, state: Situation) -> tuple[str, str, float, str]:
         return "RANK_DIED", "", 0.4, "left no dump and no stack, as a dead or frozen rank does"
     says = "did not issue the operation that the others wait for; without its stack the reason is unknown"
     if _is_gloo(record):
-        return "STUCK_ON_CPU", "", 0.4, f"{says} (it may wait in a send or recv, which gloo's dumps do not hold)"
+        return (
+            "INSUFFICIENT_DATA",
+            "",
+            0.4,
+            f"{says}: stuck, or itself waiting in a send or recv, which gloo's dumps do not hold",
+        )
     return "STUCK_ON_CPU", "", 0.5, says
 
 

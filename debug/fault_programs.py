@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -186,6 +187,40 @@ def gil_held(job: Job) -> None:
     job.step(3)
 
 
+def user_code(job: Job) -> None:
+    job.warm_up()
+    if job.is_culprit:
+        settle_queue()
+    job.step(3)
+
+
+def settle_queue() -> int:
+    """A loop whose end never comes."""
+    left = 1
+    while left:
+        left = (left * 3 + 1) % 7_919 or 1
+    return left
+
+
+def gc_storm(job: Job) -> None:
+    """Garbage collection over and over: each collection looks at all that lives, and something asks for the next."""
+    job.warm_up()
+    if job.is_culprit:
+        keep = [[number] for number in range(400_000)]
+        while keep:
+            gc.collect()
+    job.step(3)
+
+
+def teardown(job: Job) -> None:
+    """The interpreter waits at its end for a thread that does not end."""
+    job.warm_up()
+    if job.is_culprit:
+        threading.Thread(target=stall, name="uploader").start()
+        sys.exit(0)
+    job.step(3)
+
+
 def ring_overflow(job: Job) -> None:
     for number in range(80):
         job.step(number)
@@ -308,6 +343,15 @@ def subset_new_group(job: Job) -> None:
     job.step(3)
 
 
+def group_conflict(job: Job) -> None:
+    """The culprit leaves a rank out of a group's members."""
+    job.warm_up()
+    members = [rank for rank in range(job.size) if not (job.is_culprit and rank == (job.culprit + 1) % job.size)]
+    group = dist.new_group(members)
+    dist.all_reduce(torch.ones(4), group=group)
+    job.step(3)
+
+
 # ------------------------------------------------------------------------------------------------- slow and healthy
 
 
@@ -361,8 +405,9 @@ CASES: dict[str, Callable[[Job], None]] = {
     function.__name__: function
     for function in (
         ok, gc_pause, subset_groups, async_not_waited, skip, order, op_type, size, dtype, extra_collective, finished_early,
-        wrong_group, dataloader, checkpoint_io, python_lock, gil_held, ring_overflow, chain, sigkill, segfault, sigstop,
-        exception, out_of_memory, p2p_missing, p2p_size, p2p_cycle, p2p_batch, subset_new_group, straggler,
+        wrong_group, dataloader, checkpoint_io, python_lock, gil_held, user_code, gc_storm, teardown, ring_overflow, chain,
+        sigkill, segfault, sigstop, exception, out_of_memory, p2p_missing, p2p_size, p2p_cycle, p2p_batch, subset_new_group,
+        group_conflict, straggler,
     )
 }  # fmt: skip
 CASES["init_hang"] = ok

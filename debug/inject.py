@@ -73,6 +73,9 @@ CASES: Mapping[str, Truth] = {
     "checkpoint_io": Truth(verdict="STUCK_ON_CPU", subtype="checkpoint_io", text="a checkpoint write never ends"),
     "python_lock": Truth(verdict="STUCK_ON_CPU", subtype="python_lock", text="a lock taken twice"),
     "gil_held": Truth(verdict="STUCK_ON_CPU", subtype="gil_held", text="C code that keeps the GIL"),
+    "user_code": Truth(verdict="STUCK_ON_CPU", subtype="user_code", text="a loop without an end"),
+    "gc_storm": Truth(verdict="STUCK_ON_CPU", subtype="gc", text="garbage collection over and over"),
+    "teardown": Truth(verdict="TEARDOWN_STUCK", text="a rank ends, and waits for a thread that does not"),
     "ring_overflow": Truth(verdict="STUCK_ON_CPU", operations=160, text="more operations than the rings hold, then a stop"),
     "chain": Truth(verdict="STUCK_ON_CPU", subtype="dataloader", is_even=True, operations=3, text="one stop, felt in TP and PP"),
     "sigkill": Truth(verdict="RANK_DIED", subtype="signal", text="SIGKILL"),
@@ -85,6 +88,7 @@ CASES: Mapping[str, Truth] = {
     "p2p_cycle": Truth(verdict="P2P_CYCLE", everyone=True, text="everybody receives before sending"),
     "p2p_batch": Truth(verdict="P2P_MISSING_PEER", text="a batch that lacks one send"),
     "subset_new_group": Truth(verdict="PG_INIT_HANG", subtype="new_group", text="new_group not called by one rank"),
+    "group_conflict": Truth(verdict="PG_CONFIG_CONFLICT", least_ranks=3, text="a rank leaves another out of a group's members"),
     "init_hang": Truth(verdict="PG_INIT_HANG", operations=0, text="a rank never joins"),
     "straggler": Truth(verdict="STRAGGLER", text="one rank is always late"),
 }  # fmt: skip

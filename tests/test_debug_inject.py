@@ -8,10 +8,11 @@ import pytest
 
 from titan_ckpt.cli import main
 from titan_ckpt.debug import diagnose, open_run
-from titan_ckpt.debug.blackbox import HEADER_BYTES, RECORD
+from titan_ckpt.debug.blackbox import HEADER_BYTES, HEARTBEAT, HEARTBEAT_AT, RECORD
 from titan_ckpt.debug.fault_programs import CASES as PROGRAMS
 from titan_ckpt.debug.hooks import BoxWriter
-from titan_ckpt.debug.inject import CASES, _is_newest, culprit_of, inject
+from titan_ckpt.debug.inject import CASES, _end, _is_newest, _start, _wait_until_settled, culprit_of, inject
+from titan_ckpt.store import open_store
 
 
 def assert_right(case: str, ranks: int, folder: Path) -> None:
@@ -67,3 +68,47 @@ def test_odd_number_of_ranks_is_refused_where_pairs_are_needed(
 ) -> None:
     assert main(["debug", "inject", "chain", "--ranks", "3", "--out", str(tmp_path / "x")]) == 2
     assert "even" in capsys.readouterr().err
+
+
+@pytest.mark.dist
+@pytest.mark.s3
+def test_live_job_is_collected_into_an_object_store_and_diagnosed_there(s3_url: str, tmp_path: Path) -> None:
+    folder = tmp_path / "box"
+    folder.mkdir()
+    job = [_start("python_lock", rank, 2, folder, tmp_path / "store", 1.5) for rank in range(2)]
+    try:
+        _wait_until_settled(job, folder, CASES["python_lock"], 120.0)
+        words = ["debug", "collect", str(folder), "--out", f"{s3_url}/debug/by-hand", "--logs", f"{folder}/*.log"]
+        assert main(words) == 0
+    finally:
+        _end(job)
+    run = open_run(s3_url)
+    top = diagnose(run)[0]
+    assert (run.incident, top.verdict, top.subtype, top.culprits) == ("by-hand", "STUCK_ON_CPU", "python_lock", (1,))
+    assert {rank for rank, record in run.ranks.items() if record.process_state} == {0, 1}
+    assert main(["debug", s3_url]) == 1
+
+
+@pytest.mark.s3
+def test_heartbeats_are_watched_in_an_object_store(
+    s3_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(s3_url)
+    boxes = [BoxWriter(tmp_path / f"rank_{rank:05d}.box", rank=rank, world_size=2) for rank in range(2)]
+
+    def watched() -> int:
+        for box in boxes:
+            store.write(f"debug/now/{box.path.name}", [bytes(box.map)])
+        return main(["debug", "watch", s3_url, "--once", "--after", "1000"])
+
+    for box in boxes:
+        box.set_phase(7, 3)
+    assert watched() == 0
+    assert "2 of 2 ranks run: ranks 0, 1 in step 7 forward" in capsys.readouterr().out
+    HEARTBEAT.pack_into(boxes[1].map, HEARTBEAT_AT, 7, 3, 1, 1, 0)
+    assert watched() == 1
+    assert "SILENT: rank 1" in capsys.readouterr().out
+    for box in boxes:
+        box.stop()
+    assert watched() == 0
+    assert "all ranks ended in good order" in capsys.readouterr().out

@@ -153,3 +153,21 @@ def test_batch_whose_other_half_was_never_issued_waits_for_the_peer(first: int, 
     (tmp_path / "rank_1.json").write_text(nccl_dump(elsewhere, first=first))
     top = diagnose(open_run(str(tmp_path)))[0]
     assert (top.verdict, top.culprits) == ("P2P_MISSING_PEER", (1,))
+
+
+def test_gloo_dumps_alone_do_not_accuse_the_rank_that_may_wait_in_a_send_or_recv(tmp_path: Path) -> None:
+    gloo = {
+        "state": "scheduled",
+        "retired": True,
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": None,
+    }
+    for rank in range(2):
+        entries = [all_reduce(n + 1) | gloo for n in range(3 - rank)]
+        if rank == 0:
+            entries[-1]["retired"] = False
+        (tmp_path / f"rank_{rank}.json").write_text(nccl_dump(entries))
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits, top.victims, top.chain) == ("INSUFFICIENT_DATA", (), (0, 1), ((0, 1),))
+    assert "rank 1 did not issue" in top.headline
+    assert "py-spy dump" in top.next_steps[0]
