@@ -47,12 +47,11 @@ def busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[str, Evidence |
         return "gc", Evidence(text="the main thread is in garbage collection", rank=record.rank, source=stack.source)
     near = stack.main.frames[:8]
     inner = next((i for i, frame in enumerate(near) if not is_library(frame)), 0)
-    if any(
-        f.function in ("acquire", "wait", "join", "_wait_for_tstate_lock") and f.file.endswith("threading.py")
-        for f in near[:inner]
-    ):
+    is_locked = any(f.function in _LOCKED and f.file.endswith("threading.py") for f in near[:inner])
+    if is_locked and not any(f.file.endswith(_HANDED_OVER) for f in near[:inner]):
         return "python_lock", None
-    for subtype in _words([f"{frame.text} {_neutral(frame.file)} {frame.function}" for frame in near[:inner]]):
+    called = [frame for frame in near[:inner] if not (is_locked and frame.file.endswith("threading.py"))]
+    for subtype in _words([f"{frame.text} {_neutral(frame.file)} {frame.function}" for frame in called]):
         return subtype, None
     for subtype in _words([_spoken(near[inner])]):
         return subtype, None
@@ -61,7 +60,12 @@ def busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[str, Evidence |
         return PHASES[record.heartbeat.phase], Evidence(text=text, rank=record.rank, source=record.heartbeat.source)
     for subtype in _words(_own_lines(record)[-1:]) + _words([_spoken(frame) for frame in near[inner + 1 : inner + 3]]):
         return subtype, None
-    return "user_code", None
+    return "python_lock" if is_locked else "user_code", None
+
+
+_LOCKED = ("acquire", "wait", "join", "_wait_for_tstate_lock")
+_HANDED_OVER = ("/queue.py", "/futures/_base.py")  # it waits for another thread's work: what for is the question
+_FILE_LOCK = re.compile(r"\bfcntl\.\w+|\bflock\b|\blockf\b|\bLOCK_[A-Z]+|file_?lock", re.IGNORECASE)
 
 
 def _neutral(path: str) -> str:
@@ -79,7 +83,7 @@ def _spoken(frame: Frame) -> str:
 
 
 def _words(texts: Sequence[str]) -> list[str]:
-    joined = "\n".join(texts)
+    joined = _FILE_LOCK.sub("", "\n".join(texts))  # another process holds it, not a thread
     return [subtype for subtype, words in _BUSY if words.search(joined)]
 
 

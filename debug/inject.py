@@ -140,9 +140,8 @@ def _check(case: str, ranks: int) -> Truth:
         raise UsageError(f"no case {case!r}; there are: {', '.join(CASES)}")
     truth = CASES[case]
     if not is_possible(case, ranks):
-        raise UsageError(
-            f"case {case} needs {'an even number of' if truth.is_even else 'between 2 and 64'} ranks, not {ranks}"
-        )
+        needs = "an even number of" if truth.is_even else f"between {truth.least_ranks} and 64"
+        raise UsageError(f"case {case} needs {needs} ranks, not {ranks}")
     return truth
 
 
