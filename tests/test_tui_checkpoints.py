@@ -115,6 +115,26 @@ def test_a_run_is_seen_in_both_tiers_from_wherever_it_is_opened(
         assert tiers == {40: "fast", 30: "both", 20: "both", 10: "mirror"}
 
 
+async def test_a_prefix_of_any_store_lists_its_runs_and_their_tiers(saved: Path, store_url: str) -> None:
+    """On the disk, in memory, in a bucket: two runs, one of them with a mirror."""
+    a, mirror = open_store(f"{store_url}/a"), open_store(f"{store_url}/safe/a")
+    a.write("logs/config.json", [json.dumps({"save": {"url": a.url, "mirror": mirror.url}}).encode()])
+    for step, targets in ((10, [a, mirror, open_store(f"{store_url}/b")]), (20, [a])):
+        for target in targets:
+            copy_checkpoint(open_checkpoint(str(saved), step=step), target)
+    app = TitanApp(find_content(store_url))
+    async with app.run_test(size=(80, 24)) as pilot:
+        listed = await press(app, pilot, "g j")
+        assert lines_with(listed, "▸ a ", " 2  ", " 20 ")
+        assert lines_with(listed, "  b ", " 1  ", " 10 ")
+        steps = await press(app, pilot, "enter")
+        assert lines_with(steps, "20  committed", "fast")
+        assert lines_with(steps, "10  committed", "both")
+        verified = await press(app, pilot, "j v")
+        assert "step 10 in the fast tier: 0 problems" in verified
+        assert "step 10 in the mirror tier: 0 problems" in verified
+
+
 async def test_a_step_that_is_named_has_the_cursor(runs: Path) -> None:
     for url in (f"{runs}/a@20", f"{runs}/a/step-00000020"):
         app = TitanApp(find_content(url))

@@ -21,6 +21,7 @@ from titan_ckpt.tui.data_grid import Order, per_row_to_fit, row_starts
 from titan_ckpt.tui.grid_rows import GridRows
 from titan_ckpt.tui.help import KEYS, HelpScreen
 from titan_ckpt.tui.lineview import LineView
+from titan_ckpt.tui.screen_collective import beside
 from titan_ckpt.tui.screen_grid import GridPane
 from titan_ckpt.tui.screen_logs import LogRows
 from titan_ckpt.tui.screens import PANES
@@ -247,6 +248,27 @@ async def test_the_operation_before_and_after_is_shown_and_any_rank_beside_a_usu
         assert app.pane.body.cursor == 2
         await press(app, pilot, "escape enter")
         assert app.pane.number == 6
+
+
+def test_a_rank_is_compared_with_the_pinned_one_or_a_usual_one_or_whoever_there_is() -> None:
+    def lane(*codes: int) -> Lane:
+        row = np.zeros((len(codes), 1), np.int64)
+        return Lane(group=0, members=tuple(range(len(codes))), first_seq=7, row=row, signature=np.array(codes)[:, None],
+                    last=row[:, 0], done=row[:, 0] > 0, is_silent=row[:, 0] > 0)  # fmt: skip
+
+    assert beside(lane(3, 5, 5), 7, rank=0, pinned=None) == 1
+    assert beside(lane(3, 5, 5), 7, rank=1, pinned=0) == 0
+    assert beside(lane(5, -1), 7, rank=0, pinned=None) == 1  # of two ranks, the one that did not come
+    assert beside(lane(5), 7, rank=0, pinned=None) is None
+
+
+async def test_a_heading_above_the_first_line_stays_in_sight() -> None:
+    app = app_of("flight_recorder/skip", 3)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await press(app, pilot, "G g j k j")
+        assert "what, where" in screen_text(app)
+        await press(app, pilot, "G pageup pageup pageup j")
+        assert "what, where" in screen_text(app)
 
 
 async def test_logs_go_to_a_time_and_keep_their_place_under_a_filter() -> None:

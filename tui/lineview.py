@@ -84,7 +84,10 @@ class LineView(ScrollView, can_focus=True):
         height = self.scrollable_content_region.height
         if is_centred and not self.scroll_offset.y <= self.cursor < self.scroll_offset.y + height:
             self.scroll_to(y=self.cursor - height // 2, animate=False, force=True, immediate=True)
-        self.scroll_to_region(Region(0, self.cursor, 1, 1), animate=False, force=True, immediate=True, x_axis=False)
+        top = 0 if self.cursor <= 1 < height else self.cursor  # a heading above the first line stays in sight
+        self.scroll_to_region(
+            Region(0, top, 1, self.cursor - top + 1), animate=False, force=True, immediate=True, x_axis=False
+        )
         self.refresh()
         self.post_message(self.Moved(self.cursor))
 

@@ -99,24 +99,32 @@ class CollectivePane(Pane):
             self.update_rows()
 
     def action_difference(self) -> None:
-        """The rank under the cursor beside the pinned one; where none is pinned, beside one that did the usual."""
+        """The rank under the cursor beside the pinned one; where none is pinned, beside one that did the usual, or any other."""
         incident, current = self.session.incident.value, self.body.current
         rank = current.target.rank if current and current.target else None
         if incident is None or not incident.lanes or rank is None or self._compared is not None:
             self.post_message(self.Say("put the cursor on a rank, then d; space pins the one to compare it with"))
             return
         lane = current_lane(self.session, incident)
-        column = lane.signature[:, current_seq(self.session, incident) - lane.first_seq]
-        usual = (member for member, code in zip(lane.members, column.tolist(), strict=True)
-                 if code == usual_signature(column) and member != rank)  # fmt: skip
-        pinned = self.session.pinned
-        other = pinned if pinned in lane.members and pinned != rank else next(usual, None)
+        other = beside(lane, current_seq(self.session, incident), rank, self.session.pinned)
         if other is None or rank not in lane.members:
             self.post_message(self.Say("there is no other rank to compare it with"))
             return
         self._compared = (other, rank)
         self.update_rows()
         self.body.move_to(0)
+
+
+def beside(lane: Lane, seq: int, rank: int, pinned: int | None) -> int | None:
+    """The rank to compare `rank` with; None where it is alone."""
+    if pinned in lane.members and pinned != rank:
+        return pinned
+    column = lane.signature[:, seq - lane.first_seq]
+    usual = usual_signature(column)
+    others = [
+        (code != usual, member) for member, code in zip(lane.members, column.tolist(), strict=True) if member != rank
+    ]
+    return min(others)[1] if others else None
 
 
 def _differ_text(count: int) -> str:

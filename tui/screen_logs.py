@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -29,7 +30,7 @@ _ABSENT = (
     "Logs are files such as logs/rank_00003.log, also packed (.gz, .zst); a run of `titan-ckpt train` writes them."
 )
 _QUARTER_MS = 900_000
-_WIDE = 110
+_WIDE, _KEPT_LINES = 110, 256
 _OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d,\d{3}) ([A-Z]+) \[rank \d+[^\]]*\] (?:\w+\.)+(\w+): ")
 
 
@@ -43,12 +44,13 @@ class LogRows:
         self, index: LogIndex, view: Positions, folds: Mapping[int, tuple[int, ...]], cause: int | None = None
     ) -> None:
         self.index, self.view, self._folds, self.cause = index, view, folds, cause
+        self._read = lru_cache(_KEPT_LINES)(index.read)  # a moved cursor paints the same lines again
 
     def __len__(self) -> int:
         return len(self.view)
 
     def line(self, place: int) -> LogLine:
-        return self.index.read(int(self.view[place]))
+        return self._read(int(self.view[place]))
 
     def row(self, index: int, width: int) -> Row:
         line = self.line(index)

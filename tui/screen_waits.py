@@ -26,7 +26,7 @@ class WaitsPane(Pane):
         if incident is None:
             return ""
         origin = " that the verdict concludes" if incident.is_chain else ""
-        return f"{counted(len(incident.edges), 'wait')}{origin} · causes at the left, who waits for them below"
+        return f"{counted(len(incident.edges), 'wait')}{origin} · causes first, who waits below"
 
     def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value
