@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+import titan_ckpt
+from titan_ckpt.cli import main
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("trainer", "debug", "tui", "converters")
 LAPTOP = ("fsspec", "numpy", "tabulate", "textual", "xxhash", "zstandard")
@@ -202,3 +205,9 @@ def test_a_missing_extra_is_the_pip_command_that_brings_it(
     said = _run(laptop / "titan-ckpt", *words, expected=2).stderr
     assert f"pip install '{pip}'" in said
     assert "Traceback" not in said
+
+
+def test_the_command_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"titan-ckpt {titan_ckpt.__version__}\n"

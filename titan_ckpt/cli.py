@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from titan_ckpt import __version__
 from titan_ckpt.command import Command
 from titan_ckpt.errors import MissingExtraError, TitanError
 
@@ -60,6 +61,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     parser.add_argument("-v", "--verbose", action="store_true", help="log at INFO to stderr")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
