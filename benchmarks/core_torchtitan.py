@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,63 +99,69 @@ def found_by_verify(folder: Path, fqn: str) -> bool:
     return [problem["fqn"] for problem in facts["problems"]] == [fqn]
 
 
+def row(what: str, figure: object, bar: object, holds: bool, peer: str = "") -> Bar:
+    """One row of the table."""
+    return Bar(what=what, figure=str(figure), bar=str(bar), holds=holds, peer=peer)
+
+
+def look(run: Path, expected: dict[str, Any]) -> list[Bar]:
+    """Listing, reading and verifying torchtitan's own folder, against what plain DCP reads of it."""
+    saved = run / f"step-{STEP}"
+    names = [fqn for fqn, value in expected.items() if isinstance(value, torch.Tensor)]
+    listed = [entry["step"] for entry in json.loads(tool("ls", str(run), "--json").stdout)]
+    inspected = len(json.loads(tool("inspect", str(saved), "--json").stdout)["tensors"])
+    differing = differences(expected, str(saved))
+    verified = tool("verify", str(saved), "--data")
+    larger = [fqn for fqn in names if expected[fqn].numel() > 8]
+    tried = larger[:: max(1, len(larger) // 10)]
+    hits = sum(found_by_verify(saved, fqn) for fqn in tried)
+    flip, peer = "`verify --data`, one bit flipped: tensor named", "dcp.load reads it without a word"
+    return [
+        row("`ls` of its run: steps", listed, [STEP], listed == [STEP]),
+        row("`inspect`: tensors", inspected, len(names), inspected == len(names)),
+        row("`load` against plain dcp.load: entries that differ", differing, 0, differing == 0, _count(expected)),
+        row("`verify --data`", verified.stdout.strip().rpartition(": ")[2], "whole", verified.returncode == 0),
+        row(flip, f"{hits} of {len(tried)}", "all", hits == len(tried), peer),
+    ]
+
+
+def copy(python: str, folder: Path, name: str, expected: dict[str, Any], losses: list[list[float]]) -> list[Bar]:
+    """A copy that a tool makes: as plain DCP reads it, as `diff` sees it, as torchtitan goes on from it."""
+    run, saved = folder / "checkpoint", folder / "checkpoint" / f"step-{STEP}"
+    if name == "`cp`":
+        target, made, words = folder / "mirror", folder / "mirror" / f"step-{STEP}", ["cp"]
+    else:
+        target, made, words = folder / "out", folder / "out" / f"step-{STEP:08d}", ["reshard", "--mesh", MESH]
+    done = tool(words[0], str(run), str(target), *words[1:])
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stderr}")
+    got = by_dcp(made)
+    wrong = sum(not _same(value, got[fqn]) for fqn, value in expected.items()) + len(set(got) ^ set(expected))
+    compared = tool("diff", str(saved), str(made if name == "`cp`" else target), "--values", "--json")
+    equal = json.loads(compared.stdout)
+    resumed = torchtitan(python, folder / f"resumed-{target.name}", made)
+    tensors = sum(isinstance(value, torch.Tensor) for value in expected.values())
+    outcome = "equal" if resumed == losses else "differ"
+    return [
+        row(f"{name}, read by plain dcp.load: entries that differ", wrong, 0, wrong == 0, _count(expected)),
+        row(f"`diff --values` of source and {name}: tensors equal", equal["equal"], tensors, equal["is_equal"]),
+        row(f"torchtitan resumes from {name}: next 2 losses", outcome, "equal", resumed == losses),
+    ]
+
+
 def measure(python: str, folder: Path) -> list[Bar]:
     """The rows of the table."""
     losses = torchtitan(python, folder)
-    run = folder / "checkpoint"
-    saved = run / f"step-{STEP}"
-    expected = by_dcp(saved)
-    tensors = sum(isinstance(value, torch.Tensor) for value in expected.values())
-    total = f"{tensors} tensors, {len(expected) - tensors} values"
-    bars = []
-
-    def row(what: str, figure: object, bar: str, holds: bool, peer: str = "") -> None:
-        bars.append(Bar(what=what, figure=str(figure), bar=bar, holds=holds, peer=peer))
-
-    listed = json.loads(tool("ls", str(run), "--json").stdout)
-    row("`ls` of its run: steps", [entry["step"] for entry in listed], "[3]", [e["step"] for e in listed] == [STEP])
-    inspected = json.loads(tool("inspect", str(saved), "--json").stdout)
-    row("`inspect`: tensors", len(inspected["tensors"]), str(tensors), len(inspected["tensors"]) == tensors)
-    row(
-        "`load` against plain dcp.load: entries that differ",
-        (n := differences(expected, str(saved))),
-        "0",
-        n == 0,
-        total,
-    )
-    verified = tool("verify", str(saved), "--data")
-    row("`verify --data`", verified.stdout.strip().rpartition(": ")[2], "whole", verified.returncode == 0)
-    names = [fqn for fqn, value in expected.items() if isinstance(value, torch.Tensor) and value.numel() > 8]
-    hits = sum(found_by_verify(saved, fqn) for fqn in names[:: max(1, len(names) // 10)])
-    tried = len(names[:: max(1, len(names) // 10)])
-    peer = "dcp.load reads it without a word"
-    row("`verify --data`, one bit flipped: tensor named", f"{hits} of {tried}", "all", hits == tried, peer)
-    steps: list[tuple[str, Callable[[], subprocess.CompletedProcess[str]], Path]] = [
-        ("`cp`", lambda: tool("cp", str(run), str(folder / "mirror")), folder / "mirror" / f"step-{STEP}"),
-        (
-            f"`reshard --mesh {MESH}`",
-            lambda: tool("reshard", str(run), str(folder / "out"), "--mesh", MESH),
-            folder / "out" / f"step-{STEP:08d}",
-        ),
-    ]
-    for name, action, made in steps:
-        done = action()
-        if done.returncode:
-            raise RuntimeError(f"{name}: {done.stderr}")
-        got = by_dcp(made)
-        wrong = sum(not _same(value, got[fqn]) for fqn, value in expected.items()) + len(set(got) ^ set(expected))
-        row(f"{name}, read by plain dcp.load: entries that differ", wrong, "0", wrong == 0, total)
-        compared = tool("diff", str(saved), str(made if name == "`cp`" else folder / "out"), "--values", "--json")
-        equal = json.loads(compared.stdout)
-        row(f"`diff --values` of source and {name}: tensors equal", equal["equal"], str(tensors), equal["is_equal"])
-        resumed = torchtitan(python, folder / f"resumed-{made.parent.name}", made)
-        row(
-            f"torchtitan resumes from {name}: next 2 losses",
-            "equal" if resumed == losses else "differ",
-            "equal",
-            resumed == losses,
-        )
+    expected = by_dcp(folder / "checkpoint" / f"step-{STEP}")
+    bars = look(folder / "checkpoint", expected)
+    for name in ("`cp`", f"`reshard --mesh {MESH}`"):
+        bars += copy(python, folder, name, expected, losses)
     return bars
+
+
+def _count(entries: dict[str, Any]) -> str:
+    tensors = sum(isinstance(value, torch.Tensor) for value in entries.values())
+    return f"{tensors} tensors, {len(entries) - tensors} values"
 
 
 def _same(a: Any, b: Any) -> bool:

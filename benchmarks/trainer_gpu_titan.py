@@ -42,36 +42,32 @@ def model_spec(job: dict[str, Any]) -> Any:
     return spec
 
 
-def main(job: dict[str, Any]) -> None:
-    """Train on random tokens, a step at a time."""
-    from torchtitan.components.loss import CrossEntropyLoss
-    from torchtitan.components.optimizer import default_adamw
-    from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+def compiling(job: dict[str, Any]) -> Any:
+    """Whether its blocks are compiled: not with Float8 on a CPU."""
+    from torchtitan.config import CompileConfig
+
+    return CompileConfig(enable=job["compile"] and not (job["is_tiny"] and job["float8"]))
+
+
+def build(spec: Any, job: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
+    """Its model on the device, and the context that its steps run in."""
+    from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as titan
 
-    torch.set_num_threads(job["threads"])
-    device = torch.device(job["device"])
-    if device.type == "cuda":
-        torch.cuda.set_device(0)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    spec = model_spec(job)
-    vocab_size = spec.model.vocab_size
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     training = TrainingConfig(local_batch_size=job["samples"], seq_len=job["seq_len"])
     dims = ParallelDims.from_config(parallelism, 1)
     dims.build_mesh()
     titan.set_spmd_backend(parallelism.spmd_backend)
-    is_compiled = job["compile"] and not (job["is_tiny"] and job["float8"])
-    compiling = CompileConfig(enable=is_compiled)
-    loss_fn = CrossEntropyLoss.Config(global_vocab_size=vocab_size).build(compile_config=compiling)
+    compile_config = compiling(job)
     # what of its whole config the model reads
     whole = argparse.Namespace(training=training, parallelism=parallelism, debug=DebugConfig())
     spec.model.update_from_config(config=whole)
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(
-        model, parallel_dims=dims, training=training, parallelism=parallelism, compile_config=compiling, ac_config=None,
+        model, parallel_dims=dims, training=training, parallelism=parallelism, compile_config=compile_config, ac_config=None,
         dump_folder="",
     )  # fmt: skip
     if device.type == "cpu":
@@ -82,8 +78,25 @@ def main(job: dict[str, Any]) -> None:
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     model.train()
+    return model, titan.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)
+
+
+def main(job: dict[str, Any]) -> None:
+    """Train on random tokens, a step at a time."""
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.optimizer import default_adamw
+    from torchtitan.distributed import utils as titan
+
+    torch.set_num_threads(job["threads"])
+    device = torch.device(job["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    spec = model_spec(job)
+    vocab_size = spec.model.vocab_size
+    model, context = build(spec, job, device)
+    loss_fn = CrossEntropyLoss.Config(global_vocab_size=vocab_size).build(compile_config=compiling(job))
     optimizer = default_adamw(lr=1e-4).build(model_parts=[model])
-    context = titan.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)
     valid = torch.tensor(job["samples"] * job["seq_len"], device=device)
 
     def step() -> None:
