@@ -92,7 +92,8 @@ _RECORDER_TALK = re.compile(r"flight recorder|SIGTERM|monitor:|dump|WorkerServer
 
 def has_recorder_talk(record: RankRecord) -> bool:
     """Whether a monitor or signal handler of the process wrote to its log: it ran on."""
-    return any(_RECORDER_TALK.search(line) for line in (record.log.tail if record.log else ()))
+    lines = record.log.tail if record.log else ()
+    return any(_RECORDER_TALK.search(line) and "Server listening" not in line for line in lines)  # that is its start
 
 
 def _own_lines(record: RankRecord) -> list[str]:

@@ -29,6 +29,7 @@ from titan_ckpt.debug.situation import (
     own_exception,
     saw_peers_close,
     saw_timeouts,
+    signal_of,
     situations,
 )
 from titan_ckpt.debug.transport import transport
@@ -55,7 +56,7 @@ def _diagnose(run: Run) -> list[Verdict]:
     if not found:
         is_well = went_on(run) or looks_well(run, found_lanes, edges, states)
         found = [healthy(run, found_lanes, went_on(run)) if is_well else undecided(run, edges, states)]
-    ranked = _ranked(_merged(found))
+    ranked = _ranked(_merged(run, found))
     return [_with_step(run, verdict) for verdict in ranked[:MAX_VERDICTS]]
 
 
@@ -149,25 +150,48 @@ def _unless_died_before(run: Run, verdict: Verdict) -> Verdict:
     return verdict
 
 
-def _merged(found: Sequence[Verdict]) -> list[Verdict]:
-    """Ranks that all raised at the same line raised for the same reason: one verdict."""
+def _merged(run: Run, found: Sequence[Verdict]) -> list[Verdict]:
+    """Ranks that all raised at the same line, or that the same signal killed at about the same time: one verdict."""
     kept: dict[object, Verdict] = {}
+    first_s = min((ended for v in found if (ended := _killed_at(run, v)) is not None), default=0.0)
     for number, verdict in enumerate(found):
-        first = verdict.evidence[0] if verdict.evidence else None
-        is_same = verdict.subtype == "python_exception" and first is not None and first.file
-        key: object = (first.file, first.line) if is_same and first else number
+        key = _cause(run, verdict, first_s) or number
         if key not in kept:
             kept[key] = verdict
             continue
         culprits = tuple(sorted({*kept[key].culprits, *verdict.culprits}))
-        headline = verdict.headline.partition(" died: ")[2].replace("it raised", "they raised")
+        headline = verdict.headline.partition(" died: it ")[2].removeprefix("was ")
         kept[key] = replace(
             kept[key],
             culprits=culprits,
             victims=tuple(rank for rank in kept[key].victims if rank not in culprits),
-            headline=f"{len(culprits)} ranks ({', '.join(map(str, culprits[:8]))}) died: {headline}",
+            evidence=(*kept[key].evidence[:4], *verdict.evidence[:1]),
+            headline=f"{len(culprits)} ranks ({', '.join(map(str, culprits[:8]))}) died: "
+            + (f"they were {headline}" if verdict.subtype == "signal" else f"they {headline}"),
         )
     return list(kept.values())
+
+
+TOGETHER_S = 2.0
+
+
+def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
+    """What verdicts of one cause share; None where a verdict stands for itself."""
+    first = verdict.evidence[0] if verdict.evidence else None
+    if verdict.subtype == "python_exception" and first is not None and first.file:
+        return first.file, first.line
+    ended_s = _killed_at(run, verdict)
+    if ended_s is not None and ended_s - first_s <= TOGETHER_S:
+        return verdict.headline.partition(" died: ")[2]
+    return None
+
+
+def _killed_at(run: Run, verdict: Verdict) -> float | None:
+    """When a signal killed the one culprit, where a launcher noted it."""
+    if (verdict.verdict, verdict.subtype) != ("RANK_DIED", "signal") or len(verdict.culprits) != 1:
+        return None
+    ended = run.ranks[verdict.culprits[0]].exit
+    return ended.time_s if ended is not None and signal_of(ended.code) else None
 
 
 def _ranked(found: Iterable[Verdict]) -> list[Verdict]:

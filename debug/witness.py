@@ -82,6 +82,9 @@ def _suspect(run: Run, rank: int, witnesses: Sequence[int], states: Mapping[int,
         name, subtype, says = "RANK_FROZEN", "", "is frozen: it neither waited nor spoke, and did not react to SIGTERM"
     elif state.kind != ON_CPU and saw_peers_close(run) and not saw_timeouts(run) and not has_other_death(run, rank):
         name, says = "RANK_DIED", "is gone: its peers' connections to it were closed, and its log just ends"
+        says += (
+            f"; it ended first, with exit code {record.exit.code}" if record.exit and _ended_first(run, record) else ""
+        )
     elif state.kind != ON_CPU and _fell_silent(run, rank, witnesses):
         name, says = "RANK_FROZEN", "is frozen: the others' monitors went on logging, its log just ends"
     elif not subtype:
@@ -111,7 +114,18 @@ def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_c
         return True
     if record.log is None or (has_unseen and not busy_by_log(record)):
         return False
+    if _ended_first(run, record):
+        return True
     return not (is_closed and _went_on_logging(run, record))
+
+
+def _ended_first(run: Run, record: RankRecord) -> bool:
+    """Whether a rank ended by itself, with an error code, before all others (whose log tells of no peer's end, as theirs do)."""
+    ended = record.exit
+    if ended is None or ended.code <= 0 or ended.was_told or signal_of(ended.code):
+        return False
+    times = [other.exit.time_s for other in run.ranks.values() if other.exit and other.exit.time_s is not None]
+    return ended.is_first or (ended.time_s is not None and ended.time_s == min(times))
 
 
 def _went_on_logging(run: Run, record: RankRecord) -> bool:

@@ -171,3 +171,39 @@ def test_gloo_dumps_alone_do_not_accuse_the_rank_that_may_wait_in_a_send_or_recv
     assert (top.verdict, top.culprits, top.victims, top.chain) == ("INSUFFICIENT_DATA", (), (0, 1), ((0, 1),))
     assert "rank 1 did not issue" in top.headline
     assert "py-spy dump" in top.next_steps[0]
+
+
+CLOSED = """\
+Traceback (most recent call last):
+  File "/srv/train.py", line 9, in <module>
+    dist.all_reduce(tensor)
+  File "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3, in all_reduce
+    work.wait()
+RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242
+"""
+
+
+def _leave(folder: Path, codes: list[int], times: list[float], dead: set[int]) -> Verdict:
+    """Logs and exits of ranks: those that are not dead tell of a connection that closed."""
+    for rank in range(len(codes)):
+        text = f"2026-11-21 07:55:06,{rank}00 INFO step 2 done\n"
+        (folder / f"rank_{rank}.log").write_text(text + (CLOSED if rank not in dead else ""))
+    exits = [
+        {"rank": rank, "code": code, "time_s": time_s}
+        for rank, (code, time_s) in enumerate(zip(codes, times, strict=True))
+    ]
+    value = {"titan_ckpt": "exits", "world_size": len(codes), "code": 1, "exits": exits}
+    (folder / "exits.json").write_text(json.dumps(value))
+    return diagnose(open_run(str(folder)))[0]
+
+
+def test_rank_that_ended_first_with_an_error_code_and_no_word_is_the_one_that_died(tmp_path: Path) -> None:
+    top = _leave(tmp_path, [1, 1, 3, 1], [13.0, 13.0, 10.0, 13.0], {2})
+    assert (top.verdict, top.culprits) == ("RANK_DIED", (2,))
+    assert "exit code 3" in top.headline
+
+
+def test_ranks_that_one_signal_killed_together_are_one_verdict_and_later_ones_are_not(tmp_path: Path) -> None:
+    top = _leave(tmp_path, [1, -9, -9, -9], [13.0, 10.0, 10.5, 40.0], {1, 2, 3})
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "signal", (1, 2))
+    assert "they were killed by SIGKILL" in top.headline
