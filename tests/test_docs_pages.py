@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from tests.doc_blocks import ROOT, blocks, check_command, commands, first_differ
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^ {4}(?:\$ )?((?:titan-ckpt|python -m|make|pip) .*)", re.MULTILINE)
 LIMIT_S = 900
 FIGURE = re.compile(r"\d+(?:\.\d+)?")
 
@@ -59,6 +62,14 @@ def test_every_block_of_the_tutorial_runs_and_prints_what_it_shows(
 
 def test_the_page_on_neighbours_prints_what_it_shows(tmp_path: Path) -> None:
     assert run(ROOT / "docs" / "neighbours.md", tmp_path, {}) == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_indented_command_exists(page: Path) -> None:
+    text = FENCED.sub("", page.read_text()).replace("\\\n", " ")
+    for line in INDENTED.findall(text):
+        for argv in (shlex.split(part, comments=True) for part in line.split(" ;")):
+            assert (problem := check_command(argv)) is None, f"{page.name}: {argv}: {problem}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

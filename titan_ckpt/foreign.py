@@ -19,6 +19,7 @@ from titan_ckpt.index import ELEMENT_SIZE, Chunk
 from titan_ckpt.pickle_scan import check_pickle
 from titan_ckpt.placement import Shape
 from titan_ckpt.store import Store
+from titan_ckpt.strips import strides as row_major
 
 _LOCAL_HEADER_BYTES = 30
 _PICKLE_BYTES = 1 << 20
@@ -161,11 +162,7 @@ def _strides(arguments: Any, chunk: Chunk, where: str) -> Shape | None:
         raise DamagedError(
             f"{where}: stored with sizes {tuple(found)}, offset {offset}, {num_elements} elements; expected {chunk.box.sizes}"
         )
-    expected, step = [], 1
-    for size in reversed(chunk.box.sizes):
-        expected.append(step)
-        step *= max(size, 1)
-    pairs = zip(strides, reversed(expected), found, strict=True)
+    pairs = zip(strides, row_major(chunk.box.sizes), found, strict=True)
     reach = sum((size - 1) * stride for size, stride in zip(found, strides, strict=True)) if 0 not in found else -1
     if min(strides, default=0) < 0 or reach >= max(num_elements, 1):
         raise DamagedError(f"{where}: stored with strides {tuple(strides)}, which leave its {num_elements} elements")

@@ -309,5 +309,5 @@ def describe_start(start: Start, progress: Progress) -> str:
     if start.checkpoint is None:
         return "starting from scratch"
     mesh = start.checkpoint.manifest.mesh
-    what = "weights" if start.model_only else f"step {progress.step}, {progress.samples} samples"
-    return f"resuming from {start.checkpoint} ({what}, saved on mesh {mesh})"
+    what = f"step {progress.step}, {progress.samples} samples" if progress.step else "weights"
+    return f"resuming from {start.checkpoint} ({what}{'' if mesh is None else f', saved on mesh {mesh}'})"
