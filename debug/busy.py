@@ -83,8 +83,11 @@ def _spoken(frame: Frame) -> str:
 
 
 def _words(texts: Sequence[str]) -> list[str]:
-    joined = _FILE_LOCK.sub("", "\n".join(texts))  # another process holds it, not a thread
-    return [subtype for subtype, words in _BUSY if words.search(joined)]
+    joined = "\n".join(texts)
+    found = [subtype for subtype, words in _BUSY if words.search(joined)]
+    if "python_lock" in found and _FILE_LOCK.search(joined):  # which another process holds, no thread
+        found.remove("python_lock")
+    return found
 
 
 _RECORDER_TALK = re.compile(r"flight recorder|SIGTERM|monitor:|dump|WorkerServer", re.IGNORECASE)

@@ -24,18 +24,20 @@ def deadlock(run: Run, cycle: tuple[int, ...], edges: Sequence[Edge], states: Ma
     one_sided = [edge for edge in inside if edge.is_p2p]
     if one_sided:
         missing = tuple(sorted({edge.awaited for edge in one_sided if not _in_p2p(inside, edge.awaited)}))
-        first = one_sided[0]
+        stray = _misdirected(run, one_sided, missing)
+        missing = missing if stray is None else (stray,)
+        first = next((edge for edge in one_sided if edge.awaited in missing), one_sided[0])
         return _verdict(
             run, "P2P_MISSING_PEER", "", missing or (first.awaited,),
             tuple(sorted((set(cycle) | set(outside)) - set(missing))), [*one_sided, *(e for e in inside if not e.is_p2p)],
             states, 0.9,
-            f"rank {first.waiter} waits for rank {first.awaited}'s half of a send/recv pair, which rank {first.awaited} left "
-            "out: it waits elsewhere",
-            ("look for the branch that leaves the send or recv out on that rank",),
+            f"rank {first.waiter} waits for rank {first.awaited}'s half of a send/recv pair, which rank {first.awaited} "
+            + ("left out: it waits elsewhere" if stray is None else "addressed to a rank that does not expect it"),
+            ("look for the branch that leaves the send or recv out on that rank, or gives it another peer",),
         )  # fmt: skip
-    stray = _stray(run, cycle, inside)
-    if stray is not None:
-        rank, right, wrong = stray
+    lost = _stray(run, cycle, inside)
+    if lost is not None:
+        rank, right, wrong = lost
         victims = tuple(sorted((set(cycle) | set(outside)) - {rank}))
         return _verdict(
             run, "WRONG_GROUP", "", (rank,), victims, inside, states, 0.85,
@@ -50,6 +52,21 @@ def deadlock(run: Run, cycle: tuple[int, ...], edges: Sequence[Edge], states: Ma
         f"ranks {_list(cycle)} entered operations of different groups in different orders and wait for each other",
         ("make every rank issue the operations of its groups in the same order",),
     )  # fmt: skip
+
+
+def _misdirected(run: Run, one_sided: Sequence[Edge], missing: Sequence[int]) -> int | None:
+    """The rank whose half a peer waits for, and which issued just such a half, but to a rank that it had never exchanged
+    anything with and that is not in P2P at all: it took the wrong peer."""
+    for edge in one_sided:
+        if edge.awaited not in missing:
+            continue
+        rank, table = edge.waiter, run.ranks[edge.waiter].operations
+        mine, others = _operation(run, edge), [other for other in one_sided if other.awaited == rank]
+        is_first = int(((table["p2p"] != 0) & (table["peer"] == edge.awaited)).sum()) == 1
+        expected = [operation for other in others if (operation := _operation(run, other)) is not None]
+        if mine is not None and is_first and any(operation.p2p != mine.p2p for operation in expected):
+            return rank
+    return None
 
 
 def _in_p2p(inside: Sequence[Edge], rank: int) -> bool:

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from titan_ckpt.debug import Run, Verdict, diagnose, open_run
+from titan_ckpt.debug.blackbox import HEADER_BYTES, RECORD
+from titan_ckpt.debug.hooks import BoxWriter
+from titan_ckpt.debug.records import RECV, SEND
 
 DUMPS = Path(__file__).parent / "data" / "flight_recorder"
 CASES: dict[str, dict[str, Any]] = json.loads((DUMPS / "MANIFEST.json").read_text())["cases"]
@@ -207,3 +210,22 @@ def test_ranks_that_one_signal_killed_together_are_one_verdict_and_later_ones_ar
     top = _leave(tmp_path, [1, -9, -9, -9], [13.0, 10.0, 10.5, 40.0], {1, 2, 3})
     assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "signal", (1, 2))
     assert "they were killed by SIGKILL" in top.headline
+
+
+@pytest.mark.parametrize(("earlier", "culprit"), [(0, 1), (2, 2)])
+def test_send_to_a_rank_never_sent_to_before_went_to_the_wrong_peer(earlier: int, culprit: int, tmp_path: Path) -> None:
+    """Rank 0 waits for rank 1, which sends to rank 2, which is in a collective: who is wrong tells whether 1 ever did so."""
+    recv, send, reduce, out = (1, RECV), (0, SEND), (2, 0), 1
+    whole = [[], [(*send, 2, n + 1, out) for n in range(earlier)], [(*recv, 1, n + 1, out) for n in range(earlier)]]
+    ends = [(*recv, 1, 1, 0), (*send, 2, earlier + 1, 0), (*reduce, -1, 1, 0)]
+    for rank in range(3):
+        box = BoxWriter(tmp_path / f"rank_{rank:05d}.box", rank=rank, world_size=3, capacity=8)
+        for number, name in enumerate(("send", "recv", "all_reduce")):
+            box.add_text("op", number, name)
+        box.add_text("group", 0, ["0", "default_pg", [0, 1, 2]])
+        for number, (op, direction, peer, seq, outcome) in enumerate([*whole[rank], ends[rank]], 1):
+            at = HEADER_BYTES + (number - 1) * RECORD.size
+            RECORD.pack_into(box.map, at, number, 0, 4, seq, 0, peer, 0, op, -1, direction, outcome, number)
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits) == ("P2P_MISSING_PEER", (culprit,))
+    assert f"for rank {culprit}'s half" in top.headline
