@@ -86,7 +86,9 @@ class Pane(Vertical):
     def set_title(self, text: str) -> None:
         """The line below the tabs."""
         suffix = f"   filter: {self.filter_text}" if self.filter_text else ""
-        self.query_one(".title", Static).update(" " + cut(text, self.size.width - len(suffix) - 1) + suffix)
+        self.query_one(".title", Static).update(
+            " " + cut(text, (self.size.width or self.app.size.width) - len(suffix) - 1) + suffix
+        )
 
     # -- what a screen may override
 

@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 from titan_ckpt.tui.app import TitanApp
 
 _FONT_FACES = re.compile(r"@font-face\s*\{[^}]*\}")
-_POLL_S = 0.02
+_POLL_S, _HOPS = 0.02, 5
 
 
 def write_screenshot(app: TitanApp, path: str, *, width: int, height: int, keys: tuple[str, ...] = ()) -> None:
@@ -32,10 +32,18 @@ async def _take(app: TitanApp, size: tuple[int, int], keys: tuple[str, ...]) -> 
 
 async def settled(app: TitanApp, pilot: Pilot[None]) -> None:
     """Wait until nothing is being read or computed, and all of it is painted."""
-    await pilot.pause()
+    await _rested(pilot)
     has_waited = False
     while not app.is_settled:
         await asyncio.sleep(_POLL_S)
         has_waited = True
     if has_waited:
-        await pilot.pause()
+        await _rested(pilot)
+
+
+async def _rested(pilot: Pilot[None]) -> None:
+    """Wait for every widget's messages and for those that they lead to (a key, a layout, a size, rows): on a machine that others
+    load, a processor that looks idle, which is all that one pause waits for, says little."""
+    for _ in range(_HOPS):
+        await pilot.pause(0)
+    await pilot.pause()
