@@ -344,15 +344,6 @@ def subset_new_group(job: Job) -> None:
     job.step(3)
 
 
-def group_conflict(job: Job) -> None:
-    """The culprit leaves a rank out of a group's members."""
-    job.warm_up()
-    members = [rank for rank in range(job.size) if not (job.is_culprit and rank == (job.culprit + 1) % job.size)]
-    group = dist.new_group(members)
-    dist.all_reduce(torch.ones(4), group=group)
-    job.step(3)
-
-
 # ------------------------------------------------------------------------------------------------- slow and healthy
 
 
@@ -408,7 +399,7 @@ CASES: dict[str, Callable[[Job], None]] = {
         ok, gc_pause, subset_groups, async_not_waited, skip, order, op_type, size, dtype, extra_collective, finished_early,
         wrong_group, dataloader, checkpoint_io, python_lock, gil_held, user_code, gc_storm, teardown, ring_overflow, chain,
         sigkill, segfault, sigstop, exception, out_of_memory, p2p_missing, p2p_size, p2p_cycle, p2p_batch, subset_new_group,
-        group_conflict, straggler,
+        straggler,
     )
 }  # fmt: skip
 CASES["init_hang"] = ok

@@ -88,7 +88,6 @@ CASES: Mapping[str, Truth] = {
     "p2p_cycle": Truth(verdict="P2P_CYCLE", everyone=True, text="everybody receives before sending"),
     "p2p_batch": Truth(verdict="P2P_MISSING_PEER", text="a batch that lacks one send"),
     "subset_new_group": Truth(verdict="PG_INIT_HANG", subtype="new_group", text="new_group not called by one rank"),
-    "group_conflict": Truth(verdict="PG_CONFIG_CONFLICT", least_ranks=3, text="a rank leaves another out of a group's members"),
     "init_hang": Truth(verdict="PG_INIT_HANG", operations=0, text="a rank never joins"),
     "straggler": Truth(verdict="STRAGGLER", text="one rank is always late"),
 }  # fmt: skip

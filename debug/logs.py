@@ -51,6 +51,7 @@ _TIMEOUT = re.compile(
 _MISMATCH = re.compile(
     r"op\.preamble\.length <= op\.nbytes|data size doesn't match expected size|message truncated", re.IGNORECASE
 )
+_ARGUMENT = re.compile(r"enforce fail at \S*gloo/gloo/\w+\.cc")  # gloo's check of the caller's own arguments
 _COMM = re.compile(
     r"DistBackendError|DistNetworkError|DistStoreError|gloo/|NCCL (?:error|communicator|operation)|ProcessGroup(?:Gloo|NCCL)"
     r"|c10d|NCCLUtils"
@@ -82,6 +83,7 @@ class _Stream:
     last_step: int | None = None
     step_times: dict[int, float] = field(default_factory=dict)
     frames: list[Frame] | None = None
+    thread: str = ""
 
 
 def parse_rank_log(text: str, source: str, rank: int, *, since_s: float | None = None) -> RankLog:
@@ -167,7 +169,9 @@ def _take(stream: _Stream, number: int, line: str) -> None:
             stream.last_step = int(step.group(1))
             if stream.time_s is not None and len(stream.step_times) < 100_000:
                 stream.step_times.setdefault(stream.last_step, stream.time_s)
-    if line.startswith("Traceback (most recent call last)"):
+    if line.startswith("Exception in thread "):
+        stream.thread = line.removeprefix("Exception in thread ").rstrip(":\n ")[:100]
+    elif line.startswith("Traceback (most recent call last)"):
         stream.frames = []
     elif stream.frames is not None and (frame := _FRAME.match(line)):
         if len(stream.frames) < 200:
@@ -202,6 +206,8 @@ def _events_of(stream: _Stream, number: int, line: str) -> None:
         kind = "sigterm"
     if kind and raised and (call := _torch_call(stream.frames or [])):
         values["call"] = call
+    if kind and raised and stream.thread:
+        values["thread"], stream.thread = stream.thread, ""
     if kind:
         frame = user_frame(reversed(stream.frames)) if raised and stream.frames else None
         stream.events.append(
@@ -230,6 +236,8 @@ def kind_of_error(line: str) -> str:
     """Whether an error is the program's own, or what a rank feels of its peers' trouble."""
     if _MISMATCH.search(line):
         return "comm_mismatch"
+    if _ARGUMENT.search(line):
+        return "exception"
     if _OOM.search(line):
         return "oom"
     if _CLOSED.search(line):

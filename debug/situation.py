@@ -70,7 +70,7 @@ def own_exception(record: RankRecord) -> LogEvent | None:
 
     A traceback is preferred over the log line that announces it, because it tells the line of code.
     """
-    events = record.log.events if record.log else ()
+    events = [event for event in (record.log.events if record.log else ()) if not _was_survived(record, event)]
     first = next((event for event in events if event.kind in _FAILURES), None)
     if first is None or first.kind not in ("exception", "oom"):
         return None
@@ -78,6 +78,17 @@ def own_exception(record: RankRecord) -> LogEvent | None:
         return None
     same = (event for event in events if event.frame and event.kind == first.kind)
     return next(same, first)
+
+
+def _was_survived(record: RankRecord, event: LogEvent) -> bool:
+    """Whether an exception ended a thread of the process only, whose main thread was seen to hang, or had to be told to end."""
+    has_lived = hang_stack(record) is not None or (record.exit is not None and record.exit.was_told)
+    return bool(event.values.get("thread")) and has_lived
+
+
+def _lost_threads(record: RankRecord) -> list[Evidence]:
+    """The exceptions that ended threads of the process."""
+    return [_event(event) for event in (record.log.events if record.log else ()) if _was_survived(record, event)]
 
 
 def _dead(record: RankRecord) -> Situation | None:
@@ -281,9 +292,10 @@ def _by_stack(run: Run, record: RankRecord) -> Situation | None:
         file=frame.file, line=frame.line,
     ) if frame else Evidence(text="main thread", rank=record.rank, source=stack.source)  # fmt: skip
     detail, why = ("", None) if kind != ON_CPU else busy_with(record, stack)
+    words = last_words(record) if kind == ON_CPU else ()
     return Situation(
         rank=record.rank, kind=kind, detail=detail, frame=frame, call=call, confidence=0.9,
-        evidence=tuple(item for item in (seen, why, *(last_words(record) if kind == ON_CPU else ())) if item),
+        evidence=tuple(item for item in (seen, why, *_lost_threads(record)[:1], *words) if item),
     )  # fmt: skip
 
 
