@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,7 @@ class TorchtitanCheckpoint(Checkpoint):
     theirs: Checkpoint
     origins: Mapping[str, Origin]
     _blobs: dict[tuple[str, int], Chunk] = field(default_factory=dict, repr=False)
+    _locks: dict[tuple[str, int], Lock] = field(default_factory=dict, repr=False)
 
     @cached_property
     def digests(self) -> bytes | None:
@@ -117,8 +119,9 @@ class TorchtitanCheckpoint(Checkpoint):
     def _blob(self, chunk: Chunk) -> Chunk:
         """A chunk of theirs with its payload's place, looked for once."""
         key = (chunk.file, chunk.offset)
-        if key not in self._blobs:
-            self._blobs[key] = self.theirs.locate(chunk, row_major=False)
+        with self._locks.setdefault(key, Lock()):
+            if key not in self._blobs:
+                self._blobs[key] = self.theirs.locate(chunk, row_major=False)
         return self._blobs[key]
 
 

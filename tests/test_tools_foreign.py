@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
 import pytest
@@ -135,6 +136,34 @@ def test_an_interrupted_copy_is_no_checkpoint_and_goes_on(run: Path, tmp_path: P
     report = copy_checkpoint(source, FileStore(str(tmp_path / "mirror")))
     assert (report.copied_bytes, report.was_committed) == (0, False)
     assert verify(str(tmp_path / "mirror"), read_data=True) == []
+
+
+class _Together(FileStore):
+    """Once `is_waiting`, answers nobody before two have asked."""
+
+    is_waiting = False
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._asked, self._both, self._lock = 0, Event(), Lock()
+
+    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        if self.is_waiting:
+            with self._lock:
+                self._asked += 1
+                if self._asked == 2:
+                    self._both.set()
+            assert self._both.wait(30), "reads come one after another"
+        return super().read(path, start, length)
+
+
+def test_the_places_in_blobs_are_looked_for_side_by_side(run: Path) -> None:
+    store = _Together(str(run))
+    checkpoint = open_checkpoint(str(run), store=store)
+    store.is_waiting = True
+    target = {name: torch.zeros_like(value) for name, value in state(10).items() if isinstance(value, torch.Tensor)}
+    load(checkpoint, target)
+    assert all(torch.equal(tensor, state(10)[name]) for name, tensor in target.items())
 
 
 def test_damage_is_never_copied_into_a_checkpoint(run: Path, tmp_path: Path) -> None:

@@ -82,6 +82,16 @@ class _Read:
     source: Callable[[memoryview], None] | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A box of a stored tensor that lies in one chunk, and the memory for it."""
+
+    entry: TensorEntry
+    chunk: Chunk
+    box: Box
+    target: torch.Tensor
+
+
 def load(
     checkpoint: Checkpoint | str, state: MutableMapping[str, Any], *, policy: LoadPolicy | None = None
 ) -> LoadReport:
@@ -224,6 +234,7 @@ class ReadPlan:
 
     def __init__(self, checkpoint: Checkpoint, policy: LoadPolicy, report: LoadReport) -> None:
         self._checkpoint, self._policy, self._report = checkpoint, policy, report
+        self._parts: list[_Part] = []
         self._reads: list[_Read] = []
         self._afterwards: list[Callable[[], None]] = []
 
@@ -249,20 +260,28 @@ class ReadPlan:
             part = chunk.box.intersect(box)
             if part is not None:
                 covered += part.num_elements
-                self._add_chunk(self._checkpoint.locate(chunk, row_major=False), entry, part, box, target)
+                self._parts.append(_Part(entry, chunk, part, _narrow(target, part.relative_to(box))))
         if covered != box.num_elements:
             raise DamagedError(
                 f"{self._checkpoint}: {entry.fqn}: chunks hold {covered} of the {box.num_elements} elements of {box}"
             )
 
-    def _add_chunk(self, chunk: Chunk, entry: TensorEntry, part: Box, box: Box, target: torch.Tensor) -> None:
-        inner, outer = part.relative_to(chunk.box), part.relative_to(box)
+    def _located(self, pool: ThreadPoolExecutor) -> Iterable[Chunk]:
+        """The chunks of all parts. In a blob that others wrote the place takes some small reads, which run side by side."""
+        chunks = [part.chunk for part in self._parts]
+        if all(chunk.payload_offset >= 0 for chunk in chunks):
+            return chunks
+        return pool.map(partial(self._checkpoint.locate, row_major=False), chunks)
+
+    def _add_chunk(self, wanted: _Part, chunk: Chunk) -> None:
+        """Read what is wanted of a chunk whose payload's place is known."""
+        entry, part, view = wanted.entry, wanted.box, wanted.target
+        inner = part.relative_to(chunk.box)
         needs_whole = self._policy.verify == "all" and part != chunk.box
         inner_read = Box.whole(chunk.box.sizes) if needs_whole else inner
-        size = target.element_size()
+        size = view.element_size()
         strides = chunk.strides or row_major(chunk.box.sizes)
         first, last = _span(inner_read, strides)
-        view = _narrow(target, outer)
         expected = self._digest(chunk, entry) if inner_read.sizes == chunk.box.sizes else None
         path, payload = self._checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset
         start = payload + (first * size if chunk.codec == RAW else 0)
@@ -296,6 +315,8 @@ class ReadPlan:
         """Read everything, in parallel; the first error ends it."""
         store = self._checkpoint.store
         with ThreadPoolExecutor(max_workers=self._policy.threads, thread_name_prefix="titan-ckpt-load") as pool:
+            for part, chunk in zip(self._parts, self._located(pool), strict=True):
+                self._add_chunk(part, chunk)
             futures = [pool.submit(_fetch, store, group) for group in _group(self._reads)]
             try:
                 for future in futures:
