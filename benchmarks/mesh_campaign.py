@@ -21,6 +21,7 @@ from tests.trainer_curves import SMALL, Curve, Run, relative_error, single, trai
 from titan_ckpt.trainer.parallel_config import ParallelConfig, mesh_spec
 
 BAR = 1e-5
+TIMEOUT_S = 900.0  # sixteen ranks on two cores
 DEEP = replace(SMALL, n_layers=8)
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MESHES: dict[int, list[ParallelConfig]] = {
@@ -82,7 +83,7 @@ def main(words: list[str]) -> int:
     for word in words:
         world = 4 if word == "precision" else int(word)
         cases = NARROW if word == "precision" else [(mesh, BAR) for mesh in MESHES[world]]
-        with RankPool(world) as pool:
+        with RankPool(world, timeout_s=TIMEOUT_S) as pool:
             bars = [row(pool, parallel, expected, world, bar) for parallel, bar in cases]
         title = "Precision: curves of 4 ranks" if word == "precision" else f"One loss curve: meshes of {world} ranks"
         write_section(f"mesh campaign {word}", title, bars, notes)

@@ -20,9 +20,10 @@ TIMEOUT_S = 120.0
 
 
 class RankPool:
-    """`world_size` processes that form one gloo process group."""
+    """`world_size` processes that form one gloo process group; each answers within `timeout_s`."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         context = multiprocessing.get_context("spawn")
         port = free_port()
         self._pipes: list[Connection] = []
@@ -52,9 +53,9 @@ class RankPool:
         return [value for _, value in answers]
 
     def _receive(self, rank: int) -> Any:
-        if not self._pipes[rank].poll(TIMEOUT_S):
+        if not self._pipes[rank].poll(self._timeout_s):
             self.close()
-            raise AssertionError(f"rank {rank} did not answer in {TIMEOUT_S} s")
+            raise AssertionError(f"rank {rank} did not answer in {self._timeout_s} s")
         return self._pipes[rank].recv()
 
     def close(self) -> None:
