@@ -1,6 +1,6 @@
 """Resharding from S3 to S3 beside plain ranged GETs and a plain multipart PUT of the same bytes, on a real server on loopback.
 
-    python -m benchmarks.reshard_s3 [--size 0.5] [--rounds 3]        needs what core_s3 needs
+    python -m benchmarks.reshard_s3 [--size 1] [--rounds 3]        needs what core_s3 needs
 
 Then the reason to reshard at all: four ranks load on the target mesh, from the source as it is and from the resharded one.
 """
@@ -74,7 +74,7 @@ def load_on(_rank: int, url: str, mesh: str, like: str) -> tuple[float, int, int
 def main() -> None:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=float, default=0.5, help="GB of state")
+    parser.add_argument("--size", type=float, default=1.0, help="GB of state")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
