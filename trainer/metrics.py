@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import IO, Any, Protocol
 
 import torch
@@ -97,6 +97,9 @@ class StepMetrics:
         if self.committed_step is not None:
             parts.append(f"committed {self.committed_step}")
         return "  ".join(parts)
+
+
+_STEP_FIELDS = tuple(field.name for field in fields(StepMetrics))
 
 
 class Sink(Protocol):
@@ -192,7 +195,7 @@ class MetricsLog:
         """A finished step."""
         if self._sinks:
             log.info("%s", metrics.line(self._total_steps))
-            self.event("step", **asdict(metrics))
+            self.event("step", **{name: getattr(metrics, name) for name in _STEP_FIELDS})
 
     def progress(self, step: int) -> None:
         """Every step, logged or not: the bar."""
