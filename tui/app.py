@@ -132,10 +132,10 @@ class TitanApp(App[None]):
     def _opened(self, content: Content) -> None:
         cursor = self.pane.body.cursor
         self._above.append((self.session, cursor))
-        self.call_next(self._show_session, Session(content=content, clock=self.session.clock), 0, is_new=True)
+        self.call_next(self._show_session, Session(content=content, clock=self.session.clock), None)
 
-    async def _show_session(self, session: Session, cursor: int, *, is_new: bool = False) -> None:
-        """All screens anew, over another session."""
+    async def _show_session(self, session: Session, cursor: int | None) -> None:
+        """All screens anew, over another session: one shown before, with its cursor, or a new one, which has none yet."""
         self._loader.close()
         self.session, self._history = session, []
         self._loader = Loader(self, session, self._on_loaded, self.say)
@@ -145,10 +145,11 @@ class TitanApp(App[None]):
             await panes.remove_children()
             for pane in PANES:
                 await panes.add_content(pane(session))
-            if is_new:
+            if cursor is None:
                 self._loader.load_all()
             self.show_number(CheckpointsPane.number)
-        self.call_after_refresh(self.pane.body.move_to, cursor)
+        if cursor is not None:  # a new list finds its first line by itself, perhaps before this
+            self.call_after_refresh(self.pane.body.move_to, cursor)
 
     # -------------------------------------------------------------------------------------------------- loading
 
