@@ -121,6 +121,9 @@ def test_damage_is_said_and_the_good_step_before_is_taken(
 def test_nothing_committed_is_an_error_that_says_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(NotCommittedError, match="empty or does not exist"):
         open_checkpoint(str(tmp_path / "none"))
+    (tmp_path / "dump.json").write_text("{}")
+    with pytest.raises(NotCommittedError, match="it has no step folder"):
+        open_checkpoint(str(tmp_path))
     save(str(tmp_path), {"w": torch.zeros(2)}, step=5)
     (tmp_path / "step-00000005" / "COMMIT.json").unlink()
     with pytest.raises(NotCommittedError, match="begun but not committed"):

@@ -194,7 +194,8 @@ def _what_is_there(store: Store) -> str:
     steps = _steps(store)
     if steps:
         return f"steps {', '.join(map(str, steps[-3:]))} were begun but not committed"
-    return "it has no step folder" if store.folders() else "the folder is empty or does not exist"
+    has_something = bool(store.folders()) or next(store.list(), None) is not None
+    return "it has no step folder" if has_something else "the folder is empty or does not exist"
 
 
 def _steps(store: Store) -> list[int]:
