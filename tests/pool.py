@@ -85,8 +85,11 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from titan_ckpt.trainer.gloo import one_thread_groups
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    with one_thread_groups():
+        dist.init_process_group("gloo")
     while True:
         try:
             function, arguments = pipe.recv()

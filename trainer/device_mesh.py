@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.mesh import FOLD, MeshSpec
+from titan_ckpt.trainer.gloo import one_thread_groups
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
@@ -66,6 +67,11 @@ class RankMesh:
 
 def init_rank_mesh(spec: MeshSpec, device: torch.device) -> RankMesh:
     """Build the groups; collective. Starts a group of one by itself when torch.distributed was not started."""
+    with one_thread_groups():
+        return _init_rank_mesh(spec, device)
+
+
+def _init_rank_mesh(spec: MeshSpec, device: torch.device) -> RankMesh:
     _ensure_process_group(spec, device)
     fsdp_axis = FOLD.join(axis for axis in ("dp_shard", "cp") if spec.degree(axis) > 1) or "dp_shard"
     names = [a for a in ("pp", "dp_replicate", fsdp_axis, "tp") if spec.degree(a) > 1 or a == fsdp_axis]
@@ -96,7 +102,8 @@ def pipeline_ends(spec: MeshSpec) -> dist.ProcessGroup | None:
         place = spec.coordinate(rank)
         if place["pp"] in (0, pp - 1):
             ends.setdefault(tuple(p for axis, p in place.items() if axis != "pp"), []).append(rank)
-    group, _ = dist.new_subgroups_by_enumeration(list(ends.values()))  # type: ignore[no-untyped-call]
+    with one_thread_groups():
+        group, _ = dist.new_subgroups_by_enumeration(list(ends.values()))  # type: ignore[no-untyped-call]
     assert group is None or isinstance(group, dist.ProcessGroup)
     return group
 

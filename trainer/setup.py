@@ -39,6 +39,7 @@ from titan_ckpt.trainer.config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.data import BatchShape, Dataset, open_dataset, unigram_entropy
 from titan_ckpt.trainer.device_mesh import BACKENDS, RankMesh
 from titan_ckpt.trainer.exporting import Exporter
+from titan_ckpt.trainer.gloo import one_thread_groups
 from titan_ckpt.trainer.goodput import goodput, parse_metrics
 from titan_ckpt.trainer.job import Job, Outcome
 from titan_ckpt.trainer.launch import StoppedError, is_launched_here, launched_at_s, write_error
@@ -279,7 +280,8 @@ def _incident_name(place: RankPlace) -> str:
 
 def _join(place: RankPlace, backend: str, timeout: timedelta) -> None:
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        with one_thread_groups():
+            dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         where = (
             f"{os.environ.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{os.environ.get('MASTER_PORT', '(no MASTER_PORT)')}"
