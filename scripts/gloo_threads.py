@@ -34,7 +34,9 @@ def main() -> None:
     with one_thread_groups() if options.one else contextlib.nullcontext():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
-    print(f"{_loop(options.seconds, dist.group.WORLD.group_name):,} collectives in {options.seconds:g} s, no crash")
+    sys.stdout.write(
+        f"{_loop(options.seconds, dist.group.WORLD.group_name):,} collectives in {options.seconds:g} s, no crash\n"
+    )
     dist.destroy_process_group()
 
 

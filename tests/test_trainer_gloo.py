@@ -27,9 +27,7 @@ def threads_of(group: dist.ProcessGroup) -> int:
 def threads_of_a_mesh(rank: int, text: str, interface: str) -> dict[str, int]:
     os.environ[INTERFACES] = interface
     mesh = init_rank_mesh(MeshSpec.parse(text), CPU)
-    groups: dict[str, Any] = {name: mesh.group(name) for name in mesh.names} | {
-        "cp": mesh.cp_group
-    }
+    groups: dict[str, Any] = {name: mesh.group(name) for name in mesh.names} | {"cp": mesh.cp_group}
     groups |= {"world": dist.group.WORLD, "ends": pipeline_ends(mesh.spec)}
     for group in groups.values():
         if group is not None:
