@@ -57,6 +57,10 @@ def _has_disk(size_bytes: int) -> str:
     return "" if free > size_bytes else f"{size_bytes // GB} GB of disk wanted, {free // GB} GB free"
 
 
+def _s3_peers() -> str:
+    return _is_installed("obstore", "s3torchconnector", "s3fs", "tenacity")  # the last: s3torchconnector's DCP storage
+
+
 def _nothing() -> str:
     return ""
 
@@ -82,7 +86,7 @@ class Suite:
 
 SUITES = (
     Suite(name="core_local", module="core_local"),
-    Suite(name="core_s3", module="core_s3", missing=lambda: _is_installed("obstore", "s3torchconnector", "s3fs", "tenacity")),
+    Suite(name="core_s3", module="core_s3", missing=_s3_peers),
     Suite(name="core_scale", module="core_scale"),
     Suite(name="core_codec", module="core_codec"),
     Suite(name="core_torchtitan", module="core_torchtitan", needs_titan=True),
@@ -92,7 +96,7 @@ SUITES = (
         name="reshard_local_8", module="reshard_local", limit_s=1800.0, missing=lambda: _has_disk(40 * GB),
         arguments=("--gb", "8", "--folder", ".bench", "--without-dcp"),
     ),
-    Suite(name="reshard_s3", module="reshard_s3", missing=lambda: _is_installed("obstore", "s3torchconnector", "s3fs", "tenacity")),
+    Suite(name="reshard_s3", module="reshard_s3", missing=_s3_peers),
     Suite(name="reshard_plan_scale", module="reshard_plan_scale"),
     Suite(name="trainer_vs_torchtitan", module="trainer_vs_torchtitan", limit_s=1800.0, needs_titan=True),
     Suite(name="trainer_gpu", module="trainer_gpu", limit_s=1800.0, needs_titan=True, missing=_has_gpu),

@@ -3,21 +3,17 @@
 The methods of torch's `ProcessGroup` class are wrapped, not the functions of `torch.distributed`: so `from torch.distributed
 import all_reduce`, `batch_isend_irecv`, FSDP and pipelines are all seen, whenever they were imported. (Functional
 collectives are issued from C++ and stay in the Flight Recorder only; sequence numbers come from the group itself, so both
-agree.) One operation costs two microseconds, its end included, one of which is to be called at all and to ask torch for the
-number: so what every operation goes through are closures, which look no attribute up, and what can be said once (of a group,
-a dtype, a call site) is said once.
+agree.) What every operation goes through is in `titan_ckpt.debug.ring`, in C where it could be compiled; what can be said once
+(of a group, a dtype, a call site) is said once, here.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import mmap
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -27,20 +23,15 @@ import torch.distributed as dist
 import xxhash
 
 from titan_ckpt.debug.blackbox import (
-    BEGIN,
     CAPACITY,
     COUNT,
     COUNT_AT,
-    ENDED,
-    ENDED_AT,
     HEADER,
     HEADER_BYTES,
     HEARTBEAT,
     HEARTBEAT_AT,
     MAGIC,
-    OUTCOME_AT,
     PHASES,
-    RAISED,
     RECORD,
     TEXT_BYTES,
     TEXT_END,
@@ -50,6 +41,7 @@ from titan_ckpt.debug.blackbox import (
     pack_members,
 )
 from titan_ckpt.debug.records import RECV, SEND
+from titan_ckpt.debug.ring import NO_PEER, AnyRing, Group, new_ring
 
 # Method of ProcessGroup -> (name as the Flight Recorder writes it, which argument holds the tensors that ranks share).
 COLLECTIVES: Mapping[str, tuple[str, int]] = {
@@ -84,8 +76,8 @@ _DTYPES = {  # as the Flight Recorder writes them
     torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
 }  # fmt: skip
 _LIBRARY = os.path.dirname(dist.__file__)
-_DECORATORS = (__file__, "typing_extensions.py", "contextlib.py")  # of torch's functions
-_NO_PEER, _NO_DTYPE = 0xFFFFFFFF, 0xFFFF
+_RING = os.path.join(os.path.dirname(__file__), "ring.py")
+_DECORATORS = (__file__, _RING, "typing_extensions.py", "contextlib.py")  # the last two: of torch's functions
 
 
 class BoxWriter:
@@ -140,48 +132,32 @@ class BoxWriter:
         self.beat()
 
 
-@dataclass(slots=True, kw_only=True)
-class _Group:
-    """A process group as the hooks know it: its place in the box's table (shifted to where `what` has it), and how far the
-    number of its next collective is ahead of torch's counter, which with gloo counts sends and receives too."""
-
-    place: int
-    shifted_place: int
-    members: list[int]
-    is_gloo: bool
-    counted: Callable[[], int]
-    ahead: int = 1
-
-
 class Hooks:
     """The wrapped methods of ProcessGroup and Work, as long as they are installed."""
 
-    def __init__(self, box: BoxWriter) -> None:
+    def __init__(self, box: BoxWriter, make_ring: Callable[..., AnyRing] = new_ring) -> None:
         self._box = box
-        self._groups: dict[Any, _Group] = {}
+        self._groups: dict[Any, Group] = {}
         self._dtypes: dict[Any, int] = {}
-        self._sites: dict[Any, int] = {}
-        self._slots: dict[int, int] = {}
         self._originals: list[tuple[type, str, Any]] = []
-        self._codes: list[CodeType] = []
-        self._inside: dict[int, bool] = {}
-        self._wrapped: dict[int, int] = {}
+        self._codes: dict[int, CodeType] = {}
         self._num_sites = 0
-        self._ended_ns = [0]
-        self._record = self._recorder()
+        layers = {id(code): layers for code, layers in _wrapped_functions()}
+        self._ring = make_ring(box.map, box.capacity, self, self._dtypes, layers)
 
-    @property
     def progress(self) -> int:
-        """A number that changes whenever an operation is issued or waited for."""
-        return self._box.count + self._ended_ns[0]
+        """A number that changes whenever an operation is issued or waited for; the box is told how many there are."""
+        self._box.count = self._ring.count
+        return self._box.count + self._ring.ended_ns
 
     def install(self) -> None:
         """Wrap; undone by `remove`."""
-        self._wrapped.update({id(code): layers for code, layers in _wrapped_functions()})
         ops: dict[str, int] = {}
         for method, (name, argument) in COLLECTIVES.items():
             if hasattr(dist.ProcessGroup, method):
-                self._replace(dist.ProcessGroup, method, self._collective(method, self._op(ops, name), argument))
+                original, what = getattr(dist.ProcessGroup, method), self._op(ops, name) << 48 | NO_PEER
+                wrapped = self._ring.collective(original, what, argument, self._groups)
+                self._replace(dist.ProcessGroup, method, wrapped)
         for method, direction in POINT_TO_POINT.items():
             self._replace(dist.ProcessGroup, method, self._point_to_point(method, self._op(ops, method), direction))
         self._replace(dist.Work, "wait", self._wait(dist.Work.wait))
@@ -192,7 +168,8 @@ class Hooks:
             setattr(owner, name, original)
         self._originals.clear()
         self._groups.clear()
-        self._slots.clear()
+        self.progress()
+        self._ring.close()
 
     def _replace(self, owner: type, name: str, wrapped: Any) -> None:
         # What stands in the class, not what getattr makes of it: a pybind11 method loses its `self` on the way.
@@ -205,155 +182,80 @@ class Hooks:
             self._box.add_text("op", ops[name], name)
         return ops[name]
 
-    def _collective(self, method: str, op: int, argument: int) -> Callable[..., Any]:
-        original = getattr(dist.ProcessGroup, method)
-        record, group_of, slots = self._record, self._groups.get, self._slots
-        what = op << 48 | _NO_PEER
-
-        def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
-            known = group_of(group) or self._add_group(group)
-            tensors = args[argument] if 0 <= argument < len(args) else None
-            at = record(known.counted() + known.ahead, what | known.shifted_place, 0, tensors)
-            work = original(group, *args, **kwargs) if kwargs else original(group, *args)
-            if work is None:
-                self._ended(at)
-            else:
-                slots[id(work)] = at
-            return work
-
-        return issue
-
     def _point_to_point(self, method: str, op: int, direction: int) -> Callable[..., Any]:
         original = getattr(dist.ProcessGroup, method)
-        record, group_of, slots = self._record, self._groups.get, self._slots
+        record, await_, group_of = self._ring.record, self._ring.await_, self._groups.get
         sequence: dict[tuple[int, int], int] = {}
 
         def issue(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
-            known = group_of(group) or self._add_group(group)
+            known = group_of(group) or self.add_group(group)
             known.ahead -= known.is_gloo
             pair = (known.place, peer)
             seq = sequence[pair] = sequence.get(pair, 0) + 1
-            rank = known.members[peer] if 0 <= peer < len(known.members) else _NO_PEER
-            slot = record(seq, op << 48 | known.shifted_place | rank, direction << 16, tensors)
+            rank = known.members[peer] if 0 <= peer < len(known.members) else NO_PEER
+            at = record(seq, op << 48 | known.shifted_place | rank, direction << 16, tensors)
             work = original(group, tensors, peer, *args, **kwargs)
-            slots[id(work)] = slot
+            await_(work, at)
             return work
 
         return issue
 
     def _wait(self, original: Any) -> Callable[..., Any]:
-        pop, data, ended_ns = self._slots.pop, self._box.map, self._ended_ns
-        pack, now_ns, raised_at = ENDED.pack_into, time.time_ns, OUTCOME_AT - ENDED_AT
+        # In Python, and by this name: `titan_ckpt.debug.situation` finds a rank that waits by this frame in its stack.
+        take, ended, raised = self._ring.take, self._ring.ended, self._ring.raised
 
         def wait(work: Any, *timeout: Any, **named: Any) -> Any:
-            at = pop(id(work), 0)
+            at = take(work)
             if not at:
                 return original(work, *timeout, **named)
             try:
                 result = original(work, *timeout, **named) if timeout or named else original(work)
             except BaseException:
-                data[at + raised_at] = RAISED
-                pack(data, at, now_ns())
+                raised(at)
                 raise
-            ended_ns[0] = now = now_ns()
-            pack(data, at, now)
+            ended(at)
             return result
 
         return wait
 
-    def _recorder(self) -> Callable[[int, int, int, Any], int]:
-        """What writes one record and gives the place of its end. `what` is the group, the operation and the peer in one number,
-        `kind` the direction. Code objects are known by identity (to hash one takes as long as all the rest), frames that are
-        always there are skipped."""
-        box, dtype_of, is_inside, site_of = self._box, self._dtypes.get, self._inside.get, self._sites.get
-        data, layers_of, find_site = box.map, self._wrapped.get, self._find_site
-        getframe, now_ns, pack = sys._getframe, time.time_ns, BEGIN.pack_into
-        ends = range(HEADER_BYTES + ENDED_AT, HEADER_BYTES + box.capacity * RECORD.size, RECORD.size)
-        next_end = itertools.cycle(ends).__next__
-
-        def record(seq: int, what: int, kind: int, tensors: Any) -> int:
-            while type(tensors) is list or type(tensors) is tuple:
-                tensors = tensors[0] if tensors else None
-            if tensors is None:
-                elements = -1
-                kind |= _NO_DTYPE
-            else:
-                elements = tensors.numel()
-                kind |= dtype_of(tensors.dtype) or self._add_dtype(tensors.dtype)
-            frame: Any = getframe(2)
-            layers = layers_of(id(frame.f_code))
-            if layers:
-                frame = getframe(3 + layers)
-            code, outer = id(frame.f_code), frame.f_back
-            if outer is not None and is_inside(code) is False:
-                site = site_of((code, frame.f_lasti, id(outer.f_code), outer.f_lasti)) or find_site(frame)
-            else:
-                site = find_site(frame)
-            box.count = number = box.count + 1
-            at = next_end()
-            pack(data, at - ENDED_AT, now_ns(), 0, elements, seq, site, what, kind, number & 0xFFFFFFFF)
-            return at
-
-        return record
-
-    def _find_site(self, frame: Any) -> int:
-        """The number of the first frame from `frame` outwards that is neither torch's nor ours, adding it."""
-        is_inside = self._inside.get
-        while True:
-            code, outer = id(frame.f_code), frame.f_back
-            known = is_inside(code)
-            if known is None:
-                known = self._add_code(frame.f_code)
-            if not known or outer is None:
-                break
-            frame = outer
-        place = (code, frame.f_lasti, id(outer.f_code), outer.f_lasti) if outer else (code, frame.f_lasti)
-        return self._sites.get(place) or self._add_site(place, frame)
-
-    def _ended(self, at: int) -> None:
-        self._ended_ns[0] = now = time.time_ns()
-        ENDED.pack_into(self._box.map, at, now)
-
-    def _add_code(self, code: CodeType) -> bool:
+    def add_code(self, code: CodeType) -> bool:
         """Whether a code object is torch's, ours, or what torch decorates its functions with."""
         if len(self._codes) >= MAX_CODES:  # a program that makes code as it goes
             self._codes.clear()
-            self._inside.clear()
-            self._sites.clear()
-        self._codes.append(code)  # as long as it lives, no other has its id
-        is_inside = self._inside[id(code)] = code.co_filename.startswith(_LIBRARY) or code.co_filename.endswith(
-            _DECORATORS
-        )
-        return is_inside
+            self._ring.forget()
+        self._codes[id(code)] = code  # as long as it lives, no other has its id
+        return code.co_filename.startswith(_LIBRARY) or code.co_filename.endswith(_DECORATORS)
 
-    def _add_group(self, group: Any) -> _Group:
+    def add_group(self, group: Any) -> Group:
+        """A process group, when it is used for the first time."""
         place = len(self._groups)
         members = dist.get_process_group_ranks(group)
         self._box.add_text("group", place, [group.group_name, group.group_desc, pack_members(members)])
         # the group's counter may have been moved by P2P before we came: 0 is right as long as the recorder starts first
-        known = self._groups[group] = _Group(
+        known = self._groups[group] = Group(
             place=place, shifted_place=place << 32, members=list(members), is_gloo=dist.get_backend(group) == "gloo",
             counted=group._get_sequence_number_for_group,
         )  # fmt: skip
         return known
 
-    def _add_dtype(self, dtype: Any) -> int:
+    def add_dtype(self, dtype: Any) -> int:
+        """A dtype, when it is used for the first time."""
         index = self._dtypes[dtype] = len(self._dtypes) + 1
         self._box.add_text("dtype", index, _DTYPES.get(dtype, str(dtype).removeprefix("torch.")))
         return index
 
-    def _add_site(self, key: Any, frame: FrameType) -> int:
+    def add_site(self, frame: FrameType) -> int:
+        """A call site, when it is met for the first time; the code of the frame around it names it too."""
         self._num_sites += 1
-        index = self._sites[key] = self._num_sites
-        if frame.f_back is not None and id(frame.f_back.f_code) not in self._inside:
-            self._add_code(frame.f_back.f_code)  # the key names it
+        if frame.f_back is not None:
+            self._codes[id(frame.f_back.f_code)] = frame.f_back.f_code
         stack: list[list[Any]] = []
         walker: FrameType | None = frame
         while walker is not None and len(stack) < MAX_STACK:
             stack.append([walker.f_code.co_filename, walker.f_lineno, walker.f_code.co_name])
             walker = walker.f_back
-        self._box.add_text("site", index, stack)
-        return index
+        self._box.add_text("site", self._num_sites, stack)
+        return self._num_sites
 
 
 def _wrapped_functions() -> Iterator[tuple[CodeType, int]]:

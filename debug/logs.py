@@ -263,7 +263,7 @@ def _seconds(date: str, clock: str) -> float | None:
 _LIBRARY = re.compile(
     r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<|importlib|/torch/(?:distributed|utils|nn|autograd|_|optim)"
 )
-_WRAPPER = re.compile(r"/debug/(?:hooks|recorder)\.py$")
+_WRAPPER = re.compile(r"/debug/(?:hooks|recorder|ring)\.py$")
 
 
 def is_library(frame: Frame) -> bool:

@@ -300,7 +300,7 @@ class Recorder:
             self._forget_stall()
 
     def _position(self) -> tuple[int, tuple[int, int]]:
-        return self._hooks.progress, self._box.phase
+        return self._hooks.progress(), self._box.phase
 
     def _be_patient(self) -> None:
         """Give our own dump time to import what it needs; the program may still take the GIL meanwhile and keep it."""

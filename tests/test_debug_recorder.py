@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.test_debug_ring import KINDS
 from titan_ckpt.cli import main
 from titan_ckpt.debug import diagnose
 from titan_ckpt.debug.blackbox import HEADER_BYTES, RECORD, pack_members, unpack_members
@@ -285,6 +286,9 @@ def test_watch_without_boxes_is_one_clear_error(tmp_path: Path, capsys: pytest.C
 CALLS = """
     import inspect, sys
     import torch, torch.distributed as dist
+    from titan_ckpt.debug import ring
+    if sys.argv[2] == "Python":
+        ring.compiled = None
     from titan_ckpt.debug.recorder import Recorder, _flight_recorder_dump
     folder = sys.argv[1]
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -320,12 +324,13 @@ CALLS = """
 """
 
 
-def test_call_sites_are_right_and_numbers_are_the_flight_recorders(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_call_sites_are_right_and_numbers_are_the_flight_recorders(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(CALLS))
     variables = {**os.environ, **environment(100)}
     output = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], env=variables, capture_output=True, text=True, check=True
+        [sys.executable, str(script), str(tmp_path), kind], env=variables, capture_output=True, text=True, check=True
     ).stdout
     found = BoxReader(interner := Interner()).parse((tmp_path / "box" / "rank_00000.box").read_bytes(), "box")
     sites = [interner.frames.values[position] for position in found.operations["frames"]]

@@ -16,6 +16,7 @@ import pytest
 
 import titan_ckpt
 from titan_ckpt.cli import main
+from titan_ckpt.debug.ring import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("trainer", "debug", "tui", "converters")
@@ -80,6 +81,21 @@ def test_the_wheel_holds_the_type_marker_the_styles_and_the_licence(wheel: Path)
     assert any(name.endswith("/LICENSE") for name in names)
 
 
+def test_the_wheel_holds_the_compiled_ring_and_without_a_compiler_only_the_one_in_python(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rings(built: Path) -> list[str]:
+        with zipfile.ZipFile(built) as archive:
+            return sorted(Path(name).name.partition(".")[0] for name in archive.namelist() if "ring." in name)
+
+    assert rings(wheel) == (["_ring", "ring"] if compiled is not None else ["ring"])
+    _copy_sources(tmp_path / "source")
+    monkeypatch.setenv("CC", "/bin/false")
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(tmp_path / "source"))
+    (built,) = tmp_path.glob("*.whl")
+    assert rings(built) == ["ring"]
+
+
 def test_an_editable_install_follows_the_sources_and_adds_one_name(tmp_path: Path) -> None:
     python = _environment(tmp_path / "venv")
     source = tmp_path / "source"
@@ -92,6 +108,8 @@ def test_an_editable_install_follows_the_sources_and_adds_one_name(tmp_path: Pat
     where = "import titan_ckpt, titan_ckpt.debug, titan_ckpt.errors as e; print(titan_ckpt.__file__, titan_ckpt.debug.__file__)"
     places = _run(python, "-c", where).stdout.split()
     assert all(Path(place).resolve().is_relative_to(source.resolve()) for place in places)
+    ring = _run(python, "-c", "import titan_ckpt.debug.ring as r; print(r.compiled is not None)").stdout
+    assert ring.strip() == str(compiled is not None)
     bare = _run(python, "-c", "import trainer", expected=1)
     assert "No module named 'trainer'" in bare.stderr
 
