@@ -1,11 +1,11 @@
 """Gloo groups that run their operations on one thread each.
 
 torch gives a gloo group two threads per device. Both write the name of the operation just done into one `std::string`, outside
-the group's lock (`ProcessGroupGloo::runLoop`, `lastCompletedWorkName`; seen in torch 2.13 and with the Flight Recorder off as
-well). Names that need the heap, as a functional all-gather's does, are then freed twice now and then: in a loop of functional
-collectives a rank died of SIGSEGV or SIGABRT after about three million of them, and a training run's rank once in some
-thousand runs. With one thread there is one writer. torch hands options to NCCL groups only, so the class that makes gloo
-groups is exchanged while groups are made.
+the group's lock (`ProcessGroupGloo::runLoop`, `lastCompletedWorkName`; in torch 2.13, the Flight Recorder on or off). Names that
+need the heap, as a functional all-gather's does, are then freed twice now and then: most loops of functional collectives died
+of SIGSEGV or SIGABRT within three million of them (`scripts/gloo_threads.py`), and a training run's rank once in some thousand
+runs. With one thread there is one writer. torch hands options to NCCL groups only, so the class that makes gloo groups is
+exchanged while groups are made.
 """
 
 from __future__ import annotations
