@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.report import Bar, write_section
+from titan_ckpt.budget import Budget
 from titan_ckpt.checkpoint import FULL, Checkpoint
 from titan_ckpt.estimate import estimate
-from titan_ckpt.execute import Budget
 from titan_ckpt.index import DIGEST_BYTES, RAW, ChunkTable, FileEntry, Manifest, TensorEntry
 from titan_ckpt.layout import data_file
 from titan_ckpt.mesh import MeshSpec

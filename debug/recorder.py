@@ -8,14 +8,13 @@ and on each occasion (stall, sigterm, exception, demand) `.<occasion>.pickle` (t
 `.<occasion>.stacks`. When something holds the GIL, a timer of the interpreter in C writes `.gil.stacks`, and torch's worker
 server, C++ too, answers at `.sock` (`debug collect` asks it).
 
-This is the one module of the room, with `hooks`, that imports torch.
+These are the modules of the room that import torch: this one, `hooks` and `worker_server`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import json
 import logging
@@ -23,7 +22,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -36,15 +34,14 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt.debug.blackbox import CAPACITY
-from titan_ckpt.debug.endpoint import MAX_SOCKET_PATH, is_answering
 from titan_ckpt.debug.hooks import BoxWriter, Hooks, phase_number
 from titan_ckpt.debug.own_stacks import all_stacks, with_source
 from titan_ckpt.debug.recorder_environment import environment
+from titan_ckpt.debug.worker_server import WorkerServer
 from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.store import open_store
 
 log = logging.getLogger(__name__)
-SERVER_START_S = 5.0
 
 DEFAULT_STALL_S = 120.0
 TICK_S = 0.25
@@ -81,8 +78,7 @@ class Recorder:
         self._sender: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
-        self._server: Any = None
-        self._endpoint = ""
+        self._server: WorkerServer | None = None
 
     @classmethod
     def start(
@@ -112,7 +108,7 @@ class Recorder:
 
     def _begin(self) -> None:
         self._hooks.install()
-        self._serve()
+        self._server = WorkerServer.start(self.folder / f"{self._stem}.sock")
         self._write_sidecar()
         faulthandler.enable(self._fatal_file)
         if threading.current_thread() is threading.main_thread():
@@ -174,7 +170,9 @@ class Recorder:
         ):  # a forked child has none of our threads, and the box is not its
             return
         self._ended.set()
-        self._stop_serving()
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
         self._box.stop()
         self._hooks.remove()
         faulthandler.cancel_dump_traceback_later()
@@ -233,34 +231,9 @@ class Recorder:
             "started_s": self._started_s,
             "utc_offset_s": time.localtime().tm_gmtoff,
             "torch": torch.__version__,
-            "endpoint": self._endpoint,
+            "endpoint": self._server.endpoint if self._server else "",
         }
         self._attempt(f"{self._stem}.sidecar.json", lambda: json.dumps(value).encode())
-
-    def _serve(self) -> None:
-        """Start torch's worker server on a socket of this user alone; without it all else works."""
-        server = getattr(torch._C._distributed_c10d, "_WorkerServer", None)
-        path = os.path.abspath(self.folder / f"{self._stem}.sock")
-        if server is None:
-            return
-        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-            path = os.path.join(tempfile.mkdtemp(prefix="titan-"), "sock")
-        Path(path).unlink(missing_ok=True)
-        try:
-            self._server, self._endpoint = server(path), path
-            os.chmod(path, 0o600)
-        except (OSError, RuntimeError) as error:
-            log.warning("rank %d: no worker server at %s: %s", self.rank, path, error)
-
-    def _stop_serving(self) -> None:
-        if self._server is None:
-            return
-        end_server(self._server, self._endpoint)
-        self._server = None
-        path = Path(self._endpoint)
-        path.unlink(missing_ok=True)
-        if path.parent != self.folder.absolute():
-            path.parent.rmdir()
 
     def _copy(self, names: list[str]) -> None:
         try:
@@ -407,19 +380,3 @@ def _groups() -> list[dict[str, Any]]:
 
 
 __all__ = ["Recorder", "environment"]
-
-
-def end_server(server: Any, endpoint: str) -> None:
-    """Shut torch's worker server down, once it answers: shutting down one that has not begun to listen waits for ever.
-
-    Seen with torch 2.13 (its HTTP library ignores a stop that comes before the start). A server that does not answer within
-    SERVER_START_S is left to the end of the process, its destructor, which would wait as well, kept from running.
-    """
-    deadline = time.monotonic() + SERVER_START_S
-    while not is_answering(endpoint):
-        if time.monotonic() > deadline:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
-            log.warning("the worker server at %s does not answer and is left to the end of the process", endpoint)
-            return
-        time.sleep(0.02)
-    server.shutdown()

@@ -23,12 +23,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from tabulate import tabulate
 
 from benchmarks.report import replace_section
+from scripts.hosts_attempts import Attempt, read_attempts
 from scripts.hosts_network import STORAGE, Network, enter
 from scripts.proxy import Fault, FaultyProxy, Request
 from scripts.s3_server import Server, running_server
@@ -186,39 +186,6 @@ class Scene:
         self.proxy.rule = rule
         self.until(on_its_way.is_set, f"an upload from {client}")
         self.proxy.heal()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One time that the job was formed."""
-
-    ranks: int
-    start: int
-    began_s: float
-    steps: dict[int, float]
-    ended_s: float
-
-
-def read_attempts(run: Path) -> list[Attempt]:
-    """What the metrics say, attempt by attempt."""
-    path = run / "logs" / "metrics.jsonl"
-    groups: list[list[dict[str, Any]]] = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            record = json.loads(line)
-            if record["event"] == "start":
-                groups.append([])
-            if groups:
-                groups[-1].append(record)
-    return [_attempt(group) for group in groups]
-
-
-def _attempt(records: list[dict[str, Any]]) -> Attempt:
-    steps = [record for record in records if record["event"] == "step"]
-    return Attempt(
-        ranks=records[0]["world_size"], start=records[0]["step"], began_s=records[0]["time_s"],
-        steps={record["step"]: record["loss"] for record in steps}, ended_s=records[-1]["time_s"],
-    )  # fmt: skip
 
 
 # The stories

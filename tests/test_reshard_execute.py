@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_ckpt.boxes import cut
+from titan_ckpt.budget import Budget
 from titan_ckpt.errors import DamagedError, PlanError, UsageError
-from titan_ckpt.execute import Budget, Execution, FileResult
+from titan_ckpt.execute import Execution, FileResult
 from titan_ckpt.index import ELEMENT_SIZE, Int64s
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.placement import Box, Placements, Shape, Shard

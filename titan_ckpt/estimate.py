@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from titan_ckpt.execute import Budget
+from titan_ckpt.budget import Budget
 from titan_ckpt.index import ELEMENT_SIZE
 from titan_ckpt.reshard import ReshardPlan
-from titan_ckpt.schedule import Fill, Limits, PieceKey, Read, Unit, schedule
+from titan_ckpt.schedule import Limits, schedule
 from titan_ckpt.store import Store
 from titan_ckpt.target import DEFAULT, RECORDED, RULE, TABLE
+from titan_ckpt.work_unit import Fill, PieceKey, Read, Unit
 
 NUM_LARGEST = 5
 MAX_UNITS = 3000

@@ -20,14 +20,12 @@ from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, Un
 from titan_ckpt.index import RAW, Chunk, TensorEntry
 from titan_ckpt.manifest import digest
 from titan_ckpt.placement import Box
+from titan_ckpt.reads import Request, fetch, grouped
 from titan_ckpt.state import DTYPE_NAME, TORCH_DTYPE, as_bytes, describe, flatten, local_part
 from titan_ckpt.strips import strides as row_major
 
 log = logging.getLogger(__name__)
 Answer = Literal["error", "warn", "allow"]
-SMALL_BYTES = 1 << 20
-GAP_BYTES = 64 << 10
-GROUP_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +63,6 @@ class LoadReport:
     needed_bytes: int = 0
     fetched_bytes: int = 0
     unverified_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
-    """One range of one file, and what to do with its bytes; `target` is filled in place where it can be.
-
-    `source` fills a buffer where the bytes are not in the file as they are (a codec).
-    """
-
-    path: str
-    start: int
-    length: int
-    target: memoryview | None
-    done: Callable[[memoryview], None]
-    source: Callable[[memoryview], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +218,7 @@ class ReadPlan:
     def __init__(self, checkpoint: Checkpoint, policy: LoadPolicy, report: LoadReport) -> None:
         self._checkpoint, self._policy, self._report = checkpoint, policy, report
         self._parts: list[_Part] = []
-        self._reads: list[_Read] = []
+        self._reads: list[Request] = []
         self._afterwards: list[Callable[[], None]] = []
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
@@ -300,7 +283,7 @@ class ReadPlan:
             raw_length = chunk.box.num_elements * size
             where = (path, payload, chunk.payload_length, raw_length, size, first * size)
             source = partial(read_raw, self._checkpoint.store, *where)
-        self._reads.append(_Read(path=path, start=start, length=length, target=memory, done=finish, source=source))
+        self._reads.append(Request(path=path, start=start, length=length, target=memory, done=finish, source=source))
 
     def _count(self, part: Box, size: int, fetched: int, *, is_verified: bool) -> None:
         self._report.needed_bytes += part.num_elements * size
@@ -317,7 +300,7 @@ class ReadPlan:
         with ThreadPoolExecutor(max_workers=self._policy.threads, thread_name_prefix="titan-ckpt-load") as pool:
             for part, chunk in zip(self._parts, self._located(pool), strict=True):
                 self._add_chunk(part, chunk)
-            futures = [pool.submit(_fetch, store, group) for group in _group(self._reads)]
+            futures = [pool.submit(fetch, store, group) for group in grouped(self._reads)]
             try:
                 for future in futures:
                     future.result()
@@ -326,48 +309,6 @@ class ReadPlan:
                 raise
         for action in self._afterwards:
             action()
-
-
-def _fetch(store: Any, group: list[_Read]) -> None:
-    """Read one group: a single read straight into its target, several neighbours through one scratch buffer."""
-    first = group[0]
-    if len(group) == 1:
-        memory = first.target if first.target is not None else memoryview(bytearray(first.length))
-        if first.source is not None:
-            first.source(memory)
-        else:
-            store.read_into(first.path, first.start, memory)
-        first.done(memory)
-        return
-    scratch = memoryview(bytearray(_end(group) - first.start))
-    store.read_into(first.path, first.start, scratch)
-    for read in group:
-        data = scratch[read.start - first.start :][: read.length]
-        if read.target is not None:
-            read.target[:] = data
-        read.done(data)
-
-
-def _group(reads: Iterable[_Read]) -> list[list[_Read]]:
-    """Neighbouring small reads of a file together, and those that share bytes, in order of place; other large ones alone."""
-    groups: list[list[_Read]] = []
-    for read in sorted(reads, key=lambda read: (read.path, read.start)):
-        if groups and _is_near(groups[-1], read):
-            groups[-1].append(read)
-        else:
-            groups.append([read])
-    return groups
-
-
-def _is_near(group: list[_Read], read: _Read) -> bool:
-    last, gap = group[-1], read.start - _end(group)
-    is_possible = last.source is read.source is None and last.path == read.path and gap <= GAP_BYTES
-    is_worth_it = gap < 0 or max(last.length, read.length) <= SMALL_BYTES
-    return is_possible and is_worth_it and read.start + read.length - group[0].start <= GROUP_BYTES
-
-
-def _end(group: list[_Read]) -> int:
-    return max(read.start + read.length for read in group)
 
 
 def _span(inner: Box, strides: tuple[int, ...]) -> tuple[int, int]:

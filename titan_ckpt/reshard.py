@@ -20,11 +20,12 @@ import numpy as np
 
 import titan_ckpt
 from titan_ckpt.blob import frame
+from titan_ckpt.budget import Budget
 from titan_ckpt.checkpoint import FULL, MODEL, Checkpoint, open_checkpoint
 from titan_ckpt.commit import find_commit, write_commit
 from titan_ckpt.decoded import decoded
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, UsageError
-from titan_ckpt.execute import Budget, Execution, FileResult, Traffic
+from titan_ckpt.execute import Execution, FileResult, Traffic
 from titan_ckpt.index import DIGEST_BYTES, RAW, FileEntry, Manifest, ObjectEntry
 from titan_ckpt.layout import ASSETS, data_file, step_folder
 from titan_ckpt.location import is_inside

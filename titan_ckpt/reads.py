@@ -1,0 +1,68 @@
+"""Reads of a load: neighbours are one request, each read goes straight to its destination where it can. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+SMALL_BYTES = 1 << 20
+GAP_BYTES = 64 << 10
+GROUP_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One range of one file, and what to do with its bytes; `target` is filled in place where it can be.
+
+    `source` fills a buffer where the bytes are not in the file as they are (a codec).
+    """
+
+    path: str
+    start: int
+    length: int
+    target: memoryview | None
+    done: Callable[[memoryview], None]
+    source: Callable[[memoryview], None] | None
+
+
+def fetch(store: Any, group: list[Request]) -> None:
+    """Read one group: a single read straight into its target, several neighbours through one scratch buffer."""
+    first = group[0]
+    if len(group) == 1:
+        memory = first.target if first.target is not None else memoryview(bytearray(first.length))
+        if first.source is not None:
+            first.source(memory)
+        else:
+            store.read_into(first.path, first.start, memory)
+        first.done(memory)
+        return
+    scratch = memoryview(bytearray(_end(group) - first.start))
+    store.read_into(first.path, first.start, scratch)
+    for read in group:
+        data = scratch[read.start - first.start :][: read.length]
+        if read.target is not None:
+            read.target[:] = data
+        read.done(data)
+
+
+def grouped(reads: Iterable[Request]) -> list[list[Request]]:
+    """Neighbouring small reads of a file together, and those that share bytes, in order of place; other large ones alone."""
+    groups: list[list[Request]] = []
+    for read in sorted(reads, key=lambda read: (read.path, read.start)):
+        if groups and _is_near(groups[-1], read):
+            groups[-1].append(read)
+        else:
+            groups.append([read])
+    return groups
+
+
+def _is_near(group: list[Request], read: Request) -> bool:
+    last, gap = group[-1], read.start - _end(group)
+    is_possible = last.source is read.source is None and last.path == read.path and gap <= GAP_BYTES
+    is_worth_it = gap < 0 or max(last.length, read.length) <= SMALL_BYTES
+    return is_possible and is_worth_it and read.start + read.length - group[0].start <= GROUP_BYTES
+
+
+def _end(group: list[Request]) -> int:
+    return max(read.start + read.length for read in group)
