@@ -131,31 +131,23 @@ def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, 
         return "PG_INIT_HANG", "new_group", 0.75, f"waits for a process group to be made{where}"
     if state.kind == IN_P2P:
         return "P2P_MISSING_PEER", "", 0.6, f"waits in {state.call}{where} for a peer that does not come"
-    if state.kind == IN_COLLECTIVE and edge is not None and _is_elsewhere(run, state, edge):
-        return (
-            "SKIPPED_COLLECTIVE",
-            "",
-            0.6,
-            f"waits in {state.call}{where}, while the others wait for it in {_operation_waited_for(run, edge)}",
-        )
-    if state.kind == IN_COLLECTIVE and edge is not None and state.call == "wait" and not _has_pending(run, state.rank):
-        return (
-            "P2P_MISSING_PEER",
-            "",
-            0.5,
-            f"waits{where} for something that its dump does not hold: a send or recv, whose peer does not come",
-        )
     if state.kind == IN_COLLECTIVE and edge is not None:
-        return (
-            "WAIT_CHAIN",
-            "",
-            0.5,
-            f"waits in {state.call or 'a collective'}{where}, for whom the evidence does not say",
-        )
+        return _in_collective(run, state, edge, where)
     if state.kind == ON_CPU:
         busy = _BUSY.get(state.detail, "in its own code")
         return "STUCK_ON_CPU", state.detail, state.confidence, f"is stuck {busy}{where}, not in any collective"
     return _silent(run, state)
+
+
+def _in_collective(run: Run, state: Situation, edge: Edge, where: str) -> tuple[str, str, float, str]:
+    """Why a rank that others wait for waits itself."""
+    if _is_elsewhere(run, state, edge):
+        text = f"waits in {state.call}{where}, while the others wait for it in {_operation_waited_for(run, edge)}"
+        return "SKIPPED_COLLECTIVE", "", 0.6, text
+    if state.call == "wait" and not _has_pending(run, state.rank):
+        text = f"waits{where} for something that its dump does not hold: a send or recv, whose peer does not come"
+        return "P2P_MISSING_PEER", "", 0.5, text
+    return "WAIT_CHAIN", "", 0.5, f"waits in {state.call or 'a collective'}{where}, for whom the evidence does not say"
 
 
 def _is_elsewhere(run: Run, state: Situation, edge: Edge) -> bool:

@@ -68,6 +68,11 @@ class StackSnapshot:
         """The thread that runs the training script."""
         return next((thread for thread in self.threads if thread.is_main), None)
 
+    @property
+    def current(self) -> Thread | None:
+        """The thread that wrote it, or crashed; None where that runs no Python, as those of gloo, NCCL and CUDA do not."""
+        return next((thread for thread in self.threads if thread.is_current), None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEvent:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.busy import busy_with, in_gc, last_words
+from titan_ckpt.debug.crash import crash_frame, crashed_thread
 from titan_ckpt.debug.logs import is_library, user_frame
 from titan_ckpt.debug.records import Evidence, Frame, LogEvent, RankRecord, Run, StackSnapshot, Thread
 
@@ -109,15 +110,17 @@ def _dead(record: RankRecord) -> Situation | None:
     if fatal is not None and not ("Aborted" in fatal.text and _was_aborted(record)):
         stack = next((s for s in record.stacks if s.reason.startswith("fatal")), None)
         return Situation(
-            rank=record.rank, kind=DEAD, detail="signal", frame=_frame_of(stack), confidence=0.9,
-            evidence=(_event(fatal), *last_words(record)),
+            rank=record.rank, kind=DEAD, detail="signal", frame=crash_frame(stack), confidence=0.9,
+            evidence=(_event(fatal), *crashed_thread(record, stack), *last_words(record)),
         )  # fmt: skip
     crash = next((s for s in record.stacks if s.reason == "fatal" and s.threads), None)
     if crash is not None:
         text = "the interpreter's fault handler wrote its stack: a signal ended it"
         return Situation(
-            rank=record.rank, kind=DEAD, detail="signal", frame=_frame_of(crash), confidence=0.9,
-            evidence=(Evidence(text=text, rank=record.rank, source=crash.source), *last_words(record)),
+            rank=record.rank, kind=DEAD, detail="signal", frame=crash_frame(crash), confidence=0.9,
+            evidence=(
+                Evidence(text=text, rank=record.rank, source=crash.source), *crashed_thread(record, crash), *last_words(record)
+            ),
         )  # fmt: skip
     if record.process_state == "gone" and not (record.heartbeat and record.heartbeat.is_stopped):
         text = "its process is gone, and it did not end in good order"

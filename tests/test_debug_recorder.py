@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -199,6 +200,37 @@ def test_sigterm_reaches_a_hung_main_thread(answers: bool, code: int, tmp_path: 
     assert ("told 15" in output) == answers
     stacks = (tmp_path / "rank_00000.sigterm.stacks").read_text()
     assert "[MainThread]" in stacks
+
+
+CRASH = """
+    import ctypes, threading, time
+    from titan_ckpt.debug.recorder import Recorder
+    recorder = Recorder.start({folder!r}, rank=0, world_size=1, stall_s=0)
+    {crash}
+    time.sleep(30)
+"""
+NOWHERE = "ctypes.c_void_p(1)"
+
+
+@pytest.mark.parametrize(
+    ("crash", "says"),
+    [
+        (f"ctypes.CDLL(None).pthread_create(ctypes.byref(ctypes.c_ulong()), None, {NOWHERE}, None)", "runs no Python"),
+        ("threading.Thread(target=ctypes.string_at, args=(0,), name='reader').start()", "it crashed in the thread"),
+        ("ctypes.string_at(0)", ""),
+    ],
+    ids=["a library's thread", "a thread of Python's", "the main thread"],
+)
+def test_a_crash_tells_which_thread_it_was_in(crash: str, says: str, tmp_path: Path) -> None:
+    source = tmp_path / "job.py"
+    source.write_text(textwrap.dedent(CRASH.format(folder=str(tmp_path), crash=crash)))
+    done = subprocess.run([sys.executable, str(source)], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGSEGV
+    (found,) = diagnose(open_run(str(tmp_path)))
+    assert (found.verdict, found.culprits) == ("RANK_DIED", (0,))
+    threads = [item.text for item in found.evidence if "thread" in item.text]
+    assert len(threads) == bool(says)
+    assert all(says in text for text in threads)
 
 
 GIL_HELD = """
