@@ -77,9 +77,9 @@ def run_job(
         code: int | None = job.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         code = None
-        _signal([job.pid, *_processes(token)], signal.SIGKILL)
+        _signal([job.pid, *processes_of(token, job.pid)], signal.SIGKILL)
         job.wait()
-    outlived = _wait_for_the_last(token)
+    outlived = _wait_for_the_last(token, job.pid)
     return Ended(code=code, was_killed=was_killed, outlived=outlived, text=output.read_text(errors="replace"))
 
 
@@ -93,17 +93,17 @@ def _kill(kill: Kill, job: subprocess.Popen[bytes], token: str, rng: random.Rand
     if job.poll() is not None:
         return False
     if kill.whom == "all":
-        _signal_all(token, kill.number)
+        _signal_all(token, job.pid, kill.number)
         return True
-    ranks = sorted(pid for pid, is_rank in _processes(token).items() if is_rank)
+    ranks = sorted(pid for pid, is_rank in processes_of(token, job.pid).items() if is_rank)
     _signal([rng.choice(ranks)] if kill.whom == "rank" and ranks else [job.pid], kill.number)
     return True
 
 
-def _signal_all(token: str, number: signal.Signals) -> None:
+def _signal_all(token: str, session: int, number: signal.Signals) -> None:
     """Once to each process of the job, those included that were forked while the others got theirs."""
     done: set[int] = set()
-    while left := set(_processes(token)) - done:
+    while left := set(processes_of(token, session)) - done:
         _signal(sorted(left), number)
         done |= left
 
@@ -114,22 +114,30 @@ def _signal(pids: Sequence[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _processes(token: str) -> dict[int, bool]:
-    """The processes of a job by their environment, and whether each is a rank."""
+def processes_of(token: str, session: int) -> dict[int, bool]:
+    """The processes of a job by their environment, and whether each is a rank.
+
+    One that is just being started has none for a moment: it is the job's where its session is.
+    """
     found, mark = {}, f"{JOB}={token}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 variables = (entry / "environ").read_bytes().split(b"\0")
-                if mark in variables:
+                if mark in variables or (variables == [b""] and _is_starting(entry, session)):
                     found[int(entry.name)] = any(item.startswith(b"RANK=") for item in variables)
     return found
 
 
-def _wait_for_the_last(token: str) -> int:
+def _is_starting(entry: Path, session: int) -> bool:
+    state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+    return state != "Z" and int(its_session) == session
+
+
+def _wait_for_the_last(token: str, session: int) -> int:
     """0 once nothing of the job is left; else how many did not end by themselves and were killed here."""
     give_up_at = time.monotonic() + OUTLIVE_S
-    while left := _processes(token):
+    while left := processes_of(token, session):
         if time.monotonic() > give_up_at:
             _signal(list(left), signal.SIGKILL)
             return len(left)

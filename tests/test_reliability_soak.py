@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from scripts.proxy import Fault, FaultyProxy, Kind, Request
 from scripts.s3_server import Server
-from scripts.soak_jobs import Kill, read_told, run_job
+from scripts.soak_jobs import Kill, processes_of, read_told, run_job
 from scripts.soak_ledger import Ledger
 from scripts.soak_weather import CALM, KINDS, STORM, Climate, draw_weather
 from titan_ckpt.errors import TransientStoreError
@@ -134,6 +136,19 @@ def test_a_job_is_killed_with_all_its_processes(tmp_path: Path) -> None:
     kill = Kill(whom="all", number=signal.SIGKILL, moment=moment.exists)
     ended = run_job([sys.executable, "-c", code], {}, tmp_path / "out", random.Random(0), kill=kill)
     assert (ended.was_killed, ended.outlived, ended.problem) == (True, 0, "")
+
+
+def test_a_process_that_has_no_environment_yet_is_the_jobs_whose_session_it_is_in() -> None:
+    with subprocess.Popen(
+        ["env", "-i", "sleep", "60"], start_new_session=True
+    ) as process:  # as in the midst of an exec
+        try:
+            while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
+                time.sleep(0.01)
+            assert processes_of("no job has this token", process.pid) == {process.pid: False}
+            assert processes_of("no job has this token", 1 << 30) == {}
+        finally:
+            process.kill()
 
 
 def test_an_error_without_words_of_ours_is_a_problem(tmp_path: Path) -> None:
