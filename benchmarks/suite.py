@@ -1,6 +1,6 @@
 """All benchmarks that fit this machine, one after another, each in a process of its own: `make bench`.
 
-    python -m benchmarks.suite                      all; about two hours on two cores
+    python -m benchmarks.suite                      all; about an hour on two cores
     python -m benchmarks.suite --quick              those that take minutes
     python -m benchmarks.suite --only core_local    one (repeatable); --skip core_local leaves it out
     python -m benchmarks.suite --list               what there is, and what each needs that is not here
