@@ -192,11 +192,13 @@ static Py_ssize_t write_record(Ring *ring, int32_t seq, uint64_t what, uint32_t 
     int64_t elements;
     if (!ring->map.buf)
         return 0;
-    if (describe(ring, tensors, &elements, &kind) < 0)
+    int site = describe(ring, tensors, &elements, &kind) < 0 ? -1 : find_site(ring);
+    if (!ring->map.buf) { /* closed by another thread while Python was asked: nothing is amiss for the caller */
+        PyErr_Clear();
+        return 0;
+    }
+    if (site < 0)
         return -1;
-    int site = find_site(ring);
-    if (site < 0 || !ring->map.buf) /* closed while Python was asked */
-        return site < 0 ? -1 : 0;
     Py_ssize_t start = ring->header + (Py_ssize_t)(ring->count % (unsigned long long)ring->capacity) * (Py_ssize_t)sizeof(Record);
     ring->count++;
     Record record = {now_ns(), 0, elements, seq, site, what, kind, (uint32_t)ring->count};
@@ -335,9 +337,12 @@ static PyObject *collective_call(PyObject *callable, PyObject *const *args, size
         int32_t seq = 0;
         uint64_t place = 0;
         int is_given = self->argument >= 0 && self->argument + 1 < nargs;
-        if (ask_group(self, args[0], &seq, &place) < 0)
+        if (ask_group(self, args[0], &seq, &place) == 0)
+            at = write_record(self->ring, seq, self->what | place, 0, is_given ? args[self->argument + 1] : Py_None);
+        else if (self->ring->map.buf)
             return NULL;
-        at = write_record(self->ring, seq, self->what | place, 0, is_given ? args[self->argument + 1] : Py_None);
+        else
+            PyErr_Clear(); /* closed meanwhile, as above */
         if (at < 0)
             return NULL;
     }

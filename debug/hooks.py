@@ -41,7 +41,7 @@ from titan_ckpt.debug.blackbox import (
     pack_members,
 )
 from titan_ckpt.debug.records import RECV, SEND
-from titan_ckpt.debug.ring import NO_PEER, AnyRing, Group, new_ring
+from titan_ckpt.debug.ring import NO_PEER, Group, new_ring
 
 # Method of ProcessGroup -> (name as the Flight Recorder writes it, which argument holds the tensors that ranks share).
 COLLECTIVES: Mapping[str, tuple[str, int]] = {
@@ -135,7 +135,7 @@ class BoxWriter:
 class Hooks:
     """The wrapped methods of ProcessGroup and Work, as long as they are installed."""
 
-    def __init__(self, box: BoxWriter, make_ring: Callable[..., AnyRing] = new_ring) -> None:
+    def __init__(self, box: BoxWriter) -> None:
         self._box = box
         self._groups: dict[Any, Group] = {}
         self._dtypes: dict[Any, int] = {}
@@ -143,7 +143,7 @@ class Hooks:
         self._codes: dict[int, CodeType] = {}
         self._num_sites = 0
         layers = {id(code): layers for code, layers in _wrapped_functions()}
-        self._ring = make_ring(box.map, box.capacity, self, self._dtypes, layers)
+        self._ring = new_ring(box.map, box.capacity, self, self._dtypes, layers)
 
     def progress(self) -> int:
         """A number that changes whenever an operation is issued or waited for; the box is told how many there are."""

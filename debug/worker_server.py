@@ -37,12 +37,17 @@ class WorkerServer:
             endpoint = folder / "sock"
         endpoint.unlink(missing_ok=True)
         try:
-            started = server(str(endpoint))
-            endpoint.chmod(0o600)
+            started = WorkerServer(server(str(endpoint)), str(endpoint), folder)
         except (OSError, RuntimeError) as error:
             log.warning("no worker server at %s: %s", endpoint, error)
+            if folder is not None:
+                folder.rmdir()
             return None
-        return WorkerServer(started, str(endpoint), folder)
+        try:
+            endpoint.chmod(0o600)
+        except OSError as error:  # it goes on: only `stop` may end it
+            log.warning("the worker server's socket %s keeps its mode: %s", endpoint, error)
+        return started
 
     def stop(self) -> None:
         """Shut it down once it answers: shutting down one that has not begun to listen waits for ever.

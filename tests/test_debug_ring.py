@@ -28,9 +28,8 @@ KINDS = ("C", "Python") if ring.compiled is not None else ("Python",)
 
 def test_the_ring_is_compiled_where_a_compiler_is() -> None:
     compiler, headers = shutil.which("cc"), Path(sysconfig.get_paths()["include"], "Python.h").exists()
-    assert (ring.compiled is not None) == bool(compiler and headers), (
-        "install again: the extension is built with the package"
-    )
+    could_be = compiler is not None and headers
+    assert ring.compiled is not None or not could_be, "install again: the extension is built with the package"
 
 
 @pytest.fixture(params=KINDS)
