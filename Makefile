@@ -16,7 +16,7 @@ help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch goes first and by its exact version, so that no other package brings another build of it.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py debug/_ring.c
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("titan-ckpt needs Python >= 3.11: make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) what constraints.txt names ..."
