@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from benchmarks.report import Bar, interleave, median, spread, timed, write_section
+from benchmarks.report import Bar, interleave, median, spread, take_memory, timed, write_section
 from titan_ckpt.load import load, open_checkpoint
 from titan_ckpt.save import Saver, save
 from titan_ckpt.state import as_bytes
@@ -129,8 +129,10 @@ def bench_disk(state: dict[str, Any], folder: Path, rounds: int) -> list[Bar]:
     save(str(folder / "keep"), state, step=1)
     dcp.save(state, checkpoint_id=folder / "keepdcp", no_dist=True)
 
+    size_bytes = sum(tensor.nbytes for tensor in tensors)
+
     def fresh(action: Callable[[Path], object]) -> Callable[[], float]:
-        return lambda: timed_in_new(folder / "fresh", action)
+        return lambda: timed_in_new(folder / "fresh", action, size_bytes)
 
     cases: dict[str, Callable[[], float]] = {
         "raw write": fresh(lambda path: raw_write(tensors, path / "raw")),
@@ -150,11 +152,12 @@ def bench_disk(state: dict[str, Any], folder: Path, rounds: int) -> list[Bar]:
     return _disk_bars(result)
 
 
-def timed_in_new(path: Path, action: Callable[[Path], object]) -> float:
-    """Seconds that `action` takes in a folder made for it, after the disk has come to rest."""
+def timed_in_new(path: Path, action: Callable[[Path], object], size_bytes: int) -> float:
+    """Seconds that `action`, which writes `size_bytes`, takes in a folder made for it, after the disk has come to rest."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     os.sync()
+    take_memory(path, size_bytes)
     seconds = timed(lambda: action(path))
     shutil.rmtree(path)
     return seconds
