@@ -24,8 +24,9 @@ _PLAIN_KEYS = {
     "max_seq_len": "max_position_embeddings", "tied_embeddings": "tie_word_embeddings",
 }  # fmt: skip
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_ORIGINAL = "original_max_position_embeddings"
 _SCALING_KEYS = {
-    "factor": "factor", "original_max_seq_len": "original_max_position_embeddings", "low_freq_factor": "low_freq_factor",
+    "factor": "factor", "original_max_seq_len": _ORIGINAL, "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow",
     "attention_factor": "attention_factor", "truncate": "truncate",
 }  # fmt: skip
@@ -42,6 +43,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),
     "quantization_config": (),
+    "compression_config": (),
 }
 
 # Far past every model: a damaged number must not become a list of its length.
@@ -153,22 +155,49 @@ def _check_values(config: Mapping[str, Any], where: str) -> None:
         raise PlanError(f"{where}: num_hidden_layers = {config['num_hidden_layers']}: more than {MAX_LAYERS} layers")
 
 
+def _rope_record(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The table of rotary positions under either of its names; empty where there is none. Refused: two that differ, one for
+    every kind of layer, and positions that turn a part of each head."""
+    said = [value for key in ("rope_parameters", "rope_scaling") if isinstance(value := config.get(key), Mapping)]
+    record: Mapping[str, Any] = said[0] if said else {}
+    if len(said) == 2 and _rope_meaning(said[0]) != _rope_meaning(said[1]):
+        _refuse(
+            where, "rope_parameters", record, f"rope_scaling = {said[1]!r:.200} says otherwise; which of the two is it?"
+        )
+    if any(isinstance(value, Mapping) for value in record.values()):
+        _refuse(where, "rope_parameters", record, "all layers must turn positions alike")
+    if record.get("partial_rotary_factor") not in (None, *_ONLY["partial_rotary_factor"]):
+        _refuse(where, "rope_parameters", record, "a partial_rotary_factor is not supported")
+    if extra := {"mscale", "mscale_all_dim"} & set(record):
+        _refuse(where, "rope_scaling", record, f"{', '.join(sorted(extra))} is not supported")
+    return record
+
+
+def _rope_meaning(record: Mapping[str, Any]) -> dict[str, Any]:
+    kind = record.get("rope_type", record.get("type", "default"))
+    return {key: value for key, value in record.items() if key not in ("rope_theta", "type")} | {"rope_type": kind}
+
+
 def _read_rope(config: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    record: Mapping[str, Any] = new if isinstance(new, Mapping) else old if isinstance(old, Mapping) else {}
+    record = _rope_record(config, where)
     theta = float(record.get("rope_theta", values["rope_theta"]))
     kind = record.get("rope_type", record.get("type", "default"))
     if kind == "default":
         return theta, None
     if not isinstance(kind, str) or kind not in _SCALING_USES:
         _refuse(where, "rope_scaling", record, f"rope types are default, {', '.join(_SCALING_USES)}")
-    extra = {"mscale", "mscale_all_dim"} & set(record)
-    if extra:
-        _refuse(where, "rope_scaling", record, f"{', '.join(sorted(extra))} is not supported")
     fields = {field: record[key] for field, key in _SCALING_KEYS.items() if record.get(key) is not None}
     if "factor" not in fields:
         _refuse(where, "rope_scaling", record, "it has no factor")
-    fields.setdefault("original_max_seq_len", values["max_position_embeddings"])
+    original = fields.setdefault("original_max_seq_len", values["max_position_embeddings"])
+    # Readers differ in which of two they take.
+    if "original_max_seq_len" in _SCALING_USES[kind] and values.get(_ORIGINAL, original) != original:
+        _refuse(
+            where,
+            _ORIGINAL,
+            values[_ORIGINAL],
+            f"the table of rotary positions means {original}; which of the two is it?",
+        )
     used = {field: value for field, value in fields.items() if field in _SCALING_USES[kind]}
     return theta, RopeScaling(kind=kind, **used)
 
@@ -231,7 +260,9 @@ def hf_config(spec: ModelSpec, *, base: Mapping[str, Any] | None, dtype: str | N
             config[key] = getattr(spec, field)
     if (before.rope_theta, before.rope_scaling) != (spec.rope_theta, spec.rope_scaling):
         config = {
-            key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling", "rope_theta")
+            key: value
+            for key, value in config.items()
+            if key not in ("rope_parameters", "rope_scaling", "rope_theta", _ORIGINAL)
         }
         config |= _rope_keys(spec)
     if before.sliding_window != spec.sliding_window:

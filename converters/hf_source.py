@@ -82,6 +82,8 @@ def open_hf(url: str, *, store: Store | None = None) -> HfModel:
     if CONFIG not in names:
         _explain_missing(store, names)
     config = parse_config(store.read(CONFIG), store.where(CONFIG))
+    if config.get("auto_map"):
+        log.warning("%s: auto_map names code of the model's own, which is neither run nor copied", store.where(CONFIG))
     weight_map = _weight_map(store, names)
     files, tensors, file_of, metadata = _read_files(store, names, weight_map)
     return HfModel(

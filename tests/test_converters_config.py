@@ -45,7 +45,8 @@ def test_config_that_came_from_hugging_face_goes_back_as_it_came(family: str) ->
 def test_new_and_old_spelling_of_rotary_positions_mean_the_same() -> None:
     old = config(rope_scaling=LLAMA3)
     new = config(rope_theta=None, rope_parameters={"rope_theta": 5000.0, **LLAMA3})
-    assert spec_from_hf(old, "old") == spec_from_hf(new, "new")
+    both = config(rope_scaling=LLAMA3, rope_parameters={"rope_theta": 5000.0, **LLAMA3})
+    assert spec_from_hf(old, "old") == spec_from_hf(new, "new") == spec_from_hf(both, "both")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,14 @@ def test_longer_window_replaces_the_layer_list() -> None:
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "mscale"),
         ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
+        ({"compression_config": {"format": "int-quantized"}}, "compression_config"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "all layers must turn positions alike"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "which of the two",
+        ),
+        ({"rope_scaling": LLAMA3, "original_max_position_embeddings": 77}, "original_max_position_embeddings = 77"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_key_value_heads": 3}, "multiple"),
     ],
