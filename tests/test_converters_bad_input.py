@@ -72,6 +72,17 @@ def test_computed_buffers_of_old_files_are_left_out_and_named(
     assert not any("rotary" in fqn for fqn in open_checkpoint(str(tmp_path / "run")).manifest.by_fqn)
 
 
+def test_what_a_folder_holds_besides_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    of = config(auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"})
+    model = write_model(tmp_path / "in", of, tensors(of), num_files=2)
+    write_safetensors(model / WEIGHTS, {"stale": torch.zeros(3)})
+    assert main(["convert", "from-hf", str(model), str(tmp_path / "run")]) == 0
+    said = caplog.text
+    assert f"has both {INDEX} and {WEIGHTS}; the index counts" in said
+    assert "auto_map names code of the model's own, which is neither run nor copied" in said
+    assert "stale" not in open_checkpoint(str(tmp_path / "run")).manifest.by_fqn
+
+
 def test_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
     of = config(tie_word_embeddings=True)
     content = tensors(of)
@@ -254,20 +265,20 @@ def test_disk_that_is_full_is_said_before_anything_is_written(run: Path, monkeyp
 
 
 def test_disk_that_fills_up_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "write", _failing_after(os.write, 30_000))
+    monkeypatch.setattr(os, "writev", _failing_after(os.writev, 30_000))
     with pytest.raises(TitanError, match="No space left"):
         export_hf(str(run), str(run.parent / "out"))
     assert _nothing_left(run.parent)
 
 
-def _failing_after(write: Callable[[int, Any], int], limit: int) -> Callable[[int, Any], int]:
+def _failing_after(write: Callable[[int, list[memoryview]], int], limit: int) -> Callable[[int, list[memoryview]], int]:
     written = [0]
 
-    def limited(descriptor: int, data: Any) -> int:
-        written[0] += len(data)
+    def limited(descriptor: int, views: list[memoryview]) -> int:
+        written[0] += sum(map(len, views))
         if written[0] > limit:
             raise OSError(28, "No space left on device")
-        return write(descriptor, data)
+        return write(descriptor, views)
 
     return limited
 

@@ -6,11 +6,12 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from titan_ckpt.errors import ConditionFailedError, NotFoundError, StoreError, UsageError
-from titan_ckpt.store import Store, open_store, probe_conditions
+from titan_ckpt.store import LARGEST_CHANGING_PART, Steady, Store, open_store, probe_conditions
 
 MB = 1 << 20
 
@@ -43,6 +44,43 @@ def test_a_large_object_of_uneven_parts_reads_back_by_ranges(store: Store) -> No
         buffer = memoryview(bytearray(length))
         store.read_into("big", start, buffer)
         assert buffer == whole[start : start + length]
+
+
+def test_a_part_of_up_to_8_mib_may_change_when_the_next_is_asked_for(store: Store) -> None:
+    def parts() -> Iterator[memoryview]:
+        buffer = bytearray(LARGEST_CHANGING_PART)
+        for number, size in enumerate((5, 8 * MB, 3 * MB, 7 * MB, 8 * MB, 1)):
+            buffer[:size] = bytes([number + 1]) * size
+            yield memoryview(buffer)[:size]
+
+    whole = b"".join(bytes(part) for part in parts())
+    store.write("reused", parts())
+    assert store.read("reused") == whole
+
+
+def test_steady_parts_read_back_whole(store: Store) -> None:
+    block = os.urandom(17 * MB)
+    parts = [block[n : n + 9] for n in range(3000)] + [block, b"", block[:100], block[: 6 * MB], block[: 11 * MB]]
+    assert store.write("steady", Steady(iter(parts))).size_bytes == sum(map(len, parts))
+    assert store.read("steady") == b"".join(parts)
+
+
+def test_a_disk_that_takes_less_than_it_is_given_is_given_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    writev = os.writev
+
+    def short(descriptor: int, views: list[memoryview]) -> int:
+        calls.append(sum(map(len, views)))
+        return writev(descriptor, [views[0][: max(1, len(views[0]) // 2)]] if len(calls) % 2 else views)
+
+    monkeypatch.setattr(os, "writev", short)
+    parts = [os.urandom(size) for size in (3, 700_001, 17 * MB, 1, 40)]
+    open_store(str(tmp_path)).write("x", Steady(parts))
+    assert (tmp_path / "x").read_bytes() == b"".join(parts)
+    assert max(calls) == 16 * MB
+    assert len(calls) < 8
 
 
 def test_a_read_fills_a_buffer_of_any_element_type(store: Store) -> None:

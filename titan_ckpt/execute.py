@@ -26,12 +26,10 @@ from titan_ckpt.placement import Box
 from titan_ckpt.plan import Region, Source, TargetFile, Wave
 from titan_ckpt.schedule import Limits, schedule
 from titan_ckpt.slabs import Aborted, Slab, SlabPool
-from titan_ckpt.store import Store
+from titan_ckpt.store import LARGEST_CHANGING_PART, Store
 from titan_ckpt.strips import span, strides
 from titan_ckpt.work_unit import Action, Check, End, Fill, Move, PieceKey, Put, Unit
 
-# Less than a part of a multipart upload, so that a store gathers our bytes into buffers of its own and keeps none of our slabs.
-LARGEST_WRITE = 8 << 20
 _ELEMENT: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
@@ -147,8 +145,8 @@ class _Sink:
                 self._whole.update(item.data)
             if item.is_region:
                 self._region.update(item.data)
-            for at in range(0, len(item.data), LARGEST_WRITE):
-                yield item.data[at : at + LARGEST_WRITE]
+            for at in range(0, len(item.data), LARGEST_CHANGING_PART):
+                yield item.data[at : at + LARGEST_CHANGING_PART]
             self._run.wrote(len(item.data))
             if item.slab is not None:
                 item.slab.release()

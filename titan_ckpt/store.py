@@ -29,6 +29,20 @@ T = TypeVar("T")
 BYTES_PER_WRITE = 96 << 20
 
 
+# Less than a part of a multipart upload, so that a store gathers such parts into buffers of its own.
+LARGEST_CHANGING_PART = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Parts for `Store.write` none of which changes before it returns: a store may send many of them in one call."""
+
+    parts: Iterable[Buffer]
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return iter(self.parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One stored object. `version` changes whenever its bytes do (an ETag, or a digest for local files)."""
@@ -89,7 +103,8 @@ class Store(ABC):
     def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
         """Write `parts` one after another as one object, streamed: memory does not grow with the size.
 
-        Parts are sent as they stand, without a copy: none may change before `write` returns. An exception from `parts`
+        Large parts are sent as they stand, without a copy: none of more than LARGEST_CHANGING_PART may change before `write`
+        returns, a smaller one not before the next is asked for, and none at all of `Steady` parts. An exception from `parts`
         leaves no object. An object that is there already is replaced whole.
         """
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, NotFoundError, PermissionDeniedError, StoreError
 from titan_ckpt.location import check_relative, local_path, normalise, redact
-from titan_ckpt.store import Buffer, Entry, Store
+from titan_ckpt.store import Buffer, Entry, Steady, Store
 
 TEMPORARY_PREFIX = ".tmp-"
 # A file's bytes go to the disk in steps of this while more are written, so that the fsync has little left to wait for.
 WRITE_BEHIND_BYTES = 16 << 20
+MAX_PARTS_A_CALL = 1024  # IOV_MAX of Linux and macOS
 
 
 class FileStore(Store):
@@ -249,15 +250,42 @@ class _exclusive_lock:  # noqa: N801
 def _write_through(descriptor: int, parts: Iterable[Buffer]) -> None:
     """Write `parts` and fsync them, the disk at work from the first step on."""
     written = begun = 0
-    for part in parts:
-        view, done = memoryview(part).cast("B"), 0
-        while done < len(view):
-            count = os.write(descriptor, view[done : done + WRITE_BEHIND_BYTES])
-            done, written = done + count, written + count
+    for batch in _batches(parts):
+        while batch:
+            count = os.writev(descriptor, batch)
+            batch, written = _after(batch, count), written + count
             if written - begun >= WRITE_BEHIND_BYTES:
                 _begin_writeback(descriptor, begun, written - begun)
                 begun = written
     os.fsync(descriptor)
+
+
+def _batches(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
+    """What one call writes: of steady parts as many as make WRITE_BEHIND_BYTES, else one part or what fits of it.
+
+    Every call gives the interpreter's lock away and must get it back from a training loop that holds it most of the time.
+    """
+    batch: list[memoryview] = []
+    room = WRITE_BEHIND_BYTES
+    for part in parts:
+        rest = memoryview(part).cast("B")
+        while len(rest):
+            batch.append(rest[:room])
+            room, rest = room - len(batch[-1]), rest[room:]
+            if room == 0 or len(batch) == MAX_PARTS_A_CALL or not isinstance(parts, Steady):
+                yield batch
+                batch, room = [], WRITE_BEHIND_BYTES
+    if batch:
+        yield batch
+
+
+def _after(batch: list[memoryview], count: int) -> list[memoryview]:
+    """What of `batch` is left when its first `count` bytes are written."""
+    for number, view in enumerate(batch):
+        if count < len(view):
+            return [view[count:], *batch[number + 1 :]]
+        count -= len(view)
+    return []
 
 
 def _begin_writeback(descriptor: int, start: int, length: int) -> None:

@@ -17,7 +17,7 @@ from titan_ckpt.manifest import digest
 from titan_ckpt.placement import Shape
 from titan_ckpt.stage import Source
 from titan_ckpt.state import Item
-from titan_ckpt.store import Buffer, Store
+from titan_ckpt.store import Buffer, Steady, Store
 
 WINDOW_BYTES = 16 << 20
 SMALL_BYTES = 256 << 10
@@ -102,7 +102,7 @@ def upload(
     pieces = writing.pieces()
     first = next(pieces, None)
     if first is not None:
-        store.write(f"{step_folder(step)}/{path}", chain([first], pieces))
+        store.write(f"{step_folder(step)}/{path}", Steady(chain([first], pieces)))
     own = FileEntry(path=path, size_bytes=writing.end, digest=writing.file_hash.digest())
     chunks = [replace(chunk, file=own) if chunk.file is _OWN else chunk for chunk in writing.chunks]
     files = tuple(dict.fromkeys([*([own] if writing.end else []), *(chunk.file for chunk in chunks)]))
