@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_ckpt.cast import to_dtype
 from titan_ckpt.converters.hf_config import parse_config
 from titan_ckpt.converters.safetensors_header import StoredTensor, read_header
 from titan_ckpt.errors import LoadContractError, PlanError
 from titan_ckpt.placement import Box, Shape
 from titan_ckpt.plan import Buffer
+from titan_ckpt.select import Overflows
 from titan_ckpt.store import Store, open_store
 
 CONFIG = "adapter_config.json"
@@ -48,14 +50,14 @@ class Adapter:
                 found = (b.shape[0], a.shape[1])
                 raise LoadContractError(f"{self.where}: {name}: the update is {found}, the weight {shapes[name]}")
 
-    def merge(self, name: str, dtype: str, target: str) -> Callable[[memoryview, Box], Buffer]:
+    def merge(self, name: str, dtype: str, target: str, overflows: Overflows) -> Callable[[memoryview, Box], Buffer]:
         """A function that adds the update to a strip of weight `name`; the sum is taken in fp32 and rounded once, to `target`."""
 
         def apply(raw: memoryview, box: Box) -> Buffer:
             if len(raw) == 0:
                 return raw
             weight = torch.frombuffer(raw, dtype=getattr(torch, dtype)).reshape(box.sizes)
-            merged = self.merged(name, weight, box).to(getattr(torch, target))
+            merged = to_dtype(self.merged(name, weight, box), target, name=name, overflows=overflows)
             return merged.reshape(-1).view(torch.uint8).numpy().data
 
         return apply

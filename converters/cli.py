@@ -99,6 +99,7 @@ def _to_hf(arguments: Namespace) -> int:
     else:
         with Bar("writing", plan.size_bytes) as bar:
             report = run_export(checkpoint, plan, arguments.dst, on_progress=bar.add)
+        facts["overflowed"] = report.overflowed
         if arguments.verify:
             result = verify_export(checkpoint, plan, report)
             facts["verification"] = result.as_json()
@@ -119,7 +120,7 @@ def _from_hf(arguments: Namespace) -> int:
     else:
         with Bar("writing", plan.size_bytes) as bar:
             run_import(plan, location.url, on_progress=bar.add)
-    facts = {
+    facts: dict[str, Any] = {
         "source": str(model.store),
         "destination": f"{location.url}@{plan.step}",
         "family": plan.spec.family,
@@ -129,6 +130,8 @@ def _from_hf(arguments: Namespace) -> int:
         "left_out": plan.left_out,
         "written": not arguments.dry_run,
     }
+    if not arguments.dry_run:
+        facts["overflowed"] = sorted(plan.overflows.names)
     _show(facts, as_json=arguments.json)
     return 0
 

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """A finished export. `digests` are xxh3-128 of every tensor's bytes as written, by Hugging Face's names."""
+    """A finished export. `digests` are xxh3-128 of every tensor's bytes as written, by Hugging Face's names; `overflowed` are the
+    tensors of which `dtype` cannot hold every value."""
 
     url: str
     files: tuple[str, ...]
     size_bytes: int
     digests: Mapping[str, bytes]
+    overflowed: tuple[str, ...]
 
 
 def export_hf(
@@ -75,6 +77,7 @@ def run_export(
         files=tuple(sorted([*(result.path for result in results), *plan.small, *plan.last])),
         size_bytes=plan.size_bytes,
         digests={name: value for result in results for name, value in result.digests.items()},
+        overflowed=tuple(sorted(plan.overflows.names)),
     )
 
 

@@ -24,6 +24,7 @@ from titan_ckpt.layout import data_file, step_folder
 from titan_ckpt.manifest import digest
 from titan_ckpt.placement import Box, Shape
 from titan_ckpt.plan import Literal, Region, Segment, TargetFile, Transform
+from titan_ckpt.select import Overflows
 
 MAX_CHUNK_BYTES = 64 << 20
 MAX_FILE_BYTES = 4 << 30
@@ -71,7 +72,7 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportPlan:
-    """`files` in the order of the source's bytes; `chunks` say what is where in them."""
+    """`files` in the order of the source's bytes; `chunks` say what is where in them. `overflows` is filled by the run."""
 
     model: HfModel
     spec: ModelSpec
@@ -81,6 +82,7 @@ class ImportPlan:
     chunks: tuple[Placed, ...]
     files: tuple[TargetFile, ...]
     has_stored_tied_head: bool
+    overflows: Overflows
 
     @property
     def left_out(self) -> list[str]:
@@ -100,7 +102,8 @@ def plan_import(model: HfModel, *, dtype: str | None, step: int, attempt: str, l
     spec = model.spec
     found = {name: tensor.shape for name, tensor in model.tensors.items() if not is_computed(name)}
     check_tensors(found, spec, where=str(model.store))
-    tensors = list(_tensors(model, spec, LAYOUTS[layout], dtype))
+    overflows = Overflows()
+    tensors = list(_tensors(model, spec, LAYOUTS[layout], dtype, overflows))
     check_dtypes(((tensor.fqn, tensor.dtype) for tensor in tensors), where=str(model.store))
     chunks, files = _place(tensors, step, attempt)
     return ImportPlan(
@@ -112,10 +115,13 @@ def plan_import(model: HfModel, *, dtype: str | None, step: int, attempt: str, l
         chunks=chunks,
         files=files,
         has_stored_tied_head=spec.tied_embeddings and HEAD in found,
+        overflows=overflows,
     )
 
 
-def _tensors(model: HfModel, spec: ModelSpec, layout: Layout, dtype: str | None) -> Iterator[ImportTensor]:
+def _tensors(
+    model: HfModel, spec: ModelSpec, layout: Layout, dtype: str | None, overflows: Overflows
+) -> Iterator[ImportTensor]:
     """The checkpoint's tensors in the order of the source's bytes."""
     expected = expected_tensors(spec)
     for name, stored in model.tensors.items():
@@ -127,8 +133,9 @@ def _tensors(model: HfModel, spec: ModelSpec, layout: Layout, dtype: str | None)
             named.append(name_in(layout, HEAD, spec))
         for names in named:
             step = transform(
-                names.transform, to_trainer=True, head_dim=spec.head_dim, dtype=stored.dtype, target_dtype=kept
-            )
+                names.transform, tensor=names.ours, to_trainer=True, head_dim=spec.head_dim, dtype=stored.dtype,
+                target_dtype=kept, overflows=overflows,
+            )  # fmt: skip
             yield ImportTensor(
                 fqn=names.ours, source=name, dtype=kept, shape=stored.shape, transform=step, stacked=names.stacked
             )

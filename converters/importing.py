@@ -25,11 +25,13 @@ from titan_ckpt.units import format_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
-    """A finished import; `size_bytes` are those of all tensors as stored."""
+    """A finished import; `size_bytes` are those of all tensors as stored, `overflowed` those of which `dtype` cannot hold every
+    value."""
 
     checkpoint: Checkpoint
     num_tensors: int
     size_bytes: int
+    overflowed: tuple[str, ...]
 
 
 def import_hf(
@@ -50,7 +52,12 @@ def import_hf(
     plan = plan_import(model, dtype=dtype, step=location.step or 0, attempt=new_attempt(), layout=layout)
     run_import(plan, location.url, on_progress=on_progress)
     checkpoint = open_checkpoint(location.url, step=plan.step)
-    return ImportReport(checkpoint=checkpoint, num_tensors=len(checkpoint.manifest.tensors), size_bytes=plan.size_bytes)
+    return ImportReport(
+        checkpoint=checkpoint,
+        num_tensors=len(checkpoint.manifest.tensors),
+        size_bytes=plan.size_bytes,
+        overflowed=tuple(sorted(plan.overflows.names)),
+    )
 
 
 def run_import(plan: ImportPlan, url: str, *, on_progress: Progress | None = None) -> None:

@@ -25,6 +25,7 @@ from titan_ckpt.errors import LoadContractError
 from titan_ckpt.index import ELEMENT_SIZE, Manifest, TensorEntry
 from titan_ckpt.placement import Box, Shape
 from titan_ckpt.plan import Literal, Region, Segment, Source, SourceTensor, TargetFile, source_of
+from titan_ckpt.select import Overflows
 
 if TYPE_CHECKING:
     from titan_ckpt.converters.adapter import Adapter  # needs torch, which a plan does not
@@ -60,7 +61,7 @@ class ExportTensor:
 @dataclass(frozen=True, kw_only=True)
 class ExportPlan:
     """`weights` are the files to stream, `small` the others by name, `last` those of them that make the rest a model.
-    `left_out`: buffers of the checkpoint that every reader computes for itself."""
+    `left_out`: buffers of the checkpoint that every reader computes for itself. `overflows` is filled by the run."""
 
     spec: ModelSpec
     layout: Layout
@@ -71,6 +72,7 @@ class ExportPlan:
     tied_head: str | None
     adapter: Adapter | None
     left_out: list[str]
+    overflows: Overflows
 
     @property
     def size_bytes(self) -> int:
@@ -99,7 +101,7 @@ def plan_export(
     tensors = tuple(_export_tensor(name, found, manifest, dtype) for name in names)
     if adapter is not None:
         adapter.check({tensor.named.hf: tensor.shape for tensor in tensors if tensor.named.stacked is None})
-    shards = _shards(tensors, max_shard_bytes)
+    shards, overflows = _shards(tensors, max_shard_bytes), Overflows()
     dtype_now = main_dtype((tensor.dtype, tensor.size_bytes) for tensor in tensors)
     is_as_imported = dtype is None and config is None and manifest.user.get(USER_KEY, {}).get("dtype") == dtype_now
     size_bytes = sum(tensor.size_bytes for tensor in tensors)
@@ -121,12 +123,13 @@ def plan_export(
         spec=spec,
         layout=layout,
         tensors=tensors,
-        weights=tuple(_target_file(file, shard, spec, adapter) for file, shard in shards.items()),
+        weights=tuple(_target_file(file, shard, spec, adapter, overflows) for file, shard in shards.items()),
         small=_assets(checkpoint, spec) | {README: card},
         last=last,
         tied_head=found[HEAD].ours if spec.tied_embeddings and HEAD in found else None,
         adapter=adapter,
         left_out=sorted(fqn for fqn in manifest.by_fqn if is_computed(fqn)),
+        overflows=overflows,
     )
 
 
@@ -197,20 +200,25 @@ def _shards(tensors: Iterable[ExportTensor], max_shard_bytes: int) -> dict[str, 
     return {f"model-{n:05d}-of-{len(ordered):05d}{SUFFIX}": shard for n, shard in enumerate(ordered, 1)}
 
 
-def _target_file(path: str, shard: Sequence[ExportTensor], spec: ModelSpec, adapter: Adapter | None) -> TargetFile:
+def _target_file(
+    path: str, shard: Sequence[ExportTensor], spec: ModelSpec, adapter: Adapter | None, overflows: Overflows
+) -> TargetFile:
     header = encode_header([(t.named.hf, t.dtype, t.shape) for t in shard], {"format": "pt"})
     segments: list[Segment] = [Literal(header)]
     for tensor in shard:
-        is_adapted = adapter is not None and tensor.named.hf in adapter.factors
+        name, dtype = tensor.named.hf, tensor.entry.dtype
+        is_adapted = adapter is not None and name in adapter.factors
         step = transform(
             tensor.named.transform,
+            tensor=name,
             to_trainer=False,
             head_dim=spec.head_dim,
-            dtype=tensor.entry.dtype,
+            dtype=dtype,
             target_dtype=tensor.dtype,
-            merge=adapter.merge(tensor.named.hf, tensor.entry.dtype, tensor.dtype) if adapter and is_adapted else None,
+            overflows=overflows,
+            merge=adapter.merge(name, dtype, tensor.dtype, overflows) if adapter and is_adapted else None,
         )
-        segments.append(Region(tensor=tensor.entry.fqn, box=tensor.box, transform=step, key=tensor.named.hf))
+        segments.append(Region(tensor=tensor.entry.fqn, box=tensor.box, transform=step, key=name))
     return TargetFile(path=path, segments=tuple(segments))
 
 

@@ -15,6 +15,7 @@ from titan_ckpt.errors import PlanError
 from titan_ckpt.index import ELEMENT_SIZE
 from titan_ckpt.placement import Box
 from titan_ckpt.plan import Buffer, Transform
+from titan_ckpt.select import Overflows
 
 FLOATS = tuple(name for name in ELEMENT_SIZE if "float" in name)
 Apply = Callable[[memoryview, Box], Buffer]
@@ -23,15 +24,18 @@ Apply = Callable[[memoryview, Box], Buffer]
 def transform(
     name: TransformName,
     *,
+    tensor: str,
     to_trainer: bool,
     head_dim: int,
     dtype: str,
     target_dtype: str,
+    overflows: Overflows,
     merge: Apply | None = None,
 ) -> Transform | None:
-    """What takes a tensor of `dtype` to the other side as `target_dtype`; None where the bytes stay as they are.
+    """What takes tensor `tensor` of `dtype` to the other side as `target_dtype`; None where the bytes stay as they are.
 
-    `merge` makes `target_dtype` of `dtype` itself, after the rows have their new order.
+    `overflows` is told of what a cast cannot keep. `merge` makes `target_dtype` of `dtype` itself, after the rows have their
+    new order.
     """
     steps: list[Apply] = []
     if name:
@@ -41,7 +45,7 @@ def transform(
     elif target_dtype != dtype:
         from titan_ckpt.cast import cast_to  # torch, only where a value changes
 
-        steps.append(cast_to(dtype, target_dtype).apply)
+        steps.append(cast_to(dtype, target_dtype, name=tensor, overflows=overflows).apply)
     if not steps:
         return None
     return Transform(dtype=target_dtype, apply=_chain(steps), row_multiple=head_dim if name else 1)

@@ -77,6 +77,17 @@ def test_verify_knows_of_the_adapter(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["verification"]["equal"]
 
 
+def test_update_that_the_dtype_cannot_hold_is_said(tmp_path: Path) -> None:
+    content = {name: tensor.half() for name, tensor in tensors(config()).items()}
+    content[f"{DOWN}.weight"][:] = 65504.0
+    model = write_model(tmp_path / "in", config(), content)
+    report = export_hf(
+        str(model), str(tmp_path / "out"), merge_lora=str(_adapter(tmp_path / "adapter", lora_alpha=1e5))
+    )
+    assert f"{DOWN}.weight" in report.overflowed
+    assert set(report.overflowed) <= {f"{DOWN}.weight", f"{Q}.weight"}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

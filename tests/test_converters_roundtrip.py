@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.hf_models import config, contents, raw, tensors, write_model
 from titan_ckpt.checkpoint import open_checkpoint
+from titan_ckpt.cli import main
 from titan_ckpt.converters import export_hf, import_hf, open_hf
 from titan_ckpt.converters.families import FAMILIES
 from titan_ckpt.converters.stream import tensor_digests
@@ -120,6 +121,49 @@ def test_cast_is_torchs_own_bit_for_bit(tmp_path: Path, target: str) -> None:
     out = _there_and_back(tmp_path, write_model(tmp_path / "in", config(), content), dtype=target)
     _same(_read(out), {name: tensor.to(getattr(torch, target)) for name, tensor in content.items()})
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == target
+
+
+UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "edge", "beyond"),
+    [
+        ("float16", 65519.0, 65520.0),  # the first rounds down to 65504
+        ("bfloat16", 3.3961e38, 3.397e38),
+        ("float8_e4m3fn", 463.0, 1e4),
+        ("float8_e4m3fn", 448.0, float("inf")),
+        ("float8_e5m2", 57344.0, 1e5),
+        ("float32", 3.4e38, None),
+    ],
+)
+def test_values_that_a_cast_cannot_hold_are_said_and_only_those(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, edge: float, beyond: float | None
+) -> None:
+    content = tensors(config())
+    content[UP][3, 4:7] = torch.tensor([edge, -edge, float("nan")])
+    if dtype != "float8_e4m3fn":  # which has no infinity
+        content[UP][3, 7] = float("inf")
+    model = str(write_model(tmp_path / "in", config(), content))
+    assert import_hf(model, str(tmp_path / "kept"), dtype=dtype).overflowed == ()
+    assert export_hf(model, str(tmp_path / "out"), dtype=dtype).overflowed == ()
+    assert not caplog.text
+    if beyond is None:
+        return
+    content[Q][31, 2] = content[UP][0, 0] = -beyond
+    model = str(write_model(tmp_path / "wide", config(), content))
+    report = import_hf(model, str(tmp_path / "run"), dtype=dtype, layout="torchtitan")
+    assert report.overflowed == ("layers.0.attention.wq.weight", "layers.1.feed_forward.w3.weight")
+    assert export_hf(model, str(tmp_path / "cast"), dtype=dtype).overflowed == (Q, UP)
+    assert caplog.text.count(f"the largest {dtype}, were lost in the cast; keep the dtype, or cast to bfloat16") == 4
+
+
+def test_cast_that_loses_values_says_so_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = tensors(config())
+    content[UP][0, 0] = 1e5
+    model = write_model(tmp_path / "in", config(), content)
+    assert main(["convert", "to-hf", str(model), str(tmp_path / "out"), "--dtype", "float16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["overflowed"] == [UP]
 
 
 def test_cast_on_the_way_in_leaves_whole_numbers_alone(tmp_path: Path) -> None:

@@ -362,6 +362,15 @@ def test_a_killed_run_leaves_nothing_visible_and_goes_on(tmp_path: Path) -> None
     assert data_bytes(made) == data_bytes(resharded(source, str(tmp_path / "expected"), "dp_shard=6"))
 
 
+def test_cast_that_loses_values_names_the_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = llama()
+    state["model"]["model.layers.2.mlp.up_proj.weight"][0, 1] = 1e6
+    saved(str(tmp_path / "whole"), state)
+    arguments = ["--mesh", "dp_shard=2", "--only", "model", "--dtype", "float16", "--json"]
+    assert main(["reshard", str(tmp_path / "whole"), str(tmp_path / "out"), *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["overflowed"] == ["model.model.layers.2.mlp.up_proj.weight"]
+
+
 def test_only_the_model_in_bfloat16_under_new_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = llama()
     saved(str(tmp_path / "whole"), state)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -11,22 +11,45 @@ import torch
 from titan_ckpt.errors import PlanError
 from titan_ckpt.placement import Box
 from titan_ckpt.plan import Transform
-from titan_ckpt.select import FLOATING, Selection, is_cast
+from titan_ckpt.select import FLOATING, Overflows, Selection, is_cast
 
 
-def cast_to(source_dtype: str, dtype: str) -> Transform:
-    """A transform from one floating-point dtype to another, rounding as torch does.
+def cast_to(source_dtype: str, dtype: str, *, name: str, overflows: Overflows) -> Transform:
+    """A transform of tensor `name` from one floating-point dtype to another, rounding as torch does.
 
-    What a narrower dtype cannot hold becomes infinity or NaN, as in torch; nothing is clamped.
+    What a narrower dtype cannot hold becomes what torch makes of it: infinity, NaN, or its largest value (float8). `overflows`
+    is told.
     """
-    return Transform(dtype=dtype, apply=partial(_cast, getattr(torch, source_dtype), getattr(torch, dtype)))
+    source = getattr(torch, source_dtype)
+
+    def apply(raw: memoryview, _box: Box) -> memoryview:
+        if len(raw) == 0:
+            return raw
+        values = to_dtype(torch.frombuffer(raw, dtype=source), dtype, name=name, overflows=overflows)
+        return memoryview(np.asarray(values.view(torch.uint8)).data)
+
+    return Transform(dtype=dtype, apply=apply)
 
 
-def _cast(source: torch.dtype, target: torch.dtype, raw: memoryview, _box: Box) -> memoryview:
-    if len(raw) == 0:
-        return raw
-    values = torch.frombuffer(raw, dtype=source).to(target)
-    return memoryview(np.asarray(values.view(torch.uint8)).data)
+def to_dtype(values: torch.Tensor, dtype: str, *, name: str, overflows: Overflows) -> torch.Tensor:
+    """`values.to(dtype)`; `overflows` is told where tensor `name` holds values past the largest of `dtype`."""
+    target: torch.dtype = getattr(torch, dtype)
+    cast, info = values.to(target), torch.finfo(target)
+    if info.max >= torch.finfo(values.dtype).max or values.numel() == 0:
+        return cast
+    wide = values.float() if values.itemsize == 1 else values
+    low, high = torch.aminmax(wide)
+    may_have_lost = not (low >= -info.max and high <= info.max)  # NaN is not in order
+    if may_have_lost and _has_lost(wide, cast, info):
+        overflows.add(name, dtype, info.max)
+    return cast
+
+
+def _has_lost(wide: torch.Tensor, cast: torch.Tensor, info: torch.finfo) -> bool:
+    """Whether a value became infinity or NaN, stopped being it, or was clamped: it lay further off than rounding reaches."""
+    reach = info.max + 2.0 ** math.floor(math.log2(info.max)) * info.eps / 2
+    is_clamped = wide.isfinite() & (wide.abs() > reach)
+    return bool((is_clamped | (wide.isfinite() != cast.float().isfinite())).any())
 
 
 def with_dtype(selection: Selection, dtype: str) -> Selection:
@@ -36,7 +59,7 @@ def with_dtype(selection: Selection, dtype: str) -> Selection:
     items, transforms = [], {}
     for item in selection.items:
         if is_cast(item.entry, dtype):
-            transforms[item.fqn] = cast_to(item.entry.dtype, dtype)
+            transforms[item.fqn] = cast_to(item.entry.dtype, dtype, name=item.fqn, overflows=selection.overflows)
             items.append(replace(item, entry=replace(item.entry, dtype=dtype)))
         else:
             items.append(item)

@@ -205,6 +205,7 @@ def _done(plan: ReshardPlan, report: ReshardReport, *, is_json: bool) -> str:
         "read_requests": traffic.read_requests,
         "written_bytes": traffic.written_bytes,
         "seconds": round(report.wall_s, 3),
+        "overflowed": list(report.overflowed),
     }
     if is_json:
         return json.dumps(facts, indent=1) + "\n"

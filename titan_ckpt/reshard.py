@@ -156,13 +156,15 @@ def plan_reshard(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardReport:
-    """What a run did. `checkpoint` is None on workers that do not commit; `kept_files` were whole from an earlier run."""
+    """What a run did. `checkpoint` is None on workers that do not commit; `kept_files` were whole from an earlier run;
+    `overflowed` are the tensors of which the new dtype cannot hold every value, as far as this worker wrote them."""
 
     checkpoint: Checkpoint | None
     traffic: Traffic
     num_files: int
     kept_files: int
     wall_s: float
+    overflowed: tuple[str, ...]
 
 
 def run_plan(
@@ -210,6 +212,7 @@ def run_plan(
         num_files=sum(map(len, todo)),
         kept_files=len(finished),
         wall_s=time.monotonic() - started,
+        overflowed=tuple(sorted(plan.selection.overflows.names)),
     )
 
 

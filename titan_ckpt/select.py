@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from titan_ckpt.errors import PlanError
 from titan_ckpt.index import Manifest, TensorEntry
 from titan_ckpt.plan import Transform
 
+log = logging.getLogger(__name__)
 FLOATING = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -59,13 +61,33 @@ class Filter:
         return fqn
 
 
+@dataclass(frozen=True, slots=True)
+class Overflows:
+    """Names of the tensors that hold values past the largest of the dtype that they were cast to."""
+
+    names: set[str] = field(default_factory=set)
+
+    def add(self, name: str, dtype: str, largest: float) -> None:
+        """Note it, and warn where this is the tensor's first."""
+        if name not in self.names:
+            self.names.add(name)
+            log.warning(
+                "%s: values past %.6g, the largest %s, were lost in the cast; keep the dtype, or cast to bfloat16",
+                name, largest, dtype,
+            )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The tensors to take in order of their new names, and the transforms of those that change."""
+    """The tensors to take in order of their new names, and the transforms of those that change.
+
+    `overflows` is filled while they are cast.
+    """
 
     items: tuple[Selected, ...]
     filter: Filter
     transforms: Mapping[str, Transform] = field(default_factory=dict)
+    overflows: Overflows = field(default_factory=Overflows)
 
     @property
     def is_model_only(self) -> bool:
