@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from benchmarks.report import Bar, interleave, median, spread, take_memory, timed, write_section
+from benchmarks.report import TAKEN_NOTE, Bar, interleave, median, spread, take_memory, timed, write_section
 from titan_ckpt.load import load, open_checkpoint
 from titan_ckpt.save import Saver, save
 from titan_ckpt.state import as_bytes
@@ -64,7 +64,7 @@ def raw_read(tensors: list[torch.Tensor], path: Path) -> None:
         for tensor in tensors:
             view, done = as_bytes(tensor), 0
             while done < len(view):
-                done += file.readinto(view[done:])  # type: ignore[operator]
+                done += file.readinto(view[done:])
 
 
 def clear_steps(run: Path) -> None:
@@ -321,9 +321,8 @@ def main() -> None:
             bars = bench_stall(state, folder, arguments.rounds) + bench_disk(state, folder, arguments.rounds)
             bars += bench_memory(min(arguments.size, 0.3), folder) + bench_rate(min(arguments.size, 0.5), folder)
             size = sum(t.numel() * t.element_size() for t in tensors_of(state)) / 1e9
-            write_section(
-                "core-local", f"Save and load, local disk, {size:.2f} GB in {len(tensors_of(state))} tensors", bars
-            )
+            title = f"Save and load, local disk, {size:.2f} GB in {len(tensors_of(state))} tensors"
+            write_section("core-local", title, bars, f"{TAKEN_NOTE}\n")
     finally:
         shutil.rmtree(folder)
 

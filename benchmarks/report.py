@@ -14,6 +14,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+TAKEN_NOTE = (
+    "Before each measure that writes, twice the bytes that it is about to take are written and deleted: to get memory back from\n"
+    "the host of a virtual machine can cost more than all the rest."
+)
+LET_GO_S = 3.0  # the kernel waits 2 s after memory was freed
 PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
 
 
@@ -47,14 +52,17 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def take_memory(folder: Path, size_bytes: int) -> None:
-    """Write a file of `size_bytes` to `folder` and delete it, so that whoever is measured next finds that much memory in hand.
+    """Write and delete a file of twice `size_bytes` in `folder`: whoever is measured next finds `size_bytes` of memory in hand.
 
     A virtual machine gives freed memory back to its host within seconds (Linux: mm/page_reporting.c). Taking it again was seen
     here to cost up to ten times a copy, so that a write right after the deletion of a file beats one that begins a second later.
+    What was freed before is let go first, so that the kernel does not come back for more in the midst of the measure; of what
+    is deleted it takes a part at once.
     """
+    time.sleep(LET_GO_S)
     block, path = bytes(4 << 20), folder / "memory"
     with path.open("wb", buffering=0) as file:
-        for _ in range(-(-size_bytes // len(block))):
+        for _ in range(-(-2 * size_bytes // len(block))):
             file.write(block)
     path.unlink()
 

@@ -48,8 +48,13 @@ def compare_logits(
 
 
 def _load(folder: str) -> Any:
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    return model.eval()
+    auto: Any = transformers.AutoModelForCausalLM
+    try:
+        return auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    except Exception as error:
+        raise DamagedError(
+            f"{folder}: every byte is as it was written, but transformers {transformers.__version__} does not load it: {error}"
+        ) from error
 
 
 def _fill(checkpoint: Checkpoint, plan: ExportPlan) -> Any:

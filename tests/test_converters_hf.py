@@ -154,6 +154,16 @@ def test_verify_sees_a_wrong_config(tmp_path: Path, key: str, value: float, firs
     assert result.logits.kl > 0
 
 
+def test_verify_says_that_transformers_does_not_load_it(tmp_path: Path) -> None:
+    checkpoint, plan, report = _verified(_byte_run(tmp_path, 257), tmp_path / "out")
+    of = json.loads((tmp_path / "out" / "config.json").read_text()) | {"num_attention_heads": 5}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(of))
+    with pytest.raises(
+        DamagedError, match=rf"every byte is as it was written, but transformers {transformers.__version__}"
+    ):
+        verify_export(checkpoint, plan, report)
+
+
 def test_verify_sees_a_flipped_bit_on_disk(tmp_path: Path) -> None:
     checkpoint, plan, report = _verified(_byte_run(tmp_path, 257), tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
