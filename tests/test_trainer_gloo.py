@@ -1,8 +1,10 @@
-"""Gloo groups of one thread: every group of a mesh, whatever interface it is on, and only while they are asked for."""
+"""Gloo groups of one thread: every group of a mesh, whatever interface it is on, and only while they are asked for; how long
+ranks wait for each other in the group of the trainer's own numbers."""
 
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from tests.pool import RankPool
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.trainer.device_mesh import init_rank_mesh, pipeline_ends
 from titan_ckpt.trainer.gloo import INTERFACES, one_thread_groups
+from titan_ckpt.trainer.signals import Agreement
 
 CPU = torch.device("cpu")
 
@@ -64,3 +67,33 @@ def test_the_timeout_is_kept_and_groups_made_later_are_torchs_own(tmp_path: Path
         assert threads_of(dist.group.WORLD) > 1
     finally:
         dist.destroy_process_group()
+
+
+def impatience(rank: int) -> float:
+    """Seconds after which rank 0 no longer waits for rank 1, which is away for longer than the limit."""
+    agreement = Agreement(timeout_s=600.0)
+    agreement.limit(1.0)
+    assert agreement.largest([float(rank)]) == [1.0]
+    started = time.monotonic()
+    if rank == 1:
+        time.sleep(8.0)
+    else:
+        with pytest.raises(RuntimeError, match=r"(?i)time"):
+            agreement.largest([0.0])
+    return time.monotonic() - started
+
+
+def patience(rank: int) -> list[float]:
+    """What the ranks agree on when rank 1 comes later than a limit that is over."""
+    agreement = Agreement(timeout_s=600.0)
+    agreement.limit(1.0)
+    agreement.limit(None)
+    if rank == 1:
+        time.sleep(3.0)
+    return agreement.largest([float(rank)])
+
+
+def test_ranks_wait_for_each_others_numbers_as_long_as_they_are_told() -> None:
+    with RankPool(2) as pool:
+        assert pool.run(patience) == [[1.0], [1.0]]
+        assert pool.run(impatience)[0] < 6.0

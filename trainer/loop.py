@@ -59,6 +59,7 @@ class Loop:
         finally:
             loader.close()
             inspection.close()
+        job.agreement.limit(None)  # ranks may end their last uploads far apart
         return self._finish(stop)
 
     def _step(self, loader: Loader) -> int:
@@ -211,6 +212,7 @@ class Loop:
     def _tighten_timeouts(self) -> None:
         """Compilation and warm-up are over: from now on a collective that takes long is a fault."""
         limits, parallelized = self.job.config.train, self.job.parallelized
+        self.job.agreement.limit(limits.step_timeout_s)
         if dist.get_world_size() == 1 or limits.step_timeout_s == limits.init_timeout_s:
             return
         ranks = parallelized.ranks

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 T = TypeVar("T")
 NOTHING, TIME_LIMIT, SIGNAL = 0, 1, 2
@@ -85,8 +86,14 @@ class Agreement:
 
     def __init__(self, *, timeout_s: float) -> None:
         self._group: dist.ProcessGroup | None = None
+        self._timeout_s = timeout_s
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def limit(self, seconds: float | None) -> None:
+        """How long a rank waits for the others from now on; None: as long as at first."""
+        if self._group is not None:
+            _set_pg_timeout(timedelta(seconds=self._timeout_s if seconds is None else seconds), self._group)
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
         """Element-wise maximum over all ranks."""
