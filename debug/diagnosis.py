@@ -14,11 +14,12 @@ from titan_ckpt.debug.garbage import no_gc
 from titan_ckpt.debug.initialisation import initialisation
 from titan_ckpt.debug.mismatch import mismatch
 from titan_ckpt.debug.pace import straggler
-from titan_ckpt.debug.records import Run, Verdict
+from titan_ckpt.debug.records import Evidence, Run, Verdict
 from titan_ckpt.debug.situation import (
     DEAD,
     FROZEN,
     GIL_HELD,
+    IN_COLLECTIVE,
     IN_P2P,
     ON_CPU,
     SILENT,
@@ -38,6 +39,8 @@ from titan_ckpt.debug.waits import Edge, roots, wait_edges
 from titan_ckpt.debug.witness import by_witnesses, sizes_in_logs
 
 MAX_VERDICTS = 8
+STALL = "stall"  # why a recorder dumped
+SILENCE_S = 10.0
 
 
 def diagnose(run: Run) -> list[Verdict]:
@@ -52,7 +55,7 @@ def _diagnose(run: Run) -> list[Verdict]:
     edges = wait_edges(run, found_lanes, states)
     found = [*_faults(run, found_lanes, edges, states)]
     if not found and found_lanes and not went_on(run):
-        found = [*by_witnesses(run, states)]
+        found = [*by_witnesses(run, states)] or [*_fell_silent(run, edges, states)]
     if not found:
         is_well = went_on(run) or looks_well(run, found_lanes, edges, states)
         found = [healthy(run, found_lanes, went_on(run)) if is_well else undecided(run, edges, states)]
@@ -123,6 +126,23 @@ def _is_known_gone(run: Run, unseen: Sequence[int]) -> bool:
         and not saw_timeouts(run)
         and not has_other_death(run, unseen[0])
     )
+
+
+def _fell_silent(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Iterator[Verdict]:
+    """Ranks that had joined the operation in which all wait, whose recorder ticked no more while the others' found the stall."""
+    records = run.ranks.values()
+    dumped = [record for record in records if any(dump.reason == STALL for dump in record.dumps)]
+    newest_ns = max((record.heartbeat.alive_ns for record in dumped if record.heartbeat), default=0)
+    waiting = tuple(rank for rank, state in states.items() if state.kind in (IN_COLLECTIVE, IN_P2P))
+    for rank, state in states.items():
+        beat = run.ranks[rank].heartbeat
+        if not waiting or state.kind != UNKNOWN or beat is None or beat.is_stopped:
+            continue
+        silence_s = (newest_ns - beat.alive_ns) / 1e9
+        if silence_s > SILENCE_S:
+            text = f"its recorder last ticked {silence_s:.0f} s before those that dumped for the stall"
+            silent = replace(state, kind=SILENT, evidence=(Evidence(text=text, rank=rank, source=beat.source),))
+            yield replace(verdict_of(run, rank, edges, {**states, rank: silent}), victims=waiting)
 
 
 def _everybody_in_p2p(states: Mapping[int, Situation]) -> Verdict:

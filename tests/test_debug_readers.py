@@ -19,7 +19,7 @@ import zstandard
 
 from titan_ckpt.cli import main
 from titan_ckpt.debug import diagnose, open_run
-from titan_ckpt.debug.blackbox import HEADER_BYTES, RECORD
+from titan_ckpt.debug.blackbox import HEADER_BYTES, HEARTBEAT, HEARTBEAT_AT, RECORD
 from titan_ckpt.debug.hooks import BoxWriter
 from titan_ckpt.debug.logs import parse_launcher, parse_mixed_log, parse_rank_log
 from titan_ckpt.debug.safe_pickle import plain_loads
@@ -233,6 +233,34 @@ def test_ranks_that_disagree_about_a_group_are_the_verdict(tmp_path: Path) -> No
     top = diagnose(open_run(str(tmp_path)))[0]
     assert (top.verdict, top.culprits, top.group) == ("PG_CONFIG_CONFLICT", (2,), "1")
     assert "PG_CONFIG_CONFLICT" in flags(tmp_path)
+
+
+FROZEN_INSIDE = Path(__file__).parent / "data" / "frozen_inside"
+
+
+def test_rank_that_freezes_inside_a_collective_that_it_joined_is_the_verdict() -> None:
+    """A real incident: SIGSTOP met rank 1 of 2 between entering an all_reduce and leaving it."""
+    top = diagnose(open_run(str(FROZEN_INSIDE)))[0]
+    assert (top.verdict, top.culprits, top.victims) == ("RANK_FROZEN", (1,), (0,))
+    assert "last ticked 443 s before" in top.evidence[0].text
+
+
+@pytest.mark.parametrize("gone", ["rank_00000.stall.pickle.zst", "rank_00000.box.zst"])
+def test_without_the_others_dump_or_heartbeat_nobody_is_said_to_be_frozen(gone: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(FROZEN_INSIDE, tmp_path / "incident")
+    (folder / gone).unlink()
+    assert "RANK_FROZEN" not in [verdict.verdict for verdict in diagnose(open_run(str(folder)))]
+
+
+def test_rank_whose_dump_alone_is_missing_is_not_said_to_be_frozen(tmp_path: Path) -> None:
+    """Its recorder ticked as long as the other's: it is there."""
+    folder = shutil.copytree(FROZEN_INSIDE, tmp_path / "incident")
+    boxes = [zstandard.ZstdDecompressor().decompress(path.read_bytes()) for path in sorted(folder.glob("*.box.zst"))]
+    beat = slice(HEARTBEAT_AT, HEARTBEAT_AT + HEARTBEAT.size)
+    (folder / "rank_00001.box.zst").write_bytes(
+        zstandard.compress(boxes[1][: beat.start] + boxes[0][beat] + boxes[1][beat.stop :])
+    )
+    assert "RANK_FROZEN" not in [verdict.verdict for verdict in diagnose(open_run(str(folder)))]
 
 
 def test_black_box_does_not_pass_for_what_a_device_did(tmp_path: Path) -> None:
