@@ -173,15 +173,19 @@ def _rope_record(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return record
 
 
+def _rope_type(record: Mapping[str, Any]) -> Any:
+    return record.get("rope_type", record.get("type", "default"))
+
+
 def _rope_meaning(record: Mapping[str, Any]) -> dict[str, Any]:
-    kind = record.get("rope_type", record.get("type", "default"))
-    return {key: value for key, value in record.items() if key not in ("rope_theta", "type")} | {"rope_type": kind}
+    rest = {key: value for key, value in record.items() if key not in ("rope_theta", "type")}
+    return rest | {"rope_type": _rope_type(record)}
 
 
 def _read_rope(config: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     record = _rope_record(config, where)
     theta = float(record.get("rope_theta", values["rope_theta"]))
-    kind = record.get("rope_type", record.get("type", "default"))
+    kind = _rope_type(record)
     if kind == "default":
         return theta, None
     if not isinstance(kind, str) or kind not in _SCALING_USES:

@@ -51,7 +51,7 @@ def _load(folder: str) -> Any:
     auto: Any = transformers.AutoModelForCausalLM
     try:
         return auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    except Exception as error:
+    except Exception as error:  # whatever it raises is what was found
         raise DamagedError(
             f"{folder}: every byte is as it was written, but transformers {transformers.__version__} does not load it: {error}"
         ) from error

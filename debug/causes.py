@@ -184,7 +184,7 @@ def _silent(run: Run, state: Situation) -> tuple[str, str, float, str]:
         closed = []
     record = run.ranks[state.rank]
     is_silent = not any(dump.kind == "flight_recorder" for dump in record.dumps) and not record.stacks
-    stopped = _stopped_ticking(run, state.rank)
+    stopped = stopped_ticking(run, state.rank)
     if is_silent and stopped and not closed:
         is_open = bool(timeouts)
         says = "is frozen" if is_open else "is frozen (or dead, or something keeps its GIL)"
@@ -260,7 +260,7 @@ def advice(name: str, subtype: str) -> tuple[str, ...]:
     return _ADVICE.get((name, subtype), _ADVICE.get((name, ""), ()))
 
 
-def _stopped_ticking(run: Run, rank: int) -> float:
+def stopped_ticking(run: Run, rank: int) -> float:
     """Seconds by which a rank's recorder fell silent before the last of the others; 0 if it did not."""
     mine = run.ranks[rank].heartbeat
     others = [r.heartbeat.alive_ns for r in run.ranks.values() if r.heartbeat and r.rank != rank]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from signal import SIGABRT
 
 from titan_ckpt.debug.align import Lane, lanes
-from titan_ckpt.debug.causes import step_of, verdict_of
+from titan_ckpt.debug.causes import step_of, stopped_ticking, verdict_of
 from titan_ckpt.debug.deadlock import deadlock
 from titan_ckpt.debug.disagreement import group_conflicts
 from titan_ckpt.debug.garbage import no_gc
@@ -130,17 +130,14 @@ def _is_known_gone(run: Run, unseen: Sequence[int]) -> bool:
 
 def _fell_silent(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """Ranks that had joined the operation in which all wait, whose recorder ticked no more while the others' found the stall."""
-    records = run.ranks.values()
-    dumped = [record for record in records if any(dump.reason == STALL for dump in record.dumps)]
-    newest_ns = max((record.heartbeat.alive_ns for record in dumped if record.heartbeat), default=0)
+    has_stall = any(dump.reason == STALL for record in run.ranks.values() for dump in record.dumps)
     waiting = tuple(rank for rank, state in states.items() if state.kind in (IN_COLLECTIVE, IN_P2P))
+    if not has_stall or not waiting:
+        return
     for rank, state in states.items():
-        beat = run.ranks[rank].heartbeat
-        if not waiting or state.kind != UNKNOWN or beat is None or beat.is_stopped:
-            continue
-        silence_s = (newest_ns - beat.alive_ns) / 1e9
-        if silence_s > SILENCE_S:
-            text = f"its recorder last ticked {silence_s:.0f} s before those that dumped for the stall"
+        beat, silence_s = run.ranks[rank].heartbeat, stopped_ticking(run, rank)
+        if state.kind == UNKNOWN and beat is not None and silence_s > SILENCE_S:
+            text = f"its recorder last ticked {silence_s:.0f} s before the others'"
             silent = replace(state, kind=SILENT, evidence=(Evidence(text=text, rank=rank, source=beat.source),))
             yield replace(verdict_of(run, rank, edges, {**states, rank: silent}), victims=waiting)
 

@@ -70,14 +70,12 @@ def test_the_timeout_is_kept_and_groups_made_later_are_torchs_own(tmp_path: Path
 
 
 def impatience(rank: int) -> float:
-    """Seconds after which rank 0 no longer waits for rank 1, which is away for longer than the limit."""
+    """Seconds after which rank 0 no longer waits for rank 1, which is there but does not come."""
     agreement = Agreement(timeout_s=600.0)
     agreement.limit(1.0)
     assert agreement.largest([float(rank)]) == [1.0]
     started = time.monotonic()
-    if rank == 1:
-        time.sleep(8.0)
-    else:
+    if rank == 0:
         with pytest.raises(RuntimeError, match=r"(?i)time"):
             agreement.largest([0.0])
     return time.monotonic() - started

@@ -27,8 +27,6 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
 # What a client of an object store keeps of one streamed write: parts under way and the one that is being filled.
 BYTES_PER_WRITE = 96 << 20
-
-
 # Less than a part of a multipart upload, so that a store gathers such parts into buffers of its own.
 LARGEST_CHANGING_PART = 8 << 20
 
