@@ -72,7 +72,7 @@ class Overflows:
         if name not in self.names:
             self.names.add(name)
             log.warning(
-                "%s: values past %.6g, the largest %s, were lost in the cast; keep the dtype, or cast to bfloat16",
+                "%s: values past %.6g, the largest %s, were lost in the cast; keep the dtype, or cast to one with a wider range",
                 name, largest, dtype,
             )  # fmt: skip
 
