@@ -18,7 +18,7 @@ from obstore.store import S3Store as ObstoreS3
 
 from benchmarks.report import Bar, interleave, median, spread, timed, write_section
 from scripts.s3_server import Server, running_server
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 
 BUCKET = "bench"
 PART_BYTES = 16 << 20

@@ -29,7 +29,7 @@ from titan_ckpt.debug.align import lanes
 from titan_ckpt.debug.records import COMPLETED, OPERATION, Dump, Frame, Group, Names, RankRecord, Run, Verdict
 from titan_ckpt.debug.situation import IN_COLLECTIVE, ON_CPU, Situation
 from titan_ckpt.debug.waits import wait_edges
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data_content import Content, find_content
 from titan_ckpt.tui.data_incident import Incident

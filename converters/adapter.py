@@ -21,7 +21,8 @@ from titan_ckpt.errors import LoadContractError, PlanError
 from titan_ckpt.placement import Box, Shape
 from titan_ckpt.plan import Buffer
 from titan_ckpt.select import Overflows
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -24,7 +24,7 @@ from titan_ckpt.errors import UsageError
 from titan_ckpt.layout import new_attempt
 from titan_ckpt.location import join, parse_location
 from titan_ckpt.render import write_json
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.units import format_size, parse_size
 
 if TYPE_CHECKING:

@@ -17,11 +17,18 @@ from titan_ckpt.converters.hf_source import HfModel
 from titan_ckpt.converters.layouts import LAYOUTS, PREFIX, TITAN, Layout, Stacked, is_computed, name_in
 from titan_ckpt.converters.model_spec import ModelSpec, spec_to_config
 from titan_ckpt.converters.transforms import target_dtype, transform
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import PlanError
 from titan_ckpt.execute import FileResult
-from titan_ckpt.index import ELEMENT_SIZE, RAW, ChunkTable, FileEntry, Manifest, TensorEntry
+from titan_ckpt.index import (
+    RAW,
+    ChunkTable,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+)
 from titan_ckpt.layout import data_file, step_folder
-from titan_ckpt.manifest import digest
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Box, Shape
 from titan_ckpt.plan import Literal, Region, Segment, TargetFile, Transform
 from titan_ckpt.select import Overflows

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from titan_ckpt.checkpoint import MODEL, Checkpoint
+from titan_ckpt.columns import Int64s
 from titan_ckpt.converters.contract import check_dtypes, check_tensors, main_dtype
 from titan_ckpt.converters.families import EMBEDDING, HEAD
 from titan_ckpt.converters.hf_source import HfModel, open_hf
@@ -20,9 +21,15 @@ from titan_ckpt.converters.layouts import LAYOUTS, TITAN, Named, is_computed, na
 from titan_ckpt.converters.model_spec import spec_to_config
 from titan_ckpt.converters.safetensors_header import StoredTensor
 from titan_ckpt.converters.stream import tensor_digests
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import LoadContractError, NotFoundError
-from titan_ckpt.index import RAW, ChunkTable, FileEntry, Int64s, Manifest, TensorEntry
-from titan_ckpt.manifest import digest
+from titan_ckpt.index import (
+    RAW,
+    ChunkTable,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+)
 from titan_ckpt.metadata import FOREIGN_ATTEMPT
 from titan_ckpt.placement import Box
 from titan_ckpt.store import Store

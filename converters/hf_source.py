@@ -20,8 +20,9 @@ from titan_ckpt.converters.safetensors_header import StoredTensor, read_header
 from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
 from titan_ckpt.location import check_relative, join, local_path
 from titan_ckpt.plan import Source, SourceTensor
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
 from titan_ckpt.store_file import FileStore
+from titan_ckpt.store_open import open_store
 
 log = logging.getLogger(__name__)
 CONFIG = "config.json"

@@ -6,7 +6,6 @@ import platform
 import time
 from dataclasses import dataclass
 
-import titan_ckpt
 from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
 from titan_ckpt.commit import find_commit, write_commit
 from titan_ckpt.converters.from_hf import ImportPlan, import_manifest, plan_import, state_paths
@@ -18,9 +17,11 @@ from titan_ckpt.errors import AlreadyExistsError, StoreError
 from titan_ckpt.layout import ASSETS, new_attempt, step_folder
 from titan_ckpt.location import parse_location
 from titan_ckpt.metadata import dcp_metadata
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
 from titan_ckpt.store_file import FileStore
+from titan_ckpt.store_open import open_store
 from titan_ckpt.units import format_size
+from titan_ckpt.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def run_import(plan: ImportPlan, url: str, *, on_progress: Progress | None = Non
             plan,
             results,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            versions={"titan_ckpt": titan_ckpt.__version__, "python": platform.python_version()},
+            versions={"titan_ckpt": __version__, "python": platform.python_version()},
         )
         write_commit(store, manifest, dcp_metadata(manifest, paths=state_paths(plan)), replaces=None)
     except BaseException:

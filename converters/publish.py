@@ -16,8 +16,9 @@ from contextlib import contextmanager
 
 from titan_ckpt.errors import AlreadyExistsError, StoreError
 from titan_ckpt.location import local_path, normalise, scheme
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
 from titan_ckpt.store_file import FileStore
+from titan_ckpt.store_open import open_store
 from titan_ckpt.units import format_size
 
 

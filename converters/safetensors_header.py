@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, NoReturn
 
 from titan_ckpt.errors import DamagedError, PlanError
-from titan_ckpt.index import ELEMENT_SIZE
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Shape
 from titan_ckpt.store import Store
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 from titan_ckpt.budget import Budget
 from titan_ckpt.errors import StoreError
 from titan_ckpt.execute import Execution, FileResult
-from titan_ckpt.index import ELEMENT_SIZE
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Box
 from titan_ckpt.plan import Buffer, Region, Source, TargetFile, Wave
 from titan_ckpt.store import Entry, Store

@@ -22,7 +22,8 @@ from titan_ckpt.converters.safetensors_header import encode_header
 from titan_ckpt.converters.tokenizer_files import complete
 from titan_ckpt.converters.transforms import target_dtype, transform
 from titan_ckpt.errors import LoadContractError
-from titan_ckpt.index import ELEMENT_SIZE, Manifest, TensorEntry
+from titan_ckpt.index import Manifest, TensorEntry
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Box, Shape
 from titan_ckpt.plan import Literal, Region, Segment, Source, SourceTensor, TargetFile, source_of
 from titan_ckpt.select import Overflows

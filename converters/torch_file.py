@@ -20,7 +20,7 @@ from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, U
 from titan_ckpt.load import read_object
 from titan_ckpt.location import local_path, normalise, parse_location, scheme
 from titan_ckpt.save import Saver
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,16 +18,23 @@ from typing import Any
 import numpy as np
 
 from titan_ckpt.checkpoint import FULL, MODEL, Checkpoint
+from titan_ckpt.columns import Int64s
 from titan_ckpt.converters.contract import check_tensors
 from titan_ckpt.converters.families import EMBEDDING, HEAD, check_spec, expected_tensors
 from titan_ckpt.converters.layouts import PREFIX, TITAN, Layout, Named, find_layout, is_weight, name_in
 from titan_ckpt.converters.model_spec import ModelSpec, spec_of
 from titan_ckpt.decoded import decoded
 from titan_ckpt.errors import LoadContractError
-from titan_ckpt.index import ELEMENT_SIZE, Chunk, ChunkTable, Int64s, Manifest, TensorEntry
+from titan_ckpt.index import (
+    Chunk,
+    ChunkTable,
+    Manifest,
+    TensorEntry,
+)
 from titan_ckpt.load import read_object, read_tensor
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Box, Shape
-from titan_ckpt.strips import strides as row_major
+from titan_ckpt.placement import strides as row_major
 
 log = logging.getLogger(__name__)
 _STATE = "optimizer.state."

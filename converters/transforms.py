@@ -12,7 +12,7 @@ import numpy as np
 
 from titan_ckpt.converters.layouts import TransformName
 from titan_ckpt.errors import PlanError
-from titan_ckpt.index import ELEMENT_SIZE
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Box
 from titan_ckpt.plan import Buffer, Transform
 from titan_ckpt.select import Overflows

@@ -11,9 +11,10 @@ import numpy as np
 from titan_ckpt.debug import disagreement
 from titan_ckpt.debug.blocks import blocks, with_blocks
 from titan_ckpt.debug.boxes import Box
+from titan_ckpt.debug.crash import user_frame
 from titan_ckpt.debug.evidence import MAX_RANK, RankEvidence, Reading
 from titan_ckpt.debug.interning import Interner
-from titan_ckpt.debug.logs import group_by_rank, merge_logs, user_frame
+from titan_ckpt.debug.logs import group_by_rank, merge_logs
 from titan_ckpt.debug.records import NO_OPERATIONS, Array, Dump, Exit, Flag, Group, RankRecord, Run
 from titan_ckpt.debug.snapshots import add_box, merge_dumps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from titan_ckpt.debug.logs import is_library
+from titan_ckpt.debug.crash import is_library
 from titan_ckpt.debug.records import Evidence, Frame, RankRecord, StackSnapshot
 
 # What a busy rank is busy with, by words in its frames (function, file), source lines and last log lines.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from titan_ckpt.debug.busy import PHASES
-from titan_ckpt.debug.records import COMPLETED, Evidence, RankRecord, Run, Verdict
+from titan_ckpt.debug.records import COMPLETED, Evidence, RankRecord, Run, Verdict, step_of
 from titan_ckpt.debug.situation import (
     DEAD,
     FINISHED,
@@ -301,13 +301,3 @@ def _waiting(
 
 def _coordinate(coordinates: Mapping[str, int]) -> str:
     return " (" + ", ".join(f"{axis} {place}" for axis, place in coordinates.items()) + ")" if coordinates else ""
-
-
-def step_of(run: Run, rank: int) -> int | None:
-    """The training step a rank was in: its heartbeat's, else the last its log mentions."""
-    record = run.ranks.get(rank)
-    if record is None:
-        return None
-    if record.heartbeat and record.heartbeat.step >= 0:
-        return record.heartbeat.step
-    return record.log.last_step if record.log else None

@@ -20,7 +20,7 @@ from titan_ckpt.command import Command
 from titan_ckpt.debug.endpoint import fetch_trace
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.location import redact
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 
 TAIL_BYTES = 1 << 20
 PYSPY_TIMEOUT_S = 15

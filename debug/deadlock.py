@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from titan_ckpt.debug.causes import step_of
-from titan_ckpt.debug.logs import user_frame
-from titan_ckpt.debug.records import Evidence, Operation, Run, Verdict
+from titan_ckpt.debug.crash import user_frame
+from titan_ckpt.debug.records import Evidence, Operation, Run, Verdict, step_of
 from titan_ckpt.debug.situation import Situation
 from titan_ckpt.debug.waits import Edge
 

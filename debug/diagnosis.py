@@ -7,14 +7,14 @@ from dataclasses import replace
 from signal import SIGABRT
 
 from titan_ckpt.debug.align import Lane, lanes
-from titan_ckpt.debug.causes import step_of, stopped_ticking, verdict_of
+from titan_ckpt.debug.causes import stopped_ticking, verdict_of
 from titan_ckpt.debug.deadlock import deadlock
-from titan_ckpt.debug.disagreement import group_conflicts
 from titan_ckpt.debug.garbage import no_gc
+from titan_ckpt.debug.group_conflicts import group_conflicts
 from titan_ckpt.debug.initialisation import initialisation
 from titan_ckpt.debug.mismatch import mismatch
 from titan_ckpt.debug.pace import straggler
-from titan_ckpt.debug.records import Evidence, Run, Verdict
+from titan_ckpt.debug.records import Evidence, Run, Verdict, step_of
 from titan_ckpt.debug.situation import (
     DEAD,
     FROZEN,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.debug.blocks import blocks, pairs_of
-from titan_ckpt.debug.causes import step_of
-from titan_ckpt.debug.records import COMPLETED, Array, Evidence, Flag, Run, Verdict
+from titan_ckpt.debug.records import COMPLETED, Array, Flag, Run
 
 # Nobody leaves these before everybody has entered them.
 MEETINGS = ("all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
@@ -52,34 +51,7 @@ def _conflict(run: Run, name: str, positions: list[int]) -> Conflict | None:
     return Conflict(name=name, users=users, shared=shared)
 
 
-def group_conflicts(run: Run) -> Iterator[Verdict]:
-    """PG_CONFIG_CONFLICT: the ranks wait for each other in groups of one name and different members."""
-    for conflict in conflicts(run):
-        used = {members: ranks for members, ranks in conflict.users.items() if ranks}
-        if len(used) < 2:
-            continue
-        ordered = sorted(used, key=lambda members: (-len(used[members]), members))
-        most, others = used[ordered[0]], [used[members] for members in ordered[1:]]
-        is_tie = len(most) == len(others[0])
-        culprits = tuple(sorted({rank for ranks in others for rank in ranks} | set(most if is_tie else ())))
-        yield Verdict(
-            verdict="PG_CONFIG_CONFLICT", culprits=culprits, victims=() if is_tie else most, group=conflict.name,
-            step=step_of(run, culprits[0]), confidence=0.7 if is_tie else 0.9,
-            headline=f"ranks disagree about who belongs to group {conflict.name}: "
-            + "; ".join(f"{_who(used[members])} say{'s' * (len(used[members]) == 1)} {_who(members)}" for members in ordered[:3]),
-            evidence=tuple(
-                Evidence(text=f"group {conflict.name} has the members {_who(members)}", rank=used[members][0], source="dump")
-                for members in ordered[:4]
-            ),
-            chain=() if is_tie else tuple((rank, culprits[0]) for rank in most),
-            next_steps=(
-                "make every rank call new_group (or init_device_mesh) with the same ranks and in the same order",
-                "look for a group that is made under a condition which differs between ranks",
-            ),
-        )  # fmt: skip
-
-
-def _who(ranks: tuple[int, ...]) -> str:
+def rank_list(ranks: tuple[int, ...]) -> str:
     text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from titan_ckpt.debug.crash import user_frame
 from titan_ckpt.debug.records import Exit, Frame, Launcher, LogEvent, RankLog
 
 KINDS = (
@@ -258,32 +259,6 @@ def _seconds(date: str, clock: str) -> float | None:
     except ValueError:
         return None
     return moment.replace(tzinfo=UTC).timestamp()
-
-
-_LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<|importlib|/torch/(?:distributed|utils|nn|autograd|_|optim)"
-)
-_WRAPPER = re.compile(r"/debug/(?:hooks|recorder|ring)\.py$")
-
-
-def is_library(frame: Frame) -> bool:
-    """Whether a frame belongs to the interpreter or an installed package, not to the user's program."""
-    return bool(_LIBRARY.search(frame.file)) or bool(_WRAPPER.search(frame.file))
-
-
-def user_frame(frames: Iterable[Frame], wrappers: frozenset[tuple[str, int]] = frozenset()) -> Frame | None:
-    """The innermost frame of the user's own program that is no wrapper (frames: most recent call first).
-
-    Where all are, the innermost of the user's; where none is the user's, the innermost of all.
-    """
-    first = own = None
-    for frame in frames:
-        first = first or frame
-        if not is_library(frame):
-            own = own or frame
-            if (frame.file, frame.line) not in wrappers:
-                return frame
-    return own or first
 
 
 # ---------------------------------------------------------------------------------------------------- launchers

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.align import Lane, elements_of, first_disagreement, is_uneven
-from titan_ckpt.debug.logs import user_frame
+from titan_ckpt.debug.crash import user_frame
 from titan_ckpt.debug.records import Evidence, Frame, Operation, Run, Verdict
 
 HISTORY = 256

@@ -10,6 +10,7 @@ from titan_ckpt.debug.assembly import assemble
 from titan_ckpt.debug.blackbox import HEADER_BYTES, MAGIC, read_heartbeat
 from titan_ckpt.debug.blocks import MOST_OPERATIONS
 from titan_ckpt.debug.boxes import Box, RawBox
+from titan_ckpt.debug.crash import user_frame
 from titan_ckpt.debug.discovery import Source, find_place, read_source, sources
 from titan_ckpt.debug.dumps import ParsedDump, parse_dump
 from titan_ckpt.debug.evidence import MAX_RANK, RankEvidence, Reading
@@ -20,7 +21,6 @@ from titan_ckpt.debug.logs import (
     parse_launcher,
     parse_mixed_log,
     parse_rank_log,
-    user_frame,
 )
 from titan_ckpt.debug.records import (
     Dump,
@@ -37,7 +37,8 @@ from titan_ckpt.debug.safe_pickle import looks_like_pickle
 from titan_ckpt.debug.stacks import parse_stacks
 from titan_ckpt.errors import NotFoundError, StoreError, TitanError, UnsafeContentError
 from titan_ckpt.location import local_path, scheme
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 
 
 def open_run(url: str, *, store: Store | None = None) -> Run:

@@ -39,7 +39,7 @@ from titan_ckpt.debug.own_stacks import all_stacks, with_source
 from titan_ckpt.debug.recorder_environment import environment
 from titan_ckpt.debug.worker_server import WorkerServer
 from titan_ckpt.errors import TitanError, UsageError
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 
 log = logging.getLogger(__name__)
 

@@ -292,3 +292,13 @@ class Verdict:
     evidence: tuple[Evidence, ...] = ()
     chain: tuple[tuple[int, int], ...] = ()
     next_steps: tuple[str, ...] = ()
+
+
+def step_of(run: Run, rank: int) -> int | None:
+    """The training step a rank was in: its heartbeat's, else the last its log mentions."""
+    record = run.ranks.get(rank)
+    if record is None:
+        return None
+    if record.heartbeat and record.heartbeat.step >= 0:
+        return record.heartbeat.step
+    return record.log.last_step if record.log else None

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.busy import busy_with, in_gc, last_words
-from titan_ckpt.debug.crash import crash_frame, crashed_thread
-from titan_ckpt.debug.logs import is_library, user_frame
+from titan_ckpt.debug.crash import crash_frame, crashed_thread, is_library, user_frame
 from titan_ckpt.debug.records import Evidence, Frame, LogEvent, RankRecord, Run, StackSnapshot, Thread
 
 IN_COLLECTIVE, IN_P2P, IN_INIT, IN_TEARDOWN, ON_CPU = "in_collective", "in_p2p", "in_init", "in_teardown", "on_cpu"

@@ -8,7 +8,7 @@ import numpy as np
 
 from titan_ckpt.debug.align import Lane, elements_of
 from titan_ckpt.debug.blocks import blocks
-from titan_ckpt.debug.logs import user_frame
+from titan_ckpt.debug.crash import user_frame
 from titan_ckpt.debug.records import COMPLETED, RECV, SCHEDULED, SEND, STARTED, Array, Evidence, Operation, Run, Verdict
 
 

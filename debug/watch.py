@@ -14,7 +14,8 @@ from titan_ckpt.debug.discovery import find_place, sources
 from titan_ckpt.debug.reader import read_box_heartbeat
 from titan_ckpt.debug.records import Heartbeat
 from titan_ckpt.errors import NotFoundError, UsageError
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.units import format_duration
 
 

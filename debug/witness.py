@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from signal import SIGKILL
 
 from titan_ckpt.debug.busy import busy_by_log, has_recorder_talk
-from titan_ckpt.debug.causes import advice, step_of
-from titan_ckpt.debug.records import Evidence, LogEvent, RankRecord, Run, Verdict
+from titan_ckpt.debug.causes import advice
+from titan_ckpt.debug.records import Evidence, LogEvent, RankRecord, Run, Verdict, step_of
 from titan_ckpt.debug.situation import (
     DEAD,
     FINISHED,

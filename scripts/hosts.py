@@ -34,7 +34,7 @@ from scripts.proxy import Fault, FaultyProxy, Request
 from scripts.s3_server import Server, running_server
 from scripts.soak_ledger import Ledger
 from scripts.soak_report import RELIABILITY
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "debug.toml")
 BUCKET = "hosts"

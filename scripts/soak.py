@@ -32,7 +32,8 @@ from scripts.soak_ledger import Counts, Ledger
 from scripts.soak_report import publish
 from scripts.soak_weather import CALM, Climate, Weather, draw_weather
 from titan_ckpt.mesh import MeshSpec
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "debug.toml")
 BUCKET = "soak"

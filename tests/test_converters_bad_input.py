@@ -284,8 +284,8 @@ def _failing_after(write: Callable[[int, list[memoryview]], int], limit: int) ->
 
 
 def test_failure_on_an_object_store_leaves_no_file(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan_ckpt.store import open_store
     from titan_ckpt.store_fsspec import FsspecStore
+    from titan_ckpt.store_open import open_store
 
     write = FsspecStore.write
 

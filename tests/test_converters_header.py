@@ -23,7 +23,7 @@ from titan_ckpt.converters.safetensors_header import (
     read_header,
 )
 from titan_ckpt.errors import DamagedError, PlanError, TitanError
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 
 TWO = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1, 2], dtype=torch.int64)}
 

@@ -20,12 +20,18 @@ from hypothesis import strategies as st
 from titan_ckpt import manifest as manifest_module
 from titan_ckpt.blob import ALIGNMENT, frame
 from titan_ckpt.errors import DamagedError, NewerFormatError, UnsafeContentError
-from titan_ckpt.index import ELEMENT_SIZE, ChunkTable, FileEntry, Manifest, TensorEntry
+from titan_ckpt.index import (
+    ChunkTable,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+)
 from titan_ckpt.layout import parse_step, step_folder
 from titan_ckpt.load import load, open_checkpoint
 from titan_ckpt.manifest import decode_manifest, encode_manifest
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.metadata import dcp_metadata, read_dcp_metadata
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Shard
 from titan_ckpt.save import save
 from titan_ckpt.state import TORCH_DTYPE

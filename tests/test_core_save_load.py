@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from titan_ckpt.checkpoint import list_checkpoints
 from titan_ckpt.dcp import StorageReader, StorageWriter
 from titan_ckpt.errors import ConditionFailedError, DamagedError, LoadContractError, NotCommittedError, StoreError
-from titan_ckpt.index import ELEMENT_SIZE
 from titan_ckpt.load import LoadPolicy, load, open_checkpoint
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Box
 from titan_ckpt.save import SaveError, Saver, save
 from titan_ckpt.state import TORCH_DTYPE

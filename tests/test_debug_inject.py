@@ -12,7 +12,7 @@ from titan_ckpt.debug.blackbox import HEADER_BYTES, HEARTBEAT, HEARTBEAT_AT, REC
 from titan_ckpt.debug.fault_programs import CASES as PROGRAMS
 from titan_ckpt.debug.hooks import BoxWriter
 from titan_ckpt.debug.inject import CASES, _end, _is_newest, _start, _wait_until_settled, culprit_of, inject
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 
 
 def assert_right(case: str, ranks: int, folder: Path) -> None:

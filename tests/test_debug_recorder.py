@@ -28,7 +28,7 @@ from titan_ckpt.debug.recorder import Recorder, environment
 from titan_ckpt.debug.records import Heartbeat
 from titan_ckpt.debug.watch import alarms
 from titan_ckpt.errors import UsageError
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 
 
 @pytest.fixture

@@ -20,9 +20,10 @@ from titan_ckpt.checkpoint import list_checkpoints, open_checkpoint
 from titan_ckpt.cli import main
 from titan_ckpt.commit import VERSION as COMMIT_VERSION
 from titan_ckpt.dcp import PlanesZstd
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import DamagedError, NewerFormatError
 from titan_ckpt.load import load
-from titan_ckpt.manifest import VERSION, digest
+from titan_ckpt.manifest import VERSION
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.placement import Shard
 from titan_ckpt.reshard import plan_reshard, run_plan

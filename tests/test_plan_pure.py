@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from titan_ckpt.boxes import cut
+from titan_ckpt.columns import Int64s
 from titan_ckpt.draw import Pieces, draw
 from titan_ckpt.errors import ConfigError, PlanError
-from titan_ckpt.index import Int64s
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.pipeline import PipelineSpec, stage_table
 from titan_ckpt.placement import Box, Shard

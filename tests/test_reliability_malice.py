@@ -23,10 +23,11 @@ import zstandard
 
 from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.codec import decode_blob
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import CheckpointError, DamagedError, TitanError, UnsafeContentError
 from titan_ckpt.layout import COMMIT
 from titan_ckpt.load import load, read_object
-from titan_ckpt.manifest import decode_manifest, digest
+from titan_ckpt.manifest import decode_manifest
 from titan_ckpt.metadata import read_dcp_metadata
 from titan_ckpt.mirror import copy_checkpoint
 from titan_ckpt.pickle_scan import check_pickle

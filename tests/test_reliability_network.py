@@ -14,7 +14,8 @@ from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.errors import TransientStoreError
 from titan_ckpt.load import load
 from titan_ckpt.save import SaveError, SaveOptions, Saver
-from titan_ckpt.store import RetryPolicy, open_store
+from titan_ckpt.store import RetryPolicy
+from titan_ckpt.store_open import open_store
 from titan_ckpt.verify import verify
 
 pytestmark = pytest.mark.s3

@@ -15,8 +15,9 @@ from titan_ckpt.errors import StoreError, TitanError
 from titan_ckpt.location import Location, parse_location, redact_text, redact_values
 from titan_ckpt.s3_session import S3Options
 from titan_ckpt.save import SaveError, SaveOptions, Saver, save
-from titan_ckpt.store import RetryPolicy, open_store
+from titan_ckpt.store import RetryPolicy
 from titan_ckpt.store_file import FileStore
+from titan_ckpt.store_open import open_store
 
 SECRETS = ("hunter2", "AKIAEXAMPLE", "tokentoken")
 URL = "https://AKIAEXAMPLE:hunter2@host/bucket?token=tokentoken"

@@ -20,7 +20,8 @@ from scripts.soak_weather import CALM, KINDS, STORM, Climate, draw_weather
 from titan_ckpt.errors import TransientStoreError
 from titan_ckpt.layout import step_folder
 from titan_ckpt.save import save
-from titan_ckpt.store import RetryPolicy, Store, open_store
+from titan_ckpt.store import RetryPolicy, Store
+from titan_ckpt.store_open import open_store
 
 DATA = bytes(range(256)) * 4096
 QUICK = RetryPolicy(tries=3, first_wait_s=0.01, longest_wait_s=0.05, deadline_s=20)

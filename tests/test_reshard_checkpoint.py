@@ -29,8 +29,9 @@ from titan_ckpt.placement import Shard
 from titan_ckpt.reshard import Workers, plan_reshard, run_plan
 from titan_ckpt.rules import Rule
 from titan_ckpt.save import SaveOptions, save
-from titan_ckpt.store import Buffer, Entry, open_store
+from titan_ckpt.store import Buffer, Entry
 from titan_ckpt.store_file import FileStore
+from titan_ckpt.store_open import open_store
 
 STEP = 7
 DTYPES = [

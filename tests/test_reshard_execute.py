@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 
 from titan_ckpt.boxes import cut
 from titan_ckpt.budget import Budget
+from titan_ckpt.columns import Int64s
 from titan_ckpt.errors import DamagedError, PlanError, UsageError
 from titan_ckpt.execute import Execution, FileResult
-from titan_ckpt.index import ELEMENT_SIZE, Int64s
 from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Box, Placements, Shape, Shard
 from titan_ckpt.plan import Literal, Region, Source, SourceTensor, TargetFile, Transform, Wave
 from titan_ckpt.reshard import DEFAULT_MEMORY
-from titan_ckpt.store import open_store
 from titan_ckpt.store_file import FileStore
+from titan_ckpt.store_open import open_store
 
 ITEM = {"float32": np.uint32, "bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "int64": np.uint64}
 

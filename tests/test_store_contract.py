@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from titan_ckpt.errors import ConditionFailedError, NotFoundError, StoreError, UsageError
-from titan_ckpt.store import LARGEST_CHANGING_PART, Steady, Store, open_store, probe_conditions
+from titan_ckpt.store import (
+    LARGEST_CHANGING_PART,
+    Steady,
+    Store,
+    probe_conditions,
+)
+from titan_ckpt.store_open import open_store
 
 MB = 1 << 20
 

@@ -15,8 +15,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from titan_ckpt.deadline import HungStoreError
 from titan_ckpt.errors import NotFoundError, StoreError, UsageError
-from titan_ckpt.store import RetryPolicy, open_store
+from titan_ckpt.store import RetryPolicy
 from titan_ckpt.store_fsspec import SINGLE_SHOT_BYTES, FsspecStore
+from titan_ckpt.store_open import open_store
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.s3_errors import translate
 from titan_ckpt.s3_wire import PART_BYTES, PartBuffers, cut
-from titan_ckpt.store import RetryPolicy, open_store
+from titan_ckpt.store import RetryPolicy
+from titan_ckpt.store_open import open_store
 from titan_ckpt.store_s3 import S3Store
 
 QUICK = RetryPolicy(tries=3, first_wait_s=0.001, longest_wait_s=0.01, deadline_s=30)

@@ -29,8 +29,8 @@ from titan_ckpt.removal import delete
 from titan_ckpt.render import write_json
 from titan_ckpt.retention import RetentionPolicy
 from titan_ckpt.save import SaveOptions, Saver
-from titan_ckpt.store import open_store
 from titan_ckpt.store_file import FileStore
+from titan_ckpt.store_open import open_store
 from titan_ckpt.verify import verify
 
 DAY_S = 86_400.0

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from titan_ckpt.index import ELEMENT_SIZE
-from titan_ckpt.numbers import decode, storage_dtype
+from titan_ckpt.numbers import ELEMENT_SIZE, decode, storage_dtype
 from titan_ckpt.state import TORCH_DTYPE
 
 

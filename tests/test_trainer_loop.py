@@ -27,7 +27,7 @@ import torch
 from titan_ckpt.checkpoint import list_checkpoints, open_checkpoint
 from titan_ckpt.cli import main
 from titan_ckpt.mesh import MeshSpec
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.trainer.garbage import Collector
 from titan_ckpt.trainer.logs import RankLogging
 from titan_ckpt.trainer.metrics import flops_per_token

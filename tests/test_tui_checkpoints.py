@@ -20,7 +20,7 @@ from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.mirror import copy_checkpoint
 from titan_ckpt.save import Saver
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data_content import find_content
 from titan_ckpt.tui.data_runs import load_others, load_steps

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from titan_ckpt.errors import StoreError
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data_content import LogFile, find_content
 from titan_ckpt.tui.data_logs import LogFilter, LogIndex, cheap_mask, load_logs, search, visible

@@ -11,8 +11,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from titan_ckpt import foreign_formats
+from titan_ckpt.version import __version__
 
 if TYPE_CHECKING:
     from titan_ckpt.checkpoint import Checkpoint, CheckpointInfo, list_checkpoints, open_checkpoint
@@ -24,10 +28,9 @@ if TYPE_CHECKING:
     from titan_ckpt.reshard import plan_reshard, run_plan
     from titan_ckpt.retention import RetentionPolicy, prune
     from titan_ckpt.save import SaveOptions, Saver, save
-    from titan_ckpt.store import Store, open_store
+    from titan_ckpt.store import Store
+    from titan_ckpt.store_open import open_store
     from titan_ckpt.verify import verify
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Checkpoint": "titan_ckpt.checkpoint",
@@ -43,7 +46,7 @@ _HOMES = {
     "TitanError": "titan_ckpt.errors",
     "list_checkpoints": "titan_ckpt.checkpoint",
     "open_checkpoint": "titan_ckpt.checkpoint",
-    "open_store": "titan_ckpt.store",
+    "open_store": "titan_ckpt.store_open",
     "plan_reshard": "titan_ckpt.reshard",
     "prune": "titan_ckpt.retention",
     "run_plan": "titan_ckpt.reshard",
@@ -101,6 +104,23 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+
+def _open_hugging_face(url: str) -> Checkpoint:
+    from titan_ckpt.converters.hf_checkpoint import open_hf_checkpoint  # hardly any run needs the converters
+
+    return open_hf_checkpoint(url)
+
+
+def _name_torchtitan(checkpoint: Checkpoint, model: Mapping[str, Any]) -> Checkpoint:
+    from titan_ckpt.converters.torchtitan_checkpoint import under_our_names  # the same
+
+    return under_our_names(checkpoint, model)
+
+
+foreign_formats.register(
+    foreign_formats.ForeignFormats(open_hugging_face=_open_hugging_face, name_torchtitan=_name_torchtitan)
+)
 
 
 def __getattr__(name: str) -> Any:

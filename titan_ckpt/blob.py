@@ -14,7 +14,7 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
-from titan_ckpt.index import ELEMENT_SIZE
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.pickle_codes import INT, call_global, get_global, text, tuple_of
 from titan_ckpt.placement import Box, Shape
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_ckpt.index import Int64s
+from titan_ckpt.columns import Int64s
 from titan_ckpt.mesh import AXES, FOLD, MeshSpec
 from titan_ckpt.placement import Placements, Shape
 

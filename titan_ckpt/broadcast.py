@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan_ckpt.save_records import Failure, raise_failures
+from titan_ckpt.ranks import Failure, raise_failures
 from titan_ckpt.state import local_part
 
 AXIS = "dp_replicate"

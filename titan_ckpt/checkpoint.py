@@ -6,7 +6,6 @@ is there in its size). One that is damaged is named, and skipped or refused as a
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
@@ -14,7 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
+from titan_ckpt import foreign_formats
 from titan_ckpt.commit import Commit, read_commit
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import CheckpointError, DamagedError, NewerFormatError, NotCommittedError, NotFoundError
 from titan_ckpt.foreign import locate_payload
 from titan_ckpt.index import DIGEST_BYTES, Chunk, Manifest, TensorEntry
@@ -30,10 +33,12 @@ from titan_ckpt.layout import (
     step_folder,
 )
 from titan_ckpt.location import join, parse_location, redact
-from titan_ckpt.manifest import decode_manifest, digest, digests_beside
+from titan_ckpt.manifest import decode_manifest, digests_beside
 from titan_ckpt.metadata import read_dcp_metadata
 from titan_ckpt.placement import Box
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.read import read_whole
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 
 if TYPE_CHECKING:
     import torch
@@ -116,10 +121,11 @@ class Checkpoint:
         Every chunk it touches is read whole and verified: DamagedError names one that is not what was saved. NotFoundError for
         an unknown name. Needs torch.
         """
-        # By name: this floor knows no torch, and only a caller who wants a tensor needs it.
-        reader = importlib.import_module("titan_ckpt.load")
-        tensor: torch.Tensor = reader.read_tensor(self, fqn, box)
-        return tensor
+        import torch  # only a caller who wants a tensor needs it
+
+        dtype, stored = read_whole(self, fqn, box)
+        flat = torch.from_numpy(stored.reshape(-1).view(np.uint8))
+        return flat.view(getattr(torch, dtype)).reshape(stored.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,9 +295,7 @@ def _open_foreign(store: Store, url: str, *, folder: str, step: int) -> Checkpoi
 
 def _open_hugging_face(store: Store, url: str) -> Checkpoint:
     """A Hugging Face model (a folder, a prefix, a hub cache's `models--...`) as a model-only checkpoint of step 0."""
-    # By name, as `Checkpoint.read` does: the room that knows the format stands above this floor.
-    converters = importlib.import_module("titan_ckpt.converters.hf_checkpoint")
-    checkpoint: Checkpoint = converters.open_hf_checkpoint(url)
+    checkpoint = foreign_formats.registered().open_hugging_face(url)
     log.debug("%s is a Hugging Face model, read where it lies", store)
     return checkpoint
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from titan_ckpt import __version__
 from titan_ckpt.command import Command
 from titan_ckpt.errors import MissingExtraError, TitanError
+from titan_ckpt.version import __version__
 
 
 @dataclass(frozen=True, slots=True)

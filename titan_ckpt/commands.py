@@ -28,7 +28,8 @@ from titan_ckpt.removal import (
     check_whole,
 )
 from titan_ckpt.render import age_s, format_table, write_json, write_text
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.units import format_duration, format_size
 
 

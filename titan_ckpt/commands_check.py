@@ -15,7 +15,7 @@ from titan_ckpt.layout import step_folder
 from titan_ckpt.location import Location, parse_location
 from titan_ckpt.render import Progress, format_table, write_json, write_text
 from titan_ckpt.scan import Problem
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.units import format_duration, format_size
 from titan_ckpt.verify import newest_committed, verify
 

@@ -23,7 +23,8 @@ from titan_ckpt.removal import (
 )
 from titan_ckpt.render import Progress, format_table, write_json, write_text
 from titan_ckpt.retention import DAY_S, RetentionPolicy, parse_age, prune
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.units import format_duration, format_size
 
 

@@ -21,7 +21,8 @@ from titan_ckpt.placement import format_placements
 from titan_ckpt.reshard import ReshardPlan, ReshardReport, Workers, check_destination, plan_reshard, run_plan
 from titan_ckpt.rules import Rule, read_rules
 from titan_ckpt.select import Filter, Selection, select
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.units import format_duration, format_size, parse_size
 
 EPILOG = """\

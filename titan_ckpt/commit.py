@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import (
     CheckpointError,
     ConditionFailedError,
@@ -22,7 +23,7 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.index import Manifest
 from titan_ckpt.layout import COMMIT, DIGESTS, MANIFEST, METADATA, is_attempt, step_folder
-from titan_ckpt.manifest import check_version, digest, encode_manifest
+from titan_ckpt.manifest import check_version, encode_manifest
 from titan_ckpt.store import Store
 
 FORMAT = "titan-ckpt-commit"

@@ -48,7 +48,7 @@ from titan_ckpt.metadata import dcp_metadata
 from titan_ckpt.placement import Box, Placements
 from titan_ckpt.stage import Direct
 from titan_ckpt.state import DTYPE_NAME, Item, cut_order
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.upload import Part, upload
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from titan_ckpt.checkpoint import Checkpoint
 from titan_ckpt.codec import PLANES_ZSTD, read_raw
 from titan_ckpt.errors import UsageError
-from titan_ckpt.index import ELEMENT_SIZE, RAW, FileEntry
+from titan_ckpt.index import RAW, FileEntry
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.store import Buffer, Entry, Store
 
 _MARK = "#payload-"

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from titan_ckpt.checkpoint import Checkpoint
-from titan_ckpt.errors import DamagedError
-from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, Chunk, TensorEntry
-from titan_ckpt.numbers import Array, decode, storage_dtype
+from titan_ckpt.index import DIGEST_BYTES, TensorEntry
+from titan_ckpt.numbers import Array, decode
 from titan_ckpt.placement import Box, Placements, format_placements
-from titan_ckpt.scan import read_payload
+from titan_ckpt.read import read_box
 
 BLOCK_ELEMENTS = 4 << 20
 
@@ -202,37 +201,6 @@ def _blocks(global_shape: tuple[int, ...]) -> Iterator[Box]:
     for start in range(0, global_shape[0], step):
         rows = min(step, global_shape[0] - start)
         yield Box((start, *(0 for _ in global_shape[1:])), (rows, *global_shape[1:]))
-
-
-def read_box(checkpoint: Checkpoint, tensor: TensorEntry, box: Box) -> Array:
-    """The stored elements of `box`, in numpy's holder of the dtype (see `numbers.decode`); reads the rows it needs."""
-    out = np.empty(box.sizes, dtype=storage_dtype(tensor.dtype))
-    covered = 0
-    for found in checkpoint.manifest.chunks_touching(tensor, box):
-        part = found.box.intersect(box) if box.sizes else box
-        if part is not None:
-            chunk = checkpoint.locate(found)
-            inner, outer = part.relative_to(chunk.box), part.relative_to(box)
-            out[_slices(outer)] = _read_rows(checkpoint, chunk, tensor, inner)
-            covered += part.num_elements
-    if covered != box.num_elements:
-        raise DamagedError(f"{checkpoint}: {tensor.fqn}: chunks hold {covered} of {box.num_elements} elements of {box}")
-    return out
-
-
-def _read_rows(checkpoint: Checkpoint, chunk: Chunk, tensor: TensorEntry, inner: Box) -> Array:
-    row_bytes = math.prod(chunk.box.sizes[1:]) * ELEMENT_SIZE[tensor.dtype]
-    first, rows = (inner.offsets[0], inner.sizes[0]) if inner.sizes else (0, 1)
-    buffer = bytearray(rows * row_bytes)
-    read_payload(checkpoint, chunk, ELEMENT_SIZE[tensor.dtype], first * row_bytes, memoryview(buffer))
-    held = np.frombuffer(buffer, dtype=storage_dtype(tensor.dtype)).reshape(
-        (rows, *chunk.box.sizes[1:]) if inner.sizes else ()
-    )
-    return held[(slice(None), *_slices(inner)[1:])] if inner.sizes else held
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
 
 
 def _compare_objects(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_ckpt.index import Int64s
+from titan_ckpt.columns import Int64s
 from titan_ckpt.placement import Shape
 
 MAX_ROWS, MAX_COLUMNS = 16, 16

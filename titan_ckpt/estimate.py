@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from titan_ckpt.budget import Budget
-from titan_ckpt.index import ELEMENT_SIZE
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.reshard import ReshardPlan
 from titan_ckpt.schedule import Limits, schedule
 from titan_ckpt.store import Store

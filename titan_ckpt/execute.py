@@ -21,13 +21,12 @@ import xxhash
 
 from titan_ckpt.budget import Budget
 from titan_ckpt.errors import DamagedError
-from titan_ckpt.index import ELEMENT_SIZE
-from titan_ckpt.placement import Box
+from titan_ckpt.numbers import ELEMENT_SIZE
+from titan_ckpt.placement import Box, span, strides
 from titan_ckpt.plan import Region, Source, TargetFile, Wave
 from titan_ckpt.schedule import Limits, schedule
 from titan_ckpt.slabs import Aborted, Slab, SlabPool
 from titan_ckpt.store import LARGEST_CHANGING_PART, Store
-from titan_ckpt.strips import span, strides
 from titan_ckpt.work_unit import Action, Check, End, Fill, Move, PieceKey, Put, Unit
 
 _ELEMENT: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_ckpt.errors import DamagedError, UnsafeContentError
-from titan_ckpt.index import ELEMENT_SIZE, Chunk
+from titan_ckpt.index import Chunk
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.pickle_scan import check_pickle
 from titan_ckpt.placement import Shape
+from titan_ckpt.placement import strides as row_major
 from titan_ckpt.store import Store
-from titan_ckpt.strips import strides as row_major
 
 _LOCAL_HEADER_BYTES = 30
 _PICKLE_BYTES = 1 << 20

@@ -13,20 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from titan_ckpt.columns import Column
-from titan_ckpt.columns import Int64s as Int64s
+from titan_ckpt.columns import Column, Int64s
 from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Box, Placements, Shape
 
 DIGEST_BYTES = 16
 RAW = "raw"
-
-ELEMENT_SIZE = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
-    "complex64": 8, "complex128": 16,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

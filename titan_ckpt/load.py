@@ -16,13 +16,13 @@ import torch
 from titan_ckpt.broadcast import is_reader, read_and_send
 from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
 from titan_ckpt.codec import PLANES_ZSTD, read_raw
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, UnsafeContentError
 from titan_ckpt.index import RAW, Chunk, TensorEntry
-from titan_ckpt.manifest import digest
 from titan_ckpt.placement import Box
+from titan_ckpt.placement import strides as row_major
 from titan_ckpt.reads import Request, fetch, grouped
 from titan_ckpt.state import DTYPE_NAME, TORCH_DTYPE, as_bytes, describe, flatten, local_part
-from titan_ckpt.strips import strides as row_major
 
 log = logging.getLogger(__name__)
 Answer = Literal["error", "warn", "allow"]

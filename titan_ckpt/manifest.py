@@ -15,19 +15,17 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
-import xxhash
 import zstandard
 
 from titan_ckpt.codec import CODECS
-from titan_ckpt.columns import Column, shared
+from titan_ckpt.columns import Column, Int64s, shared
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import ConfigError, DamagedError, NewerFormatError, UnsafeContentError, UsageError
 from titan_ckpt.index import (
     DIGEST_BYTES,
-    ELEMENT_SIZE,
     RAW,
     ChunkTable,
     FileEntry,
-    Int64s,
     Manifest,
     ObjectEntry,
     TensorEntry,
@@ -35,6 +33,7 @@ from titan_ckpt.index import (
 from titan_ckpt.layout import DIGESTS, is_attempt, is_data_file
 from titan_ckpt.location import check_relative
 from titan_ckpt.mesh import MeshSpec
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Placements, Shard
 
 FORMAT = "titan-ckpt"
@@ -60,11 +59,6 @@ class EncodedManifest:
 
     manifest: bytes
     digests: bytes | None
-
-
-def digest(data: bytes | bytearray | memoryview) -> bytes:
-    """xxh3-128 of `data`, 16 bytes, big-endian as the reference prints it."""
-    return xxhash.xxh3_128_digest(data)
 
 
 def encode_manifest(manifest: Manifest) -> EncodedManifest:

@@ -11,13 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 
-import titan_ckpt
 from titan_ckpt.codec import CODECS
+from titan_ckpt.columns import Int64s
 from titan_ckpt.errors import TitanError
-from titan_ckpt.index import ChunkTable, FileEntry, Int64s, Manifest, ObjectEntry
+from titan_ckpt.index import (
+    ChunkTable,
+    FileEntry,
+    Manifest,
+    ObjectEntry,
+)
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.share import Share
 from titan_ckpt.upload import Part
+from titan_ckpt.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +44,7 @@ class Saved:
 def versions() -> dict[str, str]:
     """Of what wrote a checkpoint."""
     return {
-        "titan_ckpt": titan_ckpt.__version__,
+        "titan_ckpt": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

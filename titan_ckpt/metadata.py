@@ -15,10 +15,19 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from titan_ckpt.columns import Int64s
 from titan_ckpt.errors import DamagedError, UnsafeContentError, UsageError
-from titan_ckpt.index import ELEMENT_SIZE, RAW, ChunkTable, FileEntry, Int64s, Manifest, ObjectEntry, TensorEntry
+from titan_ckpt.index import (
+    RAW,
+    ChunkTable,
+    FileEntry,
+    Manifest,
+    ObjectEntry,
+    TensorEntry,
+)
 from titan_ckpt.location import check_relative
 from titan_ckpt.manifest import MAX_RATIO
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.pickle_codes import INT, POP, get, get_global, gets, ints, put, rows, text, tuple_of
 from titan_ckpt.pickle_scan import check_pickle
 from titan_ckpt.placement import Box

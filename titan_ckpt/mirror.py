@@ -15,11 +15,11 @@ import xxhash
 
 from titan_ckpt.checkpoint import FOREIGN, Checkpoint
 from titan_ckpt.commit import Commit, commit_path, find_commit, read_commit, write_commit
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, DamagedError, NotFoundError, UsageError
 from titan_ckpt.index import FileEntry, Manifest
 from titan_ckpt.layout import ASSETS, DIGESTS, MANIFEST, METADATA, data_file
 from titan_ckpt.location import is_inside
-from titan_ckpt.manifest import digest
 from titan_ckpt.metadata import dcp_metadata, dcp_paths
 from titan_ckpt.mirror_foreign import CopyReport, Tell, copy_foreign
 from titan_ckpt.store import Store

@@ -123,3 +123,17 @@ def format_placements(placements: Placements) -> str:
     ('tp:0 dp_shard:0', 'replicated')
     """
     return " ".join(f"{axes}:{shard.dim}" for axes, shard in placements.items()) or "replicated"
+
+
+def strides(sizes: Shape) -> Shape:
+    """Row-major strides in elements."""
+    return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def span(outer: Box, inner: Box) -> tuple[int, int]:
+    """(first, count): the row-major range of `outer`'s elements from the first to the last that `inner` holds."""
+    steps = strides(outer.sizes)
+    place = inner.relative_to(outer)
+    first = sum(offset * step for offset, step in zip(place.offsets, steps, strict=True))
+    last = first + sum((size - 1) * step for size, step in zip(place.sizes, steps, strict=True))
+    return first, last - first + 1

@@ -20,10 +20,17 @@ from typing import TypeAlias
 import numpy as np
 
 from titan_ckpt.checkpoint import Checkpoint
-from titan_ckpt.columns import Column
+from titan_ckpt.columns import Column, Int64s
 from titan_ckpt.errors import PlanError
 from titan_ckpt.foreign import locate_payload
-from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, RAW, Chunk, Int64s, Manifest, TensorEntry
+from titan_ckpt.index import (
+    DIGEST_BYTES,
+    RAW,
+    Chunk,
+    Manifest,
+    TensorEntry,
+)
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Box, Shape
 
 Buffer: TypeAlias = bytes | bytearray | memoryview

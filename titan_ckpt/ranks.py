@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from titan_ckpt.errors import TitanError
+from titan_ckpt.location import redact_text
+
+_ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*: ")
+
 
 T = TypeVar("T")
 
@@ -63,3 +72,41 @@ class Ranks:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+class SaveError(TitanError):
+    """A save failed on some rank; nothing was committed. The text carries that rank's traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of one rank on its way to the others."""
+
+    rank: int
+    text: str
+
+
+def raise_failures(failures: list[Failure | None], what: str) -> None:
+    """SaveError if there is one, with the rank's own traceback."""
+    told = [failure for failure in failures if failure is not None]
+    if told:
+        ranks = ", ".join(str(failure.rank) for failure in told)
+        raise SaveError(f"{what} failed on rank {ranks}: {reason_of(told[0].text)}\n{told[0].text}")
+
+
+def reason_of(text: str) -> str:
+    """The error itself in a traceback's text, without its class's module.
+
+    >>> reason_of("Traceback (most recent call last):\\n  File ...\\ntitan_ckpt.errors.StoreError: s3://b: no room\\n")
+    'StoreError: s3://b: no room'
+    """
+    named = [line for line in text.splitlines() if _ERROR_LINE.match(line)]
+    if not named:
+        return "no reason given"
+    name, _, message = named[-1].partition(":")
+    return f"{name.rpartition('.')[2]}:{message}"
+
+
+def failure_on(ranks: Ranks) -> Failure:
+    """The error being handled, with its traceback, for the other ranks."""
+    return Failure(ranks.rank, redact_text(traceback.format_exc()))

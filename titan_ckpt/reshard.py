@@ -18,18 +18,17 @@ from typing import Any
 
 import numpy as np
 
-import titan_ckpt
 from titan_ckpt.blob import frame
 from titan_ckpt.budget import Budget
 from titan_ckpt.checkpoint import FULL, MODEL, Checkpoint, open_checkpoint
 from titan_ckpt.commit import find_commit, write_commit
 from titan_ckpt.decoded import decoded
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, UsageError
 from titan_ckpt.execute import Execution, FileResult, Traffic
 from titan_ckpt.index import DIGEST_BYTES, RAW, FileEntry, Manifest, ObjectEntry
 from titan_ckpt.layout import ASSETS, data_file, step_folder
 from titan_ckpt.location import is_inside
-from titan_ckpt.manifest import digest
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.metadata import dcp_metadata
 from titan_ckpt.placement import Box
@@ -37,10 +36,12 @@ from titan_ckpt.plan import Literal, Region, Segment, Source, SourceTensor, Targ
 from titan_ckpt.reshard_job import JobFiles, Workers
 from titan_ckpt.rules import Rule
 from titan_ckpt.select import Selection, select
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
 from titan_ckpt.store_file import FileStore
+from titan_ckpt.store_open import open_store
 from titan_ckpt.target import Placed, Placer, Target, check_complete, lay_out, stages_for
 from titan_ckpt.units import format_size
+from titan_ckpt.version import __version__
 from titan_ckpt.waves import group_ranks, spread
 
 DEFAULT_MEMORY = 512_000_000
@@ -288,7 +289,7 @@ def target_manifest(
         attempt=attempt,
         kind=MODEL if plan.selection.is_model_only or source.kind == MODEL else FULL,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        versions={**source.versions, "titan_ckpt": titan_ckpt.__version__},
+        versions={**source.versions, "titan_ckpt": __version__},
         mesh=target.mesh,
         tensors=target.tensors,
         chunks=replace(target.table, file=numbers[np.asarray(target.rank)], digests=digests.tobytes()),

@@ -25,30 +25,28 @@ import torch
 from titan_ckpt.checkpoint import Checkpoint, check_files, open_checkpoint
 from titan_ckpt.commit import commit_version, write_commit
 from titan_ckpt.deadline import run_until
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import CheckpointError, NotCommittedError, TitanError
 from titan_ckpt.known import known_of_checkpoint, known_of_save
 from titan_ckpt.layout import ASSETS, step_folder
 from titan_ckpt.location import redact_text, redact_values
-from titan_ckpt.manifest import digest
 from titan_ckpt.merge import Saved, merge
 from titan_ckpt.metadata import dcp_metadata
 from titan_ckpt.owner import check_claim, claim
-from titan_ckpt.ranks import Ranks
+from titan_ckpt.ranks import Failure, Ranks, SaveError, failure_on, raise_failures
 from titan_ckpt.retire import retire
-from titan_ckpt.save_plan import Agreement, SavePlan, failure_on
+from titan_ckpt.save_plan import Agreement, SavePlan
 from titan_ckpt.save_records import (
-    Failure,
     Kind,
-    SaveError,
     SaveHandle,
     SaveOptions,
     SaveReport,
     SaverMetrics,
-    raise_failures,
 )
 from titan_ckpt.stage import Arena, Direct, Source
 from titan_ckpt.state import Item, dump_object
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.tiers import Mirror
 from titan_ckpt.upload import Known, Part, UploadOptions, part_chunks, upload
 

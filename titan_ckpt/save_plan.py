@@ -6,18 +6,15 @@ The division is kept for as long as every rank's state keeps its shape, so that 
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import TitanError
 from titan_ckpt.layout import new_attempt
-from titan_ckpt.location import redact_text
-from titan_ckpt.manifest import digest
 from titan_ckpt.mesh import MeshSpec
-from titan_ckpt.ranks import Ranks
-from titan_ckpt.save_records import Failure, SaveError, raise_failures
+from titan_ckpt.ranks import Failure, Ranks, SaveError, failure_on, raise_failures
 from titan_ckpt.share import Share, divide
 from titan_ckpt.state import FlatState, Item, describe, flatten
 
@@ -39,11 +36,6 @@ class Agreed:
     flat: FlatState
     plan: SavePlan
     attempt: str
-
-
-def failure_on(ranks: Ranks) -> Failure:
-    """The error being handled, with its traceback, for the other ranks."""
-    return Failure(ranks.rank, redact_text(traceback.format_exc()))
 
 
 class Agreement:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -10,19 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from titan_ckpt.codec import CODECS
-from titan_ckpt.errors import TitanError, UsageError
+from titan_ckpt.errors import UsageError
 from titan_ckpt.index import RAW
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.retention import RetentionPolicy
 from titan_ckpt.store import Store
 
 Kind = Literal["full", "model"]
-_ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*: ")
 PhaseHook = Callable[[str, int], AbstractContextManager[Any]]
-
-
-class SaveError(TitanError):
-    """A save failed on some rank; nothing was committed. The text carries that rank's traceback."""
 
 
 def no_steps() -> frozenset[int]:
@@ -105,32 +99,3 @@ class SaveHandle:
         if error is not None:
             raise error
         return self.future.result()
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An error of one rank on its way to the others."""
-
-    rank: int
-    text: str
-
-
-def raise_failures(failures: list[Failure | None], what: str) -> None:
-    """SaveError if there is one, with the rank's own traceback."""
-    told = [failure for failure in failures if failure is not None]
-    if told:
-        ranks = ", ".join(str(failure.rank) for failure in told)
-        raise SaveError(f"{what} failed on rank {ranks}: {reason_of(told[0].text)}\n{told[0].text}")
-
-
-def reason_of(text: str) -> str:
-    """The error itself in a traceback's text, without its class's module.
-
-    >>> reason_of("Traceback (most recent call last):\\n  File ...\\ntitan_ckpt.errors.StoreError: s3://b: no room\\n")
-    'StoreError: s3://b: no room'
-    """
-    named = [line for line in text.splitlines() if _ERROR_LINE.match(line)]
-    if not named:
-        return "no reason given"
-    name, _, message = named[-1].partition(":")
-    return f"{name.rpartition('.')[2]}:{message}"

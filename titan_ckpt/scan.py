@@ -19,10 +19,17 @@ import numpy as np
 import xxhash
 
 from titan_ckpt.checkpoint import FOREIGN, Checkpoint
-from titan_ckpt.codec import PLANES_ZSTD, read_raw
-from titan_ckpt.errors import CheckpointError, DamagedError, StoreError, TitanError
+from titan_ckpt.errors import CheckpointError, StoreError, TitanError
 from titan_ckpt.foreign import Damage, check_records
-from titan_ckpt.index import DIGEST_BYTES, ELEMENT_SIZE, RAW, Chunk, FileEntry, Manifest
+from titan_ckpt.index import (
+    DIGEST_BYTES,
+    RAW,
+    Chunk,
+    FileEntry,
+    Manifest,
+)
+from titan_ckpt.numbers import ELEMENT_SIZE
+from titan_ckpt.read import read_payload
 from titan_ckpt.store import Store
 
 log = logging.getLogger(__name__)
@@ -241,18 +248,6 @@ def decoded_digest(checkpoint: Checkpoint, chunk: Chunk, itemsize: int) -> bytes
         read_payload(checkpoint, chunk, itemsize, first, out)
         whole.update(out)
     return whole.digest()
-
-
-def read_payload(checkpoint: Checkpoint, chunk: Chunk, itemsize: int, first: int, out: memoryview) -> None:
-    """Fill `out` with the raw bytes from `first` of a chunk, whatever its codec."""
-    path, start = checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset
-    if chunk.codec == RAW:
-        checkpoint.store.read_into(path, start + first, out)
-    elif chunk.codec == PLANES_ZSTD:
-        raw_length = chunk.box.num_elements * itemsize
-        read_raw(checkpoint.store, path, start, chunk.payload_length, raw_length, itemsize, first, out)
-    else:
-        raise DamagedError(f"{checkpoint}: {chunk.fqn} is stored by the codec {chunk.codec!r}, unknown to this release")
 
 
 def _raw(manifest: Manifest) -> int:

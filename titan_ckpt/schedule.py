@@ -14,10 +14,18 @@ import numpy as np
 
 from titan_ckpt.boxes import overlaps
 from titan_ckpt.errors import PlanError
-from titan_ckpt.index import ELEMENT_SIZE, RAW
-from titan_ckpt.placement import Box, Shape
+from titan_ckpt.index import RAW
+from titan_ckpt.numbers import ELEMENT_SIZE
+from titan_ckpt.placement import Box, Shape, span, strides
 from titan_ckpt.plan import Piece, Region, Source, SourceTensor, TargetFile, Wave
-from titan_ckpt.strips import columns, cut_strips, hull, merged_rows, pairs, span, strides, with_rows
+from titan_ckpt.strips import (
+    columns,
+    cut_strips,
+    hull,
+    merged_rows,
+    pairs,
+    with_rows,
+)
 from titan_ckpt.work_unit import Action, Check, End, Fill, Move, PieceKey, Put, Read, Unit
 
 SLAB_ALIGNMENT = 64

@@ -9,8 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
+from titan_ckpt.columns import Int64s
 from titan_ckpt.errors import TitanError
-from titan_ckpt.index import Int64s, TensorEntry
+from titan_ckpt.index import TensorEntry
 from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.placement import Box, Shape, Shard
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_ckpt.errors import TitanError, UsageError
-from titan_ckpt.index import ELEMENT_SIZE
 from titan_ckpt.mesh import AXES, FOLD
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Box, Placements, Shape, Shard, shard_range
 
 TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ELEMENT_SIZE}

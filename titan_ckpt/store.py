@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from titan_ckpt.errors import ConditionFailedError, NotFoundError, TransientStoreError
-from titan_ckpt.location import normalise, redact, scheme
+from titan_ckpt.location import redact
 
 log = logging.getLogger(__name__)
 
@@ -157,26 +157,6 @@ class Store(ABC):
         return True
 
 
-def open_store(url: str, *, retry_policy: RetryPolicy | None = None, **options: Any) -> Store:
-    """The store for `url`, chosen by scheme; `options` go to the fsspec file system (secrets belong in its own config).
-
-    `file` and plain paths, `s3` and `s3a` have backends of their own; every other scheme is what fsspec knows.
-    """
-    url = normalise(url)
-    policy = retry_policy or RetryPolicy()
-    if scheme(url) == "file":
-        from titan_ckpt.store_file import FileStore  # every backend stands on this module
-
-        return FileStore(url)
-    if scheme(url) in ("s3", "s3a"):
-        from titan_ckpt.store_s3 import S3Store  # botocore is an extra and slow to import
-
-        return S3Store(url, policy, **options)
-    from titan_ckpt.store_fsspec import FsspecStore  # fsspec costs 0.1 s, which `debug` on local files need not pay
-
-    return FsspecStore(url, policy, **options)
-
-
 def probe_conditions(store: Store) -> bool:
     """Write an object of our own twice with "only if absent": True when the second write is refused."""
     path = f".probe-{secrets.token_hex(8)}"
@@ -202,7 +182,6 @@ __all__ = [
     "RetryPolicy",
     "Store",
     "digest_version",
-    "open_store",
     "probe_conditions",
     "retry",
 ]

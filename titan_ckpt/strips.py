@@ -8,9 +8,9 @@ from math import prod
 import numpy as np
 
 from titan_ckpt.boxes import overlaps
+from titan_ckpt.columns import Int64s
 from titan_ckpt.errors import PlanError
-from titan_ckpt.index import Int64s
-from titan_ckpt.placement import Box, Shape
+from titan_ckpt.placement import Box
 
 
 def cut_strips(box: Box, max_elements: int, row_multiple: int) -> Iterator[Box]:
@@ -72,20 +72,6 @@ def hull(boxes: list[Box]) -> Box:
         for pairs in zip(*(zip(b.offsets, b.sizes, strict=True) for b in boxes), strict=True)
     ]
     return Box(tuple(starts), tuple(end - start for start, end in zip(starts, ends, strict=True)))
-
-
-def strides(sizes: Shape) -> Shape:
-    """Row-major strides in elements."""
-    return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-
-
-def span(outer: Box, inner: Box) -> tuple[int, int]:
-    """(first, count): the row-major range of `outer`'s elements from the first to the last that `inner` holds."""
-    steps = strides(outer.sizes)
-    place = inner.relative_to(outer)
-    first = sum(offset * step for offset, step in zip(place.offsets, steps, strict=True))
-    last = first + sum((size - 1) * step for size, step in zip(place.sizes, steps, strict=True))
-    return first, last - first + 1
 
 
 def columns(boxes: list[Box], ndim: int) -> tuple[Int64s, Int64s]:

@@ -11,9 +11,14 @@ import numpy as np
 
 from titan_ckpt.blob import align, frame
 from titan_ckpt.boxes import Cut, cut
-from titan_ckpt.columns import Column, Shared
+from titan_ckpt.columns import Column, Int64s, Shared
 from titan_ckpt.errors import PlanError
-from titan_ckpt.index import ChunkTable, Int64s, Manifest, ObjectEntry, TensorEntry
+from titan_ckpt.index import (
+    ChunkTable,
+    Manifest,
+    ObjectEntry,
+    TensorEntry,
+)
 from titan_ckpt.mesh import FOLD, MeshSpec
 from titan_ckpt.pipeline import LOOP, PipelineSpec, StageTable, count_layers, stage_table
 from titan_ckpt.placement import Box, Placements, Shape, Shard

@@ -22,9 +22,9 @@ from titan_ckpt.errors import NotCommittedError, TitanError
 from titan_ckpt.layout import data_file
 from titan_ckpt.location import redact_text
 from titan_ckpt.mirror import Copier
-from titan_ckpt.ranks import Ranks
-from titan_ckpt.save_records import Failure, raise_failures
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.ranks import Failure, Ranks, raise_failures
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 
 log = logging.getLogger(__name__)
 MAX_BEHIND = 2

@@ -11,9 +11,11 @@ import xxhash
 
 from titan_ckpt.blob import align, frame
 from titan_ckpt.codec import CODECS, PLANES_ZSTD, encode, encode_head
-from titan_ckpt.index import ELEMENT_SIZE, RAW, FileEntry, Int64s
+from titan_ckpt.columns import Int64s
+from titan_ckpt.digest import digest
+from titan_ckpt.index import RAW, FileEntry
 from titan_ckpt.layout import data_file, step_folder
-from titan_ckpt.manifest import digest
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Shape
 from titan_ckpt.stage import Source
 from titan_ckpt.state import Item

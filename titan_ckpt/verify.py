@@ -12,14 +12,17 @@ from collections.abc import Callable
 from titan_ckpt.boxes import overlaps
 from titan_ckpt.checkpoint import FOREIGN, Checkpoint, list_checkpoints, open_checkpoint, read_index, stored_digests
 from titan_ckpt.commit import Commit, commit_path, read_commit
+from titan_ckpt.digest import digest
 from titan_ckpt.errors import CheckpointError, NotCommittedError, NotFoundError, StoreError
-from titan_ckpt.index import ELEMENT_SIZE, RAW, Manifest, TensorEntry
+from titan_ckpt.index import RAW, Manifest, TensorEntry
 from titan_ckpt.layout import ASSETS, DIGESTS, MANIFEST, METADATA, step_folder
 from titan_ckpt.location import parse_location
-from titan_ckpt.manifest import decode_manifest, digest
+from titan_ckpt.manifest import decode_manifest
+from titan_ckpt.numbers import ELEMENT_SIZE
 from titan_ckpt.placement import Box
 from titan_ckpt.scan import Problem, scan_files
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 
 
 def verify(

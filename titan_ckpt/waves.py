@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from titan_ckpt.boxes import overlaps
-from titan_ckpt.index import Int64s
+from titan_ckpt.columns import Int64s
 from titan_ckpt.plan import SourceTensor
 from titan_ckpt.target import Target
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_ckpt import foreign_formats
 from titan_ckpt.checkpoint import FOREIGN, FULL, Checkpoint, open_checkpoint
 from titan_ckpt.errors import ConfigError, DataError, LoadContractError, NotCommittedError, TitanError
 from titan_ckpt.load import LoadPolicy, LoadReport, load
@@ -119,10 +119,7 @@ def open_for(model: ModelConfig, url: str, *, step: int | None = None) -> Checkp
     checkpoint = open_checkpoint(url, step=step)
     if checkpoint.manifest.kind != FOREIGN and TORCHTITAN not in checkpoint.manifest.by_fqn:
         return checkpoint
-    # By name: rooms do not import each other, and hardly any run needs this one.
-    converters = importlib.import_module("titan_ckpt.converters.torchtitan_checkpoint")
-    named: Checkpoint = converters.under_our_names(checkpoint, as_dict(model))
-    return named
+    return foreign_formats.registered().name_torchtitan(checkpoint, as_dict(model))
 
 
 def _nearest(tiers: Sequence[str], agreement: Agreement) -> Checkpoint | None:

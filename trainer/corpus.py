@@ -17,7 +17,8 @@ import zstandard
 
 from titan_ckpt.errors import DataError, NotFoundError
 from titan_ckpt.location import join, normalise, redact
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.trainer.hub import PREFIX, HubSplit, open_split
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from titan_ckpt.errors import StoreError
 from titan_ckpt.layout import DEBUG, LOGS
 from titan_ckpt.location import join, local_path, normalise, scheme
 from titan_ckpt.mesh import MeshSpec, format_coordinate
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.units import format_duration
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_ckpt.checkpoint import Checkpoint
 from titan_ckpt.errors import ConfigError, MissingExtraError, UsageError
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.trainer.device_mesh import RankMesh
 from titan_ckpt.trainer.model import TENSOR_CUTS, Decoder, Linear
 

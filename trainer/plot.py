@@ -17,7 +17,7 @@ from titan_ckpt.command import Command
 from titan_ckpt.errors import NotFoundError, UsageError
 from titan_ckpt.layout import LOGS
 from titan_ckpt.location import join, parse_location, redact
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.trainer.goodput import Record, goodput, parse_metrics
 
 METRICS = "metrics.jsonl"

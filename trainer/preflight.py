@@ -6,7 +6,7 @@ import json
 
 from titan_ckpt.checkpoint import open_checkpoint
 from titan_ckpt.layout import LOGS
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.trainer.config import TrainConfig
 from titan_ckpt.trainer.corpus import list_files
 from titan_ckpt.trainer.data import may_be_tokens

@@ -22,7 +22,7 @@ from titan_ckpt.mesh import MeshSpec
 from titan_ckpt.retention import RetentionPolicy
 from titan_ckpt.save import SaveOptions, Saver
 from titan_ckpt.save_records import no_steps
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.trainer.checkpoint import (
     Progress,
     Start,

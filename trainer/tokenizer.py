@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_ckpt.errors import ConfigError, MissingExtraError, StoreError
-from titan_ckpt.store import open_store
+from titan_ckpt.store_open import open_store
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from titan_ckpt.errors import DataError, NotFoundError
 from titan_ckpt.location import join, local_path, normalise, redact, scheme
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.trainer.corpus import File, Reading, list_files, read_documents
 from titan_ckpt.trainer.hub import HubSplit
 from titan_ckpt.trainer.tokenizer import Tokenizer

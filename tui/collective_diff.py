@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_ckpt.debug.align import Lane
-from titan_ckpt.debug.logs import user_frame
+from titan_ckpt.debug.crash import user_frame
 from titan_ckpt.debug.records import Frame, Operation
 from titan_ckpt.tui.data_incident import SITUATIONS, Incident
 from titan_ckpt.tui.rows import Role, Row, cut, head, row

@@ -10,7 +10,8 @@ from titan_ckpt.debug.discovery import Source, find_place, sources
 from titan_ckpt.errors import NotFoundError, StoreError
 from titan_ckpt.layout import parse_foreign_step
 from titan_ckpt.location import local_path, parse_location, redact, scheme
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 from titan_ckpt.tui.data_runs import CONFIG, WHOLE, holds_runs
 
 LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")

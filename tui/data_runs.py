@@ -14,7 +14,8 @@ from titan_ckpt.commit import read_commit
 from titan_ckpt.errors import CheckpointError, TitanError
 from titan_ckpt.layout import LOGS, METADATA, parse_foreign_step
 from titan_ckpt.location import join, local_path, normalise, scheme
-from titan_ckpt.store import Store, open_store
+from titan_ckpt.store import Store
+from titan_ckpt.store_open import open_store
 
 FAST, MIRROR, BOTH = "fast", "mirror", "both"
 CONFIG = f"{LOGS}/config.json"

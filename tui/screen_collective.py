@@ -8,7 +8,7 @@ import numpy as np
 from textual.binding import Binding, BindingType
 
 from titan_ckpt.debug.align import Lane
-from titan_ckpt.debug.logs import user_frame
+from titan_ckpt.debug.crash import user_frame
 from titan_ckpt.debug.records import Frame, Operation
 from titan_ckpt.tui.collective_diff import diff_rows, signature
 from titan_ckpt.tui.data_grid import usual_signature

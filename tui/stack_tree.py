@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from titan_ckpt.debug.logs import is_library
+from titan_ckpt.debug.crash import is_library
 from titan_ckpt.debug.records import Frame, Run
 from titan_ckpt.tui.rows import Role, Row, Target, cut, ranks_named, ranks_text, row
 
