@@ -14,9 +14,9 @@ import time
 from dataclasses import replace
 
 from benchmarks.report import Bar, write_section
+from tests.mesh_cases import MEMORY, PRECISIONS, SCHEDULES
+from tests.mesh_cases import MESHES as MESHES_OF_4
 from tests.pool import RankPool
-from tests.test_trainer_parallel import MEMORY, PRECISIONS, SCHEDULES
-from tests.test_trainer_parallel import MESHES as MESHES_OF_4
 from tests.trainer_curves import SMALL, Curve, Run, relative_error, single, train
 from titan_ckpt.trainer.parallel_config import ParallelConfig, mesh_spec
 
