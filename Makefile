@@ -16,7 +16,7 @@ help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch goes first and by its exact version, so that no other package brings another build of it.
-$(READY): pyproject.toml constraints.txt setup.py debug/_ring.c
+$(READY): pyproject.toml constraints.txt setup.py debug/record/_ring.c
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("titan-ckpt needs Python >= 3.11: make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) what constraints.txt names ..."
@@ -30,7 +30,7 @@ check: $(READY) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p titan_ckpt
-	$(BIN)/mypy tests scripts
+	$(BIN)/mypy tests tools scripts benchmarks examples
 	$(BIN)/lint-imports
 
 fix: $(READY) ## format, and mend what ruff can mend
@@ -44,7 +44,7 @@ test-dist: $(READY) ## only the tests that start several processes or a server
 	$(BIN)/python -m pytest -m "dist or s3 or e2e" $(ARGS)
 
 reshard-matrix: $(READY) ## train on each of 11 meshes, reshard to each, resume: bit-equal losses (minutes)
-	$(BIN)/python -m benchmarks.reshard_matrix
+	$(BIN)/python -m benchmarks.resharding.reshard_matrix
 
 fuzz: $(READY) ## an hour of damaged dumps, logs and black boxes into the debugger (ARGS="--minutes 5")
 	$(BIN)/python -m scripts.fuzz_debug $(ARGS)
@@ -56,7 +56,7 @@ faults: $(READY) ## kill, fail every store call, damage every file: docs/reliabi
 	$(BIN)/python -m scripts.faults --damage 150
 
 faults-debug: $(READY) ## hang a real job in every way there is, and diagnose each (ARGS="--ranks 2,4,8 --runs 3")
-	$(BIN)/python -m titan_ckpt.debug.campaign $(ARGS)
+	$(BIN)/python -m titan_ckpt.debug.drill.campaign $(ARGS)
 
 soak: $(READY) ## an hour of training, kills, reshards and prunes through a network that breaks (ARGS="--minutes 5 --seed 1")
 	$(BIN)/python -m scripts.soak $(ARGS)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.report import PERFORMANCE, write_page
+from tools.report import PERFORMANCE, write_page
 
 ROOT = Path(__file__).parent.parent
 SUMMARY = "bars"
@@ -98,7 +98,7 @@ PROMISES = (
         room="save and load", what="a checkpoint that torchtitan saved, through every tool", bar="all read", rows=".",
         section="core-torchtitan", needs=TITAN,
     ),
-    _tested("reshard", "random cases bit-equal to DCP, and back byte-equal", "500, all dtypes", "test_reshard_checkpoint.py"),
+    _tested("reshard", "random cases bit-equal to DCP, and back byte-equal", "500, all dtypes", "reshard/test_checkpoint.py"),
     _reshard("peak memory above the imports, 1 GB of state", "<= --memory + 64 MB", "reshard-local 1", "peak memory"),
     _reshard("the same, 8 GB of state", "<= --memory + 64 MB", "reshard-local 8", "peak memory", DISK),
     _reshard("rows 4 -> 2, local, over read + write", "<= 1.5 x", "reshard-local 1", "rows.*plain copy"),
@@ -114,21 +114,21 @@ PROMISES = (
     _train("the same on 8 ranks", "<= 1e-5", "mesh campaign 8"),
     _train("the same on 16 ranks, pp x dp_shard x cp x tp", "<= 1e-5", "mesh campaign 16"),
     _train("bf16 and Float8 within derived bounds", "docs/parallelism.md", "mesh campaign precision"),
-    _tested("train", "same config, same mesh: the same bits, across a save too", "bit-equal", "test_trainer_loop.py"),
+    _tested("train", "same config, same mesh: the same bits, across a save too", "bit-equal", "trainer/test_loop.py"),
     _train("logits of SmolLM2-135M against transformers", "<= 1e-3", "trainer smollm2", "largest logit", SMOLLM2),
     _train("tokens/s against torchtitan on gloo, 5 meshes", ">= 1.0 x", "trainer torchtitan", ".", TITAN),
     _train("tokens/s against torchtitan on one GPU", ">= 1.0 x", "trainer gpu", "^(?!Float8 over|a save)", GPU),
     _train("Float8 over bf16, both compiled, on one GPU", ">= 1.25 x", "trainer gpu", "^Float8 over", GPU),
     _train("stall of a save from the GPU, over the copy alone", "<= 1.25 x", "trainer gpu", "^a save", GPU),
-    _lines("lines of the model", 350, "trainer/model.py"),
-    _lines("lines of parallelize", 300, "trainer/parallelize.py"),
-    _lines("lines of the loop", 250, "trainer/loop.py"),
-    _tested("train", "sample order over 4 -> 2 -> 3 -> 8 ranks; an agent killed and back", "exact", "test_trainer_elastic.py"),
-    _tested("train", "memory estimate against torchtitan's tables", "within 10 %", "test_trainer_estimate.py"),
+    _lines("lines of the model", 350, "trainer/model/decoder.py"),
+    _lines("lines of parallelize", 300, "trainer/parallel/parallelize.py"),
+    _lines("lines of the loop", 250, "trainer/run/loop.py"),
+    _tested("train", "sample order over 4 -> 2 -> 3 -> 8 ranks; an agent killed and back", "exact", "trainer/test_elastic.py"),
+    _tested("train", "memory estimate against torchtitan's tables", "within 10 %", "trainer/test_estimate.py"),
     _train("metrics and recorder, of a step of 100 ms", "<= 1 %", "trainer overhead"),
     _train("loader, over the demo's rate", ">= 2 x", "trainer loader", "demo"),
     _train("resuming at position 10^9", "< 1 s", "trainer loader", "resuming"),
-    _tested("convert", "every byte there and back; two runs and all meshes identical", "equal", "test_converters_roundtrip.py"),
+    _tested("convert", "every byte there and back; two runs and all meshes identical", "equal", "converters/test_roundtrip.py"),
     _convert("export, over the torchtitan way, 513 MiB", "<= 0.4 x", "convert 513", "the torchtitan way"),
     _convert("export of rows and import, over a copy, 513 MiB", "<= 1.3 x", "convert 513", "(1 rank|rows|import).*copy"),
     _convert("peak memory, 513 MiB", "270 MiB + 2.5 x largest", "convert 513", "peak RSS"),
@@ -142,10 +142,10 @@ PROMISES = (
     _debug("black boxes, 16,384 ranks", "<= 1 s, <= 150 MB", "debug-scale", "^black boxes"),
     _debug("cost of the black box, an operation", "<= 1 us", "debug-scale", "^the box's cost"),
     Promise(room="debug", what="real hung jobs, every case, 2 to 8 ranks", bar="all right", campaign="docs/hangs.md"),
-    _tested("debug", "random programs, the culprit in the top verdict", ">= 99 %", "test_debug_simulated.py"),
-    _tested("debug", "real dumps of hung jobs", "all right", "test_debug_fixtures.py"),
-    _tested("debug", "mutated dumps, logs, boxes (`make fuzz`: an hour)", "no crash, no hang", "test_debug_readers.py"),
-    _tested("debug", "black boxes after SIGKILL, SIGABRT, SIGSTOP, a segfault", "last operation", "test_debug_recorder.py"),
+    _tested("debug", "random programs, the culprit in the top verdict", ">= 99 %", "debug/test_simulated.py"),
+    _tested("debug", "real dumps of hung jobs", "all right", "debug/test_fixtures.py"),
+    _tested("debug", "mutated dumps, logs, boxes (`make fuzz`: an hour)", "no crash, no hang", "debug/test_readers.py"),
+    _tested("debug", "black boxes after SIGKILL, SIGABRT, SIGSTOP, a segfault", "last operation", "debug/test_recorder.py"),
     _tui("first paint, 16,384 ranks x 2,000", "< 0.5 s", "first paint$"),
     _tui("a key, p95", "< 50 ms", "a key, p95"),
     _tui("memory", "< 300 MB", "^memory"),

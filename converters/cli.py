@@ -7,25 +7,25 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from titan_ckpt.checkpoint import open_checkpoint
-from titan_ckpt.command import Command
-from titan_ckpt.converters.export import read_adapter, run_export
-from titan_ckpt.converters.from_hf import plan_import
-from titan_ckpt.converters.hf_config import Config, parse_config
-from titan_ckpt.converters.hf_source import CONFIG, open_hf
-from titan_ckpt.converters.importing import check_import, run_import
-from titan_ckpt.converters.layouts import LAYOUTS, TITAN
-from titan_ckpt.converters.progress import Bar
-from titan_ckpt.converters.publish import check_new
-from titan_ckpt.converters.to_hf import DEFAULT_SHARD_BYTES, plan_export
-from titan_ckpt.converters.transforms import FLOATS
-from titan_ckpt.converters.verify import Verification, verify_export
+from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.console.command import Command
+from titan_ckpt.console.conversion_bar import Bar
+from titan_ckpt.console.output import write_json
+from titan_ckpt.console.units import format_size, parse_size
+from titan_ckpt.converters.hf.config import Config, parse_config
+from titan_ckpt.converters.hf.export_plan import DEFAULT_SHARD_BYTES, plan_export
+from titan_ckpt.converters.hf.export_run import read_adapter, run_export
+from titan_ckpt.converters.hf.folder import CONFIG, open_hf
+from titan_ckpt.converters.hf.import_plan import plan_import
+from titan_ckpt.converters.hf.import_run import check_import, run_import
+from titan_ckpt.converters.hf.publish import check_new
+from titan_ckpt.converters.hf.verify import Verification, verify_export
+from titan_ckpt.converters.models.tensor_names import LAYOUTS, TITAN
+from titan_ckpt.converters.models.transforms import FLOATS
 from titan_ckpt.errors import UsageError
-from titan_ckpt.layout import new_attempt
+from titan_ckpt.format.names import new_attempt
 from titan_ckpt.location import join, parse_location
-from titan_ckpt.render import write_json
-from titan_ckpt.store_open import open_store
-from titan_ckpt.units import format_size, parse_size
+from titan_ckpt.store.open import open_store
 
 if TYPE_CHECKING:
     from titan_ckpt.converters.torch_file import TorchReport

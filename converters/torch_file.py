@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.checkpoint import Checkpoint, open_checkpoint
-from titan_ckpt.commit import find_commit
+from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, UnsafeContentError
-from titan_ckpt.load import read_object
+from titan_ckpt.format.commit import find_commit
+from titan_ckpt.loading.load import read_object
 from titan_ckpt.location import local_path, normalise, parse_location, scheme
-from titan_ckpt.save import Saver
-from titan_ckpt.store_open import open_store
+from titan_ckpt.saving.saver import Saver
+from titan_ckpt.store.open import open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

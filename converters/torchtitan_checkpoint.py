@@ -17,24 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from titan_ckpt.checkpoint import FULL, MODEL, Checkpoint
-from titan_ckpt.columns import Int64s
-from titan_ckpt.converters.contract import check_tensors
-from titan_ckpt.converters.families import EMBEDDING, HEAD, check_spec, expected_tensors
-from titan_ckpt.converters.layouts import PREFIX, TITAN, Layout, Named, find_layout, is_weight, name_in
-from titan_ckpt.converters.model_spec import ModelSpec, spec_of
-from titan_ckpt.decoded import decoded
+from titan_ckpt.checkpoint.checkpoint import FULL, MODEL, Checkpoint
+from titan_ckpt.checkpoint.uncompressed import decoded
+from titan_ckpt.converters.models.contract import check_tensors
+from titan_ckpt.converters.models.families import EMBEDDING, HEAD, check_spec, expected_tensors
+from titan_ckpt.converters.models.spec import ModelSpec, spec_of
+from titan_ckpt.converters.models.tensor_names import PREFIX, TITAN, Layout, Named, find_layout, is_weight, name_in
 from titan_ckpt.errors import LoadContractError
-from titan_ckpt.index import (
-    Chunk,
-    ChunkTable,
-    Manifest,
-    TensorEntry,
-)
-from titan_ckpt.load import read_object, read_tensor
-from titan_ckpt.numbers import ELEMENT_SIZE
-from titan_ckpt.placement import Box, Shape
-from titan_ckpt.placement import strides as row_major
+from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.format.manifest import Chunk, ChunkTable, Manifest, TensorEntry
+from titan_ckpt.loading.load import read_object, read_tensor
+from titan_ckpt.sharding.placement import Box, Shape
+from titan_ckpt.sharding.placement import strides as row_major
+from titan_ckpt.sharding.repeating_columns import Int64s
 
 log = logging.getLogger(__name__)
 _STATE = "optimizer.state."

@@ -3,7 +3,7 @@
     run = open_run("s3://bucket/run")      # reads; never raises for a damaged file, it becomes a flag
     verdicts = diagnose(run)               # pure; most likely cause first, never empty
 
-The data model (all in `titan_ckpt.debug.records`, frozen):
+The data model (all in `titan_ckpt.debug.incident.records`, frozen):
 
     Run             url, world_size, ranks {rank: RankRecord}, groups, names, flags, launcher
     RankRecord      what is known of one rank: operations, stacks, log, exit, heartbeat, coordinates, host, pid
@@ -16,39 +16,33 @@ The data model (all in `titan_ckpt.debug.records`, frozen):
     Verdict         verdict, subtype, culprits, victims, group, seq, op, step, confidence, evidence, chain, next_steps
     Flag            what was wrong with the evidence itself (RING_TRUNCATED, DUMP_MISSING, DUMP_CORRUPT, ...)
 
-`Recorder` (in `titan_ckpt.debug.recorder`, which needs torch) is what a training process runs to leave this evidence.
+`Recorder` (in `titan_ckpt.debug.record.recorder`, which needs torch) is what a training process runs to leave this evidence.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if __name__ != "titan_ckpt.debug":
     raise ImportError("import titan_ckpt.debug: the folder debug/ installs only as a part of titan_ckpt")
 
-if TYPE_CHECKING:
-    from titan_ckpt.debug.diagnosis import diagnose
-    from titan_ckpt.debug.reader import open_run
-    from titan_ckpt.debug.recorder import Recorder
-    from titan_ckpt.debug.records import Run, Verdict
+from titan_ckpt.lazy import lazy_names
 
-_HOMES = {
-    "Recorder": "titan_ckpt.debug.recorder",
-    "Run": "titan_ckpt.debug.records",
-    "Verdict": "titan_ckpt.debug.records",
-    "diagnose": "titan_ckpt.debug.diagnosis",
-    "open_run": "titan_ckpt.debug.reader",
-}
+if TYPE_CHECKING:
+    from titan_ckpt.debug.diagnosis.diagnose import diagnose
+    from titan_ckpt.debug.incident.records import Run, Verdict
+    from titan_ckpt.debug.read.reader import open_run
+    from titan_ckpt.debug.record.recorder import Recorder
 
 __all__ = ["Recorder", "Run", "Verdict", "diagnose", "open_run"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'titan_ckpt.debug' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Recorder": "record.recorder",
+        "Run": "incident.records",
+        "Verdict": "incident.records",
+        "diagnose": "diagnosis.diagnose",
+        "open_run": "read.reader",
+    },
+)

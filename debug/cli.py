@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 
-from titan_ckpt.command import Command
-from titan_ckpt.debug.diagnosis import diagnose
-from titan_ckpt.debug.reader import open_run
-from titan_ckpt.debug.text import as_json, report
+from titan_ckpt.console.command import Command
+from titan_ckpt.debug.diagnosis.diagnose import diagnose
+from titan_ckpt.debug.diagnosis.report import as_json, report
+from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.errors import UsageError
 
 _EPILOG = """\
@@ -48,15 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _verb(word: str) -> Command | None:
     """The command of a verb; each is imported only when it is called."""
     if word == "collect":
-        from titan_ckpt.debug.collect import COLLECT  # the analyzer alone must start fast
+        from titan_ckpt.debug.live.collect import COLLECT  # the analyzer alone must start fast
 
         return COLLECT
     if word == "inject":
-        from titan_ckpt.debug.inject import INJECT
+        from titan_ckpt.debug.drill.inject import INJECT
 
         return INJECT
     if word == "watch":
-        from titan_ckpt.debug.watch import WATCH
+        from titan_ckpt.debug.live.watch import WATCH
 
         return WATCH
     return None

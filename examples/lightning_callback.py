@@ -17,7 +17,7 @@ import titan_ckpt
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class TitanCheckpoint(lightning.Callback):
+class TitanCheckpoint(lightning.Callback):  # type: ignore[misc]  # lightning is not installed where this is checked
     """Weights and optimizers go to `url` every `every` steps; Lightning's own counters begin at 0 again."""
 
     def __init__(self, url: str, every: int) -> None:

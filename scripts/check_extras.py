@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.cli import main as titan_ckpt
+from titan_ckpt.cli.main import main as titan_ckpt
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "debug.toml")
 STEPS = 4

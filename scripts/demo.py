@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from scripts.demo_jobs import WATCH_S, DemoError, Shell, kill, processes_of, wait_for
-from scripts.s3_server import Server, running_server
+from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import TitanError
-from titan_ckpt.trainer.corpus import STDLIB, File, list_files
-from titan_ckpt.units import format_size
+from titan_ckpt.trainer.data.corpus import STDLIB, File, list_files
+from tools.demo_jobs import WATCH_S, DemoError, Shell, kill, processes_of, wait_for
+from tools.s3_server import Server, running_server
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "tiny.toml"

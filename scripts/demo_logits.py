@@ -11,9 +11,9 @@ import torch
 import transformers
 
 import titan_ckpt
-from titan_ckpt.trainer.config import TrainConfig
-from titan_ckpt.trainer.model import Decoder
-from titan_ckpt.trainer.settings import build
+from titan_ckpt.trainer.config.toml_records import build
+from titan_ckpt.trainer.config.train_config import TrainConfig
+from titan_ckpt.trainer.model.decoder import Decoder
 
 PROMPT = "def __init__(self"
 

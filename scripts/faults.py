@@ -2,8 +2,8 @@
 
     python -m scripts.faults --kills 200                 local disk
     python -m scripts.faults --kills 100 --s3            the real S3 server, started here
-    python -m scripts.faults --matrix                    a fault at every store call of every rank (see tests/fault_cases.py)
-    python -m scripts.faults --damage 200                damage of every kind to every kind of file (see tests/damage_cases.py)
+    python -m scripts.faults --matrix                    a fault at every store call of every rank (see tools/fault_cases.py)
+    python -m scripts.faults --damage 200                damage of every kind to every kind of file (see tools/damage_cases.py)
 
 After every kill: the newest committed checkpoint is the last one that was known to be committed or a later one, each of its
 bytes is right, and the next job goes on from it. Prints one JSON line; exit code 1 if anything was lost or wrong.
@@ -33,18 +33,18 @@ from typing import Any, cast
 
 import torch
 
-from scripts.s3_server import running_server
-from tests.damage_cases import damage_table
-from tests.fault_cases import KINDS, Case, Seen, all_cases, count_calls, run_case
-from tests.faults import How
-from tests.pool import RankPool
-from titan_ckpt.checkpoint import list_checkpoints
-from titan_ckpt.codec import CODECS
+from titan_ckpt.check.verify import verify
+from titan_ckpt.checkpoint.checkpoint import list_checkpoints
 from titan_ckpt.errors import NotCommittedError
-from titan_ckpt.load import load, open_checkpoint
-from titan_ckpt.retention import RetentionPolicy
-from titan_ckpt.save import SaveOptions, Saver
-from titan_ckpt.verify import verify
+from titan_ckpt.format.codec import CODECS
+from titan_ckpt.loading.load import load, open_checkpoint
+from titan_ckpt.saving.saver import SaveOptions, Saver
+from titan_ckpt.upkeep.retention import RetentionPolicy
+from tools.damage_cases import damage_table
+from tools.fault_cases import KINDS, Case, Seen, all_cases, count_calls, run_case
+from tools.faulty_store import How
+from tools.rank_pool import RankPool
+from tools.s3_server import running_server
 
 
 @dataclass(slots=True)

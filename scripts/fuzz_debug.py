@@ -21,9 +21,9 @@ from pathlib import Path
 import zstandard
 
 from titan_ckpt.debug import diagnose, open_run
-from titan_ckpt.debug.blackbox import HEADER_BYTES, RECORD
-from titan_ckpt.debug.hooks import BoxWriter
-from titan_ckpt.debug.text import as_json, report
+from titan_ckpt.debug.diagnosis.report import as_json, report
+from titan_ckpt.debug.incident.black_box import HEADER_BYTES, RECORD
+from titan_ckpt.debug.record.hooks import BoxWriter
 from titan_ckpt.errors import TitanError
 
 INCIDENTS = Path(__file__).parent.parent / "tests" / "data" / "flight_recorder"

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from benchmarks.torchtitan_model import Progress, build, token_loss
-from tests.titan_models import AFTER, BATCH, BEFORE, LENGTH, MODELS, OPTIMIZER, tokens
-from titan_ckpt.trainer.model import ModelConfig
+from titan_ckpt.trainer.model.decoder import ModelConfig
+from tools.titan_models import AFTER, BATCH, BEFORE, LENGTH, MODELS, OPTIMIZER, tokens
+from tools.torchtitan_model import Progress, build, token_loss
 
 
 def spec_of(name: str, model: ModelConfig) -> Any:

@@ -27,14 +27,14 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks.report import replace_section
 from scripts.hosts_attempts import Attempt, read_attempts
 from scripts.hosts_network import STORAGE, Network, enter
-from scripts.proxy import Fault, FaultyProxy, Request
-from scripts.s3_server import Server, running_server
-from scripts.soak_ledger import Ledger
 from scripts.soak_report import RELIABILITY
-from titan_ckpt.store_open import open_store
+from titan_ckpt.store.open import open_store
+from tools.faulty_proxy import Fault, FaultyProxy, Request
+from tools.report import replace_section
+from tools.s3_server import Server, running_server
+from tools.soak.ledger import Ledger
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "debug.toml")
 BUCKET = "hosts"

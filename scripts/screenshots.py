@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ckpt.tui.app import TitanApp
-from titan_ckpt.tui.data_content import find_content
+from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.screenshot import write_screenshot
 
 ROOT = Path(__file__).parent.parent

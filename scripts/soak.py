@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 
-from scripts.proxy import FaultyProxy
-from scripts.s3_server import Server, running_server
-from scripts.soak_jobs import Ended, Kill, Told, Whom, read_told, run_job
-from scripts.soak_ledger import Counts, Ledger
 from scripts.soak_report import publish
-from scripts.soak_weather import CALM, Climate, Weather, draw_weather
-from titan_ckpt.mesh import MeshSpec
-from titan_ckpt.store import Store
-from titan_ckpt.store_open import open_store
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.open import open_store
+from tools.faulty_proxy import FaultyProxy
+from tools.s3_server import Server, running_server
+from tools.soak.jobs import Ended, Kill, Told, Whom, read_told, run_job
+from tools.soak.ledger import Counts, Ledger
+from tools.soak.weather import CALM, Climate, Weather, draw_weather
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "debug.toml")
 BUCKET = "soak"

@@ -8,7 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.report import replace_section
+from tools.report import replace_section
 
 RELIABILITY = Path(__file__).parent.parent / "docs" / "reliability.md"
 INTRODUCTION = """\

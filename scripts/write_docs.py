@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts import api_docs, cli_docs
+from tools.docs import api_docs, cli_docs
 
 DOCS = Path(__file__).parent.parent / "docs"
 

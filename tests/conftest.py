@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.s3_server import Server, running_server
+from tools.s3_server import Server, running_server
 
 BUCKET = "titan-tests"
 _numbers = itertools.count()

@@ -1,70 +1,44 @@
-"""titan-ckpt: checkpoint-centric training, resharding, hang debugging and Hugging Face conversion.
-
-Names are loaded on first use, so that the command line starts without importing torch.
-
-`save`, `load`, `verify` and `diff` are functions, and also the submodules that hold them: `titan_ckpt.save(url, state, step=1)`
-and `from titan_ckpt.save import Saver` both work, because these four modules can be called.
-"""
+"""titan-ckpt: checkpoint-centric training, resharding, hang debugging and Hugging Face conversion."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import sys
 from collections.abc import Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from titan_ckpt import foreign_formats
+from titan_ckpt.checkpoint import foreign_formats
+from titan_ckpt.lazy import lazy_names
 from titan_ckpt.version import __version__
 
 if TYPE_CHECKING:
-    from titan_ckpt.checkpoint import Checkpoint, CheckpointInfo, list_checkpoints, open_checkpoint
-    from titan_ckpt.dcp import StorageReader, StorageWriter
-    from titan_ckpt.diff import diff
+    from titan_ckpt.check.diff import diff
+    from titan_ckpt.check.verify import verify
+    from titan_ckpt.checkpoint.checkpoint import Checkpoint, CheckpointInfo, list_checkpoints, open_checkpoint
+    from titan_ckpt.dcp.storage import StorageReader, StorageWriter
     from titan_ckpt.errors import TitanError
-    from titan_ckpt.load import LoadPolicy, load
-    from titan_ckpt.mesh import MeshSpec
-    from titan_ckpt.reshard import plan_reshard, run_plan
-    from titan_ckpt.retention import RetentionPolicy, prune
-    from titan_ckpt.save import SaveOptions, Saver, save
-    from titan_ckpt.store import Store
-    from titan_ckpt.store_open import open_store
-    from titan_ckpt.verify import verify
-
-_HOMES = {
-    "Checkpoint": "titan_ckpt.checkpoint",
-    "CheckpointInfo": "titan_ckpt.checkpoint",
-    "LoadPolicy": "titan_ckpt.load",
-    "MeshSpec": "titan_ckpt.mesh",
-    "RetentionPolicy": "titan_ckpt.retention",
-    "SaveOptions": "titan_ckpt.save",
-    "Saver": "titan_ckpt.save",
-    "StorageReader": "titan_ckpt.dcp",
-    "StorageWriter": "titan_ckpt.dcp",
-    "Store": "titan_ckpt.store",
-    "TitanError": "titan_ckpt.errors",
-    "list_checkpoints": "titan_ckpt.checkpoint",
-    "open_checkpoint": "titan_ckpt.checkpoint",
-    "open_store": "titan_ckpt.store_open",
-    "plan_reshard": "titan_ckpt.reshard",
-    "prune": "titan_ckpt.retention",
-    "run_plan": "titan_ckpt.reshard",
-}
-_CALLABLE = ("diff", "load", "save", "verify")
+    from titan_ckpt.loading.load import LoadPolicy, LoadReport, load
+    from titan_ckpt.resharding.reshard import Workers, plan_reshard, run_plan
+    from titan_ckpt.saving.options import SaveOptions, SaveReport
+    from titan_ckpt.saving.saver import Saver, save
+    from titan_ckpt.sharding.mesh import MeshSpec
+    from titan_ckpt.store.base import Store
+    from titan_ckpt.store.open import open_store
+    from titan_ckpt.upkeep.retention import RetentionPolicy, prune
 
 __all__ = [
     "Checkpoint",
     "CheckpointInfo",
     "LoadPolicy",
+    "LoadReport",
     "MeshSpec",
     "RetentionPolicy",
     "SaveOptions",
+    "SaveReport",
     "Saver",
     "StorageReader",
     "StorageWriter",
     "Store",
     "TitanError",
+    "Workers",
     "__version__",
     "diff",
     "list_checkpoints",
@@ -78,36 +52,40 @@ __all__ = [
     "verify",
 ]
 
-
-class _CallableModule(ModuleType):
-    """A submodule that bears the name of its main function: a call of the one is a call of the other."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._main(*args, **kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._main)
-
-    @property
-    def _main(self) -> Any:
-        return getattr(self, self.__name__.rpartition(".")[2])
-
-
-class _Package(ModuleType):
-    """This package: the import system sets each submodule as an attribute of it, and the four of them become callable then."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _CALLABLE and isinstance(value, ModuleType):
-            value.__class__ = _CallableModule
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Checkpoint": "checkpoint.checkpoint",
+        "CheckpointInfo": "checkpoint.checkpoint",
+        "LoadPolicy": "loading.load",
+        "LoadReport": "loading.load",
+        "MeshSpec": "sharding.mesh",
+        "RetentionPolicy": "upkeep.retention",
+        "SaveOptions": "saving.options",
+        "SaveReport": "saving.options",
+        "Saver": "saving.saver",
+        "StorageReader": "dcp.storage",
+        "StorageWriter": "dcp.storage",
+        "Store": "store.base",
+        "TitanError": "errors",
+        "Workers": "resharding.reshard",
+        "__version__": "version",
+        "diff": "check.diff",
+        "list_checkpoints": "checkpoint.checkpoint",
+        "load": "loading.load",
+        "open_checkpoint": "checkpoint.checkpoint",
+        "open_store": "store.open",
+        "plan_reshard": "resharding.reshard",
+        "prune": "upkeep.retention",
+        "run_plan": "resharding.reshard",
+        "save": "saving.saver",
+        "verify": "check.verify",
+    },
+)
 
 
 def _open_hugging_face(url: str) -> Checkpoint:
-    from titan_ckpt.converters.hf_checkpoint import open_hf_checkpoint  # hardly any run needs the converters
+    from titan_ckpt.converters.hf.checkpoint import open_hf_checkpoint  # hardly any run needs the converters
 
     return open_hf_checkpoint(url)
 
@@ -121,15 +99,3 @@ def _name_torchtitan(checkpoint: Checkpoint, model: Mapping[str, Any]) -> Checkp
 foreign_formats.register(
     foreign_formats.ForeignFormats(open_hugging_face=_open_hugging_face, name_torchtitan=_name_torchtitan)
 )
-
-
-def __getattr__(name: str) -> Any:
-    if name in _CALLABLE:
-        return importlib.import_module(f"titan_ckpt.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'titan_ckpt' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -2,7 +2,7 @@
 
 import sys
 
-from titan_ckpt.cli import main
+from titan_ckpt.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,23 +9,30 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from titan_ckpt.checkpoint import open_checkpoint
-from titan_ckpt.command import Command
+from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.console.command import Command
+from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.location import join
-from titan_ckpt.trainer.config import TrainConfig, check, resolve_mesh
-from titan_ckpt.trainer.corpus import list_files
-from titan_ckpt.trainer.data import reading_of
-from titan_ckpt.trainer.estimate import estimate, report, save_schedule
-from titan_ckpt.trainer.launch import end_with_launcher, is_launched_here, is_rank, launch, num_ranks, write_error
-from titan_ckpt.trainer.logs import run_folder
-from titan_ckpt.trainer.lora import export_adapter
-from titan_ckpt.trainer.preflight import preflight
-from titan_ckpt.trainer.settings import Resolved, as_dict, render, resolve
-from titan_ckpt.trainer.setup import RankPlace, run_rank
-from titan_ckpt.trainer.tokenizer import open_tokenizer
-from titan_ckpt.trainer.tokens import pretokenise
-from titan_ckpt.units import format_size, parse_size
+from titan_ckpt.trainer.config.toml_records import Resolved, as_dict, render, resolve
+from titan_ckpt.trainer.config.train_config import TrainConfig, check, resolve_mesh
+from titan_ckpt.trainer.data.batches import reading_of
+from titan_ckpt.trainer.data.corpus import list_files
+from titan_ckpt.trainer.data.token_files import pretokenise
+from titan_ckpt.trainer.data.tokenizer import open_tokenizer
+from titan_ckpt.trainer.launch.estimate import estimate, report, save_schedule
+from titan_ckpt.trainer.launch.launch import (
+    end_with_launcher,
+    is_launched_here,
+    is_rank,
+    launch,
+    num_ranks,
+    write_error,
+)
+from titan_ckpt.trainer.launch.preflight import preflight
+from titan_ckpt.trainer.model.lora import export_adapter
+from titan_ckpt.trainer.report.logs import run_folder
+from titan_ckpt.trainer.run.setup import RankPlace, run_rank
 
 EPILOG = """\
 The mesh decides how many ranks are started; with mesh.dp_shard = -1 it is --nproc, or one per accelerator. Under torchrun nothing

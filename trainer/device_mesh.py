@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.mesh import FOLD, MeshSpec
+from titan_ckpt.sharding.mesh import FOLD, MeshSpec
 from titan_ckpt.trainer.gloo import one_thread_groups
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}

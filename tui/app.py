@@ -13,17 +13,17 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Input, Static
 
-from titan_ckpt.debug.text import report
+from titan_ckpt.debug.diagnosis.report import report
 from titan_ckpt.location import redact
 from titan_ckpt.tui import tasks
-from titan_ckpt.tui.data_content import Content, find_content
-from titan_ckpt.tui.help import HelpScreen
-from titan_ckpt.tui.loading import Loader
-from titan_ckpt.tui.pane import Pane
+from titan_ckpt.tui.data.content import Content, find_content
 from titan_ckpt.tui.rows import Target, cut
-from titan_ckpt.tui.screen_checkpoints import CheckpointsPane
 from titan_ckpt.tui.screens import PANES
-from titan_ckpt.tui.session import Session
+from titan_ckpt.tui.screens.checkpoints import CheckpointsPane
+from titan_ckpt.tui.screens.help import HelpScreen
+from titan_ckpt.tui.session.loading import Loader
+from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.widgets.pane import Pane
 
 FOLLOW_S = 2.0
 

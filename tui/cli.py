@@ -9,11 +9,11 @@ import re
 import sys
 from collections.abc import Iterator
 
-from titan_ckpt.command import Command
+from titan_ckpt.console.command import Command
 from titan_ckpt.errors import UsageError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.app import TitanApp
-from titan_ckpt.tui.data_content import find_content
+from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.screenshot import write_screenshot
 
 _EPILOG = """\

@@ -1,6 +1,6 @@
 """Lines of text as the screens' data: parts with a role, and where enter leads. Knows nothing of Textual.
 
-Roles say what a part means (`bad`, `dim`, ...); only `titan_ckpt.tui.lineview` turns them into colours, and no role is the
+Roles say what a part means (`bad`, `dim`, ...); only `tui.widgets.line_view` turns them into colours, and no role is the
 only carrier of its meaning: there is always a word or a glyph as well.
 """
 

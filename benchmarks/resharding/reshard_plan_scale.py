@@ -1,0 +1,161 @@
+"""How long a plan takes at the scale of Llama 3.1 405B with Adam, and in how much memory: real names and shapes, no data.
+
+python -m benchmarks.resharding.reshard_plan_scale            all cases, each in a process of its own
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from titan_ckpt.checkpoint.checkpoint import FULL, Checkpoint
+from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, ChunkTable, FileEntry, Manifest, TensorEntry
+from titan_ckpt.format.names import data_file
+from titan_ckpt.resharding.estimate import estimate
+from titan_ckpt.resharding.placement_rules import FSDP_AXES, tensor_parallel
+from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
+from titan_ckpt.resharding.target import Placed, lay_out
+from titan_ckpt.rewrite.budget import Budget
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.sharding.pipeline import PipelineSpec, stage_table
+from titan_ckpt.sharding.placement import Shape, Shard
+from titan_ckpt.store.local import FileStore
+from tools.report import Bar, write_section
+
+LAYERS, DIM, HIDDEN, VOCABULARY, KV_DIM = 126, 16384, 53248, 128256, 1024
+CASES = {
+    "16384 -> 8192 ranks": ("pp=16,dp_shard=128,tp=8", "pp=8,dp_shard=128,tp=8"),
+    "16384 -> 8192 ranks, all of it FSDP": ("dp_shard=2048,tp=8", "dp_shard=1024,tp=8"),
+    "1024 -> 512 ranks": ("pp=4,dp_shard=32,tp=8", "pp=4,dp_shard=16,tp=8"),
+    "1024 -> 512 ranks, rows only": ("dp_shard=1024", "dp_shard=512"),
+}
+LIMIT_GB = 2
+TITLE = "Planning to reshard Llama 3.1 405B with Adam"
+NOTES = """Real names and shapes, no data; one core. The time is that of the whole plan: laying out the target, grouping, and
+estimating the traffic; the memory is the process's peak, the source's index included. The last column is no peer: no other
+tool plans this."""
+ATTEMPT = "a-20260101T000000Z-00000000"
+
+
+def parameters() -> Iterator[tuple[str, Shape]]:
+    """Names and shapes of Llama 3.1 405B."""
+    yield "model.embed_tokens.weight", (VOCABULARY, DIM)
+    for layer in range(LAYERS):
+        head = f"model.layers.{layer}"
+        yield f"{head}.self_attn.q_proj.weight", (DIM, DIM)
+        yield f"{head}.self_attn.k_proj.weight", (KV_DIM, DIM)
+        yield f"{head}.self_attn.v_proj.weight", (KV_DIM, DIM)
+        yield f"{head}.self_attn.o_proj.weight", (DIM, DIM)
+        yield f"{head}.mlp.gate_proj.weight", (HIDDEN, DIM)
+        yield f"{head}.mlp.up_proj.weight", (HIDDEN, DIM)
+        yield f"{head}.mlp.down_proj.weight", (DIM, HIDDEN)
+        yield f"{head}.input_layernorm.weight", (DIM,)
+        yield f"{head}.post_attention_layernorm.weight", (DIM,)
+    yield "model.norm.weight", (DIM,)
+    yield "lm_head.weight", (VOCABULARY, DIM)
+
+
+def state() -> Iterator[tuple[str, Shape]]:
+    """The model and its Adam state."""
+    for fqn, shape in parameters():
+        yield f"model.{fqn}", shape
+        yield f"optimizer.state.{fqn}.exp_avg", shape
+        yield f"optimizer.state.{fqn}.exp_avg_sq", shape
+        yield f"optimizer.state.{fqn}.step", ()
+
+
+def source(mesh: MeshSpec) -> Checkpoint:
+    """The index of a checkpoint as a trainer on `mesh` would have saved it."""
+    spec = PipelineSpec(num_layers=LAYERS, layers_per_stage=None)
+    stages = stage_table(spec, mesh.degree("pp")) if mesh.degree("pp") > 1 else None
+    tensors = []
+    for fqn, shape in state():
+        entry = TensorEntry(
+            fqn=fqn, dtype="float32", global_shape=shape, placements=None, stages=None, first_chunk=0, num_chunks=0
+        )  # fmt: skip
+        table = tensor_parallel(fqn) if shape else {}
+        placements = {**(table or {}), FSDP_AXES: Shard(0)} if shape else {}
+        where = stages.coordinates(fqn) if stages else None
+        tensors.append((entry, Placed(placements=placements, stages=where, origins=frozenset())))
+    target = lay_out(tensors, [], mesh, data_file(ATTEMPT, 0))
+    sizes = target.file_bytes().tolist()
+    files = tuple(FileEntry(path=data_file(ATTEMPT, r), size_bytes=s, digest=None) for r, s in enumerate(sizes))
+    table_columns = target.table
+    chunks = ChunkTable(
+        file=target.rank, offset=table_columns.offset, length=table_columns.length,
+        payload_offset=table_columns.payload_offset, payload_length=table_columns.payload_length,
+        codec=table_columns.codec, box_offsets=table_columns.box_offsets, box_sizes=table_columns.box_sizes,
+        digests=bytes(DIGEST_BYTES) * len(target.rank),
+    )  # fmt: skip
+    manifest = Manifest(
+        step=1, attempt=ATTEMPT, kind=FULL, created="", versions={}, mesh=mesh, pipeline=spec.to_dict(),
+        tensors=target.tensors, chunks=chunks, codecs=(RAW,), objects=(), files=files,
+    )  # fmt: skip
+    store = FileStore(tempfile.gettempdir())
+    return Checkpoint(store=store, url=str(store), step=1, folder="step-00000001", manifest=manifest)
+
+
+def measure(name: str) -> dict[str, object]:
+    """One case, in this process."""
+    before, after = (MeshSpec.parse(text) for text in CASES[name])
+    checkpoint = source(before)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started, processor = time.perf_counter(), time.process_time()
+    plan = plan_reshard(checkpoint, after)
+    planned = time.perf_counter()
+    waves = plan.waves(Budget.of(DEFAULT_MEMORY, checkpoint.store, checkpoint.store).max_open_files)
+    grouped = time.perf_counter()
+    facts = estimate(plan, checkpoint.store, memory_bytes=DEFAULT_MEMORY)
+    return {
+        "case": name,
+        "source": str(before),
+        "target": str(after),
+        "source_chunks": len(checkpoint.manifest.chunks),
+        "target_chunks": len(plan.target.rank),
+        "state_tb": round(facts.needed_bytes / 1e12, 3),
+        "lay_out_s": round(planned - started, 2),
+        "group_s": round(grouped - planned, 2),
+        "estimate_s": round(time.perf_counter() - grouped, 2),
+        "total_s": round(time.perf_counter() - started, 2),
+        "processor_s": round(time.process_time() - processor, 2),
+        "waves": len(waves),
+        "read_over_needed": round(facts.read_bytes / facts.needed_bytes, 4),
+        "requests": facts.read_requests,
+        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+        "rss_with_source_gb": round(resident / 1e6, 2),
+    }
+
+
+def main() -> None:
+    """All cases, each in a fresh process, so that peaks do not mix; one JSON line each, and the section."""
+    if len(sys.argv) > 1:
+        sys.stdout.write(json.dumps(measure(sys.argv[1])) + "\n")
+        return
+    bars = []
+    for name in CASES:
+        command = [sys.executable, "-m", "benchmarks.resharding.reshard_plan_scale", name]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        sys.stdout.write(done.stdout)
+        bars.append(bar_of(json.loads(done.stdout)))
+    write_section("reshard-plan-scale", TITLE, bars, NOTES)
+
+
+def bar_of(facts: Mapping[str, Any]) -> Bar:
+    """A case against what it must reach."""
+    limit_s = 60 if facts["case"].startswith("16384") else 5
+    holds = facts["total_s"] <= limit_s and facts["peak_rss_gb"] <= LIMIT_GB
+    return Bar(
+        what=facts["case"], figure=f"{facts['total_s']:.1f} s, {facts['peak_rss_gb']:.2f} GB",
+        bar=f"<= {limit_s} s, <= {LIMIT_GB} GB", holds=holds,
+        peer=f"{facts['source_chunks']:,} -> {facts['target_chunks']:,} chunks, {facts['requests']:,} requests",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""One rank of this package's trainer, for trainer_vs_torchtitan.py: the same model, batch and step as torchtitan_rank.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.training.turns import take_turns
+from titan_ckpt.trainer.model.decoder import ModelConfig
+from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
+from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
+from titan_ckpt.trainer.parallel.parallelize import build
+from tools.hf_shapes import LLAMA3_SCALING
+
+# torchtitan's "debugmodel"
+MODEL = ModelConfig(
+    vocab_size=2048, dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768, rope_theta=500_000.0,
+    rope_scaling=LLAMA3_SCALING,
+)  # fmt: skip
+
+
+def main(job: dict[str, Any]) -> None:
+    """Train on random tokens, a step at a time."""
+    torch.set_num_threads(job["threads"])
+    dist.init_process_group("gloo")
+    parallel = ParallelConfig(pp=job["pp"], dp_shard=job["dp_shard"], tp=job["tp"], microbatches=job["pp"])
+    mesh = mesh_spec(parallel, dist.get_world_size())
+    model = build(MODEL, parallel, mesh, device=torch.device("cpu"), seed=0)
+    optimizer = build_optimizer(model, OptimizerConfig())
+    batch = job["batch_size"] // job["dp_shard"]
+    valid = job["batch_size"] * job["seq_len"]
+
+    def step() -> None:
+        tokens = torch.randint(0, 2048, (batch, job["seq_len"] + 1))
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        optimizer.zero_grad()
+        model.forward_backward(inputs, labels, global_valid_tokens=valid)
+        model.clip_grad_norm(1.0)
+        optimizer.step(1e-3)
+
+    take_turns(step)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

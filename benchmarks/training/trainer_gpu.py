@@ -1,0 +1,166 @@
+"""A Llama of 1.2 B parameters on one GPU: bf16, compiled, Float8 rowwise; against torchtitan 0.3.0; and what a save costs.
+
+    python -m venv titan && titan/bin/pip install torchtitan==0.3.0 torch==<the same>
+    python -m benchmarks.training.trainer_gpu [--titan titan/bin/python] [--rounds 20]
+    python -m benchmarks.training.trainer_gpu --tiny [--titan ...]     # every path on a CPU, in a minute; writes no table
+
+Ours and torchtitan's ranks alternate step by step, so both models are in the GPU's memory at once; a ratio is the median over
+pairs of steps, torchtitan's seconds over ours. A save's stall is set against the same bytes copied to pinned memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.training.turns import Job
+from titan_ckpt.trainer.model.decoder import ModelConfig
+from titan_ckpt.trainer.report.metrics import FLOAT8_PEAK_RATIO, PEAK_FLOPS, flops_per_token
+from tools.hf_shapes import LLAMA3_SCALING
+from tools.rank_pool import free_port
+from tools.report import Bar, median, spread, write_section
+
+OURS, THEIRS, SAVING = (
+    "benchmarks.training.trainer_gpu_rank",
+    "benchmarks.training.trainer_gpu_titan",
+    "benchmarks.training.trainer_gpu_save",
+)
+WARMUP = 5
+# torchtitan's "1B" and, for --tiny, its "debugmodel"
+LARGE = ModelConfig(
+    vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, rope_theta=500_000.0,
+    rope_scaling=LLAMA3_SCALING, max_seq_len=131_072, tied_embeddings=True,
+)  # fmt: skip
+TINY = replace(
+    LARGE, vocab_size=2048, dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768, tied_embeddings=False
+)
+VARIANTS = {
+    "bf16": {"compile": False, "float8": False},
+    "bf16, compiled": {"compile": True, "float8": False},
+    "Float8 rowwise, compiled": {"compile": True, "float8": True},
+}
+FLOAT8_BAR, STALL_BAR = 1.25, 1.25
+TITLE = "One GPU: a Llama of 1.2 B parameters"
+NOTES = """{samples} samples of {seq_len} tokens a step; forward, backward, clipping and AdamW, no data loading, no logging, no
+recomputation. MFU counts 6 FLOPs per weight that is multiplied and 12 per layer, head element and key (no causal discount)
+against the bf16 peak of {peak:.0f} TFLOPS; Float8's own peak is twice that. torchtitan runs its own model, `parallelize`, loss,
+optimizer and clipping with its defaults, without the CUDA graphs of its `Trainer`."""
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What both sides are told."""
+    if arguments.tiny:
+        return {"device": "cpu", "is_tiny": True, "samples": 2, "seq_len": 128, "threads": 1}
+    return {
+        "device": "cuda",
+        "is_tiny": False,
+        "samples": arguments.samples,
+        "seq_len": arguments.seq_len,
+        "threads": 8,
+    }
+
+
+def pairs(first: Job, second: Job | None, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step after the warm-up, in turn."""
+    ours, theirs = [], []
+    for _ in range(WARMUP + rounds):
+        ours.append(first.step().wall_s)
+        if second is not None:
+            theirs.append(second.step().wall_s)
+    return ours[WARMUP:], theirs[WARMUP:]
+
+
+def measure(name: str, options: dict[str, Any], titan: str | None, rounds: int) -> tuple[list[float], list[float]]:
+    """Our seconds per step in this variant, and torchtitan's where it is there."""
+    asked = options | VARIANTS[name]
+    with Job(sys.executable, OURS, asked, world_size=1, port=free_port()) as ours:
+        if titan is None:
+            return pairs(ours, None, rounds)
+        with Job(titan, THEIRS, asked, world_size=1, port=free_port()) as theirs:
+            return pairs(ours, theirs, rounds)
+
+
+def stall(options: dict[str, Any], rounds: int) -> Bar:
+    """How long a save keeps training, against the copy to pinned memory alone."""
+    copies, saves = options | {"what": "copy"}, options | {"what": "save"}
+    found: list[tuple[float, float]] = []
+    with (
+        Job(sys.executable, SAVING, saves, world_size=1, port=free_port()) as ours,
+        Job(sys.executable, SAVING, copies, world_size=1, port=free_port()) as raw,
+    ):
+        for _ in range(rounds + 1):
+            found.append((ours.step().wall_s, raw.step().wall_s))
+            ours.step()  # waits for the upload, which is not the stall
+    kept, copied = ([pair[side] for pair in found[1:]] for side in (0, 1))  # the first save makes the buffers
+    ratio = median([save / copy for save, copy in found[1:]])
+    return Bar(
+        what="a save keeps training for, over the copy alone", figure=f"{ratio:.2f} x ({spread(kept)})",
+        bar=f"<= {STALL_BAR} x", holds=ratio <= STALL_BAR, peer=spread(copied),
+    )  # fmt: skip
+
+
+def rows(seconds: dict[str, tuple[list[float], list[float]]], options: dict[str, Any], peak: float | None) -> list[Bar]:
+    """Tokens per second, MFU and ratios."""
+    tokens = options["samples"] * options["seq_len"]
+    flops = flops_per_token(TINY if options["is_tiny"] else LARGE, options["seq_len"])
+    bars = []
+    for name, (ours, theirs) in seconds.items():
+        rate = tokens / median(ours)
+        used = "" if peak is None else f", MFU {rate * flops / peak:.1%}"
+        if peak is not None and VARIANTS[name]["float8"]:
+            used += f" ({rate * flops / peak / FLOAT8_PEAK_RATIO:.1%} of Float8's)"
+        ratio = median([b / a for a, b in zip(ours, theirs, strict=True)]) if theirs else None
+        figure = f"{rate:,.0f} tok/s{used}" + ("" if ratio is None else f", {ratio:.2f} x")
+        bar, peer = (
+            (">= 1.0 x", f"{tokens / median(theirs):,.0f} tok/s") if theirs else ("-", "torchtitan not installed")
+        )
+        bars.append(Bar(what=name, figure=figure, bar=bar, holds=ratio is None or ratio >= 1.0, peer=peer))
+    compiled, narrow = (median(seconds[name][0]) for name in ("bf16, compiled", "Float8 rowwise, compiled"))
+    gain = compiled / narrow
+    bars.append(
+        Bar(
+            what="Float8 over bf16, both compiled",
+            figure=f"{gain:.2f} x",
+            bar=f">= {FLOAT8_BAR} x",
+            holds=gain >= FLOAT8_BAR,
+        )
+    )
+    return bars
+
+
+def gpu_name() -> str:
+    """The GPU that the figures are of."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the table (not with --tiny); 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--titan", help="a python that has torchtitan 0.3.0")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU: do all paths run?")
+    asked = parser.parse_args(arguments)
+    options, name = options_of(asked), gpu_name()
+    if not asked.tiny and not name:
+        sys.stderr.write("no GPU here; --tiny runs the same paths on a CPU\n")
+        return 2
+    peak = next((peak for known, peak in PEAK_FLOPS.items() if known in name), None) if name else None
+    seconds = {variant: measure(variant, options, asked.titan, asked.rounds) for variant in VARIANTS}
+    bars = [*rows(seconds, options, peak), stall(options, min(asked.rounds, 5))]
+    if asked.tiny:
+        sys.stdout.write("".join(f"{bar.what}: {bar.figure}; {bar.peer}\n" for bar in bars))
+        return 0
+    notes = NOTES.format(samples=asked.samples, seq_len=asked.seq_len, peak=(peak or 0.0) / 1e12)
+    write_section("trainer gpu", f"{TITLE}, {name}", bars, notes)
+    return int(not all(bar.holds for bar in bars))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""For trainer_gpu.py: how long a save keeps training ("save"; each second turn waits for its upload), or a bare copy ("copy")."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.training.trainer_gpu_rank import build_model, open_device, stepper, synchronise
+from benchmarks.training.turns import take_turns
+from titan_ckpt.saving.saver import SaveOptions, Saver
+from titan_ckpt.trainer.parallel.parallel_model import local_of
+from titan_ckpt.trainer.run.resume import live_state
+from titan_ckpt.upkeep.retention import RetentionPolicy
+
+
+def copier(tensors: list[Tensor], device: torch.device) -> Callable[[], None]:
+    """Copies all tensors to host buffers that are there already: the least that a save can take."""
+    is_cuda = device.type == "cuda"
+    buffers = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
+
+    def copy() -> None:
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+        synchronise(device)
+
+    return copy
+
+
+def saving(saver: Saver, state: dict[str, Any]) -> Callable[[], None]:
+    """In turn: save, and wait until it is committed."""
+    turns = itertools.count()
+
+    def save() -> None:
+        turn = next(turns)
+        if turn % 2:
+            saver.wait()
+        else:
+            saver.save(state, step=turn + 1)
+
+    return save
+
+
+def main(job: dict[str, Any]) -> None:
+    """One training step, so that the state is that of a run; then a turn at a time."""
+    device = open_device(job)
+    model, optimizer = build_model(job, device)
+    stepper(model, optimizer, job, device)()
+    optimizer.zero_grad()
+    state = live_state(model, optimizer)
+    if job["what"] == "copy":
+        take_turns(copier([local_of(t) for part in state.values() for t in part.values()], device))
+    else:
+        options = SaveOptions(mesh=model.mesh, retention=RetentionPolicy(keep_last=1))
+        with tempfile.TemporaryDirectory() as folder, Saver(folder, options) as saver:
+            take_turns(saving(saver, state))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

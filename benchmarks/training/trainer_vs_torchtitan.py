@@ -1,0 +1,76 @@
+"""Tokens per second of this trainer against torchtitan 0.3.0 on CPU and gloo, on the same model, mesh, batch and threads.
+
+    python -m venv titan && titan/bin/pip install torchtitan==0.3.0 torch==<the same>
+    python -m benchmarks.training.trainer_vs_torchtitan --titan titan/bin/python [--rounds 20]
+
+The two alternate step by step; a ratio is the median over pairs of steps, torchtitan's seconds over ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from benchmarks.training.turns import Job
+from tools.rank_pool import free_port
+from tools.report import Bar, median, spread, write_section
+
+WARMUP = 2
+TITLE = "A training step against torchtitan 0.3.0, 6.2 M parameters, gloo"
+MESHES: dict[str, dict[str, int]] = {
+    "1 rank": {"pp": 1, "dp_shard": 1, "tp": 1},
+    "FSDP2 x2": {"pp": 1, "dp_shard": 2, "tp": 1},
+    "TP2": {"pp": 1, "dp_shard": 1, "tp": 2},
+    "PP2": {"pp": 2, "dp_shard": 1, "tp": 1},
+    "FSDP2 x TP2": {"pp": 1, "dp_shard": 2, "tp": 2},
+}
+NOTES = """torchtitan's Llama "debugmodel" (6 layers, dim 256, vocabulary 2048) in both, fp32, eager, 8 samples of 256 tokens
+a step, one thread per rank: forward, backward, clipping and AdamW; no data loading, no logging. The two take turns
+step by step, and a ratio is the median over pairs of neighbouring steps, torchtitan's seconds over ours.
+What differs: torchtitan multiplies q, k and v in one product, ours in three, as Hugging Face names them; its loss is the plain
+`CrossEntropyLoss` on whole logits, the quickest that it has here, ours finds the gradient while it has the logits; torchtitan
+puts FSDP around one rank too, as its own `parallelize` does; its attention is SDPA, since FlexAttention has no backward on a CPU.
+Four ranks share two cores."""
+
+
+def compare(name: str, titan: str, rounds: int) -> Bar:
+    """One mesh's row."""
+    options = MESHES[name] | {"batch_size": 8, "seq_len": 256, "threads": 1}
+    world_size = options["pp"] * options["dp_shard"] * options["tp"]
+    with (
+        Job(
+            sys.executable, "benchmarks.training.titan_ckpt_rank", options, world_size=world_size, port=free_port()
+        ) as ours,
+        Job(titan, "benchmarks.training.torchtitan_rank", options, world_size=world_size, port=free_port()) as theirs,
+    ):
+        pairs = [(ours.step(), theirs.step()) for _ in range(WARMUP + rounds)][WARMUP:]
+    wall, cpu = (median([getattr(b, f) / getattr(a, f) for a, b in pairs]) for f in ("wall_s", "cpu_s"))
+    mine, other = ([pair[side].wall_s for pair in pairs] for side in (0, 1))
+    sys.stderr.write(f"{name:14} {wall:.2f} x   processor {cpu:.2f} x   {spread(mine)}   {spread(other)}\n")
+    return Bar(
+        what=name,
+        figure=f"{wall:.2f} x (processor time {cpu:.2f} x; a step {spread(mine)})",
+        bar=">= 1.0 x",
+        holds=wall >= 1.0,
+        peer=spread(other),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the table (of all meshes only); 1 when a ratio is below 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--titan", required=True, help="a python that has torchtitan 0.3.0")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", choices=list(MESHES), action="append")
+    options = parser.parse_args(arguments)
+    bars: list[Bar] = []
+    for name in options.only or MESHES:
+        bars.append(compare(name, options.titan, options.rounds))
+        if not options.only:  # each time, so that a run that is cut short leaves what it has
+            write_section("trainer torchtitan", TITLE, bars, NOTES)
+    return int(not all(bar.holds for bar in bars))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""A Hugging Face model as a checkpoint that is read where it lies: load it, compare it, train from it, without converting it.
+
+`titan_ckpt.open_checkpoint` opens a folder or prefix with a config.json through this, so that everything that reads checkpoints
+reads these as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from titan_ckpt.checkpoint.checkpoint import MODEL, Checkpoint
+from titan_ckpt.converters.hf.folder import HfModel, open_hf
+from titan_ckpt.converters.hf.safetensors_header import StoredTensor
+from titan_ckpt.converters.hf.stream import tensor_digests
+from titan_ckpt.converters.models.contract import check_dtypes, check_tensors, main_dtype
+from titan_ckpt.converters.models.families import EMBEDDING, HEAD
+from titan_ckpt.converters.models.spec import spec_to_config
+from titan_ckpt.converters.models.tensor_names import LAYOUTS, TITAN, Named, is_computed, name_in
+from titan_ckpt.errors import LoadContractError, NotFoundError
+from titan_ckpt.format.dcp_metadata import FOREIGN_ATTEMPT
+from titan_ckpt.format.digest import digest
+from titan_ckpt.format.manifest import RAW, ChunkTable, FileEntry, Manifest, TensorEntry
+from titan_ckpt.sharding.placement import Box
+from titan_ckpt.sharding.repeating_columns import Int64s
+from titan_ckpt.store.base import Store
+
+USER_KEY = "hugging_face"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfCheckpoint(Checkpoint):
+    """A checkpoint whose files are a Hugging Face model's."""
+
+    model: HfModel
+
+    @cached_property
+    def digests(self) -> bytes | None:
+        """None: safetensors files carry none."""
+        return None
+
+    def asset(self, name: str) -> bytes:
+        """A file that lies beside the weights."""
+        if name not in self.model.assets:
+            raise NotFoundError(f"{self}: no asset {name!r}; it has {sorted(self.model.assets) or 'none'}")
+        return self.model.assets[name]
+
+
+def open_hf_checkpoint(url: str, *, store: Store | None = None) -> HfCheckpoint:
+    """The model at `url` under our names, as step 0; every check of an import is made, no weight is read but a tied head's."""
+    model = open_hf(url, store=store)
+    spec = model.spec
+    stored = {name: tensor for name, tensor in model.tensors.items() if not is_computed(name)}
+    check_tensors({name: tensor.shape for name, tensor in stored.items()}, spec, where=str(model.store))
+    has_stored_head = spec.tied_embeddings and HEAD in stored
+    if has_stored_head:
+        check_tied_head(model)
+        stored.pop(HEAD)
+    chunks = sorted(
+        ((name_in(LAYOUTS[TITAN], name, spec), tensor) for name, tensor in stored.items()),
+        key=lambda item: (item[0].ours, item[0].stacked.box.offsets if item[0].stacked else ()),
+    )
+    check_dtypes(((named.ours, tensor.dtype) for named, tensor in chunks), where=str(model.store))
+    manifest = Manifest(
+        step=0,
+        attempt=FOREIGN_ATTEMPT,
+        kind=MODEL,
+        created="",
+        versions={},
+        mesh=None,
+        pipeline=None,
+        tensors=_entries(chunks),
+        chunks=_chunks(chunks, model),
+        codecs=(RAW,),
+        objects=(),
+        files=tuple(
+            FileEntry(path=path, size_bytes=model.store.stat(path).size_bytes, digest=None) for path in model.files
+        ),
+        config={"model": spec_to_config(spec)},
+        assets={name: digest(data).hex() for name, data in model.assets.items()},
+        user={
+            USER_KEY: {
+                "stored_tied_head": has_stored_head,
+                "dtype": main_dtype((tensor.dtype, tensor.length) for tensor in model.tensors.values()),
+                "metadata": dict(model.metadata),
+            }
+        },
+    )
+    return HfCheckpoint(store=model.store, url=model.store.url, step=0, folder="", manifest=manifest, model=model)
+
+
+def check_tied_head(model: HfModel) -> None:
+    """A tied head that the files store as well must equal the embedding, or one of them would be lost silently."""
+    digests = tensor_digests(model.source, model.store, [EMBEDDING, HEAD])
+    if digests[EMBEDDING] != digests[HEAD]:
+        raise LoadContractError(
+            f"{model.store}: config.json ties the head to the embedding, but {HEAD} and {EMBEDDING} differ; "
+            "set tie_word_embeddings to false to keep both"
+        )
+
+
+def _entries(chunks: list[tuple[Named, StoredTensor]]) -> tuple[TensorEntry, ...]:
+    """The tensors that the chunks, in order, are of."""
+    counts = Counter(named.ours for named, _ in chunks)
+    entries: dict[str, TensorEntry] = {}
+    for n, (named, tensor) in enumerate(chunks):
+        if named.ours not in entries:
+            entries[named.ours] = TensorEntry(
+                fqn=named.ours,
+                dtype=tensor.dtype,
+                global_shape=named.stacked.whole if named.stacked else tensor.shape,
+                placements={},
+                stages=None,
+                first_chunk=n,
+                num_chunks=counts[named.ours],
+            )
+    return tuple(entries.values())
+
+
+def _chunks(chunks: list[tuple[Named, StoredTensor]], model: HfModel) -> ChunkTable:
+    """One chunk for each stored tensor, the blob being the payload itself."""
+    tensors = [tensor for _, tensor in chunks]
+    boxes = [named.stacked.box if named.stacked else Box.whole(tensor.shape) for named, tensor in chunks]
+    nothing = np.zeros(len(tensors), dtype=np.int64)
+    length = _column([tensor.length for tensor in tensors])
+    return ChunkTable(
+        file=_column([model.file_of[tensor.name] for tensor in tensors]),
+        offset=_column([tensor.offset for tensor in tensors]),
+        length=length,
+        payload_offset=nothing,
+        payload_length=length,
+        codec=nothing,
+        box_offsets=_column([offset for box in boxes for offset in box.offsets]),
+        box_sizes=_column([size for box in boxes for size in box.sizes]),
+        digests=None,
+    )
+
+
+def _column(values: list[int]) -> Int64s:
+    return np.array(values, dtype=np.int64)

@@ -1,0 +1,326 @@
+"""config.json to `ModelSpec` and back: every field that changes logits, unknown keys kept, what we cannot express refused.
+
+Both spellings of rotary positions are read: `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (5). A new
+config.json has the older spelling, which both read; one that came from Hugging Face keeps its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from titan_ckpt.converters.models.families import FAMILIES, Family, check_spec
+from titan_ckpt.converters.models.spec import Experts, ModelSpec, RopeScaling
+from titan_ckpt.errors import DamagedError, PlanError
+
+Config = dict[str, Any]
+
+# field of the spec -> key of config.json, where the value is the same
+_PLAIN_KEYS = {
+    "vocab_size": "vocab_size", "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn_dim": "intermediate_size", "norm_eps": "rms_norm_eps",
+    "max_seq_len": "max_position_embeddings", "tied_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_ORIGINAL = "original_max_position_embeddings"
+_SCALING_KEYS = {
+    "factor": "factor", "original_max_seq_len": _ORIGINAL, "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor", "truncate": "truncate",
+}  # fmt: skip
+_SCALING_USES = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_seq_len", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_seq_len", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+}
+# Families whose attention_bias sets the biases of all four projections.
+_SWITCHED_BIAS = ("llama", "qwen3", "qwen3_moe")
+# Keys that change logits in a way no field of the spec says, with the only values that are read; null always is.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (),
+    "compression_config": (),
+}
+
+# Far past every model: a damaged number must not become a list of its length.
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 200_000
+# keys, whether a value will do, and what it should be
+_KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings",
+         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        lambda value: type(value) is int and value >= 1,
+        "a whole number of at least 1",
+    ),
+    (("sliding_window", "max_window_layers"), lambda value: type(value) is int and value >= 0, "a whole number"),
+    (
+        ("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+         "attention_factor"),
+        lambda value: type(value) in (int, float) and 0 < value < math.inf,
+        "a positive number",
+    ),
+    (
+        ("tie_word_embeddings", "attention_bias", "use_sliding_window", "truncate", "norm_topk_prob"),
+        lambda value: type(value) is bool,
+        "true or false",
+    ),
+    (("layer_types",), lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), "a list of names"),
+)  # fmt: skip
+
+
+def parse_config(text: bytes, where: str) -> Config:
+    """The JSON object in a config.json."""
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{where}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise DamagedError(f"{where}: not a JSON object")
+    return config
+
+
+def encode_config(config: Mapping[str, Any]) -> bytes:
+    """A config.json as Hugging Face writes it: two spaces, sorted keys, a final newline."""
+    return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
+    """The spec that `config` describes. PlanError names the key that cannot be expressed."""
+    family = _family(config, where)
+    missing = [key for key in _REQUIRED if config.get(key) is None]
+    if missing:
+        raise PlanError(f"{where}: {', '.join(missing)} missing")
+    _check_values(config, where)
+    for key, only in _ONLY.items():
+        if config.get(key) is not None and config[key] not in only:
+            supported = " or ".join(map(repr, only)) or "none"
+            _refuse(where, key, config[key], f"supported: {supported}")
+    values = dict(family.defaults) | {key: value for key, value in config.items() if value is not None}
+    values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    if config.get("num_key_value_heads", 0) is None:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    values.setdefault("tie_word_embeddings", False)
+    plain = {field: values[key] for field, key in _PLAIN_KEYS.items()}
+    theta, scaling = _read_rope(config, values, where)
+    has_bias = bool(values.get("attention_bias", False))
+    spec = ModelSpec(
+        family=family.name,
+        **plain,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qkv_bias=family.name == "qwen2" or (has_bias and family.name in _SWITCHED_BIAS),
+        o_bias=has_bias and family.name in _SWITCHED_BIAS,
+        qk_norm=family.name in ("qwen3", "qwen3_moe"),
+        sliding_window=_read_window(config, values, family, where),
+        experts=_read_experts(config, values, family, where) if family.router else None,
+    )
+    try:
+        check_spec(spec)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
+    return spec
+
+
+def _family(config: Mapping[str, Any], where: str) -> Family:
+    architectures = config.get("architectures")
+    kind = config.get("model_type")
+    if isinstance(architectures, list) and architectures:
+        found = [family for family in FAMILIES.values() if family.architecture in architectures]
+        said = ", ".join(map(str, architectures))
+    else:
+        found = [FAMILIES[kind]] if isinstance(kind, str) and kind in FAMILIES else []
+        said = f"model_type {kind!r}"
+    if not found or kind not in (None, found[0].name):
+        supported = ", ".join(family.architecture for family in FAMILIES.values())
+        raise PlanError(f"{where}: {said} (model_type {kind!r}) is not supported; supported are {supported}")
+    return found[0]
+
+
+def _check_values(config: Mapping[str, Any], where: str) -> None:
+    """PlanError for a value that is not of its key's kind: what follows computes with them."""
+    rope = [value for key in ("rope_parameters", "rope_scaling") if isinstance(value := config.get(key), Mapping)]
+    for record in (config, *rope):
+        for keys, is_right, wanted in _KINDS:
+            for key in keys:
+                value = record.get(key)
+                if value is not None and not is_right(value):
+                    raise PlanError(f"{where}: {key} = {value!r:.100}: expected {wanted}")
+    if config["num_hidden_layers"] > MAX_LAYERS:
+        raise PlanError(f"{where}: num_hidden_layers = {config['num_hidden_layers']}: more than {MAX_LAYERS} layers")
+
+
+def _rope_record(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The table of rotary positions under either of its names; empty where there is none. Refused: two that differ, one for
+    every kind of layer, and positions that turn a part of each head."""
+    said = [value for key in ("rope_parameters", "rope_scaling") if isinstance(value := config.get(key), Mapping)]
+    record: Mapping[str, Any] = said[0] if said else {}
+    if len(said) == 2 and _rope_meaning(said[0]) != _rope_meaning(said[1]):
+        _refuse(
+            where, "rope_parameters", record, f"rope_scaling = {said[1]!r:.200} says otherwise; which of the two is it?"
+        )
+    if any(isinstance(value, Mapping) for value in record.values()):
+        _refuse(where, "rope_parameters", record, "all layers must turn positions alike")
+    if record.get("partial_rotary_factor") not in (None, *_ONLY["partial_rotary_factor"]):
+        _refuse(where, "rope_parameters", record, "a partial_rotary_factor is not supported")
+    if extra := {"mscale", "mscale_all_dim"} & set(record):
+        _refuse(where, "rope_scaling", record, f"{', '.join(sorted(extra))} is not supported")
+    return record
+
+
+def _rope_type(record: Mapping[str, Any]) -> Any:
+    return record.get("rope_type", record.get("type", "default"))
+
+
+def _rope_meaning(record: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in record.items() if key not in ("rope_theta", "type")}
+    return rest | {"rope_type": _rope_type(record)}
+
+
+def _read_rope(config: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    record = _rope_record(config, where)
+    theta = float(record.get("rope_theta", values["rope_theta"]))
+    kind = _rope_type(record)
+    if kind == "default":
+        return theta, None
+    if not isinstance(kind, str) or kind not in _SCALING_USES:
+        _refuse(where, "rope_scaling", record, f"rope types are default, {', '.join(_SCALING_USES)}")
+    fields = {field: record[key] for field, key in _SCALING_KEYS.items() if record.get(key) is not None}
+    if "factor" not in fields:
+        _refuse(where, "rope_scaling", record, "it has no factor")
+    original = fields.setdefault("original_max_seq_len", values["max_position_embeddings"])
+    # Readers differ in which of two they take.
+    if "original_max_seq_len" in _SCALING_USES[kind] and values.get(_ORIGINAL, original) != original:
+        _refuse(
+            where,
+            _ORIGINAL,
+            values[_ORIGINAL],
+            f"the table of rotary positions means {original}; which of the two is it?",
+        )
+    used = {field: value for field, value in fields.items() if field in _SCALING_USES[kind]}
+    return theta, RopeScaling(kind=kind, **used)
+
+
+def _read_window(config: Mapping[str, Any], values: Mapping[str, Any], family: Family, where: str) -> int | None:
+    if family.name == "llama":
+        return None
+    window = config.get("sliding_window", family.defaults["sliding_window"])
+    if family.name in ("mistral", "mixtral"):
+        return int(window) if window else None
+    if family.name == "qwen3_moe":
+        return int(window) if window and values.get("use_sliding_window", False) else None
+    kinds = set(values.get("layer_types", ()))
+    if len(kinds) > 1:
+        _refuse(where, "layer_types", sorted(kinds), "all layers must attend alike")
+    if not values.get("use_sliding_window", False) or not window or kinds == {"full_attention"}:
+        return None
+    first = int(values["max_window_layers"])
+    if not kinds and first >= int(values["num_hidden_layers"]):
+        return None
+    if not kinds and first > 0:
+        _refuse(where, "max_window_layers", first, "all layers must attend alike")
+    return int(window)
+
+
+def _read_experts(config: Mapping[str, Any], values: Mapping[str, Any], family: Family, where: str) -> Experts:
+    """Both spellings of the number of experts are read: files of transformers 5 say num_local_experts for every family."""
+    said = {key: config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
+    if len(set(said.values())) > 1:
+        _refuse(where, "num_experts", said, "which of the two is it?")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        found = {key: config.get(key) for key in ("mlp_only_layers", "decoder_sparse_step")}
+        _refuse(where, "mlp_only_layers", found, "every layer must be a mixture of experts")
+    number_key, per_token_key, width_key = family.expert_keys
+    number = int(next(iter(said.values()), values[number_key]))
+    if number * values["num_hidden_layers"] > MAX_EXPERTS or values[per_token_key] > number:
+        _refuse(
+            where, number_key, number, f"with {values[per_token_key]} per token, at most {MAX_EXPERTS} in all layers"
+        )
+    return Experts(
+        number=number,
+        per_token=int(values[per_token_key]),
+        ffn_dim=int(values[width_key]),
+        norm_topk_prob=family.name == "mixtral" or values["norm_topk_prob"],
+    )
+
+
+def hf_config(spec: ModelSpec, *, base: Mapping[str, Any] | None, dtype: str | None) -> Config:
+    """config.json for `spec`. `base` is the one the model came with: its keys stay, save those whose meaning has changed.
+
+    `dtype` is announced; None leaves what `base` says, which need not be what its files hold.
+    """
+    family = check_spec(spec)
+    if base is None:
+        return _new_config(spec, family, dtype)
+    before = spec_from_hf(base, "the config.json in the checkpoint")
+    config = dict(base)
+    for field, key in _PLAIN_KEYS.items():
+        if getattr(before, field) != getattr(spec, field):
+            config[key] = getattr(spec, field)
+    if (before.rope_theta, before.rope_scaling) != (spec.rope_theta, spec.rope_scaling):
+        config = {
+            key: value
+            for key, value in config.items()
+            if key not in ("rope_parameters", "rope_scaling", "rope_theta", _ORIGINAL)
+        }
+        config |= _rope_keys(spec)
+    if before.sliding_window != spec.sliding_window:
+        config = {key: value for key, value in config.items() if key != "layer_types"} | _window_keys(spec)
+    if (before.family, before.qkv_bias, before.o_bias) != (spec.family, spec.qkv_bias, spec.o_bias):
+        config |= _family_keys(spec, family)
+    if before.experts != spec.experts:
+        config = {key: value for key, value in config.items() if key != "num_local_experts"}
+        config |= _expert_keys(spec, family)
+    if dtype is None:
+        return config
+    config.pop("dtype" if "torch_dtype" in config else "torch_dtype", None)
+    return config | {"dtype" if "dtype" in config else "torch_dtype": dtype}
+
+
+def _new_config(spec: ModelSpec, family: Family, dtype: str | None) -> Config:
+    config = {key: getattr(spec, field) for field, key in _PLAIN_KEYS.items()}
+    config |= {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "torch_dtype": dtype}
+    return config | _family_keys(spec, family) | _rope_keys(spec) | _window_keys(spec) | _expert_keys(spec, family)
+
+
+def _family_keys(spec: ModelSpec, family: Family) -> Config:
+    keys: Config = {"architectures": [family.architecture], "model_type": family.name}
+    if family.name in _SWITCHED_BIAS:
+        keys["attention_bias"] = spec.qkv_bias
+    return keys | ({"mlp_bias": False} if family.name == "llama" else {})
+
+
+def _expert_keys(spec: ModelSpec, family: Family) -> Config:
+    if spec.experts is None:
+        return {}
+    values = (spec.experts.number, spec.experts.per_token, spec.experts.ffn_dim)
+    keys: Config = dict(zip(family.expert_keys, values, strict=True))
+    return keys | ({"norm_topk_prob": spec.experts.norm_topk_prob} if family.name == "qwen3_moe" else {})
+
+
+def _rope_keys(spec: ModelSpec) -> Config:
+    if spec.rope_scaling is None:
+        return {"rope_theta": spec.rope_theta, "rope_scaling": None}
+    scaling = spec.rope_scaling
+    used = {_SCALING_KEYS[field]: getattr(scaling, field) for field in _SCALING_USES[scaling.kind]}
+    record = {"rope_type": scaling.kind} | {key: value for key, value in used.items() if value is not None}
+    return {"rope_theta": spec.rope_theta, "rope_scaling": record}
+
+
+def _window_keys(spec: ModelSpec) -> Config:
+    if spec.family == "llama":
+        return {}
+    if spec.family in ("mistral", "mixtral"):
+        return {"sliding_window": spec.sliding_window}
+    if spec.sliding_window is None:
+        return {"use_sliding_window": False, "sliding_window": None}
+    return {"use_sliding_window": True, "sliding_window": spec.sliding_window, "max_window_layers": 0}
+
+
+def _refuse(where: str, key: str, found: object, text: str) -> NoReturn:
+    raise PlanError(f"{where}: {key} = {found!r:.200} cannot be converted: {text}")

@@ -1,0 +1,254 @@
+"""A checkpoint of any mesh and store to a complete Hugging Face model: a plan of target files, run by the shared executor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from titan_ckpt.checkpoint.checkpoint import FOREIGN, Checkpoint
+from titan_ckpt.converters.hf.checkpoint import USER_KEY
+from titan_ckpt.converters.hf.config import Config, encode_config, hf_config, parse_config, spec_from_hf
+from titan_ckpt.converters.hf.folder import CONFIG, INDEX, SINGLE, SUFFIX, encode_index
+from titan_ckpt.converters.hf.safetensors_header import encode_header
+from titan_ckpt.converters.hf.small_files import model_card
+from titan_ckpt.converters.hf.tokenizer_files import complete
+from titan_ckpt.converters.models.contract import check_tensors, main_dtype
+from titan_ckpt.converters.models.families import EMBEDDING, HEAD, expected_tensors
+from titan_ckpt.converters.models.spec import ModelSpec, spec_of
+from titan_ckpt.converters.models.tensor_names import Layout, Named, find_layout, is_computed, is_weight, name_in
+from titan_ckpt.converters.models.transforms import target_dtype, transform
+from titan_ckpt.errors import LoadContractError
+from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.format.manifest import Manifest, TensorEntry
+from titan_ckpt.rewrite.plan import Literal, Region, Segment, Source, SourceTensor, TargetFile, source_of
+from titan_ckpt.rewrite.selection import Overflows
+from titan_ckpt.sharding.placement import Box, Shape
+
+if TYPE_CHECKING:
+    from titan_ckpt.converters.hf.peft_adapter import Adapter  # needs torch, which a plan does not
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+README = "README.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportTensor:
+    """One tensor of the export: where it comes from and what it becomes."""
+
+    named: Named
+    entry: TensorEntry
+    dtype: str
+
+    @property
+    def box(self) -> Box:
+        """What of the checkpoint's tensor it is."""
+        return self.named.stacked.box if self.named.stacked else Box.whole(self.entry.global_shape)
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape in the exported file."""
+        return self.named.stacked.shape if self.named.stacked else self.entry.global_shape
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the exported file."""
+        return prod(self.shape) * ELEMENT_SIZE[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportPlan:
+    """`weights` are the files to stream, `small` the others by name, `last` those of them that make the rest a model.
+    `left_out`: buffers of the checkpoint that every reader computes for itself. `overflows` is filled by the run."""
+
+    spec: ModelSpec
+    layout: Layout
+    tensors: tuple[ExportTensor, ...]
+    weights: tuple[TargetFile, ...]
+    small: Mapping[str, bytes]
+    last: Mapping[str, bytes]
+    tied_head: str | None
+    adapter: Adapter | None
+    left_out: list[str]
+    overflows: Overflows
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+
+def plan_export(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str | None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    config: Config | None = None,
+    adapter: Adapter | None = None,
+) -> ExportPlan:
+    """What to write, without writing. `config` is a config.json for checkpoints that do not say what model they hold.
+
+    `adapter` is merged into the weights.
+    """
+    manifest = checkpoint.manifest
+    base = config if config is not None else _stored_config(checkpoint)
+    spec = _spec(checkpoint, base, is_given=config is not None)
+    layout = find_layout(manifest.by_fqn, str(checkpoint))
+    found = _find_tensors(checkpoint, layout, spec)
+    names = list(expected_tensors(spec)) + ([HEAD] if spec.tied_embeddings and _had_head(checkpoint) else [])
+    tensors = tuple(_export_tensor(name, found, manifest, dtype) for name in names)
+    if adapter is not None:
+        adapter.check({tensor.named.hf: tensor.shape for tensor in tensors if tensor.named.stacked is None})
+    shards, overflows = _shards(tensors, max_shard_bytes), Overflows()
+    dtype_now = main_dtype((tensor.dtype, tensor.size_bytes) for tensor in tensors)
+    is_as_imported = dtype is None and config is None and manifest.user.get(USER_KEY, {}).get("dtype") == dtype_now
+    size_bytes = sum(tensor.size_bytes for tensor in tensors)
+    parameters = sum(prod(tensor.shape) for tensor in tensors)
+    new_config = hf_config(spec, base=base, dtype=None if is_as_imported else dtype_now)
+    last = {CONFIG: encode_config(new_config)}
+    if len(shards) > 1:
+        weight_map = {t.named.hf: file for file, shard in shards.items() for t in shard}
+        last = {INDEX: encode_index(weight_map, size_bytes, parameters)} | last
+    card = model_card(
+        source=str(checkpoint),
+        manifest=manifest,
+        spec=spec,
+        dtype=dtype_now,
+        num_parameters=parameters,
+        size_bytes=size_bytes,
+    )
+    return ExportPlan(
+        spec=spec,
+        layout=layout,
+        tensors=tensors,
+        weights=tuple(_target_file(file, shard, spec, adapter, overflows) for file, shard in shards.items()),
+        small=_assets(checkpoint, spec) | {README: card},
+        last=last,
+        tied_head=found[HEAD].ours if spec.tied_embeddings and HEAD in found else None,
+        adapter=adapter,
+        left_out=sorted(fqn for fqn in manifest.by_fqn if is_computed(fqn)),
+        overflows=overflows,
+    )
+
+
+def _spec(checkpoint: Checkpoint, base: Config | None, *, is_given: bool) -> ModelSpec:
+    if base is not None and (is_given or "model" not in checkpoint.manifest.config):
+        return spec_from_hf(base, "--config" if is_given else f"{checkpoint} {CONFIG}")
+    return spec_of(checkpoint.manifest.config, str(checkpoint))
+
+
+def _stored_config(checkpoint: Checkpoint) -> Config | None:
+    if CONFIG not in checkpoint.manifest.assets:
+        return None
+    return parse_config(checkpoint.asset(CONFIG), f"{checkpoint} {CONFIG}")
+
+
+def _had_head(checkpoint: Checkpoint) -> bool:
+    """Whether the Hugging Face files that this checkpoint was imported from stored a tied head beside the embedding."""
+    return bool(checkpoint.manifest.user.get(USER_KEY, {}).get("stored_tied_head", False))
+
+
+def _find_tensors(checkpoint: Checkpoint, layout: Layout, spec: ModelSpec) -> dict[str, Named]:
+    """Hugging Face's names to the checkpoint's, checked: all there, no more, in the right shapes."""
+    tensors = checkpoint.manifest.by_fqn
+    wanted = [name_in(layout, name, spec) for name in expected_tensors(spec)]
+    wanted += [name_in(layout, HEAD, spec)] if spec.tied_embeddings else []
+    found = {named.hf: named for named in wanted if named.ours in tensors}
+    shapes = {name: _shape(named, tensors[named.ours], str(checkpoint)) for name, named in found.items()}
+    known = {named.ours for named in wanted}
+    extra = {fqn: tensors[fqn].global_shape for fqn in tensors if is_weight(fqn, layout) and fqn not in known}
+    check_tensors(shapes | extra, spec, where=str(checkpoint))
+    return found
+
+
+def _shape(named: Named, entry: TensorEntry, where: str) -> Shape:
+    """The shape that `named` has in Hugging Face's files."""
+    if named.stacked is None:
+        return entry.global_shape
+    if entry.global_shape != named.stacked.whole:
+        raise LoadContractError(
+            f"{where}: {entry.fqn} has shape {entry.global_shape}, the config wants all experts in {named.stacked.whole}"
+        )
+    return named.stacked.shape
+
+
+def _export_tensor(name: str, found: Mapping[str, Named], manifest: Manifest, dtype: str | None) -> ExportTensor:
+    named = found[name] if name in found else Named(name, found[EMBEDDING].ours, "")
+    entry = manifest.by_fqn[named.ours]
+    return ExportTensor(named=named, entry=entry, dtype=target_dtype(entry.dtype, dtype))
+
+
+def _shards(tensors: Iterable[ExportTensor], max_shard_bytes: int) -> dict[str, list[ExportTensor]]:
+    """File name -> tensors, filled in the model's order.
+
+    Inside a file wider elements come first, so that all stay aligned, then names: the order of the reference library, so that a
+    model that came from it goes back as the same file.
+    """
+    shards: list[list[ExportTensor]] = [[]]
+    size_bytes = 0
+    for tensor in tensors:
+        if shards[-1] and size_bytes + tensor.size_bytes > max_shard_bytes:
+            shards.append([])
+            size_bytes = 0
+        shards[-1].append(tensor)
+        size_bytes += tensor.size_bytes
+    ordered = [sorted(shard, key=lambda tensor: (-ELEMENT_SIZE[tensor.dtype], tensor.named.hf)) for shard in shards]
+    if len(ordered) == 1:
+        return {SINGLE: ordered[0]}
+    return {f"model-{n:05d}-of-{len(ordered):05d}{SUFFIX}": shard for n, shard in enumerate(ordered, 1)}
+
+
+def _target_file(
+    path: str, shard: Sequence[ExportTensor], spec: ModelSpec, adapter: Adapter | None, overflows: Overflows
+) -> TargetFile:
+    header = encode_header([(t.named.hf, t.dtype, t.shape) for t in shard], {"format": "pt"})
+    segments: list[Segment] = [Literal(header)]
+    for tensor in shard:
+        name, dtype = tensor.named.hf, tensor.entry.dtype
+        is_adapted = adapter is not None and name in adapter.factors
+        step = transform(
+            tensor.named.transform,
+            tensor=name,
+            to_trainer=False,
+            head_dim=spec.head_dim,
+            dtype=dtype,
+            target_dtype=tensor.dtype,
+            overflows=overflows,
+            merge=adapter.merge(name, dtype, tensor.dtype, overflows) if adapter and is_adapted else None,
+        )
+        segments.append(Region(tensor=tensor.entry.fqn, box=tensor.box, transform=step, key=name))
+    return TargetFile(path=path, segments=tuple(segments))
+
+
+def export_source(checkpoint: Checkpoint, plan: ExportPlan) -> Source:
+    """The tensors that `plan` reads, and no others, with the place of every byte known."""
+    source = source_of(checkpoint)
+    fqns = dict.fromkeys(tensor.entry.fqn for tensor in plan.tensors) | (
+        {plan.tied_head: None} if plan.tied_head else {}
+    )
+    tensors = checkpoint.manifest.by_fqn
+    return Source(
+        objects=source.objects,
+        tensors={fqn: _located(checkpoint, tensors[fqn], source.tensors[fqn]) for fqn in fqns},
+    )
+
+
+def _located(checkpoint: Checkpoint, entry: TensorEntry, tensor: SourceTensor) -> SourceTensor:
+    """`tensor` with its payloads found where a foreign index gives only the blobs."""
+    if checkpoint.manifest.kind != FOREIGN:
+        return tensor
+    chunks = [checkpoint.locate(chunk) for chunk in checkpoint.manifest.chunks_of(entry)]
+    return replace(
+        tensor,
+        start=np.array([chunk.offset + chunk.payload_offset for chunk in chunks], dtype=np.int64),
+        length=np.array([chunk.payload_length for chunk in chunks], dtype=np.int64),
+    )
+
+
+def _assets(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, bytes]:
+    """What travels along, save config.json, which is written anew."""
+    names = sorted(name for name in checkpoint.manifest.assets if name != CONFIG)
+    return complete({name: checkpoint.asset(name) for name in names}, spec, str(checkpoint))

@@ -1,0 +1,94 @@
+"""`export_hf`: plan, stream, and make visible at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.uncompressed import decoded
+from titan_ckpt.converters.hf.config import Config
+from titan_ckpt.converters.hf.export_plan import DEFAULT_SHARD_BYTES, ExportPlan, export_source, plan_export
+from titan_ckpt.converters.hf.publish import publish
+from titan_ckpt.converters.hf.stream import Progress, stream, tensor_digests
+from titan_ckpt.converters.models.families import EMBEDDING
+from titan_ckpt.errors import LoadContractError
+from titan_ckpt.rewrite.plan import Source
+
+if TYPE_CHECKING:
+    from titan_ckpt.converters.hf.peft_adapter import Adapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """A finished export. `digests` are xxh3-128 of every tensor's bytes as written, by Hugging Face's names; `overflowed` are the
+    tensors of which `dtype` cannot hold every value."""
+
+    url: str
+    files: tuple[str, ...]
+    size_bytes: int
+    digests: Mapping[str, bytes]
+    overflowed: tuple[str, ...]
+
+
+def export_hf(
+    checkpoint: Checkpoint | str,
+    dst: str,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    config: Config | None = None,
+    merge_lora: str | None = None,
+    on_progress: Progress | None = None,
+) -> ExportReport:
+    """Write the model of a checkpoint (`URL[@STEP]` or an open one) as a Hugging Face folder or prefix `dst`, which must be new.
+
+    `dtype` casts every floating-point tensor; without it each keeps its own. `config` is a config.json for checkpoints that do
+    not say what model they hold; `merge_lora` is the folder of a PEFT adapter to merge into the weights. Nothing is at `dst`
+    until all of it is; optimizer state is never read.
+    """
+    opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    adapter = None if merge_lora is None else read_adapter(merge_lora)
+    plan = plan_export(opened, dtype=dtype, max_shard_bytes=max_shard_bytes, config=config, adapter=adapter)
+    return run_export(opened, plan, dst, on_progress=on_progress)
+
+
+def read_adapter(url: str) -> Adapter:
+    """The PEFT adapter in a folder or prefix."""
+    from titan_ckpt.converters.hf.peft_adapter import open_adapter  # torch, only where values change
+
+    return open_adapter(url)
+
+
+def run_export(
+    checkpoint: Checkpoint, plan: ExportPlan, dst: str, *, on_progress: Progress | None = None
+) -> ExportReport:
+    """Write what `plan` says to `dst`."""
+    checkpoint = decoded(checkpoint)
+    source = export_source(checkpoint, plan)
+    _check_tied_head(checkpoint, plan, source)
+    with publish(dst, size_bytes=plan.size_bytes) as target:
+        results = stream(source, checkpoint.store, target, plan.weights, on_progress=on_progress)
+        for name, data in (*plan.small.items(), *plan.last.items()):
+            target.write(name, [data])
+    return ExportReport(
+        url=dst,
+        files=tuple(sorted([*(result.path for result in results), *plan.small, *plan.last])),
+        size_bytes=plan.size_bytes,
+        digests={name: value for result in results for name, value in result.digests.items()},
+        overflowed=tuple(sorted(plan.overflows.names)),
+    )
+
+
+def _check_tied_head(checkpoint: Checkpoint, plan: ExportPlan, source: Source) -> None:
+    """A trainer may store a tied head twice; then both must be equal, or one of them would be lost silently."""
+    if plan.tied_head is None:
+        return
+    embedding = next(tensor.entry.fqn for tensor in plan.tensors if tensor.named.hf == EMBEDDING)
+    digests = tensor_digests(source, checkpoint.store, [embedding, plan.tied_head])
+    if len(set(digests.values())) > 1:
+        raise LoadContractError(
+            f"{checkpoint}: the config ties the head to the embedding, but {plan.tied_head} and {embedding} differ; "
+            "pass --config with tie_word_embeddings false to keep both"
+        )

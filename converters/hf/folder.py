@@ -1,0 +1,221 @@
+"""A Hugging Face model as it lies in a folder, a hub cache or a bucket prefix: which files count and what they hold.
+
+The index decides which files count. Every header is checked before anything trusts an offset of it. Only names of the list
+below travel with the model; code that a repository carries is never run and never copied.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from titan_ckpt.converters.hf.config import Config, parse_config, spec_from_hf
+from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
+from titan_ckpt.converters.models.spec import ModelSpec
+from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
+from titan_ckpt.location import check_relative, join, local_path
+from titan_ckpt.rewrite.plan import Source, SourceTensor
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.local import FileStore
+from titan_ckpt.store.open import open_store
+
+log = logging.getLogger(__name__)
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+_ASSETS = re.compile(
+    r"(?:config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|tokenizer\.model(?:\.v\d+)?|spiece\.model|tekken\.json|[\w-]+\.tiktoken|merges\.txt|vocab\.txt"
+    r"|chat_template\.jinja|additional_chat_templates/[\w.-]+\.jinja|(?:LICENSE|NOTICE|USE_POLICY)(?:\.(?:md|txt))?"
+)
+MAX_ASSET_BYTES = 100_000_000
+_TORCH_FILES = re.compile(r"pytorch_model.*\.bin|.*\.pth?|consolidated.*\.pth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfModel:
+    """`files[n]` holds the tensors whose `file_of` is n; `assets` are the small files that travel along."""
+
+    store: Store
+    url: str
+    files: tuple[str, ...]
+    tensors: Mapping[str, StoredTensor]
+    file_of: Mapping[str, int]
+    config: Config
+    assets: Mapping[str, bytes]
+    metadata: Mapping[str, str]
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What config.json describes."""
+        return spec_from_hf(self.config, self.store.where(CONFIG))
+
+    @property
+    def source(self) -> Source:
+        """The model as a source of a plan, tensors in the order of their bytes."""
+        return Source(
+            objects=self.files,
+            tensors={
+                name: SourceTensor.single(
+                    tensor.dtype, tensor.shape, object_index=self.file_of[name], start=tensor.offset
+                )
+                for name, tensor in self.tensors.items()
+            },
+        )
+
+
+def open_hf(url: str, *, store: Store | None = None) -> HfModel:
+    """The model at `url`: a folder or prefix with config.json, or the `models--...` folder of a hub cache; headers are read only.
+
+    NotFoundError where files are missing, DamagedError where headers, index and sizes disagree, PlanError for weights that are
+    not safetensors.
+    """
+    store = store or _snapshot(open_store(url))
+    _check_links(store)
+    found = {entry.path: entry.size_bytes for entry in store.list()}
+    names = {path: size_bytes for path, size_bytes in found.items() if "/" not in path}
+    if CONFIG not in names:
+        _explain_missing(store, names)
+    config = parse_config(store.read(CONFIG), store.where(CONFIG))
+    if config.get("auto_map"):
+        log.warning("%s: auto_map names code of the model's own, which is neither run nor copied", store.where(CONFIG))
+    weight_map = _weight_map(store, names)
+    files, tensors, file_of, metadata = _read_files(store, names, weight_map)
+    return HfModel(
+        store=store,
+        url=url,
+        files=files,
+        tensors=tensors,
+        file_of=file_of,
+        config=config,
+        assets={name: store.read(name) for name in sorted(found) if _is_asset(name, found[name])},
+        metadata=metadata,
+    )
+
+
+def _is_asset(name: str, size_bytes: int) -> bool:
+    if _ASSETS.fullmatch(name) is None:
+        return False
+    if size_bytes > MAX_ASSET_BYTES:
+        raise PlanError(
+            f"{name} has {size_bytes} bytes: too large for a file that travels along (limit {MAX_ASSET_BYTES})"
+        )
+    return True
+
+
+def _snapshot(store: Store) -> Store:
+    """`store`, or the snapshot that `refs/main` (else the only snapshot) names where it is a hub cache's model folder."""
+    snapshots = store.folders("snapshots")
+    if not snapshots or store.exists(CONFIG):
+        return store
+    revision = store.read("refs/main").decode().strip() if store.exists("refs/main") else snapshots[0]
+    if revision not in snapshots or (len(snapshots) > 1 and not store.exists("refs/main")):
+        raise UsageError(f"{store}: a hub cache with snapshots {', '.join(snapshots)}; name one: {store}/snapshots/...")
+    return open_store(join(store.url, "snapshots", revision))
+
+
+def _check_links(store: Store) -> None:
+    """A hub cache is a folder of links; what an unfinished download lacks must not pass for what was never there."""
+    folder = local_path(store.url) if isinstance(store, FileStore) else ""
+    if not os.path.isdir(folder):
+        return
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        counts = entry.name.endswith(SUFFIX) or entry.name == INDEX or _ASSETS.fullmatch(entry.name) is not None
+        if counts and entry.is_symlink() and not os.path.exists(entry.path):
+            raise DamagedError(
+                f"{store.where(entry.name)}: a link to {os.readlink(entry.path)}, which is not there: an unfinished download? "
+                "Download the model again"
+            )
+
+
+def _explain_missing(store: Store, names: Mapping[str, int]) -> NoReturn:
+    if not names:
+        raise NotFoundError(
+            f"{store}: the folder is empty or does not exist; expected a Hugging Face model with {CONFIG}"
+        )
+    raise NotFoundError(
+        f"{store}: no {CONFIG}; a Hugging Face model has one (an unfinished copy has not). Found {sorted(names)[:6]}"
+    )
+
+
+def _weight_map(store: Store, names: Mapping[str, int]) -> dict[str, str] | None:
+    """Tensor name -> file name from the index, None for a single file."""
+    if INDEX in names:
+        if SINGLE in names:
+            log.warning("%s: has both %s and %s; the index counts", store, INDEX, SINGLE)
+        return _read_index(store)
+    if SINGLE in names:
+        return None
+    weights = sorted(name for name in names if name.endswith(SUFFIX))
+    if weights:
+        raise NotFoundError(f"{store}: {weights[0]} and others, but neither {SINGLE} nor {INDEX}: the index is missing")
+    torch_files = sorted(name for name in names if _TORCH_FILES.fullmatch(name))
+    if torch_files:
+        raise PlanError(
+            f"{store}: only {torch_files[0]}, no safetensors. Load it with transformers and `save_pretrained`, or read a "
+            "state dict with `convert from-torch`"
+        )
+    raise NotFoundError(f"{store}: no weights: neither {SINGLE} nor {INDEX}")
+
+
+def _read_index(store: Store) -> dict[str, str]:
+    where = store.where(INDEX)
+    weight_map: Any = parse_config(store.read(INDEX), where).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DamagedError(f"{where}: no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise DamagedError(f"{where}: {name}: {file!r} is not a file name")
+        try:
+            check_relative(file)
+        except UsageError as error:
+            raise UnsafeContentError(f"{where}: {name}: {file!r} is outside the model's folder") from error
+    return weight_map
+
+
+def _read_files(
+    store: Store, names: Mapping[str, int], weight_map: Mapping[str, str] | None
+) -> tuple[tuple[str, ...], dict[str, StoredTensor], dict[str, int], dict[str, str]]:
+    files = (SINGLE,) if weight_map is None else tuple(sorted(set(weight_map.values())))
+    tensors: dict[str, StoredTensor] = {}
+    file_of: dict[str, int] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        if file not in names and not store.exists(file):
+            raise DamagedError(f"{store.where(file)}: missing, though {INDEX} names it")
+    for number, file in enumerate(files):
+        header = read_header(store, file)
+        metadata |= header.metadata
+        for tensor in header.tensors:
+            _check_listed(store, tensor.name, file, weight_map)
+            if tensor.name in tensors:
+                raise DamagedError(f"{tensor.name}: in both {files[file_of[tensor.name]]} and {file} of {store}")
+            tensors[tensor.name], file_of[tensor.name] = tensor, number
+    lost = [name for name in weight_map or () if name not in tensors]
+    if lost:
+        assert weight_map is not None
+        raise DamagedError(f"{store.where(weight_map[lost[0]])}: {lost[0]} is missing, though {INDEX} says it is there")
+    return files, tensors, file_of, metadata
+
+
+def _check_listed(store: Store, name: str, file: str, weight_map: Mapping[str, str] | None) -> None:
+    if weight_map is not None and weight_map.get(name) != file:
+        said = weight_map.get(name, "no file")
+        raise DamagedError(f"{store.where(file)}: holds {name}, which {INDEX} says is in {said}")
+
+
+def encode_index(weight_map: Mapping[str, str], total_size: int, total_parameters: int) -> bytes:
+    """`model.safetensors.index.json` as transformers writes it."""
+    content = {
+        "metadata": {"total_parameters": total_parameters, "total_size": total_size},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return (json.dumps(content, indent=2) + "\n").encode()

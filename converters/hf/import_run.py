@@ -1,0 +1,100 @@
+"""`import_hf`: plan, stream, commit."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass
+
+from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.console.units import format_size
+from titan_ckpt.converters.hf.checkpoint import check_tied_head
+from titan_ckpt.converters.hf.folder import HfModel, open_hf
+from titan_ckpt.converters.hf.import_plan import ImportPlan, import_manifest, plan_import, state_paths
+from titan_ckpt.converters.hf.stream import Progress, stream
+from titan_ckpt.converters.models.tensor_names import TITAN
+from titan_ckpt.errors import AlreadyExistsError, StoreError
+from titan_ckpt.format.commit import find_commit, write_commit
+from titan_ckpt.format.dcp_metadata import dcp_metadata
+from titan_ckpt.format.names import ASSETS, new_attempt, step_folder
+from titan_ckpt.location import parse_location
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.local import FileStore
+from titan_ckpt.store.open import open_store
+from titan_ckpt.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportReport:
+    """A finished import; `size_bytes` are those of all tensors as stored, `overflowed` those of which `dtype` cannot hold every
+    value."""
+
+    checkpoint: Checkpoint
+    num_tensors: int
+    size_bytes: int
+    overflowed: tuple[str, ...]
+
+
+def import_hf(
+    src: str | HfModel,
+    dst: str,
+    *,
+    dtype: str | None = None,
+    layout: str = TITAN,
+    on_progress: Progress | None = None,
+) -> ImportReport:
+    """Write the Hugging Face model at `src` as a committed model-only checkpoint `dst` (`URL[@STEP]`, step 0 if none is given).
+
+    Every dtype is kept unless `dtype` is given. Config and tokenizer files are kept in the checkpoint, so that `export_hf`
+    restores them. `layout` names the tensors for another trainer (`torchtitan`, `torchtitan-qkv`).
+    """
+    model = open_hf(src) if isinstance(src, str) else src
+    location = parse_location(dst)
+    plan = plan_import(model, dtype=dtype, step=location.step or 0, attempt=new_attempt(), layout=layout)
+    run_import(plan, location.url, on_progress=on_progress)
+    checkpoint = open_checkpoint(location.url, step=plan.step)
+    return ImportReport(
+        checkpoint=checkpoint,
+        num_tensors=len(checkpoint.manifest.tensors),
+        size_bytes=plan.size_bytes,
+        overflowed=tuple(sorted(plan.overflows.names)),
+    )
+
+
+def run_import(plan: ImportPlan, url: str, *, on_progress: Progress | None = None) -> None:
+    """Write and commit what `plan` says into the run at `url`; a failure leaves nothing."""
+    check_import(plan, url)
+    store = open_store(url)
+    folder = step_folder(plan.step)
+    try:
+        results = stream(
+            plan.model.source, plan.model.store, store, plan.files, is_file_digested=True, on_progress=on_progress
+        )
+        for name, data in plan.model.assets.items():
+            store.write(f"{folder}/{plan.attempt}/{ASSETS}/{name}", [data])
+        manifest = import_manifest(
+            plan,
+            results,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            versions={"titan_ckpt": __version__, "python": platform.python_version()},
+        )
+        write_commit(store, manifest, dcp_metadata(manifest, paths=state_paths(plan)), replaces=None)
+    except BaseException:
+        store.delete([entry.path for entry in store.list(f"{folder}/{plan.attempt}")])
+        raise
+
+
+def check_import(plan: ImportPlan, url: str) -> None:
+    """The checks that need the destination or the weights: the step is free, the disk too, a tied head equals the embedding."""
+    store = open_store(url)
+    if find_commit(store, plan.step) is not None:
+        raise AlreadyExistsError(f"{store}@{plan.step} is committed already; give another run, or a step as URL@STEP")
+    _check_space(store, plan)
+    if plan.has_stored_tied_head:
+        check_tied_head(plan.model)
+
+
+def _check_space(store: Store, plan: ImportPlan) -> None:
+    if isinstance(store, FileStore) and store.free_bytes() < plan.size_bytes:
+        free = format_size(store.free_bytes())
+        raise StoreError(f"{store}: needs {format_size(plan.size_bytes)}, the disk has {free} free")

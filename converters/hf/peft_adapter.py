@@ -1,0 +1,113 @@
+"""A PEFT LoRA adapter, merged into the weights while they stream: W + scale * B @ A, a strip of rows at a time.
+
+Format: adapter_config.json and adapter_model.safetensors as PEFT writes them (names `base_model.model.NAME.lora_A.weight`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_ckpt.converters.hf.config import parse_config
+from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
+from titan_ckpt.errors import LoadContractError, PlanError
+from titan_ckpt.rewrite.cast import to_dtype
+from titan_ckpt.rewrite.plan import Buffer
+from titan_ckpt.rewrite.selection import Overflows
+from titan_ckpt.sharding.placement import Box, Shape
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.open import open_store
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+# Settings that change what is merged, with the only values that are understood; null always is.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "use_dora": (False,), "fan_in_fan_out": (False,), "bias": ("none",), "modules_to_save": ([],),
+    "rank_pattern": ({},), "alpha_pattern": ({},), "lora_bias": (False,), "layer_replication": ([],),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """`factors`: name of a weight -> (A, B), both in fp32; its update is `scale * B @ A`."""
+
+    where: str
+    scale: float
+    factors: Mapping[str, tuple[Tensor, Tensor]]
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """LoadContractError for a factor whose weight the model does not have, or not in that shape."""
+        for name, (a, b) in self.factors.items():
+            if name not in shapes:
+                raise LoadContractError(f"{self.where}: adapts {name}, which this model does not have")
+            if (b.shape[0], a.shape[1]) != shapes[name]:
+                found = (b.shape[0], a.shape[1])
+                raise LoadContractError(f"{self.where}: {name}: the update is {found}, the weight {shapes[name]}")
+
+    def merge(self, name: str, dtype: str, target: str, overflows: Overflows) -> Callable[[memoryview, Box], Buffer]:
+        """A function that adds the update to a strip of weight `name`; the sum is taken in fp32 and rounded once, to `target`."""
+
+        def apply(raw: memoryview, box: Box) -> Buffer:
+            if len(raw) == 0:
+                return raw
+            weight = torch.frombuffer(raw, dtype=getattr(torch, dtype)).reshape(box.sizes)
+            merged = to_dtype(self.merged(name, weight, box), target, name=name, overflows=overflows)
+            return merged.reshape(-1).view(torch.uint8).numpy().data
+
+        return apply
+
+    def merged(self, name: str, weight: Tensor, box: Box) -> Tensor:
+        """`weight`, which is `box` of weight `name`, with its update, in fp32."""
+        a, b = self.factors[name]
+        (row, column), (rows, columns) = box.offsets, box.sizes
+        return weight.float() + self.scale * (b[row : row + rows] @ a[:, column : column + columns])
+
+
+def open_adapter(url: str) -> Adapter:
+    """The adapter in a folder or prefix. PlanError for settings that are more than plain LoRA."""
+    store = open_store(url)
+    config = parse_config(store.read(CONFIG), store.where(CONFIG))
+    for key, only in _ONLY.items():
+        if config.get(key) is not None and config[key] not in only:
+            raise PlanError(f"{store.where(CONFIG)}: {key} = {config[key]!r:.100} is not supported; plain LoRA is")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise PlanError(f"{store.where(CONFIG)}: r = {rank!r}, lora_alpha = {alpha!r} are not a rank and a scale")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return Adapter(where=str(store), scale=scale, factors=_factors(store, rank))
+
+
+def _factors(store: Store, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    sides: dict[str, dict[str, Tensor]] = {}
+    for stored in read_header(store, WEIGHTS).tensors:
+        match = _NAME.fullmatch(stored.name)
+        if match is None:
+            raise PlanError(f"{store.where(WEIGHTS)}: {stored.name} is not a LoRA factor of a linear layer")
+        sides.setdefault(f"{match['module']}.weight", {})[match["side"]] = _read(store, stored)
+    for name, found in sides.items():
+        if (
+            set(found) != {"A", "B"}
+            or found["A"].ndim != 2
+            or found["A"].shape[0] != rank
+            or found["B"].shape[1:] != (rank,)
+        ):
+            shapes = {side: tuple(tensor.shape) for side, tensor in found.items()}
+            raise LoadContractError(
+                f"{store.where(WEIGHTS)}: {name}: expected factors A and B of rank {rank}, found {shapes}"
+            )
+    if not sides:
+        raise PlanError(f"{store.where(WEIGHTS)}: holds no LoRA factors")
+    return {name: (found["A"], found["B"]) for name, found in sides.items()}
+
+
+def _read(store: Store, stored: StoredTensor) -> Tensor:
+    data = bytearray(store.read(WEIGHTS, stored.offset, stored.length))
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(stored.shape).float()

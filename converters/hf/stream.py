@@ -1,0 +1,113 @@
+"""Run a plan's files through the shared executor; digest tensors where they lie by writing them nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NoReturn
+
+from titan_ckpt.errors import StoreError
+from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.rewrite.budget import Budget
+from titan_ckpt.rewrite.execute import Execution, FileResult
+from titan_ckpt.rewrite.plan import Buffer, Region, Source, TargetFile, Wave
+from titan_ckpt.sharding.placement import Box
+from titan_ckpt.store.base import Entry, Store
+from titan_ckpt.store.local import FileStore
+
+MEMORY_BYTES = 160 << 20
+# Between two disks larger slabs bring no more: first touching their memory costs as much as a hash.
+LOCAL_SLAB_BYTES = 4 << 20
+Progress = Callable[[int], None]
+
+
+def stream(
+    source: Source,
+    source_store: Store,
+    target_store: Store,
+    files: Sequence[TargetFile],
+    *,
+    memory_bytes: int = MEMORY_BYTES,
+    is_file_digested: bool = False,
+    on_progress: Progress | None = None,
+) -> list[FileResult]:
+    """Write `files` one after another.
+
+    Source digests are verified on the way. Every keyed region is digested, whole files only if asked: a hash costs as much as a
+    tenth of the copy.
+    """
+    execution = Execution(
+        source=source,
+        source_store=source_store,
+        target_store=target_store,
+        budget=_budget(source, source_store, files, target_store, memory_bytes),
+        is_file_digested=is_file_digested,
+        on_progress=on_progress,
+    )
+    waves = (Wave(files=(file,)) for file in files)
+    return [result for results in execution.run(waves) for result in results]
+
+
+def _budget(
+    source: Source, source_store: Store, files: Sequence[TargetFile], target: Store, memory_bytes: int
+) -> Budget:
+    """The usual budget, its slabs grown where a transform needs more rows at once than one holds."""
+    budget = Budget.of(memory_bytes, source_store, target)
+    if isinstance(source_store, FileStore) and isinstance(target, FileStore | _Nowhere):
+        budget = replace(budget, slab_bytes=min(budget.slab_bytes, LOCAL_SLAB_BYTES))
+    needed = [_group_bytes(source, s) for f in files for s in f.segments if isinstance(s, Region) and s.transform]
+    return replace(budget, slab_bytes=max([budget.slab_bytes, *(4 * size for size in needed)]))
+
+
+def _group_bytes(source: Source, region: Region) -> int:
+    """Bytes of the rows that `region`'s transform must see together."""
+    assert region.transform is not None
+    tensor = source.tensors[region.tensor]
+    element_size = max(tensor.element_size, ELEMENT_SIZE[region.transform.dtype])
+    return region.transform.row_multiple * prod(tensor.global_shape[1:]) * element_size
+
+
+def tensor_digests(source: Source, store: Store, names: Iterable[str]) -> dict[str, bytes]:
+    """xxh3-128 of each tensor's row-major bytes, however many pieces it is stored in."""
+    files = [
+        TargetFile(
+            path=name, segments=(Region(tensor=name, box=Box.whole(source.tensors[name].global_shape), key=name),)
+        )
+        for name in names
+    ]
+    return {result.path: result.digests[result.path] for result in stream(source, store, _Nowhere(), files)}
+
+
+class _Nowhere(Store):
+    """A target that takes every byte and keeps none, so that digesting is a run of the executor like any other."""
+
+    def __init__(self) -> None:
+        super().__init__("nowhere")
+
+    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+        return Entry(path=path, size_bytes=sum(len(part) for part in parts), modified_s=0.0, version="")
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:  # noqa: ARG002
+        self._refuse(path)
+
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:  # noqa: ARG002
+        self._refuse(path)
+
+    def folders(self, prefix: str = "") -> list[str]:  # noqa: ARG002
+        return []
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:  # noqa: ARG002
+        return iter(())
+
+    def stat(self, path: str) -> Entry:
+        self._refuse(path)
+
+    def delete(self, paths: Iterable[str]) -> None:  # noqa: ARG002
+        return None
+
+    def honours_conditions(self) -> bool:
+        return False
+
+    def _refuse(self, path: str) -> NoReturn:
+        raise StoreError(f"{path}: was digested, not stored")

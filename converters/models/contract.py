@@ -1,0 +1,61 @@
+"""Do these tensors make up that model? Names, shapes and the tied head, before a byte is moved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from titan_ckpt.converters.models.families import EMBEDDING, HEAD, expected_tensors
+from titan_ckpt.converters.models.spec import ModelSpec
+from titan_ckpt.converters.models.transforms import FLOATS
+from titan_ckpt.errors import LoadContractError
+from titan_ckpt.sharding.placement import Shape
+
+
+def check_tensors(found: Mapping[str, Shape], spec: ModelSpec, *, where: str) -> None:
+    """LoadContractError for tensors (Hugging Face's names) that are missing, too many or misshaped; all of them, by kind.
+
+    A head beside a tied embedding is allowed here: whether its bytes are equal is for the caller to see.
+    """
+    expected = expected_tensors(spec)
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected and not (name == HEAD and spec.tied_embeddings)]
+    problems = [f"missing {_some(missing)}"] if missing else []
+    problems += [f"not part of a {spec.family} model of this config: {_some(extra)}"] if extra else []
+    wrong = [name for name in expected if name in found and tuple(found[name]) != expected[name]]
+    problems += [_shape_problem(name, tuple(found[name]), expected[name]) for name in wrong[:3]]
+    problems += [f"and {len(wrong) - 3} more of another shape"] if len(wrong) > 3 else []
+    if HEAD in found and spec.tied_embeddings and tuple(found[HEAD]) != expected[EMBEDDING]:
+        problems.append(_shape_problem(HEAD, tuple(found[HEAD]), expected[EMBEDDING]))
+    if problems:
+        raise LoadContractError(f"{where}: weights and config contradict each other: {'; '.join(problems)}")
+
+
+def check_dtypes(parts: Iterable[tuple[str, str]], *, where: str) -> None:
+    """LoadContractError where parts (name of the whole, dtype) of one stacked tensor are of different dtypes."""
+    dtypes: dict[str, str] = {}
+    for name, dtype in parts:
+        if dtypes.setdefault(name, dtype) != dtype:
+            raise LoadContractError(
+                f"{where}: the parts of {name} are {dtypes[name]} and {dtype}; give --dtype to stack them"
+            )
+
+
+def main_dtype(sizes: Iterable[tuple[str, int]]) -> str:
+    """Of tensors as (dtype, bytes), the floating-point dtype that most bytes have."""
+    totals: Counter[str] = Counter()
+    for dtype, size_bytes in sizes:
+        totals[dtype] += size_bytes
+    return max(totals, key=lambda dtype: (dtype in FLOATS, totals[dtype]))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+def _shape_problem(name: str, found: Shape, expected: Shape) -> str:
+    hint = " (transposed?)" if found == expected[::-1] else ""
+    if not hint and len(found) == len(expected) and found[1:] == expected[1:] and name in (EMBEDDING, HEAD):
+        hint = f" (vocabulary padded? the config's is {expected[0]})"
+    return f"{name} has shape {found}, the config wants {expected}{hint}"

@@ -1,0 +1,243 @@
+"""Model families that Hugging Face knows: which tensors each has, their shapes, and how config.json spells them.
+
+A family is a table. A tensor's name may hold `{}` for the layer number; its shape is in the letters of `ModelSpec.sizes`:
+V vocabulary, D model width, F feed-forward width, Q all query heads, K all key (or value) heads, H one head, E all experts,
+M one expert's width. Our checkpoints use Hugging Face's own names, so a new dense family is one more table here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ckpt.converters.models.spec import ModelSpec
+from titan_ckpt.errors import PlanError
+from titan_ckpt.sharding.placement import Shape
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """`defaults` are what config.json means where it leaves a key out; `check` names what of a spec the family cannot say.
+
+    A mixture's `router` and `experts` (gate, up, down; the second `{}` is the expert) are its names for what replaces the dense
+    feed-forward, `expert_keys` config.json's for the number of experts, the number per token and an expert's width.
+    """
+
+    name: str
+    architecture: str
+    defaults: Mapping[str, Any]
+    check: Callable[[ModelSpec], str | None]
+    router: str = ""
+    experts: tuple[str, str, str] = ("", "", "")
+    expert_keys: tuple[str, str, str] = ("", "", "")
+
+
+def _llama_problem(spec: ModelSpec) -> str | None:
+    if spec.qk_norm:
+        return "qk_norm = true (that is the qwen3 family)"
+    if spec.qkv_bias != spec.o_bias:
+        return f"qkv_bias = {spec.qkv_bias} with o_bias = {spec.o_bias} (one switch, attention_bias, sets both)"
+    return "a sliding window (that is the mistral family)" if spec.sliding_window else None
+
+
+def _qwen2_problem(spec: ModelSpec) -> str | None:
+    if spec.qk_norm:
+        return "qk_norm = true (that is the qwen3 family)"
+    if not spec.qkv_bias or spec.o_bias:
+        return f"qkv_bias = {spec.qkv_bias}, o_bias = {spec.o_bias} (it always has the first and never the second)"
+    return None
+
+
+def _qwen3_problem(spec: ModelSpec) -> str | None:
+    if not spec.qk_norm:
+        return "qk_norm = false"
+    if spec.qkv_bias != spec.o_bias:
+        return f"qkv_bias = {spec.qkv_bias} with o_bias = {spec.o_bias} (one switch, attention_bias, sets both)"
+    return None
+
+
+def _mistral_problem(spec: ModelSpec) -> str | None:
+    if spec.qk_norm:
+        return "qk_norm = true (that is the qwen3 family)"
+    return "attention biases" if spec.qkv_bias or spec.o_bias else None
+
+
+def _mixtral_problem(spec: ModelSpec) -> str | None:
+    if spec.experts is not None and not spec.experts.norm_topk_prob:
+        return "norm_topk_prob = false (it always divides by the sum)"
+    return _mistral_problem(spec)
+
+
+FAMILIES = {
+    "llama": Family(
+        name="llama",
+        architecture="LlamaForCausalLM",
+        defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 2048},
+        check=_llama_problem,
+    ),
+    "qwen2": Family(
+        name="qwen2",
+        architecture="Qwen2ForCausalLM",
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        check=_qwen2_problem,
+    ),
+    "qwen3": Family(
+        name="qwen3",
+        architecture="Qwen3ForCausalLM",
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 32768,
+            "head_dim": 128,
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        check=_qwen3_problem,
+    ),
+    "mistral": Family(
+        name="mistral",
+        architecture="MistralForCausalLM",
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+        check=_mistral_problem,
+    ),
+    "mixtral": Family(
+        name="mixtral",
+        architecture="MixtralForCausalLM",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+        check=_mixtral_problem,
+        router="block_sparse_moe.gate.weight",
+        experts=(
+            "block_sparse_moe.experts.{}.w1.weight",
+            "block_sparse_moe.experts.{}.w3.weight",
+            "block_sparse_moe.experts.{}.w2.weight",
+        ),
+        expert_keys=("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    ),
+    "qwen3_moe": Family(
+        name="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+        },
+        check=_qwen3_problem,
+        router="mlp.gate.weight",
+        experts=(
+            "mlp.experts.{}.gate_proj.weight",
+            "mlp.experts.{}.up_proj.weight",
+            "mlp.experts.{}.down_proj.weight",
+        ),
+        expert_keys=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    ),
+}
+
+# (name, shape, the switch of the spec that brings it; none: always there)
+_LAYER = "model.layers.{}."
+_TENSORS: tuple[tuple[str, str, str], ...] = (
+    (_LAYER + "input_layernorm.weight", "D", ""),
+    (_LAYER + "self_attn.q_proj.weight", "QD", ""),
+    (_LAYER + "self_attn.q_proj.bias", "Q", "qkv_bias"),
+    (_LAYER + "self_attn.k_proj.weight", "KD", ""),
+    (_LAYER + "self_attn.k_proj.bias", "K", "qkv_bias"),
+    (_LAYER + "self_attn.v_proj.weight", "KD", ""),
+    (_LAYER + "self_attn.v_proj.bias", "K", "qkv_bias"),
+    (_LAYER + "self_attn.q_norm.weight", "H", "qk_norm"),
+    (_LAYER + "self_attn.k_norm.weight", "H", "qk_norm"),
+    (_LAYER + "self_attn.o_proj.weight", "DQ", ""),
+    (_LAYER + "self_attn.o_proj.bias", "D", "o_bias"),
+    (_LAYER + "post_attention_layernorm.weight", "D", ""),
+)
+_DENSE: tuple[tuple[str, str], ...] = (
+    (_LAYER + "mlp.gate_proj.weight", "FD"),
+    (_LAYER + "mlp.up_proj.weight", "FD"),
+    (_LAYER + "mlp.down_proj.weight", "DF"),
+)
+
+
+def family_named(name: str) -> Family:
+    """The family; PlanError with the list of families for another name."""
+    if name not in FAMILIES:
+        raise PlanError(f"model family {name!r} is not supported; supported are {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def check_spec(spec: ModelSpec) -> Family:
+    """The family of `spec`; PlanError where Hugging Face's class of that family cannot express the spec."""
+    family = family_named(spec.family)
+    problem = family.check(spec)
+    if problem is not None:
+        raise PlanError(
+            f"{family.architecture} has no {problem}: this model cannot be written as a {family.name} model"
+        )
+    if bool(spec.experts) != bool(family.router):
+        raise PlanError(f"a {family.name} model {'must have' if family.router else 'cannot have'} experts")
+    if spec.head_dim % 2:
+        raise PlanError(f"head_dim = {spec.head_dim} is odd, and rotary positions turn pairs")
+    if spec.n_heads % spec.n_kv_heads:
+        raise PlanError(f"n_heads = {spec.n_heads} is not a multiple of n_kv_heads = {spec.n_kv_heads}")
+    return family
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """Every tensor of the model under Hugging Face's names, in the order of the forward pass; a tied head is not one."""
+    sizes = spec.sizes
+
+    def shape(letters: str) -> Shape:
+        return tuple(sizes[letter] for letter in letters)
+
+    tensors = {EMBEDDING: shape("VD")}
+    for layer in range(spec.n_layers):
+        tensors |= {
+            name.format(layer): shape(letters)
+            for name, letters, switch in _TENSORS
+            if not switch or getattr(spec, switch)
+        }
+        tensors |= {name.format(layer): shape(letters) for name, letters in _feed_forward(spec)}
+    tensors["model.norm.weight"] = shape("D")
+    return tensors if spec.tied_embeddings else tensors | {HEAD: shape("VD")}
+
+
+def _feed_forward(spec: ModelSpec) -> list[tuple[str, str]]:
+    """Names and shapes of a layer's feed-forward, `{}` for the layer."""
+    if spec.experts is None:
+        return list(_DENSE)
+    family = FAMILIES[spec.family]
+    rows = [(_LAYER + family.router, "ED")]
+    for number in range(spec.experts.number):
+        names = (_LAYER + name.format(number) for name in family.experts)
+        rows += zip(names, ("MD", "MD", "DM"), strict=True)
+    return rows

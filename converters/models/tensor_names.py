@@ -1,0 +1,172 @@
+"""How checkpoints name a model's tensors: tables of rules from Hugging Face's names to those of each trainer.
+
+A rule is (Hugging Face's pattern, the trainer's pattern, transform); `{}` is the layer number. A transform is named for what it
+does to a tensor on the way TO the trainer and always has an inverse. Our trainer uses Hugging Face's own names under `model.`:
+those of transformers' modules, which hold a layer's experts stacked where the files hold one tensor for each.
+torchtitan's Llama rotates neighbouring pairs where Hugging Face rotates halves, so rows of q and k are permuted in each head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_ckpt.converters.models.families import EMBEDDING, FAMILIES, HEAD
+from titan_ckpt.converters.models.spec import Experts, ModelSpec
+from titan_ckpt.errors import PlanError
+from titan_ckpt.sharding.placement import Box, Shape
+
+TransformName = Literal["", "halves_to_pairs"]
+PREFIX = "model."
+TITAN, TORCHTITAN, TORCHTITAN_QKV = "titan", "torchtitan", "torchtitan-qkv"
+TORCHTITAN_FAMILIES = ("llama", "qwen3")
+_COMPUTED = re.compile(
+    r"(?:model\.)?layers\.\d+\.(?:self_attn|attention)\.rotary_emb\.inv_freq|freqs_cis|rope\.cache|rope_cache"
+)
+_TORCHTITAN_ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of a table."""
+
+    hf: str
+    ours: str
+    transform: TransformName = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Where in a tensor of shape `whole` a smaller one lies, which has a dimension less; `box` has length 1 in the first."""
+
+    whole: Shape
+    box: Box
+
+    @property
+    def shape(self) -> Shape:
+        """Of the smaller one by itself."""
+        return self.box.sizes[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor under both names, the transform between them, and its place where ours holds several of Hugging Face's."""
+
+    hf: str
+    ours: str
+    transform: TransformName
+    stacked: Stacked | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """`stores_tied_head`: the trainer keeps a tied head as a second, equal tensor."""
+
+    name: str
+    rules: tuple[Rule, ...] = ()
+    stores_tied_head: bool = False
+
+
+def _torchtitan(name: str, *, attention: str, head: str) -> Layout:
+    hf, ours = "model.layers.{}.", "layers.{}."
+    rules = (
+        Rule(EMBEDDING, "tok_embeddings.weight"),
+        Rule(hf + "self_attn.q_proj.weight", f"{ours}{attention}.wq.weight", "halves_to_pairs"),
+        Rule(hf + "self_attn.k_proj.weight", f"{ours}{attention}.wk.weight", "halves_to_pairs"),
+        Rule(hf + "self_attn.v_proj.weight", f"{ours}{attention}.wv.weight"),
+        Rule(hf + "self_attn.o_proj.weight", ours + "attention.wo.weight"),
+        Rule(hf + "self_attn.q_norm.weight", ours + "attention.q_norm.weight"),
+        Rule(hf + "self_attn.k_norm.weight", ours + "attention.k_norm.weight"),
+        Rule(hf + "mlp.gate_proj.weight", ours + "feed_forward.w1.weight"),
+        Rule(hf + "mlp.up_proj.weight", ours + "feed_forward.w3.weight"),
+        Rule(hf + "mlp.down_proj.weight", ours + "feed_forward.w2.weight"),
+        Rule(hf + "input_layernorm.weight", ours + "attention_norm.weight"),
+        Rule(hf + "post_attention_layernorm.weight", ours + "ffn_norm.weight"),
+        Rule("model.norm.weight", "norm.weight"),
+        Rule(HEAD, head),
+    )
+    return Layout(name=name, rules=rules, stores_tied_head=True)
+
+
+# The second is how torchtitan names the projections since it groups them; its head has had both names.
+LAYOUTS = {
+    TITAN: Layout(name=TITAN),
+    TORCHTITAN: _torchtitan(TORCHTITAN, attention="attention", head="output.weight"),
+    TORCHTITAN_QKV: _torchtitan(TORCHTITAN_QKV, attention="attention.qkv_linear", head="lm_head.weight"),
+}
+
+
+def find_layout(fqns: Iterable[str], where: str) -> Layout:
+    """The layout that these names are in; PlanError if none is."""
+    names = set(fqns)
+    if PREFIX + EMBEDDING in names:
+        return LAYOUTS[TITAN]
+    if "tok_embeddings.weight" in names:
+        is_grouped = any(".attention.qkv_linear." in name for name in names)
+        return _torchtitan(
+            TORCHTITAN_QKV if is_grouped else TORCHTITAN,
+            attention="attention.qkv_linear" if is_grouped else "attention",
+            head="lm_head.weight" if "lm_head.weight" in names else "output.weight",
+        )
+    shown = ", ".join(sorted(names)[:3]) or "no tensor at all"
+    raise PlanError(
+        f"{where}: no model that can be converted: expected {PREFIX}{EMBEDDING} (ours) or tok_embeddings.weight "
+        f"(torchtitan's); found {shown}"
+    )
+
+
+def name_in(layout: Layout, hf_name: str, spec: ModelSpec) -> Named:
+    """What `layout` calls Hugging Face's `hf_name`."""
+    if layout.name == TITAN:
+        return Named(hf_name, PREFIX + hf_name, "") if spec.experts is None else _name_in_mixture(hf_name, spec)
+    layer = re.search(r"\.layers\.(\d+)\.", hf_name)
+    pattern = hf_name if layer is None else hf_name.replace(f".{layer.group(1)}.", ".{}.", 1)
+    rule = next((rule for rule in layout.rules if rule.hf == pattern), None)
+    if rule is None or spec.family not in TORCHTITAN_FAMILIES:
+        raise PlanError(
+            f"torchtitan has no {hf_name} in a {spec.family} model; its families are {', '.join(TORCHTITAN_FAMILIES)}"
+        )
+    ours = rule.ours if layer is None else rule.ours.format(layer.group(1))
+    return Named(hf_name, ours, rule.transform if spec.family == "llama" else "")
+
+
+def _name_in_mixture(hf_name: str, spec: ModelSpec) -> Named:
+    """Under transformers' module names: gate and up of all experts are one tensor [E, 2 M, D], down is [E, D, M]."""
+    assert spec.experts is not None
+    family = FAMILIES[spec.family]
+    prefix, layer, rest = re.fullmatch(r"(?:(model\.layers\.)(\d+)\.)?(.*)", hf_name).groups()  # type: ignore[union-attr]
+    if prefix is None:
+        return Named(hf_name, PREFIX + hf_name, "")
+    block = f"{PREFIX}{prefix}{layer}.mlp."
+    if rest == family.router:
+        return Named(hf_name, block + "gate.weight", "")
+    expert = re.search(r"\.experts\.(\d+)\.", rest)
+    if expert is None:
+        return Named(hf_name, PREFIX + hf_name, "")
+    number = expert.group(1)
+    role = family.experts.index(rest.replace(f".{number}.", ".{}.", 1))
+    return Named(hf_name, block + _EXPERT_NAMES[role], "", _place(spec.experts, spec.dim, int(number), role))
+
+
+_EXPERT_NAMES = ("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj")
+
+
+def _place(experts: Experts, dim: int, number: int, role: int) -> Stacked:
+    width = experts.ffn_dim
+    if role == 2:
+        return Stacked((experts.number, dim, width), Box((number, 0, 0), (1, dim, width)))
+    return Stacked((experts.number, 2 * width, dim), Box((number, role * width, 0), (1, width, dim)))
+
+
+def is_weight(fqn: str, layout: Layout) -> bool:
+    """Whether the name is a weight of the model: not of an optimizer or a loader, not a buffer that is computed."""
+    if layout.name == TITAN:
+        return fqn.startswith(PREFIX) and not is_computed(fqn)
+    return fqn.startswith(_TORCHTITAN_ROOTS) and not is_computed(fqn)
+
+
+def is_computed(name: str) -> bool:
+    """Whether this is a buffer that every reader computes for itself; old files hold it (`rotary_emb.inv_freq`)."""
+    return _COMPUTED.fullmatch(name.removeprefix(PREFIX)) is not None

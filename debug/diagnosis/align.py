@@ -1,0 +1,252 @@
+"""Collectives lined up by (group, sequence number): who is where, and where ranks disagree. Pure, columnar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from titan_ckpt.debug.incident.operation_table import Block, Distinct, Pairs, blocks, pairs_of
+from titan_ckpt.debug.incident.records import COMPLETED, Array, Names, Run
+
+# Ranks may pass different sizes to these, or name them differently on the two sides.
+UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "coalesced", "allgatherv", "all_gatherv")
+_EQUAL_NAMES = {"gather": "gather", "scatter": "scatter"}
+MAX_WINDOW = 1 << 16
+BLOCK = 256  # columns looked at together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """The collectives of one group as a matrix: a row per member, a column per sequence number from `first_seq`.
+
+    `row` is the position in the rank's own operations (-1: not seen). `last` is each member's newest sequence number
+    (-1: none seen), `done` whether that one returned, `is_silent` whether nothing at all is known of the member.
+    """
+
+    group: int
+    members: tuple[int, ...]
+    first_seq: int
+    row: Array
+    signature: Array
+    last: Array
+    done: Array
+    is_silent: Array
+
+    def seen_at(self, seq: int) -> dict[int, int]:
+        """Row by rank of those who issued `seq`."""
+        column = self.row[:, seq - self.first_seq]
+        return {rank: int(row) for rank, row in zip(self.members, column, strict=True) if row >= 0}
+
+
+def lanes(run: Run) -> list[Lane]:
+    """One lane per group that two or more ranks belong to, largest groups first."""
+    coder = _Coder(run.names)
+    uses = _survey(run, coder)
+    plans = _plans(run, uses)
+    rows, signatures = _matrices(run, uses, plans, coder)
+    found = [_lane(run, plan, rows, signatures) for plan in plans]
+    return sorted(found, key=lambda lane: -len(lane.members))
+
+
+class _Coder:
+    """What was issued as a small number, equal for operations that may meet."""
+
+    def __init__(self, names: Names) -> None:
+        self._sizes, self._ops = _elements(names), _op_codes(names)
+        self.known = Distinct()
+
+    def wide(self, table: Array) -> Array:
+        """What was issued as one large number."""
+        code = self._ops[table["op"]]
+        elements = np.where(code & 1, 0, self._sizes[table["sizes"]])
+        wide: Array = (code.astype(np.int64) << 48) | (table["dtypes"].astype(np.int64) << 32) | elements
+        return wide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Uses:
+    """Each rank's use of each group, in the order of the blocks: places of ranks, the ends of the sequence numbers,
+    whether the newest operation returned. `longest` is the most operations that a rank has."""
+
+    group: Array
+    owner: Array
+    lowest: Array
+    highest: Array
+    is_done: Array
+    longest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Where a group's matrix lies in the cells of all groups (from `base` on), and which uses fill which of its rows."""
+
+    group: int
+    members: tuple[int, ...]
+    first: int
+    width: int
+    base: int
+    uses: Array
+    places: Array
+    last: Array
+    done: Array
+
+
+def _collectives(run: Run) -> Iterator[tuple[Block, Pairs]]:
+    """All collectives of groups that have a name."""
+    is_named = np.array([group.name != "?" for group in run.groups], bool)
+    for block in blocks(run.ranks):
+        table = block.table
+        if len(table):
+            yield block, pairs_of(block, is_named[table["group"]])
+
+
+def _survey(run: Run, coder: _Coder) -> _Uses:
+    columns: list[tuple[Array, ...]] = []
+    longest = 0
+    for block, pairs in _collectives(run):
+        table = block.table
+        coder.known.add(coder.wide(table)[np.sort(pairs.places)])
+        newest = table[pairs.last]
+        is_done = newest["retired"] | (newest["state"] == COMPLETED)
+        columns.append((pairs.group, pairs.owner, table["seq"][pairs.first], newest["seq"], is_done))
+        longest = max(longest, int(block.lengths.max()) - 1)
+    group, owner, lowest, highest, is_done = (
+        [np.concatenate(parts) for parts in zip(*columns, strict=True)] if columns else [np.zeros(0, np.int64)] * 5
+    )
+    return _Uses(group=group, owner=owner, lowest=lowest, highest=highest, is_done=is_done, longest=longest)
+
+
+def _plans(run: Run, uses: _Uses) -> list[_Plan]:
+    order = np.argsort(uses.group, kind="stable")
+    begins = np.flatnonzero(np.diff(uses.group[order], prepend=-1))
+    ranks = np.fromiter(run.ranks, np.int64, len(run.ranks))
+    plans: list[_Plan] = []
+    base = 0
+    for of_group in np.split(order, begins[1:]) if len(order) else ():
+        plan = _plan(run, uses, of_group, ranks, base)
+        if plan is not None:
+            plans.append(plan)
+            base += len(plan.members) * plan.width
+    return plans
+
+
+def _plan(run: Run, uses: _Uses, of_group: Array, ranks: Array, base: int) -> _Plan | None:
+    group = int(uses.group[of_group[0]])
+    users = ranks[uses.owner[of_group]]
+    members = run.groups[group].members or _users(run, group, users)
+    members = tuple(rank for rank in members if rank in run.ranks)
+    if len(members) < 2:
+        return None
+    places = _places(np.array(members), users)
+    is_member = places >= 0
+    of_members, places = of_group[is_member], places[is_member]
+    highest = int(uses.highest[of_group].max())
+    first = max(int(uses.lowest[of_group].min()), highest - MAX_WINDOW + 1)
+    last, done = np.full(len(members), -1, np.int64), np.ones(len(members), bool)
+    last[places], done[places] = uses.highest[of_members], uses.is_done[of_members]
+    return _Plan(
+        group=group, members=members, first=first, width=highest - first + 1, base=base,
+        uses=of_members, places=places, last=last, done=done,
+    )  # fmt: skip
+
+
+def _places(members: Array, ranks: Array) -> Array:
+    """Where each rank stands among the members; -1 where it is none."""
+    order = np.argsort(members, kind="stable")
+    found = order[np.minimum(np.searchsorted(members, ranks, sorter=order), len(members) - 1)]
+    return np.where(members[found] == ranks, found, -1)
+
+
+def _users(run: Run, group: int, seen: Array) -> tuple[int, ...]:
+    """Members of a group that nobody recorded: the world for the default group, else those who used it."""
+    return tuple(run.ranks) if run.groups[group].description == "default_pg" else tuple(seen.tolist())
+
+
+def _matrices(run: Run, uses: _Uses, plans: Sequence[_Plan], coder: _Coder) -> tuple[Array, Array]:
+    """The rows and signatures of all lanes, one matrix after another, in the narrowest types that hold them."""
+    offset = np.zeros(len(uses.group), np.int64)
+    first = np.full(len(uses.group), 1 << 31, np.int64)  # of a use that is in no lane
+    for plan in plans:
+        first[plan.uses] = plan.first
+        offset[plan.uses] = plan.base + plan.places * plan.width - plan.first
+    num_cells = sum(len(plan.members) * plan.width for plan in plans)
+    rows = np.full(num_cells, -1, _narrowest(uses.longest))
+    signatures = np.full(num_cells, -1, _narrowest(len(coder.known)))
+    at = 0
+    for block, pairs in _collectives(run):
+        use = np.repeat(np.arange(at, at + len(pairs.counts)), pairs.counts)
+        at += len(pairs.counts)
+        is_kept = block.table["seq"][pairs.places] >= first[use]
+        places, use = pairs.places[is_kept], use[is_kept]
+        cells = offset[use] + block.table["seq"][places]
+        rows[cells] = block.row[places]
+        signatures[cells] = coder.known.numbers(coder.wide(block.table)[places])
+    return rows, signatures
+
+
+def _narrowest(highest: int) -> type[np.signedinteger[Any]]:
+    return next(kind for kind in (np.int8, np.int16, np.int32) if highest <= np.iinfo(kind).max)
+
+
+def _lane(run: Run, plan: _Plan, rows: Array, signatures: Array) -> Lane:
+    shape = len(plan.members), plan.width
+    cells = slice(plan.base, plan.base + shape[0] * shape[1])
+    return Lane(
+        group=plan.group,
+        members=plan.members,
+        first_seq=plan.first,
+        row=rows[cells].reshape(shape),
+        signature=signatures[cells].reshape(shape),
+        last=plan.last,
+        done=plan.done,
+        is_silent=np.array([not run.ranks[rank].dumps for rank in plan.members]),
+    )
+
+
+def _op_codes(names: Names) -> Array:
+    """A number per op name; odd where ranks may pass different sizes."""
+    return np.array([2 * i + int(is_uneven(op)) for i, op in enumerate(names.ops)], np.int32)
+
+
+def is_uneven(op: str) -> bool:
+    """Whether members may legally pass different sizes to `op`."""
+    return any(op == word or (word in op and word not in ("gather", "scatter")) for word in UNEVEN)
+
+
+def _elements(names: Names) -> Array:
+    """A number per sizes text that is equal when the numbers of elements are: shapes may differ, their product not."""
+    distinct: dict[tuple[int, ...], int] = {}
+    return np.array([distinct.setdefault(elements_of(text), len(distinct)) for text in names.sizes], np.int64)
+
+
+def elements_of(sizes: str) -> tuple[int, ...]:
+    """
+    >>> elements_of("64x32, 8")
+    (2048, 8)
+    """
+    if not sizes:
+        return ()
+    return tuple(_product(shape) for shape in sizes.split(", "))
+
+
+def _product(shape: str) -> int:
+    total = 1
+    for size in shape.split("x"):
+        total *= int(size)
+    return total
+
+
+def first_disagreement(lane: Lane) -> int | None:
+    """The lowest sequence number at which two members issued different operations."""
+    for start in range(0, lane.signature.shape[1], BLOCK):
+        block = lane.signature[:, start : start + BLOCK]
+        seen = block >= 0
+        largest = block.max(axis=0)  # not seen is -1: never the largest where somebody was
+        smallest = np.where(seen, block, np.iinfo(block.dtype).max).min(axis=0)
+        columns = np.flatnonzero((seen.sum(axis=0) > 1) & (largest != smallest))
+        if len(columns):
+            return lane.first_seq + start + int(columns[0])
+    return None

@@ -1,0 +1,112 @@
+"""What a rank that runs, but waits in no collective, is busy with: told by its stack, its phase, its last log line. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from titan_ckpt.debug.incident.frames import is_library
+from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, StackSnapshot
+
+# What a busy rank is busy with, by words in its frames (function, file), source lines and last log lines.
+_BUSY: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (subtype, re.compile("|".join(words), re.IGNORECASE))
+    for subtype, words in {
+        "checkpoint_io": (
+            "checkpoint", "ckpt", "torch[./]save", "serialization", "safetensors", "state_dict", "distcp", "fsync",
+            r"\bs3\b", "upload", "filesystem",
+        ),
+        "dataloader": (
+            "data_?loader", "dataset", "_fetch", "fetch_", "next_batch", "_next_data", "get_batch", "read_shard",
+            "__next__", "data_pipe", "prefetch", "utils/data/",
+        ),
+        "python_lock": (
+            r"\block\b", r"_lock\b", r"\.acquire\(", "lock_", "mutex", "semaphore", "rlock", "deadlock",
+            "wait_for_tstate_lock", r"\bcondition\b",
+        ),
+        "gc": (r"\bgc\.collect", "garbage"),
+    }.items()
+)  # fmt: skip
+PHASES = {
+    "data": "dataloader",
+    "ckpt_stage": "checkpoint_io",
+    "ckpt_upload": "checkpoint_io",
+    "ckpt_commit": "checkpoint_io",
+}
+
+
+def in_gc(stack: StackSnapshot) -> bool:
+    """Whether the main thread was collecting garbage."""
+    return bool(stack.main and stack.main.state.startswith("Garbage"))
+
+
+def busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[str, Evidence | None]:
+    """Subtype of STUCK_ON_CPU, and what told it: garbage collection, the recorder's phase, the stack, the last log lines."""
+    assert stack.main is not None
+    if in_gc(stack):
+        return "gc", Evidence(text="the main thread is in garbage collection", rank=record.rank, source=stack.source)
+    near = stack.main.frames[:8]
+    inner = next((i for i, frame in enumerate(near) if not is_library(frame)), 0)
+    is_locked = any(f.function in _LOCKED and f.file.endswith("threading.py") for f in near[:inner])
+    if is_locked and not any(f.file.endswith(_HANDED_OVER) for f in near[:inner]):
+        return "python_lock", None
+    called = [frame for frame in near[:inner] if not (is_locked and frame.file.endswith("threading.py"))]
+    for subtype in _words([f"{frame.text} {_neutral(frame.file)} {frame.function}" for frame in called]):
+        return subtype, None
+    for subtype in _words([_spoken(near[inner])]):
+        return subtype, None
+    if record.heartbeat and record.heartbeat.phase in PHASES:
+        text = f"the training loop was in phase {record.heartbeat.phase}"
+        return PHASES[record.heartbeat.phase], Evidence(text=text, rank=record.rank, source=record.heartbeat.source)
+    for subtype in _words(_own_lines(record)[-1:]) + _words([_spoken(frame) for frame in near[inner + 1 : inner + 3]]):
+        return subtype, None
+    return "python_lock" if is_locked else "user_code", None
+
+
+_LOCKED = ("acquire", "wait", "join", "_wait_for_tstate_lock")
+_HANDED_OVER = ("/queue.py", "/futures/_base.py")  # it waits for another thread's work: what for is the question
+_FILE_LOCK = re.compile(r"\bfcntl\.\w+|\bflock\b|\blockf\b|\bLOCK_[A-Z]+|file_?lock", re.IGNORECASE)
+
+
+def _neutral(path: str) -> str:
+    """A library's path without this package's own name, which has "ckpt" in it."""
+    return path.replace("titan_ckpt", "").replace("titan-ckpt", "")
+
+
+def busy_by_log(record: RankRecord) -> str:
+    """What the last line of its log says a rank was busy with; "" if nothing."""
+    return next(iter(_words(_own_lines(record)[-1:])), "")
+
+
+def _spoken(frame: Frame) -> str:
+    return f"{frame.text} {frame.function} {frame.file.rpartition('/')[2]}"
+
+
+def _words(texts: Sequence[str]) -> list[str]:
+    joined = "\n".join(texts)
+    found = [subtype for subtype, words in _BUSY if words.search(joined)]
+    if "python_lock" in found and _FILE_LOCK.search(joined):  # which another process holds, no thread
+        found.remove("python_lock")
+    return found
+
+
+_RECORDER_TALK = re.compile(r"flight recorder|SIGTERM|monitor:|dump|WorkerServer", re.IGNORECASE)
+
+
+def has_recorder_talk(record: RankRecord) -> bool:
+    """Whether a monitor or signal handler of the process wrote to its log: it ran on."""
+    lines = record.log.tail if record.log else ()
+    return any(_RECORDER_TALK.search(line) and "Server listening" not in line for line in lines)  # that is its start
+
+
+def _own_lines(record: RankRecord) -> list[str]:
+    """The last log lines that are the program's, not a monitor's."""
+    return [line for line in (record.log.tail if record.log else ()) if not _RECORDER_TALK.search(line)]
+
+
+def last_words(record: RankRecord) -> tuple[Evidence, ...]:
+    """The last line that the program itself logged."""
+    lines = _own_lines(record)
+    if not lines or record.log is None:
+        return ()
+    return (Evidence(text=f"last log line: {lines[-1].strip()[:160]}", rank=record.rank, source=record.log.source),)

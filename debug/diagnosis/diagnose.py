@@ -1,0 +1,240 @@
+"""All detectors in order, and the ranking of what they say. Pure: a Run in, verdicts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from signal import SIGABRT
+
+from titan_ckpt.debug.diagnosis.align import Lane, lanes
+from titan_ckpt.debug.diagnosis.awaited_rank import stopped_ticking, verdict_of
+from titan_ckpt.debug.diagnosis.deadlock import deadlock
+from titan_ckpt.debug.diagnosis.group_conflicts import group_conflicts
+from titan_ckpt.debug.diagnosis.group_creation import initialisation
+from titan_ckpt.debug.diagnosis.mismatch import mismatch
+from titan_ckpt.debug.diagnosis.no_culprit import healthy, looks_well, undecided, went_on
+from titan_ckpt.debug.diagnosis.rank_state import (
+    DEAD,
+    FROZEN,
+    GIL_HELD,
+    IN_COLLECTIVE,
+    IN_P2P,
+    ON_CPU,
+    SILENT,
+    UNKNOWN,
+    Situation,
+    has_other_death,
+    is_absent,
+    own_exception,
+    saw_peers_close,
+    saw_timeouts,
+    signal_of,
+    situations,
+)
+from titan_ckpt.debug.diagnosis.stragglers import straggler
+from titan_ckpt.debug.diagnosis.transport import transport
+from titan_ckpt.debug.diagnosis.wait_graph import Edge, roots, wait_edges
+from titan_ckpt.debug.diagnosis.without_dumps import by_witnesses, sizes_in_logs
+from titan_ckpt.debug.incident.gc_off import no_gc
+from titan_ckpt.debug.incident.records import Evidence, Run, Verdict, step_of
+
+MAX_VERDICTS = 8
+STALL = "stall"  # why a recorder dumped
+SILENCE_S = 10.0
+
+
+def diagnose(run: Run) -> list[Verdict]:
+    """What happened, most likely first; never empty. HEALTHY and INSUFFICIENT_DATA are verdicts too."""
+    with no_gc():
+        return _diagnose(run)
+
+
+def _diagnose(run: Run) -> list[Verdict]:
+    states = situations(run)
+    found_lanes = lanes(run)
+    edges = wait_edges(run, found_lanes, states)
+    found = [*_faults(run, found_lanes, edges, states)]
+    if not found and found_lanes and not went_on(run):
+        found = [*by_witnesses(run, states)] or [*_fell_silent(run, edges, states)]
+    if not found:
+        is_well = went_on(run) or looks_well(run, found_lanes, edges, states)
+        found = [healthy(run, found_lanes, went_on(run)) if is_well else undecided(run, edges, states)]
+    ranked = _ranked(_merged(run, found))
+    return [_with_step(run, verdict) for verdict in ranked[:MAX_VERDICTS]]
+
+
+def _faults(
+    run: Run, found_lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]
+) -> Iterable[Verdict]:
+    progressed = went_on(run)
+    yield from initialisation(run, states)
+    mismatches = [found for lane in found_lanes if (found := mismatch(run, lane)) is not None]
+    yield from (_unless_died_before(run, found) for found in mismatches)
+    slow = straggler(run, found_lanes, is_over=progressed or all(state.kind == ON_CPU for state in states.values()))
+    ends = roots(edges)
+    if slow is not None:
+        is_other = bool(edges) and not progressed and slow.culprits[0] not in ends.sinks
+        yield replace(slow, confidence=slow.confidence * 0.5) if is_other else slow
+    if progressed:
+        return
+    if edges:
+        yield from group_conflicts(run)
+    unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
+    named = [root for root in ends.sinks if root not in unseen or _is_known_gone(run, unseen)]
+    yield from _without_reason([verdict_of(run, root, edges, states) for root in named], states)
+    for cycle in ends.cycles:
+        yield deadlock(run, cycle, edges, states)
+    yield from transport(run, found_lanes)
+    if not found_lanes:
+        yield from by_witnesses(run, states)
+    elif not mismatches:
+        yield from sizes_in_logs(run)
+    if run.ranks and all(state.kind == IN_P2P for state in states.values()) and not ends.cycles:
+        yield _everybody_in_p2p(states)
+    waited_for = set(ends.sinks)
+    for rank, state in states.items():
+        if state.kind in (DEAD, FROZEN, GIL_HELD) and rank not in waited_for:
+            yield verdict_of(run, rank, edges, states)
+
+
+def _without_reason(found: Sequence[Verdict], states: Mapping[int, Situation]) -> Iterator[Verdict]:
+    """Ranks that are only known not to have come are named together, and not at all where they are as many as those who wait
+    for them: then it is as likely that those went too far."""
+    unclear = [v for v in found if v.culprits and states[v.culprits[0]].kind in (UNKNOWN, SILENT) and not v.subtype]
+    yield from (verdict for verdict in found if verdict not in unclear)
+    culprits = tuple(sorted(rank for verdict in unclear for rank in verdict.culprits))
+    victims = tuple(sorted({rank for verdict in unclear for rank in verdict.victims} - set(culprits)))
+    if len(unclear) == 1:
+        yield unclear[0]
+    elif unclear and len(culprits) < len(victims):
+        first = max(unclear, key=lambda verdict: verdict.confidence)
+        yield replace(
+            first, culprits=culprits, victims=victims, confidence=first.confidence * 0.9,
+            headline=f"{first.headline}; the same is true of ranks {', '.join(map(str, culprits[:8]))}",
+            evidence=tuple(item for verdict in unclear[:4] for item in verdict.evidence[:2]),
+        )  # fmt: skip
+
+
+def _is_known_gone(run: Run, unseen: Sequence[int]) -> bool:
+    """Whether connections that closed tell that the one rank of which nothing was collected ended."""
+    ended = run.ranks[unseen[0]].exit if unseen else None
+    if ended is not None and ended.code in (-SIGABRT, 128 + SIGABRT):
+        return False
+    return (
+        len(unseen) == 1
+        and bool(saw_peers_close(run))
+        and not saw_timeouts(run)
+        and not has_other_death(run, unseen[0])
+    )
+
+
+def _fell_silent(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Iterator[Verdict]:
+    """Ranks that had joined the operation in which all wait, whose recorder ticked no more while the others' found the stall."""
+    has_stall = any(dump.reason == STALL for record in run.ranks.values() for dump in record.dumps)
+    waiting = tuple(rank for rank, state in states.items() if state.kind in (IN_COLLECTIVE, IN_P2P))
+    if not has_stall or not waiting:
+        return
+    for rank, state in states.items():
+        beat, silence_s = run.ranks[rank].heartbeat, stopped_ticking(run, rank)
+        if state.kind == UNKNOWN and beat is not None and silence_s > SILENCE_S:
+            text = f"its recorder last ticked {silence_s:.0f} s before the others'"
+            silent = replace(state, kind=SILENT, evidence=(Evidence(text=text, rank=rank, source=beat.source),))
+            yield replace(verdict_of(run, rank, edges, {**states, rank: silent}), victims=waiting)
+
+
+def _everybody_in_p2p(states: Mapping[int, Situation]) -> Verdict:
+    """All ranks sit in send or recv and nobody recorded with whom (gloo does not)."""
+    ranks = tuple(states)
+    return Verdict(
+        verdict="P2P_CYCLE",
+        culprits=ranks,
+        confidence=0.7,
+        headline="every rank waits in a send or recv at the same time: a P2P cycle",
+        evidence=tuple(item for rank in ranks[:4] for item in states[rank].evidence[:1]),
+        next_steps=(
+            "reverse the order on every second rank, or use batch_isend_irecv",
+            "with our recorder's black boxes the pairs would be known",
+        ),
+    )
+
+
+def _unless_died_before(run: Run, verdict: Verdict) -> Verdict:
+    """A rank that raised an exception of its own before it deviated deviated because of that (its clean-up did)."""
+    for rank in verdict.culprits:
+        error = own_exception(run.ranks[rank])
+        if error is not None and len(verdict.culprits) == 1:
+            return replace(verdict, confidence=verdict.confidence * 0.8)
+    return verdict
+
+
+def _merged(run: Run, found: Sequence[Verdict]) -> list[Verdict]:
+    """Ranks that all raised at the same line, or that the same signal killed at about the same time: one verdict."""
+    kept: dict[object, Verdict] = {}
+    first_s = min((ended for v in found if (ended := _killed_at(run, v)) is not None), default=0.0)
+    for number, verdict in enumerate(found):
+        key = _cause(run, verdict, first_s) or number
+        if key not in kept:
+            kept[key] = verdict
+            continue
+        culprits = tuple(sorted({*kept[key].culprits, *verdict.culprits}))
+        headline = verdict.headline.partition(" died: it ")[2].removeprefix("was ")
+        kept[key] = replace(
+            kept[key],
+            culprits=culprits,
+            victims=tuple(rank for rank in kept[key].victims if rank not in culprits),
+            evidence=(*kept[key].evidence[:4], *verdict.evidence[:1]),
+            headline=f"{len(culprits)} ranks ({', '.join(map(str, culprits[:8]))}) died: "
+            + (f"they were {headline}" if verdict.subtype == "signal" else f"they {headline}"),
+        )
+    return list(kept.values())
+
+
+TOGETHER_S = 2.0
+
+
+def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
+    """What verdicts of one cause share; None where a verdict stands for itself."""
+    first = verdict.evidence[0] if verdict.evidence else None
+    if verdict.subtype == "python_exception" and first is not None and first.file:
+        return first.file, first.line
+    ended_s = _killed_at(run, verdict)
+    if ended_s is not None and ended_s - first_s <= TOGETHER_S:
+        return verdict.headline.partition(" died: ")[2]
+    return None
+
+
+def _killed_at(run: Run, verdict: Verdict) -> float | None:
+    """When a signal killed the one culprit, where a launcher noted it."""
+    if (verdict.verdict, verdict.subtype) != ("RANK_DIED", "signal") or len(verdict.culprits) != 1:
+        return None
+    ended = run.ranks[verdict.culprits[0]].exit
+    return ended.time_s if ended is not None and signal_of(ended.code) else None
+
+
+def _ranked(found: Iterable[Verdict]) -> list[Verdict]:
+    """By confidence; a verdict whose culprits an earlier one already explains as victims steps back."""
+    ordered = sorted(found, key=lambda v: -v.confidence * _WEIGHT.get(v.verdict, 1.0))
+    if not ordered:
+        return ordered
+    top = ordered[0]
+    explained = set(top.victims)
+    rest = [
+        replace(v, confidence=v.confidence * 0.5) if v.culprits and set(v.culprits) <= explained else v
+        for v in ordered[1:]
+    ]
+    return [top, *sorted(rest, key=lambda v: -v.confidence)]
+
+
+# A cause goes before what follows from it: operations that do not match end in dead and waiting ranks.
+_WEIGHT = {
+    "SKIPPED_COLLECTIVE": 1.4, "ORDER_MISMATCH": 1.4, "OP_MISMATCH": 1.4, "SIZE_MISMATCH": 1.4, "DTYPE_MISMATCH": 1.4,
+    "CALLSITE_DIVERGENCE": 1.4, "P2P_SIZE_MISMATCH": 1.4, "PG_INIT_HANG": 1.3, "WRONG_GROUP": 1.4, "WAIT_CHAIN": 0.5,
+    "PG_CONFIG_CONFLICT": 1.4,
+}  # fmt: skip
+
+
+def _with_step(run: Run, verdict: Verdict) -> Verdict:
+    if verdict.step is not None:
+        return verdict
+    ranks = verdict.culprits or tuple(run.ranks)[:1]
+    return replace(verdict, step=step_of(run, ranks[0]) if ranks else None)

@@ -1,0 +1,79 @@
+"""A verdict for a tired person: what, where, why, what to do, in about twenty lines; and the same as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
+
+WIDTH = 100
+MAX_EVIDENCE = 6
+MAX_OTHERS = 3
+
+
+def report(run: Run, verdicts: Sequence[Verdict]) -> str:
+    """The top verdict in full, the others in a line each."""
+    top = verdicts[0]
+    name = f"{top.verdict} ({top.subtype})" if top.subtype else top.verdict
+    lines = [f"{name}: {_wrapped(top.headline, len(name) + 2)}", *_facts(run, top), ""]
+    if top.evidence:
+        lines += ["why:", *(_evidence(item) for item in top.evidence[:MAX_EVIDENCE])]
+    if top.chain:
+        lines.append(_chain(top))
+    if top.next_steps:
+        lines += ["what to do:", *(f"  {i}. {_wrapped(step, 5)}" for i, step in enumerate(top.next_steps, 1))]
+    for other in verdicts[1 : 1 + MAX_OTHERS]:
+        lines.append(f"less likely ({other.confidence:.0%}): {other.verdict}: {_wrapped(other.headline, 2)}")
+    lines += [f"note: {flag.flag}: {flag.text}{_ranks(flag.ranks)}" for flag in run.flags[:4]]
+    if len(run.flags) > 4:
+        lines.append(f"note: {len(run.flags) - 4} more flags; see --json")
+    return "\n".join(lines) + "\n"
+
+
+def _facts(run: Run, top: Verdict) -> list[str]:
+    facts = [f"confidence {top.confidence:.0%}", f"{run.world_size} ranks"]
+    if top.step is not None:
+        facts.append(f"step {top.step}")
+    if run.incident:
+        facts.append(
+            f"incident {run.incident}" + (f" (newest of {len(run.incidents)})" if len(run.incidents) > 1 else "")
+        )
+    return ["  " + " · ".join(facts)]
+
+
+def _evidence(item: Evidence) -> str:
+    rank = f"rank {item.rank}: " if item.rank is not None else ""
+    place = f" at {item.file}:{item.line}" if item.file and f"{item.file}:{item.line}" not in item.text else ""
+    source = f"  [{item.source}]" if item.source else ""
+    return f"  - {_wrapped(rank + item.text + place + source, 4)}"
+
+
+def _chain(top: Verdict) -> str:
+    pairs = [f"{waiter} -> {awaited}" for waiter, awaited in top.chain[:8]]
+    more = f", and {len(top.chain) - 8} more" if len(top.chain) > 8 else ""
+    return f"who waits for whom: {', '.join(pairs)}{more}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return ""
+    return f" (ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
+
+
+def _wrapped(text: str, indent: int) -> str:
+    return f"\n{' ' * min(indent, 4)}".join(textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
+
+
+def as_json(run: Run, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """The interface for other programs; `docs/hangs.md` describes it."""
+    return {
+        "version": 1,
+        "url": run.url,
+        "incident": run.incident,
+        "world_size": run.world_size,
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "flags": [asdict(flag) for flag in run.flags],
+    }

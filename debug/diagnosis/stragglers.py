@@ -1,0 +1,90 @@
+"""Who is always late: stragglers, from the times at which the ranks issued the same collectives. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.incident.operation_table import column
+from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
+
+LEAST_TIMES = 5
+MOST_COLUMNS = 512
+LEAST_LAG_NS = 50_000_000
+LEAST_SHARE = 0.2
+# Of all waiting, what must be for one rank: so much, or half where chance would hardly make it last so often. (A busy host
+# holds any rank up now and then, seldom and long.)
+MOST_OF_IT, HALF_OF_IT, CHANCE = 0.7, 0.5, 0.02
+MOST_SHARE = 1.0  # nobody can keep the others waiting for longer than it all took: that is a clock that is wrong
+
+
+def straggler(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict | None:
+    """STRAGGLER when one rank came last again and again and the others' waiting for it is a large part of the time.
+
+    Compared per collective with the second-last rank, so that the clocks of hosts matter little next to the lags that count.
+    """
+    for lane in lanes:
+        found = _slowest(run, lane)
+        if found is not None:
+            rank, lag_ns, times, share = found
+            return _verdict(run, lane, rank, lag_ns, times, share, is_over)
+    return None
+
+
+def _slowest(run: Run, lane: Lane) -> tuple[int, int, int, float] | None:
+    heard = np.flatnonzero(~lane.is_silent)
+    complete = np.flatnonzero((lane.row[heard] >= 0).all(axis=0))[-MOST_COLUMNS:]
+    if len(complete) < LEAST_TIMES or len(heard) < 2:
+        return None
+    created = column(run.ranks, "created_ns", [lane.members[i] for i in heard.tolist()], lane.row[heard][:, complete])
+    if (created <= 0).any():
+        return None
+    ordered = np.partition(created, -2, axis=0)
+    lag = ordered[-1] - ordered[-2]
+    last = created.argmax(axis=0)
+    span = int(ordered[-1].max() - created.min())
+    totals = np.bincount(last, weights=np.maximum(lag, 0), minlength=len(heard))
+    i = int(totals.argmax())
+    late = lag >= LEAST_LAG_NS
+    mine = lag[(last == i) & late]
+    share = float(mine.sum()) / max(span, 1)
+    is_chance = len(heard) * _chance(len(mine), int(late.sum()), len(heard)) > CHANCE
+    part = totals[i] / max(totals.sum(), 1)
+    if (
+        len(mine) < LEAST_TIMES
+        or not LEAST_SHARE <= share <= MOST_SHARE
+        or part < (MOST_OF_IT if is_chance else HALF_OF_IT)
+    ):
+        return None
+    return lane.members[int(heard[i])], int(np.median(mine)), len(mine), share
+
+
+def _chance(times: int, of: int, ranks: int) -> float:
+    """How likely one given rank is the last of equals at least so often: the binomial distribution's tail."""
+    tail: int = sum(math.comb(of, n) * (ranks - 1) ** (of - n) for n in range(times, of + 1))
+    whole: int = ranks**of
+    return tail / whole
+
+
+def _verdict(run: Run, lane: Lane, rank: int, lag_ns: int, times: int, share: float, is_over: bool) -> Verdict:
+    group = run.groups[lane.group]
+    return Verdict(
+        verdict="STRAGGLER",
+        culprits=(rank,),
+        victims=tuple(other for other in lane.members if other != rank),
+        group=str(group),
+        confidence=0.9 if is_over else 0.45 + 0.4 * min(share, 1.0) * (share > 0.6),
+        headline=f"rank {rank} is a straggler: it came last to {times} collectives of group {group}, by {lag_ns / 1e6:.0f} ms "
+        f"(median); the others spent {share:.0%} of the time waiting for it",
+        evidence=(
+            Evidence(text=f"late by {lag_ns / 1e6:.0f} ms at {times} collectives", rank=rank, source="flight recorder"),
+        ),
+        chain=tuple((other, rank) for other in lane.members if other != rank),
+        next_steps=(
+            "compare that rank's data loading, CPU load, clocks and thermals with a healthy host's",
+            "profile one step of that rank and of another",
+        ),
+    )

@@ -1,0 +1,238 @@
+"""Who waits for whom: edges from collectives, P2P and the store; sinks are root causes, cycles are deadlocks. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.diagnosis.rank_state import (
+    DEAD,
+    FINISHED,
+    FROZEN,
+    GIL_HELD,
+    IN_COLLECTIVE,
+    IN_P2P,
+    ON_CPU,
+    Situation,
+)
+from titan_ckpt.debug.incident.operation_table import blocks
+from titan_ckpt.debug.incident.records import COMPLETED, RECV, SEND, Array, Run
+
+MAX_AWAITED = 32  # laggards kept per waiting rank: the furthest behind are the ones that matter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """`waiter` cannot go on before `awaited` does something in `group` (a position, -1 unknown)."""
+
+    waiter: int
+    awaited: int
+    group: int
+    seq: int
+    is_p2p: bool = False
+    is_inferred: bool = False
+
+
+def wait_edges(run: Run, lanes: Iterable[Lane], states: Mapping[int, Situation]) -> list[Edge]:
+    """Every wait that the evidence shows."""
+    edges = [edge for lane in lanes for edge in _collective_edges(lane, states)]
+    edges += _p2p_edges(run, states)
+    waiting = {edge.waiter for edge in edges}
+    edges += [edge for edge in _unknown_peers(run, states) if edge.waiter not in waiting]
+    return edges
+
+
+def _collective_edges(lane: Lane, states: Mapping[int, Situation]) -> list[Edge]:
+    """Members with a pending newest operation wait for the members that have not issued it."""
+    newest = int(lane.last.max())
+    edges = []
+    behind: dict[int, list[int]] = {}
+    for rank, seq, done in zip(lane.members, lane.last.tolist(), lane.done.tolist(), strict=True):
+        state = states[rank]
+        if seq < 0 or not can_wait(state) or (done and state.kind != IN_COLLECTIVE):
+            continue
+        if seq < newest and done:
+            continue  # this group is not where it waits
+        if seq not in behind:
+            behind[seq] = _behind(lane, seq)
+        edges += [Edge(waiter=rank, awaited=other, group=lane.group, seq=seq) for other in behind[seq]]
+    return edges
+
+
+def _behind(lane: Lane, seq: int) -> list[int]:
+    """The members that have not issued `seq`; the furthest behind where they are many."""
+    behind = np.flatnonzero(lane.last < seq)
+    if len(behind) > MAX_AWAITED:
+        behind = behind[np.argsort(lane.last[behind], kind="stable")[:MAX_AWAITED]]
+    return [lane.members[i] for i in behind.tolist()]
+
+
+def can_wait(state: Situation) -> bool:
+    """Whether a rank with a pending operation may be waiting for it. A stack that ends in user code may be at
+    `work.wait()`, which leaves no frame of its own; the source line tells, where it was saved."""
+    if state.kind in (DEAD, FROZEN, GIL_HELD, FINISHED):
+        return False
+    if state.kind != ON_CPU:
+        return True
+    text = state.frame.text if state.frame else ""
+    return "wait" in text if text else state.detail == "user_code"
+
+
+def _p2p_edges(run: Run, states: Mapping[int, Situation]) -> list[Edge]:
+    """Pending sends and receives whose other half the peer has not issued."""
+    newest: dict[_Half, int] = {}
+    pending: dict[_Half, int] = {}
+    ranks = np.fromiter(run.ranks, np.int64, len(run.ranks))
+    for block in blocks(run.ranks):
+        places = np.flatnonzero(block.table["p2p"])
+        if not len(places):
+            continue
+        table, owner = block.table[places], ranks[block.owner[places]]
+        columns = [owner, *(table[name] for name in ("p2p", "peer", "group", "seq")), _is_pending(table)]
+        for *half, seq, is_open in zip(*(column.tolist() for column in columns), strict=True):
+            key = (half[0], half[1], half[2], half[3])
+            newest[key] = max(seq, newest.get(key, seq))
+            if is_open:
+                pending[key] = min(seq, pending.get(key, seq))
+    return [
+        Edge(waiter=rank, awaited=peer, group=group, seq=seq, is_p2p=True)
+        for (rank, direction, peer, group), seq in pending.items()
+        if peer in run.ranks and can_wait(states[rank])
+        and not _is_issued((peer, RECV if direction == SEND else SEND, rank, group), seq, newest, pending)
+    ]  # fmt: skip
+
+
+_Half: TypeAlias = tuple[int, int, int, int]  # rank, direction, peer, group
+
+
+def _is_issued(other: _Half, seq: int, newest: Mapping[_Half, int], pending: Mapping[_Half, int]) -> bool:
+    """Whether message `seq` of a pair is among the other side's; where a full ring has lost the numbers, whether one of its
+    halves is pending too."""
+    if seq > 0 and newest.get(other, 0) >= 0:
+        return newest.get(other, 0) >= seq
+    return other in pending
+
+
+def pending_p2p(run: Run, rank: int) -> list[int]:
+    """Rows of sends and receives that have not returned, newest last."""
+    rows: list[int] = np.flatnonzero(_is_pending(run.ranks[rank].operations)).tolist()
+    return rows
+
+
+def _is_pending(table: Array) -> Array:
+    pending: Array = (table["p2p"] != 0) & ~table["retired"] & (table["state"] != COMPLETED) & (table["peer"] >= 0)
+    return pending
+
+
+def _unknown_peers(run: Run, states: Mapping[int, Situation]) -> list[Edge]:
+    """A rank inside send or recv whose peer nobody recorded (gloo's dumps never do): in a pipeline it is the rank with the
+    same place in another group of the same size, if only one such rank is not itself in P2P."""
+    edges = []
+    blocked = [rank for rank, state in states.items() if state.kind == IN_P2P]
+    for rank in blocked:
+        if pending_p2p(run, rank):
+            continue
+        peers = [peer for peer in _same_place(run, rank) if states[peer].kind != IN_P2P]
+        if len(peers) == 1:
+            edges.append(Edge(waiter=rank, awaited=peers[0], group=-1, seq=-1, is_p2p=True, is_inferred=True))
+    return edges
+
+
+def _same_place(run: Run, rank: int) -> list[int]:
+    groups = [run.members(position) for position in range(len(run.groups))]
+    mine = [members for members in groups if rank in members and 1 < len(members) < run.world_size]
+    return sorted(
+        {
+            other[members.index(rank)]
+            for members in mine
+            for other in groups
+            if len(other) == len(members) and not set(other) & set(members)
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roots:
+    """`sinks`: awaited ranks that wait for nobody. `cycles`: sets of ranks that wait for each other and nobody else."""
+
+    sinks: tuple[int, ...]
+    cycles: tuple[tuple[int, ...], ...]
+
+
+def roots(edges: Iterable[Edge]) -> Roots:
+    """The ends of all waiting, found as strongly connected components without a way out (Tarjan, iterative)."""
+    successors: dict[int, set[int]] = defaultdict(set)
+    nodes: set[int] = set()
+    for edge in edges:
+        successors[edge.waiter].add(edge.awaited)
+        nodes |= {edge.waiter, edge.awaited}
+    sinks, cycles = [], []
+    for component in _components(nodes, successors):
+        leaves = {target for node in component for target in successors[node]} - component
+        if leaves:
+            continue
+        if len(component) == 1:
+            sinks.append(next(iter(component)))
+        else:
+            cycles.append(tuple(sorted(component)))
+    return Roots(sinks=tuple(sorted(sinks)), cycles=tuple(sorted(cycles)))
+
+
+def _components(nodes: Iterable[int], successors: Mapping[int, set[int]]) -> list[set[int]]:
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    on_stack: set[int] = set()
+    found: list[set[int]] = []
+    for start in sorted(nodes):
+        if start in index:
+            continue
+        work = [(start, iter(sorted(successors.get(start, ()))))]
+        index[start] = low[start] = len(index)
+        stack.append(start)
+        on_stack.add(start)
+        while work:
+            node, targets = work[-1]
+            for target in targets:
+                if target not in index:
+                    index[target] = low[target] = len(index)
+                    stack.append(target)
+                    on_stack.add(target)
+                    work.append((target, iter(sorted(successors.get(target, ())))))
+                    break
+                if target in on_stack:
+                    low[node] = min(low[node], index[target])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    component: set[int] = set()
+                    while node not in component:
+                        component.add(stack.pop())
+                    on_stack -= component
+                    found.append(component)
+    return found
+
+
+def shortest_chain(edges: Iterable[Edge], root: int, limit: int = 64) -> tuple[tuple[int, int], ...]:
+    """(waiter, awaited) pairs that lead to `root`, nearest first: one edge per waiting rank."""
+    waiters: dict[int, list[int]] = defaultdict(list)
+    for edge in edges:
+        waiters[edge.awaited].append(edge.waiter)
+    chain: list[tuple[int, int]] = []
+    seen, frontier = {root}, [root]
+    while frontier and len(chain) < limit:
+        following = []
+        for rank in frontier:
+            for waiter in sorted(set(waiters[rank]) - seen):
+                chain.append((waiter, rank))
+                seen.add(waiter)
+                following.append(waiter)
+        frontier = following
+    return tuple(chain)

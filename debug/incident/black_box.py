@@ -1,0 +1,94 @@
+"""The black box: a file of fixed layout that a rank maps into memory and writes with every operation.
+
+It survives SIGKILL, because the pages belong to the kernel. Layout: a header, a ring of records, then text (JSON lines)
+that the records' small integers point into. `debug.record.hooks` writes it, `debug.read.black_boxes` reads it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from titan_ckpt.debug.incident.records import Heartbeat
+
+MAGIC = b"TTNBOX01"
+HEADER_BYTES = 512
+TEXT_BYTES = 256 << 10
+CAPACITY = 4096
+
+# magic, rank, world size, pid, capacity, operations so far (as of the last tick), start
+HEADER = struct.Struct("<8s4IQq")
+COUNT_AT = 24
+COUNT = struct.Struct("<Q")
+# step, phase, time of the phase, last tick of the watching thread, stopped: from byte 128, so that they share a cache line
+HEARTBEAT = struct.Struct("<qqqqq")
+HEARTBEAT_AT, TEXT_USED_AT = 128, 192
+TEXT_USED = struct.Struct("<q")
+# Then 16 bytes that are equal where the texts are, so that readers of thousands of boxes read each text once; 0: not known
+TEXT_DIGEST_AT, TEXT_END = 200, 216
+
+# created, ended, elements, seq, site, peer, group, op, dtype, p2p, outcome, number (from 1, modulo 2**32)
+RECORD = struct.Struct("<qqqiiihhhbbI")
+# The same in fewer parts: created, ended, elements, seq, site, (peer, group, op), (dtype, p2p, outcome), number
+BEGIN = struct.Struct("<qqqiiQII")
+ENDED_AT, OUTCOME_AT = 8, 43
+ENDED = struct.Struct("<q")
+# RUNNING with an end is RETURNED: so a call that returns writes one number, not two
+RUNNING, RETURNED, RAISED = 0, 1, 2
+RECORD_DTYPE = np.dtype(
+    {
+        "names": ["created", "ended", "elements", "seq", "site", "peer", "group", "op", "dtype", "p2p", "outcome", "number"],
+        "formats": ["<i8", "<i8", "<i8", "<i4", "<i4", "<i4", "<i2", "<i2", "<i2", "i1", "i1", "<u4"],
+        "itemsize": RECORD.size,
+    }
+)  # fmt: skip
+
+PHASES = (
+    "", "init", "data", "forward", "backward", "optimizer", "ckpt_stage", "ckpt_upload", "ckpt_commit",
+    "forward_backward", "validation", "other",
+)  # fmt: skip
+
+
+def file_size(capacity: int) -> int:
+    """Bytes of a box with room for `capacity` operations."""
+    return HEADER_BYTES + capacity * RECORD.size + TEXT_BYTES
+
+
+def read_heartbeat(data: bytes, source: str) -> Heartbeat:
+    """The heartbeat from the first HEADER_BYTES of a box."""
+    step, phase, phase_ns, alive_ns, stopped = HEARTBEAT.unpack_from(data, HEARTBEAT_AT)
+    name = PHASES[phase] if 0 <= phase < len(PHASES) else ""
+    return Heartbeat(
+        step=step, phase=name, phase_ns=phase_ns, alive_ns=alive_ns, source=source, is_stopped=bool(stopped)
+    )
+
+
+MAX_MEMBERS = 1 << 20
+
+
+def pack_members(members: Sequence[int]) -> list[int] | dict[str, int]:
+    """Ranks in equal steps, as those of a mesh are, in three numbers: 16,384 spelled out would fill half of the text.
+
+    >>> pack_members([1, 3, 5, 7])
+    {'from': 1, 'to': 7, 'by': 2}
+    """
+    if len(members) < 3:
+        return list(members)
+    steps = range(members[0], members[-1] + 1, members[1] - members[0]) if members[1] > members[0] else range(0)
+    if len(steps) != len(members) or any(a != b for a, b in zip(steps, members, strict=True)):
+        return list(members)
+    return {"from": steps.start, "to": members[-1], "by": steps.step}
+
+
+def unpack_members(packed: Any) -> tuple[int, ...]:
+    """What `pack_members` packed; () for anything else."""
+    if isinstance(packed, list):
+        return tuple(rank for rank in packed if isinstance(rank, int))
+    if not isinstance(packed, dict) or not all(isinstance(packed.get(key), int) for key in ("from", "to", "by")):
+        return ()
+    if packed["by"] < 1 or not 0 <= packed["from"] <= packed["to"] < MAX_MEMBERS:
+        return ()
+    return tuple(range(packed["from"], packed["to"] + 1, packed["by"]))

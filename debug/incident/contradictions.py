@@ -1,0 +1,176 @@
+"""Where the ranks' own records contradict each other: members of groups, the moments of dumps, clocks. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan_ckpt.debug.incident.operation_table import blocks, pairs_of
+from titan_ckpt.debug.incident.records import COMPLETED, Array, Flag, Run
+
+# Nobody leaves these before everybody has entered them.
+MEETINGS = ("all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
+DUMP_SKEW_S = 120.0
+CLOCK_SKEW_NS = 1_000_000_000
+LEAST_COMMON = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """One name for groups of different members: which ranks use which list, and the ranks that two lists share."""
+
+    name: str
+    users: Mapping[tuple[int, ...], tuple[int, ...]]
+    shared: tuple[int, ...]
+
+
+def conflicts(run: Run) -> list[Conflict]:
+    """Groups of one name whose member lists overlap without being equal."""
+    by_name: defaultdict[str, list[int]] = defaultdict(list)
+    for position, group in enumerate(run.groups):
+        if group.members:
+            by_name[group.name].append(position)
+    several = {name: positions for name, positions in by_name.items() if len(positions) > 1}
+    return [found for name, positions in several.items() if (found := _conflict(run, name, positions)) is not None]
+
+
+def _conflict(run: Run, name: str, positions: list[int]) -> Conflict | None:
+    lists = {run.groups[position].members for position in positions}
+    counts = Counter(rank for members in lists for rank in members)
+    shared = tuple(sorted(rank for rank, count in counts.items() if count > 1))
+    if not shared:
+        return None
+    users: dict[tuple[int, ...], tuple[int, ...]] = dict.fromkeys(sorted(lists), ())
+    for position in positions:
+        members = run.groups[position].members
+        using = (r for r, record in run.ranks.items() if bool((record.operations["group"] == position).any()))
+        users[members] = tuple(sorted({*users[members], *using}))
+    return Conflict(name=name, users=users, shared=shared)
+
+
+def rank_list(ranks: tuple[int, ...]) -> str:
+    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {text}"
+
+
+def flags(run: Run) -> Iterator[Flag]:
+    """PG_CONFIG_CONFLICT, DUMP_SKEW and CLOCK_SKEW."""
+    for conflict in conflicts(run):
+        text = f"ranks disagree about who belongs to group {conflict.name}: it is treated as several groups"
+        yield Flag(flag="PG_CONFIG_CONFLICT", ranks=conflict.shared, text=text)
+    behind = _dumped_too_early(run)
+    if behind:
+        text = "dumped before the others finished what they then finished together: they may have issued more since"
+        yield Flag(flag="DUMP_SKEW", ranks=behind, text=text)
+    elif (spread_s := _spread_of_dumps(run)) > DUMP_SKEW_S:
+        text = f"the ranks' dumps were written up to {spread_s:.0f} s apart: earlier ones may lack later operations"
+        yield Flag(flag="DUMP_SKEW", text=text)
+    skewed = _other_clocks(run)
+    if skewed:
+        text = "their clocks differ from the others' by more than all that was recorded took: times are not compared"
+        yield Flag(flag="CLOCK_SKEW", ranks=skewed, text=text)
+
+
+def _spread_of_dumps(run: Run) -> float:
+    """Seconds between the first and the last rank's newest dump."""
+    newest = [
+        max(times)
+        for record in run.ranks.values()
+        if (times := [d.time_s for d in record.dumps if d.kind == "flight_recorder" and d.time_s])
+    ]
+    return max(newest) - min(newest) if len(newest) > 1 else 0.0
+
+
+def _dumped_too_early(run: Run) -> tuple[int, ...]:
+    """Ranks whose dump lacks a collective that a peer's dump says all of them completed."""
+    meetings = np.array([name in MEETINGS for name in run.names.ops], bool)
+    newest: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    finished: defaultdict[int, int] = defaultdict(lambda: -1)
+    for rank, record in run.ranks.items():
+        if any(dump.kind == "flight_recorder" for dump in record.dumps):
+            _note_ends(record.operations, rank, meetings, newest, finished)
+    return tuple(
+        sorted({rank for group, ends in newest.items() for rank, end in ends.items() if end < finished[group]})
+    )
+
+
+def _note_ends(
+    table: Array, rank: int, meetings: Array, newest: dict[int, dict[int, int]], finished: dict[int, int]
+) -> None:
+    collectives = table[table["p2p"] == 0]
+    # a black box says `completed` of calls that returned; only a dump knows when the device started
+    done = meetings[collectives["op"]] & (collectives["state"] == COMPLETED) & (collectives["started_ns"] > 0)
+    for group in np.unique(collectives["group"]).tolist():
+        of_group = collectives["group"] == group
+        newest[group][rank] = int(collectives["seq"][of_group].max())
+        finished[group] = max(finished[group], int(collectives["seq"][of_group & done].max(initial=-1)))
+
+
+def _other_clocks(run: Run) -> tuple[int, ...]:
+    """Ranks whose whole record of collectives that others issued too lies before or after the others' record of them."""
+    spans = _spans(run)
+    lowest, highest = np.zeros(len(run.groups), np.int64), np.full(len(run.groups), -1, np.int64)
+    for group in np.flatnonzero(np.bincount(spans.group, minlength=len(run.groups)) > 1).tolist():
+        of_group = spans.group == group
+        first, last = spans.first[of_group].max(), spans.last[of_group].min()
+        if last - first + 1 >= LEAST_COMMON:
+            lowest[group], highest[group] = first, last
+    times = _times(run, spans, lowest, highest)
+    ranks = list(run.ranks)
+    return tuple(sorted(ranks[place] for group in set(times.group.tolist()) for place in _apart(times, group)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spans:
+    """Of each rank (its place among all) the group that it used most, and the ends of something on it."""
+
+    owner: Array
+    group: Array
+    first: Array
+    last: Array
+
+
+def _is_dated(table: Array) -> Array:
+    dated: Array = (table["p2p"] == 0) & (table["created_ns"] > 0) & (table["seq"] >= 0)
+    return dated
+
+
+def _spans(run: Run) -> _Spans:
+    """The first and last sequence numbers."""
+    columns: list[tuple[Array, ...]] = [(np.zeros(0, np.int64),) * 5]
+    for block in blocks(run.ranks):
+        pairs, seq = pairs_of(block, _is_dated(block.table)), block.table["seq"]
+        columns.append((pairs.owner, pairs.group, pairs.counts, seq[pairs.first], seq[pairs.last]))
+    owner, group, counts, first, last = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    order = np.lexsort((group, -counts, owner))
+    most = order[np.flatnonzero(np.diff(owner[order], prepend=-1))]
+    return _Spans(owner=owner[most], group=group[most], first=first[most], last=last[most])
+
+
+def _times(run: Run, spans: _Spans, lowest: Array, highest: Array) -> _Spans:
+    """The first and last moments at which each rank issued collectives that all users of its group issued."""
+    main = np.full(len(run.ranks), -1, np.int64)
+    main[spans.owner] = spans.group
+    columns: list[tuple[Array, ...]] = [(np.zeros(0, np.int64),) * 3]
+    for block in blocks(run.ranks):
+        group, seq = block.table["group"], block.table["seq"]
+        is_common = (group == main[block.owner]) & (seq >= lowest[group]) & (seq <= highest[group])
+        places = np.flatnonzero(is_common & _is_dated(block.table))
+        owner, created = block.owner[places], block.table["created_ns"][places]
+        begins = np.flatnonzero(np.diff(owner, prepend=-1))
+        if len(begins):
+            columns.append((owner[begins], np.minimum.reduceat(created, begins), np.maximum.reduceat(created, begins)))
+    owner, first, last = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    return _Spans(owner=owner, group=main[owner], first=first, last=last)
+
+
+def _apart(times: _Spans, group: int) -> list[int]:
+    of_group = times.group == group
+    first, last = times.first[of_group], times.last[of_group]
+    begin, end = int(np.median(first)), int(np.median(last))
+    is_apart = (first > end + CLOCK_SKEW_NS) | (last < begin - CLOCK_SKEW_NS)
+    apart: list[int] = times.owner[of_group][is_apart].tolist()
+    return apart

@@ -1,0 +1,164 @@
+"""From all files that were read to one Run, and the flags that say what limits it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from titan_ckpt.debug.incident import contradictions as disagreement
+from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.operation_table import blocks, with_blocks
+from titan_ckpt.debug.incident.records import NO_OPERATIONS, Array, Dump, Exit, Flag, Group, RankRecord, Run
+from titan_ckpt.debug.read.black_boxes import Box
+from titan_ckpt.debug.read.evidence import MAX_RANK, RankEvidence, Reading
+from titan_ckpt.debug.read.logs import group_by_rank, merge_logs
+from titan_ckpt.debug.read.name_tables import Interner
+from titan_ckpt.debug.read.snapshots import add_box, merge_dumps
+
+
+def assemble(reading: Reading, incident: str, incidents: tuple[str, ...]) -> Run:
+    """One Run out of all that was read."""
+    exits = group_by_rank(reading.exits)
+    numbers = set(reading.ranks) | set(exits)
+    largest = max((max(group.members) for group in reading.interner.groups if group.members), default=-1)
+    world_size = min(MAX_RANK, max(reading.world_size, largest + 1, max(numbers, default=-1) + 1))
+    for rank in range(world_size):
+        if rank not in reading.ranks:
+            reading.ranks[rank] = RankEvidence()
+    with_box = [found for found in reading.ranks.values() if found.box]
+    prefer_box = len(with_box) == len(reading.ranks) and any(not found.dumps for found in with_box)
+    ranks = {
+        rank: _rank_record(reading, rank, exits.get(rank), prefer_box=prefer_box) for rank in sorted(reading.ranks)
+    }
+    run = Run(
+        url=str(reading.store),
+        incident=incident,
+        world_size=world_size,
+        ranks=with_blocks(ranks, [_home(reading.ranks[rank], record) for rank, record in ranks.items()]),
+        groups=tuple(reading.interner.groups),
+        names=reading.interner.names(),
+        launcher=reading.launcher,
+        incidents=incidents,
+    )
+    return replace(run, flags=(*reading.flags, *_flags(reading, run)), wrappers=_wrappers(run))
+
+
+def _home(found: RankEvidence, record: RankRecord) -> tuple[Array, int] | None:
+    """The table that a rank's operations are a part of, where they are those of its black box and nothing else."""
+    return found.box.home if found.box and record.operations is found.box.operations else None
+
+
+def _wrappers(run: Run) -> frozenset[tuple[str, int]]:
+    """Lines through which operations of several kinds are called: (file, line) seen below two or more op names."""
+    pairs: set[int] = set()
+    for block in blocks(run.ranks):
+        pairs.update(np.unique((block.table["op"].astype(np.int64) << 32) | block.table["frames"]).tolist())
+    ops: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+    for pair in pairs:
+        frame = user_frame(run.names.frames[pair & 0xFFFFFFFF])
+        if frame is not None:
+            ops[frame.file, frame.line].add(pair >> 32)
+    return frozenset(place for place, used_by in ops.items() if len(used_by) > 1)
+
+
+def _rank_record(reading: Reading, rank: int, exit_: Exit | None, *, prefer_box: bool) -> RankRecord:
+    found = reading.ranks[rank]
+    if found.box and not (found.dumps or found.sidecar or found.logs or found.stacks):
+        return RankRecord(
+            rank=rank, pid=found.box.pid, operations=found.box.operations, dumps=(_box_dump(found, found.box),), exit=exit_,
+            heartbeat=found.heartbeat, process_state=found.process_state, has_recorder=True,
+        )  # fmt: skip
+    tables = [_with_known_groups(table, found.known_groups, reading.interner) for _, table in found.dumps]
+    box = found.box.operations if found.box else NO_OPERATIONS
+    box = _with_known_groups(box, found.known_groups, reading.interner)
+    dumps = [dump for dump, _ in found.dumps]
+    if found.box:
+        dumps.append(_box_dump(found, found.box))
+    side = found.sidecar
+    return RankRecord(
+        rank=rank,
+        host=str(side.get("host", "")),
+        pid=side.get("pid") if isinstance(side.get("pid"), int) else (found.box.pid if found.box else None),
+        coordinates={str(k): int(v) for k, v in dict(side.get("coordinates") or {}).items()},
+        operations=add_box(merge_dumps(tables), box, prefer_box=prefer_box),
+        dumps=tuple(dumps),
+        stacks=tuple(stack for stack in found.stacks if stack.reason != "stall" or not _went_on(found, box)),
+        log=merge_logs(found.logs),
+        exit=exit_,
+        heartbeat=found.heartbeat,
+        process_state=found.process_state,
+        has_recorder=bool(side) or found.box is not None,
+    )
+
+
+def _went_on(found: RankEvidence, box: Array) -> bool:
+    """Whether the black box has collectives from after the dump of a stall: the rank got over it, and its stack misleads."""
+    stalls = [table for dump, table in found.dumps if dump.reason == "stall"]
+    collectives = box["created_ns"][box["p2p"] == 0]
+    newest = max((int(table["created_ns"].max(initial=0)) for table in stalls), default=0)
+    return bool(stalls) and int(collectives.max(initial=0)) > newest
+
+
+def _box_dump(found: RankEvidence, box: Box) -> Dump:
+    return Dump(
+        source=found.box_source,
+        kind="black_box",
+        reason="",
+        version="1",
+        num_operations=len(box.operations),
+        first_record_id=box.count - len(box.operations),
+        is_truncated=box.count > len(box.operations),
+    )
+
+
+def _with_known_groups(table: Array, known: Mapping[str, Group], interner: Interner) -> Array:
+    """Operations whose groups carry members wherever this rank's own process knew them (gloo's dumps do not)."""
+    if not len(table) or not known:
+        return table
+    for position in np.unique(table["group"]):
+        group = interner.groups[position]
+        members = known[group.name].members if group.name in known else ()
+        description = group.description or (known[group.name].description if group.name in known else "")
+        better = Group(name=group.name, description=_described(description), members=members or group.members)
+        if better != group:
+            table["group"][table["group"] == position] = interner.group(better)
+    return table
+
+
+def _described(description: str) -> str:
+    return "" if description == "undefined" else description
+
+
+def _flags(reading: Reading, run: Run) -> Iterator[Flag]:
+    only_boxes = {rank for rank, record in run.ranks.items() if record.dumps and _are_cut_boxes(record.dumps)}
+    if only_boxes or reading.first_record:
+        ranks = tuple(sorted(only_boxes | set(reading.first_record)))
+        yield Flag(flag="RING_TRUNCATED", ranks=ranks, text="the ring buffer was full: the oldest operations are gone")
+    with_dump = {rank for rank, record in run.ranks.items() if record.dumps}
+    if with_dump and len(with_dump) < len(run.ranks):
+        missing = tuple(rank for rank in run.ranks if rank not in with_dump)
+        yield Flag(flag="DUMP_MISSING", ranks=missing, text="no dump and no black box of these ranks")
+    versions = {
+        dump.version for record in run.ranks.values() for dump in record.dumps if dump.kind == "flight_recorder"
+    }
+    if len(versions) > 1:
+        yield Flag(flag="VERSION_MIX", text=f"dumps of different versions: {', '.join(sorted(versions))}")
+    yield from disagreement.flags(run)
+    unusable = tuple(sorted(r for r in reading.unusable_groups if _has_unknown_members(run, r)))
+    if unusable:
+        yield Flag(
+            flag="PG_CONFIG_UNUSABLE",
+            ranks=unusable,
+            text="the dumps do not say who belongs to a group (gloo never does); members are those seen using it",
+        )
+
+
+def _are_cut_boxes(dumps: Sequence[Dump]) -> bool:
+    return all(dump.kind == "black_box" and dump.is_truncated for dump in dumps)
+
+
+def _has_unknown_members(run: Run, rank: int) -> bool:
+    return any(not run.groups[position].members for position in np.unique(run.ranks[rank].operations["group"]))

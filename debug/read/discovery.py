@@ -1,0 +1,166 @@
+"""Which files of a folder are evidence: their kind, rank and snapshot, by name first and by content where names say nothing."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import zstandard
+
+from titan_ckpt.errors import NotFoundError
+from titan_ckpt.store.base import Store
+
+MAX_FILES = 200_000
+MAX_FILE_BYTES = 1 << 28
+MAX_UNPACKED_BYTES = 1 << 28
+HEAD_OF_LOG = 4 << 20
+TAIL_OF_LOG = 12 << 20
+
+_RANK = re.compile(r"rank[_-]?0*(\d{1,6})(?!\d)", re.IGNORECASE)
+_TRAILING = re.compile(r"(?:trace|dump|flight_recorder|fr)[\w-]*?_0*(\d{1,6})$", re.IGNORECASE)
+_TORCHRUN = re.compile(r"(?:^|/)attempt_\d+/(\d{1,6})/(?:stdout|stderr)\.log$")
+_PACKED = (".gz", ".zst")
+_TEXT = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
+_ENDINGS = frozenset((".json", ".jsonl", ".stacks", ".box", ".pickle", ".pkl", ".pt", ".svg", *_TEXT))
+_STEP_FOLDER = re.compile(r"^step-\d{8,}$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A file that may be evidence. `stem` is its name without rank-independent endings: snapshots of equal stem belong
+    together (a pickle, its JSON twin, its stacks)."""
+
+    path: str
+    rank: int | None
+    reason: str
+    stem: str
+    suffix: str
+    size_bytes: int
+    modified_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where to look: the folders of one incident, and the names of all incidents there are (oldest first)."""
+
+    incident: str
+    folders: tuple[str, ...]
+    incidents: tuple[str, ...]
+    is_recursive: bool = True
+
+
+def find_place(store: Store) -> Place:
+    """The newest incident of a run (`debug/<incident>/` plus `logs/`), a folder of incidents, or the folder itself."""
+    folders = store.folders()
+    if "debug" in folders:
+        incidents = tuple(store.folders("debug"))
+        newest = incidents[-1] if incidents else ""
+        main = f"debug/{newest}" if newest else "debug"
+        return Place(incident=newest, folders=(main, *(["logs"] if "logs" in folders else [])), incidents=incidents)
+    if any(_STEP_FOLDER.match(name) for name in folders):
+        return Place(incident="", folders=("logs",) if "logs" in folders else (), incidents=())
+    return Place(incident="", folders=("",), incidents=())
+
+
+def sources(store: Store, place: Place) -> list[Source]:
+    """Every file of the incident, sorted by path."""
+    found = []
+    for folder in place.folders:
+        for entry in store.list(folder):
+            found.append(_source(entry.path, entry.size_bytes, entry.modified_s))
+            if len(found) >= MAX_FILES:
+                return found
+    return found
+
+
+def _source(path: str, size_bytes: int, modified_s: float) -> Source:
+    name = path.rpartition("/")[2]
+    bare, suffix = _split(name)
+    rank, rest = _rank_of(path, bare)
+    return Source(
+        path=path, rank=rank, reason=rest.strip("._-"), stem=bare, suffix=suffix,
+        size_bytes=size_bytes, modified_s=modified_s,
+    )  # fmt: skip
+
+
+def _split(name: str) -> tuple[str, str]:
+    """`rank_0.after_error.json.gz` -> (`rank_0.after_error`, `.json`)."""
+    for packed in _PACKED:
+        name = name.removesuffix(packed)
+    bare, dot, ending = name.rpartition(".")
+    return (bare, dot + ending) if dot + ending in _ENDINGS else (name, "")
+
+
+def _rank_of(path: str, bare: str) -> tuple[int | None, str]:
+    if match := _RANK.search(bare):
+        return int(match.group(1)), bare[match.end() :]
+    if match := _TRAILING.search(bare):
+        return int(match.group(1)), ""
+    if match := _TORCHRUN.search(path):
+        return int(match.group(1)), ""
+    folders = path.rpartition("/")[0]
+    if match := _RANK.search(folders.rpartition("/")[2]):
+        return int(match.group(1)), bare
+    return None, bare
+
+
+def read_source(store: Store, source: Source) -> bytes:
+    """The file's content, unpacked. ValueError when it is too large or its compression is damaged.
+
+    Logs that are very long are read from both ends.
+    """
+    is_packed = source.path.endswith(_PACKED)
+    if not is_packed and source.suffix in _TEXT and source.size_bytes > HEAD_OF_LOG + TAIL_OF_LOG:
+        head = store.read(source.path, 0, HEAD_OF_LOG)
+        return head + b"\n" + store.read(source.path, source.size_bytes - TAIL_OF_LOG, TAIL_OF_LOG)
+    if source.size_bytes > MAX_FILE_BYTES:
+        raise ValueError(f"{source.size_bytes} bytes are more than one piece of evidence ever has")
+    try:
+        data = store.read(source.path)
+    except NotFoundError as error:
+        raise ValueError("vanished while it was read") from error
+    if source.path.endswith(".gz"):
+        return _unzip(data)
+    if source.path.endswith(".zst"):
+        return _unzstd(data)
+    return data
+
+
+def _unzip(data: bytes) -> bytes:
+    """All members of a gzip file; what a cut-off file still holds is given back."""
+    parts: list[bytes] = []
+    total = 0
+    while data:
+        engine = zlib.decompressobj(wbits=31)
+        try:
+            part = engine.decompress(data, MAX_UNPACKED_BYTES - total + 1)
+        except zlib.error as error:
+            if parts:
+                break
+            raise ValueError(f"damaged gzip: {error}") from error
+        parts.append(part)
+        total += len(part)
+        if total > MAX_UNPACKED_BYTES:
+            raise ValueError(f"unpacks to more than {MAX_UNPACKED_BYTES} bytes")
+        if not engine.eof:
+            break
+        data = engine.unused_data
+    return b"".join(parts)
+
+
+def _unzstd(data: bytes) -> bytes:
+    try:
+        return b"".join(_bounded(zstandard.ZstdDecompressor().read_to_iter(data)))
+    except zstandard.ZstdError as error:
+        raise ValueError(f"damaged zstd: {error}") from error
+
+
+def _bounded(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    total = 0
+    for chunk in chunks:
+        total += len(chunk)
+        if total > MAX_UNPACKED_BYTES:
+            raise ValueError(f"unpacks to more than {MAX_UNPACKED_BYTES} bytes")
+        yield chunk

@@ -1,0 +1,382 @@
+"""The in-process recorder: leaves behind what a diagnosis needs, whatever end the process comes to.
+
+    recorder = Recorder.start(folder, rank=rank, world_size=world_size)      # any time; best before the first collective
+    with recorder.phase("forward", step=12): ...
+
+Files per rank in `folder`: `rank_00003.box` (the black box), `.sidecar.json` (host, pid, groups, mesh coordinates, clock),
+and on each occasion (stall, sigterm, exception, demand) `.<occasion>.pickle` (the Flight Recorder's dump) and
+`.<occasion>.stacks`. When something holds the GIL, a timer of the interpreter in C writes `.gil.stacks`, and torch's worker
+server, C++ too, answers at `.sock` (`debug collect` asks it).
+
+These are the modules of the room that import torch: this one, `hooks` and `worker_server`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from titan_ckpt.debug.incident.black_box import CAPACITY
+from titan_ckpt.debug.record.environment import environment
+from titan_ckpt.debug.record.hooks import BoxWriter, Hooks, phase_number
+from titan_ckpt.debug.record.own_stacks import all_stacks, with_source
+from titan_ckpt.debug.record.worker_server import WorkerServer
+from titan_ckpt.errors import TitanError, UsageError
+from titan_ckpt.store.open import open_store
+
+log = logging.getLogger(__name__)
+
+DEFAULT_STALL_S = 120.0
+TICK_S = 0.25
+FREE_TICKS = 8
+FIRST_DUMP_S = 10.0  # torch's first dump imports much of torch: 0.6 s, more on a busy machine
+
+
+class Recorder:
+    """The recorder of this process; one at a time. Made by `start`, ended by `stop` (also at exit)."""
+
+    def __init__(
+        self, folder: Path, *, rank: int, world_size: int, coordinates: Mapping[str, int], stall_s: float,
+        on_signal: Callable[[int], None] | None, upload: str | None, capacity: int,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self.rank = rank
+        self._world_size = world_size
+        self._coordinates = dict(coordinates)
+        self._stall_s = stall_s
+        self._on_signal = on_signal
+        self._upload = upload
+        self._stem = f"rank_{rank:05d}"
+        self._box = BoxWriter(folder / f"{self._stem}.box", rank=rank, world_size=world_size, capacity=capacity)
+        self._hooks = Hooks(self._box)
+        self._started_s = time.time()
+        self._patience_s = min(max(stall_s, 1.0), 30.0) if stall_s else 0.0
+        self._free_ticks, self._ticked_at = 0, time.monotonic()
+        self._dump_lock = threading.Lock()
+        self._ended = threading.Event()
+        self._gil_file: IO[bytes] = open(folder / f"{self._stem}.gil.stacks", "wb", buffering=0)  # noqa: SIM115  (C writes to it)
+        self._fatal_file: IO[bytes] = open(folder / f"{self._stem}.fatal.stacks", "wb", buffering=0)  # noqa: SIM115
+        self._previous: dict[int, Any] = {}
+        self._wakeup: socket.socket | None = None
+        self._sender: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
+        self._pid = os.getpid()
+        self._server: WorkerServer | None = None
+
+    @classmethod
+    def start(
+        cls, folder: str | Path, *, rank: int, world_size: int, coordinates: Mapping[str, int] | None = None,
+        stall_s: float | None = None, on_signal: Callable[[int], None] | None = None, upload: str | None = None,
+        capacity: int = CAPACITY,
+    ) -> Recorder:  # fmt: skip
+        """Start recording into the local `folder`.
+
+        `stall_s`: dump when no operation is issued or finished and no phase changes for that long (None: 120 s, 0: never).
+        `on_signal` is called with the signal's number from a thread of its own when SIGTERM comes, even while the main
+        thread hangs in a collective: set a flag there; the recorder itself never ends the process then. Without it, and
+        without a handler of the program's own, SIGTERM ends the process as usual, once the evidence is on disk.
+        `upload`: a URL to copy every dump to, for runs whose folder is not local.
+        """
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        seconds = DEFAULT_STALL_S if stall_s is None else stall_s
+        if seconds < 0 or rank < 0 or rank >= world_size:
+            raise UsageError(f"Recorder.start: rank {rank} of {world_size}, stall_s {seconds}: out of range")
+        recorder = cls(
+            target, rank=rank, world_size=world_size, coordinates=coordinates or {}, stall_s=seconds, on_signal=on_signal,
+            upload=upload, capacity=capacity,
+        )  # fmt: skip
+        recorder._begin()
+        return recorder
+
+    def _begin(self) -> None:
+        self._hooks.install()
+        self._server = WorkerServer.start(self.folder / f"{self._stem}.sock")
+        self._write_sidecar()
+        faulthandler.enable(self._fatal_file)
+        if threading.current_thread() is threading.main_thread():
+            self._listen()
+        self._spawn("watch", self._watch)
+        atexit.register(self.stop)
+
+    def _spawn(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=f"titan-recorder-{name}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    # ------------------------------------------------------------------------------------------- the training loop
+
+    @contextlib.contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """Say in the heartbeat where the loop is: data, forward, backward, optimizer, ckpt_stage, ckpt_upload, ckpt_commit."""
+        before = self._box.phase
+        self._box.set_phase(step, phase_number(name))
+        try:
+            yield
+        finally:
+            self._box.set_phase(step, before[1] if before[0] == step else 0)
+
+    def exception(self, error: BaseException) -> None:
+        """Leave the evidence of an error that is about to end this rank; call it in the `except` block."""
+        value = {
+            "titan_ckpt": "error",
+            "rank": self.rank,
+            "type": type(error).__name__,
+            "message": str(error)[:2000],
+            "time_s": time.time(),
+            "frames": [
+                [f.filename, f.lineno or 0, f.name, f.line or ""]
+                for f in reversed(traceback.extract_tb(error.__traceback__))
+            ],
+        }
+        self._write(f"{self._stem}.error.json", json.dumps(value).encode())
+        self.dump("exception")
+
+    def dump(self, reason: str) -> None:
+        """Write stacks, the Flight Recorder's ring and the sidecar under `reason`; what fails is logged, nothing is raised."""
+        with self._dump_lock:
+            self._be_patient()
+            lines = all_stacks()
+            written = [
+                self._attempt(f"{self._stem}.{reason}.stacks", lambda: "\n".join(lines).encode("utf-8", "replace"))
+            ]
+            written.append(self._attempt(f"{self._stem}.{reason}.pickle", _flight_recorder_dump))
+            self._attempt(f"{self._stem}.{reason}.stacks", lambda: with_source(lines))  # reads files: last, may hang
+            self._write_sidecar()
+        if self._upload:
+            self._copy([*(name for name in written if name), f"{self._stem}.sidecar.json", f"{self._stem}.box"])
+
+    def stop(self) -> None:
+        """End recording: an orderly end of the process. Idempotent."""
+        if (
+            self._ended.is_set() or os.getpid() != self._pid
+        ):  # a forked child has none of our threads, and the box is not its
+            return
+        self._ended.set()
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+        self._box.stop()
+        self._hooks.remove()
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()
+        self._stop_listening()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=2)
+        if self._wakeup is not None:
+            self._wakeup.close()
+        self._write_sidecar()
+        for file in (self._gil_file, self._fatal_file):
+            file.close()
+            if os.path.getsize(file.name) == 0:
+                os.unlink(file.name)
+        atexit.unregister(self.stop)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            self.exception(error)
+        self.stop()
+
+    # ------------------------------------------------------------------------------------------------------ files
+
+    def _attempt(self, name: str, make: Callable[[], bytes]) -> str:
+        try:
+            content = make()
+            if content:
+                self._write(name, content)
+                return name
+        except (OSError, RuntimeError, ValueError) as error:
+            log.error("rank %d: %s could not be written: %s", self.rank, name, error)
+        return ""
+
+    def _write(self, name: str, content: bytes) -> None:
+        """Whole or not at all. Not fsynced: the process may die next, the machine rarely does."""
+        temporary = self.folder / f".tmp-{name}"
+        temporary.write_bytes(content)
+        temporary.replace(self.folder / name)
+
+    def _write_sidecar(self) -> None:
+        value = {
+            "titan_ckpt": "sidecar",
+            "rank": self.rank,
+            "world_size": self._world_size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "coordinates": self._coordinates,
+            "groups": _groups(),
+            "clock": {"wall_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()},
+            "started_s": self._started_s,
+            "utc_offset_s": time.localtime().tm_gmtoff,
+            "torch": torch.__version__,
+            "endpoint": self._server.endpoint if self._server else "",
+        }
+        self._attempt(f"{self._stem}.sidecar.json", lambda: json.dumps(value).encode())
+
+    def _copy(self, names: list[str]) -> None:
+        try:
+            store = open_store(self._upload or "")
+            for name in names:
+                store.write(name, [(self.folder / name).read_bytes()])
+        except (TitanError, OSError) as error:
+            log.error("rank %d: evidence stays in %s, uploading it failed: %s", self.rank, self.folder, error)
+
+    # --------------------------------------------------------------------------------------------------- watching
+
+    def _watch(self) -> None:
+        """Tick the heartbeat; notice stalls; keep the C timer for a held GIL from going off."""
+        seen, since, dumped = self._position(), time.monotonic(), False
+        is_warm = False
+        self._rearm()
+        while not self._ended.wait(TICK_S):
+            self._box.beat()
+            self._rearm()
+            now = self._position()
+            if not is_warm and now[0]:
+                is_warm = True
+                self._spawn("warm", _warm_up)
+            if now != seen:
+                if dumped:
+                    self._forget_stall()
+                seen, since, dumped = now, time.monotonic(), False
+            elif self._stall_s and not dumped and time.monotonic() - since > self._stall_s:
+                dumped = True
+                self._spawn("stall", self._dump_stall)
+
+    def _dump_stall(self) -> None:
+        """In a thread of its own: the first dump may take long, and the heartbeat must go on."""
+        position = self._position()
+        self.dump("stall")
+        if self._position() != position:
+            self._forget_stall()
+
+    def _position(self) -> tuple[int, tuple[int, int]]:
+        return self._hooks.progress(), self._box.phase
+
+    def _be_patient(self) -> None:
+        """Give our own dump time to import what it needs; the program may still take the GIL meanwhile and keep it."""
+        if self._patience_s and not self._ended.is_set():
+            faulthandler.dump_traceback_later(self._patience_s + FIRST_DUMP_S, file=self._gil_file)
+
+    def _rearm(self) -> None:
+        if not self._patience_s:
+            return
+        self._free_ticks += 1
+        if self._gil_file.tell() and self._free_ticks >= FREE_TICKS:  # free again, and stays so: a pause, not a hang
+            self._gil_file.truncate(0)
+            self._gil_file.seek(0)
+        if not self._gil_file.tell() or self._tick_was_late():
+            self._free_ticks = 0
+        if self._dump_lock.locked():
+            self._be_patient()
+        elif not self._ended.is_set():
+            faulthandler.dump_traceback_later(self._patience_s, file=self._gil_file)
+
+    def _tick_was_late(self) -> bool:
+        """Whether the watching thread could not run for much longer than it slept."""
+        before, self._ticked_at = self._ticked_at, time.monotonic()
+        return self._ticked_at - before > 4 * TICK_S
+
+    def _forget_stall(self) -> None:
+        """It went on: what was written about the stall would only mislead."""
+        for suffix in ("stacks", "pickle"):
+            (self.folder / f"{self._stem}.stall.{suffix}").unlink(missing_ok=True)
+
+    # ---------------------------------------------------------------------------------------------------- signals
+
+    def _listen(self) -> None:
+        """A signal's Python handler waits for the main thread, which may hang. The wakeup descriptor does not: C writes
+        the number into a socket and a thread of ours reads it."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._wakeup = theirs
+        self._sender = ours
+        signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            self._previous[number] = signal.getsignal(number)
+            signal.signal(number, self._handler)
+        self._spawn("signals", self._hear)
+
+    def _handler(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number)
+        if callable(previous):
+            previous(number, frame)
+
+    def _hear(self) -> None:
+        assert self._wakeup is not None
+        while not self._ended.is_set():
+            data = self._wakeup.recv(64)
+            if not data:
+                return
+            if signal.SIGTERM in data:
+                if self._on_signal is not None:
+                    self._on_signal(int(signal.SIGTERM))
+                self.dump("sigterm")
+                if self._on_signal is None and self._previous.get(signal.SIGTERM) == signal.SIG_DFL:
+                    self._die(signal.SIGTERM)
+            elif signal.SIGUSR2 in data:
+                self.dump("demand")
+
+    def _die(self, number: int) -> None:
+        """End as the signal would have, had nobody listened."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + number)
+
+    def _stop_listening(self) -> None:
+        if self._wakeup is None:
+            return
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            for number, previous in self._previous.items():
+                if signal.getsignal(number) == self._handler:
+                    signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        if self._sender is not None:
+            self._sender.close()
+
+
+def _warm_up() -> None:
+    """Dump once for nothing: the first one imports much of torch (0.6 s, on a crowded machine half a minute), for which a
+    dying process has no time. In a thread of its own, so that the heartbeat and the watch for stalls go on."""
+    _flight_recorder_dump()
+
+
+def _flight_recorder_dump() -> bytes:
+    """The ring as torch pickles it; empty where this build of torch has none."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    return bytes(dump(True, True, False)) if dump is not None else b""
+
+
+def _groups() -> list[dict[str, Any]]:
+    """Every process group of this process, with its members as global ranks."""
+    world = dist.distributed_c10d._world
+    return [
+        {"name": group.group_name, "description": group.group_desc, "members": sorted(members)}
+        for group, members in list(world.pg_group_ranks.items())
+        if isinstance(group, dist.ProcessGroup)  # a destroyed one leaves a number behind
+    ]
+
+
+__all__ = ["Recorder", "environment"]

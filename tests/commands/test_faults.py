@@ -1,0 +1,79 @@
+"""cp and prune under faults at every call: what was good stays good, what is half done is not committed, another try ends it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_ckpt.check.verify import verify
+from titan_ckpt.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from titan_ckpt.cli.cp import plan_removal
+from titan_ckpt.errors import TitanError
+from titan_ckpt.saving.saver import Saver
+from titan_ckpt.store.local import FileStore
+from titan_ckpt.upkeep.copy import copy_checkpoint
+from titan_ckpt.upkeep.deletion import delete
+from titan_ckpt.upkeep.retention import RetentionPolicy
+from tools.faulty_store import ERRORS, Fault, FaultyStore, How, no_space
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    url = str(tmp_path / "run")
+    with Saver(url) as saver:
+        for step in (1, 2, 3):
+            saver.save({"w": torch.arange(1000.0) + step}, step=step)
+    return url
+
+
+def number_of_calls(action: Callable[[FaultyStore], object], url: str) -> int:
+    store = FaultyStore(FileStore(url))
+    action(store)
+    return len(store.calls)
+
+
+@pytest.mark.parametrize("how", ["before", "after", "torn"])
+def test_a_copy_that_fails_at_any_call_commits_nothing_wrong_and_the_next_one_ends_it(
+    run: str, tmp_path: Path, how: How
+) -> None:
+    source = open_checkpoint(run)
+    calls = number_of_calls(lambda store: copy_checkpoint(source, store), str(tmp_path / "counted"))
+    for number in range(1, calls + 1):
+        url = str(tmp_path / f"copy-{number}")
+        store = FaultyStore(FileStore(url), [Fault(number=number, how=how, error=ERRORS[number % len(ERRORS)])])
+        with suppress(TitanError, OSError):  # "not there" is an answer that a fault after the call does not reach
+            copy_checkpoint(source, store)
+        assert store.hit
+        for info in list_checkpoints(url):
+            if info.state == "committed":
+                assert verify(url, read_data=True) == []
+        copy_checkpoint(source, FileStore(url))
+        assert verify(url, read_data=True) == []
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_a_prune_that_fails_at_any_call_leaves_every_listed_checkpoint_whole(tmp_path: Path, how: How) -> None:
+    def prune(store: FaultyStore) -> None:
+        for item in plan_removal(store, store.url, RetentionPolicy(keep_last=1), now_s=time.time()):
+            delete(store, item)
+
+    def fresh(name: str) -> str:
+        url = str(tmp_path / name)
+        with Saver(url) as saver:
+            for step in (1, 2, 3):
+                saver.save({"w": torch.arange(10.0) + step}, step=step)
+        return url
+
+    for number in range(1, number_of_calls(prune, fresh("counted")) + 1):
+        url = fresh(f"run-{number}")
+        with pytest.raises((TitanError, OSError)):
+            prune(FaultyStore(FileStore(url), [Fault(number=number, how=how, error=no_space)]))
+        committed = [info.step for info in list_checkpoints(url) if info.state == "committed"]
+        assert 3 in committed
+        for step in committed:
+            assert verify(f"{url}@{step}", read_data=True) == []

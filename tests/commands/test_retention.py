@@ -1,0 +1,115 @@
+"""Retention is pure: what stays, stays under every policy."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_ckpt.checkpoint.checkpoint import CheckpointInfo
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.format.commit import Commit
+from titan_ckpt.upkeep.retention import RetentionPolicy, parse_age, parse_pins, prune
+
+
+def info(step: int, state: str = "committed", kind: str = "full") -> CheckpointInfo:
+    if state != "committed":
+        return CheckpointInfo(step=step, state="partial" if state == "partial" else "damaged")
+    commit = Commit(
+        step=step, attempt="a-20260101T000000Z-00000000", kind=kind, created="2026-01-01T00:00:00Z", size_bytes=1, mesh="",
+        manifest_size=1, manifest_digest="", metadata_digest="", version="v",
+    )  # fmt: skip
+    return CheckpointInfo(step=step, state="committed", commit=commit)
+
+
+def gone(infos: list[CheckpointInfo], ages: dict[int, float] | None = None, **policy: object) -> list[int]:
+    return [i.step for i in prune(infos, RetentionPolicy(**policy), ages_s=ages)]  # type: ignore[arg-type]
+
+
+def test_the_newest_and_every_mth_step_stay() -> None:
+    infos = [info(step) for step in range(100, 1001, 100)]
+    assert gone(infos, keep_last=2, keep_every=500) == [100, 200, 300, 400, 600, 700, 800]
+    assert gone(infos, keep_last=20) == []
+
+
+def test_an_export_neither_counts_as_kept_nor_goes() -> None:
+    infos = [info(100), info(200), info(300, kind="model"), info(400, kind="model")]
+    assert gone(infos, keep_last=1) == [100]
+
+
+def test_a_damaged_checkpoint_neither_counts_as_kept_nor_goes() -> None:
+    assert gone([info(100), info(200), info(300, "damaged")], keep_last=1) == [100]
+
+
+def test_what_was_never_committed_goes_only_when_asked_for_and_old() -> None:
+    infos, ages = (
+        [info(100), info(50, "partial"), info(200, "partial"), info(300, "partial")],
+        {50: 2e5, 200: 9e4, 300: 60.0},
+    )
+    assert gone(infos, ages, keep_last=1) == []
+    assert gone(infos, ages, keep_last=1, is_incomplete=True) == [50, 200]
+    assert gone(infos, {}, keep_last=1, is_incomplete=True) == []
+    assert gone(infos, ages, keep_last=1, is_incomplete=True, pins=frozenset({50})) == [200]
+
+
+kinds = st.sampled_from([("committed", "full"), ("committed", "model"), ("partial", ""), ("damaged", "")])
+runs = st.dictionaries(st.integers(0, 500), kinds, max_size=30).map(
+    lambda d: [info(s, a, b) for s, (a, b) in d.items()]
+)
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> RetentionPolicy:
+    return RetentionPolicy(
+        keep_last=draw(st.integers(1, 10)),
+        keep_every=draw(st.none() | st.integers(1, 100)),
+        pins=draw(st.frozensets(st.integers(0, 500), max_size=5)),
+        is_incomplete=draw(st.booleans()),
+        older_than_s=draw(st.floats(0, 1e6)),
+    )
+
+
+@given(runs, policies(), st.dictionaries(st.integers(0, 500), st.floats(0, 2e6)))
+def test_what_must_stay_stays_under_every_policy(
+    infos: list[CheckpointInfo], policy: RetentionPolicy, ages: dict[int, float]
+) -> None:
+    removed = {i.step for i in prune(infos, policy, ages_s=ages)}
+    resumable = sorted(i.step for i in infos if i.is_resumable)
+    assert removed.isdisjoint(policy.pins)
+    assert removed.isdisjoint(resumable[-policy.keep_last :])
+    assert removed.isdisjoint(i.step for i in infos if i.state == "damaged")
+    assert removed.isdisjoint(i.step for i in infos if i.commit is not None and i.commit.kind != "full")
+    assert all(
+        policy.is_incomplete and ages[i.step] > policy.older_than_s
+        for i in infos
+        if i.state == "partial" and i.step in removed
+    )
+    stay = len(resumable) - len(removed & set(resumable))
+    assert stay >= min(policy.keep_last, len(resumable))
+
+
+@given(runs, policies())
+def test_pruning_twice_removes_nothing_more(infos: list[CheckpointInfo], policy: RetentionPolicy) -> None:
+    removed = {i.step for i in prune(infos, policy)}
+    assert prune([i for i in infos if i.step not in removed], policy) == []
+
+
+@given(runs, policies(), st.randoms())
+def test_the_order_of_the_list_does_not_matter(
+    infos: list[CheckpointInfo], policy: RetentionPolicy, random: object
+) -> None:
+    shuffled = sorted(infos, key=lambda _: random.random())  # type: ignore[attr-defined]
+    assert prune(shuffled, policy) == prune(infos, policy)
+
+
+@pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_last": -1}, {"keep_last": 1, "keep_every": 0}])
+def test_a_policy_that_would_keep_nothing_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="keep_"):
+        RetentionPolicy(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_pins_file_with_a_line_that_is_no_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pins\.txt, line 2: '12oo'"):
+        parse_pins("1\n12oo\n", where="pins.txt")
+    with pytest.raises(ConfigError, match="not an age"):
+        parse_age("3 fortnights")

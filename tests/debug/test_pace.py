@@ -1,0 +1,56 @@
+"""Stragglers, told from a busy host: black boxes with known times."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from titan_ckpt.debug import diagnose, open_run
+from titan_ckpt.debug.incident.black_box import HEADER_BYTES, RECORD, RETURNED
+from titan_ckpt.debug.record.hooks import BoxWriter
+
+MS = 1_000_000
+START_NS = 1_700_000_000 * 10**9
+
+
+def _write_boxes(folder: Path, delays_ms: list[list[int]]) -> None:
+    """A box per rank of a job whose ranks come `delays_ms[operation][rank]` after the operation before was over."""
+    ranks = len(delays_ms[0])
+    for rank in range(ranks):
+        box = BoxWriter(folder / f"rank_{rank:05d}.box", rank=rank, world_size=ranks)
+        for kind, value in (
+            ("op", "all_reduce"),
+            ("dtype", "Float"),
+            ("group", ["0", "default_pg", list(range(ranks))]),
+        ):
+            box.add_text(kind, 0, value)
+        box.add_text("site", 1, [["train.py", 10, "step"]])
+        now = START_NS
+        for number, delays in enumerate(delays_ms):
+            created, now = now + delays[rank] * MS, now + max(delays) * MS + MS
+            at = HEADER_BYTES + number * RECORD.size
+            RECORD.pack_into(box.map, at, created, now, 1, number + 1, 1, -1, 0, 0, 0, 0, RETURNED, number + 1)
+        box.count = len(delays_ms)
+        box.stop()
+
+
+def test_a_straggler_on_a_busy_host_is_named_although_others_are_held_up_now_and_then(tmp_path: Path) -> None:
+    delays = [[0, 500, 0, 0] for _ in range(10)]
+    delays[2], delays[5], delays[6] = [0, 500, 1150, 0], [1300, 500, 0, 0], [0, 500, 0, 950]
+    _write_boxes(tmp_path, delays)
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits) == ("STRAGGLER", (1,))
+
+
+def test_chance_that_holds_up_one_or_another_hardly_ever_makes_a_straggler(tmp_path: Path) -> None:
+    verdicts = []
+    for seed in range(100):
+        chance = random.Random(seed)
+        delays = [[0] * 4 for _ in range(20)]
+        for operation in delays:
+            operation[chance.randrange(4)] = chance.choice((0, 100, 300, 1000))
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        _write_boxes(folder, delays)
+        verdicts.append(diagnose(open_run(str(folder)))[0].verdict)
+    assert verdicts.count("HEALTHY") >= 95

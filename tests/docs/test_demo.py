@@ -1,0 +1,106 @@
+"""The demo with smaller numbers: every act holds, its facts say so, and nothing that it started is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.doc_blocks import STORY, story_words
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIMIT_S = 900
+ACTS = ("serve", "train", "kill", "resume", "reshard", "convert", "hang", "look")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The demo's folder and the facts it printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.demo",
+        "--dir",
+        str(folder),
+        "--steps",
+        "6",
+        "--save-every",
+        "2",
+        "--json",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    (folder / "story.txt").write_text(done.stderr)
+    return folder, json.loads(done.stdout)
+
+
+pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.s3, pytest.mark.hf, pytest.mark.timeout(LIMIT_S + 60)]
+
+
+def test_all_eight_acts_are_told_and_kept(demo: tuple[Path, dict[str, Any]]) -> None:
+    folder, facts = demo
+    assert [facts[name]["act"] for name in ACTS] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert json.loads((folder / "facts.json").read_text()) == facts
+
+
+def test_the_story_is_told_in_the_words_of_the_readme(demo: tuple[Path, dict[str, Any]]) -> None:
+    shown = STORY.search((ROOT / "README.md").read_text())
+    assert shown is not None
+    assert story_words((demo[0] / "story.txt").read_text()) == story_words(shown[1])
+
+
+def test_the_loss_falls(demo: tuple[Path, dict[str, Any]]) -> None:
+    assert demo[1]["train"]["last_loss"] < demo[1]["train"]["first_loss"] - 1.0
+
+
+def test_the_kill_came_in_the_middle_of_an_upload_and_the_commit_before_it_is_whole(
+    demo: tuple[Path, dict[str, Any]],
+) -> None:
+    kill = demo[1]["kill"]
+    assert kill["killed_processes"] >= 5
+    assert kill["arrived_bytes"] > 1_000_000
+    assert (kill["uploading_step"], kill["newest_committed"]) == (6, 4)
+    assert kill["verified_bytes"] > 70_000_000
+
+
+@pytest.mark.parametrize("act", ["resume", "reshard"])
+def test_losses_go_on_as_if_nothing_had_happened(demo: tuple[Path, dict[str, Any]], act: str) -> None:
+    assert demo[1][act]["compared_steps"] == 2
+    assert demo[1][act]["max_relative_difference"] <= 1e-5
+
+
+def test_transformers_computes_the_same_logits(demo: tuple[Path, dict[str, Any]]) -> None:
+    convert = demo[1]["convert"]
+    assert convert["tokens"] >= 512
+    assert convert["max_logit_difference"] <= 1e-3
+    assert (demo[0] / "hf" / "config.json").exists()
+
+
+def test_the_guilty_rank_and_its_line_are_named_and_shown(demo: tuple[Path, dict[str, Any]]) -> None:
+    hang = demo[1]["hang"]
+    assert (hang["verdict"], hang["rank"]) == ("SKIPPED_COLLECTIVE", 1)
+    assert hang["source"] in Path(hang["file"]).read_text()
+    assert Path(demo[1]["look"]["screenshot"]).read_text().startswith("<svg")
+
+
+def test_nothing_that_the_demo_started_is_left(demo: tuple[Path, dict[str, Any]]) -> None:
+    if not Path("/proc").exists():
+        pytest.skip("looks at /proc")
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(demo[0]).encode() in _read(path)]
+    assert left == []
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended while we looked
+        return b""

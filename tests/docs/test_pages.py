@@ -1,0 +1,135 @@
+"""The README and the tutorial do what they say and print what they show; links lead somewhere; figures are measured ones."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.support.doc_blocks import ROOT, blocks, check_command, commands, first_difference, run
+from tools.s3_server import Server
+
+README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^ {4}(?:\$ )?((?:titan-ckpt|python -m|make|pip) .*)", re.MULTILINE)
+LIMIT_S = 900
+FIGURE = re.compile(r"\d+(?:\.\d+)?")
+
+
+@pytest.fixture(scope="module")
+def readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the README's blocks leave."""
+    folder = tmp_path_factory.mktemp("readme")
+    assert run(README, folder, {}) >= 5
+    return folder
+
+
+@pytest.mark.e2e
+@pytest.mark.dist
+@pytest.mark.hf
+@pytest.mark.timeout(LIMIT_S)
+def test_every_block_of_the_readme_runs_and_prints_what_it_shows(readme: Path) -> None:
+    assert (readme / "my-model" / "config.json").exists()
+
+
+@pytest.mark.e2e
+@pytest.mark.dist
+@pytest.mark.hf
+def test_tensorboard_reads_the_numbers_of_the_readmes_run(readme: Path) -> None:
+    log = EventAccumulator(str(readme / "runs" / "tiny" / "tensorboard"))
+    log.Reload()
+    losses = log.Scalars("step/loss")
+    assert [event.step for event in losses] == list(range(1, 21))
+    assert losses[-1].value < losses[0].value
+
+
+@pytest.mark.e2e
+@pytest.mark.dist
+@pytest.mark.s3
+@pytest.mark.hf
+@pytest.mark.timeout(LIMIT_S)
+def test_every_block_of_the_tutorial_runs_and_prints_what_it_shows(
+    tmp_path: Path, s3_server: Server, s3_environment: dict[str, str]
+) -> None:
+    s3_server.create_bucket("bucket")
+    assert run(TUTORIAL, tmp_path, s3_environment) >= 8
+
+
+def test_the_page_on_neighbours_prints_what_it_shows(tmp_path: Path) -> None:
+    assert run(ROOT / "docs" / "neighbours.md", tmp_path, {}) == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_indented_command_exists(page: Path) -> None:
+    text = FENCED.sub("", page.read_text()).replace("\\\n", " ")
+    for line in INDENTED.findall(text):
+        for argv in (shlex.split(part, comments=True) for part in line.split(" ;")):
+            assert (problem := check_command(argv)) is None, f"{page.name}: {argv}: {problem}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_block_exists(page: Path) -> None:
+    for block in blocks(page):
+        if block.kind in ("bash", "shell"):
+            for argv in commands(block):
+                assert (problem := check_command(argv)) is None, f"{page.name}:{block.line}: {argv}: {problem}"
+
+
+def _slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def _section(page: Path, slug: str) -> str | None:
+    for part in re.split(r"^(?=#+ )", page.read_text(), flags=re.MULTILINE):
+        if part.startswith("#") and _slug(part.partition("\n")[0].lstrip("#")) == slug:
+            return part
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for _, target in LINK.findall(page.read_text()):
+        path, _, slug = target.partition("#")
+        if "://" not in target:
+            found = (page.parent / path) if path else page
+            assert found.exists(), f"{page.name}: {target}"
+            assert not slug or _section(found, slug) is not None, f"{page.name}: {target}: no such heading"
+
+
+def test_every_measured_figure_of_the_readme_stands_in_the_section_it_links_to() -> None:
+    performance = ROOT / "docs" / "performance.md"
+    for text, target in LINK.findall(README.read_text()):
+        path, _, slug = target.partition("#")
+        if path == "docs/performance.md" and slug:
+            section = _section(performance, slug) or ""
+            for figure in FIGURE.findall(text):
+                assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", section), (
+                    f"README says {text!r}, which {target} does not: it was measured again"
+                )
+
+
+@pytest.mark.parametrize(
+    ("page", "printed"),
+    [
+        ("step 20 committed 1.5 MB", "step 20   committed  7.25 MB\n"),
+        ("a\n...\nd", "a b c d"),
+        ("a\n  ...", "a b c d"),
+        ("rank 1 at .../x.py:62", "rank 1 at\n /srv/lib/x.py:7"),
+    ],
+)
+def test_figures_and_gaps_may_differ(page: str, printed: str) -> None:
+    assert first_difference(page, printed) is None
+
+
+@pytest.mark.parametrize(
+    ("page", "printed"),
+    [("step 20", "step 30"), ("a b", "a b c"), ("a\n...\nd", "a b c"), ("a b", "a"), ("rank 1", "rank 0")],
+)
+def test_words_and_counts_may_not(page: str, printed: str) -> None:
+    assert first_difference(page, printed) is not None

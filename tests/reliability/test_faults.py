@@ -1,0 +1,156 @@
+"""A fault at store calls of a save on real ranks: a seeded sample of `make faults`, and what a hang may and may not do."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titan_ckpt.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
+from titan_ckpt.store.local import FileStore
+from titan_ckpt.store.time_limit import HungStoreError, run_until
+from tools.fault_cases import KINDS, Case, all_cases, count_calls, run_case
+from tools.faulty_store import Fault, FaultyStore
+from tools.rank_pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_at_a_sample_of_calls_loses_nothing_and_is_heard_of_on_every_rank(
+    pool: RankPool, tmp_path: Path, kind: str
+) -> None:
+    cases = all_cases(kind, count_calls(pool, tmp_path / "count", kind), ("before", "after", "torn"))
+    hit = 0
+    for number, case in enumerate(random.Random(f"7-{kind}").sample(cases, 10)):
+        found, seen, _ = run_case(pool, tmp_path / f"case-{number}", case)
+        assert found == []
+        hit += bool(seen.call)
+    assert hit >= 7
+
+
+HANGS = (
+    Case(kind="async", store="first", rank=1, number=1, how="hang"),  # a data file
+    Case(kind="sync", store="first", rank=0, number=9, how="hang"),  # COMMIT.json
+    Case(kind="mirror", store="second", rank=1, number=2, how="hang"),
+)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", HANGS, ids=str)
+def test_a_hang_on_one_rank_ends_in_an_error_on_all_within_the_timeout(
+    pool: RankPool, tmp_path: Path, case: Case
+) -> None:
+    found, seen, _ = run_case(pool, tmp_path, case)
+    assert found == []
+    assert seen.failed or seen.mirror_errors, seen.call
+
+
+def _save_out_of_step(rank: int, url: str) -> str:
+    with Saver(url, SaveOptions(timeout_s=60)) as saver:
+        try:
+            saver.save({"w": torch.zeros(3)}, step=1 + rank).wait()
+        except SaveError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_ranks_that_save_different_steps_are_told_so(pool: RankPool, tmp_path: Path) -> None:
+    for message in pool.run(_save_out_of_step, str(tmp_path)):
+        assert "rank 0: 1, rank 1: 2" in message
+    assert list_checkpoints(str(tmp_path)) == []
+
+
+def _hear_at_different_moments(rank: int, url: str) -> tuple[str, int]:
+    """Rank 0 hears of the failure by its handle, rank 1 only when it saves again."""
+    store = FaultyStore(FileStore(url), [Fault(call="write", number=1)] if rank == 1 else [])
+    with Saver(store, SaveOptions(timeout_s=60)) as saver:
+        handle, text = saver.save({"w": torch.ones(9), "v": torch.ones(9)}, step=1), ""
+        if rank == 0:
+            with pytest.raises(SaveError):
+                handle.wait()
+        try:
+            saver.save({"w": torch.ones(9), "v": torch.ones(9)}, step=2)
+        except (SaveError, OSError) as error:
+            text = str(error)
+        report = saver.save({"w": torch.ones(9), "v": torch.ones(9)}, step=3).wait()
+    return text, report.step
+
+
+@pytest.mark.dist
+def test_ranks_that_hear_of_a_failure_at_different_moments_stay_together(pool: RankPool, tmp_path: Path) -> None:
+    for text, step in pool.run(_hear_at_different_moments, str(tmp_path)):
+        assert "No space left" in text
+        assert step == 3
+    assert [info.step for info in list_checkpoints(str(tmp_path)) if info.state == "committed"] == [3]
+
+
+EXIT = """
+import sys
+import torch
+from tools.faulty_store import Fault, FaultyStore
+from titan_ckpt.errors import StoreError
+from titan_ckpt import SaveOptions, Saver
+from titan_ckpt.store.local import FileStore
+store = FaultyStore(FileStore(sys.argv[1]), [Fault(call="write", number=2, how="hang")])
+with Saver(store, SaveOptions(timeout_s=0.5)) as saver:
+    try:
+        saver.save({"w": torch.zeros(3)}, step=1).wait()
+    except StoreError as error:
+        print(error)
+"""
+
+
+def test_a_call_that_never_returns_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT, str(tmp_path)], capture_output=True, text=True, timeout=55, check=True
+    )
+    assert "uploading step 1: given up after 0.4 s in: write" in done.stdout
+
+
+def test_work_that_was_given_up_can_do_nothing_when_it_wakes(tmp_path: Path) -> None:
+    store = FaultyStore(FileStore(str(tmp_path)), [Fault(call="write", number=1, how="hang")])
+    ended: list[BaseException] = []
+    over = threading.Event()
+
+    def work(guarded: Any) -> None:
+        try:
+            guarded.write("first", [b"1"])
+            guarded.write("second", [b"2"])
+        except BaseException as error:
+            ended.append(error)
+            raise
+        finally:
+            over.set()
+
+    with pytest.raises(HungStoreError, match=r"in: write .*first"):
+        run_until(0.05, work, store, what="a test")
+    store.released.set()
+    assert over.wait(60)
+    assert isinstance(ended[0], HungStoreError)
+    assert [entry.path for entry in store.inner.list()] == ["first"]
+
+
+def test_a_mirror_copies_what_was_committed_even_when_the_last_save_failed(tmp_path: Path) -> None:
+    store = FaultyStore(FileStore(str(tmp_path / "fast")))
+    saver = Saver(store, SaveOptions(mirror=str(tmp_path / "safe")))
+    saver.save({"w": torch.zeros(3)}, step=1).wait()
+    store.arm([Fault(call="write", number=1)])
+    saver.save({"w": torch.zeros(3)}, step=2)
+    with pytest.raises(OSError, match="No space"):
+        saver.close()
+    assert open_checkpoint(str(tmp_path / "safe")).step == 1

@@ -1,0 +1,506 @@
+"""Whole checkpoints from mesh to mesh: equal to what DCP reads, equal after a way there and back, and whole after any stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.cli.main import main
+from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, TitanError
+from titan_ckpt.format.names import step_folder
+from titan_ckpt.loading.load import LoadPolicy, load
+from titan_ckpt.resharding.estimate import estimate
+from titan_ckpt.resharding.placement_rules import Rule
+from titan_ckpt.resharding.reshard import Workers, plan_reshard, run_plan
+from titan_ckpt.saving.saver import SaveOptions, save
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.sharding.pipeline import PipelineSpec
+from titan_ckpt.sharding.placement import Shard
+from titan_ckpt.store.base import Buffer, Entry
+from titan_ckpt.store.local import FileStore
+from titan_ckpt.store.open import open_store
+
+STEP = 7
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,
+    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64,
+]  # fmt: skip
+MESHES = [
+    "1", "dp_shard=2", "dp_shard=4", "dp_replicate=2,dp_shard=2", "tp=2", "dp_shard=2,tp=2", "cp=2", "dp_shard=3",
+    "dp_shard=2,cp=2", "dp_shard=3,tp=2", "dp_shard=5", "dp_replicate=3,tp=2",
+]  # fmt: skip
+SMALL = 8 << 20
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Random bits, so that NaNs with payloads are among the floats."""
+    count = torch.Size(shape).numel()
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, dtype=torch.uint8, generator=generator).bool()
+    size = torch.empty((), dtype=dtype).element_size()
+    return torch.randint(0, 256, (count * size,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def llama(layers: int = 4, dim: int = 12) -> dict[str, Any]:
+    """The state of a small Llama with Adam, as the trainer saves it."""
+    generator = torch.Generator().manual_seed(1)
+    model, states = {}, {}
+    shapes = {
+        "self_attn.q_proj.weight": (dim, dim), "self_attn.k_proj.weight": (5, dim), "self_attn.o_proj.weight": (dim, dim),
+        "mlp.up_proj.weight": (31, dim), "mlp.down_proj.weight": (dim, 31), "input_layernorm.weight": (dim,),
+    }  # fmt: skip
+    named = {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in shapes.items()}
+    named |= {"model.embed_tokens.weight": (65, dim), "model.norm.weight": (dim,), "lm_head.weight": (65, dim)}
+    for fqn, shape in named.items():
+        model[fqn] = torch.randn(shape, generator=generator)
+        moments = {name: torch.randn(shape, generator=generator) for name in ("exp_avg", "exp_avg_sq")}
+        states[fqn] = moments | {"step": torch.tensor(3.0)}
+    return {"model": model, "optimizer": {"state": states}, "rng": {"note": "a value that is no tensor"}}
+
+
+def saved(url: str, state: dict[str, Any], **options: Any) -> Checkpoint:
+    save(url, state, step=STEP, options=SaveOptions(mesh=MeshSpec(), **options), training={"step": STEP, "lr": 0.5})
+    return open_checkpoint(url)
+
+
+def resharded(checkpoint: Checkpoint, url: str, mesh: str, rules: tuple[Rule, ...] = ()) -> Checkpoint:
+    report = run_plan(plan_reshard(checkpoint, MeshSpec.parse(mesh), rules=rules), url, memory_bytes=SMALL)
+    assert report.checkpoint is not None
+    return report.checkpoint
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def emptied(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: emptied(v) if isinstance(v, dict) else torch.zeros_like(v) if isinstance(v, torch.Tensor) else None
+        for name, v in tree.items()
+    }
+
+
+def assert_dcp_reads(url: str, state: dict[str, Any]) -> None:
+    """Plain DCP with its stock reader finds exactly `state`."""
+    found = emptied(state)
+    dcp.load(found, checkpoint_id=f"{url}/{step_folder(STEP)}", no_dist=True)
+    for (name, expected), (_, value) in zip(leaves(state), leaves(found), strict=True):
+        same = bits(expected) == bits(value) if isinstance(expected, torch.Tensor) else expected == value
+        assert same, name
+
+
+def data_bytes(checkpoint: Checkpoint) -> dict[str, bytes]:
+    files = checkpoint.manifest.files
+    return {file.path.rpartition("/")[2]: checkpoint.store.read(checkpoint.path(file.path)) for file in files}
+
+
+def random_rules(names: Iterable[str], shapes: dict[str, tuple[int, ...]], chance: random.Random) -> tuple[Rule, ...]:
+    rules = []
+    for name in names:
+        axes = chance.sample(["tp", "dp_shard+cp", "dp_replicate"], chance.randint(0, 2)) if shapes[name] else []
+        rules.append(Rule(name, {axis: Shard(chance.randrange(len(shapes[name]))) for axis in axes}))
+    return tuple(rules)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("seed", range(40))
+def test_random_tensors_are_bit_equal_to_dcp_and_byte_equal_after_a_way_there_and_back(
+    tmp_path: Path, seed: int
+) -> None:
+    """13 tensors a seed, each of another dtype: 520 cases of (shape, dtype, source mesh and cut, target mesh and cut)."""
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    sizes = [0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17, 23]
+    shapes = {f"t{n}": tuple(chance.choices(sizes, k=chance.randint(0, 3))) for n in range(len(DTYPES))}
+    state = {name: random_tensor(shape, DTYPES[n], generator) for n, (name, shape) in enumerate(shapes.items())}
+    mesh_a, mesh_b = chance.choice(MESHES), chance.choice(MESHES)
+    rules_a, rules_b = (random_rules(shapes, shapes, chance) for _ in range(2))
+    whole = saved(str(tmp_path / "whole"), state)
+    a = resharded(whole, str(tmp_path / "a"), mesh_a, rules_a)
+    b = resharded(a, str(tmp_path / "b"), mesh_b, rules_b)
+    assert_dcp_reads(str(tmp_path / "b"), state)
+    again = resharded(b, str(tmp_path / "again"), mesh_a, rules_a)
+    assert data_bytes(again) == data_bytes(a)
+
+
+def cuts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """How every tensor is cut; axes of degree 1, which a manifest may remember, left out."""
+    mesh = checkpoint.manifest.mesh
+    assert mesh is not None
+    return {
+        t.fqn: (t.stages, {axes: s.dim for axes, s in (t.placements or {}).items() if mesh.degree(axes) > 1})
+        for t in checkpoint.manifest.tensors
+    }
+
+
+PAIRS = [
+    "1",
+    "dp_shard=4",
+    "dp_replicate=2,dp_shard=2",
+    "dp_shard=2,tp=2",
+    "pp=2,dp_shard=2",
+    "cp=2",
+    "pp=2,dp_shard=2,tp=2",
+]
+
+
+@pytest.fixture(scope="module")
+def on_every_mesh(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Checkpoint]]:
+    """A small Llama's state, and its checkpoint resharded to every mesh of PAIRS."""
+    folder, state = tmp_path_factory.mktemp("meshes"), llama()
+    whole = saved(str(folder / "whole"), state, pipeline=PipelineSpec(num_layers=4).to_dict())
+    return state, {mesh: resharded(whole, str(folder / mesh), mesh) for mesh in PAIRS}
+
+
+@pytest.mark.parametrize("source", PAIRS)
+def test_every_mesh_becomes_every_other(
+    on_every_mesh: tuple[dict[str, Any], dict[str, Checkpoint]], tmp_path: Path, source: str
+) -> None:
+    state, checkpoints = on_every_mesh
+    for target, expected in checkpoints.items():
+        made = resharded(checkpoints[source], str(tmp_path / target), target)
+        assert data_bytes(made) == data_bytes(expected), target
+        assert cuts(made) == cuts(expected), target
+    found = emptied(state)
+    load(made, found, policy=LoadPolicy())
+    assert all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(leaves(found), leaves(state), strict=True) if torch.is_tensor(a)
+    )
+    assert found["rng"] == state["rng"]
+    assert made.manifest.training == {"step": STEP, "lr": 0.5}
+
+
+def test_each_rank_holds_its_shard_and_replicas_are_stored_once(tmp_path: Path) -> None:
+    whole = saved(str(tmp_path / "whole"), llama(), pipeline=PipelineSpec(num_layers=4).to_dict())
+    mesh = MeshSpec.parse("pp=2,dp_replicate=2,dp_shard=2,tp=2")
+    plan = plan_reshard(whole, mesh)
+    o_proj = next(t for t in plan.target.tensors if t.fqn == "model.model.layers.3.self_attn.o_proj.weight")
+    assert list((o_proj.placements or {}).items()) == [("tp", Shard(1)), ("dp_shard", Shard(0))]
+    assert o_proj.stages == (1,)
+    assert o_proj.num_chunks == 4
+    assert {
+        mesh.coordinate(int(rank))["pp"] for rank in plan.target.rank[o_proj.first_chunk : o_proj.first_chunk + 4]
+    } == {1}
+    per_stage = plan.target.file_bytes().reshape(2, 8)
+    assert (per_stage.max(axis=1) / per_stage.min(axis=1) < 1.6).all()
+    made = run_plan(plan, str(tmp_path / "made")).checkpoint
+    assert made is not None
+    assert (
+        sum(chunk.payload_length for t in made.manifest.tensors for chunk in made.manifest.chunks_of(t))
+        == made.manifest.size_bytes
+    )
+
+
+def test_a_dry_run_says_what_the_run_then_does(tmp_path: Path) -> None:
+    whole = saved(str(tmp_path / "whole"), llama())
+    a = resharded(whole, str(tmp_path / "a"), "dp_shard=4")
+    plan, store = plan_reshard(a, MeshSpec.parse("dp_shard=2,tp=2")), open_store(str(tmp_path / "b"))
+    facts = estimate(plan, store, memory_bytes=SMALL)
+    report = run_plan(plan, str(tmp_path / "b"), memory_bytes=SMALL)
+    assert facts.read_bytes == report.traffic.read_bytes
+    assert facts.read_requests == report.traffic.read_requests
+    assert facts.written_bytes == report.traffic.written_bytes
+    assert facts.num_files == report.num_files
+
+
+class Breaking(FileStore):
+    """A disk that fails at the `count`-th file of data, half way through it."""
+
+    def __init__(self, url: str, count: int) -> None:
+        super().__init__(url)
+        self.count = count
+
+    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+        if path.endswith(".distcp"):
+            self.count -= 1
+            if self.count == 0:
+                return super().write(path, self._half(parts))
+        return super().write(path, parts)
+
+    def _half(self, parts: Iterable[Buffer]) -> Iterator[Buffer]:
+        yield next(iter(parts))
+        raise StoreError("no space left on device")
+
+
+@pytest.mark.parametrize("files_done", [1, 2, 4])
+def test_a_run_that_was_stopped_goes_on_and_keeps_whole_files(tmp_path: Path, files_done: int) -> None:
+    whole = saved(str(tmp_path / "whole"), llama())
+    source = resharded(whole, str(tmp_path / "source"), "dp_shard=8")
+    url = str(tmp_path / "out")
+    plan = plan_reshard(source, MeshSpec.parse("dp_shard=4"))
+    with pytest.raises(StoreError, match="no space left"):
+        run_plan(plan, url, store=Breaking(url, files_done), memory_bytes=SMALL)
+    with pytest.raises(TitanError, match="not committed"):
+        open_checkpoint(url)
+    again = run_plan(plan_reshard(source, MeshSpec.parse("dp_shard=4")), url, memory_bytes=SMALL)
+    assert again.kept_files + again.num_files == 4
+    expected = resharded(source, str(tmp_path / "expected"), "dp_shard=4")
+    assert again.checkpoint is not None
+    assert data_bytes(again.checkpoint) == data_bytes(expected)
+    assert [
+        e.path for e in again.checkpoint.store.list() if e.path.endswith(".distcp.json") or "reshard.json" in e.path
+    ] == []
+
+
+def test_a_kept_file_that_was_damaged_meanwhile_is_written_again(tmp_path: Path) -> None:
+    whole = saved(str(tmp_path / "whole"), llama())
+    source = resharded(whole, str(tmp_path / "source"), "dp_shard=4")
+    url, plan = str(tmp_path / "out"), plan_reshard(source, MeshSpec.parse("dp_shard=2"))
+    with pytest.raises(StoreError, match=r"1 of 2 files|still missing"):
+        run_plan(plan, url, workers=Workers(count=2, index=0, poll_s=0.0, patience_s=0.0))
+    (done,) = Path(url).glob("step-*/a-*/*.distcp")
+    data = bytearray(done.read_bytes())
+    data[len(data) // 2] ^= 1
+    done.write_bytes(data)
+    report = run_plan(plan, url)
+    assert report.kept_files == 0
+    assert report.checkpoint is not None
+    assert data_bytes(report.checkpoint) == data_bytes(resharded(source, str(tmp_path / "expected"), "dp_shard=2"))
+
+
+def test_a_damaged_source_commits_nothing_and_is_left_alone(tmp_path: Path) -> None:
+    source = resharded(saved(str(tmp_path / "whole"), llama()), str(tmp_path / "source"), "dp_shard=2")
+    (path,) = Path(source.url).glob("step-*/a-*/__1_0.distcp")
+    data = bytearray(path.read_bytes())
+    chunk = source.manifest.chunk(source.manifest.by_fqn["model.lm_head.weight"], 1)
+    data[chunk.offset + chunk.payload_offset + 3] ^= 64
+    path.write_bytes(data)
+    url = str(tmp_path / "out")
+    plan = plan_reshard(open_checkpoint(source.url), MeshSpec.parse("tp=2"))
+    with pytest.raises(
+        DamagedError, match=r"__1_0.distcp: model.lm_head.weight: .* expected [0-9a-f]{32}: the source is damaged"
+    ):
+        run_plan(plan, url)
+    with pytest.raises(TitanError, match="not committed"):
+        open_checkpoint(url)
+    assert run_plan(plan, url, is_checked=False).checkpoint is not None
+    assert path.read_bytes() == data
+
+
+def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    source = resharded(saved(str(tmp_path / "whole"), llama()), str(tmp_path / "source"), "dp_shard=2")
+    (path,) = Path(source.url).glob("step-*/a-*/__0_0.distcp")
+
+    def rewrite(_: int) -> None:
+        path.write_bytes(path.read_bytes())
+
+    plan = plan_reshard(source, MeshSpec.parse("dp_shard=4"))
+    with pytest.raises(DamagedError, match="changed while it was read"):
+        run_plan(plan, str(tmp_path / "out"), on_progress=rewrite)
+
+
+def test_workers_share_the_files_and_meet_in_the_store(tmp_path: Path) -> None:
+    source = resharded(saved(str(tmp_path / "whole"), llama()), str(tmp_path / "source"), "dp_shard=4")
+    url = str(tmp_path / "out")
+    command = [sys.executable, "-m", "titan_ckpt", "reshard", source.url, url, "--mesh", "dp_shard=6", "--json"]
+    workers = [
+        subprocess.Popen(command, env={**os.environ, "RANK": str(i), "WORLD_SIZE": "3"}, stdout=subprocess.PIPE)
+        for i in range(3)
+    ]
+    outputs = [worker.communicate(timeout=60)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    assert outputs[1:] == [b"", b""]
+    assert json.loads(outputs[0])["files"] == 2
+    expected = resharded(source, str(tmp_path / "expected"), "dp_shard=6")
+    assert data_bytes(open_checkpoint(url)) == data_bytes(expected)
+
+
+@pytest.mark.dist
+def test_under_torchrun_each_worker_writes_its_share_and_one_commits(tmp_path: Path) -> None:
+    source = saved(str(tmp_path / "whole"), llama())
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
+        "127.0.0.1:0", "-m", "titan_ckpt", "reshard", source.url, str(tmp_path / "out"), "--mesh", "dp_shard=6", "--json",
+    ]  # fmt: skip
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["files"] == 3
+    assert len(open_checkpoint(str(tmp_path / "out")).manifest.files) == 6
+    assert_dcp_reads(str(tmp_path / "out"), llama())
+
+
+def test_a_killed_run_leaves_nothing_visible_and_goes_on(tmp_path: Path) -> None:
+    source = resharded(saved(str(tmp_path / "whole"), llama()), str(tmp_path / "source"), "dp_shard=4")
+    url = str(tmp_path / "out")
+    script = (
+        "import os, signal, sys\n"
+        "from titan_ckpt.checkpoint.checkpoint import open_checkpoint\n"
+        "from titan_ckpt.sharding.mesh import MeshSpec\n"
+        "from titan_ckpt import plan_reshard, run_plan\n"
+        "plan = plan_reshard(open_checkpoint(sys.argv[1]), MeshSpec.parse('dp_shard=6'))\n"
+        "seen = []\n"
+        "def progress(size):\n"
+        "    seen.append(size)\n"
+        "    if len(seen) == 40:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "run_plan(plan, sys.argv[2], on_progress=progress)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, source.url, url], check=False, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    with pytest.raises(TitanError, match="not committed"):
+        open_checkpoint(url)
+    made = resharded(source, url, "dp_shard=6")
+    assert data_bytes(made) == data_bytes(resharded(source, str(tmp_path / "expected"), "dp_shard=6"))
+
+
+def test_cast_that_loses_values_names_the_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = llama()
+    state["model"]["model.layers.2.mlp.up_proj.weight"][0, 1] = 1e6
+    saved(str(tmp_path / "whole"), state)
+    arguments = ["--mesh", "dp_shard=2", "--only", "model", "--dtype", "float16", "--json"]
+    assert main(["reshard", str(tmp_path / "whole"), str(tmp_path / "out"), *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["overflowed"] == ["model.model.layers.2.mlp.up_proj.weight"]
+
+
+def test_only_the_model_in_bfloat16_under_new_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = llama()
+    saved(str(tmp_path / "whole"), state)
+    arguments = ["--mesh", "dp_shard=2", "--only", "model", "--dtype", "bfloat16", "--exclude", "*norm*"]
+    code = main(
+        [
+            "reshard",
+            str(tmp_path / "whole"),
+            str(tmp_path / "out"),
+            *arguments,
+            "--rename",
+            "model.model.layers.*.mlp.*=m.*.*",
+        ]
+    )
+    assert code == 0
+    assert "2 files written" in capsys.readouterr().out
+    made = open_checkpoint(str(tmp_path / "out"))
+    assert made.manifest.kind == "model"
+    assert not any("norm" in fqn or fqn.startswith("optimizer") for fqn in made.manifest.by_fqn)
+    up = state["model"]["model.layers.2.mlp.up_proj.weight"]
+    assert torch.equal(made.read("m.2.up_proj.weight"), up.bfloat16())
+
+
+def test_a_model_that_no_table_knows_wants_placements_and_takes_them_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(str(tmp_path / "whole"), {"model": {"conv.kernel": torch.arange(24.0).reshape(4, 6)}})
+    command = ["reshard", str(tmp_path / "whole"), str(tmp_path / "out"), "--mesh", "tp=2"]
+    assert main(command) == 2
+    assert "model.conv.kernel: no placements known for axis tp" in capsys.readouterr().err
+    table = tmp_path / "table.toml"
+    table.write_text('[placements]\n"model.conv.*" = ["tp:1"]\n')
+    assert main([*command, "--placements", str(table), "--show", "model.conv.kernel"]) == 0
+    assert "cut tp:1: 2 pieces, by rank\n a0 a0 a0 a1 a1 a1\n" in capsys.readouterr().out
+    made = open_checkpoint(str(tmp_path / "out"))
+    assert torch.equal(made.read("model.conv.kernel"), torch.arange(24.0).reshape(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "pp=8"], "a pipeline of 8 stages does not fit a model of 4 layers"),
+        (["--mesh", "dp=2"], "unknown mesh axis 'dp'"),
+        (["--mesh", "pp=2", "--stages-per-rank", "0"], "--stages-per-rank 0: a pipeline schedule has 1 or more"),
+        (["--mesh", "dp_shard=2,dp_shard=4"], "axis 'dp_shard' is given twice"),
+        (["--mesh", "dp_shard=2", "--only", "model", "--include", "nothing"], "nothing is left of the checkpoint"),
+        (["--mesh", "dp_shard=2", "--rename", "*=*.*"], "write OLD=NEW with as many \\* on both sides"),
+        (["--mesh", "dp_shard=2", "--rename", "model.model.layers.*=same"], "write OLD=NEW"),
+        (["--mesh", "dp_shard=2", "--rename", "model.lm_head.weight=model.model.norm.weight"], "would both be named"),
+        (["--mesh", "dp_shard=2", "--dtype", "int8"], "--dtype 'int8' is not one of"),
+        (["--mesh", "dp_shard=2", "--memory", "1MB"], "is too little for .*; the least is 8.39 MB"),
+        (["--mesh", "dp_shard=2", "--show", "nobody"], "--show nobody: no such tensor"),
+        (["--mesh", "dp_shard=2", "--placements", "/nowhere.toml"], "/nowhere.toml: No such file"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    saved(str(tmp_path / "whole"), llama())
+    assert main(["reshard", str(tmp_path / "whole"), str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_destinations_that_exist_or_lie_inside_the_source_are_refused(tmp_path: Path) -> None:
+    whole = saved(str(tmp_path / "whole"), llama())
+    plan = plan_reshard(whole, MeshSpec.parse("dp_shard=2"))
+    with pytest.raises(TitanError, match="lies inside the source"):
+        run_plan(plan, str(tmp_path / "whole" / "sub"))
+    (tmp_path / "link").symlink_to(tmp_path / "whole")
+    with pytest.raises(TitanError, match="lies inside the source"):
+        run_plan(plan, str(tmp_path / "link" / "sub"))
+    run_plan(plan, str(tmp_path / "out"))
+    with pytest.raises(AlreadyExistsError, match="exists already"):
+        run_plan(plan, str(tmp_path / "out"))
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = saved(str(tmp_path / "whole"), llama())
+    monkeypatch.setattr(FileStore, "free_bytes", lambda _self: 1000)
+    with pytest.raises(StoreError, match="are to be written, 1 kB are free"):
+        run_plan(plan_reshard(whole, MeshSpec.parse("dp_shard=2")), str(tmp_path / "out"))
+
+
+def test_a_foreign_checkpoint_is_cut_by_the_tables(tmp_path: Path) -> None:
+    """A plain DCP save of torchtitan's names, from which nothing about a mesh is known."""
+    state = {
+        "layers.0.attention.wo.weight": torch.randn(8, 6),
+        "tok_embeddings.weight": torch.randn(9, 8),
+        "step": torch.tensor(4),
+    }
+    dcp.save(state, checkpoint_id=str(tmp_path / "foreign" / "step-5"), no_dist=True)
+    foreign = open_checkpoint(str(tmp_path / "foreign" / "step-5"))
+    made = run_plan(plan_reshard(foreign, MeshSpec.parse("dp_shard=2,tp=2")), str(tmp_path / "out")).checkpoint
+    assert made is not None
+    assert made.manifest.by_fqn["layers.0.attention.wo.weight"].num_chunks == 4
+    for name, value in state.items():
+        assert torch.equal(made.read(name), value)
+
+
+@pytest.mark.s3
+def test_from_s3_to_s3(s3_url: str) -> None:
+    state = llama()
+    whole = saved(f"{s3_url}/whole", state)
+    a = resharded_large(whole, f"{s3_url}/a", "dp_shard=2,tp=2")
+    assert torch.equal(a.read("model.lm_head.weight"), state["model"]["lm_head.weight"])
+    b = resharded_large(a, f"{s3_url}/b", "pp=2,dp_shard=2")
+    assert data_bytes(resharded_large(b, f"{s3_url}/again", "dp_shard=2,tp=2")) == data_bytes(a)
+
+
+def resharded_large(checkpoint: Checkpoint, url: str, mesh: str) -> Checkpoint:
+    made = run_plan(plan_reshard(checkpoint, MeshSpec.parse(mesh)), url).checkpoint
+    assert made is not None
+    return made
+
+
+def test_an_encoded_source_is_decoded_on_the_way_and_checked(tmp_path: Path) -> None:
+    state = llama()
+    encoded = saved(str(tmp_path / "encoded"), state, codec="planes-zstd")
+    made = resharded(encoded, str(tmp_path / "made"), "dp_shard=2,tp=2")
+    plain = resharded(saved(str(tmp_path / "plain"), state), str(tmp_path / "expected"), "dp_shard=2,tp=2")
+    assert data_bytes(made) == data_bytes(plain)
+    (path,) = Path(encoded.url).glob("step-*/a-*/__0_0.distcp")
+
+    def rewrite(_: int) -> None:
+        path.write_bytes(path.read_bytes())
+
+    with pytest.raises(DamagedError, match="changed while it was read"):
+        run_plan(plan_reshard(encoded, MeshSpec.parse("dp_shard=2")), str(tmp_path / "out"), on_progress=rewrite)

@@ -1,0 +1,62 @@
+"""A job that resumes from a resharded checkpoint goes on exactly as one that loaded its source online.
+
+All pairs of meshes: `make reshard-matrix`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_ckpt.trainer.parallel.config import ParallelConfig
+from tools.rank_pool import RankPool
+from tools.resume_matrix import STEPS_AFTER, STEPS_BEFORE, reshard, resume, train_and_save
+
+pytestmark = pytest.mark.dist
+MESHES = {
+    "dp_shard=4": ParallelConfig(dp_shard=4),
+    "dp_replicate=2,dp_shard=2": ParallelConfig(dp_replicate=2, dp_shard=2),
+    "dp_shard=2,tp=2": ParallelConfig(dp_shard=2, tp=2),
+    "pp=2,dp_shard=2": ParallelConfig(pp=2, dp_shard=2),
+    "pp=2,tp=2": ParallelConfig(pp=2, dp_shard=1, tp=2),
+    "dp_shard=2,cp=2": ParallelConfig(dp_shard=2, cp=2),
+}
+PAIRS = [
+    ("dp_shard=4", "pp=2,tp=2"),
+    ("dp_shard=4", "dp_shard=2,cp=2"),
+    ("dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2"),
+    ("dp_shard=2,tp=2", "dp_shard=4"),
+    ("dp_shard=2,tp=2", "pp=2,dp_shard=2"),
+    ("pp=2,dp_shard=2", "dp_replicate=2,dp_shard=2"),
+    ("pp=2,tp=2", "dp_shard=4"),
+    ("dp_shard=2,cp=2", "pp=2,tp=2"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def sources(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A trained checkpoint of every mesh that is a source."""
+    folder = tmp_path_factory.mktemp("sources")
+    for mesh in dict.fromkeys(mesh for mesh, _ in PAIRS):
+        pool.run(train_and_save, MESHES[mesh], str(folder / mesh))
+    return {mesh: str(folder / mesh) for mesh, _ in PAIRS}
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_a_resharded_checkpoint_goes_on_as_its_source_does_online(
+    pool: RankPool, sources: dict[str, str], tmp_path: Path, source: str, target: str
+) -> None:
+    reshard(sources[source], str(tmp_path), target)
+    online = pool.run(resume, MESHES[target], sources[source])
+    offline = pool.run(resume, MESHES[target], str(tmp_path))
+    assert offline == online
+    assert all((len(r.losses), r.losses, r.start.step) == (STEPS_AFTER, online[0].losses, STEPS_BEFORE) for r in online)
+    assert online[0].losses[-1] < online[0].losses[0]

@@ -1,0 +1,95 @@
+"""Pictures of every screen of every recorded incident: `python -m tests.support.screen_pictures` writes tests/data/screens.
+
+Each file is one incident at one size of terminal, a sheet of SVG with a screen for each of the steps that are taken. Times are
+those of the recordings, and the clock is fixed, so that the same program writes the same files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+from textual.pilot import Pilot
+from textual.strip import Strip
+
+from tests.support.screen_svg import sheet
+from titan_ckpt.tui.app import TitanApp
+from titan_ckpt.tui.data.content import find_content
+from titan_ckpt.tui.screenshot import settled
+
+DATA = Path(__file__).parent.parent / "data"
+SCREENS = DATA / "screens"
+SIZES = ((80, 24), (140, 45))
+CLOCK_S = 1_795_250_000.0
+INCIDENT_KEYS = ("1", "2 n n", "3 n", "d", "escape 4", "5 c", "6")
+RUN_KEYS = ("1", "2", "4", "5", "7", "8", "G", "question_mark")
+CHECKPOINT_KEYS = (
+    "7", "enter", "j j j j enter", "escape escape space j d", "escape r", "d p _ s h a r d = 4 enter", "escape p",
+    "1 enter",
+)  # fmt: skip
+COMMAND = "python -m tests.support.screen_pictures"
+
+
+def cases() -> dict[str, tuple[Path, tuple[str, ...]]]:
+    """(where it is, keys to press) by name: the recordings of hung jobs, the injected faults, a run, checkpoints."""
+    folders = [*sorted((DATA / "flight_recorder").iterdir()), *sorted((DATA / "injected").iterdir())]
+    found = {f"{path.parent.name}-{path.name}": (path, INCIDENT_KEYS) for path in folders if path.is_dir()}
+    return {**found, "run": (DATA / "run", RUN_KEYS), "checkpoints": (DATA / "golden" / "v1", CHECKPOINT_KEYS)}
+
+
+def golden(name: str, size: tuple[int, int]) -> Path:
+    """The file of a case at a size."""
+    return SCREENS / f"{name}-{size[0]}x{size[1]}.svg"
+
+
+def strips_of(app: TitanApp) -> list[Strip]:
+    """The terminal's lines as they are painted."""
+    return list(app.screen._compositor.render_strips())
+
+
+def screen_text(app: TitanApp) -> str:
+    """The terminal's cells without their colours."""
+    return "\n".join(strip.text.rstrip() for strip in strips_of(app))
+
+
+def pictures_of(name: str) -> dict[tuple[int, int], str]:
+    """The sheet of a case at each size."""
+    path, steps = cases()[name]
+    coloured = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    with contextlib.chdir(path.parent), patch.dict(os.environ, coloured, clear=True):
+        return {size: asyncio.run(_picture(path.name, steps, size)) for size in SIZES}
+
+
+async def _picture(url: str, steps: tuple[str, ...], size: tuple[int, int]) -> str:
+    app, screens = TitanApp(find_content(url), clock=lambda: CLOCK_S), {}
+    async with app.run_test(size=size) as pilot:
+        await settled(app, pilot)
+        for step in steps:
+            await press(app, pilot, step)
+            screens[step] = strips_of(app)
+    return sheet(screens, size)
+
+
+async def press(app: TitanApp, pilot: Pilot[None], keys: str) -> None:
+    """Press keys, and wait for what they lead to."""
+    for key in keys.split():
+        app.simulate_key(key)
+    await settled(app, pilot)
+
+
+def main() -> int:
+    """Write the pictures of all cases, or of those named."""
+    SCREENS.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or cases():
+        for size, svg in pictures_of(name).items():
+            golden(name, size).write_text(svg, encoding="utf-8")
+        sys.stdout.write(f"{name}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

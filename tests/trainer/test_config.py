@@ -1,0 +1,188 @@
+"""Configs: what a TOML file, its bases and `--set` make; what is refused, and in which words."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_ckpt.cli.main import main
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.trainer.config.toml_records import as_dict, parse_set, render, resolve
+from titan_ckpt.trainer.config.train_config import TrainConfig, check, fixed_world_size, resolve_mesh
+from titan_ckpt.trainer.model.decoder import Decoder, LayerRange
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+TINY = str(CONFIGS / "tiny.toml")
+
+
+def _tiny(*sets: str) -> TrainConfig:
+    return resolve(TrainConfig, TINY, sets).config
+
+
+def _write(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.toml")))
+def test_every_config_that_is_shipped_is_valid(name: str) -> None:
+    check(resolve(TrainConfig, str(CONFIGS / name)).config)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("tiny", 0.00607), ("135m", 0.1345), ("llama3_8b", 8.030), ("llama3_70b", 70.55), ("llama3_405b", 405.85)],
+)
+def test_a_shipped_model_has_the_size_it_is_named_for(name: str, billions: float) -> None:
+    model = resolve(TrainConfig, str(CONFIGS / f"{name}.toml")).config.model
+    with torch.device("meta"):
+        decoder = Decoder(model, LayerRange(0, model.n_layers))
+    assert sum(p.numel() for p in decoder.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("llama3_8b", 8), ("llama3_70b", 256), ("llama3_405b", 512)])
+def test_a_large_config_fits_the_mesh_it_is_made_for(name: str, world_size: int) -> None:
+    assert resolve_mesh(resolve(TrainConfig, str(CONFIGS / f"{name}.toml")).config, world_size).world_size == world_size
+
+
+def test_a_base_is_merged_under_the_file_and_set_comes_last() -> None:
+    resolved = resolve(TrainConfig, TINY, ["model.dim=128", "save.url=s3://bucket/run"])
+    assert (resolved.config.model.dim, resolved.config.model.n_layers, resolved.config.model.vocab_size) == (
+        128,
+        8,
+        320,
+    )
+    assert resolved.config.save.url == "s3://bucket/run"
+    origins = [resolved.origins[f"model.{key}"] for key in ("dim", "n_layers", "vocab_size")]
+    assert origins == ["--set model.dim", TINY, str(CONFIGS / "debug.toml")]
+
+
+def test_the_printed_config_is_toml_that_reads_back_as_the_same_config(tmp_path: Path) -> None:
+    resolved = resolve(TrainConfig, TINY, ["mesh.tp=2", 'resume.from="a b"'])
+    again = resolve(TrainConfig, _write(tmp_path, "printed.toml", render(resolved)))
+    assert again.config == resolved.config
+    assert "# --set mesh.tp" in render(resolved)
+    assert "# default" in render(resolved)
+
+
+def test_the_recorded_config_is_json_and_uses_the_names_of_the_toml_file() -> None:
+    record = json.loads(json.dumps(as_dict(_tiny("resume.from=x"))))
+    assert record["resume"]["from"] == "x"
+    assert "sliding_window" not in record["model"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mesh.tpp=2", "unknown key mesh.tpp; did you mean mesh.tp?"),
+        ("modell.dim=2", "unknown key modell; did you mean model?"),
+        ("train.steps=1.5", "train.steps: expected a whole number, found 1.5"),
+        ("train.steps=true", "train.steps: expected a whole number, found true"),
+        ("save.url=5", "save.url: expected a string, found 5"),
+        ("mesh.compile=1", "mesh.compile: expected true or false, found 1"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: expected a list of 2 values"),
+        ("mesh.pp_layers_per_stage=[1, 'x']", "mesh.pp_layers_per_stage[1]: expected a whole number"),
+        ("model.family=gpt2", 'model.family: expected "llama" or "qwen2" or "qwen3" or "mistral", found "gpt2"'),
+        ("model=3", "model: expected a table"),
+        ("train", "write section.key=value"),
+        ("train.steps=[1", "is not a TOML value"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _tiny(text)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        (["train.steps=0"], "train.steps = 0: must be at least 1"),
+        (["save.every=5"], "save.url is empty"),
+        (["validation.every=5"], "holds nothing out"),
+        (["save.url=/tmp/run@5"], "names a step"),
+        (["save.keep_every=5"], "save.keep_last = 0"),
+        (["data.source="], "either source"),
+        (["data.mixture=[{url='a', weight=0.0}]", "data.source="], "must be more than 0"),
+    ],
+)
+def test_values_that_make_no_sense_together_are_refused(sets: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(_tiny(*sets))
+    assert expected in str(caught.value)
+
+
+def test_a_base_that_goes_in_a_circle_is_refused(tmp_path: Path) -> None:
+    _write(tmp_path, "a.toml", 'base = "b.toml"')
+    path = _write(tmp_path, "b.toml", 'base = "a.toml"')
+    with pytest.raises(ConfigError, match="circle"):
+        resolve(TrainConfig, path)
+
+
+def test_a_missing_base_is_named_with_the_file_that_wants_it(tmp_path: Path) -> None:
+    path = _write(tmp_path, "a.toml", 'base = "gone.toml"')
+    with pytest.raises(ConfigError, match=r"gone.toml \(the `base` of .*a.toml\): no such config file"):
+        resolve(TrainConfig, path)
+
+
+def test_a_file_that_is_no_toml_is_refused_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"bad.toml: not valid TOML: .*line 2"):
+        resolve(TrainConfig, _write(tmp_path, "bad.toml", "[model]\ndim = = 3\n"))
+
+
+def test_a_missing_value_without_a_default_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: missing"):
+        resolve(TrainConfig, _write(tmp_path, "short.toml", "[model]\ndim = 3\n"))
+
+
+def test_a_set_value_is_toml_and_a_bare_url_needs_no_quotes() -> None:
+    assert parse_set('data.mixture=[{url="a", weight=2}]') == ("data.mixture", [{"url": "a", "weight": 2}])
+    assert parse_set("save.url=s3://b/r") == ("save.url", "s3://b/r")
+
+
+def test_the_mesh_decides_the_world_size_unless_dp_shard_takes_the_rest() -> None:
+    assert fixed_world_size(_tiny()) is None
+    assert fixed_world_size(_tiny("mesh.dp_shard=2", "mesh.tp=2")) == 4
+
+
+def test_print_config_writes_toml_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", TINY, "--print-config", "--set", "mesh.tp=4"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["mesh"]["tp"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sets", "exit_code", "expected"),
+    [
+        (["trian.steps=3"], 2, "did you mean train?"),
+        (["mesh.dp_shard=2", "mesh.tp=3"], 2, "tp"),
+        (["data.tokenizer=/nowhere/tokenizer.json"], 2, "/nowhere/tokenizer.json"),
+        (["model.vocab_size=200"], 2, "set model.vocab_size to at least 257"),
+        (["data.source=/nowhere/*.txt"], 3, "nothing at /nowhere/*.txt"),
+        (["resume.from=/nowhere"], 3, "/nowhere"),
+        (["save.url=/proc/nowhere"], 3, "/proc"),
+        (["model.n_heads=7"], 2, "7"),
+        (["train.device=cuda"], 2, "no accelerator"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_no_traceback(
+    sets: list[str], exit_code: int, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if torch.cuda.is_available() and expected == "no accelerator":
+        pytest.skip("there is an accelerator here")
+    places = [f"log.folder={tmp_path}", f"data.cache={tmp_path}"]
+    arguments = ["train", TINY, *(part for text in [*places, *sets] for part in ("--set", text))]
+    assert main(arguments) == exit_code
+    error = capsys.readouterr().err
+    assert error.startswith("titan-ckpt: error: ")
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+def test_nproc_that_contradicts_the_mesh_shows_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", TINY, "--nproc", "3", "--set", "mesh.dp_shard=2", "--set", "mesh.tp=2"]) == 2
+    assert "dp_shard 2 x cp 1 x tp 2 = 4, but there are 3 ranks" in capsys.readouterr().err

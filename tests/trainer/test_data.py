@@ -1,0 +1,295 @@
+"""Data: what files become, and that the order of samples depends on seed and position alone."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_ckpt.errors import ConfigError, DataError
+from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
+from titan_ckpt.trainer.data.batches import IGNORED, BatchShape, Dataset, Loader, open_dataset, unigram_entropy
+from titan_ckpt.trainer.data.corpus import Reading, list_files, read_documents
+from titan_ckpt.trainer.data.sample_order import BLOCK, SampleOrder, SourceSize, permuted, shares
+from titan_ckpt.trainer.data.token_files import open_tokens, pretokenise
+from titan_ckpt.trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, check_vocabulary, open_tokenizer
+
+
+def _documents(url: str, reading: Reading | None = None) -> list[bytes]:
+    rules = reading or Reading()
+    return [document for file in list_files(url) for document in read_documents(file, rules)]
+
+
+def _jsonl(*texts: str) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def _dataset(folder: Path, texts: list[str], *, seq_len: int = 4, seed: int = 0, held_out: float = 0.0) -> Dataset:
+    """One source per text."""
+    tokens = []
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text)
+        pretokenise(
+            list_files(str(folder / f"{number}.txt")), ByteTokenizer(), Reading(), str(folder / f"tokens{number}")
+        )
+        tokens.append(open_tokens(str(folder / f"tokens{number}")))
+    weights = [float(number + 1) for number in range(len(texts))]
+    return Dataset(tokens, weights, seq_len=seq_len, seed=seed, shuffle=True, held_out=held_out)
+
+
+# ------------------------------------------------------------------------------------------------------- files
+
+
+def test_text_and_jsonl_plain_gz_and_zst_give_the_same_documents(tmp_path: Path) -> None:
+    content = _jsonl("one", "zwei")
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(content) + zstandard.compress(_jsonl("three")))
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"text"))
+    assert _documents(f"{tmp_path}/*") == [b"one", b"zwei", b"one", b"zwei", b"one", b"zwei", b"three", b"text"]
+
+
+def test_a_file_a_folder_a_glob_and_a_memory_url_are_listed(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md", "deep/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [f.path for f in list_files(str(tmp_path))] == ["a.txt", "b.md", "deep/c.txt"]
+    assert [f.path for f in list_files(f"{tmp_path}/*.txt")] == ["a.txt"]
+    assert [f.path for f in list_files(f"{tmp_path}/**/*.txt")] == ["a.txt", "deep/c.txt"]
+    assert _documents(f"{tmp_path}/deep/c.txt") == [b"deep/c.txt"]
+
+
+def test_a_bad_jsonl_line_stops_with_its_file_and_number_or_is_skipped_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(_jsonl("fine") + b"{broken\n" + b'{"body": 1}\n' + _jsonl("also fine"))
+    with pytest.raises(DataError, match=r"a.jsonl: line 2: not JSON .*data.bad_line"):
+        _documents(f"{tmp_path}/a.jsonl")
+    skipping = Reading(bad_line="skip")
+    assert _documents(f"{tmp_path}/a.jsonl", skipping) == [b"fine", b"also fine"]
+    assert list(skipping.skipped_lines.values()) == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", b"\x7fELF\0\0", "binary data"),
+        ("a.jsonl", b'{"body": "x"}\n', "no string 'text'"),
+        ("a.jsonl", b"[1]\n", "found list"),
+        ("a.txt.gz", b"no gzip", "cannot be unpacked"),
+        ("a.jsonl.zst", b"no zstd", "cannot be unpacked"),
+    ],
+)
+def test_unusable_content_is_refused_by_file(name: str, content: bytes, expected: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=expected) as caught:
+        _documents(f"{tmp_path}/{name}")
+    assert name in str(caught.value)
+
+
+def test_empty_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"")
+    with pytest.raises(DataError, match="hold no text"):
+        pretokenise(list_files(str(tmp_path)), ByteTokenizer(), Reading(), str(tmp_path / "tokens"))
+    with pytest.raises(DataError, match="nothing at"):
+        list_files(f"{tmp_path}/*.jsonl")
+
+
+def test_too_little_text_for_one_sample_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing is left to train on.*data.seq_len"):
+        _dataset(tmp_path, ["abc"], seq_len=16)
+
+
+# -------------------------------------------------------------------------------------------------- tokenizers
+
+
+def test_the_byte_tokenizer_saved_as_json_gives_the_same_ids() -> None:
+    text = bytes(range(1, 128)) + "äß€😀".encode()
+    ours, theirs = ByteTokenizer(), HuggingFaceTokenizer(ByteTokenizer().to_json(), where="bytes")
+    np.testing.assert_array_equal(ours.encode([text])[0], theirs.encode([text])[0])
+    assert (theirs.vocab_size, theirs.separator) == (ours.vocab_size, ours.separator)
+    assert theirs.decode(list(text)) == ours.decode(list(text)) == text.decode()
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ids up to 256, but model\.vocab_size = 256"):
+        check_vocabulary(ByteTokenizer(), 256)
+
+
+def test_a_tokenizer_file_that_is_none_or_has_no_separator_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"not a tokenizer.json"):
+        open_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_bytes(ByteTokenizer().to_json())
+    assert open_tokenizer(str(tmp_path)).separator == 256
+    with pytest.raises(ConfigError, match="has no token <nope>"):
+        open_tokenizer(str(tmp_path), separator="<nope>")
+
+
+# ------------------------------------------------------------------------------------------------------- order
+
+
+@given(st.integers(1, 500), st.integers(0, 2**64 - 1))
+@settings(max_examples=60, deadline=None)
+def test_a_permutation_hits_every_number_once(size: int, key: int) -> None:
+    assert sorted(permuted(n, size, key) for n in range(size)) == list(range(size))
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_shares_fill_a_block_and_leave_nobody_out(weights: list[float]) -> None:
+    counts = shares(weights)
+    assert sum(counts) == BLOCK
+    assert min(counts) >= 1
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_every_source_is_read_epoch_by_epoch_in_its_share(sizes: list[int], seed: int) -> None:
+    weights = [float(k + 1) for k in range(len(sizes))]
+    sources = tuple(SourceSize(num_samples=n, weight=w) for n, w in zip(sizes, weights, strict=True))
+    order = SampleOrder(sources, seed)
+    places = [order.at(p) for p in range(2 * BLOCK)]
+    for k, count in enumerate(shares(weights)):
+        mine = [p for p in places if p.source == k]
+        assert len(mine) == 2 * count
+        for epoch, number in Counter(p.epoch for p in mine).items():
+            distinct = {p.index for p in mine if p.epoch == epoch}
+            assert len(distinct) == number, "a sample came twice in an epoch"
+
+
+def test_another_seed_is_another_order_and_the_same_seed_the_same() -> None:
+    sources = (SourceSize(num_samples=1000),)
+    first, again, other = (SampleOrder(sources, seed) for seed in (1, 1, 2))
+    assert [first.at(p) for p in range(50)] == [again.at(p) for p in range(50)]
+    assert [first.at(p) for p in range(50)] != [other.at(p) for p in range(50)]
+
+
+def test_position_a_billion_is_as_near_as_position_0() -> None:
+    order = SampleOrder((SourceSize(num_samples=43_227), SourceSize(num_samples=7)), seed=3)
+    near, far = ([order.at(start + p) for p in range(100)] for start in (0, 10**9))
+    assert all(0 <= place.index < 43_227 for place in near + far)
+
+
+# ----------------------------------------------------------------------------------------------------- batches
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 9))
+@settings(max_examples=80, deadline=None)
+def test_every_sample_of_a_batch_goes_to_exactly_one_data_rank(batch: int, microbatch: int, degree: int) -> None:
+    shapes = [
+        BatchShape(global_batch_size=batch, microbatch_size=microbatch, data_rank=r, data_degree=degree)
+        for r in range(degree)
+    ]
+    dealt = [offset for shape in shapes for offset in shape.offsets()]
+    assert [offset for offset in dealt if offset is not None] == list(range(batch))
+    assert len({len(shape.offsets()) for shape in shapes}) == 1
+    assert dealt.count(None) == shapes[0].padding
+
+
+def test_the_order_is_unbroken_when_the_data_degree_goes_4_2_3_8(tmp_path: Path) -> None:
+    text = "".join(chr(33 + i % 90) for i in range(4000))
+    dataset = _dataset(tmp_path, [text, text[::-1]], seed=7)
+    straight = [dataset.order.at(p) for p in range(4 * 12)]
+    reference = [dataset.read(place)[:-1].tolist() for place in straight]
+    position, seen = 0, []
+    for degree in (4, 2, 3, 8):
+        for rank in range(degree):
+            shape = BatchShape(global_batch_size=12, microbatch_size=1, data_rank=rank, data_degree=degree)
+            loader = Loader(dataset, shape, position=position)
+            batch = next(loader)
+            loader.close()
+            seen += [m.tokens_BL[0].tolist() for m in batch.microbatches if (m.labels_BL != IGNORED).any()]
+            assert batch.valid_tokens == 12 * dataset.seq_len
+        position += 12
+    assert seen == reference
+
+
+def test_labels_are_the_tokens_one_further(tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, ["abcdefghijklm"], seq_len=4)
+    microbatch = dataset.batch(0, BatchShape(global_batch_size=3, microbatch_size=3)).microbatches[0]
+    for tokens, labels in zip(microbatch.tokens_BL.tolist(), microbatch.labels_BL.tolist(), strict=True):
+        assert labels == [t + 1 for t in tokens]
+
+
+def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, ["x" * 400, "y" * 800], held_out=0.2)
+    held_out = {(p.source, p.index) for p in dataset.held_out_places(1000)}
+    assert len(held_out) == sum(size.num_held_out for size in dataset.order.sources) > 10
+    trained = {(p.source, p.index) for p in (dataset.order.at(n) for n in range(3 * BLOCK))}
+    assert not held_out & trained
+
+
+def test_the_fingerprint_changes_with_the_text_and_not_with_its_place(tmp_path: Path) -> None:
+    prints = []
+    for name, text in (("a", "some text " * 9), ("b", "some text " * 9), ("c", "other text " * 9)):
+        (tmp_path / name).mkdir()
+        prints.append(_dataset(tmp_path / name, [text]).fingerprint)
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_an_error_of_the_loader_thread_reaches_the_loop(tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, ["abcdefghijklm"], seq_len=4)
+    loader = Loader(dataset, BatchShape(global_batch_size=1, microbatch_size=1), position=-(10**30))
+    dataset.tokens.clear()
+    with pytest.raises(IndexError):
+        list(itertools.islice(loader, 5))
+    loader.close()
+
+
+# ------------------------------------------------------------------------------------------------ tokenised data
+
+
+def test_a_pretokenised_corpus_is_read_from_memory_maps_and_by_ranges_alike(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    files = list_files(str(tmp_path / "a.txt"))
+    header = pretokenise(files, ByteTokenizer(), Reading(), str(tmp_path / "t"))
+    pretokenise(files, ByteTokenizer(), Reading(), "memory://pretokenised")
+    local, remote = open_tokens(str(tmp_path / "t")), open_tokens("memory://pretokenised")
+    assert (header.num_tokens, header.num_documents) == (10, 1)
+    assert local.read(2, 8).tolist() == remote.read(2, 8).tolist() == [*b"me text", 256]
+    assert local.header == remote.header
+
+
+def test_a_damaged_pretokenised_corpus_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    pretokenise(list_files(str(tmp_path / "a.txt")), ByteTokenizer(), Reading(), str(tmp_path / "t"))
+    (tmp_path / "t" / "tokens.bin").write_bytes(b"short")
+    with pytest.raises(DataError, match="5 bytes, but its header promises 20"):
+        open_tokens(str(tmp_path / "t"))
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    pretokenise(list_files(str(tmp_path / "a.txt")), ByteTokenizer(), Reading(), str(tmp_path / "t"))
+    (tmp_path / "tokenizer.json").write_bytes(ByteTokenizer().to_json())
+    config = DataConfig(source=str(tmp_path / "t"), seq_len=8)
+    with pytest.raises(DataError, match="another tokenizer"):
+        open_dataset(config, ValidationConfig(), open_tokenizer(str(tmp_path)), seed=0, is_writer=True)
+
+
+def test_the_standard_library_is_a_corpus_of_megabytes_and_is_tokenised_once(tmp_path: Path) -> None:
+    config = DataConfig(source="python-stdlib", cache=str(tmp_path))
+    datasets = [
+        open_dataset(config, ValidationConfig(), ByteTokenizer(), seed=0, is_writer=is_writer)
+        for is_writer in (True, False)
+    ]
+    assert datasets[0].fingerprint == datasets[1].fingerprint
+    assert len(datasets[0].tokens[0]) > 5_000_000
+    assert 2.5 < unigram_entropy(datasets[0].tokens[0]) < 4.0
+
+
+def test_a_mixture_takes_its_sources_by_weight(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name * 500)
+    mixture = (SourceConfig(url=f"{tmp_path}/a.txt", weight=3.0), SourceConfig(url=f"{tmp_path}/b.txt"))
+    config = DataConfig(mixture=mixture, seq_len=8, cache=str(tmp_path / "cache"))
+    dataset = open_dataset(config, ValidationConfig(), ByteTokenizer(), seed=0, is_writer=True)
+    counts = Counter(dataset.order.at(p).source for p in range(BLOCK))
+    assert counts == {0: 768, 1: 256}

@@ -1,0 +1,210 @@
+"""The checkpoints screen: tiers, folders of several runs, what others wrote, and stores that do not answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from tests.support.screen_pictures import press as press_now
+from tests.support.screen_pictures import screen_text
+from tests.support.screen_terminal import PseudoTerminal, opened, see
+from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.errors import NotFoundError
+from titan_ckpt.saving.saver import Saver
+from titan_ckpt.store.open import open_store
+from titan_ckpt.tui.app import TitanApp
+from titan_ckpt.tui.data.content import find_content
+from titan_ckpt.tui.data.runs import load_others, load_steps
+from titan_ckpt.tui.screenshot import settled
+from titan_ckpt.upkeep.copy import copy_checkpoint
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    with Saver(str(folder)) as saver:
+        for step in (10, 20, 30, 40):
+            saver.save({"model": {"w": torch.full((8, 4), float(step))}}, step=step)
+    return folder
+
+
+def configure(run: Path, url: str, mirror: str) -> None:
+    (run / "logs").mkdir(parents=True, exist_ok=True)
+    (run / "logs" / "config.json").write_text(json.dumps({"save": {"url": url, "mirror": mirror}}))
+
+
+@pytest.fixture
+def runs(saved: Path, tmp_path: Path) -> Path:
+    """`runs/a` of steps 20 to 40, 10 to 30 of which are in the mirror `safe/a`; `runs/b`; a begun run; no run."""
+    a, mirror = tmp_path / "runs" / "a", tmp_path / "safe" / "a"
+    shutil.copytree(saved, a)
+    configure(a, "runs/a", "safe/a")
+    for step in (10, 20, 30):
+        copy_checkpoint(open_checkpoint(str(a), step=step), open_store(str(mirror)))
+    shutil.rmtree(a / "step-00000010")
+    shutil.copytree(saved / "step-00000010", tmp_path / "runs" / "b" / "step-00000010")
+    (tmp_path / "runs" / "c" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "runs" / "notes").mkdir()
+    return tmp_path / "runs"
+
+
+async def press(app: TitanApp, pilot: Pilot[None], keys: str) -> str:
+    await settled(app, pilot)
+    await press_now(app, pilot, keys)
+    return screen_text(app)
+
+
+async def answer(app: TitanApp, pilot: Pilot[None], key: str, text: str) -> str:
+    await press(app, pilot, key)
+    app.query_one("#prompt", Input).value = text
+    return await press(app, pilot, "enter")
+
+
+def lines_with(text: str, *words: str) -> list[str]:
+    return [line for line in text.splitlines() if all(word in line for word in words)]
+
+
+async def test_a_folder_of_runs_is_a_list_from_which_one_is_opened_and_left(runs: Path) -> None:
+    app = TitanApp(find_content(str(runs)))
+    async with app.run_test(size=(80, 24)) as pilot:
+        listed = await press(app, pilot, "1")
+        assert "a folder of runs: 3 runs" in listed
+        listed = await press(app, pilot, "enter")
+        assert [line.split()[:3] for line in lines_with(listed, "kB") + lines_with(listed, " B ")] == [
+            ["▸", "a", "3"],
+            ["b", "1", "10"],
+        ]
+        assert lines_with(listed, "c ", "none committed")
+        assert "notes" not in listed
+        assert "mirror up to step 30" in await press(app, pilot, "enter")
+        assert "step 40 · mesh" in await press(app, pilot, "enter")
+        assert "mirror up to step 30" in await press(app, pilot, "escape")
+        assert "what there is" in await press(app, pilot, "1")
+        back = await press(app, pilot, "escape escape")
+        assert lines_with(back, "▸ a")
+        assert app.pane.number == 7
+        for keys in ("enter enter escape escape", "j enter 5 escape", "enter v escape escape escape"):
+            assert await press(app, pilot, keys)  # faster than the screens: an answer may come when who asked is gone
+        assert app.return_code is None
+
+
+@pytest.mark.parametrize("opened_at", ["runs/a", "safe/a", "elsewhere"])
+def test_a_run_is_seen_in_both_tiers_from_wherever_it_is_opened(
+    opened_at: str, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = runs.parent
+    monkeypatch.chdir("/")
+    configure(top / "elsewhere", str(top / "runs/a"), str(top / "safe/a"))
+    configure(runs / "a", str(top / "runs/a"), str(top / "safe/a"))
+    for manifest in (top / "safe").rglob("manifest.json"):
+        assert json.loads(manifest.read_text())["config"] == {}
+    found = load_others(load_steps(open_store(str(top / opened_at))))
+    tiers = {step.step: step.tiers for step in found.steps}
+    if opened_at == "safe/a":  # nothing there tells of the other tier: these checkpoints were not saved by the trainer
+        assert set(tiers.values()) == {""}
+    else:
+        assert tiers == {40: "fast", 30: "both", 20: "both", 10: "mirror"}
+
+
+async def test_a_prefix_of_any_store_lists_its_runs_and_their_tiers(saved: Path, store_url: str) -> None:
+    """On the disk, in memory, in a bucket: two runs, one of them with a mirror."""
+    a, mirror = open_store(f"{store_url}/a"), open_store(f"{store_url}/safe/a")
+    a.write("logs/config.json", [json.dumps({"save": {"url": a.url, "mirror": mirror.url}}).encode()])
+    for step, targets in ((10, [a, mirror, open_store(f"{store_url}/b")]), (20, [a])):
+        for target in targets:
+            copy_checkpoint(open_checkpoint(str(saved), step=step), target)
+    app = TitanApp(find_content(store_url))
+    async with app.run_test(size=(80, 24)) as pilot:
+        listed = await press(app, pilot, "g j")
+        assert lines_with(listed, "▸ a ", " 2  ", " 20 ")
+        assert lines_with(listed, "  b ", " 1  ", " 10 ")
+        steps = await press(app, pilot, "enter")
+        assert lines_with(steps, "20  committed", "fast")
+        assert lines_with(steps, "10  committed", "both")
+        verified = await press(app, pilot, "j v")
+        assert "step 10 in the fast tier: 0 problems" in verified
+        assert "step 10 in the mirror tier: 0 problems" in verified
+
+
+async def test_a_step_that_is_named_has_the_cursor(runs: Path) -> None:
+    for url in (f"{runs}/a@20", f"{runs}/a/step-00000020"):
+        app = TitanApp(find_content(url))
+        async with app.run_test(size=(80, 24)) as pilot:
+            await settled(app, pilot)
+            assert lines_with(screen_text(app), "▸ ", "20  committed")
+
+
+async def test_a_step_is_read_from_the_tier_that_has_it_and_verified_in_both(runs: Path) -> None:
+    app = TitanApp(find_content(str(runs / "a")), first_screen=7)
+    async with app.run_test(size=(140, 45)) as pilot:
+        listed = await press(app, pilot, "G")
+        for step, tier in ((40, "fast"), (30, "both"), (20, "both"), (10, "mirror")):
+            assert lines_with(listed, f" {step}  committed", tier)
+        assert "step 10 · mesh" in await press(app, pilot, "g j j j j enter")
+        (data,) = (runs.parent / "safe" / "a" / "step-00000020").rglob("*.distcp")
+        data.write_bytes(data.read_bytes()[:-1] + b"!")
+        verified = await press(app, pilot, "escape k v")
+        assert "step 20 in the fast tier: 0 problems" in verified
+        assert "step 20 in the mirror tier: 0 problems" not in verified
+        planned = await answer(app, pilot, "escape p", "1")
+        assert "fast: 2 of 3 steps would go" in planned
+        assert "mirror: 2 of 3 steps would go" in planned
+        planned = await answer(app, pilot, "escape p", "1 20")
+        assert "--keep-last 1 --keep-every 20" in planned
+        assert "not a number" in await answer(app, pilot, "escape p", "-1")
+
+
+async def test_a_mirror_that_does_not_answer_is_said_in_its_place(runs: Path) -> None:
+    configure(runs / "a", "runs/a", "nonsense://nowhere/a")
+    app = TitanApp(find_content(str(runs / "a")), first_screen=7)
+    async with app.run_test(size=(80, 24)) as pilot:
+        listed = await press(app, pilot, "G")
+        assert len(lines_with(listed, "committed", "fast")) == 3
+        assert lines_with(listed, "mirror: ")
+        assert "nonsense" in listed
+
+
+def test_retries_are_said_on_the_bottom_line_not_over_the_screen(runs: Path, tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        configure(runs / "a", "runs/a", "s3://bucket/a")
+        names = {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+        with opened("pty", runs / "a", tmp_path, **names) as terminal:
+            assert isinstance(terminal, PseudoTerminal)
+            screen = see(terminal, "cannot list")
+            assert "WARNING" not in screen
+            assert "cannot list" in screen.splitlines()[-1]
+            terminal.press("7")
+            assert "given up after" in see(terminal, "given up after")
+            terminal.press("q")
+            assert terminal.ended_with() == 0
+
+
+async def test_foreign_checkpoints_are_listed_and_opened(tmp_path: Path) -> None:
+    """As torchtitan leaves them, and one DCP folder by itself."""
+    for folder in ("run/step-5", "run/step-1200", "alone"):
+        dcp.save({"model": {"w": torch.ones(6, 2)}}, checkpoint_id=str(tmp_path / folder), no_dist=True)
+    for folder, step in (("run", 1200), ("alone", 0)):
+        app = TitanApp(find_content(str(tmp_path / folder)), first_screen=7)
+        async with app.run_test(size=(80, 24)) as pilot:
+            assert lines_with(await press(app, pilot, "g j"), f"{step}  foreign")
+            assert "model.w" in await press(app, pilot, "enter")
+            assert "1 1" not in await press(app, pilot, "enter")
+            assert "each spot shows" in screen_text(app)
+            assert f"step {step}: 0 problems" in await press(app, pilot, "escape v")
+
+
+def test_the_hint_for_a_wrong_folder_names_folders_of_runs(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    with pytest.raises(NotFoundError, match="a folder of runs"):
+        find_content(str(tmp_path))

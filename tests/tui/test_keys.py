@@ -1,0 +1,315 @@
+"""Every key of every screen does what the help says of it, at 80 x 24."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from textual.binding import Binding
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from tests.support.screen_pictures import press as press_now
+from tests.support.screen_pictures import screen_text
+from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.tui.app import TitanApp
+from titan_ckpt.tui.data.content import find_content
+from titan_ckpt.tui.data.grid import Order, per_row_to_fit, row_starts
+from titan_ckpt.tui.screens import PANES
+from titan_ckpt.tui.screens.collective import beside
+from titan_ckpt.tui.screens.grid import GridPane
+from titan_ckpt.tui.screens.grid_rows import GridRows
+from titan_ckpt.tui.screens.help import KEYS, HelpScreen
+from titan_ckpt.tui.screens.logs import LogRows
+from titan_ckpt.tui.screenshot import settled
+from titan_ckpt.tui.widgets.line_view import LineView
+
+DATA = Path(__file__).parent.parent / "data"
+SPELLED = {
+    "left_square_bracket": "[", "right_square_bracket": "]", "plus": "+", "minus": "-", "less_than_sign": "<",
+    "greater_than_sign": ">", "question_mark": "?", "slash": "/", "escape": "esc",
+}  # fmt: skip
+
+
+def app_of(case: str, screen: int = 1) -> TitanApp:
+    return TitanApp(find_content(str(DATA / case)), clock=lambda: 1.8e9, first_screen=screen)
+
+
+def pinned(app: TitanApp) -> int | None:
+    return app.session.pinned
+
+
+def is_following(app: TitanApp) -> bool:
+    return app.session.is_following
+
+
+def keys_of(bindings: Iterable[object]) -> set[str]:
+    found = [binding.key for binding in bindings if isinstance(binding, Binding)]
+    return {SPELLED.get(key, key) for keys in found for key in keys.split(",")}
+
+
+@pytest.mark.parametrize("pane", PANES)
+def test_the_help_names_every_key_of_a_screen(pane: type[GridPane]) -> None:
+    named = {key for keys, _ in (*pane.keys, *KEYS) for key in keys.replace(" - ", " ").split()}
+    assert keys_of(pane.BINDINGS) <= named
+
+
+def test_the_help_names_every_key_of_all_screens() -> None:
+    named = (
+        " ".join(f"{keys} {what}" for keys, what in KEYS).replace("1 - 8", "1 2 3 4 5 6 7 8").replace(",", " ").split()
+    )
+    arrows = {"up", "down", "left", "right", "home", "end", "pageup", "pagedown", "ctrl+b", "ctrl+f"}
+    assert keys_of([*TitanApp.BINDINGS, *LineView.BINDINGS]) - arrows <= set(named)
+
+
+async def press(app: TitanApp, pilot: Pilot[None], keys: str) -> None:
+    """Press keys once all is read and painted, and wait for what they lead to."""
+    await settled(app, pilot)
+    await press_now(app, pilot, keys)
+
+
+async def fill(app: TitanApp, pilot: Pilot[None], key: str, text: str) -> None:
+    """Press a key that asks, and answer."""
+    await press(app, pilot, key)
+    app.query_one("#prompt", Input).value = text
+    await press(app, pilot, "enter")
+
+
+@pytest.mark.parametrize(
+    ("keys", "cursor"),
+    [("j j k", 1), ("down down up", 1), ("G", 175), ("end", 175), ("G g", 0), ("end home", 0),
+     ("pagedown", 20), ("ctrl+f ctrl+f ctrl+b", 20), ("pagedown pageup", 0)],
+)  # fmt: skip
+async def test_the_cursor_moves(keys: str, cursor: int) -> None:
+    app = app_of("flight_recorder/skip", 5)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await press(app, pilot, keys)
+        assert app.pane.body.cursor == cursor
+
+
+async def test_long_lines_are_shifted_and_back() -> None:
+    app = app_of("flight_recorder/skip", 5)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await press(app, pilot, "l right")
+        assert "02:07:01.495 [rank3]" in screen_text(app)
+        assert "2026-" not in screen_text(app)
+        await press(app, pilot, "h left")
+        assert "2026-11-21 02:07:01.495" in screen_text(app)
+
+
+async def test_numbers_show_screens_and_esc_goes_back_the_way_one_came() -> None:
+    app = app_of("flight_recorder/skip")
+    async with app.run_test(size=(80, 24)) as pilot:
+        for number in "23456781":
+            await press(app, pilot, number)
+            assert app.pane.number == int(number)
+            assert f"[{number} " in screen_text(app).splitlines()[0]
+        for former in (8, 7, 6, 5, 4, 3, 2, 1):
+            await press(app, pilot, "escape")
+            assert app.pane.number == former
+
+
+async def test_help_covers_any_screen_and_goes() -> None:
+    app = app_of("flight_recorder/skip")
+    async with app.run_test(size=(80, 24)) as pilot:
+        for number, own in (("2", "ranks a row"), ("5", "first error"), ("7", "prune preview")):
+            await press(app, pilot, f"{number} question_mark")
+            assert isinstance(app.screen, HelpScreen)
+            assert own in screen_text(app)
+            assert "everywhere" in screen_text(app)
+            await press(app, pilot, "escape")
+            assert app.pane.number == int(number)
+
+
+async def test_the_palette_leads_to_a_screen() -> None:
+    app = app_of("flight_recorder/skip")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await press(app, pilot, "ctrl+p")
+        await pilot.press(*"Waits")
+        await pilot.pause()
+        while "show screen 6" not in screen_text(app):
+            await pilot.pause(0.05)
+        await pilot.press("down", "enter")
+        while app.pane.number != 6:
+            await pilot.pause(0.05)
+
+
+async def test_a_line_is_copied_and_a_rank_pinned_on_every_screen() -> None:
+    app = app_of("flight_recorder/skip")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await press(app, pilot, "y")
+        assert app.clipboard.startswith("SKIPPED_COLLECTIVE")
+        await press(app, pilot, "2 j j space")
+        assert pinned(app) == 2
+        assert "*    2" in screen_text(app)
+        await press(app, pilot, "3")
+        assert "*    2  scheduled" in screen_text(app)
+        await press(app, pilot, "2 space")
+        assert pinned(app) is None
+        assert "rank 2 unpinned" in screen_text(app)
+
+
+async def test_the_grid_zooms_pans_and_changes_its_order_axis_and_group() -> None:
+    app = app_of("run", 2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await press(app, pilot, "minus")
+        assert "2 operations a cell" in screen_text(app)
+        await press(app, pilot, "plus")
+        assert "operations a cell" not in screen_text(app)
+        await press(app, pilot, "less_than_sign less_than_sign less_than_sign")
+        assert " #1 " in screen_text(app).splitlines()[3]
+        await press(app, pilot, "greater_than_sign")
+        assert " #1 " not in screen_text(app).splitlines()[3]
+        await press(app, pilot, "t")
+        assert re.search(r" \+0[.0]* s ", screen_text(app))
+        await press(app, pilot, "t o")
+        assert "by dp_shard" in screen_text(app)
+        await press(app, pilot, "o")
+        assert "by tp" in screen_text(app)
+        await press(app, pilot, "right_square_bracket")
+        assert "(2 of 7)" in screen_text(app)
+        await press(app, pilot, "left_square_bracket left_square_bracket")
+        assert "(7 of 7)" in screen_text(app)
+        await press(app, pilot, "l h")
+        assert isinstance(app.pane, GridPane)
+        assert "#2699: rank 2 not recorded" in app.pane.ruler()
+        await fill(app, pilot, "slash", "3")
+        assert len(app.pane.body.rows) == 1
+        await fill(app, pilot, "slash", "77")
+        assert "no rank of this group is among 77" in screen_text(app)
+
+
+async def test_rows_of_several_ranks_open_into_them_and_close_again() -> None:
+    app = app_of("flight_recorder/skip", 2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await press(app, pilot, "v v")
+        assert "up to 4 ranks a row" in screen_text(app)
+        assert "0-3" in screen_text(app)
+        await press(app, pilot, "n")
+        assert "#7: 1 differs, 3 pending" in screen_text(app)
+        await press(app, pilot, "enter")
+        assert "ranks a row" not in screen_text(app)
+        assert "#7: rank 2 differs" in screen_text(app)
+        await press(app, pilot, "escape V")
+        assert "up to 2 ranks a row" in screen_text(app)
+        assert app.pane.number == 2
+
+
+async def test_all_ranks_of_a_large_job_are_seen_at_once_and_the_odd_one_is_two_keys_away() -> None:
+    app = app_of("flight_recorder/skip", 2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await press(app, pilot, "g")
+        incident = app.session.incident.value
+        assert incident is not None
+        ranks, lane = 5_000, incident.lanes[0]
+        usual, odd = lane.row[0], np.arange(ranks) == 4_321
+        rows = np.where(odd[:, None], lane.row[2], usual)
+        large = Lane(group=lane.group, members=tuple(range(ranks)), first_seq=lane.first_seq, row=rows,
+                     signature=np.where(odd[:, None], lane.signature[2], lane.signature[0]), last=np.full(ranks, 7),
+                     done=np.zeros(ranks, bool), is_silent=np.zeros(ranks, bool))  # fmt: skip
+        records = {rank: incident.run.ranks[2 if rank == 4_321 else 0] for rank in range(ranks)}
+        object.__setattr__(incident.run, "ranks", records)
+        object.__setattr__(incident, "lanes", (large,))
+        app.session.incident.version += 1
+        await press(app, pilot, "1 2")
+        assert isinstance(app.pane.body.rows, GridRows)
+        assert len(app.pane.body.rows) <= 18
+        await press(app, pilot, "n")
+        assert screen_text(app).count("#") >= 2
+        await press(app, pilot, "enter")
+        assert "rank 4321 differs" in screen_text(app)
+
+
+def test_rows_begin_anew_with_each_coordinate() -> None:
+    keys = np.repeat([0, 1, 2], [5, 3, 8])
+    assert row_starts(keys, 4).tolist() == [0, 4, 5, 8, 12]
+    assert row_starts(keys, 1).tolist() == list(range(16))
+    assert per_row_to_fit(keys, 3) == 8
+    assert per_row_to_fit(keys, 1) == 16
+    order = Order(name="tp", places=np.arange(16), keys=keys)
+    assert order.only(np.arange(16) % 2 == 0).keys.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
+
+
+async def test_the_operation_before_and_after_is_shown_and_any_rank_beside_a_usual_one() -> None:
+    app = app_of("flight_recorder/skip", 3)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await press(app, pilot, "less_than_sign less_than_sign")
+        assert "operation #5" in screen_text(app)
+        await press(app, pilot, "greater_than_sign")
+        assert "operation #6" in screen_text(app)
+        await press(app, pilot, "greater_than_sign greater_than_sign")
+        assert "operation #7" in screen_text(app)
+        await press(app, pilot, "n d")
+        assert "ranks 0 and 2 at #7" in screen_text(app)
+        await press(app, pilot, "n")
+        assert app.pane.body.cursor == 2
+        await press(app, pilot, "escape enter")
+        assert app.pane.number == 6
+
+
+def test_a_rank_is_compared_with_the_pinned_one_or_a_usual_one_or_whoever_there_is() -> None:
+    def lane(*codes: int) -> Lane:
+        row = np.zeros((len(codes), 1), np.int64)
+        return Lane(group=0, members=tuple(range(len(codes))), first_seq=7, row=row, signature=np.array(codes)[:, None],
+                    last=row[:, 0], done=row[:, 0] > 0, is_silent=row[:, 0] > 0)  # fmt: skip
+
+    assert beside(lane(3, 5, 5), 7, rank=0, pinned=None) == 1
+    assert beside(lane(3, 5, 5), 7, rank=1, pinned=0) == 0
+    assert beside(lane(5, -1), 7, rank=0, pinned=None) == 1  # of two ranks, the one that did not come
+    assert beside(lane(5), 7, rank=0, pinned=None) is None
+
+
+async def test_a_heading_above_the_first_line_stays_in_sight() -> None:
+    app = app_of("flight_recorder/skip", 3)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await press(app, pilot, "G g j k j")
+        assert "what, where" in screen_text(app)
+        await press(app, pilot, "G pageup pageup pageup j")
+        assert "what, where" in screen_text(app)
+
+
+async def test_logs_go_to_a_time_and_keep_their_place_under_a_filter() -> None:
+    app = app_of("flight_recorder/skip", 5)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await fill(app, pilot, "t", "02:07:12")
+        assert "02:07:12.090" in app.pane.copied_text()
+        await fill(app, pilot, "slash", "1,3")
+        assert "02:07:12.134" in app.pane.copied_text()
+        await press(app, pilot, "escape")
+        assert "02:07:12.134" in app.pane.copied_text()
+        await fill(app, pilot, "t", "noon")
+        assert "'noon' is not a time" in screen_text(app)
+        await fill(app, pilot, "slash", "0-2 error gloo")
+        assert isinstance(app.pane.body.rows, LogRows)
+        assert {app.pane.body.rows.line(i).rank for i in range(len(app.pane.body.rows))} == {0, 1, 2}
+        await fill(app, pilot, "slash", "there is no such line")
+        assert "0 of 176 lines" in screen_text(app)
+
+
+async def test_groups_and_waits_lead_on() -> None:
+    app = app_of("flight_recorder/chain", 4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        assert "1 behind by 1" in screen_text(app)
+        await press(app, pilot, "j j enter")
+        assert app.pane.number == 2
+        assert "group tp1 (2 of 2)" in screen_text(app)
+        await press(app, pilot, "6 n")
+        assert "culprit" in app.pane.copied_text()
+        await press(app, pilot, "enter")
+        assert app.pane.number == 3
+
+
+async def test_following_says_so_and_stops() -> None:
+    app = app_of("flight_recorder/skip", 5)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await press(app, pilot, "f")
+        assert is_following(app)
+        assert app.pane.body.cursor == 175
+        assert "[following]" in screen_text(app)
+        await press(app, pilot, "f")
+        assert not is_following(app)
+        assert "not following" in screen_text(app)

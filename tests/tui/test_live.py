@@ -1,0 +1,131 @@
+"""A job that still runs: what the first screen says of it, and a run that changes while it is shown."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from tests.support.screen_pictures import press, screen_text
+from titan_ckpt.debug.incident.records import Heartbeat
+from titan_ckpt.errors import StoreError
+from titan_ckpt.tui import rows
+from titan_ckpt.tui.app import TitanApp
+from titan_ckpt.tui.data.content import find_content
+from titan_ckpt.tui.data.incident import Incident, load_incident
+from titan_ckpt.tui.screens import logs as screen_logs
+from titan_ckpt.tui.screens.logs import shortened
+from titan_ckpt.tui.screens.overview import live_rows
+from titan_ckpt.tui.screenshot import settled
+
+DATA = Path(__file__).parent.parent / "data"
+NOW_S = 1_795_250_000.0
+
+
+def test_the_examples_of_rows_hold() -> None:
+    assert doctest.testmod(rows).failed == doctest.testmod(screen_logs).failed == 0
+
+
+@pytest.fixture(scope="module")
+def finished() -> Incident:
+    return load_incident(str(DATA / "run"))
+
+
+def lines_of(
+    incident: Incident, ages_s: Sequence[float], *, steps: Sequence[int] = (7, 7, 7, 7), stopped: bool = False
+) -> list[str]:
+    """The first lines, with heartbeats of these ages."""
+    records = incident.run.ranks
+    beats = [
+        Heartbeat(step=step, phase="forward", phase_ns=int((NOW_S - age) * 1e9), alive_ns=int((NOW_S - age) * 1e9),
+                  source="", is_stopped=stopped)
+        for step, age in zip(steps, ages_s, strict=True)
+    ]  # fmt: skip
+    ranks = {rank: replace(records[rank], heartbeat=beats[rank]) for rank in records}
+    live = replace(incident, run=replace(incident.run, ranks=ranks))
+    return [row.text for row in live_rows(live, NOW_S, 78)]
+
+
+def test_a_job_that_runs_is_said_to_run_rather_than_judged(finished: Incident) -> None:
+    assert lines_of(finished, (0, 1, 2, 3)) == [
+        "RUNNING   step 7 (forward) · 4 of 4 ranks alive",
+        "no fault so far; f follows the job",
+    ]
+
+
+def test_a_rank_that_fell_silent_is_an_alarm_of_the_running_job(finished: Incident) -> None:
+    first, alarm, *_ = lines_of(finished, (0, 1, 2, 100))
+    assert "3 of 4 ranks alive" in first
+    assert alarm.startswith("SILENT: rank 3 silent for 1 min 40 s")
+
+
+def test_a_job_that_ended_or_is_gone_is_not_said_to_run(finished: Incident) -> None:
+    assert lines_of(finished, (0, 0, 0, 0), stopped=True) == []
+    assert lines_of(finished, (3600, 3600, 3600, 3600)) == []
+
+
+def test_a_line_of_our_trainer_is_short_where_the_window_is_narrow_and_others_stay_as_they_are() -> None:
+    ours = "2026-11-21 07:46:55,442 WARNING [rank 0 dp_shard0 tp0] titan_ckpt.trainer.run.loop: step 3: slow"
+    assert shortened(ours, 78) == "07:46:55,442 WARNING loop: step 3: slow"
+    assert shortened(ours, 138) == ours
+    for other in ("2026-11-21 02:07:01.495 [rank3] INFO step 0 start", "[W1121 11:09:46.106 x.cpp:113] [c10d] y", ""):
+        assert shortened(other, 78) == other
+
+
+async def test_what_is_copied_of_a_short_line_is_all_of_it() -> None:
+    app = TitanApp(find_content(str(DATA / "run")), first_screen=5)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "y")
+        assert app.clipboard.startswith("2026-11-21 07:46:55,440 INFO [rank 2 dp_shard1 tp0] titan_ckpt.trainer.")
+        assert "07:46:55,440 INFO setup: " in screen_text(app)
+
+
+async def visit(app: TitanApp, pilot: Pilot[None]) -> None:
+    """Have everything read again, and see all screens."""
+    for number in "12345678":
+        await press(app, pilot, f"{number} G n g")
+
+
+async def test_a_run_that_is_written_cut_and_cleared_away_while_it_is_shown_never_ends_the_program(
+    tmp_path: Path,
+) -> None:
+    """Logs grow and are cut, metrics end in half a line, steps appear and go, dumps are damaged, the folder goes."""
+    source, run = DATA / "run", tmp_path / "run"
+    shutil.copytree(source, run)
+    app, chance = TitanApp(find_content(str(run))), random.Random(1)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "f")
+        for turn in range(6):
+            with (run / "logs" / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"event": "step", "step": 61 + turn, "loss": 1.0})[: chance.randrange(5, 60)])
+            log = run / "logs" / "rank_00001.log"
+            log.write_bytes(log.read_bytes()[: chance.randrange(1, 4000)] + b"\xff\x00 no line end")
+            box = run / "debug" / "20261121T074655Z" / f"rank_0000{turn % 4}.box.zst"
+            box.write_bytes(box.read_bytes()[: chance.randrange(0, 200)])
+            shutil.copytree(run / "step-00000040", run / f"step-000001{turn}0", dirs_exist_ok=True)
+            shutil.rmtree(run / "step-00000020", ignore_errors=True)
+            app._follow()
+            await visit(app, pilot)
+        shutil.rmtree(run)
+        app._follow()
+        await visit(app, pilot)
+        assert app.return_code is None
+
+
+def test_a_folder_that_may_not_be_read_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "private"))
+
+    (tmp_path / "a.log").write_text("x")
+    monkeypatch.setattr("titan_ckpt.tui.data.content.sources", refuse)
+    with pytest.raises(StoreError, match=r"Permission denied .*private.*; open a folder"):
+        find_content(str(tmp_path))

@@ -1,0 +1,59 @@
+"""The program in real terminals: a pseudo-terminal everywhere, and tmux where it is installed; with and without colour."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.screen_terminal import ENTER, ESCAPE, PseudoTerminal, opened, see
+
+FIXTURES = Path(__file__).parent.parent / "data" / "flight_recorder"
+HAS_TMUX = shutil.which("tmux") is not None
+TERMINALS = ["pty", pytest.param("tmux", marks=pytest.mark.skipif(not HAS_TMUX, reason="tmux is not installed"))]
+
+
+@pytest.mark.parametrize("kind", TERMINALS)
+def test_a_hang_is_followed_to_its_line(kind: str, tmp_path: Path) -> None:
+    """As a user does over ssh: the verdict, the operation, two ranks side by side, the waits, a larger window, out again."""
+    with opened(kind, FIXTURES / "skip", tmp_path) as terminal:
+        see(terminal, "SKIPPED_COLLECTIVE")
+        terminal.press(ENTER)
+        assert "broadcast 8 Float" in see(terminal, "operation #7")
+        terminal.press("d")
+        assert "faults.py:122 c_skip" in see(terminal, "ranks 0 and 2")
+        terminal.press(ESCAPE)
+        see(terminal, "where they are")
+        terminal.press("6")
+        assert "rank 2 culprit" in see(terminal, "3 waits")
+        terminal.resize(120, 30)
+        see(terminal, "7 Checkpoints")
+        terminal.press("q")
+        assert terminal.ended_with() == 0
+
+
+def hues(raw: bytes) -> set[bytes]:
+    """Red, green and blue of all that was painted."""
+    return {match.group(1) for match in re.finditer(rb"[34]8;2;(\d+;\d+;\d+)", raw)}
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb", "NO_COLOR": "1"}, False)]
+)
+def test_every_mark_is_there_with_and_without_colour(
+    environment: dict[str, str], is_coloured: bool, tmp_path: Path
+) -> None:
+    with opened("pty", FIXTURES / "skip", tmp_path, COLORTERM="truecolor", **environment) as terminal:
+        assert isinstance(terminal, PseudoTerminal)
+        screen = see(terminal, "waiting in a collective")
+        for mark in ("▸ SKIPPED_COLLECTIVE", "[1 Overview]", "wwww", "culprit: rank 2"):
+            assert mark in screen
+        assert any(len(set(hue.split(b";"))) > 1 for hue in hues(terminal.raw)) == is_coloured, (
+            "without colour: greys only"
+        )
+        terminal.press("2")
+        assert "#" in see(terminal, "[2 Grid]")
+        terminal.press("q")
+        assert terminal.ended_with() == 0

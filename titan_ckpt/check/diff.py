@@ -1,0 +1,234 @@
+"""What differs between two checkpoints, on any meshes, without torch.
+
+Names, shapes, dtypes and placements come from the manifests. Where both cut a tensor alike, their digests say whether its bytes
+are equal, without reading one. `values` reads what the digests leave open and measures the difference, block by block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.read import read_box
+from titan_ckpt.format.dtypes import Array, decode
+from titan_ckpt.format.manifest import DIGEST_BYTES, TensorEntry
+from titan_ckpt.sharding.placement import Box, Placements, format_placements
+
+BLOCK_ELEMENTS = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One thing that is not the same. `kind`: only_a, only_b, shape, dtype, bytes, values, object, training, mesh or placement.
+
+    mesh and placement are how a checkpoint is stored, not what it holds: see `is_layout`. `max_abs` and `max_rel` (relative to
+    the larger of the two) are over all elements; `num_different` counts those outside the tolerance.
+    """
+
+    fqn: str
+    kind: str
+    a: str = ""
+    b: str = ""
+    max_abs: float | None = None
+    max_rel: float | None = None
+    num_different: int | None = None
+
+    @property
+    def is_layout(self) -> bool:
+        """Whether it is only about how the same content is cut."""
+        return self.kind in ("mesh", "placement")
+
+
+@dataclass(slots=True)
+class Comparison:
+    """`equal` and `unknown` (cut differently, so that only `values` could tell) name tensors."""
+
+    differences: list[Difference] = field(default_factory=list)
+    equal: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+
+def diff(a: Checkpoint, b: Checkpoint, *, values: bool = False, rtol: float = 0.0) -> list[Difference]:
+    """What differs between two checkpoints on any meshes, tensors first; empty if nothing does.
+
+    Digests say whether tensors that both cut alike are equal. What they leave open is compared with `values`, which reads the
+    elements: they may differ by `rtol` times the larger of two, and two NaN are equal.
+    """
+    return compare(a, b, values=values, rtol=rtol).differences
+
+
+def compare(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    values: bool = False,
+    rtol: float = 0.0,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Comparison:
+    """Compare everything. With `values`, elements may differ by `rtol` times the larger; two NaN are equal."""
+    result = Comparison()
+    for fqn in sorted({*a.manifest.by_fqn, *b.manifest.by_fqn}):
+        left, right = a.manifest.by_fqn.get(fqn), b.manifest.by_fqn.get(fqn)
+        if left is None or right is None:
+            result.differences.append(_only(fqn, left, right))
+        else:
+            _compare_tensor(_Pair(a, left), _Pair(b, right), result, values, rtol, on_bytes or (lambda _: None))
+    result.differences += _compare_objects(a, b)
+    result.differences += _compare_state(a, b)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A tensor and the checkpoint that holds it."""
+
+    checkpoint: Checkpoint
+    tensor: TensorEntry
+
+
+def _only(fqn: str, left: TensorEntry | None, right: TensorEntry | None) -> Difference:
+    text = [f"{t.dtype} {t.global_shape}" if t else "-" for t in (left, right)]
+    return Difference(fqn=fqn, kind="only_b" if left is None else "only_a", a=text[0], b=text[1])
+
+
+def _compare_tensor(
+    a: _Pair, b: _Pair, result: Comparison, values: bool, rtol: float, on_bytes: Callable[[int], None]
+) -> None:
+    fqn, left, right = a.tensor.fqn, a.tensor, b.tensor
+    cuts = _cuts(a), _cuts(b)
+    if None not in cuts and cuts[0] != cuts[1]:
+        texts = [format_placements(placements or {}) for placements in cuts]
+        result.differences.append(Difference(fqn=fqn, kind="placement", a=texts[0], b=texts[1]))
+    if left.global_shape != right.global_shape:
+        shapes = str(left.global_shape), str(right.global_shape)
+        result.differences.append(Difference(fqn=fqn, kind="shape", a=shapes[0], b=shapes[1]))
+        return
+    if left.dtype != right.dtype:
+        result.differences.append(Difference(fqn=fqn, kind="dtype", a=left.dtype, b=right.dtype))
+    is_same = _by_digest(a, b)
+    if is_same:
+        result.equal.append(fqn)
+    elif values:
+        found = _compare_values(a, b, rtol, on_bytes)
+        if found is None:
+            result.equal.append(fqn)
+        else:
+            result.differences.append(found)
+    elif is_same is None:
+        result.unknown.append(fqn)
+    else:
+        result.differences.append(Difference(fqn=fqn, kind="bytes", a="digest", b="differs"))
+
+
+def _cuts(pair: _Pair) -> Placements | None:
+    """How a tensor is cut, without the axes of one rank, which cut nothing."""
+    placements, mesh = pair.tensor.placements, pair.checkpoint.manifest.mesh
+    if placements is None or mesh is None:
+        return placements
+    return {axis: shard for axis, shard in placements.items() if mesh.degree(axis) > 1}
+
+
+def _by_digest(a: _Pair, b: _Pair) -> bool | None:
+    """Whether the bytes are equal; None where the digests cannot say."""
+    digests = a.checkpoint.digests, b.checkpoint.digests
+    if digests[0] is None or digests[1] is None or a.tensor.dtype != b.tensor.dtype:
+        return None
+    tables = [_digest_by_box(pair, table) for pair, table in zip((a, b), digests, strict=True) if table is not None]
+    return tables[0] == tables[1] if tables[0].keys() == tables[1].keys() else None
+
+
+def _digest_by_box(pair: _Pair, digests: bytes) -> dict[tuple[int, ...], bytes]:
+    offsets, sizes = pair.checkpoint.manifest.boxes(pair.tensor)
+    first = pair.tensor.first_chunk
+    places = np.concatenate([offsets, sizes], axis=1).tolist()
+    return {
+        tuple(place): digests[(first + n) * DIGEST_BYTES : (first + n + 1) * DIGEST_BYTES]
+        for n, place in enumerate(places)
+        if 0 not in place[len(place) // 2 :]
+    }
+
+
+def _compare_values(a: _Pair, b: _Pair, rtol: float, on_bytes: Callable[[int], None]) -> Difference | None:
+    max_abs = max_rel = 0.0
+    num_different = 0
+    for box in _blocks(a.tensor.global_shape):
+        left, right = read_box(a.checkpoint, a.tensor, box), read_box(b.checkpoint, b.tensor, box)
+        on_bytes(left.nbytes + right.nbytes)
+        if a.tensor.dtype == b.tensor.dtype and left.tobytes() == right.tobytes():
+            continue
+        absolute, relative = _errors(decode(left, a.tensor.dtype), decode(right, b.tensor.dtype))
+        max_abs, max_rel = max(max_abs, float(absolute.max())), max(max_rel, float(relative.max()))
+        num_different += int(np.count_nonzero(relative > rtol))
+    if num_different == 0:
+        return None
+    return Difference(
+        fqn=a.tensor.fqn, kind="values", a=a.tensor.dtype, b=b.tensor.dtype, max_abs=max_abs, max_rel=max_rel,
+        num_different=num_different,
+    )  # fmt: skip
+
+
+def _errors(left: Array, right: Array) -> tuple[Array, Array]:
+    """(absolute, relative) errors; infinite where one is NaN and the other is not, or infinities differ."""
+    if left.dtype.kind in "iu" or right.dtype.kind in "iu":
+        is_equal = left == right
+        # Subtraction as float64 may round for int64, so equality is decided on the integers themselves.
+        left, right = left.astype(np.float64), right.astype(np.float64)
+    else:
+        is_equal = (left == right) | (np.isnan(left) & np.isnan(right))
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        absolute = np.where(is_equal, 0.0, np.abs(left - right))
+        relative = np.where(is_equal, 0.0, absolute / np.maximum(np.abs(left), np.abs(right)))
+    smallest = np.finfo(np.float64).tiny
+    absolute = np.where(np.isnan(absolute), math.inf, np.where(is_equal, 0.0, np.maximum(absolute, smallest)))
+    relative = np.where(np.isnan(relative), math.inf, np.where(is_equal, 0.0, np.maximum(relative, smallest)))
+    return absolute, relative
+
+
+def _blocks(global_shape: tuple[int, ...]) -> Iterator[Box]:
+    """Boxes of whole rows with at most `BLOCK_ELEMENTS` elements where a row is not larger than that."""
+    if 0 in global_shape:
+        return
+    if not global_shape:
+        yield Box((), ())
+        return
+    row = math.prod(global_shape[1:])
+    step = max(1, BLOCK_ELEMENTS // row)
+    for start in range(0, global_shape[0], step):
+        rows = min(step, global_shape[0] - start)
+        yield Box((start, *(0 for _ in global_shape[1:])), (rows, *global_shape[1:]))
+
+
+def _compare_objects(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
+    left, right = a.manifest.objects_by_fqn, b.manifest.objects_by_fqn
+    for fqn in sorted({*left, *right}):
+        if fqn not in left or fqn not in right:
+            yield Difference(fqn=fqn, kind="only_b" if fqn not in left else "only_a", a="value", b="value")
+        elif left[fqn].digest is None or right[fqn].digest is None or left[fqn].digest != right[fqn].digest:
+            data = [_object_bytes(c, fqn) for c in (a, b)]
+            if data[0] != data[1]:
+                yield Difference(fqn=fqn, kind="object", a=f"{len(data[0])} bytes", b=f"{len(data[1])} bytes")
+
+
+def _object_bytes(checkpoint: Checkpoint, fqn: str) -> bytes:
+    entry = checkpoint.manifest.objects_by_fqn[fqn]
+    return checkpoint.store.read(checkpoint.path(entry.file), entry.offset, entry.length)
+
+
+def _compare_state(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
+    """Step, tokens and the rest of the training state, and the mesh."""
+    left, right = dict(a.manifest.training), dict(b.manifest.training)
+    for key in sorted({*left, *right}):
+        if left.get(key) != right.get(key):
+            yield Difference(fqn=key, kind="training", a=_short(left.get(key)), b=_short(right.get(key)))
+    if a.manifest.mesh != b.manifest.mesh:
+        yield Difference(fqn="", kind="mesh", a=str(a.manifest.mesh), b=str(b.manifest.mesh))
+
+
+def _short(value: Any) -> str:
+    text = "-" if value is None else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,297 @@
+"""Read every byte of a checkpoint once, in bounded memory, and say which are not what was saved. No torch.
+
+Windows of all files are fetched ahead by a few threads and hashed here in order: the file as a whole, and each chunk and value
+in it. Checkpoints that others wrote have no digests; there each record of a blob must have the CRC-32 that torch.save gave it.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from titan_ckpt.checkpoint.checkpoint import FOREIGN, Checkpoint
+from titan_ckpt.checkpoint.read import read_payload
+from titan_ckpt.errors import CheckpointError, StoreError, TitanError
+from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.format.foreign_blob import Damage, check_records
+from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, Chunk, FileEntry, Manifest
+from titan_ckpt.store.base import Store
+
+log = logging.getLogger(__name__)
+WINDOW_BYTES = 8 << 20
+AHEAD = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that is not what was saved: which file, and where it is known which tensor and which bytes of the file."""
+
+    path: str
+    message: str
+    fqn: str | None = None
+    start: int | None = None
+    end: int | None = None
+
+    def __str__(self) -> str:
+        place = "" if self.start is None else f" bytes {self.start} to {self.end}"
+        return f"{self.path}:{f' {self.fqn}:' if self.fqn else ''}{place} {self.message}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON says it."""
+        return {"path": self.path, "fqn": self.fqn, "start": self.start, "end": self.end, "message": self.message}
+
+
+@dataclass(slots=True)
+class _Span:
+    """Bytes `[start, end)` of a file that have a digest of their own."""
+
+    start: int
+    end: int
+    fqn: str
+    expected: bytes
+    hash: Any = field(default_factory=xxhash.xxh3_128)
+    done: int = 0
+
+    def feed(self, view: memoryview, at: int) -> None:
+        """The part of a window that begins at byte `at` of the file which is ours."""
+        part = view[max(self.start - at, 0) : max(self.end - at, 0)]
+        self.hash.update(part)
+        self.done += len(part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    path: str
+    start: int
+    length: int
+
+
+def scan_files(checkpoint: Checkpoint, digests: bytes | None, on_bytes: Callable[[int], None]) -> list[Problem]:
+    """The damage in all data files. `digests` is the chunks' digest table, None where there is none."""
+    if checkpoint.manifest.kind == FOREIGN:
+        return check_blobs(checkpoint, on_bytes)
+    problems: list[Problem] = []
+    spans = _spans(checkpoint.manifest, digests)
+    fetched = fetch_ahead(checkpoint.store, _windows(checkpoint))
+    for number, file in enumerate(checkpoint.manifest.files):
+        scan = _FileScan(checkpoint.path(file.path), file, spans.get(number, []))
+        while scan.at < file.size_bytes:
+            answer = next(fetched)
+            if isinstance(answer, TitanError):
+                scan.skip(min(WINDOW_BYTES, file.size_bytes - scan.at), answer)
+            else:
+                scan.feed(answer)
+                on_bytes(len(answer))
+        found = scan.finish()
+        if digests is not None and (found or file.digest is None):
+            named = _check_coded(checkpoint, number, digests)
+            found = named + [problem for problem in found if problem.fqn is not None or not named]
+        problems += found
+    return problems
+
+
+def _windows(checkpoint: Checkpoint) -> Iterator[_Window]:
+    for file in checkpoint.manifest.files:
+        for start in range(0, file.size_bytes, WINDOW_BYTES):
+            yield _Window(checkpoint.path(file.path), start, min(WINDOW_BYTES, file.size_bytes - start))
+
+
+def fetch_ahead(store: Store, windows: Iterable[_Window]) -> Iterator[memoryview | TitanError]:
+    """The bytes of each window in order, or the error of reading it; `AHEAD` of them are under way."""
+
+    def fetch(window: _Window) -> memoryview | TitanError:
+        buffer = memoryview(bytearray(window.length))
+        try:
+            store.read_into(window.path, window.start, buffer)
+        except StoreError as error:
+            return error
+        return buffer
+
+    waiting: deque[Future[memoryview | TitanError]] = deque()
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="scan") as pool:
+        try:
+            for window in windows:
+                waiting.append(pool.submit(fetch, window))
+                if len(waiting) >= AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _FileScan:
+    """One file, window by window."""
+
+    def __init__(self, path: str, file: FileEntry, spans: list[_Span]) -> None:
+        self.at = 0
+        self._path, self._file = path, file
+        self._spans = sorted(spans, key=lambda span: span.start)
+        self._next, self._active = 0, list[_Span]()
+        self._hash = xxhash.xxh3_128()
+        self._problems: list[Problem] = []
+        self._error: TitanError | None = None
+
+    def feed(self, view: memoryview) -> None:
+        """The next window."""
+        if self._error is None:
+            self._hash.update(view)
+        self._open_spans(self.at + len(view))
+        for span in self._active:
+            span.feed(view, self.at)
+        self.at += len(view)
+        self._close_spans()
+
+    def skip(self, length: int, error: TitanError) -> None:
+        """A window that could not be read."""
+        self._error = self._error or error
+        self._open_spans(self.at + length)
+        self.at += length
+        self._close_spans()
+
+    def _open_spans(self, end: int) -> None:
+        while self._next < len(self._spans) and self._spans[self._next].start < end:
+            self._active.append(self._spans[self._next])
+            self._next += 1
+
+    def _close_spans(self) -> None:
+        for span in self._active:
+            if span.end <= self.at:
+                self._judge(span)
+        self._active = [span for span in self._active if span.end > self.at]
+
+    def _judge(self, span: _Span) -> None:
+        if span.done != span.end - span.start:
+            message = f"cannot be read: {self._error}"
+        elif span.hash.digest() != span.expected:
+            message = "are not what was saved (digest differs)"
+        else:
+            return
+        self._problems.append(Problem(path=self._path, fqn=span.fqn, start=span.start, end=span.end, message=message))
+
+    def finish(self) -> list[Problem]:
+        """What was found, once every window was fed."""
+        is_other = self._error is None and self._file.digest is not None and self._hash.digest() != self._file.digest
+        if self._error is not None and not self._problems:
+            self._problems.append(Problem(path=self._path, message=f"cannot be read: {self._error}"))
+        elif is_other and not self._problems:
+            text = "bytes that hold no tensor of this checkpoint are not what was saved: titan-ckpt reads it right, DCP may not"
+            self._problems.append(Problem(path=self._path, message=text))
+        return self._problems
+
+
+def _spans(manifest: Manifest, digests: bytes | None) -> dict[int, list[_Span]]:
+    """By number of the file: its chunks' payloads and its values' blobs. A coded chunk is covered by its file's digest alone."""
+    found: dict[int, list[_Span]] = {}
+    number = {file.path: n for n, file in enumerate(manifest.files)}
+    table = manifest.chunks
+    raw = _raw(manifest)
+    for tensor in manifest.tensors:
+        for row in range(tensor.first_chunk, tensor.first_chunk + tensor.num_chunks):
+            length = int(table.payload_length[row])
+            if digests is not None and length and int(table.codec[row]) == raw:
+                start = int(table.offset[row] + table.payload_offset[row])
+                expected = digests[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
+                found.setdefault(int(table.file[row]), []).append(_Span(start, start + length, tensor.fqn, expected))
+    for entry in manifest.objects:
+        if entry.digest is not None:
+            span = _Span(entry.offset, entry.offset + entry.length, entry.fqn, entry.digest)
+            found.setdefault(number[entry.file], []).append(span)
+    return found
+
+
+def _check_coded(checkpoint: Checkpoint, number: int, digests: bytes) -> list[Problem]:
+    """The chunks of a file that are stored by a codec and do not decode to what was saved."""
+    manifest, problems = checkpoint.manifest, []
+    file, codec = np.asarray(manifest.chunks.file), np.asarray(manifest.chunks.codec)
+    rows = np.flatnonzero((file == number) & (codec != _raw(manifest))).tolist()
+    firsts = [tensor.first_chunk for tensor in manifest.tensors]
+    for row in rows:
+        tensor = manifest.tensors[bisect_right(firsts, row) - 1]
+        chunk = manifest.chunk(tensor, row - tensor.first_chunk)
+        try:
+            is_right = (
+                decoded_digest(checkpoint, chunk, ELEMENT_SIZE[tensor.dtype])
+                == digests[row * DIGEST_BYTES :][:DIGEST_BYTES]
+            )
+            message = "are not what was saved (digest differs)"
+        except (CheckpointError, StoreError) as error:
+            is_right, message = False, str(error)
+        if not is_right:
+            start = chunk.offset + chunk.payload_offset
+            path, end = checkpoint.path(chunk.file), start + chunk.payload_length
+            problems.append(Problem(path=path, fqn=tensor.fqn, start=start, end=end, message=message))
+    return problems
+
+
+def decoded_digest(checkpoint: Checkpoint, chunk: Chunk, itemsize: int) -> bytes:
+    """xxh3-128 of a coded chunk's raw bytes, decoded window by window."""
+    whole = xxhash.xxh3_128()
+    raw_length = chunk.box.num_elements * itemsize
+    for first in range(0, raw_length, WINDOW_BYTES):
+        out = memoryview(bytearray(min(WINDOW_BYTES, raw_length - first)))
+        read_payload(checkpoint, chunk, itemsize, first, out)
+        whole.update(out)
+    return whole.digest()
+
+
+def _raw(manifest: Manifest) -> int:
+    return manifest.codecs.index(RAW) if RAW in manifest.codecs else -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blob:
+    fqn: str
+    path: str
+    start: int
+    length: int
+    chunk: Chunk | None
+
+
+def check_blobs(checkpoint: Checkpoint, on_bytes: Callable[[int], None]) -> list[Problem]:
+    """Re-read a foreign checkpoint: each record's CRC-32 as torch.save wrote it, each chunk a tensor of the right size."""
+    problems, unchecked = list[Problem](), 0
+    blobs = list(_blobs(checkpoint))
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="scan") as pool:
+        for blob, (found, missing) in zip(blobs, pool.map(partial(_check_blob, checkpoint), blobs), strict=True):
+            problems += found
+            unchecked += missing
+            on_bytes(blob.length)
+    if unchecked:
+        log.warning(
+            "%s: %d records carry no CRC-32: where they lie was checked, their bytes could not be",
+            checkpoint,
+            unchecked,
+        )
+    return problems
+
+
+def _blobs(checkpoint: Checkpoint) -> Iterator[_Blob]:
+    for tensor in checkpoint.manifest.tensors:
+        for chunk in checkpoint.manifest.chunks_of(tensor):
+            path = checkpoint.path(chunk.file)
+            yield _Blob(fqn=chunk.fqn, path=path, start=chunk.offset, length=chunk.length, chunk=chunk)
+    for entry in checkpoint.manifest.objects:
+        path = checkpoint.path(entry.file)
+        yield _Blob(fqn=entry.fqn, path=path, start=entry.offset, length=entry.length, chunk=None)
+
+
+def _check_blob(checkpoint: Checkpoint, blob: _Blob) -> tuple[list[Problem], int]:
+    try:
+        damages, unchecked = check_records(checkpoint.store, blob.path, blob.start, blob.length)
+        if not damages and blob.chunk is not None:
+            checkpoint.locate(blob.chunk, row_major=False)
+    except (CheckpointError, StoreError) as error:
+        damages, unchecked = [Damage(blob.start, blob.start + blob.length, str(error))], 0
+    return [
+        Problem(path=blob.path, fqn=blob.fqn, start=d.start, end=d.end, message=d.message) for d in damages
+    ], unchecked

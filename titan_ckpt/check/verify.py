@@ -1,0 +1,194 @@
+"""Is a checkpoint what was saved? Structure from a few small files, data by reading every byte once. No torch.
+
+Structure: COMMIT, manifest, digest table, `.metadata` and assets agree with each other; every data file is there in its size;
+every tensor's chunks cover it exactly once. Data: the digest of every chunk, every value and every file; a wrong byte is named by
+tensor and byte range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from titan_ckpt.check.scan import Problem, scan_files
+from titan_ckpt.checkpoint.checkpoint import (
+    FOREIGN,
+    Checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    read_index,
+    stored_digests,
+)
+from titan_ckpt.errors import CheckpointError, NotCommittedError, NotFoundError, StoreError
+from titan_ckpt.format.commit import Commit, commit_path, read_commit
+from titan_ckpt.format.digest import digest
+from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.format.manifest import RAW, Manifest, TensorEntry
+from titan_ckpt.format.manifest_json import decode_manifest
+from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, step_folder
+from titan_ckpt.location import parse_location
+from titan_ckpt.sharding.box_columns import overlaps
+from titan_ckpt.sharding.placement import Box
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.open import open_store
+
+
+def verify(
+    checkpoint: Checkpoint | str, *, read_data: bool = False, on_bytes: Callable[[int], None] | None = None
+) -> list[Problem]:
+    """What is wrong with a checkpoint, an empty list if nothing is.
+
+    A URL names it as everywhere, but a damaged newest checkpoint is judged, not skipped. `read_data` reads every byte; `on_bytes`
+    is told how many as they pass. NotCommittedError where there is no checkpoint at all.
+    """
+    tell = on_bytes or (lambda _: None)
+    if isinstance(checkpoint, Checkpoint):
+        store, step, url = checkpoint.store, checkpoint.step, checkpoint.url
+        if checkpoint.manifest.kind == FOREIGN:
+            return _verify_foreign(checkpoint, read_data, tell)
+    else:
+        location = parse_location(checkpoint)
+        store, url = open_store(location.url), location.url
+        found = newest_committed(store) if location.step is None else location.step
+        if found is None or not store.exists(commit_path(found)):
+            return _verify_foreign(open_checkpoint(url, step=found, store=store), read_data, tell)
+        step = found
+    return _Verification(store, url, step).run(read_data, tell)
+
+
+def newest_committed(store: Store) -> int | None:
+    """The newest step that has a COMMIT, also one that cannot be read."""
+    return max((info.step for info in list_checkpoints(store) if info.state != "partial"), default=None)
+
+
+class _Verification:
+    """The checks of one committed checkpoint, in order; each adds to `problems` and only what nothing can follow ends it."""
+
+    def __init__(self, store: Store, url: str, step: int) -> None:
+        self._store, self._url, self._step, self._folder = store, url, step, step_folder(step)
+        self.problems: list[Problem] = []
+
+    def run(self, read_data: bool, tell: Callable[[int], None]) -> list[Problem]:
+        try:
+            commit = read_commit(self._store, self._step)
+        except NotCommittedError:
+            raise
+        except CheckpointError as error:
+            return [Problem(path=commit_path(self._step), message=str(error))]
+        manifest = self._manifest(commit)
+        self._check_metadata(commit)
+        if manifest is None:
+            return self.problems
+        checkpoint = Checkpoint(
+            store=self._store, url=self._url, step=self._step, folder=self._folder, manifest=manifest
+        )
+        self._check_identity(commit, manifest)
+        self._check_assets(checkpoint)
+        self.problems += check_tensors(checkpoint)
+        self._check_sizes(checkpoint)
+        digests = self._digests(checkpoint)
+        if read_data:
+            self.problems += scan_files(checkpoint, digests, tell)
+        return self.problems
+
+    def _add(self, path: str, message: str) -> None:
+        self.problems.append(Problem(path=path, message=message))
+
+    def _manifest(self, commit: Commit) -> Manifest | None:
+        path = f"{self._folder}/{commit.attempt}/{MANIFEST}"
+        data = self._read(path, "named by COMMIT")
+        if data is None:
+            return None
+        if len(data) != commit.manifest_size or digest(data).hex() != commit.manifest_digest:
+            self._add(path, "is not the manifest that COMMIT names (its digest differs)")
+            return None
+        try:
+            return decode_manifest(
+                data, where=self._store.where(path), num_digests=lambda: stored_digests(self._store, path)
+            )
+        except CheckpointError as error:
+            self._add(path, str(error))
+            return None
+
+    def _read(self, path: str, why: str) -> bytes | None:
+        try:
+            return read_index(self._store, path)
+        except NotFoundError:
+            self._add(path, f"is missing, {why}")
+        except (StoreError, CheckpointError) as error:
+            self._add(path, f"cannot be read: {error}")
+        return None
+
+    def _check_metadata(self, commit: Commit) -> None:
+        path = f"{self._folder}/{METADATA}"
+        data = self._read(path, "so plain DCP readers cannot open this checkpoint")
+        if data is not None and digest(data).hex() != commit.metadata_digest:
+            self._add(
+                path,
+                "is not the one that was committed (its digest differs): damaged, or another save of this step is under way",
+            )
+
+    def _check_identity(self, commit: Commit, manifest: Manifest) -> None:
+        path = f"{self._folder}/{commit.attempt}/{MANIFEST}"
+        facts = {name: getattr(manifest, name) for name in ("step", "attempt", "kind", "created", "size_bytes")}
+        facts["mesh"] = "" if manifest.mesh is None else str(manifest.mesh)
+        for name, found in facts.items():
+            if getattr(commit, name) != found:
+                self._add(path, f"{name} is {found!r}, COMMIT says {getattr(commit, name)!r}")
+
+    def _check_assets(self, checkpoint: Checkpoint) -> None:
+        for name in checkpoint.manifest.assets:
+            try:
+                checkpoint.asset(name)
+            except (CheckpointError, StoreError) as error:
+                self._add(f"{self._folder}/{checkpoint.manifest.attempt}/{ASSETS}/{name}", str(error))
+
+    def _check_sizes(self, checkpoint: Checkpoint) -> None:
+        paths = {checkpoint.path(file.path): file for file in checkpoint.manifest.files}
+        folders = {path.rpartition("/")[0] for path in paths}
+        sizes = {entry.path: entry.size_bytes for folder in folders for entry in self._store.list(folder)}
+        for path, file in paths.items():
+            if path not in sizes:
+                self._add(path, f"is missing ({file.size_bytes} bytes)")
+            elif sizes[path] != file.size_bytes:
+                self._add(path, f"has {sizes[path]} bytes, expected {file.size_bytes}")
+
+    def _digests(self, checkpoint: Checkpoint) -> bytes | None:
+        try:
+            return checkpoint.digests
+        except (CheckpointError, StoreError) as error:
+            self._add(f"{self._folder}/{checkpoint.manifest.attempt}/{DIGESTS}", str(error))
+            return None
+
+
+def check_tensors(checkpoint: Checkpoint) -> list[Problem]:
+    """Tensors that their chunks do not cover exactly once, and chunks whose payload has not the size of their box."""
+    manifest = checkpoint.manifest
+    path = checkpoint.path(f"{manifest.attempt}/{MANIFEST}") if manifest.kind != FOREIGN else checkpoint.path(METADATA)
+    found = ((tensor.fqn, _tensor_problem(manifest, tensor)) for tensor in manifest.tensors)
+    return [Problem(path=path, fqn=fqn, message=message) for fqn, message in found if message]
+
+
+def _tensor_problem(manifest: Manifest, tensor: TensorEntry) -> str | None:
+    offsets, sizes = manifest.boxes(tensor)
+    elements = sizes.prod(axis=1)
+    wanted = Box.whole(tensor.global_shape).num_elements
+    if int(elements.sum()) != wanted:
+        return f"chunks hold {int(elements.sum())} elements of {wanted}"
+    filled = elements > 0
+    i, j = overlaps(offsets[filled], sizes[filled], offsets[filled], sizes[filled])
+    if bool((i != j).any()):
+        return "two chunks hold the same elements, so others are in none"
+    rows = slice(tensor.first_chunk, tensor.first_chunk + tensor.num_chunks)
+    is_raw = manifest.chunks.codec[rows] == (manifest.codecs.index(RAW) if RAW in manifest.codecs else -1)
+    lengths = manifest.chunks.payload_length[rows]
+    if bool(((lengths != elements * ELEMENT_SIZE[tensor.dtype]) & is_raw & (lengths >= 0)).any()):
+        return f"a chunk's payload has not the size of its box in {tensor.dtype}"
+    return None
+
+
+def _verify_foreign(checkpoint: Checkpoint, read_data: bool, tell: Callable[[int], None]) -> list[Problem]:
+    """A checkpoint that others wrote has no digests, but torch.save gives each record a CRC-32."""
+    problems = check_tensors(checkpoint)
+    if read_data:
+        problems += scan_files(checkpoint, None, tell)
+    return problems

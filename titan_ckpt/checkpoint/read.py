@@ -1,0 +1,98 @@
+"""The bytes of a checkpoint's tensors without torch: a stretch of one chunk, or a box of one tensor."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from titan_ckpt.errors import DamagedError, NotFoundError
+from titan_ckpt.format.codec import PLANES_ZSTD, read_raw
+from titan_ckpt.format.digest import digest
+from titan_ckpt.format.dtypes import ELEMENT_SIZE, Array, storage_dtype
+from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
+from titan_ckpt.sharding.placement import Box, strides
+
+if TYPE_CHECKING:
+    from titan_ckpt.checkpoint.checkpoint import Checkpoint
+
+THREADS = 8
+
+
+def read_payload(checkpoint: Checkpoint, chunk: Chunk, itemsize: int, first: int, out: memoryview) -> None:
+    """Fill `out` with the raw bytes of a chunk from byte `first` on, whatever its codec."""
+    path, start = checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset
+    if chunk.codec == RAW:
+        checkpoint.store.read_into(path, start + first, out)
+    elif chunk.codec == PLANES_ZSTD:
+        raw_length = chunk.box.num_elements * itemsize
+        read_raw(checkpoint.store, path, start, chunk.payload_length, raw_length, itemsize, first, out)
+    else:
+        raise DamagedError(f"{checkpoint}: {chunk.fqn} is stored by the codec {chunk.codec!r}, unknown to this release")
+
+
+def read_box(checkpoint: Checkpoint, tensor: TensorEntry, box: Box, *, verify: bool = False) -> Array:
+    """The stored elements of `box`, in the numpy dtype that can hold them (see `numbers.storage_dtype`).
+
+    Reads the rows that it needs, or, with `verify`, whole chunks, whose digests it checks. DamagedError for a chunk that is not
+    what was saved, and where the chunks do not cover the box.
+    """
+    out = np.empty(box.sizes, dtype=storage_dtype(tensor.dtype))
+    parts = [
+        (chunk, part)
+        for chunk in (checkpoint.manifest.chunks_touching(tensor, box) if box.num_elements else ())
+        if (part := chunk.box.intersect(box) if box.sizes else box) is not None
+    ]
+    covered = sum(part.num_elements for _, part in parts)
+    if covered != box.num_elements:
+        raise DamagedError(f"{checkpoint}: {tensor.fqn}: chunks hold {covered} of {box.num_elements} elements of {box}")
+
+    def fill(chunk: Chunk, part: Box) -> None:
+        located = checkpoint.locate(chunk, row_major=False)
+        inner = part.relative_to(located.box)
+        out[_slices(part.relative_to(box))] = _read_part(checkpoint, located, tensor, inner, verify=verify)
+
+    with ThreadPoolExecutor(min(THREADS, max(len(parts), 1)), thread_name_prefix="titan-ckpt-read") as pool:
+        for _ in pool.map(fill, *zip(*parts, strict=True)) if parts else ():
+            pass
+    return out
+
+
+def read_whole(checkpoint: Checkpoint, fqn: str, box: Box | None) -> tuple[str, Array]:
+    """The dtype and the verified stored elements of a tensor, or of `box` of it; NotFoundError for an unknown name."""
+    entry = checkpoint.manifest.by_fqn.get(fqn)
+    if entry is None:
+        raise NotFoundError(f"{checkpoint}: no tensor {fqn!r}; `titan-ckpt inspect` lists them")
+    return entry.dtype, read_box(checkpoint, entry, box or Box.whole(entry.global_shape), verify=True)
+
+
+def _read_part(checkpoint: Checkpoint, chunk: Chunk, tensor: TensorEntry, inner: Box, *, verify: bool) -> Array:
+    """The elements `inner` of a chunk: reads the shortest run of bytes that holds them, or the whole chunk to verify it."""
+    itemsize = ELEMENT_SIZE[tensor.dtype]
+    steps = chunk.strides or strides(chunk.box.sizes)
+    needed = Box.whole(chunk.box.sizes) if verify else inner
+    first = sum(offset * step for offset, step in zip(needed.offsets, steps, strict=True))
+    last = first + sum((size - 1) * step for size, step in zip(needed.sizes, steps, strict=True))
+    buffer = bytearray((last - first + 1) * itemsize)
+    read_payload(checkpoint, chunk, itemsize, first * itemsize, memoryview(buffer))
+    if verify:
+        _check_digest(checkpoint, chunk, tensor, buffer)
+    run = np.frombuffer(buffer, dtype=storage_dtype(tensor.dtype))
+    held = np.lib.stride_tricks.as_strided(run, needed.sizes, [step * itemsize for step in steps], writeable=False)
+    return held[_slices(inner)] if verify else held
+
+
+def _check_digest(checkpoint: Checkpoint, chunk: Chunk, tensor: TensorEntry, data: bytearray) -> None:
+    expected = checkpoint.digest_of(tensor, chunk)
+    if expected is None or digest(data) == expected:
+        return
+    start = chunk.offset + chunk.payload_offset
+    raise DamagedError(
+        f"{checkpoint.store.where(checkpoint.path(chunk.file))}: {tensor.fqn}: bytes {start} to {start + len(data)} are not what "
+        f"was saved (digest differs); `titan-ckpt verify --data` lists all damage"
+    )
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))

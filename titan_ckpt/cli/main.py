@@ -1,0 +1,151 @@
+"""The `titan-ckpt` command line: a table of commands, each loaded only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from titan_ckpt.console.command import Command
+from titan_ckpt.errors import MissingExtraError, TitanError
+from titan_ckpt.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a command lives (`module:attribute`, a `Command`) and its one-line help."""
+
+    target: str
+    help: str
+
+
+COMMANDS = {
+    "train": Entry("titan_ckpt.trainer.cli:TRAIN", "train a model from a TOML config, saving to any store"),
+    "plot": Entry("titan_ckpt.trainer.report.plot:PLOT", "draw a run's loss, throughput and checkpoints as an SVG"),
+    "ls": Entry("titan_ckpt.cli.ls:LS", "list a run's checkpoints"),
+    "inspect": Entry("titan_ckpt.cli.ls:INSPECT", "show what a checkpoint holds: mesh, tensors, files"),
+    "verify": Entry("titan_ckpt.cli.verify:VERIFY", "check a checkpoint; --data re-reads every byte"),
+    "diff": Entry("titan_ckpt.cli.verify:DIFF", "compare two checkpoints"),
+    "reshard": Entry("titan_ckpt.cli.reshard:RESHARD", "rewrite a checkpoint for another mesh, without GPUs"),
+    "cp": Entry("titan_ckpt.cli.cp:CP", "mirror a checkpoint to another store, verified"),
+    "prune": Entry("titan_ckpt.cli.cp:PRUNE", "delete old checkpoints by a policy; previews unless --yes"),
+    "convert": Entry("titan_ckpt.converters.cli:CONVERT", "convert from and to Hugging Face"),
+    "debug": Entry("titan_ckpt.debug.cli:DEBUG", "name the rank and line at fault in a hung or dead job"),
+    "tui": Entry("titan_ckpt.tui.cli:TUI", "browse hangs, checkpoints and training in the terminal"),
+}
+
+EPILOG = """\
+examples:
+  titan-ckpt train configs/tiny.toml --set save.url=s3://bucket/run
+  titan-ckpt reshard s3://bucket/run@1200 s3://bucket/run-64 --mesh pp=2,dp_shard=8,tp=4
+  titan-ckpt convert to-hf s3://bucket/run@1200 ./my-model --dtype bfloat16
+  titan-ckpt debug s3://bucket/run
+
+URL@STEP names a checkpoint; a bare run URL names its newest committed one.
+exit codes: 0 fine, 1 a finding, 2 usage or config, 3 the operation failed, 130 interrupted
+"""
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser; only command `only` is loaded and given its arguments (all of them when None)."""
+    parser = argparse.ArgumentParser(
+        prog="titan-ckpt",
+        description="Train, reshard, convert and debug with checkpoints at the centre.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log at INFO to stderr")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, entry in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name,
+            help=entry.help,
+            description=entry.help[0].upper() + entry.help[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if only is None or only == name:
+            command = load_command(name)
+            command.configure(subparser)
+            subparser.set_defaults(run=command.run)
+    return parser
+
+
+def load_command(name: str) -> Command:
+    """Import the room that owns `name`; a library it lacks becomes the pip command that brings it."""
+    module_name, attribute = COMMANDS[name].target.split(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, name) from error
+    command = getattr(module, attribute)
+    assert isinstance(command, Command)
+    return command
+
+
+_EXTRA_OF = {
+    "torch": "torch", "torchao": "train", "tokenizers": "train", "tensorboard": "train",
+    "transformers": "hf", "safetensors": "hf", "botocore": "s3",
+}  # fmt: skip
+
+
+# Commands that need a whole extra, whichever of its libraries is missed first.
+_EXTRA_OF_COMMAND = {"train": "train"}
+
+
+def missing_extra(error: ModuleNotFoundError, command: str) -> Exception:
+    """The error to raise for a failed import: MissingExtraError if an extra brings the library, else `error` itself."""
+    library = (error.name or "").partition(".")[0]
+    if library not in _EXTRA_OF:
+        return error
+    extra = _EXTRA_OF[library]
+    if extra == "torch":
+        extra = _EXTRA_OF_COMMAND.get(command, extra)
+    return MissingExtraError(library, extra, f"`titan-ckpt {command}`")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; every TitanError becomes its text on stderr and its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = "--traceback" in arguments
+    name = next((a for a in arguments if a in COMMANDS), "")
+    try:
+        namespace = build_parser(only=name).parse_args(arguments)
+        logging.basicConfig(
+            level=logging.INFO if namespace.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+        )
+        if argv is None and name != "train":  # training has signal handlers of its own
+            signal.signal(signal.SIGTERM, _interrupt)
+        return int(namespace.run(namespace))
+    except ModuleNotFoundError as error:
+        return _fail(missing_extra(error, name), show_traceback)
+    except TitanError as error:
+        return _fail(error, show_traceback)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _interrupt(_signum: int, _frame: FrameType | None) -> None:
+    """What a scheduler stops is cleaned up like what Ctrl-C stops, also where SIGINT is ignored (`nohup`, `&` in a script)."""
+    raise KeyboardInterrupt
+
+
+def _fail(error: Exception, show_traceback: bool) -> int:
+    if not isinstance(error, TitanError):
+        raise error
+    if show_traceback:
+        traceback.print_exception(error)
+    else:
+        sys.stderr.write(f"titan-ckpt: error: {error}\n")
+    return error.exit_code

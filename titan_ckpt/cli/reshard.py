@@ -1,0 +1,257 @@
+"""`titan-ckpt reshard`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+
+from tabulate import tabulate
+
+from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.console.command import Command
+from titan_ckpt.console.cut_picture import Pieces, draw
+from titan_ckpt.console.units import format_duration, format_size, parse_size
+from titan_ckpt.errors import ConfigError, UsageError
+from titan_ckpt.location import parse_location
+from titan_ckpt.resharding.estimate import Estimate, Link, estimate
+from titan_ckpt.resharding.placement_rules import Rule, read_rules
+from titan_ckpt.resharding.reshard import ReshardPlan, ReshardReport, Workers, check_destination, plan_reshard, run_plan
+from titan_ckpt.rewrite.selection import Filter, Selection, select
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.sharding.placement import format_placements
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.open import open_store
+
+EPILOG = """\
+examples:
+  titan-ckpt reshard s3://bucket/run@1200 s3://bucket/run-64 --mesh pp=2,dp_shard=8,tp=4
+  titan-ckpt reshard run run-2 --mesh dp_shard=2 -n --show model.lm_head.weight
+  torchrun --nnodes 4 --nproc-per-node 1 -m titan_ckpt reshard s3://bucket/run s3://bucket/run-64 --mesh dp_shard=64
+
+Under torchrun the target files are split over the workers, which meet in the target store alone. A run that was stopped goes
+on where it was: files that are whole are verified and kept.
+"""
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.epilog = EPILOG
+    parser.add_argument("source", metavar="SRC", help="URL[@STEP] of the checkpoint")
+    parser.add_argument("destination", metavar="DST", help="URL of a run; the checkpoint keeps its step")
+    parser.add_argument("--mesh", required=True, help="target mesh, such as pp=2,dp_shard=8,tp=4")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="say what it would read and write, and stop")
+    parser.add_argument("--json", action="store_true", help="facts as JSON on stdout")
+    parser.add_argument("--show", metavar="FQN", help="draw which source pieces make which target pieces of a tensor")
+    parser.add_argument("--dtype", help="cast floating-point weights (not optimizer state), such as bfloat16")
+    parser.add_argument("--only", choices=["model"], help="leave out the optimizer and everything else; not resumable")
+    parser.add_argument(
+        "--include", metavar="GLOB", action="append", default=[], help="take only FQNs that match; repeatable"
+    )
+    parser.add_argument(
+        "--exclude", metavar="GLOB", action="append", default=[], help="leave out FQNs that match; repeatable"
+    )
+    parser.add_argument(
+        "--rename", metavar="OLD=NEW", action="append", default=[], help="rename FQNs by a glob; repeatable"
+    )
+    parser.add_argument("--placements", metavar="FILE", help="TOML table of FQN globs: how tensors are cut")
+    parser.add_argument(
+        "--stages-per-rank", type=int, metavar="N", help="of the target's pipeline schedule (default: the source's)"
+    )
+    parser.add_argument("--memory", type=parse_size, default=parse_size("512MB"), help="hard budget (default 512MB)")
+    parser.add_argument("--no-check", action="store_true", help="do not verify the source's digests")
+    parser.add_argument("--bandwidth", type=parse_size, default=parse_size("1GB"), help="bytes/s for the time estimate")
+    parser.add_argument(
+        "--latency", type=float, default=0.0, metavar="SECONDS", help="per request, for the time estimate"
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Plan, then show or run."""
+    mesh, rules = MeshSpec.parse(arguments.mesh), _rules(arguments.placements)
+    location = parse_location(arguments.destination)
+    if location.step is not None:
+        raise UsageError(
+            f"{arguments.destination}: a reshard keeps the source's step; give the URL without @{location.step}"
+        )
+    per_rank = arguments.stages_per_rank
+    if per_rank is not None and per_rank < 1:
+        raise UsageError(f"--stages-per-rank {per_rank}: a pipeline schedule has 1 or more stages per rank")
+    checkpoint = open_checkpoint(arguments.source)
+    selection = _selection(arguments, select(checkpoint.manifest, _filter(arguments)))
+    plan = plan_reshard(checkpoint, mesh, rules=rules, selection=selection, stages_per_rank=per_rank)
+    store = open_store(location.url)
+    check_destination(plan, location.url, store)
+    if arguments.show is not None:
+        sys.stdout.write(show(plan, arguments.show, is_coloured=sys.stdout.isatty()))
+    if arguments.dry_run:
+        return _dry_run(plan, store, arguments)
+    workers = _workers(os.environ)
+    with Bar(int(plan.target.file_bytes().sum()), is_shown=sys.stderr.isatty() and workers.index == 0) as bar:
+        report = run_plan(
+            plan, location.url, store=store, memory_bytes=arguments.memory, is_checked=not arguments.no_check,
+            on_progress=bar.add, workers=workers,
+        )  # fmt: skip
+    if report.checkpoint is not None:
+        sys.stdout.write(_done(plan, report, is_json=arguments.json))
+    return 0
+
+
+def _rules(path: str | None) -> tuple[Rule, ...]:
+    if path is None:
+        return ()
+    try:
+        with open(path, encoding="utf-8") as file:
+            return read_rules(file.read(), where=path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: give a TOML file with a table [placements]") from error
+
+
+def _filter(arguments: Namespace) -> Filter:
+    return Filter(
+        only=arguments.only,
+        include=tuple(arguments.include),
+        exclude=tuple(arguments.exclude),
+        rename=tuple(arguments.rename),
+    )
+
+
+def _selection(arguments: Namespace, selection: Selection) -> Selection:
+    if arguments.dtype is None:
+        return selection
+    from titan_ckpt.rewrite.cast import with_dtype  # torch takes a second to import, and only a cast needs it
+
+    return with_dtype(selection, arguments.dtype)
+
+
+def _workers(environment: os._Environ[str]) -> Workers:
+    """This process's place under torchrun, alone otherwise."""
+    return Workers(count=int(environment.get("WORLD_SIZE", "1")), index=int(environment.get("RANK", "0")))
+
+
+def _dry_run(plan: ReshardPlan, store: Store, arguments: Namespace) -> int:
+    link = Link(bytes_per_s=arguments.bandwidth, latency_s=arguments.latency)
+    facts = estimate(plan, store, memory_bytes=arguments.memory, is_checked=not arguments.no_check, link=link)
+    sys.stdout.write(json.dumps(facts.to_dict(), indent=1) + "\n" if arguments.json else describe(facts))
+    return 0
+
+
+def describe(facts: Estimate) -> str:
+    """An estimate for people."""
+    share = facts.walked_bytes / max(facts.needed_bytes, 1)
+    scaled = "" if share >= 1 else f" (scaled from {share:.1%} of the bytes)"
+    rows = [
+        ("source", f"{facts.source}, mesh {facts.source_mesh or 'not recorded'}, {facts.num_source_files} files"),
+        ("target", f"mesh {facts.mesh}, {facts.num_files} files of {_range(facts)}"),
+        ("tensors", f"{facts.num_tensors}, cut " + ", ".join(f"{n} as {o}" for o, n in facts.placements.items() if n)),
+        ("read", f"{format_size(facts.read_bytes)} in {facts.read_requests} requests{scaled}"),
+        ("write", format_size(facts.written_bytes)),
+        ("memory", f"at most {format_size(facts.peak_memory_bytes)} of buffers"),
+        ("time", f"about {format_duration(facts.seconds)} at the stated bandwidth and latency"),
+    ]
+    rows += [("largest read", f"{format_size(n)} at {start} of {name}") for name, start, n in facts.largest_reads[:1]]
+    if facts.guessed:
+        rows.append(("by table", f"tensor-parallel cuts the source did not have, such as {facts.guessed[0]}"))
+    return tabulate(rows, tablefmt="plain") + "\n"
+
+
+def _range(facts: Estimate) -> str:
+    return f"{format_size(facts.smallest_file_bytes)} to {format_size(facts.largest_file_bytes)}"
+
+
+def show(plan: ReshardPlan, fqn: str, *, is_coloured: bool) -> str:
+    """The source's and the target's cut of a tensor, one under the other, in the colours of the source's pieces."""
+    tensor = next((t for t in plan.target.tensors if t.fqn == fqn), None)
+    if tensor is None:
+        raise UsageError(f"--show {fqn}: no such tensor among the {len(plan.target.tensors)} that are taken")
+    before = plan.source.tensors[fqn]
+    source = Pieces(
+        offsets=before.box_offsets,
+        sizes=before.box_sizes,
+        holders=[_rank_of(plan.source.objects[number]) for number in before.object.tolist()],
+    )
+    rows = range(tensor.first_chunk, tensor.first_chunk + tensor.num_chunks)
+    offsets, sizes = plan.target.boxes(fqn)
+    target = Pieces(offsets=offsets, sizes=sizes, holders=[str(plan.target.rank[row]) for row in rows])
+    recorded = plan.checkpoint.manifest.mesh
+    return "\n".join(
+        [
+            f"{fqn} {tensor.dtype} {list(tensor.global_shape)}",
+            f"source {'' if recorded is None else recorded}: {before.num_pieces} pieces, by rank",
+            draw(tensor.global_shape, source, source=source, is_coloured=is_coloured),
+            f"target {plan.target.mesh}, cut {format_placements(tensor.placements or {})}: {tensor.num_chunks} pieces, by rank",
+            draw(tensor.global_shape, target, source=source, is_coloured=is_coloured),
+            "",
+        ]
+    )
+
+
+def _rank_of(path: str) -> str:
+    """The rank in a data file's name (`__3_0.distcp`), else the name."""
+    name = path.rpartition("/")[2]
+    parts = name.removeprefix("__").split("_")
+    return parts[0] if name.startswith("__") and parts[0].isdigit() else name
+
+
+def _done(plan: ReshardPlan, report: ReshardReport, *, is_json: bool) -> str:
+    traffic = report.traffic
+    facts = {
+        "checkpoint": str(report.checkpoint),
+        "mesh": str(plan.target.mesh),
+        "files": report.num_files,
+        "kept_files": report.kept_files,
+        "read_bytes": traffic.read_bytes,
+        "read_requests": traffic.read_requests,
+        "written_bytes": traffic.written_bytes,
+        "seconds": round(report.wall_s, 3),
+        "overflowed": list(report.overflowed),
+    }
+    if is_json:
+        return json.dumps(facts, indent=1) + "\n"
+    kept = f", {report.kept_files} kept from an earlier run" if report.kept_files else ""
+    rate = format_size(traffic.written_bytes / max(report.wall_s, 1e-9))
+    return (
+        f"{report.checkpoint}: mesh {plan.target.mesh}, {report.num_files} files written{kept}, "
+        f"{format_size(traffic.read_bytes)} read, {format_size(traffic.written_bytes)} written in "
+        f"{format_duration(report.wall_s)} ({rate}/s)\n"
+    )
+
+
+class Bar:
+    """Progress on stderr: a bar, the rate and the time left, redrawn at most five times a second."""
+
+    _WIDTH = 30
+    _INTERVAL_S = 0.2
+
+    def __init__(self, total_bytes: int, *, is_shown: bool) -> None:
+        self._total, self._is_shown, self._done = max(total_bytes, 1), is_shown, 0
+        self._started = self._drawn = time.monotonic()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_shown:
+            self._draw(time.monotonic())
+            sys.stderr.write("\n")
+
+    def add(self, size_bytes: int) -> None:
+        """`size_bytes` more are written."""
+        self._done += size_bytes
+        now = time.monotonic()
+        if self._is_shown and now - self._drawn >= self._INTERVAL_S:
+            self._drawn = now
+            self._draw(now)
+
+    def _draw(self, now: float) -> None:
+        share = min(1.0, self._done / self._total)
+        rate = self._done / max(now - self._started, 1e-9)
+        left = format_duration((self._total - self._done) / rate) if rate and share < 1 else "0 s"
+        bar = "#" * round(share * self._WIDTH)
+        sys.stderr.write(f"\r{share:4.0%} [{bar:<{self._WIDTH}}] {format_size(rate)}/s, {left} left \x1b[K")
+        sys.stderr.flush()
+
+
+RESHARD = Command(configure=configure, run=run)

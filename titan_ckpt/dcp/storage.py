@@ -1,0 +1,350 @@
+"""`StorageWriter` and `StorageReader` for torch.distributed.checkpoint: any trainer's `dcp.save` and `dcp.load`, our store.
+
+    dcp.save(state, storage_writer=titan_ckpt.StorageWriter("s3://bucket/run@1200", mesh=mesh))
+    dcp.load(state, storage_reader=titan_ckpt.StorageReader("s3://bucket/run"))
+
+What is written is a checkpoint like `Saver`'s: committed last, with digests, and whole or not there.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from titan_ckpt.checkpoint.checkpoint import FULL, Checkpoint, open_checkpoint
+from titan_ckpt.errors import AlreadyExistsError, UsageError
+from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, decode_blob
+from titan_ckpt.format.commit import commit_version, write_commit
+from titan_ckpt.format.dcp_metadata import dcp_metadata
+from titan_ckpt.format.manifest import DIGEST_BYTES, ChunkTable, Manifest, ObjectEntry, TensorEntry
+from titan_ckpt.format.names import data_file, new_attempt, step_folder
+from titan_ckpt.loading.load import LoadPolicy, LoadReport, ReadPlan, read_object_bytes
+from titan_ckpt.location import parse_location
+from titan_ckpt.saving.merge_parts import created, versions
+from titan_ckpt.saving.staging import Direct
+from titan_ckpt.saving.upload import Part, upload
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.sharding.placement import Box, Placements
+from titan_ckpt.state.state_dict import DTYPE_NAME, Item, cut_order
+from titan_ckpt.store.open import open_store
+
+
+class PlanesZstd(StreamTransformExtension):
+    """Lets plain DCP read checkpoints saved with `codec="planes-zstd"`; reading only.
+
+    registry = ExtensionRegistry(); registry.register(titan_ckpt.dcp.storage.PlanesZstd)
+    dcp.load(state, storage_reader=FileSystemReader(path, _extension_registry=registry))
+    """
+
+    @staticmethod
+    def registry_name() -> str:
+        """The name in `.metadata`."""
+        return PLANES_ZSTD
+
+    @staticmethod
+    def from_descriptor(_version: str) -> PlanesZstd:
+        """There is one version."""
+        return PlanesZstd()
+
+    def get_descriptor(self) -> str:
+        """The name in `.metadata`."""
+        return PLANES_ZSTD
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:
+        """The raw blob."""
+        return io.BytesIO(decode_blob(input.read(), "blob"))
+
+    def transform_to(self, _output: IO[bytes]) -> IO[bytes]:
+        """Saving goes through `SaveOptions(codec=...)`."""
+        raise UsageError(f"{PLANES_ZSTD} is written by titan_ckpt.Saver, not through DCP's extensions")
+
+
+@dataclass(frozen=True, slots=True)
+class _Assignment:
+    """What the coordinator tells each rank through the plan."""
+
+    attempt: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """One item of a rank's file; `row` is its place among the tensors of `part`, -1 for a value that is not a tensor."""
+
+    part: Part
+    row: int
+    placements: Placements | None
+
+
+class StorageWriter(TorchStorageWriter):
+    """Writes one step of a run. The step is part of the URL (`URL@STEP`), given, or in `dcp.save(checkpoint_id="URL@STEP")`.
+
+    Name the mesh's axes by `mesh`, so that the checkpoint can be resharded. `training`, `config` and `user` must be JSON. The
+    commit is conditional, as `Saver`'s is: ConditionFailedError where another job committed the step meanwhile.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        step: int | None = None,
+        mesh: MeshSpec | None = None,
+        training: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        user: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._url, self._step, self._mesh = url, step, mesh
+        self._training, self._config, self._user = training or {}, config or {}, user or {}
+        if url is not None and (step is not None or parse_location(url).step is not None):
+            self.reset()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Called by DCP before each save."""
+        location = parse_location(str(checkpoint_id or self._url or ""))
+        step = location.step if location.step is not None else self._step
+        if step is None:
+            raise UsageError(f"{location}: which step? Write URL@STEP, or give StorageWriter(url, step=...)")
+        self._store, self._at = open_store(location.url), step
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        """Note the commit that this save will replace."""
+        self._previous = commit_version(self._store, self._at) if is_coordinator else None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give every rank the attempt's name and its own file."""
+        self._attempt = new_attempt()
+        return [replace(plan, storage_data=_Assignment(self._attempt, rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Stream this rank's file; tensors are sent from where they are."""
+        assignment: _Assignment = plan.storage_data
+        path = data_file(assignment.attempt, assignment.rank)
+        if self._store.exists(f"{step_folder(self._at)}/{path}"):
+            raise AlreadyExistsError(
+                f"{self._store.where(path)}: exists already; DCP gave a cached plan of an earlier save. "
+                f"Use a planner without enable_plan_caching"
+            )
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        part = upload(
+            self._store,
+            [_item(item) for item in tensors],
+            Direct([cast(torch.Tensor, planner.resolve_data(item)) for item in tensors]),
+            step=self._at,
+            attempt=assignment.attempt,
+            rank=assignment.rank,
+            objects={item.index.fqn: cast(io.BytesIO, planner.resolve_data(item)).getvalue() for item in values},
+            mine=[item.index.fqn for item in values],
+            sent=lambda _: None,
+        )
+        results = [
+            *(_result(item, part, row, _placements(planner, item)) for row, item in enumerate(tensors)),
+            *(_result(item, part, -1, None) for item in values),
+        ]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit; called by DCP on the coordinator alone, after every rank has written."""
+        manifest = self._manifest(metadata, [result for rank in results for result in rank])
+        paths = {fqn: tuple(map(str, path)) for fqn, path in (metadata.planner_data or {}).items()}
+        write_commit(self._store, manifest, dcp_metadata(manifest, paths=paths), replaces=self._previous)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether the URL names a step."""
+        return parse_location(str(checkpoint_id)).step is not None
+
+    def storage_meta(self) -> StorageMeta:
+        """Where the checkpoint will be."""
+        return StorageMeta(checkpoint_id=f"{self._store.url}@{self._at}")
+
+    def _manifest(self, metadata: Metadata, results: list[WriteResult]) -> Manifest:
+        stored: dict[str, list[WriteResult]] = {}
+        for result in results:
+            stored.setdefault(result.index.fqn, []).append(result)
+        parts = {part.files[0].path: part for result in results for part in [result.storage_data.part]}
+        files = [parts[path].files[0] for path in sorted(parts)]
+        names = [fqn for fqn in sorted(stored) if stored[fqn][0].storage_data.row >= 0]
+        entries: list[TensorEntry] = []
+        rows: list[WriteResult] = []
+        for fqn in names:
+            chunks = sorted(stored[fqn], key=lambda result: tuple(result.index.offset or ()))
+            entries.append(_entry(metadata, fqn, chunks, first_chunk=len(rows)))
+            rows.extend(chunks)
+        objects = [
+            ObjectEntry(fqn=o.fqn, file=path, offset=o.offset, length=o.length, digest=o.digest)
+            for path, part in parts.items()
+            for o in part.objects
+        ]
+        return Manifest(
+            step=self._at,
+            attempt=self._attempt,
+            kind=FULL,
+            created=created(),
+            versions=versions(),
+            mesh=self._mesh,
+            pipeline=None,
+            tensors=tuple(entries),
+            chunks=_table(metadata, rows, {file.path: n for n, file in enumerate(files)}),
+            codecs=CODECS,
+            objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
+            files=tuple(files),
+            training=self._training,
+            config=self._config,
+            user=self._user,
+        )  # fmt: skip
+
+
+class StorageReader(TorchStorageReader):
+    """Reads `URL[@STEP]` (the newest whole checkpoint without a step), ours or any DCP's, without unpickling it.
+
+    `policy.verify` decides which digests are checked; what fits what is the planner's business. `report` says afterwards how many
+    bytes were needed, fetched and not verified. DamagedError for bytes that are not what was saved.
+    """
+
+    def __init__(self, url: str | None = None, *, policy: LoadPolicy | None = None) -> None:
+        self._url, self._policy = url, policy or LoadPolicy()
+        self._checkpoint: Checkpoint | None = None
+        self.report = LoadReport()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Called by DCP before each load."""
+        self._checkpoint = open_checkpoint(str(checkpoint_id or self._url or ""))
+        self.report = LoadReport()
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is being read."""
+        if self._checkpoint is None:
+            self.reset()
+        assert self._checkpoint is not None
+        return self._checkpoint
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """The manifest as DCP's own record."""
+        # Made by dcp_metadata from a checked manifest a moment ago: nothing of a store is unpickled here.
+        metadata: Metadata = pickle.loads(dcp_metadata(self.checkpoint.manifest))  # noqa: S301
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint))
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read ranges straight into the planner's tensors, digests checked by the policy."""
+        reads = ReadPlan(self.checkpoint, self._policy, self.report)
+        targets = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(read_object_bytes(self.checkpoint, item.storage_index.fqn)))
+                continue
+            target = planner.resolve_tensor(item).detach()
+            origin = item.storage_index.offset or (0,) * len(item.lengths)
+            corner = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
+            entry = self.checkpoint.manifest.by_fqn[item.storage_index.fqn]
+            reads.add_local(entry, Box(corner, tuple(item.lengths)), target)
+            targets.append((item, target))
+        reads.run()
+        for item, target in targets:
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any URL may be tried."""
+        return bool(str(checkpoint_id))
+
+
+def _item(write: WriteItem) -> Item:
+    data = write.tensor_data
+    assert data is not None
+    dtype = DTYPE_NAME[data.properties.dtype]
+    return Item(write.index.fqn, dtype, tuple(data.size), None, tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+
+
+def _placements(planner: SavePlanner, write: WriteItem) -> Placements | None:
+    """How the tensor is cut, where the planner still has the DTensor (torch's default planner does)."""
+    value = getattr(planner, "state_dict", {}).get(write.index.fqn)
+    return cut_order(value.device_mesh, tuple(value.placements)) if isinstance(value, DTensor) else None
+
+
+def _result(write: WriteItem, part: Part, row: int, placements: Placements | None) -> WriteResult:
+    size_bytes = int(part.columns[row][2]) if row >= 0 else 0
+    return WriteResult(index=write.index, size_in_bytes=size_bytes, storage_data=_Written(part, row, placements))
+
+
+def _entry(metadata: Metadata, fqn: str, chunks: list[WriteResult], *, first_chunk: int) -> TensorEntry:
+    described = cast(TensorStorageMetadata, metadata.state_dict_metadata[fqn])
+    whole = tuple(described.size)
+    placements = chunks[0].storage_data.placements
+    is_whole = len(chunks) == 1 and placements is None
+    return TensorEntry(
+        fqn=fqn,
+        dtype=DTYPE_NAME[described.properties.dtype],
+        global_shape=whole,
+        placements={} if is_whole else placements,
+        stages=None,
+        first_chunk=first_chunk,
+        num_chunks=len(chunks),
+    )
+
+
+def _table(metadata: Metadata, rows: list[WriteResult], number: dict[str, int]) -> ChunkTable:
+    sizes = {
+        (fqn, tuple(chunk.offsets)): tuple(chunk.sizes)
+        for fqn, entry in metadata.state_dict_metadata.items()
+        for chunk in getattr(entry, "chunks", ())
+    }
+    boxes = [Box(offset, sizes[(r.index.fqn, offset)]) for r in rows for offset in [tuple(r.index.offset or ())]]
+    written: list[_Written] = [result.storage_data for result in rows]
+    columns = np.array([w.part.columns[w.row] for w in written], dtype=np.int64).reshape(-1, 6).T
+    return ChunkTable(
+        file=np.array([number[w.part.files[0].path] for w in written], dtype=np.int64),
+        offset=columns[1],
+        length=columns[2],
+        payload_offset=columns[3],
+        payload_length=columns[4],
+        codec=columns[5],
+        box_offsets=np.array([n for box in boxes for n in box.offsets], dtype=np.int64),
+        box_sizes=np.array([n for box in boxes for n in box.sizes], dtype=np.int64),
+        digests=b"".join(w.part.digests[w.row * DIGEST_BYTES :][:DIGEST_BYTES] for w in written),
+    )

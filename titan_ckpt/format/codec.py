@@ -1,0 +1,127 @@
+"""`planes-zstd`: a lossless codec for tensor bytes that keeps ranged reads possible. No torch.
+
+The raw payload is cut into frames of `FRAME_BYTES`. In each frame the bytes are regrouped by their place in the element (all
+first bytes, all second bytes, ...), which puts exponents beside exponents, and the result is one zstd frame. After the last
+frame stand their lengths, 4 bytes each. A blob is `header | prefix | suffix | frames | lengths`: prefix and suffix are those of
+the raw blob, so that a DCP extension can give plain DCP the blob it expects.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from itertools import accumulate
+
+import numpy as np
+import zstandard
+
+from titan_ckpt.errors import DamagedError
+from titan_ckpt.format.manifest import RAW
+from titan_ckpt.format.torch_blob import Frame
+from titan_ckpt.store.base import Store
+
+PLANES_ZSTD = "planes-zstd"
+CODECS = (RAW, PLANES_ZSTD)
+FRAME_BYTES = 1 << 20
+LEVEL = 1
+_HEADER = struct.Struct("<8sIIQI")
+_MAGIC = b"TCKPLZ1\0"
+
+
+def encode_head(around: Frame, itemsize: int) -> bytes:
+    """What stands before the frames."""
+    header = _HEADER.pack(_MAGIC, len(around.prefix), len(around.suffix), around.payload_length, itemsize)
+    return header + around.prefix + around.suffix
+
+
+def encode(payload: memoryview, itemsize: int) -> Iterator[bytes]:
+    """The frames one after another, then their lengths."""
+    compressor = zstandard.ZstdCompressor(level=LEVEL)
+    lengths = []
+    for start in range(0, len(payload), FRAME_BYTES):
+        raw = np.frombuffer(payload[start : start + FRAME_BYTES], dtype=np.uint8)
+        packed = compressor.compress(np.ascontiguousarray(raw.reshape(-1, itemsize).T).data)
+        lengths.append(len(packed))
+        yield packed
+    yield struct.pack(f"<{len(lengths)}I", *lengths)
+
+
+def read_raw(
+    store: Store,
+    path: str,
+    payload_start: int,
+    payload_length: int,
+    raw_length: int,
+    itemsize: int,
+    first: int,
+    out: memoryview,
+) -> None:
+    """Fill `out` with the raw bytes from `first` of an encoded payload of `raw_length` raw bytes; reads the frames it needs.
+
+    DamagedError where the stored bytes are not frames of these lengths.
+    """
+    if len(out) == 0:
+        return
+    where = f"{store.where(path)}: bytes {payload_start} to {payload_start + payload_length}"
+    starts = _frame_starts(store, path, payload_start, payload_length, raw_length, where)
+    low, high = first // FRAME_BYTES, -(-(first + len(out)) // FRAME_BYTES)
+    stored = memoryview(store.read(path, payload_start + starts[low], starts[high] - starts[low]))
+    for number in range(low, high):
+        frame = stored[starts[number] - starts[low] : starts[number + 1] - starts[low]]
+        size = min(FRAME_BYTES, raw_length - number * FRAME_BYTES)
+        raw = _decode_frame(frame, size, itemsize, where)
+        begin = max(first, number * FRAME_BYTES)
+        end = min(first + len(out), number * FRAME_BYTES + size)
+        out[begin - first : end - first] = raw[begin - number * FRAME_BYTES : end - number * FRAME_BYTES]
+
+
+def decode_blob(blob: bytes, where: str) -> bytes:
+    """The raw blob, as plain torch reads it, of an encoded one."""
+    try:
+        magic, prefix_length, suffix_length, raw_length, itemsize = _HEADER.unpack_from(blob)
+    except struct.error as error:
+        raise DamagedError(f"{where}: too short for an encoded tensor") from error
+    if magic != _MAGIC:
+        raise DamagedError(f"{where}: not a tensor encoded by {PLANES_ZSTD}")
+    body = _HEADER.size + prefix_length
+    count = -(-raw_length // FRAME_BYTES)
+    payload = memoryview(blob)[body + suffix_length :]
+    if not itemsize or raw_length % itemsize or 4 * count > len(payload):
+        raise DamagedError(f"{where}: {len(payload)} bytes cannot hold {raw_length} raw bytes")
+    starts = _accumulate(bytes(payload[len(payload) - 4 * count :]), len(payload), where)
+    raw = b"".join(
+        _decode_frame(
+            payload[starts[n] : starts[n + 1]], min(FRAME_BYTES, raw_length - n * FRAME_BYTES), itemsize, where
+        )
+        for n in range(count)
+    )
+    return blob[_HEADER.size : body] + raw + blob[body : body + suffix_length]
+
+
+def _frame_starts(
+    store: Store, path: str, payload_start: int, payload_length: int, raw_length: int, where: str
+) -> list[int]:
+    size = 4 * -(-raw_length // FRAME_BYTES)
+    if size > payload_length:
+        raise DamagedError(f"{where}: {payload_length} bytes cannot hold {raw_length} raw bytes")
+    return _accumulate(store.read(path, payload_start + payload_length - size, size), payload_length, where)
+
+
+def _accumulate(lengths: bytes, payload_length: int, where: str) -> list[int]:
+    starts = [0, *accumulate(struct.unpack(f"<{len(lengths) // 4}I", lengths))]
+    if starts[-1] + len(lengths) != payload_length:
+        raise DamagedError(f"{where}: the lengths of its frames do not add up: not what was saved")
+    return starts
+
+
+def _decode_frame(frame: memoryview, size: int, itemsize: int, where: str) -> memoryview:
+    try:
+        # The size in the frame's own header is what would be made room for, whatever is asked for.
+        found = zstandard.get_frame_parameters(frame).content_size
+        planes = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size) if found == size else b""
+    except zstandard.ZstdError as error:
+        raise DamagedError(f"{where}: not what was saved: {error}") from error
+    if len(planes) != size:
+        raise DamagedError(f"{where}: a frame says that it has {found} bytes, expected {size}: not what was saved")
+    shuffled = np.frombuffer(planes, dtype=np.uint8).reshape(itemsize, -1)
+    return memoryview(np.ascontiguousarray(shuffled.T).reshape(-1).data)

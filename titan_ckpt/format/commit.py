@@ -1,0 +1,172 @@
+"""The commit: the one small file whose presence makes a checkpoint exist, and the order in which files become visible.
+
+Data first, then `manifest.json` (and `digests.bin`), then `.metadata` for plain DCP readers, then `COMMIT.json`. Each write is
+whole and durable when it returns, so whatever the moment of a crash, COMMIT names files that are all there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ckpt.errors import (
+    CheckpointError,
+    ConditionFailedError,
+    DamagedError,
+    NotCommittedError,
+    NotFoundError,
+    StoreError,
+    UnsafeContentError,
+)
+from titan_ckpt.format.digest import digest
+from titan_ckpt.format.manifest import Manifest
+from titan_ckpt.format.manifest_json import check_version, encode_manifest
+from titan_ckpt.format.names import COMMIT, DIGESTS, MANIFEST, METADATA, is_attempt, step_folder
+from titan_ckpt.store.base import Store
+
+FORMAT = "titan-ckpt-commit"
+VERSION = 1
+DIGEST = "xxh3_128"
+MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """What COMMIT.json says. `version` is the store's version of that object, for a later conditional write."""
+
+    step: int
+    attempt: str
+    kind: str
+    created: str
+    size_bytes: int
+    mesh: str
+    manifest_size: int
+    manifest_digest: str
+    metadata_digest: str
+    version: str
+
+
+def commit_path(step: int) -> str:
+    """Path of a step's COMMIT, relative to the run."""
+    return f"{step_folder(step)}/{COMMIT}"
+
+
+def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces: str | None) -> Commit:
+    """Make a checkpoint exist whose data files are all written.
+
+    `replaces` is the `commit_version` when the save began (None: there was no commit). ConditionFailedError when another
+    job committed this step meanwhile; where the store cannot tell (`Store.honours_conditions`), the last writer wins.
+    """
+    folder = step_folder(manifest.step)
+    encoded = encode_manifest(manifest)
+    store.write(f"{folder}/{manifest.attempt}/{MANIFEST}", [encoded.manifest])
+    if encoded.digests is not None:
+        store.write(f"{folder}/{manifest.attempt}/{DIGESTS}", [encoded.digests])
+    store.write(f"{folder}/{METADATA}", [metadata])
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "kind": manifest.kind,
+        "created": manifest.created,
+        "size_bytes": manifest.size_bytes,
+        "mesh": "" if manifest.mesh is None else str(manifest.mesh),
+        "manifest": {"size": len(encoded.manifest), "xxh3_128": digest(encoded.manifest).hex()},
+        "metadata": {"size": len(metadata), "xxh3_128": digest(metadata).hex()},
+    }
+    path = commit_path(manifest.step)
+    try:
+        entry = store.write_if(path, _encode(content), version=replaces)
+    except StoreError as error:
+        # An answer that got lost on its way back leaves a commit that is ours, whatever the store said on the next try.
+        standing = _standing(store, manifest.step)
+        if standing is not None and standing.attempt == manifest.attempt:
+            return standing
+        if not isinstance(error, ConditionFailedError):
+            raise
+        raise ConditionFailedError(
+            f"{store.where(path)}: another job committed step {manifest.step} while this one was saving it; this save "
+            f"(attempt {manifest.attempt}) was not made visible. Stop one of the two jobs, or give them different URLs."
+        ) from error
+    return _decode(content, version=entry.version, where=store.where(path))
+
+
+def read_commit(store: Store, step: int) -> Commit:
+    """The commit of `step`. NotCommittedError if there is none, DamagedError if it cannot be understood.
+
+    NewerFormatError for one of a later format version.
+    """
+    path = commit_path(step)
+    try:
+        entry = store.stat(path)
+        if entry.size_bytes > MAX_BYTES:
+            raise DamagedError(f"{store.where(path)}: {entry.size_bytes} bytes are no commit")
+        data = store.read(path, 0, entry.size_bytes)
+    except NotFoundError as error:
+        raise NotCommittedError(f"{store.where(step_folder(step))} is not committed: it has no {COMMIT}") from error
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{store.where(path)}: not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DamagedError(f"{store.where(path)}: not a commit of titan-ckpt")
+    if _encode({key: value for key, value in content.items() if key != DIGEST}) != data:
+        raise DamagedError(f"{store.where(path)}: not what was committed (its own digest differs)")
+    check_version(content.get("version"), VERSION, store.where(path))
+    commit = _decode(content, version=entry.version, where=store.where(path))
+    if commit.step != step:
+        raise DamagedError(f"{store.where(path)}: is the commit of step {commit.step}; it was moved or copied here")
+    return commit
+
+
+def commit_version(store: Store, step: int) -> str | None:
+    """The store's version of a step's COMMIT, also of one that cannot be read; None when there is none."""
+    try:
+        return store.stat(commit_path(step)).version
+    except NotFoundError:
+        return None
+
+
+def find_commit(store: Store, step: int) -> Commit | None:
+    """The commit of `step`, None when there is none."""
+    try:
+        return read_commit(store, step)
+    except NotCommittedError:
+        return None
+
+
+def _standing(store: Store, step: int) -> Commit | None:
+    try:
+        return find_commit(store, step)
+    except CheckpointError:
+        return None
+
+
+def _encode(content: Mapping[str, Any]) -> bytes:
+    """The file: JSON whose last entry is the digest of the JSON without it, so that no byte can change unseen."""
+    body = json.dumps(content, indent=1).encode()
+    return json.dumps({**content, DIGEST: digest(body).hex()}, indent=1).encode()
+
+
+def _decode(content: Mapping[str, Any], *, version: str, where: str) -> Commit:
+    try:
+        commit = Commit(
+            step=int(content["step"]),
+            attempt=str(content["attempt"]),
+            kind=str(content["kind"]),
+            created=str(content["created"]),
+            size_bytes=int(content["size_bytes"]),
+            mesh=str(content["mesh"]),
+            manifest_size=int(content["manifest"]["size"]),
+            manifest_digest=str(content["manifest"]["xxh3_128"]),
+            metadata_digest=str(content["metadata"]["xxh3_128"]),
+            version=version,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{where}: {type(error).__name__}: {error}: the commit is damaged") from error
+    if not is_attempt(commit.attempt):
+        raise UnsafeContentError(f"{where}: attempt {commit.attempt!r} is not a name that a save makes")
+    return commit

@@ -1,0 +1,171 @@
+"""Inside a blob that others wrote: where the bytes are, and whether they are whole. No torch, nothing of the pickle runs.
+
+A blob is what `torch.save(tensor)` writes: a ZIP whose `data.pkl` names storage, offset and strides, and whose `data/0` is the
+storage. DCP stores dense tensors in whatever order of dimensions they have in memory.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titan_ckpt.errors import DamagedError, UnsafeContentError
+from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.format.manifest import Chunk
+from titan_ckpt.format.pickle_check import check_pickle
+from titan_ckpt.sharding.placement import Shape
+from titan_ckpt.sharding.placement import strides as row_major
+from titan_ckpt.store.base import Store
+
+_LOCAL_HEADER_BYTES = 30
+_PICKLE_BYTES = 1 << 20
+WINDOW_BYTES = 8 << 20
+_NOT_A_ZIP = (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, OverflowError, struct.error, RuntimeError)
+_NOT_A_TENSOR = (KeyError, pickle.UnpicklingError, TypeError, IndexError, AttributeError, MemoryError)
+
+
+class _Range(io.RawIOBase):
+    """A part of a stored object as a read-only file."""
+
+    def __init__(self, store: Store, path: str, start: int, length: int) -> None:
+        self._store, self._path, self._start, self._length, self._at = store, path, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        rest = max(0, self._length - self._at)
+        size = rest if size is None or size < 0 else min(size, rest)
+        data = self._store.read(self._path, self._start + self._at, size) if size else b""
+        self._at += size
+        return data
+
+
+class _TensorReader(pickle.Unpickler):
+    """Understands the pickle of one tensor: the arguments of `_rebuild_tensor_v2/v3`, as plain values."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        check_pickle(data, where=where)
+        super().__init__(io.BytesIO(data))
+        self._where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return lambda *arguments: arguments
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module in ("torch", "torch.storage") and (name.endswith("Storage") or name in ELEMENT_SIZE):
+            return f"{module}.{name}"
+        raise UnsafeContentError(
+            f"{self._where}: asks for {module}.{name}, which a plain tensor never needs; it was not loaded"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes `[start, end)` of a file that are not what torch.save wrote, and why."""
+
+    start: int
+    end: int
+    message: str
+
+
+def check_records(store: Store, path: str, start: int, length: int) -> tuple[list[Damage], int]:
+    """Re-read a blob: what its records' CRC-32 find wrong, and how many records carry none (torch can leave them out)."""
+    damages, unchecked = [], 0
+    if length > WINDOW_BYTES:
+        file: Any = _Range(store, path, start, length)
+    else:
+        file = io.BytesIO(store.read(path, start, length))
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                if info.CRC == 0 and info.file_size:
+                    unchecked += 1
+                elif message := _record_problem(archive, info):
+                    ends = [*(other.header_offset for other in archive.infolist()), archive.start_dir, length]
+                    at = min(max(info.header_offset, 0), length)
+                    end = min(offset for offset in ends if offset > at or offset == length)
+                    damages.append(Damage(start + at, start + end, f"record {info.filename!r}: {message}"))
+    except _NOT_A_ZIP as error:
+        damages.append(Damage(start, start + length, f"not what torch.save wrote: {type(error).__name__}: {error}"))
+    return damages, unchecked
+
+
+def _record_problem(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str | None:
+    if info.compress_type or info.flag_bits & 1:
+        return "is packed, which torch.save never does"
+    try:
+        with archive.open(info) as record:
+            while record.read(WINDOW_BYTES):
+                pass
+    except _NOT_A_ZIP as error:
+        return f"is not what was saved: {error}"
+    return None
+
+
+def locate_payload(store: Store, path: str, chunk: Chunk) -> Chunk:
+    """`chunk` with payload and strides read from its blob. DamagedError where that is not a plain tensor."""
+    where = f"{store.where(path)}: {chunk.fqn} at byte {chunk.offset}"
+    try:
+        with zipfile.ZipFile(_Range(store, path, chunk.offset, chunk.length)) as archive:
+            names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            data = names["data/0"]
+            if names["data.pkl"].file_size > _PICKLE_BYTES or any(i.compress_type for i in names.values()):
+                raise DamagedError(f"{where}: not a tensor that torch.save wrote: packed, or too large a pickle")
+            pickled = names["data.pkl"]
+            code = store.read(path, chunk.offset + _start_of(store, path, chunk, pickled, where), pickled.file_size)
+            if pickled.CRC not in (0, zlib.crc32(code)):  # 0: torch was told to leave it out
+                raise DamagedError(f"{where}: record {pickled.filename!r} is not what was saved: its CRC-32 differs")
+            strides = _strides(_TensorReader(code, where).load(), chunk, where)
+            start = _start_of(store, path, chunk, data, where)
+    except (*_NOT_A_ZIP, *_NOT_A_TENSOR) as error:
+        raise DamagedError(f"{where}: not a tensor that torch.save wrote: {type(error).__name__}: {error}") from error
+    return replace(chunk, payload_offset=start, payload_length=data.file_size, strides=strides)
+
+
+def _start_of(store: Store, path: str, chunk: Chunk, info: zipfile.ZipInfo, where: str) -> int:
+    """Where a record's bytes begin in its blob; DamagedError for one that reaches past it."""
+    if not 0 <= info.header_offset <= chunk.length - _LOCAL_HEADER_BYTES:
+        raise DamagedError(f"{where}: not a tensor that torch.save wrote: {info.filename!r} is not inside the blob")
+    header = store.read(path, chunk.offset + info.header_offset, _LOCAL_HEADER_BYTES)
+    name_length, extra_length = struct.unpack_from("<HH", header, 26)
+    start = int(info.header_offset + _LOCAL_HEADER_BYTES + name_length + extra_length)
+    if info.file_size > chunk.length - start:
+        raise DamagedError(f"{where}: not a tensor that torch.save wrote: {info.filename!r} reaches past the blob")
+    return start
+
+
+def _strides(arguments: Any, chunk: Chunk, where: str) -> Shape | None:
+    """The stored strides, None for row-major; refuses a tensor that is not the whole of its storage."""
+    storage, offset, found, strides = arguments[:4]
+    num_elements = storage[4] // (ELEMENT_SIZE[arguments[6][6:]] if storage[1].endswith("UntypedStorage") else 1)
+    if tuple(found) != chunk.box.sizes or offset != 0 or num_elements != chunk.box.num_elements:
+        raise DamagedError(
+            f"{where}: stored with sizes {tuple(found)}, offset {offset}, {num_elements} elements; expected {chunk.box.sizes}"
+        )
+    pairs = zip(strides, row_major(chunk.box.sizes), found, strict=True)
+    reach = sum((size - 1) * stride for size, stride in zip(found, strides, strict=True)) if 0 not in found else -1
+    if min(strides, default=0) < 0 or reach >= max(num_elements, 1):
+        raise DamagedError(f"{where}: stored with strides {tuple(strides)}, which leave its {num_elements} elements")
+    is_row_major = 0 in found or all(a == b for a, b, size in pairs if size > 1)
+    return None if is_row_major else tuple(strides)

@@ -1,0 +1,60 @@
+"""Read once, send to the replicas: of the ranks that hold equal copies along `dp_replicate`, the first reads from the store."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from titan_ckpt.state.exchange import Failure, raise_failures
+from titan_ckpt.state.state_dict import local_part
+
+AXIS = "dp_replicate"
+
+
+def replica_group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks that hold copies of this rank's part along `dp_replicate`; None where there is no such axis or no copies."""
+    if not isinstance(tensor, DTensor) or AXIS not in (tensor.device_mesh.mesh_dim_names or ()):
+        return None
+    dim = (tensor.device_mesh.mesh_dim_names or ()).index(AXIS)
+    if not tensor.placements[dim].is_replicate() or tensor.device_mesh.size(dim) == 1:
+        return None
+    return tensor.device_mesh.get_group(AXIS)
+
+
+def is_reader(tensor: torch.Tensor) -> bool:
+    """Whether this rank reads `tensor` itself."""
+    group = replica_group(tensor)
+    return group is None or dist.get_rank(group) == 0
+
+
+def read_and_send(tensors: Mapping[str, torch.Tensor], read: Callable[[], None]) -> None:
+    """Run `read`, which fills the tensors whose reader this rank is, then send each to its replicas.
+
+    An error of any reader is raised on every rank of its group: nobody waits for bytes that do not come.
+    """
+    groups = {id(group): group for t in tensors.values() if (group := replica_group(t)) is not None}
+    error: BaseException | None = None
+    failure: Failure | None = None
+    try:
+        read()
+    except Exception as caught:  # noqa: BLE001  (raised below, after the replicas have been told)
+        error, failure = caught, Failure(dist.get_rank() if dist.is_initialized() else 0, traceback.format_exc())
+    told: list[Failure | None] = [failure]
+    for group in groups.values():
+        answers: list[Failure | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(answers, failure, group=group)
+        told += answers
+    if error is not None:
+        raise error
+    raise_failures(told, "loading")
+    for name in sorted(tensors):
+        group = replica_group(tensors[name])
+        if group is not None:
+            local = local_part(tensors[name])
+            sent = local.contiguous()
+            dist.broadcast(sent, group=group, group_src=0)
+            local.copy_(sent)

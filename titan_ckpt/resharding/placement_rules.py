@@ -1,0 +1,84 @@
+"""Placements by name: globs that a user writes, and the table of how Llama-shaped models are cut. No torch, no I/O."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from titan_ckpt.errors import ConfigError, PlanError
+from titan_ckpt.sharding.mesh import AXES, FOLD
+from titan_ckpt.sharding.placement import Placements, Shard
+
+FSDP_AXES = "dp_shard+cp"
+_COLUMN = re.compile(r"(?:^|\.)(?:q_proj|k_proj|v_proj|gate_proj|up_proj|wq|wk|wv|wqkv|w1|w3)\.(?:weight|bias)(?:\.|$)")
+_ROW = re.compile(r"(?:^|\.)(?:o_proj|down_proj|wo|w2)\.(weight|bias)(?:\.|$)")
+_VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|lm_head|output)\.(?:weight|bias)(?:\.|$)")
+_NORM = re.compile(r"(?:^|\.)(?:\w*norm|ln_f)\.(?:weight|bias)(?:\.|$)")
+_EXPERTS = re.compile(r"(?:^|\.)experts\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """FQNs that match `glob` are cut by `placements`."""
+
+    glob: str
+    placements: Placements
+
+
+def tensor_parallel(fqn: str) -> Placements | None:
+    """How `tp` (and `ep`) cut a tensor of a Llama-shaped model, in Hugging Face's names or torchtitan's; None: not such a name.
+
+    >>> tensor_parallel("model.model.layers.0.self_attn.o_proj.weight"), tensor_parallel("model.norm.weight")
+    ({'tp': Shard(dim=1)}, {})
+    """
+    if _EXPERTS.search(fqn):
+        return {"ep": Shard(0)}
+    if _COLUMN.search(fqn) or _VOCABULARY.search(fqn):
+        return {"tp": Shard(0)}
+    if row := _ROW.search(fqn):
+        return {"tp": Shard(1)} if row.group(1) == "weight" else {}
+    return {} if _NORM.search(fqn) else None
+
+
+def match_rule(rules: tuple[Rule, ...], fqn: str) -> Placements | None:
+    """The placements of the first rule that matches, None if none does."""
+    return next((rule.placements for rule in rules if fnmatchcase(fqn, rule.glob)), None)
+
+
+def read_rules(text: str, *, where: str) -> tuple[Rule, ...]:
+    """Rules from a TOML table of globs, in order, the first match counting.
+
+    >>> read_rules('[placements]\\n"*.o_proj.weight*" = ["tp:1", "dp_shard+cp:0"]\\n"*.step" = []', where="t.toml")[1]
+    Rule(glob='*.step', placements={})
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where}: not valid TOML: {error}") from error
+    if set(table) != {"placements"} or not isinstance(table["placements"], dict):
+        raise ConfigError(f'{where}: expected one table [placements] with lines such as \'"*.o_proj.*" = ["tp:1"]\'')
+    return tuple(Rule(glob, _placements(value, f"{where}: {glob}")) for glob, value in table["placements"].items())
+
+
+def _placements(value: Any, where: str) -> Placements:
+    if not isinstance(value, list):
+        raise ConfigError(f"{where}: expected a list of axis:dim, in the order of the cuts, found {value!r}")
+    placements: dict[str, Shard] = {}
+    for item in value:
+        axes, _, dim = str(item).partition(":")
+        unknown = [axis for axis in axes.split(FOLD) if axis not in AXES]
+        if unknown or not dim.isdigit() or axes in placements:
+            raise ConfigError(f"{where}: {item!r} is not axis:dim with an axis of {', '.join(AXES)}, each named once")
+        placements[axes] = Shard(int(dim))
+    return placements
+
+
+def check_dims(fqn: str, placements: Mapping[str, Shard], ndim: int) -> None:
+    """PlanError where a rule cuts a dimension that the tensor does not have."""
+    for axes, shard in placements.items():
+        if shard.dim >= ndim:
+            raise PlanError(f"{fqn}: {axes} is to cut dimension {shard.dim}, but the tensor has {ndim} dimensions")

@@ -1,0 +1,325 @@
+"""Resharding without a process group: plan it, look at it, run it on any number of machines, and go on where it stopped.
+
+    plan = plan_reshard(open_checkpoint("s3://bucket/run@1200"), MeshSpec.parse("pp=2,dp_shard=8,tp=4"))
+    run_plan(plan, "s3://bucket/run-64")
+
+Each target rank's file is written whole, with a record beside it that carries its digests; the commit is written when all
+records are there. A run that was stopped leaves files with records, which the next run of the same job verifies and keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from titan_ckpt.checkpoint.checkpoint import FULL, MODEL, Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.uncompressed import decoded
+from titan_ckpt.console.units import format_size
+from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, UsageError
+from titan_ckpt.format.commit import find_commit, write_commit
+from titan_ckpt.format.dcp_metadata import dcp_metadata
+from titan_ckpt.format.digest import digest
+from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, FileEntry, Manifest, ObjectEntry
+from titan_ckpt.format.names import ASSETS, data_file, step_folder
+from titan_ckpt.format.torch_blob import frame
+from titan_ckpt.location import is_inside
+from titan_ckpt.resharding.file_groups import group_ranks, spread
+from titan_ckpt.resharding.placement_rules import Rule
+from titan_ckpt.resharding.target import Placed, Placer, Target, check_complete, lay_out, stages_for
+from titan_ckpt.resharding.workers import JobFiles, Workers
+from titan_ckpt.rewrite.budget import Budget
+from titan_ckpt.rewrite.execute import Execution, FileResult, Traffic
+from titan_ckpt.rewrite.plan import Literal, Region, Segment, Source, SourceTensor, TargetFile, Wave, source_of
+from titan_ckpt.rewrite.selection import Selection, select
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.sharding.placement import Box
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.local import FileStore
+from titan_ckpt.store.open import open_store
+from titan_ckpt.version import __version__
+
+DEFAULT_MEMORY = 512_000_000
+_ANY_ATTEMPT = "a-00000000T000000Z-00000000"
+_OBJECT = "object:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardPlan:
+    """What a reshard will do. `job` is a digest of everything that was asked, by which a later run knows its own files."""
+
+    checkpoint: Checkpoint
+    selection: Selection
+    target: Target
+    placed: Mapping[str, Placed]
+    source_files: tuple[FileEntry, ...]
+    source_objects: tuple[ObjectEntry, ...]
+    job: str
+
+    @property
+    def step(self) -> int:
+        """The step, which a reshard keeps."""
+        return self.checkpoint.step
+
+    @cached_property
+    def source(self) -> Source:
+        """The source's tensors under their new names, and its other values as tensors of bytes."""
+        source = source_of(self.checkpoint, {item.source_fqn for item in self.selection.items})
+        tensors = {item.fqn: source.tensors[item.source_fqn] for item in self.selection.items}
+        numbers = {path: number for number, path in enumerate(source.objects)}
+        for entry in self.source_objects:
+            whole = SourceTensor.single(
+                "uint8",
+                (entry.length,),
+                object_index=numbers[self.checkpoint.path(entry.file)],
+                start=entry.offset,
+                digest=entry.digest,
+            )
+            tensors[_OBJECT + entry.fqn] = whole
+        return Source(objects=source.objects, tensors=tensors)
+
+    def waves(self, max_files: int) -> list[list[int]]:
+        """Target ranks in the groups that are written at the same time."""
+        sources = [self.source.tensors[tensor.fqn] for tensor in self.target.tensors]
+        return group_ranks(self.target, sources, max_files=max_files)
+
+    def file(self, rank: int, attempt: str) -> TargetFile:
+        """The target file of a rank."""
+        path = f"{step_folder(self.step)}/{data_file(attempt, rank)}"
+        return TargetFile(path=path, segments=tuple(_merged(self._segments(rank))))
+
+    def wave(self, ranks: Iterable[int], attempt: str) -> Wave:
+        """The target files of several ranks as one wave."""
+        return Wave(files=tuple(self.file(rank, attempt) for rank in ranks))
+
+    def _segments(self, rank: int) -> Iterator[Segment]:
+        table, end = self.target.table, 0
+        for row in self.target.rows_of(rank).tolist():
+            tensor = self.target.tensor_of(row)
+            box = self.target.box(row)
+            around = frame(tensor.dtype, box.sizes)
+            offset = int(table.offset[row])
+            yield Literal(b"\0" * (offset - end) + around.prefix)
+            yield Region(tensor=tensor.fqn, box=box, transform=self.selection.transforms.get(tensor.fqn), key=str(row))
+            yield Literal(around.suffix)
+            end = offset + int(table.length[row])
+        if rank == 0:
+            for entry in self.target.objects:
+                name = _OBJECT + entry.fqn
+                yield Region(tensor=name, box=Box((0,), (entry.length,)), key=name)
+
+
+def plan_reshard(
+    checkpoint: Checkpoint,
+    mesh: MeshSpec,
+    *,
+    rules: tuple[Rule, ...] = (),
+    selection: Selection | None = None,
+    stages_per_rank: int | None = None,
+) -> ReshardPlan:
+    """Plan to rewrite `checkpoint` for `mesh`; reads no tensor.
+
+    PlanError where a cut on the new mesh is not known, or chunks are missing. `rules` say how tensors are cut where the
+    checkpoint does not (`resharding.placement_rules`), `selection` which are taken, under which names and dtypes
+    (`rewrite.selection`).
+    """
+    source_files = checkpoint.manifest.files
+    checkpoint = decoded(checkpoint)
+    manifest = checkpoint.manifest
+    selection = selection or select(manifest)
+    check_complete(manifest)
+    stages = stages_for(manifest, mesh, stages_per_rank=stages_per_rank)
+    placer = Placer(source=manifest.mesh, target=mesh, rules=rules, stages=stages)
+    by_fqn = manifest.by_fqn
+    chosen = [(item.entry, placer.place(by_fqn[item.source_fqn])) for item in selection.items]
+    objects = tuple(entry for entry in manifest.objects if selection.keeps_object(entry.fqn))
+    target = lay_out(chosen, objects, mesh, data_file(_ANY_ATTEMPT, 0))
+    asked = {
+        "source": [checkpoint.url, checkpoint.step, manifest.attempt, manifest.created],
+        "mesh": str(mesh),
+        "tensors": [[e.fqn, e.dtype, [[a, s.dim] for a, s in p.placements.items()], p.stages] for e, p in chosen],
+        "objects": [entry.fqn for entry in objects],
+    }
+    return ReshardPlan(
+        checkpoint=checkpoint,
+        selection=selection,
+        target=target,
+        placed={entry.fqn: placed for entry, placed in chosen},
+        source_files=source_files,
+        source_objects=objects,
+        job=digest(json.dumps(asked).encode()).hex(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardReport:
+    """What a run did. `checkpoint` is None on workers that do not commit; `kept_files` were whole from an earlier run;
+    `overflowed` are the tensors of which the new dtype cannot hold every value, as far as this worker wrote them."""
+
+    checkpoint: Checkpoint | None
+    traffic: Traffic
+    num_files: int
+    kept_files: int
+    wall_s: float
+    overflowed: tuple[str, ...]
+
+
+def run_plan(
+    plan: ReshardPlan,
+    url: str,
+    *,
+    store: Store | None = None,
+    memory_bytes: int = DEFAULT_MEMORY,
+    is_checked: bool = True,
+    on_progress: Callable[[int], None] | None = None,
+    workers: Workers | None = None,
+) -> ReshardReport:
+    """Write the plan's checkpoint at `url` and commit it; nothing is visible there before that.
+
+    `memory_bytes` bounds all buffers; `on_progress` is told the size of each piece that is done; `is_checked` verifies the
+    source's digests.
+    Every worker calls it; worker 0 commits. AlreadyExistsError if `url` has this step; DamagedError if the source's bytes are
+    not what it recorded or change meanwhile.
+    """
+    started, workers = time.monotonic(), workers or Workers()
+    store = store or open_store(url)
+    num_files = -(-len(plan.target.ranks_with_files()) // workers.count)
+    budget = Budget.of(memory_bytes, plan.checkpoint.store, store, num_files=num_files)
+    check_destination(plan, url, store)
+    mine = spread(plan.waves(budget.max_open_files), workers.count, workers.index)
+    files = JobFiles(store, plan.step, plan.job)
+    attempt = files.found()
+    finished = files.finished(attempt, [rank for wave in mine for rank in wave]) if attempt else {}
+    todo = [[rank for rank in wave if rank not in finished] for wave in mine]
+    _check_space(plan, store, [rank for wave in todo for rank in wave])
+    attempt = attempt or files.begun(workers, {"source": str(plan.checkpoint), "mesh": str(plan.target.mesh)})
+    before = _versions(plan)
+    execution = Execution(
+        source=plan.source, source_store=plan.checkpoint.store, target_store=store, budget=budget, is_checked=is_checked,
+        on_progress=on_progress,
+    )  # fmt: skip
+    for results in execution.run(plan.wave(ranks, attempt) for ranks in todo if ranks):
+        for result in results:
+            files.write(result)
+    _check_unchanged(plan, before)
+    checkpoint = _commit(plan, files, url, attempt, workers) if workers.index == 0 else None
+    return ReshardReport(
+        checkpoint=checkpoint,
+        traffic=execution.traffic,
+        num_files=sum(map(len, todo)),
+        kept_files=len(finished),
+        wall_s=time.monotonic() - started,
+        overflowed=tuple(sorted(plan.selection.overflows.names)),
+    )
+
+
+def check_destination(plan: ReshardPlan, url: str, store: Store) -> None:
+    """Refuse a destination that lies inside the source, or that has this step already."""
+    if is_inside(url, plan.checkpoint.url) and not is_inside(plan.checkpoint.url, url):
+        raise UsageError(f"the destination {store} lies inside the source {plan.checkpoint}; give a URL beside it")
+    if find_commit(store, plan.step) is not None:
+        raise AlreadyExistsError(f"{store}@{plan.step} exists already; give another URL, or remove that step first")
+
+
+def _check_space(plan: ReshardPlan, store: Store, ranks: list[int]) -> None:
+    if isinstance(store, FileStore) and ranks:
+        needed, free = int(plan.target.file_bytes()[ranks].sum()), store.free_bytes()
+        if free < needed:
+            raise StoreError(
+                f"{store}: {format_size(needed)} are to be written, {format_size(free)} are free on that disk"
+            )
+
+
+def _versions(plan: ReshardPlan) -> dict[str, str]:
+    """The version of every file that the source's tensors lie in, encoded ones included."""
+    store = plan.checkpoint.store
+    folders = {path.rpartition("/")[0] for path in plan.source.objects}
+    files = {plan.checkpoint.path(file.path) for file in plan.source_files}
+    return {e.path: e.version for folder in sorted(folders) for e in store.list(folder) if e.path in files}
+
+
+def _check_unchanged(plan: ReshardPlan, before: Mapping[str, str]) -> None:
+    after = _versions(plan)
+    for path in sorted({*before, *after}):
+        if before.get(path) != after.get(path):
+            where = plan.checkpoint.store.where(path)
+            raise DamagedError(
+                f"{where}: changed while it was read; nothing was committed. Run it again on a source at rest"
+            )
+
+
+def _commit(plan: ReshardPlan, files: JobFiles, url: str, attempt: str, workers: Workers) -> Checkpoint:
+    store, records = files.store, files.wait_for(plan.target.ranks_with_files(), attempt, workers)
+    assets = dict(_copied_assets(plan, store, attempt))
+    manifest = target_manifest(plan, attempt, records, assets)
+    write_commit(store, manifest, dcp_metadata(manifest), replaces=None)
+    files.clear(attempt, records.values())
+    return open_checkpoint(url, step=plan.step, store=store)
+
+
+def _copied_assets(plan: ReshardPlan, store: Store, attempt: str) -> Iterator[tuple[str, str]]:
+    for name, known in plan.checkpoint.manifest.assets.items():
+        store.write(f"{step_folder(plan.step)}/{attempt}/{ASSETS}/{name}", [plan.checkpoint.asset(name)])
+        yield name, known
+
+
+def target_manifest(
+    plan: ReshardPlan, attempt: str, records: Mapping[int, FileResult], assets: Mapping[str, str]
+) -> Manifest:
+    """The manifest of the finished target: the source's training state and config, the target's mesh, chunks and digests."""
+    source, target = plan.checkpoint.manifest, plan.target
+    numbers = np.zeros(target.mesh.world_size, dtype=np.int64)
+    numbers[sorted(records)] = np.arange(len(records))
+    digests = np.zeros((len(target.rank), DIGEST_BYTES), dtype=np.uint8)
+    of_object: dict[str, bytes] = {}
+    for record in records.values():
+        for key, value in record.digests.items():
+            if key.startswith(_OBJECT):
+                of_object[key.removeprefix(_OBJECT)] = value
+            else:
+                digests[int(key)] = np.frombuffer(value, dtype=np.uint8)
+    origin: dict[str, Any] = {"source": str(plan.checkpoint), "mesh": None if source.mesh is None else str(source.mesh)}
+    return replace(
+        source,
+        step=plan.step,
+        attempt=attempt,
+        kind=MODEL if plan.selection.is_model_only or source.kind == MODEL else FULL,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        versions={**source.versions, "titan_ckpt": __version__},
+        mesh=target.mesh,
+        tensors=target.tensors,
+        chunks=replace(target.table, file=numbers[np.asarray(target.rank)], digests=digests.tobytes()),
+        codecs=(RAW,),
+        objects=tuple(
+            replace(entry, file=data_file(attempt, 0), digest=of_object[entry.fqn]) for entry in target.objects
+        ),
+        files=tuple(
+            FileEntry(path=data_file(attempt, rank), size_bytes=record.size_bytes, digest=record.digest)
+            for rank, record in sorted(records.items())
+        ),
+        assets=assets,
+        user={**source.user, "resharded_from": origin},
+    )
+
+
+def _merged(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """The same segments with neighbouring literals joined."""
+    literal = b""
+    for segment in segments:
+        if isinstance(segment, Literal):
+            literal += segment.data
+            continue
+        if literal:
+            yield Literal(literal)
+        literal = b""
+        yield segment
+    if literal:
+        yield Literal(literal)
+
+
+__all__ = ["DEFAULT_MEMORY", "ReshardPlan", "ReshardReport", "Workers", "check_destination", "plan_reshard", "run_plan"]

@@ -1,0 +1,201 @@
+"""Who writes what: each box once, replicas spread evenly by bytes over the ranks that hold them. Pure, no torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from titan_ckpt.errors import TitanError
+from titan_ckpt.format.manifest import TensorEntry
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.sharding.placement import Box, Shape, Shard
+from titan_ckpt.sharding.repeating_columns import Int64s
+
+
+class Held(Protocol):
+    """What a rank holds of a tensor (`titan_ckpt.state.state_dict.Item`)."""
+
+    @property
+    def fqn(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def global_shape(self) -> Shape: ...
+    @property
+    def placements(self) -> tuple[tuple[str, int], ...] | None: ...
+    @property
+    def offsets(self) -> Shape: ...
+    @property
+    def sizes(self) -> Shape: ...
+    @property
+    def box(self) -> Box: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The division of one state over the ranks.
+
+    `items[rank]` are indices into that rank's list of what it holds, in the order in which they stand in its file;
+    `rows[i]` says which of all ranks' items, one rank after another, is row `i` of the chunk table.
+    """
+
+    items: list[list[int]]
+    objects: list[list[str]]
+    tensors: tuple[TensorEntry, ...]
+    rows: Int64s
+    box_offsets: Int64s
+    box_sizes: Int64s
+
+
+@dataclass(slots=True)
+class _Tensor:
+    first: Held
+    first_rank: int
+    boxes: dict[tuple[Shape, Shape], list[tuple[int, int]]] = field(default_factory=dict)
+    ranks: list[int] = field(default_factory=list)
+
+
+def divide(held: Sequence[Sequence[Held]], objects: Sequence[Sequence[str]], mesh: MeshSpec | None) -> Share:
+    """Decide the writer of every box from what each rank holds.
+
+    TitanError when ranks disagree about a tensor, or when together they do not hold all of it.
+    """
+    tensors = _collect(held)
+    for tensor in tensors.values():
+        _check_complete(tensor)
+    writers = _assign(held, tensors)
+    items, position = _file_order(held, writers)
+    base = np.concatenate([[0], np.cumsum([len(order) for order in items])])
+    entries: list[TensorEntry] = []
+    rows: list[int] = []
+    offsets: list[int] = []
+    sizes: list[int] = []
+    for fqn in sorted(tensors):
+        boxes = sorted(tensors[fqn].boxes)
+        entries.append(_entry(tensors[fqn], first_chunk=len(rows), num_chunks=len(boxes), mesh=mesh))
+        for box in boxes:
+            rank, index = writers[(fqn, box)]
+            rows.append(int(base[rank]) + position[(rank, index)])
+            offsets.extend(box[0])
+            sizes.extend(box[1])
+    return Share(
+        items=items,
+        objects=_divide_objects(objects),
+        tensors=tuple(entries),
+        rows=np.array(rows, dtype=np.int64),
+        box_offsets=np.array(offsets, dtype=np.int64),
+        box_sizes=np.array(sizes, dtype=np.int64),
+    )
+
+
+def _collect(held: Sequence[Sequence[Held]]) -> dict[str, _Tensor]:
+    tensors: dict[str, _Tensor] = {}
+    for rank, items in enumerate(held):
+        for index, item in enumerate(items):
+            tensor = tensors.setdefault(item.fqn, _Tensor(item, rank))
+            _check_agreement(tensor, item, rank)
+            tensor.ranks.append(rank)
+            if item.box.num_elements > 0 or 0 in item.global_shape:
+                tensor.boxes.setdefault((item.offsets, item.sizes), []).append((rank, index))
+    return tensors
+
+
+def _check_agreement(tensor: _Tensor, item: Held, rank: int) -> None:
+    first = tensor.first
+    for name in ("dtype", "global_shape", "placements"):
+        expected, found = getattr(first, name), getattr(item, name)
+        if expected != found:
+            raise TitanError(f"{item.fqn}: rank {tensor.first_rank} has {name} {expected}, rank {rank} has {found}")
+
+
+def _check_complete(tensor: _Tensor) -> None:
+    """The boxes must tile the tensor: sizes that sum up, and no two boxes that share elements."""
+    whole = Box.whole(tensor.first.global_shape)
+    boxes = [Box(*box) for box in tensor.boxes]
+    total = sum(box.num_elements for box in boxes)
+    if total != whole.num_elements or (len(boxes) <= 64 and _overlap(boxes)):
+        raise TitanError(
+            f"{tensor.first.fqn}: the ranks {_some(tensor.ranks)} hold {total} elements in {len(boxes)} boxes; "
+            f"the whole tensor {tensor.first.global_shape} has {whole.num_elements}. Is a rank or a stage left out?"
+        )
+
+
+def _overlap(boxes: list[Box]) -> bool:
+    return any(a.intersect(b) is not None for n, a in enumerate(boxes) for b in boxes[:n])
+
+
+def _some(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"
+
+
+def _assign(
+    held: Sequence[Sequence[Held]], tensors: dict[str, _Tensor]
+) -> dict[tuple[str, tuple[Shape, Shape]], tuple[int, int]]:
+    """The (rank, index) that writes each box: its only holder, else the holder with the fewest bytes so far."""
+    load = [0] * len(held)
+    writers, shared = {}, []
+    for fqn, tensor in tensors.items():
+        for box, holders in tensor.boxes.items():
+            size_bytes = held[holders[0][0]][holders[0][1]].size_bytes
+            if len(holders) == 1:
+                writers[(fqn, box)] = holders[0]
+                load[holders[0][0]] += size_bytes
+            else:
+                shared.append((-size_bytes, fqn, box, holders))
+    for negative_size, fqn, box, holders in sorted(shared):
+        writer = min(holders, key=lambda holder: (load[holder[0]], holder[0]))
+        writers[(fqn, box)] = writer
+        load[writer[0]] -= negative_size
+    return writers
+
+
+def _file_order(
+    held: Sequence[Sequence[Held]], writers: dict[tuple[str, tuple[Shape, Shape]], tuple[int, int]]
+) -> tuple[list[list[int]], dict[tuple[int, int], int]]:
+    """Items per rank in order of name, and the place of each (rank, index) in that order."""
+    items: list[list[int]] = [[] for _ in held]
+    for rank, index in writers.values():
+        items[rank].append(index)
+    for rank, order in enumerate(items):
+        order.sort(key=lambda index, rank=rank: (held[rank][index].fqn, held[rank][index].offsets))  # type: ignore[misc]
+    return items, {(rank, index): n for rank, order in enumerate(items) for n, index in enumerate(order)}
+
+
+def _entry(tensor: _Tensor, *, first_chunk: int, num_chunks: int, mesh: MeshSpec | None) -> TensorEntry:
+    first = tensor.first
+    return TensorEntry(
+        fqn=first.fqn,
+        dtype=first.dtype,
+        global_shape=first.global_shape,
+        placements=None if first.placements is None else {axes: Shard(dim) for axes, dim in first.placements},
+        stages=_stages(tensor.ranks, mesh),
+        first_chunk=first_chunk,
+        num_chunks=num_chunks,
+    )
+
+
+def _stages(ranks: list[int], mesh: MeshSpec | None) -> tuple[int, ...] | None:
+    if mesh is None or mesh.degree("pp") == 1:
+        return None
+    per_stage = mesh.world_size // mesh.degree("pp")
+    stages = tuple(sorted({rank // per_stage for rank in ranks}))
+    return None if len(stages) == mesh.degree("pp") else stages
+
+
+def _divide_objects(objects: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Each value by the lowest rank that has it."""
+    mine: dict[int, list[str]] = defaultdict(list)
+    seen: set[str] = set()
+    for rank, names in enumerate(objects):
+        for name in names:
+            if name not in seen:
+                seen.add(name)
+                mine[rank].append(name)
+    return [sorted(mine[rank]) for rank in range(len(objects))]

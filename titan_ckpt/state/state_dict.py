@@ -1,0 +1,178 @@
+"""A state dict as the checkpoint sees it: flat names, and for each tensor what this rank holds of it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_ckpt.errors import TitanError, UsageError
+from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.sharding.mesh import AXES, FOLD
+from titan_ckpt.sharding.placement import Box, Placements, Shape, Shard, shard_range
+
+TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ELEMENT_SIZE}
+DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What a rank holds of one tensor: a box, and how the whole was cut (None: not known by axis name)."""
+
+    fqn: str
+    dtype: str
+    global_shape: Shape
+    placements: tuple[tuple[str, int], ...] | None
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def box(self) -> Box:
+        """The part that is held."""
+        return Box(self.offsets, self.sizes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Raw bytes of the part."""
+        return self.box.num_elements * ELEMENT_SIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatState:
+    """A state dict without nesting: tensors, other values, and where in the nesting each name stood."""
+
+    tensors: dict[str, torch.Tensor]
+    objects: dict[str, Any]
+    paths: dict[str, tuple[str, ...]]
+
+
+def flatten(state: Mapping[str, Any]) -> FlatState:
+    """Names joined with dots, as DCP flattens; dicts always, lists and tuples where they hold tensors.
+
+    UsageError when two entries get the same name.
+    """
+    flat = FlatState(tensors={}, objects={}, paths={})
+    for path, value in _walk((), state):
+        fqn = ".".join(path)
+        if fqn in flat.paths:
+            raise UsageError(f"state has two entries named {fqn!r}: {flat.paths[fqn]} and {path}")
+        flat.paths[fqn] = path
+        if isinstance(value, torch.Tensor):
+            flat.tensors[fqn] = value
+        else:
+            flat.objects[fqn] = value
+    return flat
+
+
+def _walk(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _walk((*path, str(key)), inner)
+    elif isinstance(value, list | tuple) and any(isinstance(inner, torch.Tensor | Mapping) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _walk((*path, str(index)), inner)
+    else:
+        yield path, value
+
+
+def describe(fqn: str, tensor: torch.Tensor) -> Item:
+    """What this rank holds of `tensor`. UsageError for what cannot be stored (partial sums, sparse, unknown dtypes)."""
+    dtype = DTYPE_NAME.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided:
+        raise UsageError(f"{fqn}: tensors of {tensor.dtype}, {tensor.layout} cannot be stored in a checkpoint")
+    global_shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Item(fqn, dtype, global_shape, (), (0,) * tensor.dim(), global_shape)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UsageError(f"{fqn}: placement {tensor.placements} holds partial sums; reduce it before saving")
+    cuts = _cuts(tensor.device_mesh, tuple(tensor.placements))
+    names = tensor.device_mesh.mesh_dim_names or ()
+    items = tuple((names[index], dim) for index, dim in cuts) if _are_axes(names, cuts) else None
+    box = _own_box(fqn, tensor, cuts)
+    return Item(fqn, dtype, global_shape, items, box.offsets, box.sizes)
+
+
+def cut_order(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> Placements | None:
+    """DTensor placements as axis -> Shard in the order of the cuts; None where a mesh dimension has no axis name of ours."""
+    names, cuts = mesh.mesh_dim_names or (), _cuts(mesh, placements)
+    return {names[index]: Shard(dim) for index, dim in cuts} if _are_axes(names, cuts) else None
+
+
+def _are_axes(names: tuple[str, ...], cuts: list[tuple[int, int]]) -> bool:
+    return all(index < len(names) and all(a in AXES for a in names[index].split(FOLD)) for index, _ in cuts)
+
+
+def _cuts(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> list[tuple[int, int]]:
+    """(mesh dimension, tensor dimension) of each cut, in the order in which they are made.
+
+    `_StridedShard(dim, split_factor=f)` cuts after those later mesh dimensions whose degrees multiply to `f`.
+    """
+    cuts: list[tuple[int, int]] = []
+    for index in reversed(range(len(placements))):
+        placement = placements[index]
+        if isinstance(placement, TorchReplicate):
+            continue
+        dim = _shard_dim(placement)
+        position, product = 0, 1
+        while product < getattr(placement, "split_factor", 1):
+            product *= mesh.size(cuts[position][0]) if cuts[position][1] == dim else 1
+            position += 1
+        cuts.insert(position, (index, dim))
+    return cuts
+
+
+def _own_box(fqn: str, tensor: DTensor, cuts: list[tuple[int, int]]) -> Box:
+    """The box of this rank's part, by the cuts that FSDP2 and TP really make: `torch.chunk` of what the cut before left.
+
+    DTensor's own arithmetic is asked where that does not give the shape that is there; for some uneven sizes of FSDP over TP
+    the two differ, and then the chunks are right.
+    """
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
+    for index, dim in cuts:
+        start, length = shard_range(sizes[dim], tensor.device_mesh.size(index), coordinate[index])
+        offsets[dim], sizes[dim] = offsets[dim] + start, length
+    held = tuple(tensor.to_local().shape)
+    if tuple(sizes) == held:
+        return Box(tuple(offsets), held)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(shape) != held:
+        raise TitanError(
+            f"{fqn}: this rank holds {held}; by its placements {tensor.placements} it should hold {tuple(sizes)}"
+        )
+    return Box(tuple(offset), held)
+
+
+def _shard_dim(placement: TorchPlacement) -> int:
+    dim = getattr(placement, "dim", None)
+    if not isinstance(placement, TorchShard) and dim is None:
+        raise UsageError(f"placement {placement} cannot be stored in a checkpoint")
+    return int(dim)  # type: ignore[arg-type]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part as a plain tensor that shares its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def dump_object(value: Any) -> bytes:
+    """A non-tensor value as DCP stores it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

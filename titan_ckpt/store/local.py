@@ -1,0 +1,317 @@
+"""Local disk, and whatever is mounted as one: a write is on the disk (file and folder fsynced) when it returns."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, NotFoundError, PermissionDeniedError, StoreError
+from titan_ckpt.location import check_relative, local_path, normalise, redact
+from titan_ckpt.store.base import Buffer, Entry, Steady, Store
+
+TEMPORARY_PREFIX = ".tmp-"
+# A file's bytes go to the disk in steps of this while more are written, so that the fsync has little left to wait for.
+WRITE_BEHIND_BYTES = 16 << 20
+MAX_PARTS_A_CALL = 1024  # IOV_MAX of Linux and macOS
+
+
+class FileStore(Store):
+    """A local or mounted POSIX file system."""
+
+    _lock = threading.Lock()
+
+    def __init__(self, url: str) -> None:
+        super().__init__(normalise(url))
+        self._root = local_path(self.url)
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self._root, check_relative(path))
+
+    def _folder(self, prefix: str) -> str:
+        return self._full(prefix) if prefix else self._root
+
+    def held_by_writes(self, num_files: int) -> int:  # noqa: ARG002 - the kernel's pages are not ours
+        return 0
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        view = buffer.cast("B")
+        with _os_errors(self.where(path)), open(self._full(path), "rb", buffering=0) as file:
+            done = 0
+            while done < len(view):
+                count = os.preadv(file.fileno(), [view[done:]], start + done)
+                if count == 0:
+                    raise StoreError(
+                        f"{self.where(path)}: ends at byte {start + done}; {len(view)} bytes from {start} were asked for"
+                    )
+                done += count
+
+    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        with self.opened(path) as read:
+            return read(start, read.size_bytes - start if length is None else length)
+
+    def opened(self, path: str) -> _OpenFile:
+        return _OpenFile(self, path, self._full(path))
+
+    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+        target = self._full(path)
+        return self._publish(path, parts, lambda temporary: os.replace(temporary, target))
+
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
+        target = self._full(path)
+
+        def create(temporary: str) -> None:
+            try:
+                os.link(temporary, target)
+            except FileExistsError as error:
+                raise ConditionFailedError(f"{self.where(path)}: exists already") from error
+            os.unlink(temporary)
+
+        def replace(temporary: str) -> None:
+            with FileStore._lock, _exclusive_lock(f"{os.path.dirname(target)}/{TEMPORARY_PREFIX}lock"):
+                if not self.exists(path) or self.stat(path).version != version:
+                    raise ConditionFailedError(f"{self.where(path)}: was changed by somebody else")
+                os.replace(temporary, target)
+
+        return self._publish(path, [data], create if version is None else replace)
+
+    def _publish(self, path: str, parts: Iterable[Buffer], publish: Callable[[str], None]) -> Entry:
+        target = self._full(path)
+        folder, name = os.path.split(target)
+        temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{name}-{secrets.token_hex(6)}")
+        with _os_errors(self.where(path)):
+            _make_folders(folder)
+            try:
+                with open(temporary, "wb", buffering=0) as file:
+                    _write_through(file.fileno(), parts)
+                publish(temporary)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+            _fsync_folder(folder)
+        return self.stat(path)
+
+    def folders(self, prefix: str = "") -> list[str]:
+        try:
+            with _os_errors(self.where(prefix)), os.scandir(self._folder(prefix)) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except NotFoundError:
+            return []
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        folder = self._folder(prefix)
+        yield from self._below(folder, "" if folder == self._root else os.path.relpath(folder, self._root) + "/")
+
+    def _below(self, folder: str, prefix: str) -> Iterator[Entry]:
+        """The files of one folder, then those of its folders. One `stat` a file: there may be tens of thousands."""
+        try:
+            with _os_errors(redact(folder)), os.scandir(folder) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except NotFoundError:
+            return
+        subfolders = []
+        for entry in entries:
+            if entry.is_dir():
+                subfolders.extend([entry] * (not entry.is_symlink()))
+            elif not entry.name.startswith(TEMPORARY_PREFIX):
+                path = prefix + entry.name
+                try:
+                    info = entry.stat()
+                except FileNotFoundError:
+                    continue
+                except OSError:
+                    with _os_errors(self.where(path)):
+                        raise
+                if stat.S_ISREG(info.st_mode):
+                    yield _entry(path, info)
+        for entry in subfolders:
+            yield from self._below(entry.path, f"{prefix}{entry.name}/")
+
+    def stat(self, path: str) -> Entry:
+        with _os_errors(self.where(path)):
+            info = os.stat(self._full(path))
+            if not stat.S_ISREG(info.st_mode):
+                raise NotFoundError(f"{self.where(path)}: not a file")
+        return _entry(path, info)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        touched = set()
+        for path in paths:
+            full = self._full(path)
+            with _os_errors(self.where(path)):
+                Path(full).unlink(missing_ok=True)
+            touched.add(os.path.dirname(full))
+        for folder in sorted(touched, key=len, reverse=True):
+            self._remove_empty(folder)
+
+    def _remove_empty(self, folder: str) -> None:
+        while folder.startswith(self._root + os.sep):
+            lock_file = Path(folder, f"{TEMPORARY_PREFIX}lock")
+            try:
+                if os.listdir(folder) == [lock_file.name]:
+                    lock_file.unlink(missing_ok=True)
+                os.rmdir(folder)
+            except OSError:
+                return
+            folder = os.path.dirname(folder)
+
+    def honours_conditions(self) -> bool:
+        return True
+
+    def free_bytes(self) -> int:
+        """Bytes free on the disk that holds this store."""
+        folder = self._root
+        while not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        return shutil.disk_usage(folder).free
+
+
+class _OpenFile:
+    """A local file that is read in parts."""
+
+    def __init__(self, store: FileStore, path: str, full: str) -> None:
+        self._store, self._path, self._full = store, path, full
+
+    def __enter__(self) -> _OpenFile:
+        try:
+            self._descriptor = os.open(self._full, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not hold us
+            info = os.fstat(self._descriptor)
+        except OSError:
+            with _os_errors(self._store.where(self._path)):
+                raise
+        if not stat.S_ISREG(info.st_mode):
+            os.close(self._descriptor)
+            raise NotFoundError(f"{self._store.where(self._path)}: not a file")
+        self.size_bytes = info.st_size
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def __call__(self, start: int, length: int) -> bytes:
+        try:
+            data = os.pread(self._descriptor, max(length, 0), start)
+        except OSError:
+            with _os_errors(self._store.where(self._path)):
+                raise
+        if len(data) >= length:
+            return data
+        return Store.read(self._store, self._path, start, length)  # in parts, or the error that says where it ends
+
+
+def _entry(path: str, info: os.stat_result) -> Entry:
+    version = f"{info.st_ino:x}-{info.st_mtime_ns:x}-{info.st_size:x}"
+    return Entry(path=path, size_bytes=info.st_size, modified_s=info.st_mtime, version=version)
+
+
+class _os_errors:  # noqa: N801  (a context manager reads as a verb)
+    """Turn OSError into the store's errors, with the URL."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
+        if not isinstance(error, OSError):
+            return
+        text = f"{self._where}: {error.strerror or error}"
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise NotFoundError(f"{self._where}: no such file or folder") from error
+        if isinstance(error, FileExistsError):
+            raise AlreadyExistsError(text) from error
+        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            raise PermissionDeniedError(text) from error
+        raise StoreError(text) from error
+
+
+class _exclusive_lock:  # noqa: N801
+    """An advisory lock between processes on one machine, held while a file is compared and replaced."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        import fcntl  # POSIX only, like this class
+
+        self._file = open(self._path, "a")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _write_through(descriptor: int, parts: Iterable[Buffer]) -> None:
+    """Write `parts` and fsync them, the disk at work from the first step on."""
+    written = begun = 0
+    for batch in _batches(parts):
+        while batch:
+            count = os.writev(descriptor, batch)
+            batch, written = _after(batch, count), written + count
+            if written - begun >= WRITE_BEHIND_BYTES:
+                _begin_writeback(descriptor, begun, written - begun)
+                begun = written
+    os.fsync(descriptor)
+
+
+def _batches(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
+    """What one call writes: of steady parts as many as make WRITE_BEHIND_BYTES, else one part or what fits of it.
+
+    Every call gives the interpreter's lock away and must get it back from a training loop that holds it most of the time.
+    """
+    batch: list[memoryview] = []
+    room = WRITE_BEHIND_BYTES
+    for part in parts:
+        rest = memoryview(part).cast("B")
+        while len(rest):
+            batch.append(rest[:room])
+            room, rest = room - len(batch[-1]), rest[room:]
+            if room == 0 or len(batch) == MAX_PARTS_A_CALL or not isinstance(parts, Steady):
+                yield batch
+                batch, room = [], WRITE_BEHIND_BYTES
+    if batch:
+        yield batch
+
+
+def _after(batch: list[memoryview], count: int) -> list[memoryview]:
+    """What of `batch` is left when its first `count` bytes are written."""
+    for number, view in enumerate(batch):
+        if count < len(view):
+            return [view[count:], *batch[number + 1 :]]
+        count -= len(view)
+    return []
+
+
+def _begin_writeback(descriptor: int, start: int, length: int) -> None:
+    """Linux starts to write dirty pages that are said not to be needed; those under way stay in memory (mm/fadvise.c)."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
+
+
+def _make_folders(folder: str) -> None:
+    """Create `folder` and fsync every parent that gained an entry, so that a crash cannot lose the path."""
+    missing = []
+    while not os.path.isdir(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    for path in reversed(missing):
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
+        _fsync_folder(os.path.dirname(path))
+
+
+def _fsync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

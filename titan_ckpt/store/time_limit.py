@@ -1,0 +1,105 @@
+"""Work on a store that is given up when the store hangs, and that comes back to nothing when it wakes.
+
+The work runs on a daemon thread, so a call that never returns keeps neither its caller waiting nor the process from ending. Once
+given up, the work can call its stores no more: a save that hung on its manifest cannot commit an hour later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+from titan_ckpt.errors import StoreError
+from titan_ckpt.store.base import Buffer, Entry, Store
+
+T = TypeVar("T")
+
+
+class HungStoreError(StoreError):
+    """A store call did not return in time; what it did, nobody knows."""
+
+
+class _Guarded(Store):
+    """`inner` until the work is given up; remembers the call that is under way, for the message."""
+
+    def __init__(self, inner: Store, work: _Work) -> None:
+        super().__init__(inner.url)
+        self._inner, self._work = inner, work
+
+    def _call(self, verb: str, path: str) -> Store:
+        if self._work.is_given_up:
+            raise HungStoreError(f"{self.where(path)}: this work was given up before it came to {verb}")
+        self._work.last_call = f"{verb} {self.where(path)}"
+        return self._inner
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        self._call("read", path).read_into(path, start, buffer)
+
+    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+        return self._call("write", path).write(path, parts)
+
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
+        return self._call("write", path).write_if(path, data, version=version)
+
+    def folders(self, prefix: str = "") -> list[str]:
+        return self._call("list", prefix).folders(prefix)
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        return self._call("list", prefix).list(prefix)
+
+    def stat(self, path: str) -> Entry:
+        return self._call("stat", path).stat(path)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        self._call("delete", "").delete(paths)
+
+    def honours_conditions(self) -> bool:
+        return self._call("probe", "").honours_conditions()
+
+
+class _Work:
+    def __init__(self) -> None:
+        self.is_given_up = False
+        self.last_call = "no call yet"
+
+
+def on_a_thread(give_up_s: float, action: Callable[[], T]) -> Future[T] | None:
+    """`action` on a daemon thread, over; None when it is not after `give_up_s`, and the thread is left to itself."""
+    done = Future[T]()
+
+    def run() -> None:
+        try:
+            done.set_result(action())
+        except BaseException as error:  # noqa: BLE001  (the waiting caller raises it)
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="titan-ckpt-store", daemon=True).start()
+    return done if wait([done], give_up_s).done else None
+
+
+def run_until(give_up_s: float, action: Callable[..., T], *stores: Store, what: str) -> T:
+    """`action(*stores)`, or HungStoreError when it has not ended after `give_up_s`; errors of the action as they are."""
+    work = _Work()
+    done = on_a_thread(give_up_s, lambda: action(*(_Guarded(store, work) for store in stores)))
+    if done is None:
+        work.is_given_up = True
+        raise HungStoreError(
+            f"{what}: given up after {give_up_s:.1f} s in: {work.last_call}. If the store is slow and not hung, raise timeout_s"
+        )
+    return done.result()
+
+
+def call_within(give_up_s: float, action: Callable[[], T], *, what: str) -> T:
+    """One call of a client that has no time limit of its own: its result, or HungStoreError after `give_up_s`.
+
+    Its thread is left behind, as nothing can stop it: what the call was doing may still happen when the client wakes.
+    """
+    done = on_a_thread(give_up_s, action)
+    if done is None:
+        raise HungStoreError(
+            f"{what}: no answer within {give_up_s:.1f} s; given up, though the call may still take effect. If the store is slow "
+            f"and not hung, raise RetryPolicy.deadline_s"
+        )
+    return done.result()

@@ -1,0 +1,96 @@
+"""Which checkpoints a policy would delete. Pure: the caller lists, checks and deletes.
+
+Whatever the policy says, these stay: the newest committed resumable checkpoint, pinned steps, exports (model-only: they are
+deliverables, not history), and damaged ones (a person should look at them). What was never committed goes only when asked for and
+when it is old enough that no save can still be writing it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from titan_ckpt.checkpoint.checkpoint import CheckpointInfo
+from titan_ckpt.errors import ConfigError
+
+PINS = "pins.txt"
+DAY_S = 86_400.0
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S, "w": 7 * DAY_S}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionPolicy:
+    """Keep the newest `keep_last` resumable checkpoints, those whose step `keep_every` divides, and `pins`.
+
+    With `is_incomplete`, steps without a commit go too, once they are `older_than_s` old.
+    """
+
+    keep_last: int
+    keep_every: int | None = None
+    pins: frozenset[int] = field(default_factory=frozenset)
+    is_incomplete: bool = False
+    older_than_s: float = DAY_S
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ConfigError(f"keep_last is {self.keep_last}; at least 1 checkpoint is always kept")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ConfigError(f"keep_every is {self.keep_every}; give a number of steps above 0")
+        if self.older_than_s < 0:
+            raise ConfigError(f"older_than_s is {self.older_than_s}; an age is not negative")
+
+
+def prune(
+    infos: Iterable[CheckpointInfo], policy: RetentionPolicy, *, ages_s: Mapping[int, float] | None = None
+) -> list[CheckpointInfo]:
+    """The checkpoints that `policy` lets go, oldest first; nothing is deleted here. `ages_s` are the ages of uncommitted steps
+    in seconds, by step; one that is not there is young."""
+    ordered = sorted(infos, key=lambda info: info.step)
+    kept = kept_steps(ordered, policy)
+    gone = [info for info in ordered if info.is_resumable and info.step not in kept]
+    if policy.is_incomplete:
+        ages = ages_s or {}
+        partial = (info for info in ordered if info.state == "partial" and info.step not in policy.pins)
+        gone += [info for info in partial if ages.get(info.step, 0.0) > policy.older_than_s]
+    return sorted(gone, key=lambda info: info.step)
+
+
+def kept_steps(infos: Sequence[CheckpointInfo], policy: RetentionPolicy) -> set[int]:
+    """The steps of resumable checkpoints that stay."""
+    resumable = sorted(info.step for info in infos if info.is_resumable)
+    every = policy.keep_every
+    return {
+        *resumable[-policy.keep_last :],
+        *(step for step in resumable if every is not None and step % every == 0),
+        *(step for step in resumable if step in policy.pins),
+    }
+
+
+def parse_pins(text: str, *, where: str) -> frozenset[int]:
+    """The steps in a pins file: one a line, `#` begins a comment. ConfigError for a line that is not a step.
+
+    >>> sorted(parse_pins("1200  # the paper's\\n\\n40\\n", where="pins.txt"))
+    [40, 1200]
+    """
+    steps = set()
+    for number, line in enumerate(text.splitlines(), start=1):
+        word = line.partition("#")[0].strip()
+        if word and not word.isdigit():
+            raise ConfigError(f"{where}, line {number}: {word!r} is not a step; write one number a line")
+        if word:
+            steps.add(int(word))
+    return frozenset(steps)
+
+
+def parse_age(text: str) -> float:
+    """Seconds in an age such as `36h`.
+
+    >>> parse_age("90s"), parse_age("1.5h"), parse_age("7d")
+    (90.0, 5400.0, 604800.0)
+    """
+    match = _AGE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not an age; write for example 90s, 30m, 36h, 7d or 2w")
+    return float(match.group(1)) * _SECONDS[match.group(2)]

@@ -1,0 +1,41 @@
+"""The command line's reference, written from the commands' own `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+
+WIDTH = 100
+HEAD = """\
+# titan-ckpt on the command line
+
+Written by `make docs` from the commands' own `--help`.
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    os.environ["COLUMNS"] = str(WIDTH)
+    from titan_ckpt.cli.main import build_parser  # after COLUMNS, which argparse reads when a parser is made
+
+    sections = [HEAD]
+    for parser in (*walk(build_parser()), *verbs()):
+        sections.append(f"## {parser.prog}\n\n```\n{parser.format_help().rstrip()}\n```\n")
+    return "\n".join(sections)
+
+
+def walk(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A parser and those below it, in order."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from walk(child)
+
+
+def verbs() -> Iterator[argparse.ArgumentParser]:
+    """The verbs of `debug`, which parse their own words."""
+    from titan_ckpt.debug.cli import verb_parsers
+
+    yield from verb_parsers()

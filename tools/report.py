@@ -1,0 +1,108 @@
+"""What every benchmark here shares: interleaved runs, medians, ratios, and a section of docs/performance.md each."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+TAKEN_NOTE = (
+    "Before each measure that writes, twice the bytes that it is about to take are written and deleted: to get memory back from\n"
+    "the host of a virtual machine can cost more than all the rest."
+)
+LET_GO_S = 3.0  # the kernel waits 2 s after memory was freed
+PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One row: what was measured, as a ratio, against the bar it must reach."""
+
+    what: str
+    figure: str
+    bar: str
+    holds: bool
+    peer: str = ""
+
+
+def interleave(cases: Mapping[str, Callable[[], float]], *, rounds: int) -> dict[str, list[float]]:
+    """Run each case once per round, in turn, so that a noisy moment hits all of them alike; what each returned."""
+    results: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds):
+        for name, case in cases.items():
+            results[name].append(case())
+            sys.stderr.write(f"\rround {number + 1}/{rounds} {name:<40}")
+    sys.stderr.write("\n")
+    return results
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds that `action` takes."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def take_memory(folder: Path, size_bytes: int) -> None:
+    """Write and delete a file of twice `size_bytes` in `folder`: whoever is measured next finds `size_bytes` of memory in hand.
+
+    A virtual machine gives freed memory back to its host within seconds (Linux: mm/page_reporting.c). Taking it again was seen
+    here to cost up to ten times a copy, so that a write right after the deletion of a file beats one that begins a second later.
+    What was freed before is let go first, so that the kernel does not come back for more in the midst of the measure; of what
+    is deleted it takes a part at once.
+    """
+    time.sleep(LET_GO_S)
+    block, path = bytes(4 << 20), folder / "memory"
+    with path.open("wb", buffering=0) as file:
+        for _ in range(-(-2 * size_bytes // len(block))):
+            file.write(block)
+    path.unlink()
+
+
+def median(values: list[float]) -> float:
+    """The median."""
+    return statistics.median(values)
+
+
+def spread(values: list[float]) -> str:
+    """Median with the range, in seconds."""
+    return f"{median(values):.3f} s ({min(values):.3f} to {max(values):.3f})"
+
+
+def machine() -> str:
+    """Date, processor count and versions."""
+    import torch
+
+    day = time.strftime("%Y-%m-%d")
+    return f"{day}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def write_section(name: str, title: str, bars: list[Bar], notes: str = "") -> None:
+    """Print the table and put it into docs/performance.md, in place of the section's former one."""
+    rows = [(b.what, b.figure, b.bar, "yes" if b.holds else "NO", b.peer) for b in bars]
+    table = tabulate(rows, headers=["what", "measured", "bar", "holds", "peer in the same run"], tablefmt="github")
+    replace_section(PERFORMANCE, name, f"## {title}\n\n{machine()}\n\n{table}\n\n{notes}")
+
+
+def replace_section(page: Path, name: str, text: str) -> None:
+    """Print `text` and put it into `page` in place of the section `name`, or at the end where there is none."""
+    text = f"<!-- begin {name} -->\n{text}\n<!-- end {name} -->"
+    sys.stdout.write(text + "\n")
+    old = page.read_text() if page.exists() else f"# {page.stem.capitalize()}\n"
+    pattern = re.compile(rf"<!-- begin {re.escape(name)} -->.*?<!-- end {re.escape(name)} -->", re.DOTALL)
+    write_page(page, pattern.sub(lambda _: text, old) if pattern.search(old) else f"{old.rstrip()}\n\n{text}\n")
+
+
+def write_page(page: Path, text: str) -> None:
+    """Replace a page in one piece: whoever is stopped half way leaves the old one."""
+    new = page.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, page)

@@ -1,0 +1,126 @@
+"""Train on one mesh, reshard offline, go on on another: what the test of some pairs and the campaign of all of them share.
+
+Each mesh is built once per pool; loading writes over all of its state, so that one model serves every source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+
+import torch
+
+from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.resharding.reshard import plan_reshard, run_plan
+from titan_ckpt.saving.saver import SaveOptions, save
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.state.state_dict import as_bytes, local_part
+from titan_ckpt.trainer.config.toml_records import as_dict
+from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
+from titan_ckpt.trainer.parallel.optimizer import Optimizer, OptimizerConfig, build_optimizer, learning_rate
+from titan_ckpt.trainer.parallel.parallel_model import Parallelized
+from titan_ckpt.trainer.parallel.parallelize import build
+from titan_ckpt.trainer.run.resume import Progress, Start, live_state, pipeline_record, restore, training_record
+from titan_ckpt.trainer.run.stop_signals import Agreement
+from tools.trainer_curves import SMALL
+
+# Sizes that neither two times two nor four divides, so that shards are uneven.
+MODEL = replace(SMALL, vocab_size=130, ffn_dim=98)
+OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=4)
+BATCH, SEQ_LEN, SEED = 8, 24, 1
+STEPS_BEFORE, STEPS_AFTER = 6, 10
+MEMORY = 16 << 20
+_FINGERPRINT = "random tokens by position"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """The next steps after a load: their losses, and a digest of this rank's state as it was loaded."""
+
+    losses: list[float]
+    start: Progress
+    digest: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    parallelized: Parallelized
+    optimizer: Optimizer
+    agreement: Agreement
+
+    def steps(self, progress: Progress, count: int) -> tuple[list[float], Progress]:
+        """`count` steps from `progress`; the data and the rate follow from it."""
+        losses = []
+        for _ in range(count):
+            losses.append(self._step(progress))
+            progress = progress.after(samples=BATCH, tokens=BATCH * SEQ_LEN)
+        return losses, progress
+
+    def _step(self, progress: Progress) -> float:
+        generator = torch.Generator().manual_seed(progress.samples)
+        tokens = torch.randint(0, MODEL.vocab_size, (BATCH, SEQ_LEN + 1), generator=generator)
+        tokens[:, 1::2] = tokens[:, :-1:2]  # something to learn: every second token repeats the one before
+        size = BATCH // self.parallelized.data_degree
+        mine = tokens[self.parallelized.data_rank * size :][:size]
+        loss = self.parallelized.forward_backward(
+            mine[:, :-1], mine[:, 1:].clone(), global_valid_tokens=BATCH * SEQ_LEN
+        )
+        self.parallelized.clip_grad_norm(1.0)
+        self.optimizer.step(learning_rate(OPTIMIZER, progress.step, STEPS_BEFORE + STEPS_AFTER))
+        self.optimizer.zero_grad()
+        return float(self.parallelized.reduce_loss(loss)) / (BATCH * SEQ_LEN)
+
+    def digest(self) -> str:
+        """Of the bytes that this rank holds."""
+        hasher = hashlib.sha256()
+        for part in live_state(self.parallelized, self.optimizer).values():
+            for fqn, tensor in sorted(part.items()):
+                hasher.update(fqn.encode())
+                hasher.update(as_bytes(local_part(tensor).contiguous()))
+        return hasher.hexdigest()
+
+
+_jobs: dict[ParallelConfig, _Job] = {}
+
+
+def _job(parallel: ParallelConfig) -> _Job:
+    """The model on this mesh, built once in this process."""
+    if parallel not in _jobs:
+        world_size = torch.distributed.get_world_size()
+        parallelized = build(MODEL, parallel, mesh_spec(parallel, world_size), device=torch.device("cpu"), seed=SEED)
+        optimizer = build_optimizer(parallelized, OPTIMIZER)
+        _jobs[parallel] = _Job(parallelized=parallelized, optimizer=optimizer, agreement=Agreement(timeout_s=60))
+    return _jobs[parallel]
+
+
+def train_and_save(_rank: int, parallel: ParallelConfig, url: str) -> None:
+    """Some steps from scratch, then a checkpoint as the trainer writes it. To be called before any load on this mesh."""
+    job = _job(parallel)
+    _, progress = job.steps(Progress(), STEPS_BEFORE)
+    mesh = job.parallelized.mesh
+    rate = learning_rate(OPTIMIZER, progress.step, STEPS_BEFORE + STEPS_AFTER)
+    save(
+        url,
+        live_state(job.parallelized, job.optimizer),
+        step=progress.step,
+        options=SaveOptions(mesh=mesh, pipeline=pipeline_record(MODEL, parallel, mesh), timeout_s=60),
+        training=training_record(progress, fingerprint=_FINGERPRINT, seed=SEED, lr=rate),
+        config={"model": as_dict(MODEL)},
+    )
+
+
+def reshard(source: str, url: str, mesh: str) -> None:
+    """Offline, in the process that calls it."""
+    run_plan(plan_reshard(open_checkpoint(source), MeshSpec.parse(mesh)), url, memory_bytes=MEMORY)
+
+
+def resume(_rank: int, parallel: ParallelConfig, url: str) -> Resumed:
+    """Load what `url` has into this mesh, and go on."""
+    job = _job(parallel)
+    start = Start(checkpoint=open_checkpoint(url), is_own=True)
+    progress = restore(
+        start, job.parallelized, job.optimizer, agreement=job.agreement, fingerprint=_FINGERPRINT, other_data=False
+    )
+    digest = job.digest()
+    losses, _ = job.steps(progress, STEPS_AFTER)
+    return Resumed(losses=losses, start=progress, digest=digest)

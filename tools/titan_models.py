@@ -1,0 +1,32 @@
+"""The tiny models that torchtitan trained for tests/data/torchtitan (by scripts/golden_torchtitan.py), and the tokens it saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titan_ckpt.trainer.model.decoder import ModelConfig
+from titan_ckpt.trainer.model.rope import RopeScaling
+from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig
+
+DATA = Path(__file__).parent.parent / "tests" / "data" / "torchtitan"
+RANKS, BATCH, LENGTH = 2, 4, 16
+BEFORE, AFTER = 3, 3  # steps until torchtitan saved, and its own next ones
+OPTIMIZER = OptimizerConfig(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+LLAMA = ModelConfig(
+    vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, rope_theta=500_000.0, max_seq_len=128,
+    rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=8192),
+)  # fmt: skip
+QWEN3 = ModelConfig(
+    vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, head_dim=16, norm_eps=1e-6,
+    rope_theta=1_000_000.0, max_seq_len=128, tied_embeddings=True, qk_norm=True, family="qwen3",
+)  # fmt: skip
+MODELS = {"llama": LLAMA, "qwen3": QWEN3}
+
+
+def tokens(step: int) -> Tensor:
+    """What the step after `step` finished ones is trained on, [BATCH, LENGTH + 1]: the same on any torch."""
+    numbers = torch.arange(BATCH * (LENGTH + 1)).reshape(BATCH, -1)
+    return (numbers * numbers * (step + 3) + numbers * 7 + step) % 61

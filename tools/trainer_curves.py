@@ -1,0 +1,91 @@
+"""A short training run of a small model, the same on every mesh: what the trainer's tests and campaign compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from titan_ckpt.trainer.model.decoder import ModelConfig
+from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
+from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
+from titan_ckpt.trainer.parallel.parallelize import build
+
+SMALL = ModelConfig(vocab_size=128, dim=64, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=96, max_seq_len=512)
+EVERYTHING = ModelConfig(
+    vocab_size=128, dim=64, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=96, head_dim=32, max_seq_len=512,
+    qkv_bias=True, o_bias=True, qk_norm=True, sliding_window=20,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What to train; the batch is `batch_size` samples in all, whatever the mesh, in `accumulate` parts."""
+
+    model: ModelConfig = SMALL
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    steps: int = 4
+    batch_size: int = 8
+    seq_len: int = 48
+    accumulate: int = 1
+    has_documents: bool = False
+    lr: float = 3e-3
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Loss per token and gradient norm of every step, then the loss without an update."""
+
+    losses: list[float]
+    norms: list[float]
+
+
+def single(run: Run) -> Curve:
+    """The curve of one process, computed in this one."""
+    try:
+        return train(0, run)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(rank: int, run: Run) -> Curve:  # noqa: ARG001 - the pool passes the rank
+    """The curve as this rank sees it."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = mesh_spec(run.parallel, world_size)
+    model = build(run.model, run.parallel, mesh, device=torch.device("cpu"), seed=run.seed)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=run.lr))
+    size = run.batch_size // run.accumulate // model.data_degree
+    check_fits(run.model, run.parallel, mesh, seq_len=run.seq_len, microbatch_size=size)
+    generator = torch.Generator().manual_seed(run.seed)
+    losses, norms = [], []
+    for step in range(run.steps + 1):
+        tokens = torch.randint(0, run.model.vocab_size, (run.batch_size, run.seq_len + 1), generator=generator)
+        tokens[:, 1::2] = tokens[:, :-1:2]  # something to learn: every second token repeats the one before
+        labels = tokens[:, 1:].clone()
+        labels[: run.batch_size // 2, :5] = -100
+        valid = int((labels != -100).sum())
+        documents = (torch.arange(run.seq_len) // 17).expand(run.batch_size, -1)
+        total = torch.zeros(())
+        for part in range(run.accumulate):
+            start = (part * model.data_degree + model.data_rank) * size
+            mine = slice(start, start + size)
+            docs = documents[mine] if run.has_documents else None
+            if step == run.steps:
+                total += model.forward_loss(tokens[mine, :-1], labels[mine], documents_BS=docs)
+            else:
+                total += model.forward_backward(
+                    tokens[mine, :-1], labels[mine], global_valid_tokens=valid, documents_BS=docs
+                )
+        losses.append(float(model.reduce_loss(total)) / valid)
+        if step < run.steps:
+            norms.append(float(model.clip_grad_norm(1.0)))
+            optimizer.step(run.lr)
+            optimizer.zero_grad()
+    return Curve(losses=losses, norms=norms)
+
+
+def relative_error(found: list[float], expected: list[float]) -> float:
+    """The largest one over a curve."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,236 @@
+"""Documents out of files: plain text and JSONL, packed with gzip or zstd or not, from any store, and `python-stdlib`."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+import os
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Literal
+
+import zstandard
+
+from titan_ckpt.errors import DataError, NotFoundError
+from titan_ckpt.location import join, normalise, redact
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.open import open_store
+from titan_ckpt.trainer.data.hub import PREFIX, HubSplit, open_split
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+log = logging.getLogger(__name__)
+STDLIB = "python-stdlib"
+STDLIB_SKIPPED = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3")
+SNIFF_BYTES = 8192
+_GLOB = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A file of a corpus. `version` changes when its bytes do."""
+
+    store: Store
+    path: str
+    size_bytes: int
+    version: str
+
+    @property
+    def where(self) -> str:
+        """Its full name, for messages."""
+        return self.store.where(self.path)
+
+
+@dataclass(slots=True, kw_only=True)
+class Reading:
+    """How documents are taken out of files, and what was skipped on the way."""
+
+    format: Literal["auto", "text", "jsonl"] = "auto"
+    text_field: str = "text"
+    bad_line: Literal["stop", "skip"] = "stop"
+    skipped_lines: dict[str, int] = field(default_factory=dict)
+
+
+def list_files(url: str) -> Sequence[File | HubSplit]:
+    """What `url` (a file, a folder, a glob, datasets:NAME or python-stdlib) names, in order of path; DataError if nothing."""
+    if url.startswith(PREFIX):
+        return [open_split(url)]
+    if url == STDLIB:
+        return _stdlib_files()
+    root, pattern = split_glob(url)
+    store = open_store(root)
+    if pattern:
+        matches = glob_pattern(pattern).fullmatch
+        entries = [entry for entry in store.list() if matches(entry.path)]
+    else:
+        entries = list(store.list())
+        if not entries:  # not a folder: the file itself, if there is one
+            folder, _, name = normalise(url).rpartition("/")
+            store = open_store(folder or "/")
+            try:
+                entries = [store.stat(name)]
+            except NotFoundError:
+                entries = []
+    if not entries:
+        raise DataError(
+            f"data: nothing at {redact(url)}; give a file, a folder, a glob such as corpus/*.jsonl.zst, or {STDLIB}"
+        )
+    return [File(store=store, path=e.path, size_bytes=e.size_bytes, version=e.version) for e in entries]
+
+
+def split_glob(url: str) -> tuple[str, str]:
+    """The folder before the first wildcard, and the pattern from there (empty without one).
+
+    >>> split_glob("s3://bucket/corpus/2024-*/part.jsonl"), split_glob("corpus")
+    (('s3://bucket/corpus', '2024-*/part.jsonl'), ('corpus', ''))
+    """
+    first = _GLOB.search(url)
+    if first is None:
+        return url, ""
+    cut = url.rfind("/", 0, first.start())
+    return (url[:cut] or "/", url[cut + 1 :]) if cut >= 0 else (".", url)
+
+
+def glob_pattern(pattern: str) -> re.Pattern[str]:
+    """A glob over slash-separated paths: `*` and `?` stay within a name, `**` crosses folders.
+
+    >>> bool(glob_pattern("a/*.txt").fullmatch("a/b.txt")), bool(glob_pattern("*.txt").fullmatch("a/b.txt"))
+    (True, False)
+    >>> bool(glob_pattern("**/*.txt").fullmatch("a/b/c.txt")), bool(glob_pattern("**/*.txt").fullmatch("c.txt"))
+    (True, True)
+    """
+    tokens = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
+    special = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = [special.get(t) or (t.replace("[!", "[^") if t.startswith("[") else re.escape(t)) for t in tokens]
+    return re.compile("".join(parts))
+
+
+def _stdlib_files() -> list[File]:
+    root = sysconfig.get_path("stdlib")
+    store = open_store(root)
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - set(STDLIB_SKIPPED))
+        for name in sorted(names):
+            if name.endswith(".py"):
+                entry = store.stat(os.path.relpath(os.path.join(folder, name), root))
+                if entry.size_bytes:
+                    # The version is the size alone: the same release, installed twice, is the same corpus.
+                    version = str(entry.size_bytes)
+                    files.append(File(store=store, path=entry.path, size_bytes=entry.size_bytes, version=version))
+    return files
+
+
+def read_documents(file: File | HubSplit, reading: Reading) -> Iterator[bytes]:
+    """The documents of one file: each line of JSONL or row of a dataset, the whole of a text. DataError for binary content."""
+    if isinstance(file, HubSplit):
+        yield from file.documents(reading.text_field)
+        return
+    kind = reading.format if reading.format != "auto" else format_of(file.path)
+    with open_unpacked(file) as stream:
+        if kind == "jsonl":
+            yield from _read_lines(file, stream, reading)
+            return
+        text = _unpack_all(file, stream)
+    if b"\0" in text[:SNIFF_BYTES]:
+        raise DataError(
+            f"{file.where}: binary data (a NUL byte near the start); expected text or JSONL, plain, .gz or .zst"
+        )
+    if text:
+        yield text
+
+
+def format_of(path: str) -> Literal["text", "jsonl"]:
+    """By the name: `.jsonl` and `.ndjson`, packed or not, are JSONL; everything else is text."""
+    name = path.lower().removesuffix(".gz").removesuffix(".zst")
+    return "jsonl" if name.endswith((".jsonl", ".ndjson")) else "text"
+
+
+def open_unpacked(file: File) -> IO[bytes]:
+    """A stream of the file's content, read in pieces and unpacked by its suffix."""
+    raw = io.BufferedReader(_StoreStream(file), buffer_size=1 << 22)
+    if file.path.endswith(".gz"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw))
+    if file.path.endswith(".zst"):
+        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        return io.BufferedReader(reader)
+    return raw
+
+
+def _unpack_all(file: File, stream: IO[bytes]) -> bytes:
+    try:
+        return stream.read()
+    except (gzip.BadGzipFile, zstandard.ZstdError, EOFError) as error:
+        raise DataError(f"{file.where}: cannot be unpacked: {error}") from error
+
+
+def _read_lines(file: File, stream: IO[bytes], reading: Reading) -> Iterator[bytes]:
+    try:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            text, problem = _parse_line(line, reading.text_field)
+            if text is not None:
+                yield text
+            elif reading.bad_line == "stop":
+                raise DataError(f'{file.where}: line {number}: {problem}; mend it, or set data.bad_line = "skip"')
+            else:
+                reading.skipped_lines[file.where] = reading.skipped_lines.get(file.where, 0) + 1
+                log.debug("%s: line %d: %s; skipped", file.where, number, problem)
+    except (gzip.BadGzipFile, zstandard.ZstdError, EOFError) as error:
+        raise DataError(f"{file.where}: cannot be unpacked: {error}") from error
+
+
+def _parse_line(line: bytes, text_field: str) -> tuple[bytes | None, str]:
+    """The text of a JSONL line, or None and what is wrong with it."""
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        return None, f"not JSON ({error})"
+    text = content.get(text_field) if isinstance(content, dict) else None
+    if not isinstance(text, str):
+        found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        return None, f"no string {text_field!r} (data.text_field); found {found}"
+    return text.encode(errors="replace"), ""
+
+
+class _StoreStream(io.RawIOBase):
+    """A stored file as a raw stream of ranged reads."""
+
+    def __init__(self, file: File) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), self._file.size_bytes - self._position)
+        if count > 0:
+            self._file.store.read_into(self._file.path, self._position, view[:count])
+            self._position += count
+        return max(count, 0)
+
+
+def describe_files(url: str, files: Sequence[File | HubSplit]) -> str:
+    """One line for logs: how many files, how large."""
+    total = sum(file.size_bytes for file in files)
+    return f"{redact(url)}: {len(files)} files, {total / 1e6:.1f} MB"
+
+
+__all__ = [
+    "STDLIB",
+    "File",
+    "Reading",
+    "describe_files",
+    "glob_pattern",
+    "join",
+    "list_files",
+    "read_documents",
+    "split_glob",
+]

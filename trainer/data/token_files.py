@@ -1,0 +1,184 @@
+"""Pre-tokenised corpora: `tokens.bin` (little-endian ids, documents one after another, each closed by the separator) and
+`tokens.json`, which says what they are. Local ones are mapped into memory, remote ones are read by ranges.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from titan_ckpt.errors import DataError, NotFoundError
+from titan_ckpt.location import join, local_path, normalise, redact, scheme
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.open import open_store
+from titan_ckpt.trainer.data.corpus import File, Reading, list_files, read_documents
+from titan_ckpt.trainer.data.hub import HubSplit
+from titan_ckpt.trainer.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+BIN, HEADER = "tokens.bin", "tokens.json"
+VERSION = 1
+BATCH_DOCUMENTS = 256
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensHeader:
+    """`digest` is xxh3-128 of tokens.bin: the same text and tokenizer give the same one wherever the files lie."""
+
+    version: int
+    dtype: Literal["<u2", "<u4"]
+    num_tokens: int
+    num_documents: int
+    vocab_size: int
+    separator: int
+    tokenizer: str
+    digest: str
+    skipped_lines: int
+
+
+class TokenFile:
+    """The tokens of one corpus, at any position."""
+
+    def __init__(self, store: Store, header: TokensHeader) -> None:
+        self.store, self.header = store, header
+        self._map: NDArray[Any] | None = None
+        if scheme(store.url) == "file":
+            self._map = np.memmap(os.path.join(local_path(store.url), BIN), dtype=header.dtype, mode="r")
+
+    def __len__(self) -> int:
+        return self.header.num_tokens
+
+    def read(self, start: int, count: int) -> NDArray[np.int64]:
+        """Tokens [start, start + count)."""
+        if self._map is not None:
+            return self._map[start : start + count].astype(np.int64)
+        width = np.dtype(self.header.dtype).itemsize
+        data = self.store.read(BIN, start * width, count * width)
+        return np.frombuffer(data, dtype=self.header.dtype).astype(np.int64)
+
+
+def open_tokens(url: str) -> TokenFile:
+    """The pre-tokenised corpus in folder `url`; DataError when it is none or its size is not what its header says."""
+    store = open_store(url)
+    try:
+        header = TokensHeader(**json.loads(store.read(HEADER)))
+        size = store.stat(BIN).size_bytes
+    except NotFoundError as error:
+        raise DataError(f"{redact(url)}: no pre-tokenised corpus here: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{store.where(HEADER)}: not a header of pre-tokenised data: {error}") from error
+    if header.version != VERSION:
+        raise DataError(f"{store.where(HEADER)}: version {header.version}; this release reads version {VERSION}")
+    expected = header.num_tokens * np.dtype(header.dtype).itemsize
+    if size != expected:
+        raise DataError(f"{store.where(BIN)}: {size} bytes, but its header promises {expected}")
+    return TokenFile(store, header)
+
+
+def is_tokens(url: str) -> bool:
+    """Whether folder `url` holds a pre-tokenised corpus."""
+    return open_store(url).exists(HEADER)
+
+
+def pretokenise(
+    files: Sequence[File | HubSplit],
+    tokenizer: Tokenizer,
+    reading: Reading,
+    destination: str,
+    *,
+    progress: Progress | None = None,
+) -> TokensHeader:
+    """Write the corpus to folder `destination` on any store, streamed; `progress(done_bytes, all_bytes)` is told per file."""
+    store = open_store(destination)
+    dtype: Literal["<u2", "<u4"] = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    seen = _Seen()
+    store.write(BIN, _encode_all(files, tokenizer, reading, dtype, seen, progress))
+    if seen.tokens == 0:
+        store.delete([BIN])
+        raise DataError(f"data: {len(files)} files starting with {files[0].where} hold no text")
+    header = TokensHeader(
+        version=VERSION, dtype=dtype, num_tokens=seen.tokens, num_documents=seen.documents,
+        vocab_size=tokenizer.vocab_size, separator=tokenizer.separator, tokenizer=tokenizer.digest,
+        digest=seen.content.hexdigest(), skipped_lines=sum(reading.skipped_lines.values()),
+    )  # fmt: skip
+    store.write(HEADER, [json.dumps(asdict(header), indent=1).encode()])
+    for where, count in reading.skipped_lines.items():
+        log.warning("%s: %d lines that are no JSON text were skipped", where, count)
+    return header
+
+
+@dataclass(slots=True)
+class _Seen:
+    tokens: int = 0
+    documents: int = 0
+    content: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+
+
+def _encode_all(
+    files: Sequence[File | HubSplit],
+    tokenizer: Tokenizer,
+    reading: Reading,
+    dtype: str,
+    seen: _Seen,
+    progress: Progress | None,
+) -> Iterator[bytes]:
+    done, total = 0, sum(file.size_bytes for file in files)
+    for file in files:
+        for batch in _batched(read_documents(file, reading)):
+            for ids in tokenizer.encode(batch):
+                data = np.append(ids, np.uint32(tokenizer.separator)).astype(dtype).tobytes()
+                seen.tokens += len(ids) + 1
+                seen.documents += 1
+                seen.content.update(data)
+                yield data
+        done += file.size_bytes
+        if progress is not None:
+            progress(done, total)
+
+
+def _batched(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
+    batch: list[bytes] = []
+    for document in documents:
+        batch.append(document)
+        if len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def corpus_digest(files: Sequence[File | HubSplit], tokenizer: Tokenizer, reading: Reading) -> str:
+    """The name of a corpus before it is read: names and versions of its files, the tokenizer, the reading rules."""
+    rules = f"{tokenizer.digest} {reading.format} {reading.text_field} {reading.bad_line} {VERSION}"
+    lines = [rules, *(f"{file.path} {file.size_bytes} {file.version}" for file in files)]
+    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+
+
+def cached_tokens(url: str, tokenizer: Tokenizer, reading: Reading, cache: str, *, is_writer: bool) -> TokenFile:
+    """The tokenised form of the corpus at `url` in the folder `cache`; one process per machine makes it."""
+    files = list_files(url)
+    folder = join(normalise(cache), corpus_digest(files, tokenizer, reading))
+    if not is_tokens(folder):
+        if is_writer:
+            started = time.monotonic()
+            header = pretokenise(files, tokenizer, reading, folder)
+            log.info(
+                "tokenised %s into %d tokens in %.1f s: %s",
+                redact(url),
+                header.num_tokens,
+                time.monotonic() - started,
+                folder,
+            )
+        else:
+            raise DataError(f"{folder}: the tokenised corpus is not there, although local rank 0 should have made it")
+    return open_tokens(folder)

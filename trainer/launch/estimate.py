@@ -1,0 +1,329 @@
+"""What a config will need on a mesh, without an accelerator: bytes per rank, collectives per step, checkpoints, save interval.
+
+Parameters are counted on the meta device, stage by stage. Activations follow from what each activation checkpointing mode keeps
+(see `trainer.parallel.recompute`). What is left out, and makes real peaks some percent higher: the allocator's fragmentation,
+NCCL's buffers (1 to 2 GiB), the CUDA context. Against torchtitan's published peaks, with the loss it uses, all are within 10 %
+(docs/training.md has the table).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+
+from titan_ckpt.console.units import format_duration, format_size
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.trainer.config.train_config import TrainConfig
+from titan_ckpt.trainer.data.batches import BatchShape
+from titan_ckpt.trainer.model.decoder import Decoder, ModelConfig
+from titan_ckpt.trainer.parallel.config import (
+    SINGLE_STAGE,
+    V_SHAPED,
+    ParallelConfig,
+    num_microbatches,
+    num_stages,
+    stage_layers,
+    stages_of_rank,
+)
+
+WIDTH = {"float32": 4, "bfloat16": 2}
+STATE_BYTES = 12  # of a checkpoint: a float32 weight and two moments
+OUR_LOGIT_BYTES = (
+    8  # logits, their float32 scores, their gradient (see `titan_ckpt.trainer.model.loss`), with a bfloat16 head
+)
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of one rank at the peak of a step, which is the loss or the first block's backward."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: float
+    block: float
+    logits: float
+    pipeline: float
+
+    @property
+    def total(self) -> float:
+        """All of it; the logits and a block's recomputed activations do not stand at the same time."""
+        held = self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.pipeline
+        return held + max(self.logits, self.block)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """One kind of collective in a step: how often a rank takes part, and the bytes of its largest buffers together."""
+
+    name: str
+    calls: int
+    size_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The largest rank's needs."""
+
+    mesh: MeshSpec
+    num_parameters: int
+    memory: Memory
+    traffic: list[Traffic]
+    checkpoint_bytes: float
+    checkpoint_bytes_per_rank: float
+
+
+def estimate(config: TrainConfig, mesh: MeshSpec, *, logit_bytes: float = OUR_LOGIT_BYTES) -> Estimate:
+    """The needs of the pipeline rank that needs most. `logit_bytes`: per element of the logits, for another trainer's loss."""
+    if config.lora.rank:
+        raise ConfigError("--estimate counts the training of a whole model, not of adapters; leave out lora.rank")
+    counts = stage_parameters(config.model, config.mesh, mesh)
+    pp = mesh.degree("pp")
+    ranks = [sum(counts[s] for s in stages_of_rank(config.mesh, mesh, r)) for r in range(pp)]
+    memories = [_memory(config, mesh, rank, ranks[rank], logit_bytes) for rank in range(pp)]
+    total = sum(counts)
+    return Estimate(
+        mesh=mesh,
+        num_parameters=total,
+        memory=max(memories, key=lambda memory: memory.total),
+        traffic=_traffic(config, mesh, max(ranks)),
+        checkpoint_bytes=STATE_BYTES * total,
+        checkpoint_bytes_per_rank=STATE_BYTES * total / mesh.world_size,
+    )
+
+
+def stage_parameters(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> list[int]:
+    """Parameters of each pipeline stage, counted on the meta device."""
+    counts = []
+    for layers in stage_layers(model, parallel, mesh):
+        with torch.device("meta"):
+            counts.append(sum(p.numel() for p in Decoder(model, layers).parameters()))
+    return counts
+
+
+def _memory(config: TrainConfig, mesh: MeshSpec, pp_rank: int, num_parameters: int, logit_bytes: float) -> Memory:
+    model, parallel = config.model, config.mesh
+    tp, cut = mesh.degree("tp"), mesh.degree("dp_shard+cp") * mesh.degree("tp")
+    width = WIDTH[parallel.param_dtype]
+    tokens = config.train.microbatch_size * config.data.seq_len / mesh.degree("cp") / num_microbatches(parallel, mesh)
+    stages = stages_of_rank(parallel, mesh, pp_rank)
+    layers = sum(
+        stage_layers(model, parallel, mesh)[s].end - stage_layers(model, parallel, mesh)[s].start for s in stages
+    )
+    has_head = num_stages(parallel, mesh) - 1 in stages
+    return Memory(
+        parameters=4.0 * num_parameters / cut,
+        gradients=4.0 * num_parameters / cut,
+        optimizer=8.0 * num_parameters / cut,
+        gathered=_gathered(config, mesh, num_parameters),
+        activations=_in_flight(parallel, mesh, pp_rank)
+        * layers
+        * tokens
+        * _kept_per_token(model, parallel, tp)
+        * width,
+        block=tokens * _block_per_token(model, tp) * width if parallel.activation_checkpoint != "none" else 0.0,
+        logits=_head(config, tokens, tp, logit_bytes) if has_head else 0.0,
+        pipeline=_boundaries(config, mesh, pp_rank, tokens) if mesh.degree("pp") > 1 else 0.0,
+    )
+
+
+def _head(config: TrainConfig, tokens: float, tp: int, logit_bytes: float) -> float:
+    """The logits that stand at once; the head's input, gathered over tp, and its gradient."""
+    at_once = min(tokens, config.mesh.loss_chunk_tokens or tokens)
+    hidden = 2 * tokens * config.model.dim * WIDTH[config.mesh.param_dtype]
+    return at_once * config.model.vocab_size / tp * logit_bytes + hidden
+
+
+def _boundaries(config: TrainConfig, mesh: MeshSpec, pp_rank: int, tokens: float) -> float:
+    """What torch's pipeline stages receive into, a buffer per microbatch and direction, and the outputs they keep."""
+    parallel = config.mesh
+    stages = len(stages_of_rank(parallel, mesh, pp_rank))
+    kept = 2 * num_microbatches(parallel, mesh) + _in_flight(parallel, mesh, pp_rank)
+    cut = mesh.degree("tp") if parallel.sequence_parallel else 1
+    return stages * kept * tokens * config.model.dim / cut * WIDTH[parallel.param_dtype]
+
+
+def _gathered(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> float:
+    """Weights that FSDP has put together, and their gradients before they are reduced."""
+    model, parallel, tp = config.model, config.mesh, mesh.degree("tp")
+    if mesh.degree("dp_shard+cp") == 1:
+        return 0.0
+    width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
+    ends = (1 if model.tied_embeddings else 2) * model.vocab_size * model.dim / tp
+    layer = _block_parameters(model) / tp
+    if mesh.degree("pp") > 1 and parallel.reshard_after_forward != "always":
+        # A pipeline stage keeps both until its last microbatch; then a block's gradient is copied to be reduced.
+        return num_parameters / tp * (width + reduce) + layer * reduce
+    # Embedding and head stay; two blocks (one ahead); a block's gradient, and the float32 copy that is reduced.
+    return ends * width * 2 + 2 * layer * width + layer * (width + reduce)
+
+
+def _block_parameters(model: ModelConfig) -> int:
+    heads, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
+    return model.dim * (2 * heads + 2 * kv + 3 * model.ffn_dim + 2)
+
+
+def _in_flight(parallel: ParallelConfig, mesh: MeshSpec, pp_rank: int) -> float:
+    """Microbatches whose activations stand at once on a pipeline rank, over all of its stages.
+
+    Several stages in a loop: Megatron-LM's warm-up (arXiv 2104.04473), whose parts are single stages.
+    """
+    pp = mesh.degree("pp")
+    if pp == 1:
+        return 1
+    count = num_microbatches(parallel, mesh)
+    if parallel.pp_schedule == "GPipe" or parallel.pp_schedule == "LoopedBFS":
+        return count
+    if parallel.pp_schedule in SINGLE_STAGE:
+        return min(count, pp - pp_rank)
+    if parallel.pp_schedule in V_SHAPED:
+        return min(count, pp + 1)
+    stages = num_stages(parallel, mesh) // pp
+    return min(count, (pp * (stages - 1) + 2 * (pp - 1 - pp_rank) + 1) / stages)
+
+
+def _kept_per_token(model: ModelConfig, parallel: ParallelConfig, tp: int) -> float:
+    """Elements that a block keeps per token from forward to backward; sequence parallel cuts what lies between blocks too."""
+    heads, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
+    entry = model.dim / (tp if parallel.sequence_parallel else 1)
+    match parallel.activation_checkpoint:
+        case "full":
+            return entry
+        case "every_n":
+            share = 1.0 / parallel.checkpoint_every_n
+            return share * entry + (1 - share) * _block_per_token(model, tp)
+        case "selective":  # attention, and of q k v o gate up down every second: q, v, gate, down
+            return 2 * entry + (2 * heads + kv + model.ffn_dim) / tp
+        case "budget":
+            return entry + parallel.activation_memory_budget * (_block_per_token(model, tp) - entry)
+        case _:
+            return _block_per_token(model, tp)
+
+
+def _block_per_token(model: ModelConfig, tp: int) -> float:
+    """Elements per token that a block's backward needs: the inputs of norms, products and attention, gathered over tp."""
+    heads, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
+    between = 4 * model.dim / tp  # residuals and norm inputs
+    gathered = 2 * model.dim  # inputs of attention and mlp
+    inside = (
+        3 * heads + 4 * kv + 4 * model.ffn_dim
+    ) / tp  # rotated and plain q, k; v; attention; gate, up, silu, product
+    return between + gathered + inside
+
+
+def _traffic(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> list[Traffic]:
+    """What a rank exchanges in one optimizer step."""
+    model, parallel = config.model, config.mesh
+    width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
+    tp, pp, fsdp = mesh.degree("tp"), mesh.degree("pp"), mesh.degree("dp_shard+cp")
+    runs = BatchShape(
+        global_batch_size=config.train.global_batch_size, microbatch_size=config.train.microbatch_size,
+        data_degree=mesh.degree("dp_replicate+dp_shard"),
+    ).accumulation  # fmt: skip
+    layers, micro = model.n_layers // pp, num_microbatches(parallel, mesh)
+    tokens = config.train.microbatch_size * config.data.seq_len / mesh.degree("cp")
+    hidden = tokens * model.dim * width
+    found = []
+    if fsdp > 1:
+        times = 2 if pp == 1 and parallel.reshard_after_forward != "never" else 1
+        found.append(
+            Traffic(
+                name="FSDP all-gather",
+                calls=runs * times * (layers + 1),
+                size_bytes=runs * times * num_parameters / tp * width,
+            )
+        )
+        found.append(
+            Traffic(
+                name="FSDP reduce-scatter", calls=runs * (layers + 1), size_bytes=runs * num_parameters / tp * reduce
+            )
+        )
+    if mesh.degree("dp_replicate") > 1:
+        found.append(
+            Traffic(
+                name="HSDP all-reduce", calls=runs * (layers + 1), size_bytes=runs * num_parameters / tp / fsdp * reduce
+            )
+        )
+    if tp > 1:
+        passes = 3 if parallel.activation_checkpoint == "full" else 2
+        calls = runs * micro * layers * 4 * passes
+        found.append(Traffic(name="TP all-gather and reduce-scatter", calls=calls, size_bytes=calls * hidden / micro))
+    if pp > 1:
+        each = num_stages(parallel, mesh) // pp * 2
+        cut = tp if parallel.sequence_parallel else 1
+        found.append(
+            Traffic(name="PP send and receive", calls=runs * micro * each, size_bytes=runs * each * hidden / cut)
+        )
+    if mesh.degree("cp") > 1:
+        kv = 2 * tokens * model.n_kv_heads * model.head_size / tp * width
+        hops = mesh.degree("cp") - 1
+        found.append(
+            Traffic(name="CP keys and values", calls=runs * layers * hops * 3, size_bytes=runs * layers * hops * 3 * kv)
+        )
+    return found
+
+
+def best_interval_s(stall_s: float, mean_time_between_failures_s: float) -> float:
+    """Seconds between saves that lose the least work: Daly's higher-order estimate of Young's sqrt(2 delta M).
+
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006), eq. 37.
+
+    >>> round(best_interval_s(5.0, 86400.0))
+    926
+    """
+    delta, mean = stall_s, mean_time_between_failures_s
+    if delta >= 2 * mean:
+        return mean
+    ratio = delta / (2 * mean)
+    return sqrt(2 * delta * mean) * (1 + sqrt(ratio) / 3 + ratio / 9) - delta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How often to save: what a save costs, how often something fails, and the interval that loses the least work."""
+
+    stall_s: float
+    upload_s: float
+    failure_every_s: float
+    save_every_s: float
+
+
+def save_schedule(found: Estimate, *, rank_mtbf_h: float, bandwidth: float, stage_bandwidth: float = 10e9) -> Schedule:
+    """A rank fails every `rank_mtbf_h` hours, uploads `bandwidth` and copies to the host `stage_bandwidth` bytes per second."""
+    stall_s = found.checkpoint_bytes_per_rank / stage_bandwidth
+    upload_s = found.checkpoint_bytes_per_rank / bandwidth
+    mtbf_s = rank_mtbf_h * 3600 / found.mesh.world_size
+    interval_s = max(best_interval_s(stall_s, mtbf_s), upload_s)
+    return Schedule(stall_s=stall_s, upload_s=upload_s, failure_every_s=mtbf_s, save_every_s=interval_s)
+
+
+def report(found: Estimate, saves: Schedule) -> str:
+    """The estimate for people."""
+    memory = found.memory
+    rows = [
+        ("parameters", memory.parameters), ("gradients", memory.gradients), ("optimizer", memory.optimizer),
+        ("gathered by FSDP", memory.gathered), ("activations", memory.activations), ("one block's backward", memory.block),
+        ("logits and loss", memory.logits), ("between pipeline stages", memory.pipeline), ("peak", memory.total),
+    ]  # fmt: skip
+    lines = [
+        f"mesh {found.mesh}: {found.mesh.world_size} ranks, {found.num_parameters / 1e9:.3f} B parameters",
+        "",
+        "memory per rank",
+    ]
+    lines += [f"  {name:<34}{size / GIB:>10.2f} GiB" for name, size in rows]
+    lines += ["", "collectives of a rank per step"]
+    lines += [f"  {t.name:<34}{t.calls:>8} calls  {format_size(t.size_bytes):>10}" for t in found.traffic] or ["  none"]
+    rank_h = saves.failure_every_s * found.mesh.world_size / 3600
+    lines += [
+        "", "checkpoints",
+        f"  size: {format_size(found.checkpoint_bytes)}, {format_size(found.checkpoint_bytes_per_rank)} per rank",
+        f"  a save stops training for {format_duration(saves.stall_s)} and uploads for {format_duration(saves.upload_s)}",
+        f"  a failure every {format_duration(saves.failure_every_s)} ({rank_h:g} h per rank): "
+        f"save every {format_duration(saves.save_every_s)}",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,246 @@
+"""Starting the ranks of a run through torch's elastic agent, and saying in one line why they ended.
+
+Every rank is `python -m titan_ckpt train ...` again, with torchrun's environment. A rank that fails leaves `logs/error_R.json`;
+the launcher names the first one that is a cause and not a symptom.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from titan_ckpt.errors import TitanError
+from titan_ckpt.trainer.config.train_config import TrainConfig, fixed_world_size
+from titan_ckpt.trainer.report.goodput import parse_metrics
+from titan_ckpt.trainer.report.logs import METRICS, RunFolder
+
+LAUNCHED = "TITAN_CKPT_LAUNCHED"
+LAST_WORDS_S = 5.0  # after save.grace_s a rank says itself that it is late; one that does not is killed this much later
+_SYMPTOMS = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Timed out",
+    "timed out",
+    "timeout",
+    "Connection refused",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankError:
+    """What ended a rank."""
+
+    rank: int
+    time_s: float
+    kind: str
+    message: str
+    exit_code: int
+    is_ours: bool  # a TitanError: its text is meant for people
+
+    @property
+    def blame(self) -> tuple[int, float]:
+        """Sorts causes before symptoms, and early before late."""
+        is_symptom = not self.is_ours and any(word in self.message for word in _SYMPTOMS)
+        return (2 if is_symptom else 0 if self.is_ours else 1), self.time_s
+
+
+class RanksFailedError(TitanError):
+    """A rank failed; the text is that rank's error."""
+
+    def __init__(self, error: RankError, text: str) -> None:
+        super().__init__(text)
+        self.error = error
+
+
+class StoppedError(TitanError):
+    """The ranks did not finish their last checkpoint in the time that save.grace_s gives them."""
+
+
+def is_rank() -> bool:
+    """Whether a launcher (torchrun or ours) started this process as one of several ranks."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+
+
+def is_launched_here() -> bool:
+    """Whether our own launcher is above this rank and will speak for it."""
+    return LAUNCHED in os.environ
+
+
+def end_with_launcher(poll_s: float = 1.0) -> None:
+    """End this rank when the elastic agent above it is gone (killed, or interrupted twice): nobody else would."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(poll_s)
+        os._exit(3)
+
+    threading.Thread(target=watch, name="titan-ckpt-launcher-watch", daemon=True).start()
+
+
+def launched_at_s() -> float:
+    """When this attempt began: for the first one under our launcher its own start, else now."""
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    return float(os.environ[LAUNCHED]) if is_first and LAUNCHED in os.environ else time.time()
+
+
+def num_ranks(config: TrainConfig, nproc: int | None) -> int:
+    """Ranks to start: as told, as the mesh needs, else as many as there are accelerators and the other axes divide."""
+    if nproc is not None:
+        return nproc
+    mesh = config.mesh
+    others = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
+    return fixed_world_size(config) or max(others, torch.cuda.device_count() // others * others)
+
+
+def launch(arguments: Sequence[str], config: TrainConfig, folder: RunFolder, *, nproc: int, restarts: int = 0) -> int:
+    """Run `titan-ckpt train ARGUMENTS` on `nproc` ranks; 0, or 130 after a signal whose last checkpoint is committed."""
+    _clear_errors(folder)
+    launched_s = time.time()
+    os.environ[LAUNCHED] = str(launched_s)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # its wall of text blames the wrong rank; ours follows
+    launcher = elastic_launch(_launch_config(nproc, restarts, config.save.grace_s), sys.executable)
+    try:
+        launcher("-m", "titan_ckpt", "train", *arguments)
+    except ChildFailedError as error:
+        raise _explain(error, folder) from error
+    except SignalException as error:
+        return _after_signal(error, folder, launched_s, config.save.grace_s)
+    return 0
+
+
+def _launch_config(nproc: int, restarts: int, grace_s: float) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        signals_to_handle="SIGTERM,SIGINT",
+        shutdown_timeout=math.ceil(grace_s + LAST_WORDS_S),
+    )
+
+
+def write_error(folder: RunFolder, rank: int, error: BaseException) -> RankError:
+    """Leave `error` for the launcher; returns the record."""
+    is_ours = isinstance(error, TitanError)
+    record = RankError(
+        rank=rank,
+        time_s=time.time(),
+        kind=type(error).__name__,
+        message=str(error) or traceback.format_exception_only(error)[-1].strip(),
+        exit_code=error.exit_code if isinstance(error, TitanError) else 3,
+        is_ours=is_ours,
+    )
+    os.makedirs(folder.logs, exist_ok=True)
+    with open(folder.error(rank), "w", encoding="utf-8") as file:
+        json.dump(asdict(record), file)
+    return record
+
+
+def read_errors(folder: RunFolder) -> list[RankError]:
+    """The errors that ranks left, the most telling first."""
+    names = sorted(n for n in os.listdir(folder.logs) if n.startswith("error_")) if os.path.isdir(folder.logs) else []
+    found = []
+    for name in names:
+        with open(folder.file(name), encoding="utf-8") as file:
+            found.append(RankError(**json.load(file)))
+    return sorted(found, key=lambda error: error.blame)
+
+
+def _clear_errors(folder: RunFolder) -> None:
+    for error in read_errors(folder):
+        os.unlink(folder.error(error.rank))
+
+
+def _explain(failed: ChildFailedError, folder: RunFolder) -> TitanError:
+    """The error to show for a failed job: a rank's own words, else the signal that killed it."""
+    errors = read_errors(folder)
+    killed = _killed(failed.failures)
+    if errors and (errors[0].blame[0] < 2 or not killed):
+        return _as_error(errors[0], folder)
+    if (
+        errors and "timed out" in errors[0].message.lower()
+    ):  # nobody had died: who was killed had not reacted to the agent
+        ranks = ", ".join(str(rank) for rank, _ in killed)
+        return _as_error(
+            errors[0], folder, f"; rank {ranks} did not answer: `titan-ckpt debug {folder.root}` says where it stood"
+        )
+    if killed:
+        rank, name = killed[0]
+        hint = " (often: out of memory)" if name == "SIGKILL" else ""
+        text = f"rank {rank} was killed by {name}{hint}; its last words are in {folder.log(rank)}"
+        return RanksFailedError(
+            RankError(rank=rank, time_s=0.0, kind=name, message=text, exit_code=3, is_ours=False), text
+        )
+    rank, failure = failed.get_first_failure()
+    text = f"rank {rank} ended with exit code {failure.exitcode} and left no error; see {folder.log(rank)}"
+    return RanksFailedError(
+        RankError(rank=rank, time_s=0.0, kind="exit", message=text, exit_code=3, is_ours=False), text
+    )
+
+
+def _killed(failures: dict[int, Any]) -> list[tuple[int, str]]:
+    """(rank, signal) of ranks that a signal other than the agent's own SIGTERM ended, first things first."""
+    ours = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    return [(r, signal.Signals(-f.exitcode).name) for r, f in ours if f.exitcode < 0 and -f.exitcode != signal.SIGTERM]
+
+
+def _as_error(error: RankError, folder: RunFolder, more: str = "") -> TitanError:
+    if error.is_ours:
+        text = error.message
+    else:
+        first = error.message.strip().splitlines()[0]
+        text = f"rank {error.rank} failed: {error.kind}: {first}; the traceback is in {folder.log(error.rank)}"
+    shown = RanksFailedError(error, text + more)
+    shown.exit_code = error.exit_code  # type: ignore[misc]  # the rank's own code is what the job exits with
+    return shown
+
+
+def _after_signal(error: SignalException, folder: RunFolder, launched_s: float, grace_s: float) -> int:
+    """130 when the ranks ended as they should; else what kept them."""
+    errors = read_errors(folder)
+    name = signal.Signals(error.sigval).name
+    if errors:
+        raise _as_error(errors[0], folder) from error
+    events = _events_since(folder, launched_s)
+    if "start" in events and "end" not in events:
+        raise StoppedError(
+            f"stopped by {name}, but a rank had not ended when save.grace_s = {grace_s:g} s were over and was killed; "
+            "what was committed stands"
+        ) from error
+    sys.stderr.write(f"titan-ckpt: stopped by {name}{'' if 'start' in events else ' before training began'}\n")
+    return 130
+
+
+def _events_since(folder: RunFolder, time_s: float) -> set[str]:
+    """Which kinds of records rank 0 has written since `time_s`."""
+    try:
+        with open(folder.file(METRICS), encoding="utf-8") as file:
+            records = parse_metrics(file.read())
+    except FileNotFoundError:
+        return set()
+    return {str(record["event"]) for record in records if float(record["time_s"]) >= time_s}

@@ -1,0 +1,142 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + alpha / rank * B A x, where W stays as it is and A and B are trained.
+
+Checkpoints of such a run hold the adapters and their moments alone; W is read again from `resume.from`. Under tensor parallelism
+the factor beside the cut is cut like W, the other one is whole on every rank and its gradient a part of a sum.
+
+Names: A of `q_proj.weight` is `q_proj.lora_A.weight`; PEFT's are the same behind `base_model.model.`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.errors import ConfigError, MissingExtraError, UsageError
+from titan_ckpt.store.open import open_store
+from titan_ckpt.trainer.device_mesh import RankMesh
+from titan_ckpt.trainer.model.decoder import TENSOR_CUTS, Decoder, Linear
+
+FACTORS = ("lora_A", "lora_B")
+TARGETS = tuple(name for name in TENSOR_CUTS if name.endswith("_proj"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """`rank=0`: the whole model is trained. `targets` are names of projections."""
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def check_lora(lora: LoraConfig, *, base: str, float8: str) -> None:
+    """Refuse adapters that cannot be: of nothing, of no model, or where the products are float8."""
+    if not lora.rank:
+        return
+    unknown = [name for name in lora.targets if name not in TARGETS]
+    if unknown or not lora.targets:
+        raise ConfigError(f"lora.targets {list(unknown or lora.targets)}: choose from {', '.join(TARGETS)}")
+    if lora.rank < 0 or not lora.alpha > 0.0:
+        raise ConfigError(f"lora: rank {lora.rank} and alpha {lora.alpha} must be more than 0")
+    if not base:
+        raise ConfigError("lora.rank is set, but resume.from is empty; it names the model that is adapted")
+    if float8 != "none":
+        raise ConfigError(f"lora with mesh.float8 = {float8!r} is not supported: set it to none")
+
+
+def add_adapters(part: Decoder, lora: LoraConfig, ranks: RankMesh) -> set[str]:
+    """Give the target projections of a decoder, before anything else is done to it, their factors.
+
+    Returns the FQNs whose gradients are partial over tp.
+    """
+    partial = set()
+    for fqn, module in list(part.named_modules()):
+        name = fqn.rpartition(".")[2]
+        if name in lora.targets and isinstance(module, Linear):
+            with torch.device("meta"):
+                module.add_module("lora_A", Linear(module.in_features, lora.rank, bias=False))
+                module.add_module("lora_B", Linear(lora.rank, module.out_features, bias=False))
+            module.register_forward_hook(_Add(lora.alpha / lora.rank))
+            partial |= {f"{fqn}.{factor}.weight" for factor in _cut(module, TENSOR_CUTS[name], ranks)}
+    return partial
+
+
+class _Add:
+    """A forward hook that adds the adapter's output to the projection's."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        a, b = (module.get_submodule(factor) for factor in FACTORS)
+        update: Tensor = b(a(inputs[0]))
+        return output + self._scale * update
+
+
+def _cut(projection: Linear, dim: int, ranks: RankMesh) -> list[str]:
+    """Cut one factor where the projection is cut; the names of factors whose gradient is then partial over tp."""
+    mesh = ranks.tp_mesh()
+    if mesh is None:
+        return []
+    cut, whole = ("lora_B", "lora_A") if dim == 0 else ("lora_A", "lora_B")
+    factor = projection.get_submodule(cut)
+    part = factor.get_parameter("weight").detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
+    factor.register_parameter("weight", nn.Parameter(DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)))
+    return [whole]
+
+
+@torch.no_grad()
+def start_adapters(parameters: dict[str, nn.Parameter]) -> None:
+    """Train the adapters and nothing else, from an update of zero: A is random already."""
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(is_adapter(name))
+        if name.endswith("lora_B.weight"):
+            parameter.zero_()
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight is a factor of an adapter."""
+    return name.rpartition(".")[0].endswith(FACTORS)
+
+
+def adapters_of(names: Iterable[str]) -> list[str]:
+    """The names that are factors; empty where the model has none."""
+    return [name for name in names if is_adapter(name)]
+
+
+def export_adapter(checkpoint: Checkpoint, target: str) -> int:
+    """Write a checkpoint's adapters as a PEFT folder, for PEFT itself or `convert to-hf --merge-lora`; the number of factors."""
+    lora = checkpoint.manifest.config.get("lora", {})
+    names = adapters_of(tensor.fqn for tensor in checkpoint.manifest.tensors if tensor.fqn.startswith("model."))
+    if not names or not lora.get("rank"):
+        raise UsageError(f"{checkpoint} holds no adapters; it is not of a run with [lora]")
+    tensors = {f"base_model.model.{name.removeprefix('model.')}": checkpoint.read(name) for name in names}
+    store = open_store(target)
+    store.write("adapter_model.safetensors", [_safetensors(tensors)])
+    store.write("adapter_config.json", [json.dumps(_peft_config(checkpoint), indent=1).encode()])
+    return len(names)
+
+
+def _safetensors(tensors: dict[str, Tensor]) -> bytes:
+    try:
+        from safetensors.torch import save  # an extra
+    except ImportError as error:
+        raise MissingExtraError("safetensors", "hf", "writing a PEFT adapter") from error
+    data: bytes = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    return data
+
+
+def _peft_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = checkpoint.manifest.config
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": config["resume"]["from"],
+        "r": config["lora"]["rank"], "lora_alpha": config["lora"]["alpha"],
+        "target_modules": list(config["lora"]["targets"]), "bias": "none", "inference_mode": True,
+    }  # fmt: skip

@@ -1,0 +1,152 @@
+"""AdamW over this rank's shards, and learning rates as a pure function of the step.
+
+The moments are DTensors placed like their weights, so a checkpoint saves and reshards them by the same rules; the arithmetic runs
+on the local shards in one fused call per group. Matrices decay, norms and biases do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.trainer.parallel.parallel_model import Parallelized, local_of, plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule. `decay_fraction` is the last part of training, in which `wsd` decays."""
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    warmup_steps: int = 0
+    schedule: Literal["constant", "wsd", "cosine", "linear", "sqrt"] = "cosine"
+    decay_fraction: float = 0.2
+    min_lr_ratio: float = 0.1
+    not_finite: Literal["stop", "skip"] = "stop"  # a gradient with an infinity or NaN: end the run, or make no update
+    max_skipped: int = 8  # steps in a row; one more ends the run
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate for the update that follows `step` finished ones; rises for `warmup_steps`, ends at `min_lr_ratio`.
+
+    wsd stays at the top and falls linearly in the end; sqrt falls as 1 - sqrt(progress) over the same last part
+    (arXiv 2405.18392).
+
+    >>> [learning_rate(OptimizerConfig(lr=1.0, warmup_steps=2, schedule="constant"), step, 9) for step in range(3)]
+    [0.5, 1.0, 1.0]
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    start = config.warmup_steps
+    if config.schedule in ("wsd", "sqrt"):
+        start = max(start, total_steps - round(total_steps * config.decay_fraction))
+    progress = min(max((step - start) / max(total_steps - start, 1), 0.0), 1.0)
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * _remaining(config.schedule, progress))
+
+
+def _remaining(schedule: str, progress: float) -> float:
+    match schedule:
+        case "constant":
+            return 1.0
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "sqrt":
+            return 1.0 - math.sqrt(progress)
+        case _:
+            return 1.0 - progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """What AdamW keeps for one weight."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+
+class Optimizer:
+    """AdamW; its state exists from the start, so that a checkpoint has somewhere to load into."""
+
+    def __init__(self, parallelized: Parallelized, config: OptimizerConfig, weights: dict[str, nn.Parameter]) -> None:
+        self.parallelized, self.config, self._weights = parallelized, config, weights
+        self._moments = {fqn: _moments(weight) for fqn, weight in self._weights.items()}
+        self._groups = [
+            (decay, [fqn for fqn, weight in self._weights.items() if (weight.ndim > 1) == is_matrix])
+            for decay, is_matrix in ((config.weight_decay, True), (0.0, False))
+        ]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update every weight that has a gradient."""
+        self.parallelized.finish_gradients()
+        for decay, fqns in self._groups:
+            self._update([fqn for fqn in fqns if self._weights[fqn].grad is not None], lr, decay)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.parallelized.zero_grad()
+
+    def state(self) -> dict[str, Tensor]:
+        """The live state, flat: `state.<fqn>.exp_avg`, `.exp_avg_sq`, `.step`."""
+        return {
+            f"state.{fqn}.{name}": getattr(moments, name)
+            for fqn, moments in self._moments.items()
+            for name in ("exp_avg", "exp_avg_sq", "step")
+        }
+
+    def _update(self, fqns: list[str], lr: float, decay: float) -> None:
+        if not fqns:
+            return
+        moments = [self._moments[fqn] for fqn in fqns]
+        adamw(
+            [local_of(plain(self._weights[fqn].detach())) for fqn in fqns],
+            [local_of(_gradient(self._weights[fqn])) for fqn in fqns],
+            [local_of(m.exp_avg) for m in moments],
+            [local_of(m.exp_avg_sq) for m in moments],
+            [],
+            [m.step for m in moments],
+            fused=True,
+            amsgrad=False,
+            beta1=self.config.betas[0],
+            beta2=self.config.betas[1],
+            lr=lr,
+            weight_decay=decay,
+            eps=self.config.eps,
+            maximize=False,
+        )
+
+
+def build_optimizer(
+    parallelized: Parallelized, config: OptimizerConfig, *, only: Collection[str] | None = None
+) -> Optimizer:
+    """The optimizer of this rank's weights, or of those that `only` names; the others have no state."""
+    if not (0.0 <= config.betas[0] < 1.0 and 0.0 <= config.betas[1] < 1.0):
+        raise ConfigError(f"optimizer.betas {config.betas}: both must be in [0, 1)")
+    if config.lr <= 0.0 or config.eps <= 0.0 or config.weight_decay < 0.0:
+        raise ConfigError(
+            f"optimizer: lr {config.lr} and eps {config.eps} must be > 0, weight_decay {config.weight_decay} >= 0"
+        )
+    weights = {name: w for name, w in parallelized.named_parameters().items() if only is None or name in only}
+    return Optimizer(parallelized, config, weights)
+
+
+def _moments(weight: nn.Parameter) -> Moments:
+    weights = plain(weight.detach())
+    step = torch.zeros((), dtype=torch.float32, device=local_of(weights).device)
+    return Moments(exp_avg=torch.zeros_like(weights), exp_avg_sq=torch.zeros_like(weights), step=step)
+
+
+def _gradient(weight: nn.Parameter) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad

@@ -1,0 +1,213 @@
+"""A model on its mesh, as the training loop sees it: run a batch, clip, reduce, hand out state.
+
+Gradients are sums: each rank's loss is the sum over its tokens divided by the valid tokens of all ranks, so that adding up over
+data, context and pipeline microbatches gives the gradient of the mean over all tokens, however they are spread.
+
+Shapes: B samples of this rank, S sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titan_ckpt.sharding.mesh import FOLD, MeshSpec
+from titan_ckpt.trainer.device_mesh import RankMesh
+from titan_ckpt.trainer.model.decoder import TIED, Decoder, ModelConfig
+from titan_ckpt.trainer.parallel.config import ParallelConfig
+from titan_ckpt.trainer.parallel.context import head_tail_positions
+from titan_ckpt.trainer.parallel.initialize import cut_axes
+from titan_ckpt.trainer.parallel.pipeline import Pipeline
+
+
+@dataclass(slots=True, kw_only=True)
+class Parallelized:
+    """This rank's parts of the model and all that is done with them together."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    ranks: RankMesh
+    parts: list[Decoder]
+    stages: list[int]
+    partial_over_tp: frozenset[str]
+    tied_group: dist.ProcessGroup | None = None  # of first and last stage, where both have the embedding
+    pipeline: Pipeline | None = field(init=False)
+    _has_new_grads: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.pipeline = None
+        if self.mesh.degree("pp") > 1:
+            self.pipeline = Pipeline(
+                self.model,
+                self.parallel,
+                self.mesh,
+                parts=self.parts,
+                stages=self.stages,
+                group=self.ranks.group("pp"),
+                device=self.ranks.device,
+            )
+
+    @property
+    def mesh(self) -> MeshSpec:
+        """The mesh as arithmetic."""
+        return self.ranks.spec
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's mesh, with the dimensions that weights are placed on."""
+        return self.ranks.device_mesh
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Where this rank stands on each axis."""
+        return self.ranks.coordinate
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this rank reads."""
+        return self.ranks.data_rank
+
+    @property
+    def data_degree(self) -> int:
+        """Parts that the data is read in."""
+        return self.ranks.data_degree
+
+    def forward_backward(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        *,
+        global_valid_tokens: Tensor | int,
+        documents_BS: Tensor | None = None,
+    ) -> Tensor:
+        """Add this batch's gradients; returns the sum of this rank's token losses, detached (0 off the last stage)."""
+        self._has_new_grads = True
+        tokens_BS, kwargs = self._shard_sequence(tokens_BS, labels_BS, documents_BS)
+        if self.pipeline is not None:
+            return self.pipeline.run(tokens_BS, kwargs, global_valid_tokens=global_valid_tokens)
+        loss: Tensor = self.parts[0](tokens_BS, **kwargs).sum()
+        (loss / global_valid_tokens).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    @torch.no_grad()
+    def forward_loss(self, tokens_BS: Tensor, labels_BS: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
+        """Sum of this rank's token losses without gradients, for validation."""
+        tokens_BS, kwargs = self._shard_sequence(tokens_BS, labels_BS, documents_BS)
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(tokens_BS, kwargs)
+        loss: Tensor = self.parts[0](tokens_BS, **kwargs).sum()
+        return loss
+
+    def reduce_loss(self, local_sum: Tensor) -> Tensor:
+        """The sum over all ranks' tokens, on every rank."""
+        total = local_sum.detach().double()
+        dist.all_reduce(total)
+        return total / self.mesh.degree("tp")  # tensor parallel ranks computed the same loss
+
+    def finish_gradients(self) -> None:
+        """Add up the gradients that are parts of a sum, over tp or a pipeline's ends; nothing when there are no new ones."""
+        if not self._has_new_grads:
+            return
+        self._has_new_grads = False
+        if self.tied_group is not None:
+            self._add_up(self.tied_group, frozenset([TIED]))
+        if self.partial_over_tp:
+            self._add_up(self.ranks.group("tp"), self.partial_over_tp)
+
+    def _add_up(self, group: dist.ProcessGroup, names: frozenset[str]) -> None:
+        grads = [
+            local_of(parameter.grad)
+            for fqn, parameter in self.named_parameters().items()
+            if fqn in names and parameter.grad is not None
+        ]
+        if not grads:
+            return
+        flat = torch.cat([grad.flatten() for grad in grads]).to(self.ranks.device)  # offloaded ones are on the host
+        dist.all_reduce(flat, group=group)
+        pieces = torch.split(flat, [grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Norm of the whole model's gradient before clipping, over every shard and stage; scales it down to `max_norm`.
+
+        One number per rank is exchanged: the squares of its shards, each divided by the ranks that hold the same shard.
+        """
+        self.finish_gradients()
+        by_copies: dict[int, list[Tensor]] = {}
+        for fqn, parameter in self.named_parameters().items():
+            if parameter.grad is not None:
+                stages = 2 if fqn == TIED and self.tied_group is not None else 1
+                by_copies.setdefault(stages * copies(parameter, self.mesh), []).append(local_of(parameter.grad))
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for count, grads in by_copies.items():
+            norms = torch.stack(torch._foreach_norm(grads))
+            total += norms.double().square().sum().to(total.device) / count
+        dist.all_reduce(total)
+        norm = total.sqrt()
+        if math.isfinite(max_norm):
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+            for grads in by_copies.values():
+                torch._foreach_mul_(grads, scale.to(grads[0].device))
+        return norm.float()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._has_new_grads = False
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """FQN -> weight of this rank's stages; a tied weight once, under the embedding's name."""
+        return {fqn: parameter for part in self.parts for fqn, parameter in part.named_weights()}
+
+    def model_state(self) -> dict[str, Tensor]:
+        """FQN -> live tensor (DTensor where it is sharded), for saving and for loading in place."""
+        return {fqn: plain(parameter.detach()) for fqn, parameter in self.named_parameters().items()}
+
+    def _shard_sequence(
+        self, tokens_BS: Tensor, labels_BS: Tensor, documents_BS: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """This context parallel rank's tokens of a batch; documents stay whole, since keys come from everywhere.
+
+        Positions go along whenever a stage could not tell them from its input, which may be a cut of hidden states.
+        """
+        kwargs = {"labels_BS": labels_BS}
+        if documents_BS is not None:
+            kwargs["documents_BS"] = documents_BS
+        cp = self.mesh.degree("cp")
+        if cp == 1 and self.pipeline is None:
+            return tokens_BS, kwargs
+        mine_S = head_tail_positions(tokens_BS.shape[1], cp, self.coordinate["cp"], tokens_BS.device)
+        kwargs["labels_BS"] = labels_BS[:, mine_S]
+        kwargs["positions_BS"] = mine_S.expand(len(tokens_BS), -1)
+        return tokens_BS[:, mine_S], kwargs
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same storage without the wrapper that float8 all-gather puts around a shard."""
+    shard = local_of(tensor)
+    inner = getattr(shard, "_tensor", None)  # torchao's WeightWithDynamicFloat8CastTensor
+    if inner is None or not isinstance(tensor, DTensor):
+        return tensor if inner is None else inner
+    return DTensor.from_local(
+        inner, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def copies(tensor: Tensor, mesh: MeshSpec) -> int:
+    """Ranks that hold the same shard of `tensor`, within one pipeline stage."""
+    ranks = mesh.world_size // mesh.degree("pp")
+    cut = cut_axes(tensor)
+    return ranks // mesh.degree(FOLD.join(cut)) if cut else ranks

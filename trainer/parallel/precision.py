@@ -1,0 +1,130 @@
+"""Number formats: FSDP's mixed precision, and Float8 and MXFP8 matrix products through torchao.
+
+The optimizer's weights are float32 always. `param_dtype` is what forward and backward compute in, `reduce_dtype` what gradients
+are summed in. Float8 replaces the products of the blocks' projections; embedding, norms and head keep `param_dtype`. Without
+hardware for it the products are emulated: cast to float8 and back, multiplied in the wider type. MXFP8 (blocks of 32 elements
+share a scale) is emulated on a CPU only; an accelerator that lacks it is refused, since it would be slower than bfloat16 there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from titan_ckpt.errors import ConfigError, MissingExtraError
+from titan_ckpt.trainer.model.decoder import Block, Decoder, Linear, local
+from titan_ckpt.trainer.parallel.config import MX_BLOCK, ParallelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def mixed_precision(parallel: ParallelConfig) -> MixedPrecisionPolicy:
+    """FSDP's policy. Inputs are not cast: ids become hidden states of the right type, rotations stay float32."""
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[parallel.param_dtype],
+        reduce_dtype=DTYPES[parallel.reduce_dtype],
+        cast_forward_inputs=False,
+    )
+
+
+def describe_precision(parallel: ParallelConfig, device: torch.device) -> str:
+    """One line for the log: which numbers are in which format."""
+    products: str = parallel.param_dtype
+    if parallel.float8 != "none":
+        is_mx = parallel.float8 == "mxfp8"
+        how = "" if (_has_mxfp8(device) if is_mx else _has_float8(device)) else ", emulated"
+        name = parallel.float8 if is_mx else f"float8 {parallel.float8}"
+        products = f"{name} in the blocks ({parallel.param_dtype} elsewhere{how})"
+    return (
+        f"weights and moments float32, products {products}, gradients summed in {parallel.reduce_dtype}, loss float32"
+    )
+
+
+def apply_float8(part: Decoder, parallel: ParallelConfig, device: torch.device) -> None:
+    """Swap the projections in the blocks for ones that multiply in float8."""
+    if parallel.float8 == "none":
+        return
+    make = _mxfp8_factory(device) if parallel.float8 == "mxfp8" else _float8_factory(parallel, device)
+    for block in part.model.layers.values():
+        assert isinstance(block, Block)
+        for owner in (block.self_attn, block.mlp):
+            for name, child in list(owner.named_children()):
+                if isinstance(child, Linear):
+                    setattr(owner, name, make(child))
+
+
+def _float8_factory(parallel: ParallelConfig, device: torch.device) -> Any:
+    try:
+        from torchao.float8.config import Float8LinearConfig
+        from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+    except ImportError as error:
+        raise MissingExtraError("torchao", "train", "float8") from error
+
+    class LocalFloat8Linear(Float8Linear):  # type: ignore[misc]
+        """torchao's layer, multiplying with this rank's part of the weight."""
+
+        bias_share = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = matmul_with_hp_or_float8_args.apply(
+                x, local(self.weight).t(), self.linear_mm_config, self.config
+            )
+            return y if self.bias is None else y + (local(self.bias) * self.bias_share).to(y.dtype)
+
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(parallel.float8),
+        emulate=not _has_float8(device),
+        enable_fsdp_float8_all_gather=parallel.float8_all_gather,
+    )
+    return lambda linear: LocalFloat8Linear.from_float(linear, config=config)
+
+
+def _mxfp8_factory(device: torch.device) -> Any:
+    if device.type == "cuda" and not _has_mxfp8(device):
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        raise ConfigError(
+            f'mesh.float8 = "mxfp8" needs compute capability 10.0 or 10.3; {name} has {major}.{minor}: use float8 = "rowwise"'
+        )
+    try:
+        from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
+        from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+        from torchao.prototype.mx_formats.config import MXFP8Dim0CastKernelChoice, MXFP8Dim1CastKernelChoice
+        from torchao.quantization.quantize_.common import KernelPreference
+    except ImportError as error:
+        raise MissingExtraError("torchao", "train", "mxfp8") from error
+    is_real = device.type == "cuda"
+    kernel = KernelPreference.AUTO if is_real else KernelPreference.EMULATED
+    recipe = MXFP8TrainingOpConfig(kernel_preference=kernel)
+    e4m3 = torch.float8_e4m3fn
+    dim0 = MXFP8Dim0CastKernelChoice.TRITON if is_real else MXFP8Dim0CastKernelChoice.TORCH
+    dim1 = MXFP8Dim1CastKernelChoice.CUDA if is_real else MXFP8Dim1CastKernelChoice.TORCH
+
+    class MxLinear(Linear):
+        """A projection whose three products (forward, gradient of input, of weight) are of MXFP8 blocks."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = mx_mm.apply(
+                x, local(self.weight), e4m3, e4m3, e4m3, MX_BLOCK, recipe.kernel_preference, dim0, dim1,
+                recipe.scale_calculation_mode, recipe.wgrad_with_hp,
+            )  # fmt: skip
+            return y if self.bias is None else y + (local(self.bias) * self.bias_share).to(y.dtype)
+
+    def make(linear: Linear) -> MxLinear:
+        with torch.device("meta"):
+            made = MxLinear(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        made.weight, made.bias = linear.weight, linear.bias
+        return made
+
+    return make
+
+
+def _has_mxfp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((10, 0), (10, 3))
+
+
+def _has_float8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,193 @@
+"""Where a run's words go: one file per rank, the console for rank 0 and for errors, and a copy beside remote checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from titan_ckpt.console.units import format_duration
+from titan_ckpt.errors import StoreError
+from titan_ckpt.format.names import DEBUG, LOGS
+from titan_ckpt.location import join, local_path, normalise, scheme
+from titan_ckpt.sharding.mesh import MeshSpec, format_coordinate
+from titan_ckpt.store.open import open_store
+
+log = logging.getLogger(__name__)
+METRICS = "metrics.jsonl"
+TRACE = "trace.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The local folder of a run: logs/ and debug/, in the places that a run's URL has them too."""
+
+    root: str
+
+    @property
+    def logs(self) -> str:
+        """Folder of the log files."""
+        return os.path.join(self.root, LOGS)
+
+    @property
+    def debug(self) -> str:
+        """Folder of the recorder's files."""
+        return os.path.join(self.root, DEBUG)
+
+    def log(self, rank: int) -> str:
+        """The log file of a rank."""
+        return os.path.join(self.logs, f"rank_{rank:05d}.log")
+
+    def error(self, rank: int) -> str:
+        """Where a rank leaves the error that ended it."""
+        return os.path.join(self.logs, f"error_{rank:05d}.json")
+
+    def file(self, name: str) -> str:
+        """A file in logs/."""
+        return os.path.join(self.logs, name)
+
+
+def run_folder(folder: str, save_url: str) -> RunFolder:
+    """`folder` if given; else the run's own folder where that is local, else runs/NAME."""
+    if folder:
+        return RunFolder(normalise(folder))
+    if not save_url:
+        return RunFolder(os.path.abspath("runs/unsaved"))
+    if scheme(save_url) == "file":
+        return RunFolder(normalise(save_url))
+    return RunFolder(os.path.abspath(os.path.join("runs", normalise(save_url).rpartition("/")[2])))
+
+
+def describe_rank(mesh: MeshSpec, rank: int) -> str:
+    """A rank and its place: `rank 3 dp_shard1 tp1`."""
+    axes = [axis for axis, _ in mesh.items()]
+    return f"rank {rank} {format_coordinate(mesh.coordinate(rank), axes)}".rstrip()
+
+
+class RankLogging:
+    """The handlers of one rank, a context manager: its file at INFO, the console at INFO on rank 0 and ERROR elsewhere."""
+
+    def __init__(
+        self, path: str, *, rank: int, mesh: MeshSpec, console: IO[str] | None = None, has_bar: bool = False
+    ) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        who = describe_rank(mesh, rank)
+        self._file = logging.FileHandler(path, encoding="utf-8")
+        self._file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{who}] %(name)s: %(message)s"))
+        stream = console or sys.stderr
+        self.bar = Bar(stream) if has_bar and rank == 0 and stream.isatty() else None
+        self._console = _ConsoleHandler(stream, self.bar)
+        self._console.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+        prefix = "" if rank == 0 else f"[{who}] "
+        self._console.setFormatter(_ConsoleFormatter(prefix))
+        self._console.addFilter(lambda record: record.exc_info is None)  # tracebacks are for the file
+        self._ours = logging.getLogger("titan_ckpt")
+        self._warnings = logging.getLogger("py.warnings")
+
+    def __enter__(self) -> RankLogging:
+        """Take over the package's logger, and Python's warnings (file only)."""
+        self._ours.setLevel(logging.INFO)
+        self._ours.propagate = False
+        self._ours.handlers = [self._file, self._console]
+        self._warnings.propagate = False
+        self._warnings.handlers = [self._file]
+        logging.captureWarnings(True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give everything back; the file is closed."""
+        logging.captureWarnings(False)
+        if self.bar is not None:
+            self.bar.clear()
+        for logger in (self._ours, self._warnings):
+            logger.handlers, logger.propagate = [], True
+        self._file.close()
+
+
+class Bar:
+    """How far the run is, on the last line of a terminal; what is logged goes above it."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream, self._text = stream, ""
+        self._first: tuple[int, float] | None = None
+
+    def show(self, done: int, total: int) -> None:
+        """Draw `done` of `total` steps, and how long the rest takes at the pace since the first call."""
+        now = time.monotonic()
+        first_done, started = self._first = self._first or (done, now)
+        rest = (
+            ""
+            if done == first_done
+            else f"  {format_duration((total - done) * (now - started) / (done - first_done))} left"
+        )
+        share = done / total
+        self._text = f"[{'#' * int(30 * share):<30}] {done}/{total}{rest}"
+        self.clear()
+        self.draw()
+
+    def clear(self) -> None:
+        """Make room for a line of the log."""
+        self._stream.write("\r\x1b[K")
+        self._stream.flush()
+
+    def draw(self) -> None:
+        """Put the bar back."""
+        self._stream.write(self._text)
+        self._stream.flush()
+
+
+class _ConsoleHandler(logging.StreamHandler[IO[str]]):
+    """The console, with the bar kept below what is written."""
+
+    def __init__(self, stream: IO[str], bar: Bar | None) -> None:
+        super().__init__(stream)
+        self._bar = bar
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write above the bar."""
+        if self._bar is None:
+            super().emit(record)
+            return
+        self._bar.clear()
+        super().emit(record)
+        self._bar.draw()
+
+
+class _ConsoleFormatter(logging.Formatter):
+    """Short lines for people; the traceback stays in the file."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        return f"{self._prefix}{level}{record.getMessage()}"
+
+
+def upload_logs(folder: RunFolder, tiers: Sequence[str], names: Sequence[str]) -> None:
+    """Copy files of logs/ to logs/ of every tier; a store that refuses is a warning, since the run itself is fine."""
+    for url in tiers:
+        if not is_inside(folder, url):
+            _upload(folder, url, names)
+
+
+def _upload(folder: RunFolder, url: str, names: Sequence[str]) -> None:
+    store = open_store(url)
+    for name in names:
+        path = folder.file(name)
+        try:
+            if os.path.exists(path):
+                with open(path, "rb") as file:
+                    store.write(f"{LOGS}/{name}", iter(lambda: file.read(1 << 20), b""))
+        except (StoreError, OSError) as error:
+            log.warning("%s was not copied to %s: %s", name, join(str(store), LOGS), error)
+
+
+def is_inside(folder: RunFolder, url: str) -> bool:
+    """Whether the local folder is the run itself."""
+    return scheme(url) == "file" and os.path.realpath(local_path(normalise(url))) == os.path.realpath(folder.root)

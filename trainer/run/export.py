@@ -1,0 +1,151 @@
+"""Hugging Face folders of a run, made behind training from its committed checkpoints by `titan-ckpt convert to-hf`.
+
+The command runs in a process of its own: it never holds the training loop's interpreter, its memory is bounded, and whatever
+befalls it is one line in the log. Rank 0 has the only `Exporter`; one export is under way at most, and where exports lag
+behind saves the newest checkpoint wins.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import IO
+
+from titan_ckpt.location import join, redact
+from titan_ckpt.trainer.config.train_config import ExportConfig
+
+log = logging.getLogger(__name__)
+FOLDER = "hf"  # of a run: where exports go unless export.url says otherwise
+CLEAN_UP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOutcome:
+    """How one export ended; `problem` is empty when the folder at `url` is whole."""
+
+    step: int
+    url: str
+    seconds: float
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    step: int
+    url: str
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
+    started_s: float
+
+
+class Exporter:
+    """Exports of the run at `save_url`; `on_end` is told every outcome. As a context manager it stops what still runs."""
+
+    def __init__(self, config: ExportConfig, save_url: str, on_end: Callable[[ExportOutcome], None]) -> None:
+        self._config, self._save_url, self._on_end = config, save_url, on_end
+        self._running: _Running | None = None
+        self._waiting: int | None = None
+        self._seen: int | None = None
+        self._taken: int | None = None
+
+    def __enter__(self) -> Exporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop what is under way; a whole export stays, half of one does not."""
+        self._waiting = None
+        if self._running is not None:
+            self._stop(self._running)
+
+    def steps(self) -> frozenset[int]:
+        """Checkpoints that retention must leave, because they are being read or will be."""
+        running = self._running
+        return frozenset(
+            step for step in (self._waiting, None if running is None else running.step) if step is not None
+        )
+
+    def poll(self, committed_step: int | None) -> None:
+        """Look after exports; cheap, for every step of the loop. `committed_step` is the newest checkpoint."""
+        if committed_step is not None and committed_step != self._seen:
+            self._seen = committed_step
+            if committed_step % self._config.every == 0:
+                self._wait_for_turn(committed_step)
+        if self._running is not None and self._running.process.poll() is not None:
+            self._end(self._running)
+        if self._running is None and self._waiting is not None:
+            self._start(self._waiting)
+
+    def finish(self, committed_step: int | None, *, is_stopped: Callable[[], bool], poll_s: float = 0.1) -> None:
+        """At the end of training: export the last checkpoint too, and wait until all is done or `is_stopped`."""
+        if is_stopped():
+            return
+        if committed_step is not None and committed_step != self._taken:
+            self._wait_for_turn(committed_step)
+        self.poll(None)
+        while self._running is not None and not is_stopped():
+            with suppress(subprocess.TimeoutExpired):
+                self._running.process.wait(timeout=poll_s)
+            self.poll(None)
+
+    def _wait_for_turn(self, step: int) -> None:
+        if self._waiting is not None:
+            log.info("step %d: not exported, step %d is newer", self._waiting, step)
+        self._waiting = self._taken = step
+
+    def _start(self, step: int) -> None:
+        url = join(self._config.url or join(self._save_url, FOLDER), f"checkpoint-{step}")
+        command = [sys.executable, "-m", "titan_ckpt", "convert", "to-hf", f"{self._save_url}@{step}", url]
+        command += ["--dtype", self._config.dtype] if self._config.dtype else []
+        started_s = time.monotonic()
+        try:
+            errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            )
+        except OSError as error:
+            self._tell(ExportOutcome(step=step, url=url, seconds=0.0, problem=f"could not be started: {error}"))
+        else:
+            self._running = _Running(step=step, url=url, process=process, errors=errors, started_s=started_s)
+        self._waiting = None
+
+    def _end(self, run: _Running) -> None:
+        self._running = None
+        problem = "" if run.process.returncode == 0 else _last_words(run)
+        run.errors.close()
+        seconds = time.monotonic() - run.started_s
+        self._tell(ExportOutcome(step=run.step, url=run.url, seconds=seconds, problem=problem))
+
+    def _tell(self, outcome: ExportOutcome) -> None:
+        shown = replace(outcome, url=redact(outcome.url))
+        if shown.problem:
+            log.warning("step %d: the export failed, training is not affected: %s", shown.step, shown.problem)
+        else:
+            log.info("step %d: exported to %s in %.1f s", shown.step, shown.url, shown.seconds)
+        self._on_end(shown)
+
+    def _stop(self, run: _Running) -> None:
+        """By SIGTERM, on which the command removes what it has written."""
+        run.process.terminate()
+        try:
+            run.process.wait(timeout=CLEAN_UP_S)
+        except subprocess.TimeoutExpired:
+            run.process.kill()
+            run.process.wait()
+        self._end(run)
+
+
+def _last_words(run: _Running) -> str:
+    """The error that the command printed, else how it ended."""
+    run.errors.seek(0)
+    lines = run.errors.read().decode(errors="replace").strip().splitlines()
+    code = run.process.returncode
+    if code in (130, -signal.SIGTERM):
+        return "stopped with training"
+    return lines[-1].removeprefix("titan-ckpt: error: ") if lines else f"exit code {code}"

@@ -1,0 +1,310 @@
+"""What a checkpoint of a training run holds beside tensors, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ckpt.checkpoint import foreign_formats
+from titan_ckpt.checkpoint.checkpoint import FOREIGN, FULL, Checkpoint, open_checkpoint
+from titan_ckpt.errors import ConfigError, DataError, LoadContractError, NotCommittedError, TitanError
+from titan_ckpt.loading.load import LoadPolicy, LoadReport, load
+from titan_ckpt.saving.second_tier import open_nearest
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.sharding.pipeline import LOOP, PipelineSpec, V
+from titan_ckpt.trainer.config.toml_records import as_dict
+from titan_ckpt.trainer.config.train_config import ResumeConfig
+from titan_ckpt.trainer.model.decoder import ModelConfig
+from titan_ckpt.trainer.model.lora import adapters_of, is_adapter
+from titan_ckpt.trainer.parallel.config import V_SHAPED, ParallelConfig, num_stages
+from titan_ckpt.trainer.parallel.optimizer import Optimizer
+from titan_ckpt.trainer.parallel.parallel_model import Parallelized
+from titan_ckpt.trainer.run.stop_signals import Agreement
+
+log = logging.getLogger(__name__)
+TOKENIZER = "tokenizer.json"
+TORCHTITAN = "tok_embeddings.weight"  # the name by which its checkpoints are known, whoever wrote the files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run has come: finished optimizer steps, samples and tokens consumed. The same on every rank and mesh.
+
+    `skipped` of the steps made no update, since their gradient was not finite.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    skipped: int = 0
+
+    def after(self, *, samples: int, tokens: int, is_skipped: bool = False) -> Progress:
+        """One step further."""
+        return Progress(
+            step=self.step + 1,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
+            skipped=self.skipped + is_skipped,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a run starts from: `checkpoint` None means from scratch. `is_own`: of this run, not of another one's.
+
+    `model_only`: its weights alone, because nothing else was asked for or it has nothing else.
+    """
+
+    checkpoint: Checkpoint | None = None
+    is_own: bool = False
+    model_only: bool = False
+
+
+def training_record(progress: Progress, *, fingerprint: str, seed: int, lr: float) -> dict[str, Any]:
+    """The global part of the state, as the manifest carries it."""
+    return {
+        "step": progress.step,
+        "tokens_seen": progress.tokens,
+        "skipped_steps": progress.skipped,
+        "lr": lr,
+        "data": {"position": progress.samples, "fingerprint": fingerprint},
+        "rng": {"seed": seed, "policy": "stateless: after initialisation nothing draws random numbers"},
+    }
+
+
+def pipeline_record(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> dict[str, Any]:
+    """How layers are dealt to stages, for offline resharding; recorded without pipeline parallelism too."""
+    pp = mesh.degree("pp")
+    return PipelineSpec(
+        num_layers=model.n_layers,
+        stages_per_rank=num_stages(parallel, mesh) // pp if pp > 1 else 1,
+        style=V if pp > 1 and parallel.pp_schedule in V_SHAPED else LOOP,
+        layers_per_stage=parallel.pp_layers_per_stage or None,
+        has_tied_embeddings=model.tied_embeddings,
+    ).to_dict()
+
+
+def live_state(parallelized: Parallelized, optimizer: Optimizer | None) -> dict[str, Any]:
+    """The tensors of this rank, live: saving copies them, loading writes into them. Of a model with adapters, those alone."""
+    weights = parallelized.model_state()
+    state: dict[str, Any] = {"model": {name: weights[name] for name in adapters_of(weights) or weights}}
+    return state if optimizer is None else state | {"optimizer": optimizer.state()}
+
+
+def find_start(resume: ResumeConfig, tiers: Sequence[str], agreement: Agreement, model: ModelConfig) -> Start:
+    """The checkpoint to go on from, the same on every rank: rank 0 looks, the others open what it found.
+
+    Where the run has two tiers every rank looks, since the near one may be a disk of its own machine.
+    """
+    if resume.auto and len(tiers) > 1:
+        nearest = _nearest(tiers, agreement)
+        if nearest is not None and nearest.manifest.kind == FULL:
+            return Start(checkpoint=nearest, is_own=True)
+        tiers = ()
+    answer = agreement.from_rank_0(_look(resume, tiers[0] if tiers else ""))
+    if isinstance(answer, TitanError):
+        raise answer
+    if answer is None:
+        return Start()
+    url, step, is_own = answer
+    checkpoint = open_for(model, url, step=step)
+    has_all = checkpoint.manifest.kind == FULL
+    return Start(checkpoint=checkpoint, is_own=is_own, model_only=not is_own and (resume.model_only or not has_all))
+
+
+def open_for(model: ModelConfig, url: str, *, step: int | None = None) -> Checkpoint:
+    """A checkpoint to start from, under our names: torchtitan's gets them by its rules for the family of `model`."""
+    checkpoint = open_checkpoint(url, step=step)
+    if checkpoint.manifest.kind != FOREIGN and TORCHTITAN not in checkpoint.manifest.by_fqn:
+        return checkpoint
+    return foreign_formats.registered().name_torchtitan(checkpoint, as_dict(model))
+
+
+def _nearest(tiers: Sequence[str], agreement: Agreement) -> Checkpoint | None:
+    """The newest checkpoint that all ranks see in one tier; None only where no rank sees any and every tier answered."""
+    try:
+        return open_nearest(tiers, all_steps=agreement.everywhere)
+    except NotCommittedError:
+        if agreement.largest([float(any(map(_is_not_empty, tiers)))])[0]:
+            raise
+        return None
+
+
+def _is_not_empty(url: str) -> bool:
+    """Whether a tier has a checkpoint, or cannot say that it has none."""
+    try:
+        open_checkpoint(url)
+    except NotCommittedError:
+        return False
+    except TitanError:
+        return True
+    return True
+
+
+def _look(resume: ResumeConfig, save_url: str) -> tuple[str, int, bool] | TitanError | None:
+    try:
+        if resume.auto and save_url:
+            try:
+                found = open_checkpoint(save_url)
+                if found.manifest.kind == FULL:
+                    return save_url, found.step, True
+            except NotCommittedError:
+                pass
+        if resume.from_:
+            found = open_checkpoint(resume.from_)
+            return found.url, found.step, False
+    except TitanError as error:
+        return error
+    return None
+
+
+def restore(
+    start: Start,
+    parallelized: Parallelized,
+    optimizer: Optimizer,
+    *,
+    agreement: Agreement,
+    fingerprint: str,
+    other_data: bool,
+) -> Progress:
+    """Load what `start` names into the live tensors; the progress to go on from."""
+    checkpoint = start.checkpoint
+    if checkpoint is None:
+        return Progress()
+    check_model(checkpoint, parallelized.model)
+    state = live_state(parallelized, None if start.model_only else optimizer)
+    if start.model_only:
+        check_all_taken(checkpoint, _load_weights(checkpoint, state), tuple(state), agreement)
+        return Progress()
+    training = checkpoint.manifest.training
+    if "data" in training:
+        check_data(checkpoint, fingerprint, other_data=other_data)
+    else:
+        log.warning("%s has no position in these data; they are read from the first sample on", checkpoint)
+    report = load(checkpoint, state, policy=LoadPolicy(extra="allow"))
+    check_all_taken(checkpoint, report, tuple(state), agreement)
+    return Progress(
+        step=int(training["step"]),
+        samples=int(training["data"]["position"]) if "data" in training else 0,
+        tokens=int(training["tokens_seen"]),
+        skipped=int(training.get("skipped_steps", 0)),
+    )
+
+
+def _load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:
+    """Load a model that another run or tool wrote, whose weights may be narrower than ours."""
+    report = load(checkpoint, state, policy=LoadPolicy(extra="allow", cast="allow"))
+    for cast in sorted(set(report.cast.values())):
+        log.info("%s: weights are cast: %s, which holds every value", checkpoint, cast)
+    return report
+
+
+def load_base(checkpoint: Checkpoint, parallelized: Parallelized) -> None:
+    """Load the weights that adapters stand beside."""
+    check_model(checkpoint, parallelized.model)
+    weights = parallelized.model_state()
+    base = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
+    _load_weights(checkpoint, {"model": base})
+    log.info(
+        "adapters on %s: %d of %d tensors of this rank are trained", checkpoint, len(weights) - len(base), len(weights)
+    )
+
+
+def open_base(url: str, start: Start, model: ModelConfig) -> Checkpoint:
+    """The model that a run with adapters starts from; a warning where the run has started from another one."""
+    if start.checkpoint is not None and not start.is_own:
+        return start.checkpoint
+    base = open_for(model, url)
+    saved = start.checkpoint.manifest.config.get("resume", {}).get("from") if start.checkpoint is not None else url
+    if saved != url:
+        log.warning("the adapters were trained on %s and now stand on %s", saved, url)
+    return base
+
+
+def check_all_taken(checkpoint: Checkpoint, report: LoadReport, parts: Sequence[str], agreement: Agreement) -> None:
+    """Refuse a checkpoint of whose `parts` no rank loads something. One rank may leave names out, which other stages have."""
+    loaded = set(report.loaded)
+    names = [fqn for fqn in checkpoint.manifest.by_fqn if fqn.partition(".")[0] in parts]
+    taken = agreement.largest([float(fqn in loaded) for fqn in names])
+    left = [fqn for fqn, is_taken in zip(names, taken, strict=True) if not is_taken]
+    if left:
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        raise LoadContractError(f"{checkpoint} holds what this model has not: {', '.join(left[:5])}{more}")
+
+
+def kept_assets(start: Start, tokenizer: bytes) -> dict[str, bytes]:
+    """The small files to save along: those of the start, so that an imported model goes back with its config and chat template.
+
+    Where the run reads text with another tokenizer than the start's, only the start's config.json is kept.
+    """
+    assets: dict[str, bytes] = {}
+    if start.checkpoint is not None:
+        assets = {name: start.checkpoint.asset(name) for name in start.checkpoint.manifest.assets}
+        if assets.get(TOKENIZER) != tokenizer:
+            assets = {name: data for name, data in assets.items() if name == "config.json"}
+    return assets | {TOKENIZER: tokenizer}
+
+
+def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Refuse a checkpoint of another architecture; shapes alone would not show another rope_theta or norm_eps."""
+    saved = checkpoint.manifest.config.get("model")
+    if not isinstance(saved, Mapping):
+        log.warning("%s does not say which model it is of; only names and shapes are compared", checkpoint)
+        return
+    theirs, ours = _spelled_out(saved), _spelled_out(as_dict(model))
+    ignored = {"max_seq_len"}
+    differing = [k for k in sorted({*theirs, *ours} - ignored) if theirs.get(k) != ours.get(k)]
+    if differing:
+        changes = ", ".join(f"{k}: checkpoint {theirs.get(k)}, config {ours.get(k)}" for k in differing)
+        raise ConfigError(
+            f"{checkpoint} is of another model: {changes}; set [model] to the checkpoint's, or use another save.url"
+        )
+
+
+def _spelled_out(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A `[model]` in which equal models are equal: nothing that is None, and the head size a number even where it follows."""
+    values: dict[str, Any] = {}
+    for key, value in model.items():
+        if value is not None:
+            values[key] = _spelled_out(value) if isinstance(value, Mapping) else value
+    if "dim" in values and not values.get("head_dim"):
+        values["head_dim"] = values["dim"] // values["n_heads"]
+    return values
+
+
+def check_data(checkpoint: Checkpoint, fingerprint: str, *, other_data: bool) -> None:
+    """Refuse to go on over another corpus, order or sequence length: the position would mean something else."""
+    saved = checkpoint.manifest.training.get("data", {}).get("fingerprint")
+    if saved == fingerprint:
+        return
+    if other_data:
+        log.warning(
+            "%s was trained on other data or in another order; the position is kept (resume.other_data)", checkpoint
+        )
+        return
+    raise DataError(
+        f"{checkpoint} was trained on other data, or in another order, than [data], [validation] and train.seed now give; "
+        "set them back, or set resume.other_data = true to go on from the same position, or resume.model_only = true"
+    )
+
+
+def changed_settings(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[str]:
+    """What [optimizer] and [train] say otherwise than when the checkpoint was saved, as `table.key: before -> now`."""
+    changes = []
+    for table in ("optimizer", "train"):
+        before, now = checkpoint.manifest.config.get(table), config[table]
+        if isinstance(before, Mapping):
+            known = [key for key in now if key in before and before[key] != now[key]]
+            changes += [f"{table}.{key}: {before[key]} -> {now[key]}" for key in known]
+    return changes
+
+
+def describe_start(start: Start, progress: Progress) -> str:
+    """One line for the log."""
+    if start.checkpoint is None:
+        return "starting from scratch"
+    mesh = start.checkpoint.manifest.mesh
+    what = f"step {progress.step}, {progress.samples} samples" if progress.step else "weights"
+    return f"resuming from {start.checkpoint} ({what}{'' if mesh is None else f', saved on mesh {mesh}'})"

@@ -1,0 +1,137 @@
+"""What there is at a URL, found by cheap listings, so that a wrong path is an error before the screen is taken over."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from titan_ckpt.debug.read.discovery import Source, find_place, sources
+from titan_ckpt.errors import NotFoundError, StoreError
+from titan_ckpt.format.names import parse_foreign_step
+from titan_ckpt.location import local_path, parse_location, redact, scheme
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.open import open_store
+from titan_ckpt.tui.data.runs import CONFIG, WHOLE, holds_runs
+
+LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
+PACKED = (".gz", ".zst")
+METRICS = ("metrics.jsonl", "logs/metrics.jsonl")
+_EVIDENCE = {".box", ".pickle", ".pkl", ".stacks", ".json", *LOG_ENDINGS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFile:
+    """A log and the rank that its name tells."""
+
+    path: str
+    rank: int | None
+    size_bytes: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is compressed."""
+        return self.path.endswith(PACKED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """A run's or incident's parts. `metrics` is the path of its metrics.jsonl, "" without one.
+
+    `has_runs`: a folder of runs; `step`: the one that was asked for.
+    """
+
+    url: str
+    store: Store
+    has_evidence: bool
+    has_checkpoints: bool
+    logs: tuple[LogFile, ...]
+    metrics: str
+    incident: str = ""
+    has_runs: bool = False
+    step: int | None = None
+
+
+def find_content(url: str) -> Content:
+    """List what is at `url`: a run, an incident folder, a folder of dumps or logs, or one file of these.
+
+    NotFoundError when nothing there is anything that this program shows.
+    """
+    location = parse_location(url)
+    try:
+        return replace(_content(open_store(location.url), url), step=location.step)
+    except OSError as error:
+        raise StoreError(
+            f"{redact(url)}: {error.strerror} ({error.filename}); open a folder that can be read whole"
+        ) from error
+
+
+def _content(store: Store, url: str) -> Content:
+    single = _single_file(store)
+    if single is not None:
+        return single
+    folders = store.folders()
+    has_steps = any(parse_foreign_step(name) is not None for name in folders)
+    if not has_steps and "debug" not in folders and holds_runs(store, folders):
+        return Content(
+            url=url, store=store, has_evidence=False, has_checkpoints=False, logs=(), metrics="", has_runs=True
+        )
+    place = find_place(store)
+    found = sources(store, place)
+    metrics = next((path for path in METRICS if store.exists(path)), "")
+    has_checkpoints = has_steps or any(store.exists(path) for path in (*WHOLE, CONFIG))
+    has_evidence = any(_is_evidence(source) for source in found if source.path != CONFIG)
+    if not (has_checkpoints or has_evidence or metrics):
+        raise _nothing_here(store, folders)
+    return Content(
+        url=url, store=store, has_evidence=has_evidence, has_checkpoints=has_checkpoints, metrics=metrics,
+        logs=_logs(found), incident=place.incident,
+    )  # fmt: skip
+
+
+def _single_file(store: Store) -> Content | None:
+    """A URL that names one dump or log: the folder around it is the store, and only that file is listed."""
+    if scheme(store.url) != "file":
+        return None
+    folder, _, name = local_path(store.url).rpartition("/")
+    parent = open_store(folder or "/")
+    if not name or not parent.exists(name):
+        return None
+    size = parent.stat(name).size_bytes
+    is_log = _is_log(name)
+    return Content(
+        url=store.url, store=parent, has_evidence=True, has_checkpoints=False, metrics="",
+        logs=(LogFile(path=name, rank=None, size_bytes=size),) if is_log else (),
+    )  # fmt: skip
+
+
+def _is_log(path: str) -> bool:
+    for packed in PACKED:
+        path = path.removesuffix(packed)
+    return path.endswith(LOG_ENDINGS)
+
+
+def _is_evidence(source: Source) -> bool:
+    return (source.suffix in _EVIDENCE and (source.rank is not None or _is_log(source.path) or source.suffix == ".json")) or (
+        source.rank is not None and source.suffix == ""
+    )  # fmt: skip
+
+
+def _logs(found: Iterable[Source]) -> tuple[LogFile, ...]:
+    return tuple(
+        LogFile(path=source.path, rank=source.rank, size_bytes=source.size_bytes)
+        for source in found
+        if _is_log(source.path)
+    )
+
+
+def _nothing_here(store: Store, folders: list[str]) -> StoreError:
+    names = [
+        *(f"{name}/" for name in itertools.islice(folders, 5)),
+        *(e.path for e in itertools.islice(store.list(""), 3)),
+    ]
+    seen = f"it holds {', '.join(names[:5])}" if names else "it is empty or does not exist"
+    return NotFoundError(
+        f"{redact(str(store))}: neither a run nor an incident: no step folder, dump, stack, log or metrics.jsonl ({seen}). "
+        "Give a run's URL (what save.url named), a folder of runs, an incident folder, or a folder of dumps or logs"
+    )

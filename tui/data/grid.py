@@ -1,0 +1,271 @@
+"""The heatmap of one group: a byte per rank and operation, ordered by gravity, so that zooming out is a maximum. Pure.
+
+At 16,384 ranks x 2,000 operations that is 33 MB, and what is painted is a maximum over what lies under each cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.incident.records import COMPLETED, STARTED, Run
+from titan_ckpt.tui.rows import Role
+
+Codes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+
+BLANK, DONE, LATE, SILENT, PENDING, RUNNING, ABSENT, DIFFERS = range(8)
+GLYPHS: Sequence[tuple[str, Role, str]] = (
+    (" ", "dim", "not recorded"),
+    ("·", "dim", "done"),
+    ("+", "note", "late"),
+    ("?", "warn", "unknown"),
+    ("o", "good", "pending"),
+    ("@", "good", "started"),
+    ("x", "bad", "absent"),
+    ("#", "bad", "differs"),
+)
+LATE_NS = 50_000_000
+_MEDIAN_OF = 1_024
+_BLOCK_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """`codes[i, j]` is what rank `members[i]` did about column `j`; `order` is the rows' order on the screen.
+
+    Columns are sequence numbers from `first`, or bins of `bin_ns` from `start_ns` where that is not 0.
+    """
+
+    name: str
+    members: Ints
+    codes: Codes
+    first: int = 0
+    start_ns: int = 0
+    bin_ns: int = 0
+    labels: Mapping[int, str] | None = None
+
+    @property
+    def is_time(self) -> bool:
+        """Whether columns are times."""
+        return self.bin_ns > 0
+
+    def column_text(self, column: int) -> str:
+        """A column's name."""
+        if not self.is_time:
+            return f"#{self.first + column}"
+        digits = min(max(-math.floor(math.log10(self.bin_ns * 10 / 1e9)), 0), 6)
+        return f"+{column * self.bin_ns / 1e9:.{digits}f} s"
+
+
+def build_grid(run: Run, lane: Lane) -> Grid:
+    """The heatmap over sequence numbers."""
+    codes = _states(run, lane)
+    _mark_late(run, lane, codes)
+    _mark_different(lane, codes)
+    return Grid(
+        name=str(run.groups[lane.group]),
+        members=np.array(lane.members, np.int64),
+        codes=codes,
+        first=lane.first_seq,
+        labels=coordinate_labels(run, lane.members),
+    )
+
+
+def _states(run: Run, lane: Lane) -> Codes:
+    codes = np.zeros(lane.row.shape, np.uint8)
+    columns = np.arange(lane.row.shape[1])
+    is_known = lane.row.max(axis=0, initial=-1) >= 0  # what no rank recorded (C++ issued it) is absent on none
+    for i, rank in enumerate(lane.members):
+        row = lane.row[i]
+        seen = row >= 0
+        table = run.ranks[rank].operations[row[seen]]
+        is_done = table["retired"] | (table["state"] == COMPLETED)
+        open_ = np.where(table["state"] == STARTED, RUNNING, PENDING)
+        codes[i, seen] = np.where(is_done, DONE, open_)
+        first = int(columns[seen][0]) if seen.any() else 0
+        missing = SILENT if lane.is_silent[i] else ABSENT
+        codes[i, ~seen & is_known & (columns >= first)] = missing
+        if lane.last[i] >= 0 and not lane.done[i]:
+            codes[i, int(lane.last[i]) - lane.first_seq] = max(
+                PENDING, int(codes[i, int(lane.last[i]) - lane.first_seq])
+            )
+    return codes
+
+
+def _mark_late(run: Run, lane: Lane, codes: Codes) -> None:
+    """LATE: issued over 50 ms after the median rank (of a thousand, evenly chosen, where there are more)."""
+    some = range(0, len(lane.members), -(-len(lane.members) // _MEDIAN_OF))
+    created = np.stack([_created(run, lane.members[i], lane.row[i]) for i in some])
+    known = np.where(created > 0, created.astype(np.float64), np.nan)
+    enough = (created > 0).sum(axis=0) > 1
+    if not enough.any():
+        return
+    median = np.full(lane.row.shape[1], np.inf)
+    median[enough] = np.nanmedian(known[:, enough], axis=0)
+    for i, rank in enumerate(lane.members):
+        codes[i, (codes[i] == DONE) & (_created(run, rank, lane.row[i]) > median + LATE_NS)] = LATE
+
+
+def _mark_different(lane: Lane, codes: Codes) -> None:
+    """DIFFERS: another operation, size or dtype than most of the ranks issued under that number."""
+    highest = np.iinfo(lane.signature.dtype).max
+    largest = lane.signature.max(axis=0)  # not seen is -1
+    smallest = np.full(lane.signature.shape[1], highest, lane.signature.dtype)
+    for start in range(0, len(lane.members), _BLOCK_ROWS):
+        block = lane.signature[start : start + _BLOCK_ROWS]
+        np.minimum(smallest, np.where(block >= 0, block, highest).min(axis=0), out=smallest)
+    for column in np.flatnonzero((largest != smallest) & (largest >= 0)).tolist():
+        signature = lane.signature[:, column]
+        codes[(signature >= 0) & (signature != usual_signature(signature)), column] = DIFFERS
+
+
+def usual_signature(column: Ints) -> int:
+    """What most of those issued who issued anything under a number; -1 where nobody did."""
+    values, counts = np.unique(column[column >= 0], return_counts=True)
+    return int(values[counts.argmax()]) if len(values) else -1
+
+
+def build_time_grid(run: Run, lane: Lane, num_bins: int = 600) -> Grid | None:
+    """The same over wall time; None where no times were recorded. What is pending or absent stays so to the right end."""
+    sequence = build_grid(run, lane)
+    known = (times for times in _all_created(run, lane) if (times > 0).any())
+    ends = [(int(times[times > 0].min()), int(times.max())) for times in known]
+    if not ends:
+        return None
+    start, end = min(first for first, _ in ends), max(last for _, last in ends)
+    bin_ns = max(1, -(-(end - start + 1) // (num_bins - num_bins // 10)))
+    codes = np.zeros((len(lane.members), num_bins), np.uint8)
+    for i, times in enumerate(_all_created(run, lane)):
+        columns = np.flatnonzero(times > 0)
+        if len(columns):
+            bins = (times[columns] - start) // bin_ns
+            np.maximum.at(codes[i], bins, sequence.codes[i, columns])
+            last = int(sequence.codes[i, columns[-1]])
+            is_absent = int(sequence.codes[i].max()) == ABSENT
+            codes[i, int(bins[-1]) + 1 :] = (
+                last if last in (PENDING, RUNNING, DIFFERS) else ABSENT if is_absent else BLANK
+            )
+    return Grid(name=sequence.name, members=sequence.members, codes=codes, start_ns=start, bin_ns=bin_ns,
+                labels=sequence.labels)  # fmt: skip
+
+
+def _all_created(run: Run, lane: Lane) -> Iterator[Ints]:
+    """One rank's times after another's: those of all at once would be eight times the heatmap."""
+    return (_created(run, rank, lane.row[i]) for i, rank in enumerate(lane.members))
+
+
+def _created(run: Run, rank: int, row: npt.NDArray[np.signedinteger[Any]]) -> Ints:
+    table = run.ranks[rank].operations
+    if not len(table):
+        return np.zeros(row.shape, np.int64)
+    return np.where(row >= 0, table["created_ns"][row], 0).astype(np.int64)
+
+
+def coordinate_labels(run: Run, members: Sequence[int]) -> dict[int, str]:
+    """`pp0 tp1` by rank, where the recorder wrote coordinates; of the axes on which the job's ranks differ."""
+    some = [record.coordinates for record in run.ranks.values()]
+    axes = [axis for axis in (some[0] if some else ()) if len({place.get(axis) for place in some}) > 1]
+    return {
+        rank: " ".join(f"{axis}{run.ranks[rank].coordinates.get(axis, '?')}" for axis in axes)
+        for rank in members
+        if axes and run.ranks[rank].coordinates
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """An order of the rows: `places` in the members; rows of equal `keys` (a coordinate on the axis `name`) belong together."""
+
+    name: str
+    places: Ints
+    keys: Ints
+
+    def only(self, is_wanted: npt.NDArray[np.bool_]) -> Order:
+        """The same order of some of the members."""
+        left = is_wanted[self.places]
+        return Order(name=self.name, places=self.places[left], keys=self.keys[left])
+
+
+def sort_orders(run: Run, members: Sequence[int]) -> list[Order]:
+    """Orders of the rows: by rank, and by each mesh axis first."""
+    places = [run.ranks[rank].coordinates for rank in members]
+    axes = list(places[0]) if places else []
+    orders = [Order(name="rank", places=np.arange(len(members)), keys=np.zeros(len(members), np.int64))]
+    for axis in axes:
+        keys = np.array([place.get(axis, 0) for place in places], np.int64)
+        if len(set(keys.tolist())) > 1:
+            sorted_ = np.argsort(keys, kind="stable").astype(np.int64)
+            orders.append(Order(name=axis, places=sorted_, keys=keys[sorted_]))
+    return orders
+
+
+def row_starts(keys: Ints, per_row: int) -> Ints:
+    """Where rows of up to `per_row` ranks begin, a new one at each new key.
+
+    >>> row_starts(np.array([0, 0, 0, 1, 1]), 2)
+    array([0, 2, 3])
+    """
+    begins = np.flatnonzero(np.diff(keys, prepend=keys[:1] - 1))
+    ends = np.append(begins[1:], len(keys))
+    return np.concatenate([np.arange(a, b, per_row) for a, b in zip(begins, ends, strict=True)] or [begins])
+
+
+def per_row_to_fit(keys: Ints, num_rows: int) -> int:
+    """Ranks a row so that all rows fit on the screen: a power of two, or all ranks of a key."""
+    per_row, most = 1, max(len(keys), 1)
+    while per_row < most and len(row_starts(keys, per_row)) > num_rows:
+        per_row *= 2
+    return per_row
+
+
+def reduce_row(codes: Codes, rows: Ints, first: int, num_cells: int, per_cell: int) -> Codes:
+    """The gravest code under each of `num_cells` cells, `per_cell` columns wide, over `rows`."""
+    stop = min(first + num_cells * per_cell, codes.shape[1])
+    if stop <= first or not len(rows):
+        return np.zeros(num_cells, np.uint8)
+    is_run = len(rows) == 1 or int(rows[-1]) - int(rows[0]) == len(rows) - 1
+    slab = codes[int(rows[0]) : int(rows[-1]) + 1, first:stop] if is_run else codes[rows, first:stop]
+    worst = slab.max(axis=0)
+    padded = np.zeros(num_cells * per_cell, np.uint8)
+    padded[: len(worst)] = worst
+    return np.asarray(padded.reshape(num_cells, per_cell).max(axis=1), dtype=np.uint8)
+
+
+def next_stop(codes: Codes, order: Ints, starts: Ints, spot: tuple[int, int], direction: int) -> tuple[int, int] | None:
+    """The next (row, column) to look at: the gravest rows of a problem column, then the next such column.
+
+    Rows are the parts of `order` that begin at `starts`. A column in which all rows are alike has one stop.
+    """
+    row, column = spot
+    shown = codes if len(order) == len(codes) else codes[order]
+    columns = problem_columns(shown)
+    if column in columns:
+        rows = _stops_in(np.maximum.reduceat(codes[order, column], starts))
+        left = rows[rows > row] if direction > 0 else rows[rows < row][::-1]
+        if len(left):
+            return int(left[0]), column
+    further = columns[columns > column] if direction > 0 else columns[columns < column][::-1]
+    if not len(further):
+        return None
+    rows = _stops_in(np.maximum.reduceat(codes[order, int(further[0])], starts))
+    return int(rows[0 if direction > 0 else -1]), int(further[0])
+
+
+def _stops_in(column: Codes) -> Ints:
+    places = np.flatnonzero(column == column.max())
+    return places[:1] if len(places) == len(column) else places
+
+
+def problem_columns(codes: Codes) -> Ints:
+    """Columns where something worse than `done` begins: the stops of `n` and `N`."""
+    worst = codes.max(axis=0) if codes.size else np.zeros(codes.shape[1], np.uint8)
+    is_bad = (worst >= LATE) & (worst != SILENT)
+    begins = is_bad & (worst != np.concatenate([np.zeros(1, np.uint8), worst[:-1]]))
+    return np.flatnonzero(begins).astype(np.int64)

@@ -1,0 +1,136 @@
+"""The incident as the screens need it: what `titan_ckpt.debug` read and concluded, and a compact heatmap per group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from titan_ckpt.debug.diagnosis.align import Lane, lanes
+from titan_ckpt.debug.diagnosis.diagnose import diagnose
+from titan_ckpt.debug.diagnosis.rank_state import (
+    DEAD,
+    FINISHED,
+    FROZEN,
+    GIL_HELD,
+    IN_COLLECTIVE,
+    IN_INIT,
+    IN_P2P,
+    IN_TEARDOWN,
+    ON_CPU,
+    SILENT,
+    UNKNOWN,
+    Situation,
+    situations,
+)
+from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
+from titan_ckpt.debug.incident.records import LogEvent, RankLog, Run, Verdict
+from titan_ckpt.debug.read.reader import open_run
+from titan_ckpt.tui.rows import Role
+
+# Kinds of log events that no other rank's trouble brings about.
+OWN_ERRORS = ("exception", "oom", "fatal_signal")
+# A glyph and a role for each situation, gravest first.
+SITUATIONS: Mapping[str, tuple[str, Role, str]] = {
+    DEAD: ("x", "bad", "dead"),
+    FROZEN: ("z", "bad", "frozen"),
+    GIL_HELD: ("g", "bad", "GIL held"),
+    ON_CPU: ("c", "warn", "busy on its CPU"),
+    SILENT: ("?", "warn", "left nothing"),
+    IN_INIT: ("i", "note", "in init"),
+    IN_P2P: ("p", "good", "in send/recv"),
+    IN_COLLECTIVE: ("w", "good", "waiting in a collective"),
+    IN_TEARDOWN: ("t", "dim", "shutting down"),
+    FINISHED: ("f", "dim", "finished"),
+    UNKNOWN: ("-", "dim", "no stack"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """One incident, diagnosed. `is_chain`: no wait is in the evidence itself, `edges` are the verdict's chain."""
+
+    run: Run
+    verdicts: tuple[Verdict, ...]
+    lanes: tuple[Lane, ...]
+    states: Mapping[int, Situation]
+    edges: tuple[Edge, ...] = field(default=())
+    is_chain: bool = False
+
+    @property
+    def top(self) -> Verdict:
+        """The most likely verdict."""
+        return self.verdicts[0]
+
+    def lane_of(self, group: str | None) -> int:
+        """Position of the lane of a group's name, 0 where there is none such."""
+        names = [str(self.run.groups[lane.group]) for lane in self.lanes]
+        return names.index(group) if group in names else 0
+
+
+def load_incident(url: str) -> Incident:
+    """Read and diagnose; TitanError when nothing there is evidence."""
+    run = open_run(url)
+    states = situations(run)
+    found = lanes(run)
+    verdicts = tuple(diagnose(run))
+    edges = tuple(wait_edges(run, found, states))
+    return Incident(
+        run=run,
+        verdicts=verdicts,
+        lanes=tuple(found),
+        states=states,
+        edges=edges or chain_edges(run, verdicts[0]),
+        is_chain=not edges and bool(verdicts[0].chain),
+    )
+
+
+def chain_edges(run: Run, top: Verdict) -> tuple[Edge, ...]:
+    """The verdict's chain as waits: what a mismatch shows, where every rank issued something."""
+    names = [str(group) for group in run.groups]
+    group = names.index(top.group) if top.group in names else -1
+    seq = -1 if top.seq is None else top.seq
+    return tuple(
+        Edge(waiter=waiter, awaited=awaited, group=group, seq=seq, is_inferred=True) for waiter, awaited in top.chain
+    )
+
+
+def first_error(incident: Incident) -> LogEvent | None:
+    """The earliest error of a rank's own in any log: not a closed connection, a timeout or a signal from the launcher.
+
+    Of the verdict's culprits where one of them has such an error, since clocks differ.
+    """
+    logs = [record.log for record in incident.run.ranks.values() if record.log is not None]
+    own = [event for log in logs for event in _own_errors(log)]
+    blamed = [event for event in own if event.rank in incident.top.culprits]
+    return min(blamed or own, key=lambda event: (event.time_s is None, event.time_s or 0.0, event.rank), default=None)
+
+
+def _own_errors(log: RankLog) -> list[LogEvent]:
+    """An abort after an error of the communication is that error's work."""
+    kinds = [event.kind for event in log.events]
+    first_comm = next((i for i, kind in enumerate(kinds) if kind.startswith("comm_")), len(kinds))
+    return [
+        event
+        for i, event in enumerate(log.events)
+        if event.kind in OWN_ERRORS and not (event.kind == "fatal_signal" and i > first_comm)
+    ]
+
+
+def state_counts(incident: Incident) -> list[tuple[str, int]]:
+    """(kind, how many ranks), gravest first."""
+    counts = Counter(state.kind for state in incident.states.values())
+    return [(kind, counts[kind]) for kind in SITUATIONS if counts[kind]]
+
+
+def strip_cells(incident: Incident, num_cells: int) -> list[tuple[str, Role]]:
+    """A glyph per rank; where the ranks are more than the cells, a cell is the gravest of its neighbours."""
+    order = list(SITUATIONS)
+    ranks = sorted(incident.states)
+    per_cell = max(1, -(-len(ranks) // max(num_cells, 1)))
+    cells = []
+    for start in range(0, len(ranks), per_cell):
+        kinds = [incident.states[rank].kind for rank in ranks[start : start + per_cell]]
+        glyph, role, _ = SITUATIONS[min(kinds, key=order.index)]
+        cells.append((glyph, role))
+    return cells

@@ -1,0 +1,153 @@
+"""Bytes of logs by offset, wherever they lie: a local file as it stands, a packed or remote one through a temporary file.
+
+At most a hundred files are open at once; a job has thousands of logs.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import zstandard
+
+from titan_ckpt.errors import DamagedError, StoreError
+from titan_ckpt.location import local_path, scheme
+from titan_ckpt.store.base import Store
+from titan_ckpt.tui.data.content import LogFile
+
+MAX_OPEN = 96
+_COPY_BYTES = 8 << 20
+_MAX_UNPACKED = 8 << 30
+
+
+class LogFiles:
+    """Random access to the logs of one run. Close it to remove its temporary files."""
+
+    def __init__(self, store: Store, files: tuple[LogFile, ...]) -> None:
+        self.files = files
+        self._store = store
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._paths: dict[int, str] = {}
+        self._open: OrderedDict[int, int] = OrderedDict()
+        self._lock = threading.RLock()
+        self._is_closed = False
+
+    def read(self, index: int, start: int, length: int) -> bytes:
+        """Up to `length` bytes of a file from `start`."""
+        with self._lock:
+            return os.pread(self._descriptor(index), length, start)
+
+    def size(self, index: int) -> int:
+        """Its (unpacked) size now."""
+        with self._lock:
+            return os.fstat(self._descriptor(index)).st_size
+
+    def year(self, index: int) -> int:
+        """The year of its last change, of a copy the present one."""
+        with self._lock:
+            return datetime.fromtimestamp(os.fstat(self._descriptor(index)).st_mtime, UTC).year
+
+    def grow(self, files: tuple[LogFile, ...]) -> None:
+        """The same files, of which some have grown, and further ones behind them. A copy of one that has grown gets the rest."""
+        with self._lock:
+            for index, path in self._paths.items():
+                before, after = self.files[index].size_bytes, files[index].size_bytes
+                if after > before and not self._is_in_place(files[index]):
+                    with open(path, "ab") as out:
+                        out.write(self._store.read(files[index].path, before, after - before))
+            self.files = files
+
+    def _is_in_place(self, file: LogFile) -> bool:
+        return scheme(self._store.url) == "file" and not file.is_packed
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether other LogFiles have taken its place."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """Close all files and remove the temporary ones; reading on is a StoreError."""
+        with self._lock:
+            self._is_closed = True
+            while self._open:
+                os.close(self._open.popitem()[1])
+            if self._folder is not None:
+                self._folder.cleanup()
+                self._folder = None
+                self._paths.clear()
+
+    def _descriptor(self, index: int) -> int:
+        if self._is_closed:
+            raise StoreError(f"{self.files[index].path}: the logs were read again meanwhile; ask again")
+        found = self._open.pop(index, None)
+        if found is None:
+            if len(self._open) >= MAX_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            found = os.open(self._path(index), os.O_RDONLY | os.O_CLOEXEC)
+        self._open[index] = found
+        return found
+
+    def _path(self, index: int) -> str:
+        if index not in self._paths:
+            file = self.files[index]
+            if self._is_in_place(file):
+                self._paths[index] = os.path.join(local_path(self._store.url), file.path)
+            else:
+                self._paths[index] = self._materialise(index, file)
+        return self._paths[index]
+
+    def _materialise(self, index: int, file: LogFile) -> str:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="titan-ckpt-logs-")
+        path = Path(self._folder.name) / f"{index}.log"
+        with path.open("wb") as out:
+            for part in _unpacked(file.path, self._parts(file)):
+                out.write(part)
+        return str(path)
+
+    def _parts(self, file: LogFile) -> Iterator[bytes]:
+        for start in range(0, file.size_bytes, _COPY_BYTES):
+            yield self._store.read(file.path, start, min(_COPY_BYTES, file.size_bytes - start))
+
+
+def _unpacked(path: str, parts: Iterator[bytes]) -> Iterator[bytes]:
+    """Bytes as they were before packing. What a cut-off file still holds is given; one that holds nothing is damaged."""
+    if path.endswith(".gz"):
+        source = _gunzip(parts)
+    elif path.endswith(".zst"):
+        source = _unzstd(parts)
+    else:
+        source = parts
+    total = 0
+    try:
+        for part in source:
+            total += len(part)
+            if total > _MAX_UNPACKED:
+                raise DamagedError(f"{path}: unpacks to more than {_MAX_UNPACKED} bytes")
+            yield part
+    except (zlib.error, zstandard.ZstdError) as error:
+        if total == 0:
+            raise DamagedError(f"{path}: damaged compression: {error}") from error
+
+
+def _gunzip(parts: Iterator[bytes]) -> Iterator[bytes]:
+    engine = zlib.decompressobj(wbits=31)
+    for part in parts:
+        data = part
+        while data:
+            yield engine.decompress(data)
+            data = engine.unused_data if engine.eof else b""
+            if engine.eof:
+                engine = zlib.decompressobj(wbits=31)
+
+
+def _unzstd(parts: Iterator[bytes]) -> Iterator[bytes]:
+    engine = zstandard.ZstdDecompressor().decompressobj()
+    for part in parts:
+        yield engine.decompress(part)

@@ -1,0 +1,121 @@
+"""What of the merged logs is shown: the filter as typed, the lines that pass it, equal lines of several ranks as one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+import numpy as np
+
+from titan_ckpt.tui.data.log_growth import fresh_mask, merged, moved
+from titan_ckpt.tui.data.log_index import LogFilter, LogIndex, Positions, cheap_mask, search, visible
+from titan_ckpt.tui.data.log_lines import DAY_MS, LEVELS
+from titan_ckpt.tui.rows import parse_ranks
+
+FOLD_MS, FOLD_LINES = 2_000, 100_000
+_NUMBERS = re.compile(r"\d+(?:\.\d+)?|0x[0-9a-f]+")
+_CLOCK = re.compile(r"(?:(\d{4}-\d\d-\d\d)[T ])?(\d\d?):(\d\d)(?::(\d\d)(?:[.,](\d{1,3}))?)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is wanted of an index."""
+
+    text: str = ""
+    is_folded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogView:
+    """The lines of `index` that were asked for, by time. `folds` are the ranks that said the same, by place in `view`."""
+
+    asked: Asked
+    index: LogIndex
+    passed: Positions
+    view: Positions
+    folds: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    is_cut: bool = False
+
+
+def views(index: LogIndex, asked: Asked, former: LogView | None) -> Iterator[LogView]:
+    """The answer, the last one whole; what an index has grown by is all that is searched where `former` knows the rest."""
+    wanted = parse_filter(asked.text)
+    view = LogView(asked=asked, index=index, passed=index.order, view=index.order)
+    for passed in _passed(index, wanted, former) if not wanted.is_open else [index.order]:
+        view = replace(view, passed=passed, view=passed)
+        yield view
+    if asked.is_folded:
+        folded, folds = fold(index, view.passed[-FOLD_LINES:])
+        yield replace(view, view=folded, folds=folds, is_cut=len(view.passed) > FOLD_LINES)
+
+
+def _passed(index: LogIndex, wanted: LogFilter, former: LogView | None) -> Iterator[Positions]:
+    mask, known = cheap_mask(index, wanted), np.zeros(0, np.int32)
+    growth = index.growth
+    if former is not None and growth is not None and growth.token is former.index.token:
+        known = moved(growth, index.base, former.passed)
+        mask &= fresh_mask(index)
+    for _, found in search(index, wanted.pattern, mask) if wanted.pattern else [(1.0, mask)]:
+        yield merged(known, np.flatnonzero(found), index.time_ms) if len(known) else visible(index, found)
+
+
+def parse_filter(text: str) -> LogFilter:
+    """Ranks, a level, a pattern, in this order, each optional.
+
+    >>> parse_filter("0-2"), parse_filter("level error").level, parse_filter("nan|inf").pattern
+    (LogFilter(ranks=(0, 1, 2), level=0, pattern=''), 3, 'nan|inf')
+    >>> parse_filter("3,5 warning store.*timeout")
+    LogFilter(ranks=(3, 5), level=2, pattern='store.*timeout')
+    """
+    ranks, level, left = None, 0, text.strip()
+    word, _, rest = left.partition(" ")
+    found = parse_ranks(word) if word else None
+    if found is not None:
+        ranks, left = found, rest.strip()
+    word, _, rest = left.removeprefix("level ").strip().partition(" ")
+    if word.lower() in LEVELS:
+        level, left = LEVELS.index(word.lower()), rest.strip()
+    return LogFilter(ranks=ranks, level=level, pattern=left)
+
+
+def parse_clock(text: str, near_ms: int) -> int | None:
+    """Milliseconds since the epoch of a time as typed, on the day of `near_ms` where it has no date; None where it is none.
+
+    >>> parse_clock("00:01:02.5", near_ms=86_400_000) - 86_400_000, parse_clock("noon", 0)
+    (62500, None)
+    """
+    match = _CLOCK.fullmatch(text.strip())
+    if match is None:
+        return None
+    day, hours, minutes, seconds, fraction = match.groups()
+    try:
+        start = (
+            int(datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp()) * 1000
+            if day
+            else near_ms // DAY_MS * DAY_MS
+        )
+    except ValueError:
+        return None
+    clock = (int(hours) * 60 + int(minutes)) * 60 + int(seconds or 0)
+    return start + clock * 1000 + int((fraction or "0").ljust(3, "0"))
+
+
+def fold(index: LogIndex, view: Positions) -> tuple[Positions, dict[int, tuple[int, ...]]]:
+    """Lines that differ in numbers only, said by several ranks within two seconds, as one."""
+    kept: list[int] = []
+    seen: dict[str, tuple[int, int]] = {}
+    ranks: dict[int, set[int]] = {}
+    for position in view.tolist():
+        line = index.read(position)
+        key = _NUMBERS.sub("#", line.text)
+        at = seen.get(key)
+        rank = -1 if line.rank is None else line.rank
+        if at is not None and line.time_ms - at[1] <= FOLD_MS:
+            ranks[at[0]].add(rank)
+            continue
+        seen[key] = (len(kept), line.time_ms)
+        ranks[len(kept)] = {rank}
+        kept.append(position)
+    return np.array(kept, np.int32), {place: tuple(sorted(said)) for place, said in ranks.items() if len(said) > 1}

@@ -1,0 +1,265 @@
+"""Per-rank logs merged by time: an index of offsets, times and levels; text is read when it is looked at.
+
+Ten million lines take about 130 MB: 13 bytes a line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_ckpt.errors import TitanError
+from titan_ckpt.tui.data.log_files import LogFiles
+from titan_ckpt.tui.data.log_lines import UNKNOWN_TIME, Lines, filled, scan, with_year, year_of
+
+BLOCK_BYTES = 8 << 20
+HEAD_BYTES = 16 << 10
+MAX_LINE = 4_096
+Positions = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """One line with where it is from. `number` counts from 1 in its file."""
+
+    file: int
+    rank: int | None
+    text: str
+    time_ms: int
+    level: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What an index has in common with the one it grew from: the first `kept[i]` lines of file `i`, which began at `base[i]`."""
+
+    token: object
+    base: npt.NDArray[np.int64]
+    kept: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogIndex:
+    """Lines of all files, file after file; `order` is their order by time. `problems` are files that cannot be read.
+
+    Lines of file `i` are `[base[i], base[i + 1])`, its bytes `[0, end[i])`; `has_times[i]`: it tells times. `is_head`: only
+    the beginning of each file is in it. `token` is this index's alone.
+    """
+
+    files: LogFiles
+    base: npt.NDArray[np.int64]
+    end: npt.NDArray[np.int64]
+    start: npt.NDArray[np.uint32] | npt.NDArray[np.int64]
+    time_ms: npt.NDArray[np.int64] | npt.NDArray[np.uint32]
+    first_ms: int
+    level: npt.NDArray[np.uint8]
+    order: Positions
+    has_times: Mask
+    problems: tuple[tuple[str, str], ...] = ()
+    is_head: bool = False
+    growth: Growth | None = None
+    token: object = field(default_factory=object)
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def file_of(self, line: int) -> int:
+        """The file that line `line` (a position of the columns) is in."""
+        return int(np.searchsorted(self.base, line, side="right")) - 1
+
+    def rank_of(self, line: int) -> int | None:
+        """The rank whose log it is in."""
+        return self.files.files[self.file_of(line)].rank
+
+    def read(self, line: int) -> LogLine:
+        """A line's text, cut at 4,096 bytes."""
+        file = self.file_of(line)
+        start = int(self.start[line])
+        is_last = line + 1 >= int(self.base[file + 1])
+        length = MAX_LINE if is_last else min(MAX_LINE, int(self.start[line + 1]) - start)
+        data = self.files.read(file, start, length)
+        return LogLine(
+            file=file, rank=self.files.files[file].rank, text=data.split(b"\n", 1)[0].decode("utf-8", "replace").rstrip(),
+            time_ms=self.first_ms + int(self.time_ms[line]), level=int(self.level[line]),
+        )  # fmt: skip
+
+    def line_at(self, source: str, number: int) -> int | None:
+        """The line of a file by its path and number."""
+        for i, file in enumerate(self.files.files):
+            if file.path == source and 0 < number <= int(self.base[i + 1] - self.base[i]):
+                return int(self.base[i]) + number - 1
+        return None
+
+    def place_of_time(self, time_ms: int, view: Positions) -> int:
+        """Where in `view` the first line at or after a time stands."""
+        wanted = time_ms - self.first_ms
+        low, high = 0, len(view)
+        while low < high:
+            middle = (low + high) // 2
+            if int(self.time_ms[view[middle]]) < wanted:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+def load_logs(files: LogFiles, *, head_bytes: int | None = None) -> LogIndex:
+    """Index all files, or the first `head_bytes` of each: the first page while the rest is read."""
+    parts, problems, ends = [], [], np.zeros(len(files.files), np.int64)
+    for i, file in enumerate(files.files):
+        try:
+            lines, ends[i] = index_file(files, i, stop=head_bytes)
+            parts.append(lines)
+        except (OSError, TitanError) as error:
+            problems.append((file.path, str(error)))
+            parts.append(NOTHING)
+    years = [year for part in parts if (year := year_of(part.time_ms)) is not None]
+    year = max(years, default=None)
+    for i in range(len(parts)):
+        times = with_year(parts[i].time_ms, files.year(i) if year is None else year)
+        parts[i] = Lines(start=parts[i].start, time_ms=filled(times), level=parts[i].level)
+    return _assemble(files, parts, ends, problems, is_head=head_bytes is not None)
+
+
+NOTHING = Lines(start=np.zeros(0, np.int64), time_ms=np.zeros(0, np.int64), level=np.zeros(0, np.uint8))
+
+
+def index_file(files: LogFiles, index: int, *, begin: int = 0, stop: int | None = None) -> tuple[Lines, int]:
+    """A file's lines from the byte `begin` on, with the times that they tell themselves, and where they end."""
+    size = files.size(index)
+    stop = size if stop is None else min(size, stop)
+    parts, at = [], begin
+    while at < stop:
+        data = files.read(index, at, min(BLOCK_BYTES, stop - at))
+        if not data:
+            break
+        cut = data.rfind(b"\n") + 1
+        if cut and (at + len(data) < size):
+            data = data[:cut]
+        parts.append(scan(data, at) if starts_line(files, index, at) else _without_first(scan(data, at)))
+        at += len(data)
+    if not parts:
+        return NOTHING, begin
+    return (parts[0] if len(parts) == 1 else _joined(parts)), at
+
+
+def starts_line(files: LogFiles, index: int, at: int) -> bool:
+    """Whether a line begins at this byte."""
+    return at == 0 or files.read(index, at - 1, 1) == b"\n"
+
+
+def _without_first(lines: Lines) -> Lines:
+    """The end of a line that is longer than a block is no line of its own."""
+    return Lines(start=lines.start[1:], time_ms=lines.time_ms[1:], level=lines.level[1:])
+
+
+def _joined(parts: Sequence[Lines]) -> Lines:
+    return Lines(
+        start=np.concatenate([part.start for part in parts]),
+        time_ms=np.concatenate([part.time_ms for part in parts]),
+        level=np.concatenate([part.level for part in parts]),
+    )
+
+
+def _assemble(
+    files: LogFiles, parts: list[Lines], end: npt.NDArray[np.int64], problems: list[tuple[str, str]], *, is_head: bool
+) -> LogIndex:  # fmt: skip
+    lengths = [len(part.start) for part in parts]
+    base = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    total, largest = int(base[-1]), max((int(part.start[-1]) for part in parts if len(part.start)), default=0)
+    start: Any = np.zeros(total, np.uint32 if largest < 1 << 32 else np.int64)
+    level = np.zeros(total, np.uint8)
+    has_times = np.array([len(part.time_ms) > 0 and part.time_ms[0] != UNKNOWN_TIME for part in parts], np.bool_)
+    spans = [(int(parts[i].time_ms.min()), int(parts[i].time_ms.max())) for i in np.flatnonzero(has_times)]
+    first_ms = min((first for first, _ in spans), default=0)
+    last_ms = max((last for _, last in spans), default=0)
+    time_ms: Any = np.zeros(total, np.uint32 if last_ms - first_ms < 1 << 32 else np.int64)
+    for i in range(len(parts)):
+        part, parts[i] = parts[i], NOTHING  # each file's wide columns go as soon as they are copied
+        here = slice(int(base[i]), int(base[i + 1]))
+        start[here], level[here] = part.start, part.level
+        time_ms[here] = np.where(part.time_ms == UNKNOWN_TIME, last_ms, part.time_ms) - first_ms
+    order = np.argsort(time_ms, kind="stable").astype(np.int32)
+    return LogIndex(
+        files=files, base=base, end=end, start=start, time_ms=time_ms, first_ms=first_ms, level=level, order=order,
+        has_times=has_times, problems=tuple(problems), is_head=is_head,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFilter:
+    """Which lines to show; all conditions hold together."""
+
+    ranks: tuple[int, ...] | None = None
+    level: int = 0
+    pattern: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everything passes."""
+        return self.ranks is None and self.level == 0 and not self.pattern
+
+
+def cheap_mask(index: LogIndex, wanted: LogFilter) -> Mask:
+    """What passes by rank and level, which the index knows."""
+    mask = np.ones(len(index), np.bool_)
+    if wanted.ranks is not None:
+        ranks = set(wanted.ranks)
+        for i, file in enumerate(index.files.files):
+            if file.rank not in ranks:
+                mask[int(index.base[i]) : int(index.base[i + 1])] = False
+    if wanted.level:
+        mask &= index.level >= wanted.level
+    return mask
+
+
+def search(index: LogIndex, pattern: str, mask: Mask) -> Iterator[tuple[float, Mask]]:
+    """(share searched, mask of lines that match so far and passed `mask`), again and again while files are read."""
+    compiled = re.compile(pattern.encode(), re.IGNORECASE | re.MULTILINE)
+    found = np.zeros(len(index), np.bool_)
+    read_bytes, total_bytes, reported = 0, sum(file.size_bytes for file in index.files.files) or 1, 0
+    for i in range(len(index.files.files)):
+        here = slice(int(index.base[i]), int(index.base[i + 1]))
+        if mask[here].any():
+            found[here] = _search_file(index, i, mask[here], compiled)
+        read_bytes += index.files.files[i].size_bytes
+        if read_bytes - reported >= 4 * BLOCK_BYTES:
+            reported = read_bytes
+            yield min(read_bytes / total_bytes, 1.0), found.copy()
+    yield 1.0, found
+
+
+def _search_file(index: LogIndex, file: int, mask: Mask, compiled: re.Pattern[bytes]) -> Mask:
+    """Lines of a file that match, read from the first to the last that `mask` leaves."""
+    starts = index.start[int(index.base[file]) : int(index.base[file + 1])]
+    found, wanted = np.zeros(len(starts), np.bool_), np.flatnonzero(mask)
+    at = int(starts[wanted[0]])
+    end = int(starts[wanted[-1] + 1]) if wanted[-1] + 1 < len(starts) else int(index.end[file])
+    while at < end:
+        data = index.files.read(file, at, min(BLOCK_BYTES, end - at))
+        if not data:
+            break
+        cut = data.rfind(b"\n") + 1
+        if cut and at + len(data) < end:
+            data = data[:cut]
+        places = np.array([at + match.start() for match in compiled.finditer(data)], np.int64)
+        if len(places):
+            found[np.searchsorted(starts, places, side="right") - 1] = True
+        at += len(data)
+    return found & mask
+
+
+def visible(index: LogIndex, mask: Mask) -> Positions:
+    """The lines that pass, by time."""
+    found = np.flatnonzero(mask)
+    if len(found) == len(mask):
+        return index.order
+    if len(found) > len(mask) // 16:
+        return index.order[mask[index.order]]
+    return found[np.argsort(index.time_ms[found], kind="stable")].astype(np.int32)

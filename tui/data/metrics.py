@@ -1,0 +1,94 @@
+"""metrics.jsonl as columns. A line that is cut off or damaged is counted, not fatal: the run may be writing it now."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_ckpt.store.base import Store
+
+Floats = npt.NDArray[np.float64]
+MAX_BYTES = 256 << 20
+# Panels in order; each shows the first of its names that the file has.
+PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("loss", ("loss", "loss_mean", "train_loss", "train/loss")),
+    ("throughput, tokens/s", ("tokens_per_s", "tokens_per_second", "tps", "throughput")),
+    ("gradient norm", ("grad_norm", "gradient_norm")),
+    ("checkpoint stall, s", ("stall_s", "checkpoint_stall_s", "save_stall_s", "ckpt_stall_s")),
+    ("data wait, s", ("data_wait_s", "data_s", "data_time_s")),
+    ("memory, bytes", ("memory_bytes", "max_memory_bytes", "peak_memory_bytes", "memory_peak_bytes", "rss_bytes")),
+    ("learning rate", ("lr", "learning_rate")),
+    ("MFU", ("mfu",)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """Numbers by name, one value per line (NaN where the line lacks it); `steps` is their x axis."""
+
+    source: str
+    steps: Floats
+    columns: Mapping[str, Floats]
+    num_damaged: int = 0
+
+    def panels(self) -> list[tuple[str, Floats]]:
+        """(title, values) of the known panels, then of every other number in the file that changes."""
+        shown: list[tuple[str, Floats]] = []
+        used: set[str] = set()
+        for title, names in PANELS:
+            name = next((name for name in names if name in self.columns), None)
+            if name is not None:
+                shown.append((title if title.startswith(name[:4]) else f"{title} ({name})", self.columns[name]))
+                used.add(name)
+        rest = sorted(name for name in self.columns if name not in used and name not in ("step", "time_s", "time"))
+        return [*shown, *((name, self.columns[name]) for name in rest if _changes(self.columns[name]))]
+
+
+def _changes(values: Floats) -> bool:
+    known = values[np.isfinite(values)]
+    return bool(len(known) and known.min() < known.max())
+
+
+def load_metrics(store: Store, path: str) -> Metrics:
+    """Read a metrics file (the last 256 MB of one that is larger)."""
+    size = store.stat(path).size_bytes
+    data = store.read(path, max(0, size - MAX_BYTES))
+    return parse_metrics(data, path)
+
+
+def parse_metrics(data: bytes, source: str) -> Metrics:
+    """Every line that is a JSON object with numbers; a step that comes again (a restart) keeps its last values."""
+    by_step: dict[float, dict[str, float]] = {}
+    num_damaged = 0
+    for number, line in enumerate(data.splitlines()):
+        if not line.strip():
+            continue
+        values = _numbers(line)
+        if values is None:
+            num_damaged += 1
+            continue
+        step = values.get("step", float(number))
+        by_step.setdefault(step, {}).update(values)
+    steps = sorted(by_step)
+    names = sorted({name for values in by_step.values() for name in values})
+    columns = {name: np.array([by_step[step].get(name, math.nan) for step in steps]) for name in names}
+    return Metrics(source=source, steps=np.array(steps, np.float64), columns=columns, num_damaged=num_damaged)
+
+
+def _numbers(line: bytes) -> dict[str, float] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    return {
+        str(k): float(v)
+        for k, v in value.items()
+        if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
+    }

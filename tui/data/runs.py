@@ -1,0 +1,262 @@
+"""A run's steps in all of its tiers, and the runs of a folder. A tier that cannot be read is said in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ckpt.checkpoint.checkpoint import CheckpointInfo, foreign_steps, list_checkpoints, open_checkpoint
+from titan_ckpt.errors import CheckpointError, TitanError
+from titan_ckpt.format.commit import read_commit
+from titan_ckpt.format.names import LOGS, METADATA, parse_foreign_step
+from titan_ckpt.location import join, local_path, normalise, scheme
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.open import open_store
+
+FAST, MIRROR, BOTH = "fast", "mirror", "both"
+CONFIG = f"{LOGS}/config.json"
+WHOLE = (METADATA, "model.safetensors.index.json", "model.safetensors")
+AT_ONCE, _LOOKED_AT = 8, 32
+_LARGEST_CONFIG = 1 << 20
+_ORDER = (FAST, MIRROR, "")
+_SHOWN = ("committed", "partial", "damaged", "foreign")
+_BEST = ("committed", "foreign", "damaged", "partial")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A place that holds the run's steps. `name` is empty where there is no other; `problem` says why it was not read."""
+
+    name: str
+    url: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A step as one tier has it; `info` is None for what others wrote."""
+
+    step: int
+    tier: str
+    store: Store
+    info: CheckpointInfo | None
+    size_bytes: int
+
+    @property
+    def state(self) -> str:
+        """committed, partial, damaged or foreign."""
+        return self.info.state if self.info is not None else "foreign"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step of a run with every tier that has something of it."""
+
+    step: int
+    held: tuple[Held, ...]
+
+    @property
+    def best(self) -> Held:
+        """The nearest tier where it is in the best state."""
+        return min(self.held, key=lambda held: _BEST.index(held.state))
+
+    @property
+    def tiers(self) -> str:
+        """Where it can be used: fast, mirror or both."""
+        names = [held.tier for held in self.held if held.state == "committed"]
+        return BOTH if len(names) > 1 else names[0] if names else "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """All steps, newest first. `unread` are (name, URL) of tiers that are still to be listed."""
+
+    tiers: tuple[Tier, ...]
+    steps: tuple[Step, ...]
+    unread: tuple[tuple[str, str], ...] = ()
+
+    def find(self, step: int) -> Step | None:
+        """A step by its number."""
+        return next((found for found in self.steps if found.step == step), None)
+
+    def counts(self, joint: str) -> str:
+        """How many are in which state; empty without any."""
+        states = [step.best.state for step in self.steps]
+        return joint.join(f"{states.count(state)} {state}" for state in _SHOWN if state in states)
+
+    def newest(self, tier: str | None = None) -> int | None:
+        """The newest committed step, of one tier where one is named."""
+        return next(
+            (s.step for s in self.steps for h in s.held if h.state == "committed" and tier in (None, h.tier)), None
+        )
+
+
+def load_steps(store: Store) -> Steps:
+    """The steps at `store` itself; the run's other tiers stand in `unread`."""
+    infos, here = list_checkpoints(store), normalise(store.url)
+    tiers = tiers_of(store, infos)
+    name = next((name for name, url in tiers if url == here), "")
+    others = tuple((name, url) for name, url in tiers if url != here)
+    held = _held(name, store, infos) if infos else _foreign(name, store)
+    is_tier = bool(held) or any(url == here for _, url in tiers)
+    return Steps(tiers=(Tier(name=name, url=here),) if is_tier else (), steps=_by_step(held), unread=others)
+
+
+def load_others(found: Steps) -> Steps:
+    """`found` with the tiers that were still to be listed."""
+    tiers, held = list(found.tiers), [each for step in found.steps for each in step.held]
+    for name, url in found.unread:
+        try:
+            store = open_store(url)
+            held += _held(name, store, list_checkpoints(store))
+        except (TitanError, OSError) as error:
+            tiers.append(Tier(name=name, url=url, problem=str(error)))
+        else:
+            tiers.append(Tier(name=name, url=url))
+    tiers.sort(key=lambda tier: _ORDER.index(tier.name))
+    held.sort(key=lambda each: _ORDER.index(each.tier))
+    return Steps(tiers=tuple(tiers), steps=_by_step(held))
+
+
+def _by_step(held: Sequence[Held]) -> tuple[Step, ...]:
+    found: dict[int, list[Held]] = {}
+    for each in held:
+        found.setdefault(each.step, []).append(each)
+    return tuple(Step(step=step, held=tuple(found[step])) for step in sorted(found, reverse=True))
+
+
+def _held(tier: str, store: Store, infos: Sequence[CheckpointInfo]) -> list[Held]:
+    sizes = [info.commit.size_bytes if info.commit is not None else 0 for info in infos]
+    return [
+        Held(step=info.step, tier=tier, store=store, info=info, size_bytes=size)
+        for info, size in zip(infos, sizes, strict=True)
+    ]
+
+
+def _foreign(tier: str, store: Store) -> list[Held]:
+    """What others wrote: a DCP checkpoint or a Hugging Face model right here, or a folder of the former."""
+    if any(store.exists(name) for name in WHOLE):
+        checkpoint = open_checkpoint(store.url, store=store)
+        sizes = {checkpoint.step: sum(file.size_bytes for file in checkpoint.manifest.files)}
+    else:
+        steps = foreign_steps(store)
+        sizes = {step: sum(entry.size_bytes for entry in store.list(folder)) for step, folder in steps}
+    return [Held(step=step, tier=tier, store=store, info=None, size_bytes=size) for step, size in sizes.items()]
+
+
+# -- tiers
+
+
+def tiers_of(store: Store, infos: Sequence[CheckpointInfo]) -> list[tuple[str, str]]:
+    """(name, URL) of the places that hold the run's checkpoints, by its own config; `store` alone where there is none."""
+    saved, here = _save_config(store, infos), normalise(store.url)
+    base = _base(here, [saved["url"], saved["mirror"]])
+    fast, mirror = (_absolute(saved[name], base) for name in ("url", "mirror"))
+    if not fast or (infos and here != mirror):
+        fast = here
+    if not mirror:
+        return [("", fast)]
+    return [(FAST, fast), (MIRROR, mirror)]
+
+
+def _save_config(store: Store, infos: Sequence[CheckpointInfo]) -> dict[str, str]:
+    """`save.url` and `save.mirror` as the run was asked: by logs/config.json, else by its newest checkpoint."""
+    config: Any = {}
+    try:
+        if store.exists(CONFIG):
+            config = json.loads(store.read(CONFIG, 0, min(store.stat(CONFIG).size_bytes, _LARGEST_CONFIG)))
+        elif (newest := max((i.step for i in infos if i.state == "committed"), default=None)) is not None:
+            config = open_checkpoint(store.url, step=newest, store=store).manifest.config
+    except (TitanError, OSError, ValueError, RecursionError):
+        config = {}  # the steps themselves say what is damaged
+    save = config.get("save") if isinstance(config, Mapping) else None
+    found = save if isinstance(save, Mapping) else {}
+    return {name: value if isinstance(value := found.get(name), str) else "" for name in ("url", "mirror")}
+
+
+def _base(here: str, named: Sequence[str]) -> str | None:
+    """The folder that the job ran in, if one of the paths that it named is here.
+
+    >>> _base("/home/me/runs/tiny", ["runs/tiny", "runs/safe"])
+    '/home/me'
+    """
+    for path in named:
+        tail = os.path.normpath(local_path(path)) if path and scheme(path) == "file" else ""
+        if tail and not os.path.isabs(tail) and here.endswith(f"/{tail}"):
+            return here[: -len(tail) - 1]
+    return None
+
+
+def _absolute(url: str, base: str | None) -> str:
+    """`url` as it can be opened from here; empty where that is not known."""
+    is_relative = scheme(url) == "file" and not os.path.isabs(os.path.expanduser(local_path(url)))
+    if not url or (is_relative and base is None):
+        return ""
+    return normalise(f"{base}/{local_path(url)}" if is_relative else url)
+
+
+# -- several runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """A run of a folder of runs: how many steps it has, and the newest that is committed."""
+
+    name: str
+    url: str
+    num_steps: int
+    newest: CheckpointInfo | None = None
+    problem: str = ""
+
+
+def holds_runs(store: Store, folders: Sequence[str]) -> bool:
+    """Whether a folder below is a run. Looks into the first folders only: a wrong path is to be an error soon."""
+    if not folders:
+        return False
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-runs") as pool:
+        return any(pool.map(lambda name: _is_run(store, name), folders[:_LOOKED_AT]))
+
+
+def _is_run(store: Store, name: str) -> bool:
+    below = store.folders(name)
+    has_steps = any(parse_foreign_step(folder) is not None for folder in below)
+    return has_steps or (LOGS in below and store.exists(f"{name}/{CONFIG}"))
+
+
+def load_runs(store: Store) -> tuple[RunSummary, ...]:
+    """Every run right below, the one with the newest checkpoint first."""
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-runs") as pool:
+        found = [summary for summary in pool.map(lambda name: _summary(store, name), store.folders()) if summary]
+    found.sort(key=lambda run: run.name)
+    found.sort(key=lambda run: run.newest.commit.created if run.newest and run.newest.commit else "", reverse=True)
+    return tuple(found)
+
+
+def _summary(store: Store, name: str) -> RunSummary | None:
+    url = join(store.url, name)
+    try:
+        if not _is_run(store, name):
+            return None
+        run = open_store(url)
+        steps = sorted(
+            (step for folder in run.folders() if (step := parse_foreign_step(folder)) is not None), reverse=True
+        )
+        newest, problem = _newest(run, steps)
+        return RunSummary(name=name, url=url, num_steps=len(steps), newest=newest, problem=problem)
+    except (TitanError, OSError) as error:
+        return RunSummary(name=name, url=url, num_steps=0, problem=str(error))
+
+
+def _newest(run: Store, steps: Sequence[int]) -> tuple[CheckpointInfo | None, str]:
+    """The newest committed step; without any, what is wrong with the newest of all."""
+    problem = ""
+    for step in steps:
+        try:
+            return CheckpointInfo(step=step, state="committed", commit=read_commit(run, step)), ""
+        except CheckpointError as error:
+            problem = problem or str(error)
+    return None, problem

@@ -1,0 +1,247 @@
+"""The lines of the checkpoints screen: runs, steps with their tiers, tensors and their cut, and the answers to v, d, r and p."""
+
+from __future__ import annotations
+
+import calendar
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from titan_ckpt.check.diff import Difference, compare
+from titan_ckpt.check.verify import verify
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.console.cut_picture import Pieces, draw
+from titan_ckpt.console.units import format_duration, format_size
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.format.manifest import TensorEntry
+from titan_ckpt.location import local_path, redact, scheme
+from titan_ckpt.resharding.estimate import estimate
+from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.sharding.placement import format_placements
+from titan_ckpt.tui.data.runs import Held, RunSummary, Step, Steps
+from titan_ckpt.tui.rows import Role, Row, Target, head, ranks_text, row, wrapped
+from titan_ckpt.upkeep.deletion import read_pins
+from titan_ckpt.upkeep.retention import RetentionPolicy, prune
+
+ROLES: dict[str, Role] = {"committed": "good", "foreign": "good", "partial": "warn", "damaged": "bad"}
+_TENSOR_HEAD = ("shape", "dtype", "chunks", "cut")
+_MARGIN = f"{'':12}"
+
+
+def run_rows(runs: Sequence[RunSummary], now_s: float, width: int) -> Iterator[Row]:
+    """A line per run, the one with the newest checkpoint first."""
+    longest = min(max((len(run.name) for run in runs), default=0), max(width - 60, 12))
+    yield head(f"{'run':<{longest}}  {'steps':>5}  {'newest':>9}  {'size':>9}  {'age':>12}  mesh")
+    for run in runs:
+        target = Target(screen=7, name=run.url)
+        commit = run.newest.commit if run.newest is not None else None
+        facts = "none committed" if commit is None else (
+            f"{commit.step:>9}  {format_size(commit.size_bytes):>9}  {_age(commit.created, now_s):>12}  {commit.mesh or '1'}"
+        )  # fmt: skip
+        yield row(f"{run.name:<{longest}}  {run.num_steps:>5}  ", (facts, "" if commit else "warn"), target=target,
+                  is_problem=bool(run.problem))  # fmt: skip
+        for line in wrapped(run.problem, width - 4) if run.problem else ():
+            yield row((f"    {line}", "bad"), target=target)
+    if not runs:
+        yield row("no run is left here")
+
+
+def step_rows(found: Steps, pinned: int | None, now_s: float, width: int) -> Iterator[Row]:
+    """A line per step, newest first, with the tiers that hold it; below one that is not whole somewhere, why."""
+    has_tiers = len(found.tiers) > 1
+    tier = f"{'tier':<8}" if has_tiers else ""
+    yield head(f"{'step':>10}  {'state':<10} {tier}{'kind':<8} {'size':>9}  {'age':>12}  mesh")
+    for step in found.steps:
+        yield from _step_rows(step, has_tiers, step.step == pinned, now_s, width)
+    if not found.steps:
+        yield row("no checkpoints yet")
+    if has_tiers:
+        yield row()
+        yield from _tier_rows(found, width)
+
+
+def _step_rows(step: Step, has_tiers: bool, is_pinned: bool, now_s: float, width: int) -> Iterator[Row]:
+    best, target = step.best, Target(screen=7, step=step.step)
+    commit = best.info.commit if best.info is not None else None
+    tier = f"{step.tiers:<8}" if has_tiers else ""
+    facts = f"{tier}{best.state if commit is None else commit.kind:<8} {format_size(best.size_bytes):>9}"
+    facts += f"  {_age(commit.created, now_s):>12}  {commit.mesh or '1'}" if commit is not None else ""
+    facts = tier if best.state in ("partial", "damaged") else facts
+    is_problem = any(held.state == "damaged" for held in step.held)
+    yield row(f"{'*' if is_pinned else ' '}{step.step:>9}  ", (f"{best.state:<10} ", ROLES[best.state]), facts,
+              target=target, is_problem=is_problem)  # fmt: skip
+    for held in step.held:
+        for line in wrapped(problem, width - 12, "  ") if (problem := _problem(held, has_tiers)) else ():
+            yield row((f"{_MARGIN}{line}", "dim"), target=target)
+
+
+def _problem(held: Held, has_tiers: bool) -> str:
+    """Why a tier's copy is not whole, without the run's URL before each path."""
+    if held.info is None or not held.info.problem:
+        return ""
+    text = held.info.problem.replace(f"{held.store}/", "")
+    return f"{held.tier}: {text}" if has_tiers else text
+
+
+def _tier_rows(found: Steps, width: int) -> Iterator[Row]:
+    for tier in found.tiers:
+        newest = found.newest(tier.name)
+        state = f"up to step {newest}" if newest is not None else "nothing committed"
+        text = tier.problem or f"{shown(tier.url)}, {state}"
+        for i, line in enumerate(wrapped(f"{tier.name + ':':<8}{text}", width - 2, f"{'':8}")):
+            yield row((f"  {line}", "bad" if tier.problem else "dim"), is_problem=bool(tier.problem) and i == 0)
+
+
+def error_rows(error: str, width: int) -> list[Row]:
+    """What went wrong, whole."""
+    return [row((line, "bad"), is_problem=i == 0) for i, line in enumerate(wrapped(error, width))]
+
+
+def _age(created: str, now_s: float) -> str:
+    try:
+        made = time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")
+    except ValueError:
+        return "?"
+    return format_duration(max(0.0, now_s - calendar.timegm(made)))
+
+
+def tensor_rows(checkpoint: Checkpoint) -> Iterator[Row]:
+    """A line per tensor; enter draws its cut. The columns are as wide as they must be: names are long."""
+    tensors = checkpoint.manifest.tensors
+    cells = [
+        ("x".join(map(str, tensor.global_shape)) or "scalar", tensor.dtype, str(tensor.num_chunks), _cut_text(tensor))
+        for tensor in tensors
+    ]
+    shape, dtype, chunks, cut = (max(len(row[i]) for row in [_TENSOR_HEAD, *cells]) for i in range(4))
+    yield head(f"{'shape':<{shape}}  {'dtype':<{dtype}}  {'chunks':>{chunks}}  {'cut':<{cut}}  name")
+    for tensor, (a, b, c, d) in zip(tensors, cells, strict=True):
+        yield row(f"{a:<{shape}}  {b:<{dtype}}  {c:>{chunks}}  {d:<{cut}}  {tensor.fqn}",
+                  target=Target(screen=7, step=checkpoint.step, name=tensor.fqn))  # fmt: skip
+
+
+def _cut_text(tensor: TensorEntry) -> str:
+    return "unknown" if tensor.placements is None else format_placements(tensor.placements)
+
+
+def cut_rows(checkpoint: Checkpoint, fqn: str) -> Iterator[Row]:
+    """How a tensor is cut, drawn: each spot with the file that holds it."""
+    tensor: TensorEntry = checkpoint.manifest.by_fqn[fqn]
+    offsets, sizes = checkpoint.manifest.boxes(tensor)
+    holders = [chunk.file.rpartition("__")[2].partition("_")[0] for chunk in checkpoint.manifest.chunks_of(tensor)]
+    yield head(f"{fqn}: {tensor.global_shape} {tensor.dtype}; each spot shows the rank that wrote it")
+    pieces = Pieces(offsets=np.asarray(offsets), sizes=np.asarray(sizes), holders=holders)
+    for line in draw(tensor.global_shape, pieces, is_coloured=False).splitlines():
+        yield row("  " + line)
+
+
+class ByteProgress:
+    """Says how far a reading of many bytes is, each time another hundredth has passed."""
+
+    def __init__(self, say: Callable[[str], object], total_bytes: int) -> None:
+        self._say, self._total, self._read, self._said = say, total_bytes, 0, -1
+
+    def passed(self, size_bytes: int) -> None:
+        """So many bytes more were read."""
+        self._read += size_bytes
+        percent = min(100 * self._read // max(self._total, 1), 100)
+        if percent > self._said:
+            self._said = percent
+            self._say(f"{format_size(min(self._read, self._total))} of {format_size(self._total)} ({percent}%)")
+
+
+def verify_rows(held: Sequence[Held], on_bytes: Callable[[int], None], width: int) -> Iterator[Row]:
+    """Every byte re-read, of each tier that has the step."""
+    for each in held:
+        started, where = time.monotonic(), f" in the {each.tier} tier" if each.tier else ""
+        problems = verify(f"{each.store.url}@{each.step}", read_data=True, on_bytes=on_bytes)
+        yield head(f"step {each.step}{where}: {len(problems)} problems ({format_duration(time.monotonic() - started)})")
+        for problem in problems:
+            for i, line in enumerate(wrapped(str(problem), width, "  ")):
+                yield row((line, "bad"), is_problem=i == 0)
+        if not problems:
+            yield row(("every byte is what was saved", "good"))
+
+
+def diff_rows(a: Checkpoint, b: Checkpoint, on_bytes: Callable[[int], None]) -> Iterator[Row]:
+    """Names, shapes, dtypes and values of two steps; enter on a tensor draws its cut."""
+    found = compare(a, b, values=True, on_bytes=on_bytes)
+    yield head(
+        f"step {a.step} and step {b.step}: {len(found.differences)} differences, {len(found.equal)} tensors equal"
+    )
+    for difference in found.differences:
+        yield row(f"{difference.kind:<10} {difference.fqn}  ", (_change(difference), "dim"))
+
+
+def _change(difference: Difference) -> str:
+    if difference.max_abs is None:
+        return f"{difference.a} -> {difference.b}" if difference.a or difference.b else ""
+    return f"{difference.num_different or 0:,} elements, at most {difference.max_abs:.3g} apart"
+
+
+def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]:
+    """What `titan-ckpt reshard` would do; nothing is read but the index."""
+    plan = plan_reshard(checkpoint, MeshSpec.parse(mesh))
+    facts = estimate(plan, checkpoint.store, memory_bytes=DEFAULT_MEMORY)
+    smallest, largest = format_size(facts.smallest_file_bytes), format_size(facts.largest_file_bytes)
+    cuts = ", ".join(f"{count} as {origin}" for origin, count in facts.placements.items() if count)
+    yield head(f"step {checkpoint.step}: mesh {facts.source_mesh or 'not recorded'} -> {facts.mesh}")
+    yield row(
+        f"  read      {format_size(facts.read_bytes)} in {facts.read_requests:,} requests of {facts.num_source_files:,} files"
+    )
+    yield row(f"  write     {format_size(facts.written_bytes)} in {facts.num_files:,} files of {smallest} to {largest}")
+    yield row(f"  tensors   {facts.num_tensors:,}, cut {cuts or 'nowhere'}")
+    yield row(f"  memory    at most {format_size(facts.peak_memory_bytes)} of buffers, in {facts.num_waves:,} waves")
+    for name, start, length in facts.largest_reads[:3]:
+        yield row((f"  large     {format_size(length)} at {start:,} of {name}", "dim"))
+    if facts.guessed:
+        yield row(("  ! ", "warn"), f"cut by the table of known models, not recorded: {', '.join(facts.guessed)}")
+    where = f"{shown(checkpoint.store.url)}@{checkpoint.step}"
+    yield from _command_rows(f"titan-ckpt reshard {where} DESTINATION --mesh {mesh}", width)
+
+
+def parse_keep(text: str) -> RetentionPolicy:
+    """How many of the newest stay, and every which step for good where a second number says so.
+
+    >>> parse_keep("3"), parse_keep("3 1000").keep_every
+    (RetentionPolicy(keep_last=3, keep_every=None, pins=frozenset(), is_incomplete=False, older_than_s=86400.0), 1000)
+    """
+    words = text.split()
+    if not 1 <= len(words) <= 2 or not all(word.isdigit() for word in words):
+        raise ConfigError(f"{text!r} is not a number, or two: write 3, or 3 1000 to keep every 1,000th step too")
+    return RetentionPolicy(keep_last=int(words[0]), keep_every=int(words[1]) if len(words) > 1 else None)
+
+
+def prune_rows(found: Steps, policy: RetentionPolicy, width: int) -> Iterator[Row]:
+    """What `titan-ckpt prune --keep-last N --keep-every M` would delete, in each tier."""
+    every = f" --keep-every {policy.keep_every}" if policy.keep_every else ""
+    for tier in (tier for tier in found.tiers if not tier.problem):
+        held = {step.step: each for step in found.steps for each in step.held if each.tier == tier.name and each.info}
+        pins = read_pins(next(iter(held.values())).store) if held else frozenset()
+        infos = [each.info for each in held.values() if each.info is not None]
+        gone = prune(infos, replace(policy, pins=pins))
+        size = format_size(sum(held[info.step].size_bytes for info in gone))
+        where = f"{tier.name}: " if tier.name else ""
+        yield head(f"{where}{len(gone)} of {len(infos)} steps would go, {size} (nothing is deleted here)")
+        yield from (row(f"  step {info.step}") for info in gone)
+        if pins:
+            yield row((f"  pinned, and stays: {ranks_text(sorted(pins))}", "dim"))
+        command = f"titan-ckpt prune {shown(tier.url)} --keep-last {policy.keep_last}{every}"
+        yield from _command_rows(command, width)
+
+
+def _command_rows(command: str, width: int) -> Iterator[Row]:
+    """The command that does what was planned."""
+    yield row()
+    yield from (row((line, "note")) for line in wrapped(command, width, "  "))
+
+
+def shown(url: str) -> str:
+    """A URL without secrets; a path below the current folder as one would type it."""
+    if scheme(url) != "file":
+        return redact(url)
+    path = os.path.relpath(local_path(url))
+    return local_path(url) if path.startswith("..") else path

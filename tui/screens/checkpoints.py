@@ -1,0 +1,282 @@
+"""Screen 7: the runs of a folder, or a run's checkpoints; one opened: its tensors and their cut; verify, diff, a reshard plan
+and a prune preview; what each rank was doing in a save when the job stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import ClassVar, TypeVar
+
+from textual.binding import Binding, BindingType
+
+from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.console.units import format_size
+from titan_ckpt.errors import TitanError
+from titan_ckpt.tui import tasks
+from titan_ckpt.tui.data.runs import FAST, MIRROR, Held
+from titan_ckpt.tui.rows import Row, RowList, Rows, counted, cut_start
+from titan_ckpt.tui.screens.checkpoint_rows import (
+    ByteProgress,
+    cut_rows,
+    diff_rows,
+    error_rows,
+    parse_keep,
+    prune_rows,
+    reshard_rows,
+    run_rows,
+    shown,
+    step_rows,
+    tensor_rows,
+    verify_rows,
+)
+from titan_ckpt.tui.screens.saving_rows import saving_rows
+from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.widgets.pane import Pane
+
+_ABSENT = "A run's folder has them: what save.url named, with step-00001200/ and so on in it."
+T = TypeVar("T")
+Tell = Callable[[str], None]
+_PATH_WIDTH = 32
+
+
+class CheckpointsPane(Pane):
+    """The list, or one checkpoint, or the answer to a question about one."""
+
+    number = 7
+    label = "Checkpoints"
+    keys = (
+        ("enter", "open"),
+        ("v", "verify every byte"),
+        ("d", "diff with the pinned step"),
+        ("r", "reshard plan"),
+        ("p", "prune preview"),
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("v", "verify", show=False), Binding("d", "diff", show=False), Binding("r", "reshard", show=False),
+        Binding("p", "prune", show=False),
+    ]  # fmt: skip
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._opened: Checkpoint | None = None
+        self._answer: list[Row] | None = None
+        self._pinned_step: int | None = None
+        self._shown = 0
+        self._cursors: list[int] = []
+
+    def state(self) -> tuple[object, ...]:
+        parts = (self.session.checkpoints, self.session.runs)
+        versions = tuple((part.version, part.text) for part in parts)
+        return (*versions, self._shown, self._pinned_step, self.session.incident.version)
+
+    def title(self) -> str:
+        where, found = cut_start(shown(self.session.content.url), _PATH_WIDTH), self.session.checkpoints.value
+        if self._opened is not None:
+            manifest = self._opened.manifest
+            facts = f"{len(manifest.tensors)} tensors · {format_size(manifest.size_bytes)}"
+            return f"step {self._opened.step} · mesh {manifest.mesh or 'unknown'} · {facts}"
+        if self.session.content.has_runs:
+            return f"{where} · {counted(len(self.session.runs.value or ()), 'run')}"
+        if found is None:
+            return "checkpoints"
+        ahead, safe = found.newest(FAST), found.newest(MIRROR)
+        behind = f" · mirror up to step {safe}" if safe != ahead and safe is not None else ""
+        return f"{where} · {found.counts(' · ') or 'no steps yet'}{behind}"
+
+    def make_rows(self, width: int) -> Rows:
+        if self._answer is not None:
+            return RowList(self._answer)
+        if self._opened is not None:
+            return RowList(tensor_rows(self._opened))
+        incident = self.session.incident.value
+        saving = saving_rows(incident, width) if incident is not None else ()
+        return RowList([*self._list(width), *saving])
+
+    def _list(self, width: int) -> Iterable[Row]:
+        steps, runs, now_s = self.session.checkpoints, self.session.runs, self.session.clock()
+        if runs.value is not None:
+            return run_rows(runs.value, now_s, width)
+        if self.session.content.has_runs:
+            return self.absent_rows(runs, "", width)
+        if steps.value is not None:
+            return step_rows(steps.value, self._pinned_step, now_s, width)
+        return self.absent_rows(steps, _ABSENT, width)
+
+    # -- down into a run, a step, a tensor or an answer, and up again
+
+    def _show(self, *, opened: Checkpoint | None = None, answer: Iterable[Row] | None = None) -> None:
+        """Go one level down; esc comes back to the line that the cursor stands on now."""
+        self._cursors.append(self.body.cursor)
+        self._opened, self._answer = opened or self._opened, None if answer is None else list(answer)
+        self._repaint(0)
+
+    def update_rows(self, *, force: bool = False) -> None:
+        """A new list begins with the cursor on the step that was asked for, else on the first line that enter opens."""
+        if not self.is_attached:
+            return
+        before = self.body.rows
+        super().update_rows(force=force)
+        rows = self.body.rows
+        if rows is not before and self.body.cursor == 0 and len(rows) > 1:
+            self.body.move_to(self._first_choice(rows))
+
+    def _first_choice(self, rows: Rows) -> int:
+        targets = [rows.row(index, self.body.line_width).target for index in range(len(rows))]
+        asked = self.session.content.step if self._opened is None and self._answer is None else None
+        if asked is not None:
+            for index, target in enumerate(targets):
+                if target is not None and target.step == asked:
+                    return index
+        return 1 if targets[0] is None and targets[1] is not None else 0
+
+    def _repaint(self, cursor: int) -> None:
+        self._shown += 1
+        self.body.move_to(cursor)
+        self.update_rows(force=True)
+        self.body.move_to(cursor or self.body.cursor)
+
+    def go_back(self) -> bool:
+        if super().go_back():
+            return True
+        if self._answer is None and self._opened is None:
+            return False
+        if self._answer is None:
+            self._opened = None
+        self._answer = None
+        self._repaint(self._cursors.pop() if self._cursors else 0)
+        return True
+
+    def chosen(self, chosen: Row) -> None:
+        target = chosen.target
+        if target is None or target.screen != self.number:
+            super().chosen(chosen)
+        elif target.step is None:
+            self.post_message(self.Open(target.name))
+        elif self._opened is None:
+            self._ask_of_step("opening", lambda held, _: self._open(held[0]), lambda found: self._show(opened=found))
+        elif target.name and self._answer is None:
+            self._show(answer=cut_rows(self._opened, target.name))
+
+    @staticmethod
+    def _open(held: Held) -> Checkpoint:
+        return open_checkpoint(held.store.url, step=held.step, store=held.store)
+
+    # -- questions about a step
+
+    def pin(self) -> None:
+        step = self._step()
+        if step is None:
+            self.post_message(self.Say("no step on this line"))
+            return
+        self._pinned_step = None if self._pinned_step == step else step
+        self.post_message(self.Say(f"step {step} {'unpinned' if self._pinned_step is None else 'pinned'}"))
+        self.update_rows()
+
+    def _step(self) -> int | None:
+        if self._opened is not None:
+            return self._opened.step
+        current = self.body.current
+        return current.target.step if current is not None and current.target is not None else None
+
+    def _held(self, step: int) -> list[Held]:
+        """The tiers that have something to be read of a step, the one to read from first."""
+        found = self.session.checkpoints.value
+        known = found.find(step) if found is not None else None
+        if known is None:
+            return []
+        return [known.best, *(each for each in known.held if each is not known.best and each.state != "partial")]
+
+    def _ask_of_step(self, what: str, work: Callable[[list[Held], Tell], T], then: Callable[[T], None]) -> None:
+        """Run `work` on the step under the cursor in a thread, then `then`; an error of ours is shown as rows.
+
+        What `work` tells of its progress goes to the bottom line.
+        """
+        step, width = self._step(), self.body.line_width
+        if step is None:
+            self.post_message(self.Say("put the cursor on a step"))
+            return
+        held = self._held(step)
+        if not held:
+            self.post_message(self.Say(f"step {step} is not there any more"))
+            return
+
+        app = self.app
+
+        def tell(text: str) -> None:
+            app.post_message(tasks.Progress(text, self._say))
+
+        def safely() -> T | TitanError:
+            try:
+                return work(held, tell)
+            except TitanError as error:
+                return error
+
+        def done(found: T | TitanError) -> None:
+            if isinstance(found, TitanError):
+                self._show(answer=error_rows(str(found), width))
+            else:
+                then(found)
+
+        self.work(f"{what} step {step}", safely, done)
+
+    def _answer_with(self, rows: list[Row]) -> None:
+        self._say("")
+        self._show(answer=rows)
+
+    def _say(self, text: str) -> None:
+        self.post_message(self.Say(text))
+
+    def action_verify(self) -> None:
+        width = self.body.line_width
+
+        def work(held: list[Held], tell: Tell) -> list[Row]:
+            progress = ByteProgress(tell, sum(each.size_bytes for each in held))
+            return list(verify_rows(held, progress.passed, width))
+
+        self._ask_of_step("verifying", work, self._answer_with)
+
+    def action_diff(self) -> None:
+        pinned = self._pinned_step
+        if pinned is None:
+            self.post_message(self.Say("pin one step with space, put the cursor on another, then d"))
+            return
+        others = self._held(pinned)
+
+        def work(held: list[Held], tell: Tell) -> list[Row]:
+            pair = [*others[:1], held[0]]
+            progress = ByteProgress(tell, sum(each.size_bytes for each in pair))
+            return list(diff_rows(self._open(pair[0]), self._open(pair[-1]), progress.passed))
+
+        self._ask_of_step(f"comparing step {pinned} with", work, self._answer_with)
+
+    def action_reshard(self) -> None:
+        if self._step() is None:
+            self.post_message(self.Say("put the cursor on a step"))
+        else:
+            self.post_message(self.Ask("mesh, such as pp=2,dp_shard=4", "", self._plan))
+
+    def _plan(self, mesh: str) -> None:
+        width = self.body.line_width
+
+        def work(held: list[Held], _: Tell) -> list[Row]:
+            return list(reshard_rows(self._open(held[0]), mesh, width))
+
+        self._ask_of_step(f"planning {mesh} for", work, self._answer_with)
+
+    def action_prune(self) -> None:
+        if self.session.checkpoints.value is None:
+            self.post_message(self.Say("no steps here to prune"))
+        else:
+            self.post_message(
+                self.Ask("keep how many of the newest? 3, or 3 1000 for every 1,000th step too", "3", self._prune)
+            )
+
+    def _prune(self, text: str) -> None:
+        found, width = self.session.checkpoints.value, self.body.line_width
+
+        def work() -> list[Row]:
+            try:
+                return list(prune_rows(found, parse_keep(text), width)) if found is not None else []
+            except TitanError as error:
+                return error_rows(str(error), width)
+
+        self.work("planning to prune", work, self._answer_with)

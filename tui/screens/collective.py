@@ -1,0 +1,222 @@
+"""Screen 3: one operation on all ranks of its group: state, lag, sizes, dtype, call site, and the stacks that hold it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from textual.binding import Binding, BindingType
+
+from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.records import Frame, Operation
+from titan_ckpt.tui.data.grid import usual_signature
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, cut, head, row
+from titan_ckpt.tui.screens.collective_diff import diff_rows, signature
+from titan_ckpt.tui.screens.stack_tree import tree_rows
+from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.widgets.pane import Pane
+
+
+class CollectivePane(Pane):
+    """One operation."""
+
+    number = 3
+    label = "Collective"
+    keys = (("d", "diff of two ranks"), ("< >", "operation before, after"), ("enter", "the rank's waits"))
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("less_than_sign", "step(-1)", show=False), Binding("greater_than_sign", "step(1)", show=False),
+        Binding("d", "difference", show=False),
+    ]  # fmt: skip
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._tree_key: tuple[object, ...] = ()
+        self._tree_rows: list[Row] = []
+        self._compared: tuple[int, int] | None = None
+
+    def state(self) -> tuple[object, ...]:
+        return (*super().state(), self.session.lane, self.session.seq, self._compared)
+
+    def title(self) -> str:
+        incident = self.session.incident.value
+        if incident is None or not incident.lanes:
+            return "operation"
+        lane, seq = current_lane(self.session, incident), current_seq(self.session, incident)
+        at, codes = lane.row[:, seq - lane.first_seq], lane.signature[:, seq - lane.first_seq]
+        usual = usual_signature(codes)
+        one = next((i for i, code in enumerate(codes.tolist()) if code == usual >= 0), None)
+        op = incident.run.operation(lane.members[one], int(at[one])) if one is not None else None
+        what = " " + " ".join(signature(op)) if op is not None else ""
+        others = int(((codes >= 0) & (codes != usual)).sum())
+        facts = [f"group {incident.run.groups[lane.group]}", f"operation #{seq}{what}"]
+        facts += [f"{int((at >= 0).sum()):,}/{len(lane.members):,} issued{_differ_text(others)}"]
+        return " · ".join(facts)
+
+    def make_rows(self, width: int) -> Rows:
+        incident = self.session.incident.value
+        if incident is None or not incident.lanes:
+            return self.no_incident(width) if incident is None else RowList([row("no operations were recorded")])
+        if self._compared is not None:
+            lane, seq = current_lane(self.session, incident), current_seq(self.session, incident)
+            return RowList(diff_rows(incident, lane, seq, self._compared, width))
+        rows = CollectiveRows(self.session, incident, self._tree(incident, width))
+        return RowList(rows.row(i, width) for i in range(len(rows))) if self.filter_text else rows
+
+    def _tree(self, incident: Incident, width: int) -> list[Row]:
+        key = (self.session.incident.version, self.session.lane, width)
+        if self._tree_key != key:
+            members = current_lane(self.session, incident).members
+            self._tree_key, self._tree_rows = key, list(tree_rows(incident.run, members, width))
+        return self._tree_rows
+
+    def go_back(self) -> bool:
+        if super().go_back():
+            return True
+        if self._compared is None:
+            return False
+        rank, self._compared = self._compared[1], None
+        self.select(Target(screen=self.number, rank=rank))
+        return True
+
+    def select(self, target: Target) -> None:
+        self._compared = None
+        self.update_rows()
+        rows = self.body.rows
+        place = (
+            rows.place_of_rank(target.rank) if isinstance(rows, CollectiveRows) and target.rank is not None else None
+        )
+        if place is not None:
+            self.body.move_to(place)
+
+    def action_step(self, by: int) -> None:
+        incident = self.session.incident.value
+        if incident is not None and incident.lanes:
+            lane = current_lane(self.session, incident)
+            last = lane.first_seq + lane.row.shape[1] - 1
+            self.session.seq = max(lane.first_seq, min(current_seq(self.session, incident) + by, last))
+            self.update_rows()
+
+    def action_difference(self) -> None:
+        """The rank under the cursor beside the pinned one; where none is pinned, beside one that did the usual, or any other."""
+        incident, current = self.session.incident.value, self.body.current
+        rank = current.target.rank if current and current.target else None
+        if incident is None or not incident.lanes or rank is None or self._compared is not None:
+            self.post_message(self.Say("put the cursor on a rank, then d; space pins the one to compare it with"))
+            return
+        lane = current_lane(self.session, incident)
+        other = beside(lane, current_seq(self.session, incident), rank, self.session.pinned)
+        if other is None or rank not in lane.members:
+            self.post_message(self.Say("there is no other rank to compare it with"))
+            return
+        self._compared = (other, rank)
+        self.update_rows()
+        self.body.move_to(0)
+
+
+def beside(lane: Lane, seq: int, rank: int, pinned: int | None) -> int | None:
+    """The rank to compare `rank` with; None where it is alone."""
+    if pinned in lane.members and pinned != rank:
+        return pinned
+    column = lane.signature[:, seq - lane.first_seq]
+    usual = usual_signature(column)
+    others = [
+        (code != usual, member) for member, code in zip(lane.members, column.tolist(), strict=True) if member != rank
+    ]
+    return min(others)[1] if others else None
+
+
+def _differ_text(count: int) -> str:
+    return "" if not count else ", 1 differs" if count == 1 else f", {count:,} differ"
+
+
+def current_lane(session: Session, incident: Incident) -> Lane:
+    """The selected group."""
+    return incident.lanes[session.lane % len(incident.lanes)]
+
+
+def current_seq(session: Session, incident: Incident) -> int:
+    """The selected operation; without one the first that not all members did."""
+    lane = current_lane(session, incident)
+    last = lane.first_seq + lane.row.shape[1] - 1
+    if session.seq is not None:
+        return int(max(lane.first_seq, min(session.seq, last)))
+    missing = np.flatnonzero((lane.row.min(axis=0) < 0) & (lane.row.max(axis=0) >= 0))
+    return lane.first_seq + int(missing[-1]) if len(missing) else int(last)
+
+
+class CollectiveRows:
+    """A line per rank, made as it is painted, then the stacks as a tree."""
+
+    def __init__(self, session: Session, incident: Incident, tree: list[Row]) -> None:
+        lane = current_lane(session, incident)
+        column = current_seq(session, incident) - lane.first_seq
+        self._session, self._incident, self._members = session, incident, lane.members
+        self._at, signature = lane.row[:, column], lane.signature[:, column]
+        self._is_other = (signature >= 0) & (signature != usual_signature(signature))
+        self._is_recorded = bool((self._at >= 0).any())
+        self._problems = np.flatnonzero(self._is_other | ((self._at < 0) & self._is_recorded)) + 1
+        tables = (
+            (incident.run.ranks[rank].operations, int(at)) for rank, at in zip(lane.members, self._at, strict=True)
+        )
+        times = (int(table["created_ns"][at]) for table, at in tables if at >= 0)
+        self._first_ns = min((time for time in times if time), default=0)
+        self._head = head(f"{'rank':>6}  {'state':<11}{'lag':>9}    what, where")
+        self._tail = [row(), head("where they are"), *tree]
+
+    def __len__(self) -> int:
+        return 1 + len(self._members) + len(self._tail)
+
+    def row(self, index: int, width: int) -> Row:
+        place = index - 1
+        if place < 0:
+            return self._head
+        if place >= len(self._members):
+            return self._tail[place - len(self._members)]
+        rank, at = self._members[place], int(self._at[place])
+        op = self._incident.run.operation(rank, at) if at >= 0 else None
+        if not self._is_recorded:
+            return row(f" {rank:>5}  not recorded on any rank", target=Target(screen=6, rank=rank))
+        return _rank_row(self._session, self._incident, rank, op, self._first_ns, bool(self._is_other[place]), width)
+
+    def next_problem(self, index: int, direction: int) -> int | None:
+        later = (
+            self._problems[self._problems > index] if direction > 0 else self._problems[self._problems < index][::-1]
+        )
+        return int(later[0]) if len(later) else None
+
+    def place_of_rank(self, rank: int) -> int | None:
+        """The row of a rank."""
+        return self._members.index(rank) + 1 if rank in self._members else None
+
+
+def _rank_row(
+    session: Session, incident: Incident, rank: int, op: Operation | None, first_ns: int, is_other: bool, width: int
+) -> Row:
+    mark = "*" if rank == session.pinned else " "
+    target = Target(screen=6, rank=rank)
+    if op is None:
+        state = incident.states.get(rank)
+        doing = SITUATIONS[state.kind][2] if state is not None else "unknown"
+        start = f"{mark}{rank:>5}  absent     {'':>9}  {doing}"
+        place = _place(state.frame if state is not None else None, width - len(start))
+        return row((f"{mark}{rank:>5}  ", "bold"), ("absent     ", "bad"), f"{'':>9}  {doing}", (place, "dim"),
+                   target=target, is_problem=True)  # fmt: skip
+    lag = f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else ""
+    state_text = "done" if op.retired or op.state == "completed" else op.state
+    role: Role = "bad" if is_other else "good" if not op.retired else ""
+    what, what_role = " ".join(signature(op)), role if is_other else ""
+    other = "  # " if is_other else "    "
+    start = f"{mark}{rank:>5}  {state_text:<11}{lag:>9}{other}{what}"
+    place = _place(user_frame(op.frames, incident.run.wrappers), width - len(start))
+    return row((f"{mark}{rank:>5}  ", "bold"), (f"{state_text:<11}", role), f"{lag:>9}", (f"{other}{what}", what_role),
+               (place, "dim"), target=target, is_problem=is_other)  # fmt: skip
+
+
+def _place(frame: Frame | None, room: int) -> str:
+    """A call site in full, or without its folder, or cut: what there is room for."""
+    if frame is None:
+        return ""
+    short = f"  {frame.file.rpartition('/')[2]}:{frame.line} in {frame.function}"
+    return f"  {frame}" if len(str(frame)) + 2 <= room else cut(short, room)

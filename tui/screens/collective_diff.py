@@ -1,0 +1,102 @@
+"""Two ranks side by side under one operation's number: what each issued, before it too, and where their stacks part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.records import Frame, Operation
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident
+from titan_ckpt.tui.rows import Role, Row, cut, head, row
+from titan_ckpt.tui.screens.stack_tree import source_line, stacks_of
+
+BEFORE, AFTER = 5, 2
+_NAME = 12
+
+
+def operation_of(incident: Incident, lane: Lane, seq: int, rank: int) -> Operation | None:
+    """What a rank issued under a number."""
+    column = seq - lane.first_seq
+    if rank not in lane.members or not 0 <= column < lane.row.shape[1]:
+        return None
+    at = int(lane.row[lane.members.index(rank), column])
+    return incident.run.operation(rank, at) if at >= 0 else None
+
+
+def signature(op: Operation) -> tuple[str, str, str]:
+    """What has to be equal on all ranks."""
+    return (op.op, op.sizes, op.dtypes)
+
+
+def diff_rows(incident: Incident, lane: Lane, seq: int, ranks: tuple[int, int], width: int) -> Iterator[Row]:
+    """A line per fact, `!` before those that differ."""
+    a, b = ranks
+    room = max((width - _NAME - 6) // 2, 10)
+    yield head(f"ranks {a} and {b} at #{seq} of {incident.run.groups[lane.group]}")
+    yield _pair("", f"rank {a}", f"rank {b}", room, is_plain=True)
+    first, second = (_facts(incident, lane, seq, rank) for rank in ranks)
+    for name in first:
+        yield _pair(name, first[name], second[name], room)
+    yield row()
+    yield head("what they issued before and after")
+    for number in range(seq - BEFORE, seq + AFTER + 1):
+        texts = [_issued(incident, lane, number, rank) for rank in ranks]
+        if any(texts):
+            yield _pair(f"#{number}", texts[0] or "-", texts[1] or "-", room)
+    yield row()
+    yield from _stack_rows(incident, ranks, width)
+
+
+def _facts(incident: Incident, lane: Lane, seq: int, rank: int) -> dict[str, str]:
+    op, record, state = operation_of(incident, lane, seq, rank), incident.run.ranks[rank], incident.states[rank]
+    frame = user_frame(op.frames, incident.run.wrappers) if op is not None else None
+    beat = record.heartbeat
+    return {
+        "operation": op.op if op is not None else "not issued",
+        "sizes": op.sizes if op is not None else "-",
+        "dtype": op.dtypes if op is not None else "-",
+        "state": "-" if op is None else "done" if op.retired or op.state == "completed" else op.state,
+        "call site": _place(frame),
+        "it is": f"{SITUATIONS[state.kind][2]}{f' ({state.detail})' if state.detail else ''}",
+        "at": _place(state.frame),
+        "phase": f"{beat.phase or 'between phases'}, step {beat.step}" if beat is not None else "-",
+        "coordinates": " ".join(f"{axis}{place}" for axis, place in record.coordinates.items()) or "-",
+    }
+
+
+def _place(frame: Frame | None) -> str:
+    return "-" if frame is None else f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}"
+
+
+def _issued(incident: Incident, lane: Lane, seq: int, rank: int) -> str:
+    op = operation_of(incident, lane, seq, rank)
+    return " ".join(signature(op)) if op is not None else ""
+
+
+def _pair(name: str, a: str, b: str, room: int, *, is_plain: bool = False) -> Row:
+    is_other = a != b and not is_plain and name != "coordinates"
+    role: Role = "bad" if is_other else "bold" if is_plain else ""
+    mark = "! " if is_other else "  "
+    return row((mark, "bad"), f"{name:<{_NAME}}", (f"{cut(a, room):<{room}}  ", role), (cut(b, room), role),
+               is_problem=is_other)  # fmt: skip
+
+
+def _stack_rows(incident: Incident, ranks: tuple[int, int], width: int) -> Iterator[Row]:
+    """What both stacks begin with as one line, then each one's own rest."""
+    stacks = stacks_of(incident.run, ranks)
+    if len(stacks) < 2:
+        missing = [rank for rank in ranks if rank not in stacks]
+        yield row(("no stack of rank " + " and rank ".join(map(str, missing)), "dim"))
+        return
+    first, second = stacks[ranks[0]], stacks[ranks[1]]
+    common = next(
+        (i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), min(len(first), len(second))
+    )
+    yield head(f"stacks: the outer {common} calls are the same")
+    for rank in ranks:
+        yield row((f"  rank {rank}", "bold"), "" if len(stacks[rank]) > common else " goes no deeper")
+        for frame in stacks[rank][common:]:
+            yield row(f"    {_place(frame)}")
+            if text := source_line(frame):
+                yield row((cut(f"      > {text}", width), "dim"))

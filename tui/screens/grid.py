@@ -1,0 +1,291 @@
+"""Screen 2: ranks x operations of one group as a heatmap, with zoom, a time axis and jumps to the next problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.widgets import Static
+
+from titan_ckpt.tui.data.grid import Grid, Order, build_grid, build_time_grid, next_stop, per_row_to_fit, sort_orders
+from titan_ckpt.tui.data.incident import Incident
+from titan_ckpt.tui.rows import Row, RowList, Rows, Target, counted, row
+from titan_ckpt.tui.screens.grid_rows import GridRows, axis_text, label_width, legend_text, stretch_of
+from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.widgets.line_view import MARK, LineView
+from titan_ckpt.tui.widgets.pane import Pane, filter_ranks
+
+MAX_CELLS_AT_ONCE = 1_000_000
+
+
+class GridView(LineView):
+    """A LineView on which left and right choose a column."""
+
+    @dataclass
+    class Shifted(Message):
+        """Left or right was pressed."""
+
+        by: int
+
+    def action_shift(self, by: int) -> None:
+        self.post_message(self.Shifted(1 if by > 0 else -1))
+
+
+class GridPane(Pane):
+    """The heatmap."""
+
+    number = 2
+    label = "Grid"
+    keys = (
+        ("n N", "next problem"),
+        ("enter", "open"),
+        ("h l", "column"),
+        ("+ -", "zoom"),
+        ("v V", "ranks a row"),
+        ("t", "time"),
+        ("[ ]", "group"),
+        ("o", "order"),
+        ("< >", "pan"),
+    )
+    filter_hint = "filter: ranks, for example 0-7,12"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left_square_bracket", "group(-1)", show=False), Binding("right_square_bracket", "group(1)", show=False),
+        Binding("plus", "zoom(0.5)", show=False), Binding("minus", "zoom(2)", show=False),
+        Binding("v", "rows(2)", show=False), Binding("V", "rows(0.5)", show=False),
+        Binding("less_than_sign", "pan(-1)", show=False), Binding("greater_than_sign", "pan(1)", show=False),
+        Binding("t", "time", show=False), Binding("o", "order", show=False),
+    ]  # fmt: skip
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._per_cell, self._first, self._is_time, self._order = 1, 0, False, 0
+        self._per_row: int | None = None  # None: as many as it takes to show all ranks
+        self._opened_from: tuple[int | None, int] | None = None
+        self._spot: int | None = None
+        self._is_at_end = True
+        self._grid: Grid | None = None
+        self._sorted: tuple[np.ndarray, list[Order]] | None = None
+        self._key: tuple[object, ...] = ()
+
+    def compose(self) -> ComposeResult:
+        yield Static("", classes="title", markup=False)
+        yield Static("", id="ruler", markup=False)
+        yield Static("", id="axis", markup=False)
+        yield GridView()
+        yield Static("", id="legend", markup=False)
+
+    def state(self) -> tuple[object, ...]:
+        view = (self._per_cell, self._first, self._spot, self._is_time, self._order, self._per_row, self._height())
+        return (*super().state(), self.session.lane, *view)
+
+    def _height(self) -> int:
+        return self.body.scrollable_content_region.height
+
+    def update_rows(self, *, force: bool = False) -> None:
+        super().update_rows(force=force)
+        grid = self._grid
+        self.query_one("#ruler", Static).update(self.ruler())
+        before = 0 if grid is None else label_width(grid) + len(MARK)
+        axis = "" if grid is None else axis_text(grid, self._first, self._per_cell, self._cell_width(grid))
+        self.query_one("#axis", Static).update(f"{'':>{before}}{axis}")
+        self.query_one("#legend", Static).update("" if grid is None else f" {legend_text()}")
+
+    def _cell_width(self, grid: Grid) -> int:
+        return max(self.body.line_width - label_width(grid), 1)
+
+    def ruler(self) -> str:
+        """What stands above the cells: a mark at the chosen column with its name and what the row under the cursor did."""
+        grid, rows = self._grid, self.body.rows
+        if grid is None or self._spot is None or not isinstance(rows, GridRows) or not len(rows):
+            return ""
+        what = f"{grid.column_text(self._spot)}: {rows.what(min(self.body.cursor, len(rows) - 1))}"
+        cell = (self._spot - self._first) // self._per_cell * stretch_of(grid, self._cell_width(grid), self._per_cell)
+        before = label_width(grid) + len(MARK) + cell
+        is_left = before + len(what) + 2 > self.body.line_width
+        return f"{what:>{before - 1}} v" if is_left and before > len(what) + 1 else f"{'':>{before}}v {what}"
+
+    def on_line_view_moved(self) -> None:
+        self.query_one("#ruler", Static).update(self.ruler())
+
+    def title(self) -> str:
+        grid, rows = self._grid, self.body.rows
+        if grid is None:
+            return "operations"
+        incident = self.session.incident.value
+        count = len(incident.lanes) if incident else 0
+        per_row = rows.per_row if isinstance(rows, GridRows) else 1
+        scale = [f"up to {per_row} ranks a row"] if per_row > 1 else []
+        scale += (
+            [f"{self._per_cell} {'time steps' if grid.is_time else 'operations'} a cell"] if self._per_cell > 1 else []
+        )
+        parts = [f"group {grid.name} ({self.session.lane + 1} of {count})", counted(len(grid.members), "rank"), *scale]
+        return " · ".join([*parts, f"by {self._order_name()}"])
+
+    def _order_name(self) -> str:
+        orders = self._orders()
+        return orders[self._order % len(orders)].name if orders else "rank"
+
+    def _orders(self) -> list[Order]:
+        incident, grid = self.session.incident.value, self._grid
+        if incident is None or grid is None:
+            return []
+        if self._sorted is None or self._sorted[0] is not grid.members:
+            self._sorted = (grid.members, sort_orders(incident.run, grid.members.tolist()))
+        return self._sorted[1]
+
+    def make_rows(self, width: int) -> Rows:
+        incident = self.session.incident.value
+        if incident is None or not incident.lanes:
+            self._grid = None
+            return self.no_incident(width) if incident is None else RowList([row("no operations were recorded")])
+        grid = self._grid_of(incident)
+        if grid is None:
+            return RowList([row(("drawing ...", "dim"))])
+        order = self._orders()[self._order % len(self._orders())]
+        wanted = filter_ranks(self.filter_text)
+        if wanted is not None:
+            order = order.only(np.isin(grid.members, np.array(wanted)))
+        if not len(order.places):
+            return RowList([row((f"no rank of this group is among {self.filter_text}", "dim"))])
+        if self._is_at_end:
+            self._first = max(0, grid.codes.shape[1] - self._cell_width(grid) * self._per_cell)
+        self._first = max(0, min(self._first, grid.codes.shape[1] - 1))
+        per_row = self._per_row or per_row_to_fit(order.keys, max(self._height(), 1))
+        return GridRows(
+            grid, order, first=self._first, per_cell=self._per_cell, per_row=per_row, spot=self._spot,
+            pinned=self.session.pinned,
+        )  # fmt: skip
+
+    def _grid_of(self, incident: Incident) -> Grid | None:
+        """The heatmap that is asked for; a large one is made in a thread, and None until it is there."""
+        key = (self.session.incident.version, self.session.lane, self._is_time)
+        if self._key != key:
+            self._key, self._grid, is_time = key, None, self._is_time
+            lane = incident.lanes[self.session.lane % len(incident.lanes)]
+
+            def make() -> Grid | None:
+                return build_time_grid(incident.run, lane) if is_time else build_grid(incident.run, lane)
+
+            def take(grid: Grid | None) -> None:
+                if self._key == key:
+                    self._take(grid)
+
+            if lane.row.size <= MAX_CELLS_AT_ONCE:
+                take(make())
+            else:
+                self.work(f"drawing {lane.row.size:,} operations", make, take)
+        return self._grid
+
+    def _take(self, grid: Grid | None) -> None:
+        if grid is None:
+            self.post_message(self.Say("no times were recorded"))
+            self._is_time = False
+            self.call_later(self.update_rows)
+            return
+        self._grid, self._spot, self._is_at_end = grid, None, True
+        if grid.is_time:
+            self._per_cell = -(-grid.codes.shape[1] // self._cell_width(grid))
+        self.call_later(self.update_rows, force=True)
+
+    def action_group(self, by: int) -> None:
+        incident = self.session.incident.value
+        if incident is not None and incident.lanes:
+            self.session.lane = (self.session.lane + by) % len(incident.lanes)
+            self.session.seq = None
+            self.update_rows()
+
+    def on_grid_view_shifted(self, message: GridView.Shifted) -> None:
+        """Left and right: the column beside; the first time the newest one."""
+        grid = self._grid
+        if grid is not None:
+            last = grid.codes.shape[1] - 1
+            spot = last if self._spot is None else self._spot + message.by * self._per_cell
+            self._choose(max(0, min(spot, last)))
+
+    def _choose(self, column: int) -> None:
+        """Choose a column and bring it into sight."""
+        assert self._grid is not None
+        seen = self._cell_width(self._grid) * self._per_cell
+        if not self._first <= column < self._first + seen:
+            self._first, self._is_at_end = max(0, column - seen // 2), False
+        self._spot = column
+        self.update_rows()
+
+    def action_zoom(self, factor: float) -> None:
+        self._per_cell = max(1, min(int(self._per_cell * factor), 4096))
+        self.update_rows()
+
+    def action_pan(self, by: int) -> None:
+        if self._grid is not None:
+            self._is_at_end = False
+            self._first = max(0, self._first + by * max(self._cell_width(self._grid) // 2, 1) * self._per_cell)
+            self.update_rows()
+
+    def action_rows(self, factor: float) -> None:
+        """More or fewer ranks a row; the rank under the cursor stays there."""
+        rows = self.body.rows
+        if isinstance(rows, GridRows) and len(rows):
+            most = max(len(rows.order), 1)
+            self._show_rows(max(1, min(int(rows.per_row * factor), most)), self.body.cursor)
+
+    def _show_rows(self, per_row: int | None, index: int) -> None:
+        rows = self.body.rows
+        assert isinstance(rows, GridRows)
+        rank = int(rows.grid.members[rows.gravest(index)[0]])
+        self._per_row = per_row
+        self.update_rows(force=True)
+        self.select(Target(screen=self.number, rank=rank))
+
+    def chosen(self, chosen: Row) -> None:
+        """A row of several ranks opens into these, a single one into its operation."""
+        rows = self.body.rows
+        if isinstance(rows, GridRows) and rows.per_row > 1:
+            self._opened_from = (self._per_row, self.body.cursor)
+            self._show_rows(1, self.body.cursor)
+        else:
+            super().chosen(chosen)
+
+    def go_back(self) -> bool:
+        if super().go_back():
+            return True
+        if self._opened_from is None:
+            return False
+        self._per_row, cursor = self._opened_from
+        self._opened_from = None
+        self.update_rows(force=True)
+        self.body.move_to(cursor)
+        return True
+
+    def action_time(self) -> None:
+        self._is_time = not self._is_time
+        self._per_cell = 1
+        self.update_rows()
+
+    def action_order(self) -> None:
+        self._order += 1
+        self.update_rows()
+
+    def next_problem(self, direction: int) -> None:
+        """`n` and `N`: operation after operation, and in each the ranks that are worst off."""
+        grid, rows = self._grid, self.body.rows
+        if grid is None or not isinstance(rows, GridRows):
+            return
+        outside = -1 if direction > 0 else grid.codes.shape[1]
+        spot = (self.body.cursor, outside if self._spot is None else self._spot)
+        found = next_stop(grid.codes, rows.order, rows.starts, spot, direction)
+        if found is None:
+            self.post_message(self.Say("no further problem to the " + ("right" if direction > 0 else "left")))
+            return
+        self._choose(found[1])
+        self.body.move_to(found[0])
+
+    def select(self, target: Target) -> None:
+        self.update_rows()
+        rows = self.body.rows
+        if isinstance(rows, GridRows) and target.rank is not None:
+            place = rows.row_of_rank(target.rank)
+            self.body.move_to(self.body.cursor if place is None else place)

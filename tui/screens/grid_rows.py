@@ -1,0 +1,130 @@
+"""The heatmap's lines as they are painted: a row of ranks each, the marks above, the axis and the legend. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from titan_ckpt.tui.data.grid import BLANK, GLYPHS, Grid, Order, reduce_row, row_starts
+from titan_ckpt.tui.rows import Part, Row, Target, row
+
+_LEAST_LABEL, _MOST_LABEL = 14, 26
+_MOST_STRETCH = 3
+
+
+class GridRows:
+    """Rows of up to `per_row` ranks, made as they are painted; a cell is the gravest of what lies under it.
+
+    The cells of column `spot` stand out. `first` is the first column that is shown.
+    """
+
+    def __init__(
+        self, grid: Grid, order: Order, *, first: int, per_cell: int, per_row: int, spot: int | None, pinned: int | None
+    ) -> None:
+        self.grid, self.order, self.per_row = grid, order.places, per_row
+        self.starts = row_starts(order.keys, per_row)
+        self.label_width = label_width(grid)
+        self._axis, self._keys = order.name, order.keys
+        self._first, self._per_cell, self._spot, self._pinned = first, per_cell, spot, pinned
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def places(self, index: int) -> np.ndarray:
+        """The members (as places in the grid) of a row."""
+        stop = self.starts[index + 1] if index + 1 < len(self.starts) else len(self.order)
+        return self.order[self.starts[index] : stop]
+
+    def row_of_rank(self, rank: int) -> int | None:
+        """The row that a rank is in."""
+        found = np.flatnonzero(self.grid.members[self.order] == rank)
+        return int(np.searchsorted(self.starts, found[0], side="right")) - 1 if len(found) else None
+
+    def row(self, index: int, width: int) -> Row:
+        places = self.places(index)
+        ranks = self.grid.members[places]
+        stretch = stretch_of(self.grid, width - self.label_width, self._per_cell)
+        cells = max((width - self.label_width) // stretch, 1)
+        codes = reduce_row(self.grid.codes, places, self._first, cells, self._per_cell)
+        is_pinned = self._pinned is not None and bool((ranks == self._pinned).any())
+        label = f"{'*' if is_pinned else ' '}{self._label(index, ranks)}"[: self.label_width - 1]
+        parts: list[Part] = [(f"{label:<{self.label_width}}", "bold" if is_pinned else "")]
+        cell = None if self._spot is None else (self._spot - self._first) // self._per_cell
+        parts += cell_parts(codes.tolist(), cell, stretch)
+        place, column = self.gravest(index)
+        seq = None if self.grid.is_time else self.grid.first + column
+        return row(*parts, target=Target(screen=3, group=self.grid.name, seq=seq, rank=int(self.grid.members[place])))
+
+    def _label(self, index: int, ranks: np.ndarray) -> str:
+        first, last = int(ranks[0]), int(ranks[-1])
+        if self.per_row == 1:
+            return f"{first:>5} {(self.grid.labels or {}).get(first, '')}"
+        key = "" if self._axis == "rank" else f" {self._axis}{int(self._keys[self.starts[index]])}"
+        is_run = last - first == len(ranks) - 1
+        return f"{f'{first}-{last}' if is_run else f'{first}..{last} x{len(ranks)}'}{key}"
+
+    def gravest(self, index: int) -> tuple[int, int]:
+        """(member, column) of the gravest cell of a row, in the chosen cell where one is chosen."""
+        places = self.places(index)
+        start, stop = (0, None) if self._spot is None else (self._spot, self._spot + self._per_cell)
+        codes = self.grid.codes[places, start:stop]
+        if not codes.size:
+            return int(places[0]), start
+        place, column = np.unravel_index(int(codes.argmax()), codes.shape)
+        return int(places[place]), start + int(column)
+
+    def next_problem(self, index: int, direction: int) -> int | None:  # noqa: ARG002 (the protocol's)
+        """None: this screen steps through ranks and operations by itself."""
+        return None
+
+    def what(self, index: int) -> str:
+        """What the ranks of a row did under the chosen column."""
+        assert self._spot is not None
+        places = self.places(index)
+        counts = Counter(self.grid.codes[places, self._spot].tolist())
+        if len(places) == 1:
+            return f"rank {self.grid.members[places[0]]} {GLYPHS[next(iter(counts))][2]}"
+        return ", ".join(f"{count} {GLYPHS[code][2]}" for code, count in sorted(counts.items(), reverse=True))
+
+
+def label_width(grid: Grid) -> int:
+    """Cells before the heatmap: the longest label there is, within reason."""
+    labels = itertools.islice((grid.labels or {}).values(), 64)
+    return min(max([_LEAST_LABEL, *(len(label) + 9 for label in labels)]), _MOST_LABEL)
+
+
+def stretch_of(grid: Grid, width: int, per_cell: int) -> int:
+    """Characters a cell: more than one where the operations are few."""
+    num_cells = -(-int(grid.codes.shape[1]) // per_cell)
+    return max(1, min(width // max(num_cells, 1), _MOST_STRETCH))
+
+
+def cell_parts(codes: list[int], spot: int | None, stretch: int) -> Iterator[Part]:
+    """Cells as few parts: a part costs the terminal's driver as much as a line of text."""
+    for (code, is_spot), equal in itertools.groupby((code, i == spot) for i, code in enumerate(codes)):
+        glyph, role, _ = GLYPHS[code]
+        if is_spot:
+            yield glyph, "spot"
+            yield " " * (stretch - 1), ""
+        else:
+            yield f"{glyph:<{stretch}}" * len(list(equal)), role
+
+
+def axis_text(grid: Grid, first: int, per_cell: int, width: int) -> str:
+    """The names of some columns, each above its cell."""
+    stretch = stretch_of(grid, width, per_cell)
+    text, cell = "", 0
+    while cell * stretch < width and first + cell * per_cell < grid.codes.shape[1]:
+        name = grid.column_text(first + cell * per_cell)
+        if cell * stretch >= len(text) and cell * stretch + len(name) <= width:
+            text = f"{text:<{cell * stretch}}{name}  "
+        cell += 1 if stretch > 1 else 10
+    return text.rstrip()
+
+
+def legend_text() -> str:
+    """The glyphs in words."""
+    return "  ".join(f"{glyph} {words}" for code, (glyph, _, words) in enumerate(GLYPHS) if code != BLANK)

@@ -1,0 +1,110 @@
+"""Screen 4: the process groups: members, progress, who is behind, and the mesh where it was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.tui.data.grid import Ints, usual_signature
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident
+from titan_ckpt.tui.rows import Part, Row, RowList, Rows, Target, cut, head, ranks_text, row
+from titan_ckpt.tui.widgets.pane import Pane
+
+MAX_MESH_RANKS = 4096
+NEWEST = 256
+
+
+class GroupsPane(Pane):
+    """All groups."""
+
+    number = 4
+    label = "Groups"
+    keys = (("enter", "the group's grid"),)
+
+    def title(self) -> str:
+        incident = self.session.incident.value
+        return "" if incident is None else f"groups with recorded operations: {len(incident.lanes)}"
+
+    def make_rows(self, width: int) -> Rows:
+        incident = self.session.incident.value
+        if incident is None:
+            return self.no_incident(width)
+        return RowList([*group_rows(incident), row(), *mesh_rows(incident, width)])
+
+
+def group_rows(incident: Incident) -> Iterator[Row]:
+    """A line per group: how far all of its members are, who is behind, and who issued something else."""
+    yield head(f"{'group':<16} {'ranks':<10} {'all did':>8} {'newest':>8}  {'members':<8}  odd ones out")
+    for lane in incident.lanes:
+        group = incident.run.groups[lane.group]
+        newest = max((int(n) for n in lane.last), default=-1)
+        everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
+        odd = odd_text(lane, newest)
+        yield row((f"{cut(str(group), 16):<16} ", "bold"), f"{cut(ranks_text(lane.members, 2), 10):<10} ",
+                  f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>8}  ",
+                  (f"{'recorded' if group.members else 'seen':<8}  ", "dim"), (odd or "none", "bad" if odd else "dim"),
+                  target=Target(screen=2, group=str(group)), is_problem=bool(odd))  # fmt: skip
+    if incident.lanes:
+        yield row(("members: recorded = a dump lists them; seen = those that used the group", "dim"))
+    else:
+        yield row("no operations were recorded")
+
+
+def odd_text(lane: Lane, newest: int) -> str:
+    """Who is behind, and who issued another operation than most."""
+    behind = [rank for rank, last in zip(lane.members, lane.last, strict=True) if int(last) < newest]
+    parts = []
+    if behind:
+        last = dict(zip(lane.members, lane.last, strict=True))
+        parts.append(f"{ranks_text(behind, 4)} behind by {newest - min(int(last[rank]) for rank in behind)}")
+    column = newest_mixed(lane.signature[:, -NEWEST:])
+    if column is not None:
+        codes = lane.signature[:, column]
+        other = np.flatnonzero((codes >= 0) & (codes != usual_signature(codes)))
+        seq = lane.first_seq + lane.signature.shape[1] + column
+        parts.append(f"{ranks_text([lane.members[i] for i in other], 4)} differs at #{seq}")
+    return "; ".join(parts)
+
+
+def newest_mixed(signature: Ints) -> int | None:
+    """The newest column (counted from the end: -1, -2, ...) in which not all issued the same."""
+    if not signature.size:
+        return None
+    most = np.iinfo(signature.dtype).max
+    mixed = np.flatnonzero(np.where(signature < 0, most, signature).min(axis=0) < signature.max(axis=0))
+    return int(mixed[-1]) - int(signature.shape[1]) if len(mixed) else None
+
+
+def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
+    """The mesh as recorded: the last axis to the right, the others downwards; each rank with its state's glyph."""
+    places = {rank: record.coordinates for rank, record in incident.run.ranks.items() if record.coordinates}
+    if not places:
+        yield row(("no mesh coordinates were recorded (titan_ckpt.debug.Recorder writes them)", "dim"))
+        return
+    axes = [axis for axis in next(iter(places.values())) if len({place.get(axis, 0) for place in places.values()}) > 1]
+    yield head("mesh: " + " x ".join(f"{axis} {1 + max(p.get(axis, 0) for p in places.values())}" for axis in axes))
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(places)[:MAX_MESH_RANKS]:
+        lines.setdefault(tuple(places[rank].get(axis, 0) for axis in axes[:-1]), []).append(rank)
+    digits = len(str(max(places)))
+    labels = {key: " ".join(f"{axis}{place}" for axis, place in zip(axes[:-1], key, strict=True)) for key in lines}
+    before = max(map(len, labels.values())) + 1
+    for key, ranks in sorted(lines.items()):
+        label = labels[key]
+        room = max((width - before - 2) // (digits + 2), 1)
+        for start in range(0, len(ranks), room):
+            cells = [_cell(incident, rank, digits) for rank in ranks[start : start + room]]
+            yield row((f"  {label if start == 0 else '':<{before}}", "dim"), *cells,
+                      target=Target(screen=2, rank=ranks[start]))  # fmt: skip
+    kinds = {incident.states[rank].kind for rank in places}
+    legend = "   ".join(f"{SITUATIONS[kind][0]} {SITUATIONS[kind][2]}" for kind in SITUATIONS if kind in kinds)
+    yield row((f"  each rank with its state: {legend}", "dim"))
+    if len(places) > MAX_MESH_RANKS:
+        yield row((f"  and {len(places) - MAX_MESH_RANKS:,} more ranks", "dim"))
+
+
+def _cell(incident: Incident, rank: int, digits: int) -> Part:
+    glyph, role, _ = SITUATIONS[incident.states[rank].kind]
+    return (f"{rank:>{digits}}{glyph} ", role)

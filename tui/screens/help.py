@@ -1,0 +1,70 @@
+"""`?`: the keys of the screen that is shown, then those of all screens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.screen import ModalScreen
+
+from titan_ckpt.tui.data.grid import GLYPHS
+from titan_ckpt.tui.data.incident import SITUATIONS
+from titan_ckpt.tui.rows import Role, Row, RowList, head, row, wrapped
+from titan_ckpt.tui.widgets.line_view import LineView
+from titan_ckpt.tui.widgets.pane import Pane
+
+WIDTH, _KEY = 70, 14
+KEYS = (
+    ("1 - 8", "screens: overview, grid, collective, groups, logs, waits, checkpoints, training"),
+    ("j k, arrows", "move; page up/down, g first, G last; h l or left/right shift"),
+    ("enter", "open what the line names"),
+    ("esc", "back: first out of a filter or a sub-view, then to the screen before"),
+    ("/", "filter"),
+    ("n N", "next and previous problem"),
+    ("space", "pin a rank (on checkpoints: a step)"),
+    ("y", "copy the line"),
+    ("e", "export the report as text"),
+    ("f", "follow a running job: what grows is read again every 2 s"),
+    ("ctrl+p", "palette of commands"),
+    ("? q", "this help, quit"),
+)
+
+
+class HelpScreen(ModalScreen[None]):
+    """All keys, over the screen."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,question_mark,q", "app.pop_screen", "close", show=False)]
+
+    def __init__(self, pane: Pane) -> None:
+        super().__init__()
+        self._rows = help_rows(pane)
+
+    def compose(self) -> ComposeResult:
+        yield LineView()
+
+    def on_mount(self) -> None:
+        view = self.query_one(LineView)
+        view.set_rows(RowList(self._rows))
+        view.focus()
+
+
+def help_rows(pane: Pane) -> list[Row]:
+    """The help for a screen."""
+    rows = [head(f"{pane.number} {pane.label}"), *_entries(pane.keys), row(), head("everywhere"), *_entries(KEYS)]
+    if pane.number == 2:
+        rows += [row(), head("operations"), *(_entry(glyph, role, what) for glyph, role, what in GLYPHS)]
+    elif pane.number in (1, 3, 4, 6):
+        rows += [row(), head("ranks"), *(_entry(*situation) for situation in SITUATIONS.values())]
+    return [*rows, row(), row(("The same as plain text, for screen readers: titan-ckpt debug PATH", "dim"))]
+
+
+def _entries(keys: Iterable[tuple[str, str]]) -> Iterator[Row]:
+    for key, what in keys:
+        for i, line in enumerate(wrapped(what, WIDTH - _KEY)):
+            yield row((f"{key if i == 0 else '':>{_KEY - 2}}  ", "bold"), line)
+
+
+def _entry(glyph: str, role: Role, what: str) -> Row:
+    return row((f"{glyph:>{_KEY - 2}}  ", role), what)

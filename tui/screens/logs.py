@@ -1,0 +1,297 @@
+"""Screen 5: the logs of all ranks merged by time, filtered by ranks, level and pattern, equal lines folded across ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import ClassVar
+
+import numpy as np
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import Static
+
+from titan_ckpt.debug.incident.records import NO_OPERATIONS, Run
+from titan_ckpt.errors import StoreError
+from titan_ckpt.tui import tasks
+from titan_ckpt.tui.data.incident import first_error
+from titan_ckpt.tui.data.log_filter import FOLD_LINES, Asked, LogView, parse_clock, parse_filter, views
+from titan_ckpt.tui.data.log_index import LogIndex, LogLine, Positions
+from titan_ckpt.tui.data.log_lines import ERROR, WARNING
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, counted, cut, ranks_text, row
+from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.widgets.line_view import LineView
+from titan_ckpt.tui.widgets.pane import Pane
+
+_SCAN_LINES = 1 << 16
+_ROLES: dict[int, Role] = {0: "dim", 1: "", WARNING: "warn", ERROR: "bad"}
+_ABSENT = (
+    "Logs are files such as logs/rank_00003.log, also packed (.gz, .zst); a run of `titan-ckpt train` writes them."
+)
+_QUARTER_MS = 900_000
+_WIDE, _KEPT_LINES = 110, 256
+_OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d,\d{3}) ([A-Z]+) \[rank \d+[^\]]*\] (?:\w+\.)+(\w+): ")
+
+
+class LogRows:
+    """Lines read as they are painted. `folds` says how many ranks said the same within two seconds, by position.
+
+    `cause` is the line of the first error that is not derived from another one's.
+    """
+
+    def __init__(
+        self, index: LogIndex, view: Positions, folds: Mapping[int, tuple[int, ...]], cause: int | None = None
+    ) -> None:
+        self.index, self.view, self._folds, self.cause = index, view, folds, cause
+        self._read = lru_cache(_KEPT_LINES)(index.read)  # a moved cursor paints the same lines again
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def line(self, place: int) -> LogLine:
+        return self._read(int(self.view[place]))
+
+    def row(self, index: int, width: int) -> Row:
+        line = self.line(index)
+        rank = f"{line.rank:>5}" if line.rank is not None else "    -"
+        same = self._folds.get(index, ())
+        fold = f"x {len(same):,} ranks: {ranks_text(same, 4)}  " if len(same) > 1 else ""
+        is_cause = int(self.view[index]) == self.cause
+        return row((f"{rank} ", "note"), ("FIRST ERROR  " if is_cause else "", "bad"), (fold, "note"),
+                   (shortened(line.text, width), _ROLES[line.level]), target=Target(screen=3, rank=line.rank),
+                   is_problem=line.level == ERROR)  # fmt: skip
+
+    def place_of(self, line: int | None) -> int | None:
+        """Where a line of the index stands, None where it is not shown."""
+        places = np.flatnonzero(self.view == (-1 if line is None else line))
+        return int(places[0]) if len(places) else None
+
+    def next_problem(self, index: int, direction: int) -> int | None:
+        left = self.view[index + 1 :] if direction > 0 else self.view[:index][::-1]
+        for start in range(0, len(left), _SCAN_LINES):
+            bad = np.flatnonzero(self.index.level[left[start : start + _SCAN_LINES]] == ERROR)
+            if len(bad):
+                return index + direction * (start + int(bad[0]) + 1)
+        return None
+
+
+def shortened(text: str, width: int) -> str:
+    """A line of our own trainer without its day, rank and package where it would show little else; `y` copies it whole.
+
+    >>> shortened("2026-11-21 07:46:55,442 INFO [rank 0 dp_shard0 tp0] titan_ckpt.trainer.run.setup: starting from scratch", 78)
+    '07:46:55,442 INFO setup: starting from scratch'
+    """
+    match = _OWN_LINE.match(text) if width < _WIDE else None
+    return text if match is None else f"{match[1]} {match[2]} {match[3]}: {text[match.end() :]}"
+
+
+class LogsPane(Pane):
+    """The merged logs."""
+
+    number = 5
+    label = "Logs"
+    keys = (
+        ("/", "filter"),
+        ("enter", "the collective then"),
+        ("c", "first error"),
+        ("z", "fold equal lines"),
+        ("t", "go to a time"),
+    )
+    filter_hint = "filter: ranks, level, regex, for example: 0-3,8 warning store.*timeout"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("z", "fold", show=False), Binding("c", "cause", show=False), Binding("t", "time", show=False),
+    ]  # fmt: skip
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._found: LogView | None = None
+        self._is_folded = False
+        self._asked: tuple[Asked, object] | None = None
+        self._anchor_ms: int | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Static("", classes="title", markup=False)
+        yield Static("", id="unreadable", markup=False)
+        yield LineView()
+
+    def state(self) -> tuple[object, ...]:
+        logs = self.session.logs
+        return (logs.version, logs.text, self._is_folded, self.session.incident.version)
+
+    def title(self) -> str:
+        logs, found = self.session.logs.value, self._found
+        if logs is None:
+            return "logs"
+        folded = ""
+        if self._is_folded:
+            is_cut = found is not None and found.is_cut
+            folded = f" · folded: the last {FOLD_LINES:,} lines only" if is_cut else " · folded"
+        so_far = " so far" if logs.is_head else ""
+        damaged = f" · {len(logs.problems)} unreadable" if logs.problems else ""
+        files = f"{counted(len(logs.files.files), 'file')}{damaged}"
+        return f"{files} · {len(self.body.rows):,} of {len(logs):,} lines{so_far}{folded}"
+
+    def make_rows(self, width: int) -> Rows:
+        logs = self.session.logs.value
+        if logs is None:
+            return RowList(self.absent_rows(self.session.logs, _ABSENT, width))
+        if not len(logs):
+            return RowList([row(("no line in these files yet", "dim"))])
+        asked = Asked(text=self.filter_text, is_folded=self._is_folded)
+        if asked == Asked():
+            self._asked = self._found = None
+            return LogRows(logs, logs.order, {}, self._cause(logs))
+        if self._asked != (asked, logs.token):
+            self._ask_for(logs, asked)
+        found, before = self._found, self.body.rows
+        if found is not None:
+            return LogRows(found.index, found.view, found.folds, self._cause(found.index))
+        return before if isinstance(before, LogRows) else RowList([row(("searching ...", "dim"))])
+
+    def _cause(self, logs: LogIndex) -> int | None:
+        incident = self.session.incident.value
+        event = first_error(incident) if incident is not None else None
+        return logs.line_at(event.source, event.line) if event is not None else None
+
+    def _ask_for(self, logs: LogIndex, asked: Asked) -> None:
+        """Filter in a thread; what is found is shown as it is found, until something else is asked for."""
+        key = self._asked = (asked, logs.token)
+        former = self._found if self._found is not None and self._found.asked == asked else None
+        self._found, app = former, self.app
+
+        def show(view: LogView | None) -> None:
+            if view is not None and self._asked == key:
+                self._found = view
+                self.update_rows(force=True)
+
+        def work() -> LogView | None:
+            last = None
+            try:
+                for view in views(logs, asked, former):
+                    if self._asked != key:
+                        return None
+                    if former is None and not asked.is_folded:
+                        app.post_message(tasks.Progress(view, show))
+                    last = view
+            except StoreError:
+                if not logs.files.is_closed:
+                    raise  # else: the logs were read again, and the newer index is being searched
+            return last
+
+        self.work(f"searching for {asked.text}" if asked.text else "folding", work, show)
+
+    def update_rows(self, *, force: bool = False) -> None:
+        """While a job is followed a cursor at the end stays there."""
+        if not self.is_attached:
+            return
+        body = self.body
+        is_at_end, before = body.cursor >= len(body.rows) - 1, len(body.rows)
+        super().update_rows(force=force)
+        self._show_unreadable()
+        self._return_to_anchor()
+        if self.session.is_following and is_at_end and len(body.rows) > before > 1:
+            body.move_to(len(body.rows) - 1)
+
+    def _show_unreadable(self) -> None:
+        """Files that could not be read, in a line of their own above the others' lines."""
+        logs = self.session.logs.value
+        problems = logs.problems if logs is not None else ()
+        more = f" (and {len(problems) - 1:,} more, see screen 1)" if len(problems) > 1 else ""
+        note = self.query_one("#unreadable", Static)
+        note.display = bool(problems)
+        if problems:
+            path, problem = problems[0]
+            text = problem if path in problem else f"{path}: {problem}"
+            note.update(cut(f" ! not readable: {text}", self.size.width - len(more)) + more)
+
+    def _keep_place(self) -> None:
+        """Other rows are coming: the cursor will stand on the line of the same moment."""
+        rows = self.body.rows
+        if isinstance(rows, LogRows) and len(rows):
+            self._anchor_ms = rows.line(self.body.cursor).time_ms
+
+    def _return_to_anchor(self) -> None:
+        rows, is_there = self.body.rows, self._found is not None or self._asked is None
+        if self._anchor_ms is not None and is_there and isinstance(rows, LogRows):
+            self.body.move_to(rows.index.place_of_time(self._anchor_ms, rows.view), is_centred=True)
+            self._anchor_ms = None
+
+    def followed(self) -> None:
+        self.body.move_to(len(self.body.rows) - 1)
+
+    def set_filter(self, text: str) -> None:
+        pattern = parse_filter(text).pattern
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            self.post_message(self.Say(f"{pattern!r} is not a regular expression: {error}"))
+            return
+        self._keep_place()
+        super().set_filter(text)
+
+    def copied_text(self) -> str:
+        rows = self.body.rows
+        return rows.line(self.body.cursor).text if isinstance(rows, LogRows) and len(rows) else super().copied_text()
+
+    def action_cause(self) -> None:
+        rows = self.body.rows
+        place = rows.place_of(rows.cause) if isinstance(rows, LogRows) else None
+        if place is None:
+            self.post_message(self.Say("no error of a rank's own is among these lines"))
+        else:
+            self.body.move_to(place, is_centred=True)
+
+    def action_time(self) -> None:
+        self.post_message(self.Ask("go to the time, for example 14:05:30", "", self._go_to_time))
+
+    def _go_to_time(self, text: str) -> None:
+        rows = self.body.rows
+        if not isinstance(rows, LogRows) or not len(rows):
+            return
+        wanted = parse_clock(text, rows.line(self.body.cursor).time_ms)
+        if wanted is None:
+            self.post_message(self.Say(f"{text!r} is not a time; write 14:05, 14:05:30.250 or 2026-11-21 14:05"))
+        else:
+            self.body.move_to(rows.index.place_of_time(wanted, rows.view), is_centred=True)
+
+    def chosen(self, chosen: Row) -> None:
+        """The collective that the line's rank had issued last when it wrote the line."""
+        incident, rows = self.session.incident.value, self.body.rows
+        rank = chosen.target.rank if chosen.target is not None else None
+        if incident is None or rank is None or not isinstance(rows, LogRows):
+            super().chosen(chosen)
+            return
+        found = operation_at(incident.run, rank, rows.line(self.body.cursor).time_ms)
+        group, seq = found if found is not None else (None, None)
+        self.post_message(self.Go(Target(screen=3, rank=rank, group=group, seq=seq)))
+
+    def action_fold(self) -> None:
+        self._keep_place()
+        self._is_folded = not self._is_folded
+        self.update_rows()
+
+    def select(self, target: Target) -> None:
+        self.update_rows(force=True)
+        rows = self.body.rows
+        if not isinstance(rows, LogRows) or not target.source:
+            return
+        place = rows.place_of(rows.index.line_at(target.source, max(target.line, 1)))
+        if place is not None:
+            self.body.move_to(place, is_centred=True)
+
+
+def operation_at(run: Run, rank: int, time_ms: int) -> tuple[str, int] | None:
+    """(group, seq) of the collective that `rank` issued last before a time; None where no such time was recorded.
+
+    A log's clock may be another time zone's: whole quarters of an hour between the two are taken out.
+    """
+    table = run.ranks[rank].operations if rank in run.ranks else NO_OPERATIONS
+    rows = np.flatnonzero((table["created_ns"] > 0) & (table["p2p"] == 0))
+    if not len(rows):
+        return None
+    created_ms = table["created_ns"][rows] // 1_000_000
+    offset = round((time_ms - int(created_ms[-1])) / _QUARTER_MS) * _QUARTER_MS
+    before = np.flatnonzero(created_ms <= time_ms - offset)
+    entry = table[rows[before[-1] if len(before) else 0]]
+    return str(run.groups[entry["group"]]), int(entry["seq"])

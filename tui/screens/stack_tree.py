@@ -1,0 +1,78 @@
+"""The main threads' stacks as one tree: each line of code with the ranks that are there, apart where the ranks part."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from titan_ckpt.debug.incident.frames import is_library
+from titan_ckpt.debug.incident.records import Frame, Run
+from titan_ckpt.tui.rows import Role, Row, Target, cut, ranks_named, ranks_text, row
+
+MAX_SOURCE_BYTES = 4 << 20
+_MOST_INDENT = 24
+
+
+def stacks_of(run: Run, members: tuple[int, ...]) -> dict[int, tuple[Frame, ...]]:
+    """Each rank's newest main stack, outermost call first; ranks without one are left out."""
+    found = {}
+    for rank in members:
+        snapshots = run.ranks[rank].stacks if rank in run.ranks else ()
+        main = snapshots[-1].main if snapshots else None
+        if main is not None:
+            found[rank] = tuple(reversed(main.frames))
+    return found
+
+
+def tree_rows(run: Run, members: tuple[int, ...], width: int) -> Iterator[Row]:
+    """The tree, outermost call first; ranks without a stack last."""
+    stacks = stacks_of(run, members)
+    yield from _node_rows(stacks, 0, 0, width)
+    silent = [rank for rank in members if rank not in stacks]
+    if silent:
+        yield row(("  no stack: ", "warn"), ranks_named(silent))
+
+
+def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int, width: int) -> Iterator[Row]:
+    nodes: dict[Frame, dict[int, tuple[Frame, ...]]] = defaultdict(dict)
+    for rank, frames in stacks.items():
+        if depth < len(frames):
+            nodes[frames[depth]][rank] = frames
+    ended = [rank for rank, frames in stacks.items() if depth == len(frames)]
+    is_fork = len(nodes) + bool(ended) > 1
+    below_indent = min(indent + 2, _MOST_INDENT) if is_fork else indent
+    for frame, below in sorted(nodes.items(), key=lambda node: min(node[1])):
+        space = f"  {' ' * indent}{'├ ' if is_fork and indent < _MOST_INDENT else ''}"
+        place = f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}"
+        role: Role = "dim" if is_library(frame) else "bold" if is_fork else ""
+        ranks = ranks_text(sorted(below), 8)
+        yield row(space, (place, role), (f"  [{ranks}]", "note"), target=Target(screen=6, rank=min(below)))
+        text = source_line(frame)
+        if text:
+            yield row(
+                (cut(f"  {' ' * below_indent}  > {text}", width), "dim"), target=Target(screen=6, rank=min(below))
+            )
+        yield from _node_rows(below, depth + 1, below_indent, width)
+
+
+def source_line(frame: Frame) -> str:
+    """A line of the user's own source: as it was saved with the stack, or from this machine where the same file is here."""
+    if is_library(frame):
+        return ""
+    if frame.text or not frame.file.endswith(".py"):
+        return frame.text
+    lines = _lines(frame.file)
+    return lines[frame.line - 1].strip() if 0 < frame.line <= len(lines) else ""
+
+
+@functools.lru_cache(maxsize=64)
+def _lines(path: str) -> tuple[str, ...]:
+    try:
+        file = Path(path)
+        if not file.is_file() or file.stat().st_size > MAX_SOURCE_BYTES:
+            return ()
+        return tuple(file.read_text(encoding="utf-8", errors="replace").splitlines())
+    except (OSError, ValueError):
+        return ()

@@ -1,0 +1,50 @@
+"""Screen 8: loss, throughput, stall, data wait and what else the metrics hold, as plots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from titan_ckpt.tui.data.metrics import Metrics
+from titan_ckpt.tui.rows import Row, RowList, Rows, head, row
+from titan_ckpt.tui.widgets.braille_plot import GUTTER, number, plot
+from titan_ckpt.tui.widgets.pane import Pane
+
+PLOT_LINES = 7
+_ABSENT = "A run of `titan-ckpt train` writes logs/metrics.jsonl: a line of JSON per step, with step, loss and so on."
+
+
+class TrainingPane(Pane):
+    """Plots of metrics.jsonl."""
+
+    number = 8
+    label = "Training"
+    keys = (("f", "follow"),)
+
+    def state(self) -> tuple[object, ...]:
+        return (self.session.metrics.version, self.session.metrics.text)
+
+    def title(self) -> str:
+        metrics = self.session.metrics.value
+        if metrics is None:
+            return "training"
+        damaged = f" · {metrics.num_damaged} damaged lines left out" if metrics.num_damaged else ""
+        return f"{metrics.source} · {len(metrics.steps):,} steps{damaged}"
+
+    def make_rows(self, width: int) -> Rows:
+        metrics = self.session.metrics.value
+        if metrics is None:
+            return RowList(self.absent_rows(self.session.metrics, _ABSENT, width))
+        return RowList(plot_rows(metrics, width))
+
+
+def plot_rows(metrics: Metrics, width: int) -> Iterator[Row]:
+    """A heading and a plot per panel."""
+    for title, values in metrics.panels():
+        known = values[np.isfinite(values)]
+        newest = f"   newest {number(float(known[-1]))}" if len(known) else ""
+        yield head(f"{title}{newest}")
+        for line in plot(metrics.steps, values, width, PLOT_LINES):
+            yield row(line[:GUTTER], (line[GUTTER:], "good"))
+        yield row()

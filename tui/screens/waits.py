@@ -1,0 +1,116 @@
+"""Screen 6: who waits for whom, as trees below the ranks that nobody else holds up; cycles are marked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from titan_ckpt.debug.diagnosis.rank_state import IN_INIT
+from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident
+from titan_ckpt.tui.rows import Row, RowList, Rows, Target, counted, cut, head, row
+from titan_ckpt.tui.widgets.pane import Pane
+
+MAX_WAITERS = 200
+
+
+class WaitsPane(Pane):
+    """The wait-for graph."""
+
+    number = 6
+    label = "Waits"
+    keys = (("enter", "the operation that is waited in"),)
+
+    def title(self) -> str:
+        incident = self.session.incident.value
+        if incident is None:
+            return ""
+        origin = " that the verdict concludes" if incident.is_chain else ""
+        return f"{counted(len(incident.edges), 'wait')}{origin} · causes first, who waits below"
+
+    def make_rows(self, width: int) -> Rows:
+        incident = self.session.incident.value
+        if incident is None:
+            return self.no_incident(width)
+        return RowList(wait_rows(incident, width))
+
+    def select(self, target: Target) -> None:
+        self.update_rows()
+        self.move_to_rank(target.rank)
+
+
+def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
+    """A tree for every rank that is waited for and waits for nobody; then what is in a cycle; then who is in no wait."""
+    waiters: dict[int, list[Edge]] = defaultdict(list)
+    for edge in incident.edges:
+        waiters[edge.awaited].append(edge)
+    waiting = {edge.waiter for edge in incident.edges}
+    shown: set[int] = set()
+    for root in sorted(rank for rank in waiters if rank not in waiting):
+        yield from _tree(incident, root, waiters, shown, width)
+    held_up = _reached(waiters, shown)
+    cycles = sorted(waiting - held_up)
+    if cycles:
+        yield head("in a circle: each waits for the next")
+    for rank in cycles:
+        if rank not in shown:
+            yield from _tree(incident, rank, waiters, shown, width)
+    rest = sorted(set(incident.states) - held_up - waiting)
+    if rest:
+        yield head("in no wait that the evidence shows")
+    for rank in rest[:MAX_WAITERS]:
+        yield _rank_row(incident, rank, 0, "", width)
+    if len(rest) > MAX_WAITERS:
+        yield row((f"  and {len(rest) - MAX_WAITERS:,} more ranks", "dim"))
+
+
+def _reached(waiters: Mapping[int, list[Edge]], roots: set[int]) -> set[int]:
+    """All ranks that wait, directly or through others, for one of `roots`; and these themselves."""
+    reached, left = set(roots), list(roots)
+    while left:
+        found = {edge.waiter for edge in waiters.get(left.pop(), ())} - reached
+        reached |= found
+        left += found
+    return reached
+
+
+def _tree(
+    incident: Incident, root: int, waiters: Mapping[int, list[Edge]], shown: set[int], width: int
+) -> Iterator[Row]:
+    """Depth first without recursion: a chain may be as long as there are ranks."""
+    stack: list[tuple[int, int, str]] = [(root, 0, "")]
+    while stack:
+        rank, depth, why = stack.pop()
+        if rank in shown:
+            yield row(
+                f"  {'  ' * min(depth, 12)}rank {rank} {why}", (" (above)", "dim"), target=Target(screen=6, rank=rank)
+            )
+            continue
+        shown.add(rank)
+        yield _rank_row(incident, rank, depth, why, width)
+        edges = sorted(waiters.get(rank, []), key=lambda edge: -edge.waiter)
+        if len(edges) > MAX_WAITERS:
+            yield row((f"  {'  ' * (depth + 1)}and {len(edges) - MAX_WAITERS:,} more ranks", "dim"))
+        stack += [(edge.waiter, depth + 1, _why(incident, edge)) for edge in edges[-MAX_WAITERS:]]
+
+
+def _why(incident: Incident, edge: Edge) -> str:
+    sure = " (inferred)" if edge.is_inferred else ""
+    if incident.states[edge.waiter].kind == IN_INIT and edge.seq < 0:
+        return f"waits in init{sure}"
+    group = f"{incident.run.groups[edge.group]} " if edge.group >= 0 else ""
+    kind = "send/recv" if edge.is_p2p else "collective"
+    number = f" #{edge.seq}" if edge.seq >= 0 else ""
+    return f"waits in {group}{kind}{number}{sure}"
+
+
+def _rank_row(incident: Incident, rank: int, depth: int, why: str, width: int) -> Row:
+    state = incident.states[rank]
+    glyph, role, words = SITUATIONS[state.kind]
+    detail = f" ({state.detail})" if state.detail else ""
+    place = f"  {state.frame.file.rpartition('/')[2]}:{state.frame.line} {state.frame.function}" if state.frame else ""
+    is_culprit = rank in incident.top.culprits
+    return row(f"  {'  ' * min(depth, 12)}", (f"{glyph} rank {rank} ", role), ("culprit: " if is_culprit else "", "bad"),
+               cut(f"{why or words}{detail}{place}", max(width - 14 - 2 * min(depth, 12) - 9 * is_culprit, 20)),
+               target=Target(screen=3, group=incident.top.group, seq=incident.top.seq, rank=rank),
+               is_problem=is_culprit or (depth == 0 and role == "bad"))  # fmt: skip

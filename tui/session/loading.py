@@ -1,0 +1,154 @@
+"""What is loaded at start and, while following, again and again. Reports each part as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from textual.app import App
+
+from titan_ckpt.errors import TitanError
+from titan_ckpt.tui import tasks
+from titan_ckpt.tui.data.content import Content, find_content
+from titan_ckpt.tui.data.incident import load_incident
+from titan_ckpt.tui.data.log_files import LogFiles
+from titan_ckpt.tui.data.log_growth import grow
+from titan_ckpt.tui.data.log_index import HEAD_BYTES, LogIndex, load_logs
+from titan_ckpt.tui.data.metrics import load_metrics
+from titan_ckpt.tui.data.runs import load_others, load_runs, load_steps
+from titan_ckpt.tui.session.session import Part, Session
+
+_SMALL_LOGS = 32 << 20
+
+
+class Loader:
+    """Loads a session's parts in threads; on the screen's thread `changed` is called after each, `say` with what failed
+    where the former reading stays on the screen."""
+
+    def __init__(
+        self, app: App[Any], session: Session, changed: Callable[[], None], say: Callable[[str], None]
+    ) -> None:
+        self._app = app
+        self._session = session
+        self._changed = changed
+        self._say = say
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is being read."""
+        return bool(self.reading)
+
+    @property
+    def reading(self) -> list[str]:
+        """What is being read."""
+        s = self._session
+        parts: tuple[Part[Any], ...] = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
+        return [part.what for part in parts if part.is_loading]
+
+    def load_all(self) -> None:
+        """Begin with everything that the content has."""
+        s, content = self._session, self._session.content
+        if content.has_evidence:
+            self._load(s.incident, lambda: load_incident(content.url))
+        if content.has_checkpoints:
+            self._load_steps(content)
+        if content.has_runs:
+            self._load(s.runs, lambda: load_runs(content.store))
+        if content.metrics:
+            self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
+        if content.logs:
+            self._load_logs(content)
+
+    def reload(self) -> None:
+        """Look again at what is there (in a thread) and load the parts that have grown."""
+        if not self.is_busy:
+            url = self._session.content.url
+            tasks.start(self._app, "looking again", lambda: find_content(url), self._found, self._lost)
+
+    def _found(self, content: Content) -> None:
+        s, before = self._session, self._session.content
+        s.content = content
+        if content.logs != before.logs or content.incident != before.incident:
+            if content.logs:
+                self._load_logs(content)
+            if content.has_evidence:
+                self._load(s.incident, lambda: load_incident(content.url))
+        if content.has_checkpoints:
+            self._load_steps(content)
+        if content.has_runs:
+            self._load(s.runs, lambda: load_runs(content.store))
+        if content.metrics:
+            self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
+
+    def _lost(self, text: str) -> None:
+        self._say(f"not read again: {text}")
+
+    def close(self) -> None:
+        """Give back what the logs hold open."""
+        if self._session.logs.value is not None:
+            self._session.logs.value.files.close()
+
+    def _load_steps(self, content: Content) -> None:
+        """The steps that are here, then those of the run's other tiers, which may be far or not answer."""
+        part, former = self._session.checkpoints, self._session.checkpoints.value
+
+        def others() -> None:
+            found = part.value
+            if found is not None and found.unread:
+                self._load(part, lambda: load_others(found))
+
+        if former is None:
+            self._load(part, lambda: load_steps(content.store), after=others)
+        else:
+            self._load(part, lambda: load_others(load_steps(content.store)))
+
+    def _load_logs(self, content: Content) -> None:
+        former = self._session.logs.value
+        if former is None:
+            self._load_first(LogFiles(content.store, content.logs))
+        elif content.logs != former.files.files:
+            self._load(self._session.logs, lambda: _again(former, content), after=lambda: self._close_former(former))
+
+    def _load_first(self, files: LogFiles) -> None:
+        """All lines; before them, where they are many, the beginning of each file."""
+
+        def whole() -> None:
+            self._load(self._session.logs, lambda: load_logs(files))
+
+        if sum(file.size_bytes for file in files.files) > _SMALL_LOGS:
+            self._load(self._session.logs, lambda: load_logs(files, head_bytes=HEAD_BYTES), after=whole)
+        else:
+            whole()
+
+    def _close_former(self, former: LogIndex) -> None:
+        now = self._session.logs.value
+        if now is not None and now.files is not former.files:
+            former.files.close()
+
+    def _load(self, part: Part[Any], work: Callable[[], Any], *, after: Callable[[], None] | None = None) -> None:
+        part.is_loading = True
+
+        def done(value: Any) -> None:
+            part.value, part.error, part.is_loading = value, "", False
+            part.version += 1
+            self._changed()
+            if after is not None:
+                after()
+
+        def failed(text: str) -> None:
+            part.error, part.is_loading = text, False
+            part.version += 1
+            self._changed()
+            if part.value is not None:
+                self._say(f"{part.what}: not read again: {text}")
+
+        tasks.start(self._app, part.what, work, done, failed)
+
+
+def _again(former: LogIndex, content: Content) -> LogIndex:
+    """The logs as they are now: what they have grown by, or read anew where that is not all that happened."""
+    try:
+        found = grow(former, former.files, content.logs)
+    except (OSError, TitanError):
+        found = None  # reading anew says which file it is
+    return found if found is not None else load_logs(LogFiles(content.store, content.logs))

@@ -1,0 +1,58 @@
+"""What the screens share while the program runs: what was loaded, what failed to load, and what is selected."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from titan_ckpt.tui.data.content import Content
+from titan_ckpt.tui.data.incident import Incident
+from titan_ckpt.tui.data.log_index import LogIndex
+from titan_ckpt.tui.data.metrics import Metrics
+from titan_ckpt.tui.data.runs import RunSummary, Steps
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Part(Generic[T]):
+    """One thing that is loaded: absent, loading, loaded, or failed with a text. `version` grows with each load."""
+
+    what: str
+    value: T | None = None
+    error: str = ""
+    is_loading: bool = False
+    version: int = 0
+
+    @property
+    def text(self) -> str:
+        """What to show in its place while it is not there."""
+        if self.is_loading:
+            return f"reading {self.what} ..."
+        return self.error or f"no {self.what} here"
+
+
+@dataclass(slots=True)
+class Session:
+    """The state of one `titan-ckpt tui`. `lane` is the selected group (a position in incident.lanes), `seq` the operation."""
+
+    content: Content
+    clock: Callable[[], float] = time.time
+    incident: Part[Incident] = field(default_factory=lambda: Part("dumps, stacks or logs"))
+    checkpoints: Part[Steps] = field(default_factory=lambda: Part("checkpoints"))
+    runs: Part[tuple[RunSummary, ...]] = field(default_factory=lambda: Part("runs"))
+    logs: Part[LogIndex] = field(default_factory=lambda: Part("logs"))
+    metrics: Part[Metrics] = field(default_factory=lambda: Part("metrics.jsonl"))
+    lane: int = 0
+    seq: int | None = None
+    pinned: int | None = None
+    is_following: bool = False
+
+    def select(self, group: str | None, seq: int | None) -> None:
+        """Select an operation; a group that has no lane leaves the lane as it is."""
+        if self.incident.value is not None and group is not None:
+            self.lane = self.incident.value.lane_of(group)
+        if seq is not None:
+            self.seq = seq

@@ -1,0 +1,219 @@
+"""What all numbered screens have in common: a title line, a body, a filter, problems to step through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Static
+
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, cut, parse_ranks, row, wrapped
+from titan_ckpt.tui.session.session import Part, Session
+from titan_ckpt.tui.widgets.line_view import LineView
+
+NO_INCIDENT = (
+    "An incident is a folder of Flight Recorder dumps, stacks or logs, or a run with debug/ in it. To have one: "
+    "`titan-ckpt debug collect` on a hung job, or `titan-ckpt debug inject skip` as a drill."
+)
+
+
+class Pane(Vertical):
+    """One numbered screen. `keys` are its own keys for the help and the bottom line."""
+
+    number: ClassVar[int] = 0
+    label: ClassVar[str] = ""
+    keys: ClassVar[tuple[tuple[str, str], ...]] = ()
+    filter_hint: ClassVar[str] = "filter: show only lines with this text"
+
+    @dataclass
+    class Go(Message):
+        """Show another screen with this selected."""
+
+        target: Target
+
+    @dataclass
+    class Open(Message):
+        """Show the run at `url` instead; esc on its first screen comes back."""
+
+        url: str
+
+    @dataclass
+    class Ask(Message):
+        """Have the user type a line; `then` gets it."""
+
+        label: str
+        initial: str
+        then: Callable[[str], None]
+
+    @dataclass
+    class Work(Message):
+        """Do `work` in a thread while the bottom line says `what`; `done` gets the result on the screen's thread."""
+
+        what: str
+        work: Callable[[], Any]
+        done: Callable[[Any], None]
+
+    @dataclass
+    class Say(Message):
+        """Put a text on the bottom line."""
+
+        text: str
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(id=f"pane-{self.number}")
+        self.session = session
+        self.filter_text = ""
+        self._seen: tuple[object, ...] = ()
+
+    def compose(self) -> ComposeResult:
+        yield Static("", classes="title", markup=False)
+        yield self.make_body()
+
+    def make_body(self) -> Widget:
+        """The body, a LineView unless the screen has another."""
+        return LineView()
+
+    @property
+    def body(self) -> LineView:
+        """The widget that has the focus on this screen."""
+        return self.query_one(LineView)
+
+    def set_title(self, text: str) -> None:
+        """The line below the tabs."""
+        suffix = f"   filter: {self.filter_text}" if self.filter_text else ""
+        self.query_one(".title", Static).update(
+            " " + cut(text, (self.size.width or self.app.size.width) - len(suffix) - 1) + suffix
+        )
+
+    # -- what a screen may override
+
+    def state(self) -> tuple[object, ...]:
+        """What its rows depend on: they are made again only when it changes."""
+        return (self.session.incident.version, self.session.incident.text)
+
+    def make_rows(self, width: int) -> Rows:
+        """The rows for the present state of the session."""
+        return self.no_incident(width)
+
+    def no_incident(self, width: int) -> Rows:
+        """What the screens of an incident show without one."""
+        return RowList(self.absent_rows(self.session.incident, NO_INCIDENT, width))
+
+    def title(self) -> str:
+        """What the title line says."""
+        return ""
+
+    def select(self, target: Target) -> None:
+        """Something of this screen was asked for by another one."""
+
+    def chosen(self, chosen: Row) -> None:
+        """Enter on a row: follow its target."""
+        if chosen.target is not None:
+            self.post_message(self.Go(chosen.target))
+
+    def followed(self) -> None:
+        """Following has begun while this screen is shown."""
+
+    def go_back(self) -> bool:
+        """Esc within the screen; False when there is nothing to go back from."""
+        if self.filter_text:
+            self.set_filter("")
+            return True
+        return False
+
+    def pin(self) -> None:
+        """Space: pin the rank of the row under the cursor, or unpin it."""
+        current = self.body.current
+        rank = current.target.rank if current and current.target else None
+        if rank is None:
+            self.post_message(self.Say("no rank on this line"))
+            return
+        self.pin_rank(rank)
+
+    def pin_rank(self, rank: int) -> None:
+        """Pin `rank` on every screen, or unpin it if it is the pinned one."""
+        self.session.pinned = None if self.session.pinned == rank else rank
+        text = f"rank {rank} pinned" if self.session.pinned is not None else f"rank {rank} unpinned"
+        self.post_message(self.Say(text))
+        self.update_rows()
+
+    def copied_text(self) -> str:
+        """What `y` copies: the row under the cursor."""
+        current = self.body.current
+        return current.text.strip() if current else ""
+
+    # -- what all share
+
+    def work(self, what: str, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Have `work` done in a thread; `done` gets the result unless this screen is gone by then."""
+
+        def if_there(result: Any) -> None:
+            if self.is_attached:
+                done(result)
+
+        self.post_message(self.Work(what, work, if_there))
+
+    def move_to_rank(self, rank: int | None) -> None:
+        """Put the cursor on the first row of `rank`, if there is one."""
+        rows, width = self.body.rows, self.body.line_width
+        for index in range(len(rows) if rank is not None else 0):
+            target = rows.row(index, width).target
+            if target is not None and target.rank == rank:
+                self.body.move_to(index)
+                return
+
+    @staticmethod
+    def absent_rows(part: Part[Any], hint: str, width: int) -> Iterator[Row]:
+        """What to say where a part is not there: that it is being read, why it failed, or where it would be found."""
+        role: Role = "dim" if part.is_loading or not part.error else "bad"
+        for line in wrapped(part.text, width):
+            yield row((line, role), is_problem=role == "bad")
+        if not part.is_loading and not part.error:
+            yield row()
+            yield from (row((line, "dim")) for line in wrapped(hint, width))
+
+    def set_filter(self, text: str) -> None:
+        """Show only what matches; the empty text shows all."""
+        self.filter_text = text
+        self.update_rows(force=True)
+
+    def next_problem(self, direction: int) -> None:
+        """`n` and `N`."""
+        place = self.body.rows.next_problem(self.body.cursor, direction)
+        if place is None:
+            self.post_message(self.Say("no further problem " + ("below" if direction > 0 else "above")))
+        else:
+            self.body.move_to(place, is_centred=True)
+
+    def update_rows(self, *, force: bool = False) -> None:
+        """Make the rows again if what they show has changed; nothing for a screen that is gone."""
+        if not self.is_attached:
+            return
+        seen = (*self.state(), self.session.pinned, self.body.line_width, self.filter_text)
+        if seen != self._seen or force:
+            self._seen = seen
+            rows = self.make_rows(self.body.line_width)
+            if self.filter_text and isinstance(rows, RowList):
+                rows = rows.matching(self.filter_text)
+            self.body.set_rows(rows)
+        self.set_title(self.title())
+
+    def on_line_view_chosen(self, message: LineView.Chosen) -> None:
+        message.stop()
+        self.chosen(message.row)
+
+    def on_resize(self) -> None:
+        self.update_rows()
+
+    def on_show(self) -> None:
+        self.update_rows()
+
+
+def filter_ranks(text: str) -> tuple[int, ...] | None:
+    """The ranks that a filter text names, None where it is not a set of ranks."""
+    return parse_ranks(text) if text else None
