@@ -9,13 +9,12 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tabulate import tabulate
 
+from tools.paths import ROOT
 from tools.report import PERFORMANCE, write_page
 
-ROOT = Path(__file__).parent.parent
 SUMMARY = "bars"
 INTRODUCTION = """\
 What this project set out to reach, and where it stands. Each line is read from the section that it names, which a benchmark

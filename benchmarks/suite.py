@@ -29,9 +29,9 @@ from pathlib import Path
 
 from benchmarks.bars import write_summary
 from titan_ckpt.console.units import format_duration
+from tools.paths import ROOT
 from tools.report import PERFORMANCE
 
-ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / ".bench"
 TITAN_ENVIRONMENT = OUTPUT / "titan"
 TITAN = "torchtitan==0.3.0"

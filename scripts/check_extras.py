@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_ckpt.cli.main import main as titan_ckpt
+from tools.paths import DEBUG_CONFIG
 
-CONFIG = str(Path(__file__).parent.parent / "configs" / "debug.toml")
 STEPS = 4
 FILE_HEADER, PIECE_HEADER, BLOCK = 7, 7, 32 << 10
 
@@ -30,7 +30,7 @@ def train(folder: Path, *sets: str) -> dict[int, float]:
         f"save.url={folder}", f"train.steps={STEPS}", "train.device=cpu", "log.tensorboard=false",
         f"data.cache={folder.parent}/tokens",
     )  # fmt: skip
-    code = titan_ckpt(["train", CONFIG, *(word for text in (*fixed, *sets) for word in ("--set", text))])
+    code = titan_ckpt(["train", DEBUG_CONFIG, *(word for text in (*fixed, *sets) for word in ("--set", text))])
     if code:
         raise SystemExit(f"training ended with exit code {code}")
     records = map(json.loads, (folder / "logs" / "metrics.jsonl").read_text().splitlines())

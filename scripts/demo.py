@@ -28,10 +28,10 @@ from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import TitanError
 from titan_ckpt.trainer.data.corpus import STDLIB, File, list_files
 from tools.demo_jobs import WATCH_S, DemoError, Shell, kill, processes_of, wait_for
+from tools.paths import CONFIGS, ROOT
 from tools.s3_server import Server, running_server
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "configs" / "tiny.toml"
+CONFIG = CONFIGS / "tiny.toml"
 RUN, RESHARDED = "s3://demo/run", "s3://demo/run-pp"
 # docs/design.md derives it: the same samples on another mesh differ by the order of float32 sums alone.
 MESH_BOUND = 1e-5

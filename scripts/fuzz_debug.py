@@ -25,8 +25,8 @@ from titan_ckpt.debug.diagnosis.report import as_json, report
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, RECORD
 from titan_ckpt.debug.record.hooks import BoxWriter
 from titan_ckpt.errors import TitanError
+from tools.paths import INCIDENTS
 
-INCIDENTS = Path(__file__).parent.parent / "tests" / "data" / "flight_recorder"
 LONGEST_S = 20  # of this process's own time: others may use the machine as well
 LONGEST_BY_CLOCK_S = 600
 MOST_BYTES = 1 << 30

@@ -32,11 +32,11 @@ from scripts.hosts_network import STORAGE, Network, enter
 from scripts.soak_report import RELIABILITY
 from titan_ckpt.store.open import open_store
 from tools.faulty_proxy import Fault, FaultyProxy, Request
+from tools.paths import DEBUG_CONFIG
 from tools.report import replace_section
 from tools.s3_server import Server, running_server
 from tools.soak.ledger import Ledger
 
-CONFIG = str(Path(__file__).parent.parent / "configs" / "debug.toml")
 BUCKET = "hosts"
 HEAD, HOSTS = "head", ("one", "two", "three")
 RENDEZVOUS_PORT = 29400
@@ -99,7 +99,7 @@ class Job:
             sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=20",
             f"--rdzv-id=job-{self.jobs_restarted}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}",
             f"--rdzv-conf={CONF}", f"--local-addr={self.network.addresses[host]}", "--monitor-interval=0.2",
-            "-m", "titan_ckpt", "train", CONFIG, *self._sets,
+            "-m", "titan_ckpt", "train", DEBUG_CONFIG, *self._sets,
         ]  # fmt: skip
         self._outputs[host] = self.folder / f"agent-{host}-{next(self._numbers)}"
         with open(self._outputs[host], "wb") as output:
@@ -301,7 +301,7 @@ def make_reference(folder: Path) -> list[float]:
         part for text in _sets(folder, f"log.folder={folder / 'alone'}", "save.every=0") for part in ("--set", text)
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "titan_ckpt", "train", CONFIG, *arguments], capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "titan_ckpt", "train", DEBUG_CONFIG, *arguments], capture_output=True, text=True, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     if done.returncode:

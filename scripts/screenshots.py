@@ -13,9 +13,8 @@ from pathlib import Path
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.screenshot import write_screenshot
+from tools.paths import DATA, DOCS, ROOT
 
-ROOT = Path(__file__).parent.parent
-DATA = ROOT / "tests" / "data"
 CLOCK_S = 1_795_250_000.0
 
 
@@ -44,7 +43,7 @@ PICTURES = (
 
 def main() -> int:
     """Write all pictures into docs/images."""
-    folder = ROOT / "docs" / "images"
+    folder = DOCS / "images"
     folder.mkdir(exist_ok=True)
     for picture in PICTURES:
         path = DATA / picture.case

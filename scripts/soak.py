@@ -30,12 +30,12 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from tools.faulty_proxy import FaultyProxy
+from tools.paths import DEBUG_CONFIG
 from tools.s3_server import Server, running_server
 from tools.soak.jobs import Ended, Kill, Told, Whom, read_told, run_job
 from tools.soak.ledger import Counts, Ledger
 from tools.soak.weather import CALM, Climate, Weather, draw_weather
 
-CONFIG = str(Path(__file__).parent.parent / "configs" / "debug.toml")
 BUCKET = "soak"
 MESHES = (
     "1", "dp_shard=2", "dp_shard=3", "dp_replicate=2", "tp=2", "cp=2", "pp=2", "dp_shard=2,tp=2", "pp=2,dp_shard=2",
@@ -106,7 +106,7 @@ class Soak:
         self.climate.set(CALM)
         name, folder = self._name("reference")
         sets = self._sets(folder, GENERATION_STEPS)
-        ended = run_job(_titan("train", CONFIG, *sets), self.environment, self.folder / name, self.rng)
+        ended = run_job(_titan("train", DEBUG_CONFIG, *sets), self.environment, self.folder / name, self.rng)
         losses = read_told(folder).losses
         if not ended.is_done or len(losses) != GENERATION_STEPS:
             raise RuntimeError(f"the run without interruption failed:\n{ended.text[-3000:]}")
@@ -184,7 +184,7 @@ class Soak:
         sets = self._sets(folder, steps, f"save.url={url}", f"save.every={every}", "save.timeout_s=100", *more)
         for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
             sets += ["--set", f"mesh.{axis}={MeshSpec.parse(mesh).degree(axis)}"]
-        command = _titan("train", CONFIG, *sets)
+        command = _titan("train", DEBUG_CONFIG, *sets)
         if world > 1 and self.rng.random() < 0.5:
             command = _torchrun(world) + command[1:]
         kill = self._draw_kill(folder, world, since_s) if may_be_killed and self.rng.random() < 0.6 else None

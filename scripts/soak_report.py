@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
+from tools.paths import DOCS
 from tools.report import replace_section
 
-RELIABILITY = Path(__file__).parent.parent / "docs" / "reliability.md"
+RELIABILITY = DOCS / "reliability.md"
 INTRODUCTION = """\
 `make soak` trains a small model with real ranks, saves behind training, kills, resumes on other meshes, reshards, copies, prunes
 and verifies in an order drawn from a seed, against a real S3 server behind a proxy that breaks requests. After every action a

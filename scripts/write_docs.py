@@ -5,11 +5,8 @@ python -m scripts.write_docs
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tools.docs import api_docs, cli_docs
-
-DOCS = Path(__file__).parent.parent / "docs"
+from tools.paths import DOCS
 
 if __name__ == "__main__":
     (DOCS / "cli.md").write_text(cli_docs.reference())

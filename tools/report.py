@@ -14,12 +14,14 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from tools.paths import DOCS
+
 TAKEN_NOTE = (
     "Before each measure that writes, twice the bytes that it is about to take are written and deleted: to get memory back from\n"
     "the host of a virtual machine can cost more than all the rest."
 )
 LET_GO_S = 3.0  # the kernel waits 2 s after memory was freed
-PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
+PERFORMANCE = DOCS / "performance.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.rope import RopeScaling
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig
+from tools.paths import DATA
 
-DATA = Path(__file__).parent.parent / "tests" / "data" / "torchtitan"
+TORCHTITAN_RUNS = DATA / "torchtitan"
 RANKS, BATCH, LENGTH = 2, 4, 16
 BEFORE, AFTER = 3, 3  # steps until torchtitan saved, and its own next ones
 OPTIMIZER = OptimizerConfig(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_ckpt.checkpoint.checkpoint import open_checkpoint
 from titan_ckpt.loading.load import load
+from tools.paths import ROOT
 from tools.rank_pool import free_port
 from tools.report import Bar, write_section
 
-ROOT = Path(__file__).parent.parent.parent
 WORLD, STEP = 2, 3
 MESH = "dp_shard=2,tp=2"
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from tools.paths import ROOT
 from tools.torchtitan_model import VOCABULARY, Progress, build, debug_spec, token_loss
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 RANKS, STEPS, BATCH, LENGTH = 2, 2, 2, 32
 
 

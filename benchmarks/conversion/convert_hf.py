@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.paths import ROOT
 from tools.report import TAKEN_NOTE, Bar, interleave, median, spread, take_memory, timed, write_section
 
 LAYOUTS = {"1 rank": "one", "4 ranks by rows": "rows", "4 ranks by columns": "columns"}
@@ -209,7 +210,7 @@ def measure(folder: Path, mib: int, rounds: int) -> None:
             shutil.rmtree(out, ignore_errors=True)
             os.sync()
             command = [sys.executable, __file__, "--child", case, str(folder / source), str(out)]
-            environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
             done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
             facts = json.loads(done.stdout.splitlines()[-1])
             peaks[name] = max(peaks.get(name, 0.0), facts["peak_mib"])

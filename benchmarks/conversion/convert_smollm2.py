@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tools.paths import ROOT
 from tools.report import Bar, timed, write_section
 
-ROOT = Path(__file__).parent.parent.parent
 PROMPT, ANSWER = "The capital of France is", " Paris"
 
 
@@ -53,7 +53,7 @@ def train(folder: Path, steps: int) -> None:
     of = json.loads((folder / "hf" / "config.json").read_text())
     values = {
         "model.norm_eps": of["rms_norm_eps"], "data.seq_len": 128, "data.tokenizer": str(folder / "hf" / "tokenizer.json"),
-        "data.source": str(ROOT / "titan_ckpt" / "store.py"), "data.cache": str(folder / "cache"), "optimizer.lr": 1e-6,
+        "data.source": str(ROOT / "titan_ckpt" / "store" / "base.py"), "data.cache": str(folder / "cache"), "optimizer.lr": 1e-6,
         "optimizer.warmup_steps": 2, "mesh.dp_shard": 2, "train.steps": steps, "train.global_batch_size": 2,
         "train.microbatch_size": 1, "validation.every": 0, "validation.fraction": 0.0, "save.url": str(folder / "tuned"),
         "save.every": 0, "resume.from": str(folder / "hf"), "resume.model_only": True,

@@ -35,9 +35,10 @@ from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.log_files import LogFiles
 from titan_ckpt.tui.data.log_index import HEAD_BYTES, LogFilter, LogIndex, cheap_mask, load_logs, search
 from titan_ckpt.tui.screenshot import settled
+from tools.paths import INCIDENTS
 from tools.report import Bar, timed, write_section
 
-FIXTURE = Path(__file__).parent.parent.parent / "tests" / "data" / "flight_recorder" / "skip"
+FIXTURE = INCIDENTS / "skip"
 START_NS = 1_795_226_821_000_000_000
 KEYS = ("j", "k", "pagedown", "n", "l", "h", "N", "G", "g")
 PAGE_LINES = 45

@@ -18,9 +18,10 @@ from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import BatchShape, Dataset, Loader, open_dataset
 from titan_ckpt.trainer.data.tokenizer import open_tokenizer
 from titan_ckpt.trainer.run.setup import RankPlace, run_rank
+from tools.paths import CONFIGS
 from tools.report import Bar, median, spread, timed, write_section
 
-CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "tiny.toml")
+CONFIG = str(CONFIGS / "tiny.toml")
 FAR, FAR_BAR_S, RATE_BAR = 10**9, 1.0, 2.0
 STEPS, ROUNDS = 8, 5
 TITLE = "The loader"

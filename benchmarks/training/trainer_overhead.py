@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -30,9 +29,9 @@ from titan_ckpt.trainer.run import setup
 from titan_ckpt.trainer.run.loop import Loop
 from titan_ckpt.trainer.run.meter import Step
 from titan_ckpt.trainer.run.setup import RankPlace, run_rank
+from tools.paths import DEBUG_CONFIG
 from tools.report import Bar, interleave, median, write_section
 
-CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "debug.toml")
 STEP_MS, BAR, WARMUP = 100.0, 0.01, 20
 PHASES, COLLECTIVES, CALLS = 5, 100, 2000
 TITLE = "Observability and the recorder"
@@ -65,7 +64,7 @@ def record_us(steps: int) -> float:
             f"train.steps={steps}",
             "train.device=cpu",
         ]
-        run_rank(resolve(TrainConfig, CONFIG, sets).config, RankPlace())
+        run_rank(resolve(TrainConfig, DEBUG_CONFIG, sets).config, RankPlace())
     return 1e6 * median(_TimedLoop.spent_s[WARMUP:])
 
 

@@ -14,10 +14,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+from tools.paths import ROOT
+
 ANSWER = '{"wall_s"'
 
 

@@ -19,10 +19,10 @@ from titan_ckpt.converters import export_hf
 from titan_ckpt.converters.hf.verify import real_text
 from titan_ckpt.loading.load import load
 from titan_ckpt.trainer.model.decoder import Decoder, ModelConfig
+from tools.paths import DEBUG_CONFIG
 
 pytestmark = [pytest.mark.e2e, pytest.mark.hf]
 transformers = importlib.import_module("transformers")
-CONFIG = Path(__file__).parent.parent.parent / "configs" / "debug.toml"
 
 
 def _train(folder: Path, **settings: Any) -> None:
@@ -33,7 +33,7 @@ def _train(folder: Path, **settings: Any) -> None:
         "log.tensorboard": False, "debug.recorder": False,
     } | settings  # fmt: skip
     sets = [f"--set={key}={json.dumps(value)}" for key, value in values.items()]
-    command = [sys.executable, "-m", "titan_ckpt", "train", str(CONFIG), "--nproc", "1", *sets]
+    command = [sys.executable, "-m", "titan_ckpt", "train", DEBUG_CONFIG, "--nproc", "1", *sets]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

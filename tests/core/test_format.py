@@ -30,8 +30,9 @@ from titan_ckpt.saving.saver import save
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Shard
 from titan_ckpt.state.state_dict import TORCH_DTYPE
+from tools.paths import DATA
 
-DATA = Path(__file__).parent.parent / "data" / "dcp"
+DCP = DATA / "dcp"
 
 
 @pytest.mark.parametrize("dtype", sorted(ELEMENT_SIZE))
@@ -186,7 +187,7 @@ def test_foreign_checkpoint_opens_without_unpickling(tmp_path: Path) -> None:
 def test_a_checkpoint_by_a_newer_dcp_opens_whatever_torch_is_here() -> None:
     """Written by torch 2.15: its index notes strides, over which `dcp.load` of 2.13 fails."""
     loaded = _state(0)
-    load(open_checkpoint(str(DATA / "torch-2.15")), loaded)
+    load(open_checkpoint(str(DCP / "torch-2.15")), loaded)
     for name, tensor in _state()["model"].items():
         assert torch.equal(loaded["model"][name], tensor)
     assert loaded["step"] == 7

@@ -11,9 +11,9 @@ import pytest
 
 from titan_ckpt.cli.main import main
 from titan_ckpt.debug import diagnose, open_run
+from tools.paths import INCIDENTS
 
-DUMPS = Path(__file__).parent.parent / "data" / "flight_recorder"
-CASES: dict[str, dict[str, Any]] = json.loads((DUMPS / "MANIFEST.json").read_text())["cases"]
+CASES: dict[str, dict[str, Any]] = json.loads((INCIDENTS / "MANIFEST.json").read_text())["cases"]
 
 
 def assert_truth(folder: Path, truth: dict[str, Any]) -> None:
@@ -26,21 +26,21 @@ def assert_truth(folder: Path, truth: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_hung_job_is_diagnosed_right(case: str) -> None:
-    assert_truth(DUMPS / case, CASES[case])
+    assert_truth(INCIDENTS / case, CASES[case])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_top_verdict_is_the_first_choice_of_the_manifest(case: str) -> None:
-    assert diagnose(open_run(str(DUMPS / case)))[0].verdict == CASES[case]["verdict"]
+    assert diagnose(open_run(str(INCIDENTS / case)))[0].verdict == CASES[case]["verdict"]
 
 
 def test_chain_reaches_through_pipeline_and_tensor_groups() -> None:
-    top = diagnose(open_run(str(DUMPS / "chain")))[0]
+    top = diagnose(open_run(str(INCIDENTS / "chain")))[0]
     assert {tuple(pair) for pair in CASES["chain"]["chain"]} == set(top.chain)
 
 
 def test_truncated_ring_is_flagged() -> None:
-    flags = [flag.flag for flag in open_run(str(DUMPS / "ring")).flags]
+    flags = [flag.flag for flag in open_run(str(INCIDENTS / "ring")).flags]
     assert "RING_TRUNCATED" in flags
 
 
@@ -48,7 +48,7 @@ def test_truncated_ring_is_flagged() -> None:
 def test_names_of_folder_and_ranks_do_not_matter(case: str, tmp_path: Path) -> None:
     folder = tmp_path / "x"
     folder.mkdir()
-    for source in (DUMPS / case).iterdir():
+    for source in (INCIDENTS / case).iterdir():
         name = source.name.replace("rank_", "nccl_trace_rank_")
         shutil.copy(source, folder / name)
     assert_truth(folder, CASES[case])
@@ -56,7 +56,7 @@ def test_names_of_folder_and_ranks_do_not_matter(case: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("case", ["skip", "order", "type", "size", "dataloader", "sigkill", "exception"])
 def test_json_dumps_alone_name_the_same_rank(case: str, tmp_path: Path) -> None:
-    for source in (DUMPS / case).iterdir():
+    for source in (INCIDENTS / case).iterdir():
         if source.suffix:
             shutil.copy(source, tmp_path / source.name)
     top = diagnose(open_run(str(tmp_path)))[0]
@@ -64,7 +64,7 @@ def test_json_dumps_alone_name_the_same_rank(case: str, tmp_path: Path) -> None:
 
 
 def test_command_prints_a_verdict_of_about_twenty_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["debug", str(DUMPS / "skip")]) == 1
+    assert main(["debug", str(INCIDENTS / "skip")]) == 1
     text = capsys.readouterr().out
     assert text.startswith("SKIPPED_COLLECTIVE: rank 2 ")
     assert "faults.py:122" in text
@@ -72,7 +72,7 @@ def test_command_prints_a_verdict_of_about_twenty_lines(capsys: pytest.CaptureFi
 
 
 def test_command_prints_the_json_interface(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["debug", str(DUMPS / "ckpt_io"), "--json"]) == 1
+    assert main(["debug", str(INCIDENTS / "ckpt_io"), "--json"]) == 1
     printed = json.loads(capsys.readouterr().out)
     top = printed["verdicts"][0]
     assert {
@@ -84,7 +84,7 @@ def test_command_prints_the_json_interface(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_healthy_job_exits_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["debug", str(DUMPS / "ok")]) == 0
+    assert main(["debug", str(INCIDENTS / "ok")]) == 0
     assert capsys.readouterr().out.startswith("HEALTHY")
 
 

@@ -25,14 +25,13 @@ from titan_ckpt.debug.read.plain_pickle import plain_loads
 from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.record.hooks import BoxWriter
 from titan_ckpt.errors import TitanError, UnsafeContentError
-
-DUMPS = Path(__file__).parent.parent / "data" / "flight_recorder"
+from tools.paths import DATA, INCIDENTS
 
 
 def copy(case: str, folder: Path, change: Callable[[Path, bytes], tuple[str, bytes] | None]) -> None:
     """Copy a case's files through `change`, which gives a new name and content, or None to leave the file out."""
     folder.mkdir(parents=True, exist_ok=True)
-    for source in (DUMPS / case).iterdir():
+    for source in (INCIDENTS / case).iterdir():
         changed = change(source, source.read_bytes())
         if changed is not None:
             (folder / changed[0]).write_bytes(changed[1])
@@ -54,7 +53,7 @@ def test_packed_files_read_like_plain_ones(pack: Callable[[bytes], bytes], tmp_p
 
 
 def test_run_layout_takes_the_newest_incident_and_the_logs(tmp_path: Path) -> None:
-    shutil.copytree(DUMPS / "skip", tmp_path / "debug" / "20260101-000000")
+    shutil.copytree(INCIDENTS / "skip", tmp_path / "debug" / "20260101-000000")
     (tmp_path / "logs").mkdir()
     copy("type", tmp_path / "debug" / "20260102-000000", lambda p, d: None if p.suffix == ".log" else (p.name, d))
     copy("type", tmp_path / "logs", lambda p, d: (p.name, d) if p.suffix == ".log" else None)
@@ -71,7 +70,7 @@ def test_one_log_with_prefixed_lines_is_split_by_rank() -> None:
 
 
 def test_single_dump_file_is_accepted() -> None:
-    run = open_run(str(DUMPS / "ok" / "rank_2"))
+    run = open_run(str(INCIDENTS / "ok" / "rank_2"))
     assert len(run.ranks[2].operations) == 10
 
 
@@ -110,7 +109,7 @@ class Hostile:
 
 def test_pickle_that_asks_for_a_class_is_refused_and_flagged(tmp_path: Path) -> None:
     target = tmp_path / "owned"
-    shutil.copytree(DUMPS / "skip", tmp_path / "job")
+    shutil.copytree(INCIDENTS / "skip", tmp_path / "job")
     (tmp_path / "job" / "rank_0").write_bytes(pickle.dumps({"entries": [], "x": Hostile(str(target))}))
     run = open_run(str(tmp_path / "job"))
     assert not target.exists()
@@ -124,7 +123,7 @@ def test_persistent_ids_are_refused() -> None:
 
 
 def test_truncated_dump_falls_back_to_its_json_twin(tmp_path: Path) -> None:
-    shutil.copytree(DUMPS / "type", tmp_path / "job")
+    shutil.copytree(INCIDENTS / "type", tmp_path / "job")
     dump = tmp_path / "job" / "rank_1"
     dump.write_bytes(dump.read_bytes()[:700])
     run = open_run(str(tmp_path / "job"))
@@ -173,7 +172,7 @@ def test_mutated_files_never_crash_the_analyzer(case: str, tmp_path: Path) -> No
 def test_wild_json_values_never_crash_the_analyzer(tmp_path: Path) -> None:
     rng = random.Random(7)
     wild: list[Any] = [None, -1, 2**70, "x", [], {}, [[]], [[2**80]], 1.5, True, "[0, 1", {"a": 1}]
-    dump = json.loads((DUMPS / "skip" / "rank_0.json").read_text())
+    dump = json.loads((INCIDENTS / "skip" / "rank_0.json").read_text())
     for number in range(150):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -194,7 +193,7 @@ def test_wild_json_values_never_crash_the_analyzer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_mutated_logs_and_stacks_never_crash_their_parsers(seed: int) -> None:
     rng = random.Random(seed)
-    for path in [*DUMPS.glob("s*/*.log"), *DUMPS.glob("s*/*.stacks")]:
+    for path in [*INCIDENTS.glob("s*/*.log"), *INCIDENTS.glob("s*/*.stacks")]:
         text = mutate(rng, path.read_bytes() or b"x").decode("utf-8", "replace")
         parse_rank_log(text, path.name, 0)
         parse_mixed_log(text, path.name)
@@ -235,7 +234,7 @@ def test_ranks_that_disagree_about_a_group_are_the_verdict(tmp_path: Path) -> No
     assert "PG_CONFIG_CONFLICT" in flags(tmp_path)
 
 
-FROZEN_INSIDE = Path(__file__).parent.parent / "data" / "frozen_inside"
+FROZEN_INSIDE = DATA / "frozen_inside"
 
 
 def test_rank_that_freezes_inside_a_collective_that_it_joined_is_the_verdict() -> None:
@@ -348,7 +347,7 @@ def test_analyzer_runs_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import titan_ckpt.debug, titan_ckpt.cli.main\n"
-        f"assert titan_ckpt.cli.main.main(['debug', {str(DUMPS / 'ok')!r}]) == 0\n"
+        f"assert titan_ckpt.cli.main.main(['debug', {str(INCIDENTS / 'ok')!r}]) == 0\n"
         "assert not {'s3fs', 'textual', 'titan_ckpt.debug.record.recorder'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

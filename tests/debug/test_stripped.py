@@ -16,9 +16,9 @@ from titan_ckpt.debug import Run, Verdict, diagnose, open_run
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, RECORD
 from titan_ckpt.debug.incident.records import RECV, SEND
 from titan_ckpt.debug.record.hooks import BoxWriter
+from tools.paths import INCIDENTS
 
-DUMPS = Path(__file__).parent.parent / "data" / "flight_recorder"
-CASES: dict[str, dict[str, Any]] = json.loads((DUMPS / "MANIFEST.json").read_text())["cases"]
+CASES: dict[str, dict[str, Any]] = json.loads((INCIDENTS / "MANIFEST.json").read_text())["cases"]
 _RANK = re.compile(r"rank_(\d+)")
 
 
@@ -48,7 +48,7 @@ PARTS: dict[str, Callable[[str], bool]] = {
 
 
 def part_of(case: str, part: str, folder: Path) -> Run | None:
-    kept = [path for path in sorted((DUMPS / case).iterdir()) if PARTS[part](path.name)]
+    kept = [path for path in sorted((INCIDENTS / case).iterdir()) if PARTS[part](path.name)]
     for path in kept:
         shutil.copy(path, folder / path.name)
     return open_run(str(folder)) if kept else None
@@ -78,7 +78,7 @@ def test_launcher_alone_does_not_blame_the_rank_that_a_library_aborted(tmp_path:
 
 
 def test_stack_in_another_collective_than_the_awaited_one_names_its_rank(tmp_path: Path) -> None:
-    for path in (DUMPS / "skip").iterdir():
+    for path in (INCIDENTS / "skip").iterdir():
         if _rank_of(path.name) != 2 or path.suffix in (".stacks", ".log"):
             shutil.copy(path, tmp_path / path.name)
     top = diagnose(open_run(str(tmp_path)))[0]

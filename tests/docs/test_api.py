@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.doc_blocks import ROOT
 from tools.docs.api_docs import PACKAGES, reference
+from tools.paths import DOCS
 
 DOCTESTED = (
     "titan_ckpt.sharding.mesh",
@@ -23,7 +23,7 @@ DOCTESTED = (
 
 
 def test_the_printed_reference_is_what_the_docstrings_say() -> None:
-    assert (ROOT / "docs" / "api.md").read_text() == reference(), "run `make docs`"
+    assert (DOCS / "api.md").read_text() == reference(), "run `make docs`"
 
 
 def test_every_public_name_has_an_entry_with_words() -> None:

@@ -16,9 +16,9 @@ from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynami
 from torch.distributed.run import get_args_parser
 
 from titan_ckpt.cli.main import main
+from tools.paths import CONFIGS, EXAMPLES
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-CONFIG = str(EXAMPLES.parent / "configs" / "llama3_8b.toml")
+CONFIG = str(CONFIGS / "llama3_8b.toml")
 PRINT_ARGUMENTS = '#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n'
 TOOLS = {
     "torchrun": PRINT_ARGUMENTS,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.doc_blocks import STORY, story_words
+from tools.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 900
 ACTS = ("serve", "train", "kill", "resume", "reshard", "convert", "hang", "look")
 

@@ -21,9 +21,9 @@ from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Shard
 from tools.demo_jobs import kill, processes_of
+from tools.paths import EXAMPLES
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-FSDP2 = ROOT / "examples" / "fsdp2.py"
+FSDP2 = EXAMPLES / "fsdp2.py"
 LINE = re.compile(r"step (\d+) loss (\S+) committed (\S+)\n")
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e]

@@ -28,8 +28,9 @@ from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Shard
 from tools.golden_run import ASSET, ENCODED_STEP, INCREMENTAL_STEP, NOTE, RAW_STEP, STEPS, tensors
+from tools.paths import DATA
 
-GOLDEN = Path(__file__).resolve().parent.parent / "data" / "golden"
+GOLDEN = DATA / "golden"
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir())
 CASES = [(version, step) for version in VERSIONS for step in STEPS]
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.support.doc_blocks import ROOT, blocks, check_command, commands, first_difference, run
+from tests.support.doc_blocks import blocks, check_command, commands, first_difference, run
+from tools.paths import DOCS, ROOT
 from tools.s3_server import Server
 
-README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+README, TUTORIAL = ROOT / "README.md", DOCS / "tutorial.md"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^ {4}(?:\$ )?((?:titan-ckpt|python -m|make|pip) .*)", re.MULTILINE)
@@ -61,7 +62,7 @@ def test_every_block_of_the_tutorial_runs_and_prints_what_it_shows(
 
 
 def test_the_page_on_neighbours_prints_what_it_shows(tmp_path: Path) -> None:
-    assert run(ROOT / "docs" / "neighbours.md", tmp_path, {}) == 1
+    assert run(DOCS / "neighbours.md", tmp_path, {}) == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -103,7 +104,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_every_measured_figure_of_the_readme_stands_in_the_section_it_links_to() -> None:
-    performance = ROOT / "docs" / "performance.md"
+    performance = DOCS / "performance.md"
     for text, target in LINK.findall(README.read_text()):
         path, _, slug = target.partition("#")
         if path == "docs/performance.md" and slug:

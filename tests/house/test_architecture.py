@@ -20,8 +20,8 @@ import torch
 
 import titan_ckpt
 from tools.docs.cli_docs import reference
+from tools.paths import DOCS, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 HEAVY = ("torch", "s3fs", "textual", "transformers", "botocore")
 PUBLIC = [
     "Checkpoint",
@@ -123,12 +123,12 @@ def test_the_floors_are_kept() -> None:
 
 
 def test_the_printed_reference_is_what_help_says() -> None:
-    assert (ROOT / "docs" / "cli.md").read_text() == reference(), "run `make docs`"
+    assert (DOCS / "cli.md").read_text() == reference(), "run `make docs`"
 
 
 def _schema(name: str) -> dict[str, Any]:
     """A JSON schema that docs/format.md prints."""
-    text = (ROOT / "docs" / "format.md").read_text()
+    text = (DOCS / "format.md").read_text()
     found = re.search(rf"<!-- schema: {name} -->\n```json\n(.*?)```", text, re.DOTALL)
     assert found is not None
     schema: dict[str, Any] = json.loads(found.group(1))

@@ -13,8 +13,8 @@ import pytest
 from benchmarks import suite
 from benchmarks.bars import PROMISES, read_sections, summary
 from benchmarks.suite import SUITES, Suite, main, run_suite
+from tools.paths import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 SECTION = """<!-- begin core-local -->
 | what | measured | bar | holds | peer in the same run |
 |------|----------|-----|-------|----------------------|

@@ -17,11 +17,11 @@ import pytest
 import titan_ckpt
 from titan_ckpt.cli.main import main
 from titan_ckpt.debug.record.ring import compiled
+from tools.paths import INCIDENTS, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 ROOMS = ("trainer", "debug", "tui", "converters")
 LAPTOP = ("fsspec", "numpy", "tabulate", "textual", "xxhash", "zstandard")
-INCIDENT = ROOT / "tests" / "data" / "flight_recorder" / "skip"
+INCIDENT = INCIDENTS / "skip"
 
 
 def _pip(*arguments: str) -> None:

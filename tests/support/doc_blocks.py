@@ -22,8 +22,8 @@ from pathlib import Path
 
 from titan_ckpt.cli.main import build_parser
 from titan_ckpt.debug.cli import verb_parsers
+from tools.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EXIT = re.compile(r"# exit code (\d+)\s*\Z")
 GAP = "..."

@@ -20,8 +20,8 @@ from tests.support.screen_svg import sheet
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.screenshot import settled
+from tools.paths import DATA, INCIDENTS
 
-DATA = Path(__file__).parent.parent / "data"
 SCREENS = DATA / "screens"
 SIZES = ((80, 24), (140, 45))
 CLOCK_S = 1_795_250_000.0
@@ -36,7 +36,7 @@ COMMAND = "python -m tests.support.screen_pictures"
 
 def cases() -> dict[str, tuple[Path, tuple[str, ...]]]:
     """(where it is, keys to press) by name: the recordings of hung jobs, the injected faults, a run, checkpoints."""
-    folders = [*sorted((DATA / "flight_recorder").iterdir()), *sorted((DATA / "injected").iterdir())]
+    folders = [*sorted(INCIDENTS.iterdir()), *sorted((DATA / "injected").iterdir())]
     found = {f"{path.parent.name}-{path.name}": (path, INCIDENT_KEYS) for path in folders if path.is_dir()}
     return {**found, "run": (DATA / "run", RUN_KEYS), "checkpoints": (DATA / "golden" / "v1", CHECKPOINT_KEYS)}
 

@@ -18,8 +18,7 @@ from titan_ckpt.trainer.report.goodput import Record, goodput, parse_metrics
 from titan_ckpt.trainer.report.phases import Phases
 from titan_ckpt.trainer.report.plot import draw, nice_ticks, panels
 from titan_ckpt.trainer.report.trace import trace_events
-
-CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "debug.toml")
+from tools.paths import DEBUG_CONFIG
 
 
 def _step(step: int, time_s: float, **fields: Any) -> Record:
@@ -155,6 +154,6 @@ def test_pretokenise_writes_a_corpus_that_trains_to_the_same_order_as_its_text(
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     sets = ["--set", f"data.source={tmp_path}/a.jsonl"]
-    assert main(["train", CONFIG, *sets, "--pretokenise", str(tmp_path / "tokens")]) == 0
+    assert main(["train", DEBUG_CONFIG, *sets, "--pretokenise", str(tmp_path / "tokens")]) == 0
     assert "8 tokens of 2 documents" in capsys.readouterr().out
     assert open_tokens(str(tmp_path / "tokens")).read(0, 8).tolist() == [*b"one", 256, *b"two", 256]

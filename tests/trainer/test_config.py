@@ -14,8 +14,8 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.config.toml_records import as_dict, parse_set, render, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check, fixed_world_size, resolve_mesh
 from titan_ckpt.trainer.model.decoder import Decoder, LayerRange
+from tools.paths import CONFIGS, DEBUG_CONFIG
 
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
 TINY = str(CONFIGS / "tiny.toml")
 
 
@@ -59,7 +59,7 @@ def test_a_base_is_merged_under_the_file_and_set_comes_last() -> None:
     )
     assert resolved.config.save.url == "s3://bucket/run"
     origins = [resolved.origins[f"model.{key}"] for key in ("dim", "n_layers", "vocab_size")]
-    assert origins == ["--set model.dim", TINY, str(CONFIGS / "debug.toml")]
+    assert origins == ["--set model.dim", TINY, DEBUG_CONFIG]
 
 
 def test_the_printed_config_is_toml_that_reads_back_as_the_same_config(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from titan_ckpt.cli.main import main
+from tools.paths import DEBUG_CONFIG
 
-CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "debug.toml")
 LIMIT_S = 120.0
 EVERY = 20
 SETS = (
@@ -51,7 +51,7 @@ class Agents:
         command = [sys.executable, "-m", "torch.distributed.run", *options, "--monitor-interval=0.1", *rendezvous]
         with open(self.folder / f"agent-{len(self._started)}", "wb") as output:
             agent = subprocess.Popen(
-                [*command, "-m", "titan_ckpt", "train", CONFIG, *self._sets], stdout=output, stderr=output,
+                [*command, "-m", "titan_ckpt", "train", DEBUG_CONFIG, *self._sets], stdout=output, stderr=output,
                 env=os.environ | ENVIRONMENT, start_new_session=True,
             )  # fmt: skip
         self._started.append(agent)
@@ -125,7 +125,7 @@ def test_a_job_loses_an_agent_goes_on_and_takes_it_back_with_every_sample_in_ord
 ) -> None:
     run, alone = tmp_path / "run", ("--set", f"save.url={tmp_path}/alone", "--set", "save.every=0")
     common = [part for text in (*SETS, f"data.cache={cache}") for part in ("--set", text)]
-    assert main(["train", CONFIG, *common, *alone]) == 0
+    assert main(["train", DEBUG_CONFIG, *common, *alone]) == 0
 
     staying, leaving = agents.start(), agents.start()
     agents.wait_for(_has_come_to(run, 2 * EVERY + 5, attempt=0), "training on two agents")
@@ -163,7 +163,7 @@ def test_a_node_that_is_asked_to_go_commits_and_the_others_go_on_without_it(tmp_
 def _train(*sets: str, nproc: int) -> None:
     arguments = [part for text in sets for part in ("--set", text)]
     job = subprocess.run(
-        [sys.executable, "-m", "titan_ckpt", "train", CONFIG, *arguments, "--nproc", str(nproc)],
+        [sys.executable, "-m", "titan_ckpt", "train", DEBUG_CONFIG, *arguments, "--nproc", str(nproc)],
         env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert job.returncode == 0, job.stderr[-3000:]
@@ -182,7 +182,7 @@ def test_a_run_over_a_mixture_goes_on_from_4_to_2_to_3_to_8_ranks_with_the_losse
         "optimizer.schedule=constant", "train.device=cpu", "log.tensorboard=false", "debug.recorder=false",
     )  # fmt: skip
     alone = [part for text in (*sets, f"save.url={tmp_path}/alone", "train.steps=10") for part in ("--set", text)]
-    assert main(["train", CONFIG, *alone]) == 0
+    assert main(["train", DEBUG_CONFIG, *alone]) == 0
     for nproc, steps in ((4, 3), (2, 5), (3, 7), (8, 10)):
         _train(*sets, f"save.url={tmp_path}/run", f"train.steps={steps}", nproc=nproc)
     assert [(ranks, len(steps)) for ranks, steps in _attempts(tmp_path / "run")] == [(4, 3), (2, 2), (3, 2), (8, 3)]

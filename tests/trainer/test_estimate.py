@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,8 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.config.toml_records import resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.launch.estimate import GIB, Estimate, best_interval_s, estimate
+from tools.paths import CONFIGS
 
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
 TITAN_LOGIT_BYTES = 14  # eager cross-entropy: bfloat16 logits; float32 copy, log-softmax and gradient
 TITAN_CUT_LOGIT_BYTES = 18  # DTensor's loss parallel: the gradient has two float32 temporaries beside its parts
 

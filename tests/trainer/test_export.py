@@ -22,8 +22,8 @@ from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.trainer.config.train_config import ExportConfig
 from titan_ckpt.trainer.run.export import Exporter, ExportOutcome
 from titan_ckpt.upkeep.retention import RetentionPolicy
+from tools.paths import DEBUG_CONFIG
 
-CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "debug.toml")
 STEPS = (2, 4, 6, 7)
 
 
@@ -123,10 +123,10 @@ def test_retention_leaves_what_is_being_exported(tmp_path: Path) -> None:
 
 def _train(tmp_path: Path, **values: Any) -> int:
     fixed = {
-        "data.cache": str(tmp_path / "cache"), "data.source": CONFIG, "data.seq_len": 16, "save.url": str(tmp_path / "run"),
+        "data.cache": str(tmp_path / "cache"), "data.source": DEBUG_CONFIG, "data.seq_len": 16, "save.url": str(tmp_path / "run"),
         "save.every": 2, "export.every": 2, "train.steps": 4, "log.tensorboard": False, "debug.recorder": False,
     } | values  # fmt: skip
-    return main(["train", CONFIG, *(f"--set={key}={json.dumps(value)}" for key, value in fixed.items())])
+    return main(["train", DEBUG_CONFIG, *(f"--set={key}={json.dumps(value)}" for key, value in fixed.items())])
 
 
 def _exports(folder: Path) -> list[dict[str, Any]]:

@@ -34,8 +34,8 @@ from titan_ckpt.trainer.report.logs import RankLogging
 from titan_ckpt.trainer.report.metrics import flops_per_token
 from titan_ckpt.trainer.run.gc_at_steps import Collector
 from titan_ckpt.trainer.run.stop_signals import StopRequest
+from tools.paths import DEBUG_CONFIG
 
-CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "debug.toml")
 LIMIT_S = 120.0
 
 
@@ -56,7 +56,7 @@ def _one_thread() -> Iterator[None]:
 
 def _arguments(cache: str, url: object, *sets: str) -> list[str]:
     fixed = [f"data.cache={cache}", f"save.url={url}", "log.tensorboard=false", "train.device=cpu"]
-    return ["train", CONFIG, *(part for text in [*fixed, *sets] for part in ("--set", text))]
+    return ["train", DEBUG_CONFIG, *(part for text in [*fixed, *sets] for part in ("--set", text))]
 
 
 def _train(cache: str, url: object, *sets: str) -> int:

@@ -17,10 +17,10 @@ from titan_ckpt.trainer.model.lora import LoraConfig, adapters_of, add_adapters,
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build
+from tools.paths import DEBUG_CONFIG
 from tools.rank_pool import RankPool
 from tools.trainer_curves import SMALL
 
-CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "debug.toml")
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 SETS = ("lora.rank=4", "lora.alpha=8.0", 'lora.targets=["q_proj", "o_proj"]', "optimizer.lr=0.02", "save.every=2")
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def train(name: str, *sets: str, more: tuple[str, ...] = ()) -> int:
         fixed = (f"data.cache={cache}", f"save.url={tmp_path}/{name}", "log.tensorboard=false", "train.device=cpu")
-        return main(["train", CONFIG, *more, *(part for text in (*fixed, *sets) for part in ("--set", text))])
+        return main(["train", DEBUG_CONFIG, *more, *(part for text in (*fixed, *sets) for part in ("--set", text))])
 
     return train
 

@@ -28,8 +28,9 @@ from titan_ckpt.trainer.parallel.parallelize import build
 from titan_ckpt.trainer.run.resume import Progress, Start, open_for, restore
 from titan_ckpt.trainer.run.stop_signals import Agreement
 from tools.hf_shapes import to_hf
+from tools.paths import DEBUG_CONFIG
 from tools.rank_pool import RankPool
-from tools.titan_models import AFTER, BATCH, BEFORE, DATA, LENGTH, LLAMA, MODELS, OPTIMIZER, tokens
+from tools.titan_models import AFTER, BATCH, BEFORE, LENGTH, LLAMA, MODELS, OPTIMIZER, TORCHTITAN_RUNS, tokens
 
 MESHES = {
     "dp_shard=4": ParallelConfig(dp_shard=4),
@@ -38,11 +39,10 @@ MESHES = {
     "pp=2,tp=2": ParallelConfig(pp=2, dp_shard=1, tp=2),
 }
 MESH_BOUND = 2e-6
-CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "debug.toml")
 
 
 def _saved(name: str) -> str:
-    return str(DATA / name / "checkpoint" / f"step-{BEFORE}")
+    return str(TORCHTITAN_RUNS / name / "checkpoint" / f"step-{BEFORE}")
 
 
 def _halves(pairs: Tensor, head_dim: int) -> Tensor:
@@ -102,7 +102,7 @@ def test_progress_is_torchtitans_but_for_the_position_in_the_data() -> None:
     "spelled", ["llama/checkpoint", f"llama/checkpoint@{BEFORE}", f"llama/checkpoint/step-{BEFORE}"]
 )
 def test_a_run_and_a_step_of_it_open_alike(spelled: str) -> None:
-    checkpoint = open_for(LLAMA, str(DATA / spelled))
+    checkpoint = open_for(LLAMA, str(TORCHTITAN_RUNS / spelled))
     assert str(open_for(LLAMA, checkpoint.url, step=checkpoint.step)) == str(checkpoint)
     assert checkpoint.step == BEFORE
 
@@ -180,7 +180,7 @@ def _go_on(_rank: int, name: str, mesh: str, url: str, model_only: bool) -> tupl
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_next_losses_are_those_of_torchtitans_own_continuation(pool: RankPool, name: str, mesh: str) -> None:
-    expected = json.loads((DATA / name / "after.json").read_text())
+    expected = json.loads((TORCHTITAN_RUNS / name / "after.json").read_text())
     for progress, losses in pool.run(_go_on, name, mesh, _saved(name), False):
         assert progress == Progress(step=BEFORE, samples=0, tokens=BEFORE * BATCH * LENGTH)
         assert losses == pytest.approx(expected, rel=0, abs=MESH_BOUND)
@@ -222,7 +222,7 @@ def weights_only(tmp_path: Path) -> str:
 def _train(tmp_path: Path, url: str, start: object) -> tuple[int, str]:
     sets = (f"save.url={tmp_path / url}", f"resume.from={start}", f"data.cache={tmp_path / 'tokens'}", "train.device=cpu",
             "log.tensorboard=false", "train.steps=2")  # fmt: skip
-    code = main(["train", CONFIG, *(part for text in sets for part in ("--set", text))])
+    code = main(["train", DEBUG_CONFIG, *(part for text in sets for part in ("--set", text))])
     log = tmp_path / url / "logs" / "rank_00000.log"
     return code, log.read_text() if log.exists() else ""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,8 +25,8 @@ from titan_ckpt.tui.screens.help import KEYS, HelpScreen
 from titan_ckpt.tui.screens.logs import LogRows
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.widgets.line_view import LineView
+from tools.paths import DATA
 
-DATA = Path(__file__).parent.parent / "data"
 SPELLED = {
     "left_square_bracket": "[", "right_square_bracket": "]", "plus": "+", "minus": "-", "less_than_sign": "<",
     "greater_than_sign": ">", "question_mark": "?", "slash": "/", "escape": "esc",

@@ -24,8 +24,8 @@ from titan_ckpt.tui.screens import logs as screen_logs
 from titan_ckpt.tui.screens.logs import shortened
 from titan_ckpt.tui.screens.overview import live_rows
 from titan_ckpt.tui.screenshot import settled
+from tools.paths import DATA
 
-DATA = Path(__file__).parent.parent / "data"
 NOW_S = 1_795_250_000.0
 
 

@@ -25,8 +25,8 @@ from titan_ckpt.tui.rows import Target
 from titan_ckpt.tui.screens.grid import GridPane
 from titan_ckpt.tui.screens.saving_rows import saving_rows
 from titan_ckpt.tui.screenshot import settled
+from tools.paths import INCIDENTS
 
-FIXTURES = Path(__file__).parent.parent / "data" / "flight_recorder"
 SIZES = [(80, 24), (140, 45)]
 FILTERS = [
     ("2", "[rank2]", "[rank1]"),
@@ -57,7 +57,7 @@ def tap(app: TitanApp, *keys: str) -> None:
 
 @pytest.fixture
 def incident() -> TitanApp:
-    return TitanApp(find_content(str(FIXTURES / "skip")), clock=lambda: 1.8e9)
+    return TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1.8e9)
 
 
 @pytest.fixture
@@ -89,9 +89,9 @@ async def test_every_screen_of_an_incident_shows_what_it_is_for(incident: TitanA
         assert "no metrics.jsonl here" in await press(incident, pilot, "8")
 
 
-@pytest.mark.parametrize("case", sorted(path.name for path in FIXTURES.iterdir() if path.is_dir()))
+@pytest.mark.parametrize("case", sorted(path.name for path in INCIDENTS.iterdir() if path.is_dir()))
 async def test_the_screens_of_every_incident_can_be_painted(case: str) -> None:
-    app = TitanApp(find_content(str(FIXTURES / case)))
+    app = TitanApp(find_content(str(INCIDENTS / case)))
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(app, pilot)
         assert await press(app, pilot, *"2346")
@@ -172,7 +172,7 @@ async def test_logs_are_filtered_by_ranks_level_and_pattern_and_folded(incident:
 
 
 async def test_the_first_error_that_no_other_rank_caused_is_marked_and_leads_to_the_operation_of_its_moment() -> None:
-    app = TitanApp(find_content(str(FIXTURES / "exception")))
+    app = TitanApp(find_content(str(INCIDENTS / "exception")))
     async with app.run_test(size=(140, 45)) as pilot:
         await settled(app, pilot)
         marked = [line for line in (await press(app, pilot, "5")).splitlines() if "FIRST ERROR" in line]
@@ -189,12 +189,12 @@ async def test_the_first_error_that_no_other_rank_caused_is_marked_and_leads_to_
     ("case", "kind"), [("size", None), ("skip", None), ("sigkill", None), ("exception", "exception")]
 )
 def test_an_error_that_another_rank_caused_is_never_called_the_first(case: str, kind: str | None) -> None:
-    found = first_error(load_incident(str(FIXTURES / case)))
+    found = first_error(load_incident(str(INCIDENTS / case)))
     assert (found.kind if found is not None else None) == kind
 
 
 async def test_a_save_that_hangs_is_shown_with_the_ranks_that_are_in_it() -> None:
-    app = TitanApp(find_content(str(FIXTURES / "ckpt_io")))
+    app = TitanApp(find_content(str(INCIDENTS / "ckpt_io")))
     async with app.run_test(size=(140, 45)) as pilot:
         await settled(app, pilot)
         assert "stuck in checkpoint I/O" in await press(app, pilot, "7")
@@ -272,7 +272,7 @@ def test_a_filter_is_ranks_or_a_level_or_a_pattern() -> None:
 
 
 async def test_damaged_files_are_said_where_they_belong_and_the_rest_is_shown(tmp_path: Path) -> None:
-    shutil.copytree(FIXTURES / "skip", tmp_path / "job" / "debug" / "one")
+    shutil.copytree(INCIDENTS / "skip", tmp_path / "job" / "debug" / "one")
     (tmp_path / "job" / "debug" / "one" / "rank_1").write_bytes(b"\x80\x04cut")
     (tmp_path / "job" / "debug" / "one" / "rank_1.log.gz").write_bytes(b"not packed at all")
     (tmp_path / "job" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n\x00\x00{"step"\n')

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.screen_terminal import ENTER, ESCAPE, PseudoTerminal, opened, see
+from tools.paths import INCIDENTS
 
-FIXTURES = Path(__file__).parent.parent / "data" / "flight_recorder"
 HAS_TMUX = shutil.which("tmux") is not None
 TERMINALS = ["pty", pytest.param("tmux", marks=pytest.mark.skipif(not HAS_TMUX, reason="tmux is not installed"))]
 
@@ -18,7 +18,7 @@ TERMINALS = ["pty", pytest.param("tmux", marks=pytest.mark.skipif(not HAS_TMUX, 
 @pytest.mark.parametrize("kind", TERMINALS)
 def test_a_hang_is_followed_to_its_line(kind: str, tmp_path: Path) -> None:
     """As a user does over ssh: the verdict, the operation, two ranks side by side, the waits, a larger window, out again."""
-    with opened(kind, FIXTURES / "skip", tmp_path) as terminal:
+    with opened(kind, INCIDENTS / "skip", tmp_path) as terminal:
         see(terminal, "SKIPPED_COLLECTIVE")
         terminal.press(ENTER)
         assert "broadcast 8 Float" in see(terminal, "operation #7")
@@ -45,7 +45,7 @@ def hues(raw: bytes) -> set[bytes]:
 def test_every_mark_is_there_with_and_without_colour(
     environment: dict[str, str], is_coloured: bool, tmp_path: Path
 ) -> None:
-    with opened("pty", FIXTURES / "skip", tmp_path, COLORTERM="truecolor", **environment) as terminal:
+    with opened("pty", INCIDENTS / "skip", tmp_path, COLORTERM="truecolor", **environment) as terminal:
         assert isinstance(terminal, PseudoTerminal)
         screen = see(terminal, "waiting in a collective")
         for mark in ("▸ SKIPPED_COLLECTIVE", "[1 Overview]", "wwww", "culprit: rank 2"):
