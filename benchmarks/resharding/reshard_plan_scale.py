@@ -21,7 +21,7 @@ from titan_ckpt.resharding.estimate import estimate
 from titan_ckpt.resharding.placement_rules import FSDP_AXES, tensor_parallel
 from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
 from titan_ckpt.resharding.target import Placed, lay_out
-from titan_ckpt.rewrite.budget import Budget
+from titan_ckpt.rewrite.memory import Budget
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec, stage_table
 from titan_ckpt.sharding.placement import Shape, Shard

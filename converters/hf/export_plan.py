@@ -14,8 +14,7 @@ from titan_ckpt.converters.hf.checkpoint import USER_KEY
 from titan_ckpt.converters.hf.config import Config, encode_config, hf_config, parse_config, spec_from_hf
 from titan_ckpt.converters.hf.folder import CONFIG, INDEX, SINGLE, SUFFIX, encode_index
 from titan_ckpt.converters.hf.safetensors_header import encode_header
-from titan_ckpt.converters.hf.small_files import model_card
-from titan_ckpt.converters.hf.tokenizer_files import complete
+from titan_ckpt.converters.hf.small_files import complete, model_card
 from titan_ckpt.converters.models.contract import check_tensors, main_dtype
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.models.spec import ModelSpec, spec_of

@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from titan_ckpt.errors import StoreError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
-from titan_ckpt.rewrite.budget import Budget
 from titan_ckpt.rewrite.execute import Execution, FileResult
+from titan_ckpt.rewrite.memory import Budget
 from titan_ckpt.rewrite.plan import Buffer, Region, Source, TargetFile, Wave
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.store.base import Entry, Store

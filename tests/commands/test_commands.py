@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from titan_ckpt.check.diff import compare, diff
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
-from titan_ckpt.cli.cp import plan_removal
 from titan_ckpt.cli.main import main
+from titan_ckpt.cli.prune import plan_removal
 from titan_ckpt.console.output import write_json
 from titan_ckpt.errors import DamagedError
 from titan_ckpt.format.names import OWNER, new_attempt
@@ -74,7 +74,7 @@ def call_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
 
 def test_the_tools_start_without_torch_or_any_s3_library() -> None:
     heavy = ("torch", "s3fs", "botocore", "fsspec", "textual")
-    rooms = "titan_ckpt.cli.ls, titan_ckpt.cli.verify, titan_ckpt.cli.cp"
+    rooms = ", ".join(f"titan_ckpt.cli.{name}" for name in ("ls", "inspect", "verify", "diff", "cp", "prune"))
     code = f"import sys, {rooms}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -64,7 +64,7 @@ def _fresh(code: str) -> str:
     [
         "titan_ckpt, titan_ckpt.cli.main",
         "titan_ckpt.debug, titan_ckpt.debug.cli",
-        "titan_ckpt.cli.ls, titan_ckpt.cli.verify, titan_ckpt.cli.cp",
+        ", ".join(f"titan_ckpt.cli.{name}" for name in ("ls", "inspect", "verify", "diff", "cp", "prune")),
         "titan_ckpt.resharding.reshard, titan_ckpt.cli.reshard",
         "titan_ckpt.tui.data.incident, titan_ckpt.tui.session.session",
     ],

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from titan_ckpt.errors import DamagedError, PlanError, UsageError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.resharding.reshard import DEFAULT_MEMORY
-from titan_ckpt.rewrite.budget import Budget
 from titan_ckpt.rewrite.execute import Execution, FileResult
+from titan_ckpt.rewrite.memory import Budget
 from titan_ckpt.rewrite.plan import Literal, Region, Source, SourceTensor, TargetFile, Transform, Wave
 from titan_ckpt.sharding.box_columns import cut
 from titan_ckpt.sharding.mesh import MeshSpec

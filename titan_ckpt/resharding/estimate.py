@@ -10,7 +10,7 @@ from typing import Any
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.resharding.reshard import ReshardPlan
 from titan_ckpt.resharding.target import DEFAULT, RECORDED, RULE, TABLE
-from titan_ckpt.rewrite.budget import Budget
+from titan_ckpt.rewrite.memory import Budget
 from titan_ckpt.rewrite.schedule import Limits, schedule
 from titan_ckpt.rewrite.work_unit import Fill, PieceKey, Read, Unit
 from titan_ckpt.store.base import Store

@@ -33,8 +33,8 @@ from titan_ckpt.resharding.file_groups import group_ranks, spread
 from titan_ckpt.resharding.placement_rules import Rule
 from titan_ckpt.resharding.target import Placed, Placer, Target, check_complete, lay_out, stages_for
 from titan_ckpt.resharding.workers import JobFiles, Workers
-from titan_ckpt.rewrite.budget import Budget
 from titan_ckpt.rewrite.execute import Execution, FileResult, Traffic
+from titan_ckpt.rewrite.memory import Budget
 from titan_ckpt.rewrite.plan import Literal, Region, Segment, Source, SourceTensor, TargetFile, Wave, source_of
 from titan_ckpt.rewrite.selection import Selection, select
 from titan_ckpt.sharding.mesh import MeshSpec

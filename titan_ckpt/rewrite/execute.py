@@ -21,8 +21,7 @@ import xxhash
 
 from titan_ckpt.errors import DamagedError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
-from titan_ckpt.rewrite.budget import Budget
-from titan_ckpt.rewrite.memory import Aborted, Slab, SlabPool
+from titan_ckpt.rewrite.memory import Aborted, Budget, Slab, SlabPool
 from titan_ckpt.rewrite.plan import Region, Source, TargetFile, Wave
 from titan_ckpt.rewrite.schedule import Limits, schedule
 from titan_ckpt.rewrite.work_unit import Action, Check, End, Fill, Move, PieceKey, Put, Unit
