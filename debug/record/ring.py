@@ -6,22 +6,21 @@ Both ask `Names` for what happens once: a group, a dtype, a code object, a call 
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import mmap
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from titan_ckpt.debug.incident.black_box import BEGIN, ENDED, ENDED_AT, HEADER_BYTES, OUTCOME_AT, RAISED, RECORD
 
-try:
-    compiled: Any = importlib.import_module("titan_ckpt.debug.record._ring")
-except ImportError:  # installed without a compiler
-    compiled = None
+compiled: Any = None
+with suppress(ImportError):  # installed without a compiler
+    from titan_ckpt.debug.record import _ring as compiled  # type: ignore[attr-defined, no-redef]
 
 NO_PEER, NO_DTYPE = 0xFFFFFFFF, 0xFFFF
 

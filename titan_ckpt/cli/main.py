@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -17,28 +16,102 @@ from titan_ckpt.console.command import Command
 from titan_ckpt.errors import MissingExtraError, TitanError
 from titan_ckpt.version import __version__
 
+# Each command's module is imported when the command runs, so that `ls` starts without torch and `debug` without the trainer.
+
+
+def _train() -> Command:
+    from titan_ckpt.trainer.cli import TRAIN
+
+    return TRAIN
+
+
+def _plot() -> Command:
+    from titan_ckpt.trainer.report.plot import PLOT
+
+    return PLOT
+
+
+def _ls() -> Command:
+    from titan_ckpt.cli.ls import LS
+
+    return LS
+
+
+def _inspect() -> Command:
+    from titan_ckpt.cli.inspect import INSPECT
+
+    return INSPECT
+
+
+def _verify() -> Command:
+    from titan_ckpt.cli.verify import VERIFY
+
+    return VERIFY
+
+
+def _diff() -> Command:
+    from titan_ckpt.cli.diff import DIFF
+
+    return DIFF
+
+
+def _reshard() -> Command:
+    from titan_ckpt.cli.reshard import RESHARD
+
+    return RESHARD
+
+
+def _cp() -> Command:
+    from titan_ckpt.cli.cp import CP
+
+    return CP
+
+
+def _prune() -> Command:
+    from titan_ckpt.cli.prune import PRUNE
+
+    return PRUNE
+
+
+def _convert() -> Command:
+    from titan_ckpt.converters.cli import CONVERT
+
+    return CONVERT
+
+
+def _debug() -> Command:
+    from titan_ckpt.debug.cli import DEBUG
+
+    return DEBUG
+
+
+def _tui() -> Command:
+    from titan_ckpt.tui.cli import TUI
+
+    return TUI
+
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Where a command lives (`module:attribute`, a `Command`) and its one-line help."""
+class CommandEntry:
+    """A command's loader and its one-line help."""
 
-    target: str
+    load: Callable[[], Command]
     help: str
 
 
 COMMANDS = {
-    "train": Entry("titan_ckpt.trainer.cli:TRAIN", "train a model from a TOML config, saving to any store"),
-    "plot": Entry("titan_ckpt.trainer.report.plot:PLOT", "draw a run's loss, throughput and checkpoints as an SVG"),
-    "ls": Entry("titan_ckpt.cli.ls:LS", "list a run's checkpoints"),
-    "inspect": Entry("titan_ckpt.cli.inspect:INSPECT", "show what a checkpoint holds: mesh, tensors, files"),
-    "verify": Entry("titan_ckpt.cli.verify:VERIFY", "check a checkpoint; --data re-reads every byte"),
-    "diff": Entry("titan_ckpt.cli.diff:DIFF", "compare two checkpoints"),
-    "reshard": Entry("titan_ckpt.cli.reshard:RESHARD", "rewrite a checkpoint for another mesh, without GPUs"),
-    "cp": Entry("titan_ckpt.cli.cp:CP", "mirror a checkpoint to another store, verified"),
-    "prune": Entry("titan_ckpt.cli.prune:PRUNE", "delete old checkpoints by a policy; previews unless --yes"),
-    "convert": Entry("titan_ckpt.converters.cli:CONVERT", "convert from and to Hugging Face"),
-    "debug": Entry("titan_ckpt.debug.cli:DEBUG", "name the rank and line at fault in a hung or dead job"),
-    "tui": Entry("titan_ckpt.tui.cli:TUI", "browse hangs, checkpoints and training in the terminal"),
+    "train": CommandEntry(_train, "train a model from a TOML config, saving to any store"),
+    "plot": CommandEntry(_plot, "draw a run's loss, throughput and checkpoints as an SVG"),
+    "ls": CommandEntry(_ls, "list a run's checkpoints"),
+    "inspect": CommandEntry(_inspect, "show what a checkpoint holds: mesh, tensors, files"),
+    "verify": CommandEntry(_verify, "check a checkpoint; --data re-reads every byte"),
+    "diff": CommandEntry(_diff, "compare two checkpoints"),
+    "reshard": CommandEntry(_reshard, "rewrite a checkpoint for another mesh, without GPUs"),
+    "cp": CommandEntry(_cp, "mirror a checkpoint to another store, verified"),
+    "prune": CommandEntry(_prune, "delete old checkpoints by a policy; previews unless --yes"),
+    "convert": CommandEntry(_convert, "convert from and to Hugging Face"),
+    "debug": CommandEntry(_debug, "name the rank and line at fault in a hung or dead job"),
+    "tui": CommandEntry(_tui, "browse hangs, checkpoints and training in the terminal"),
 }
 
 EPILOG = """\
@@ -80,15 +153,11 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def load_command(name: str) -> Command:
-    """Import the room that owns `name`; a library it lacks becomes the pip command that brings it."""
-    module_name, attribute = COMMANDS[name].target.split(":")
+    """Import the module of command `name`; MissingExtraError if it needs a library that an extra installs."""
     try:
-        module = importlib.import_module(module_name)
+        return COMMANDS[name].load()
     except ModuleNotFoundError as error:
         raise missing_extra(error, name) from error
-    command = getattr(module, attribute)
-    assert isinstance(command, Command)
-    return command
 
 
 _EXTRA_OF = {

@@ -1,0 +1,76 @@
+"""The rooms: what pyproject.toml draws is what the imports are, and an import without an arrow is refused."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import grimp
+import pytest
+from grimp import ImportGraph
+
+from tools.architecture.contract import ArrowsContract
+from tools.architecture.rooms import Drawing, parse_drawing, read_drawing
+
+DRAWING = read_drawing()
+CORE = {room for room in DRAWING.arrows if "." not in room}
+
+
+@cache
+def graph() -> ImportGraph:
+    return grimp.build_graph("titan_ckpt", exclude_type_checking_imports=True)
+
+
+def contract(drawing: Drawing) -> ArrowsContract:
+    named = [f"{room}: {', '.join(modules)}" for room, modules in drawing.named.items()]
+    arrows = [f"{room} -> {', '.join(below)}" for room, below in drawing.arrows.items()]
+    return ArrowsContract("Arrows", {}, {"rooms": named, "arrows": arrows})
+
+
+def module_of(room: str) -> str:
+    return next(module for module in sorted(graph().modules, reverse=True) if DRAWING.room_of(module) == room)
+
+
+def test_the_drawing_is_what_the_code_imports() -> None:
+    check = contract(DRAWING).check(graph(), verbose=False)
+    assert check.kept, check.metadata
+
+
+@pytest.mark.parametrize("room", DRAWING.arrows)
+def test_an_import_without_an_arrow_is_refused(room: str) -> None:
+    forbidden = next(other for other in DRAWING.arrows if other != room and other not in DRAWING.arrows[room])
+    planted = copy.deepcopy(graph())
+    planted.add_import(
+        importer=module_of(room), imported=module_of(forbidden), line_number=1, line_contents="import planted"
+    )
+    check = contract(DRAWING).check(planted, verbose=False)
+    assert check.metadata["forbidden"] == [f"{module_of(room)} -> {module_of(forbidden)} (l.1)"]
+
+
+def test_an_arrow_that_no_import_needs_is_refused() -> None:
+    more = parse_drawing([], [f"{room} -> {', '.join(below)}" for room, below in DRAWING.arrows.items()])
+    arrows = dict(more.arrows) | {"console": ("base", "store")}
+    check = contract(Drawing(named=DRAWING.named, arrows=arrows)).check(graph(), verbose=False)
+    assert check.metadata["unused"] == ["console -> store"]
+
+
+def test_a_module_outside_every_room_is_refused() -> None:
+    planted = copy.deepcopy(graph())
+    planted.add_module("titan_ckpt.attic")
+    assert contract(DRAWING).check(planted, verbose=False).metadata["homeless"] == ["titan_ckpt.attic"]
+
+
+def test_a_facade_imported_from_a_room_is_refused() -> None:
+    planted = copy.deepcopy(graph())
+    planted.add_import(importer="titan_ckpt.tui.app", imported="titan_ckpt.debug", line_number=1, line_contents="x")
+    found = contract(DRAWING).check(planted, verbose=False).metadata["through_facades"]
+    assert found == ["titan_ckpt.tui.app -> titan_ckpt.debug"]
+
+
+def test_a_circle_of_rooms_is_an_error() -> None:
+    with pytest.raises(ValueError, match="a circle of rooms: a -> b -> a"):
+        parse_drawing([], ["a -> b", "b -> a"]).floors()
+
+
+def test_the_core_has_at_most_70_arrows_between_its_rooms() -> None:
+    assert sum(below in CORE for room in CORE for below in DRAWING.arrows[room]) <= 70
