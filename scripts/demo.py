@@ -27,8 +27,9 @@ from typing import Any, TypeAlias
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import TitanError
 from titan_ckpt.trainer.data.corpus import STDLIB, File, list_files
-from tools.demo_jobs import WATCH_S, DemoError, Shell, kill, processes_of, wait_for
+from tools.demo_jobs import WATCH_S, DemoError, Shell, wait_for
 from tools.paths import CONFIGS, ROOT
+from tools.processes import process_tree, send_signal
 from tools.s3_server import Server, running_server
 
 CONFIG = CONFIGS / "tiny.toml"
@@ -106,13 +107,13 @@ def train_and_kill(stage: Stage) -> tuple[Act, Act]:
     last, num_saves = stage.steps, stage.steps // stage.save_every - 1
     with stage.shell.job(*arguments) as process:
         wait_for(lambda: last - 1 in stage.losses("first"), process, what=f"step {last - 1}", timeout_s=JOB_TIMEOUT_S)
-        victims, before = processes_of(process), stage.server_bytes()
+        victims, before = process_tree(process), stage.server_bytes()
         enough = before + before // num_saves // 20
         wait_for(
             lambda: stage.server_bytes() >= enough and _is_saving(stage, last), process, what=f"the upload of step {last}",
             timeout_s=JOB_TIMEOUT_S, poll_s=WATCH_S,
         )  # fmt: skip
-        kill(victims)
+        send_signal(victims)
         process.wait()
     return _trained(stage), _killed(stage, len(victims), stage.server_bytes() - before)
 

@@ -2,8 +2,8 @@
 
     python -m scripts.faults --kills 200                 local disk
     python -m scripts.faults --kills 100 --s3            the real S3 server, started here
-    python -m scripts.faults --matrix                    a fault at every store call of every rank (see tools/fault_cases.py)
-    python -m scripts.faults --damage 200                damage of every kind to every kind of file (see tools/damage_cases.py)
+    python -m scripts.faults --matrix                    a fault at every store call of every rank (see tools/faults/cases.py)
+    python -m scripts.faults --damage 200                damage of every kind to every kind of file (see tools/faults/damage.py)
 
 After every kill: the newest committed checkpoint is the last one that was known to be committed or a later one, each of its
 bytes is right, and the next job goes on from it. Prints one JSON line; exit code 1 if anything was lost or wrong.
@@ -40,9 +40,9 @@ from titan_ckpt.format.codec import CODECS
 from titan_ckpt.loading.load import load, open_checkpoint
 from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.upkeep.retention import RetentionPolicy
-from tools.damage_cases import damage_table
-from tools.fault_cases import KINDS, Case, Seen, all_cases, count_calls, run_case
-from tools.faulty_store import How
+from tools.faults.cases import KINDS, Case, Seen, all_cases, count_calls, run_case
+from tools.faults.damage import damage_table
+from tools.faults.store import How
 from tools.rank_pool import RankPool
 from tools.s3_server import running_server
 

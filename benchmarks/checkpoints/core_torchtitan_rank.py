@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from tools.torchtitan_model import VOCABULARY, Progress, build, debug_spec, token_loss
+from tools.training.torchtitan_model import VOCABULARY, Progress, build, debug_spec, token_loss
 
 BATCH, LENGTH, STEPS, MORE = 4, 64, 3, 2
 

@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 
 from titan_ckpt.checkpoint.checkpoint import open_checkpoint
 from tools.paths import ROOT
-from tools.torchtitan_model import VOCABULARY, Progress, build, debug_spec, token_loss
+from tools.training.torchtitan_model import VOCABULARY, Progress, build, debug_spec, token_loss
 
 RANKS, STEPS, BATCH, LENGTH = 2, 2, 2, 32
 

@@ -17,8 +17,8 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from tools.rank_pool import RankPool
 from tools.report import Bar, write_section
-from tools.resume_matrix import STEPS_AFTER, Resumed, reshard, resume, train_and_save
-from tools.trainer_curves import relative_error
+from tools.training.curves import relative_error
+from tools.training.resume_matrix import STEPS_AFTER, Resumed, reshard, resume, train_and_save
 
 MESHES = (
     "1", "dp_shard=2", "dp_shard=4", "dp_replicate=2,dp_shard=2", "tp=2", "dp_shard=2,tp=2", "pp=2", "pp=2,dp_shard=2",

@@ -14,11 +14,11 @@ import time
 from dataclasses import replace
 
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
-from tools.mesh_cases import MEMORY, PRECISIONS, SCHEDULES
-from tools.mesh_cases import MESHES as MESHES_OF_4
 from tools.rank_pool import RankPool
 from tools.report import Bar, write_section
-from tools.trainer_curves import SMALL, Curve, Run, relative_error, single, train
+from tools.training.curves import SMALL, Curve, Run, relative_error, single, train
+from tools.training.mesh_cases import MEMORY, PRECISIONS, SCHEDULES
+from tools.training.mesh_cases import MESHES as MESHES_OF_4
 
 BAR = 1e-5
 TIMEOUT_S = 900.0  # sixteen ranks on two cores

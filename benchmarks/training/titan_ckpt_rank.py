@@ -14,7 +14,7 @@ from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build
-from tools.hf_shapes import LLAMA3_SCALING
+from tools.training.hf_shapes import LLAMA3_SCALING
 
 # torchtitan's "debugmodel"
 MODEL = ModelConfig(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.training.turns import take_turns
-from tools.torchtitan_model import build, debug_spec, token_loss
+from tools.training.torchtitan_model import build, debug_spec, token_loss
 
 
 def main(job: dict[str, Any]) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.training.turns import Job
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.report.metrics import FLOAT8_PEAK_RATIO, PEAK_FLOPS, flops_per_token
-from tools.hf_shapes import LLAMA3_SCALING
-from tools.rank_pool import free_port
+from tools.ports import free_port
 from tools.report import Bar, median, spread, write_section
+from tools.training.hf_shapes import LLAMA3_SCALING
 
 OURS, THEIRS, SAVING = (
     "benchmarks.training.trainer_gpu_rank",

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from benchmarks.conversion.convert_smollm2 import unpack
 from titan_ckpt.trainer.model.decoder import Decoder, ModelConfig
-from tools.hf_shapes import from_hf
 from tools.report import Bar, write_section
+from tools.training.hf_shapes import from_hf
 
 BAR = 1e-3
 NOTES = "The text is the source of a module of Python's standard library (`argparse`), cut into samples of 512 tokens."

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.training.turns import Job
-from tools.rank_pool import free_port
+from tools.ports import free_port
 from tools.report import Bar, median, spread, write_section
 
 WARMUP = 2

@@ -19,7 +19,7 @@ from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.copy import copy_checkpoint
 from titan_ckpt.upkeep.deletion import delete
 from titan_ckpt.upkeep.retention import RetentionPolicy
-from tools.faulty_store import ERRORS, Fault, FaultyStore, How, no_space
+from tools.faults.store import ERRORS, Fault, FaultyStore, How, no_space
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ def test_spec_that_the_family_cannot_say_is_refused(family: str, changes: dict[s
 
 
 def test_trainers_own_reading_of_every_family_agrees() -> None:
-    families = importlib.import_module("tools.hf_shapes")
+    families = importlib.import_module("tools.training.hf_shapes")
     for family in DENSE:
         for scaling in (None, LLAMA3, YARN):
             of = config(family, rope_scaling=scaling)

@@ -28,7 +28,7 @@ from titan_ckpt.errors import DamagedError
 from titan_ckpt.saving.saver import Saver, save
 from titan_ckpt.trainer.data.tokenizer import ByteTokenizer
 from titan_ckpt.trainer.model.decoder import Decoder
-from tools.hf_shapes import from_hf
+from tools.training.hf_shapes import from_hf
 
 pytestmark = pytest.mark.hf
 transformers = importlib.import_module("transformers")

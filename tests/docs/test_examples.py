@@ -20,8 +20,8 @@ from titan_ckpt.checkpoint.checkpoint import open_checkpoint
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Shard
-from tools.demo_jobs import kill, processes_of
 from tools.paths import EXAMPLES
+from tools.processes import process_tree, send_signal
 
 FSDP2 = EXAMPLES / "fsdp2.py"
 LINE = re.compile(r"step (\d+) loss (\S+) committed (\S+)\n")
@@ -71,7 +71,7 @@ def _train(url: str, steps: int, *, kill_after_commits: int | None = None) -> To
             committed = int(newest) if newest != "None" else 0
             after += committed > 0
             if kill_after_commits is not None and after >= kill_after_commits:
-                kill(processes_of(process))
+                send_signal(process_tree(process))
                 break
     assert (process.returncode == 0) == (kill_after_commits is None)
     return Told(losses=losses, committed=committed)

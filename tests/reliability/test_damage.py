@@ -13,7 +13,7 @@ from titan_ckpt.errors import CheckpointError, DamagedError, StoreError
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver, save
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.ownership import FencedError
-from tools.damage_cases import damage_table
+from tools.faults.damage import damage_table
 
 
 @pytest.mark.parametrize("codec", ["raw", "planes-zstd"])

@@ -17,8 +17,8 @@ from titan_ckpt.checkpoint.checkpoint import list_checkpoints, open_checkpoint
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.time_limit import HungStoreError, run_until
-from tools.fault_cases import KINDS, Case, all_cases, count_calls, run_case
-from tools.faulty_store import Fault, FaultyStore
+from tools.faults.cases import KINDS, Case, all_cases, count_calls, run_case
+from tools.faults.store import Fault, FaultyStore
 from tools.rank_pool import RankPool
 
 
@@ -102,7 +102,7 @@ def test_ranks_that_hear_of_a_failure_at_different_moments_stay_together(pool: R
 EXIT = """
 import sys
 import torch
-from tools.faulty_store import Fault, FaultyStore
+from tools.faults.store import Fault, FaultyStore
 from titan_ckpt.errors import StoreError
 from titan_ckpt import SaveOptions, Saver
 from titan_ckpt.store.local import FileStore

@@ -15,7 +15,7 @@ from titan_ckpt.loading.load import load
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.store.base import RetryPolicy
 from titan_ckpt.store.open import open_store
-from tools.faulty_proxy import FaultyProxy
+from tools.faults.proxy import FaultyProxy
 from tools.s3_server import Server
 
 pytestmark = pytest.mark.s3

@@ -17,7 +17,7 @@ from titan_ckpt.store.base import RetryPolicy
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.s3_client import S3Options
-from tools.faulty_store import Fault, FaultyStore
+from tools.faults.store import Fault, FaultyStore
 
 SECRETS = ("hunter2", "AKIAEXAMPLE", "tokentoken")
 URL = "https://AKIAEXAMPLE:hunter2@host/bucket?token=tokentoken"

@@ -17,9 +17,10 @@ from titan_ckpt.format.names import step_folder
 from titan_ckpt.saving.saver import save
 from titan_ckpt.store.base import RetryPolicy, Store
 from titan_ckpt.store.open import open_store
-from tools.faulty_proxy import Fault, FaultyProxy, Kind, Request
+from tools.faults.proxy import Fault, FaultyProxy, Kind, Request
+from tools.processes import marked_processes
 from tools.s3_server import Server
-from tools.soak.jobs import Kill, processes_of, read_told, run_job
+from tools.soak.jobs import Kill, read_told, run_job
 from tools.soak.ledger import Ledger
 from tools.soak.weather import CALM, KINDS, STORM, Climate, draw_weather
 
@@ -146,8 +147,8 @@ def test_a_process_that_has_no_environment_yet_is_the_jobs_whose_session_it_is_i
         try:
             while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
                 time.sleep(0.01)
-            assert processes_of("no job has this token", process.pid) == {process.pid: False}
-            assert processes_of("no job has this token", 1 << 30) == {}
+            assert marked_processes("JOB=no job has this token", process.pid) == {process.pid: False}
+            assert marked_processes("JOB=no job has this token", 1 << 30) == {}
         finally:
             process.kill()
 

@@ -12,7 +12,7 @@ import pytest
 
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from tools.rank_pool import RankPool
-from tools.resume_matrix import STEPS_AFTER, STEPS_BEFORE, reshard, resume, train_and_save
+from tools.training.resume_matrix import STEPS_AFTER, STEPS_BEFORE, reshard, resume, train_and_save
 
 pytestmark = pytest.mark.dist
 MESHES = {

@@ -19,7 +19,7 @@ from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimiz
 from titan_ckpt.trainer.parallel.parallelize import build
 from tools.paths import DEBUG_CONFIG
 from tools.rank_pool import RankPool
-from tools.trainer_curves import SMALL
+from tools.training.curves import SMALL
 
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 SETS = ("lora.rank=4", "lora.alpha=8.0", 'lora.targets=["q_proj", "o_proj"]', "optimizer.lr=0.02", "save.every=2")

@@ -19,7 +19,7 @@ from titan_ckpt.trainer.model.decoder import Decoder, LayerRange, ModelConfig, i
 from titan_ckpt.trainer.model.loss import IGNORED, TokenLoss
 from titan_ckpt.trainer.model.rope import RopeConfig, RopeScaling, rotate, rotation
 from titan_ckpt.trainer.parallel.initialize import _indices, fill_normal, normal
-from tools.hf_shapes import SHAPES, from_hf, to_hf
+from tools.training.hf_shapes import SHAPES, from_hf, to_hf
 
 SEQ_LEN = 640
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 256}

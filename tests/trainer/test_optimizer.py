@@ -14,7 +14,7 @@ from titan_ckpt.trainer.parallel.config import ParallelConfig
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer, learning_rate
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.parallelize import build
-from tools.trainer_curves import SMALL
+from tools.training.curves import SMALL
 
 CPU = torch.device("cpu")
 

@@ -24,9 +24,9 @@ from titan_ckpt.trainer.parallel.config import (
     stages_of_rank,
 )
 from titan_ckpt.trainer.parallel.precision import apply_float8
-from tools.mesh_cases import MEMORY, MESHES, PRECISIONS, SCHEDULES, mesh
 from tools.rank_pool import RankPool
-from tools.trainer_curves import EVERYTHING, SMALL, Curve, Run, relative_error, single, train
+from tools.training.curves import EVERYTHING, SMALL, Curve, Run, relative_error, single, train
+from tools.training.mesh_cases import MEMORY, MESHES, PRECISIONS, SCHEDULES, mesh
 
 FP32_BAR = 1e-5
 DEEP = replace(SMALL, n_layers=8)

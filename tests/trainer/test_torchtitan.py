@@ -27,10 +27,20 @@ from titan_ckpt.trainer.parallel.optimizer import build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build
 from titan_ckpt.trainer.run.resume import Progress, Start, open_for, restore
 from titan_ckpt.trainer.run.stop_signals import Agreement
-from tools.hf_shapes import to_hf
 from tools.paths import DEBUG_CONFIG
 from tools.rank_pool import RankPool
-from tools.titan_models import AFTER, BATCH, BEFORE, LENGTH, LLAMA, MODELS, OPTIMIZER, TORCHTITAN_RUNS, tokens
+from tools.training.hf_shapes import to_hf
+from tools.training.torchtitan_runs import (
+    AFTER,
+    BATCH,
+    BEFORE,
+    LENGTH,
+    LLAMA,
+    MODELS,
+    OPTIMIZER,
+    TORCHTITAN_RUNS,
+    tokens,
+)
 
 MESHES = {
     "dp_shard=4": ParallelConfig(dp_shard=4),

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from tools.processes import marked_processes, send_signal
+
 JOB = "TITAN_CKPT_SOAK_JOB"
 LIMIT_S = 420.0
 OUTLIVE_S = 60.0
@@ -67,23 +69,24 @@ def run_job(
 ) -> Ended:
     """Run `command` until all its processes are gone."""
     token = f"{os.getpid()}-{output.name}"
+    mark = f"{JOB}={token}"
     with open(output, "wb") as file:
         job = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
             env=os.environ | environment | {JOB: token},
         )  # fmt: skip
-    was_killed = kill is not None and _kill(kill, job, token, rng)
+    was_killed = kill is not None and _kill(kill, job, mark, rng)
     try:
         code: int | None = job.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         code = None
-        _signal([job.pid, *processes_of(token, job.pid)], signal.SIGKILL)
+        send_signal([job.pid, *marked_processes(mark, job.pid)], signal.SIGKILL)
         job.wait()
-    outlived = _wait_for_the_last(token, job.pid)
+    outlived = _wait_for_the_last(mark, job.pid)
     return Ended(code=code, was_killed=was_killed, outlived=outlived, text=output.read_text(errors="replace"))
 
 
-def _kill(kill: Kill, job: subprocess.Popen[bytes], token: str, rng: random.Random) -> bool:
+def _kill(kill: Kill, job: subprocess.Popen[bytes], mark: str, rng: random.Random) -> bool:
     """Wait for the moment and send the signal; False where the job ended before."""
     while job.poll() is None and not kill.moment():
         time.sleep(POLL_S)
@@ -93,53 +96,27 @@ def _kill(kill: Kill, job: subprocess.Popen[bytes], token: str, rng: random.Rand
     if job.poll() is not None:
         return False
     if kill.whom == "all":
-        _signal_all(token, job.pid, kill.number)
+        _signal_all(mark, job.pid, kill.number)
         return True
-    ranks = sorted(pid for pid, is_rank in processes_of(token, job.pid).items() if is_rank)
-    _signal([rng.choice(ranks)] if kill.whom == "rank" and ranks else [job.pid], kill.number)
+    ranks = sorted(pid for pid, is_rank in marked_processes(mark, job.pid).items() if is_rank)
+    send_signal([rng.choice(ranks)] if kill.whom == "rank" and ranks else [job.pid], kill.number)
     return True
 
 
-def _signal_all(token: str, session: int, number: signal.Signals) -> None:
+def _signal_all(mark: str, session: int, number: signal.Signals) -> None:
     """Once to each process of the job, those included that were forked while the others got theirs."""
     done: set[int] = set()
-    while left := set(processes_of(token, session)) - done:
-        _signal(sorted(left), number)
+    while left := set(marked_processes(mark, session)) - done:
+        send_signal(sorted(left), number)
         done |= left
 
 
-def _signal(pids: Sequence[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def processes_of(token: str, session: int) -> dict[int, bool]:
-    """The processes of a job by their environment, and whether each is a rank.
-
-    One that is just being started has none for a moment: it is the job's where its session is.
-    """
-    found, mark = {}, f"{JOB}={token}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                variables = (entry / "environ").read_bytes().split(b"\0")
-                if mark in variables or (variables == [b""] and _is_starting(entry, session)):
-                    found[int(entry.name)] = any(item.startswith(b"RANK=") for item in variables)
-    return found
-
-
-def _is_starting(entry: Path, session: int) -> bool:
-    state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-    return state != "Z" and int(its_session) == session
-
-
-def _wait_for_the_last(token: str, session: int) -> int:
+def _wait_for_the_last(mark: str, session: int) -> int:
     """0 once nothing of the job is left; else how many did not end by themselves and were killed here."""
     give_up_at = time.monotonic() + OUTLIVE_S
-    while left := processes_of(token, session):
+    while left := marked_processes(mark, session):
         if time.monotonic() > give_up_at:
-            _signal(list(left), signal.SIGKILL)
+            send_signal(list(left), signal.SIGKILL)
             return len(left)
         time.sleep(POLL_S)
     return 0

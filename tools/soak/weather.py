@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from tools.faulty_proxy import Fault, Kind, Request
+from tools.faults.proxy import Fault, Kind, Request
 
 # How often each kind comes, of 100. A hang outlives the client's own limit of 30 s for an answer.
 KINDS: dict[Kind, int] = {"busy": 28, "cut": 20, "lost": 15, "truncated": 15, "slow": 20, "hang": 2}

@@ -22,7 +22,7 @@ from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.parallelize import build
 from titan_ckpt.trainer.run.resume import Progress, Start, live_state, pipeline_record, restore, training_record
 from titan_ckpt.trainer.run.stop_signals import Agreement
-from tools.trainer_curves import SMALL
+from tools.training.curves import SMALL
 
 # Sizes that neither two times two nor four divides, so that shards are uneven.
 MODEL = replace(SMALL, vocab_size=130, ffn_dim=98)

@@ -25,7 +25,7 @@ from titan_ckpt.loading.load import load
 from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.retention import RetentionPolicy
-from tools.faulty_store import ERRORS, Fault, FaultyStore, How
+from tools.faults.store import ERRORS, Fault, FaultyStore, How
 from tools.rank_pool import RankPool
 
 HANG_TIMEOUT_S, TIMEOUT_S = 4.0, 60.0
