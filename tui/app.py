@@ -17,11 +17,11 @@ from titan_ckpt.debug.diagnosis.report import report
 from titan_ckpt.location import redact
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
-from titan_ckpt.tui.rows import Target, cut
+from titan_ckpt.tui.rows import RowLink, truncate
 from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.screens.checkpoints import CheckpointsPane
 from titan_ckpt.tui.screens.help import HelpScreen
-from titan_ckpt.tui.session.loading import Loader
+from titan_ckpt.tui.session.loading import SessionLoader
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
 
@@ -51,7 +51,7 @@ class TitanApp(App[None]):
     def __init__(self, content: Content, *, clock: Callable[[], float] = time.time, first_screen: int = 0) -> None:
         super().__init__()
         self.session = Session(content=content, clock=clock)
-        self._loader = Loader(self, self.session, self._on_loaded, self.say)
+        self._loader = SessionLoader(self, self.session, self._on_loaded, self.say)
         self._history: list[int] = []
         self._above: list[tuple[Session, int]] = []
         self._first_screen = first_screen or (
@@ -105,13 +105,13 @@ class TitanApp(App[None]):
             self.show_number(number)
 
     def on_pane_go(self, message: Pane.Go) -> None:
-        self.go(message.target)
+        self.go(message.link)
 
-    def go(self, target: Target) -> None:
+    def go(self, link: RowLink) -> None:
         """Show what `target` names."""
-        self.session.select(target.group, target.seq)
-        self.action_screen_number(target.screen)
-        self.pane.select(target)
+        self.session.select(link.group, link.seq)
+        self.action_screen_number(link.screen)
+        self.pane.select(link)
 
     async def action_back(self) -> None:
         if self._answer is not None:
@@ -138,7 +138,7 @@ class TitanApp(App[None]):
         """All screens anew, over another session: one shown before, with its cursor, or a new one, which has none yet."""
         self._loader.close()
         self.session, self._history = session, []
-        self._loader = Loader(self, session, self._on_loaded, self.say)
+        self._loader = SessionLoader(self, session, self._on_loaded, self.say)
         panes = self.query_one("#panes", ContentSwitcher)
         with self.batch_update():
             panes.current = None
@@ -185,7 +185,7 @@ class TitanApp(App[None]):
         tasks.finish(message)
         self._paint_status()
 
-    def on_progress(self, message: tasks.Progress) -> None:
+    def on_task_output(self, message: tasks.TaskOutput) -> None:
         message.show(message.value)
 
     # ---------------------------------------------------------------------------------------- keys of all screens
@@ -234,7 +234,7 @@ class TitanApp(App[None]):
         prompt.value = initial
         prompt.remove_class("hidden")
         self._answer = then
-        self.query_one("#status", Static).update(cut(f" {label}", self.size.width))
+        self.query_one("#status", Static).update(truncate(f" {label}", self.size.width))
         prompt.focus()
 
     def on_pane_ask(self, message: Pane.Ask) -> None:
@@ -270,7 +270,7 @@ class TitanApp(App[None]):
         else:
             text = self._hints()
         follow = "[following] " if self.session.is_following else ""
-        self.query_one("#status", Static).update(cut(f" {follow}{text}", self.size.width))
+        self.query_one("#status", Static).update(truncate(f" {follow}{text}", self.size.width))
 
     def _hints(self) -> str:
         """As many of the screen's keys as there is room for."""

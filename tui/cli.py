@@ -93,7 +93,7 @@ class _BottomLine(logging.Handler):
         self._app = app
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._app.post_message(tasks.Progress(record.getMessage(), self._app.say))
+        self._app.post_message(tasks.TaskOutput(record.getMessage(), self._app.say))
 
 
 TUI = Command(configure=configure, run=run)

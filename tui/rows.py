@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 Role: TypeAlias = Literal["", "dim", "bold", "head", "bad", "warn", "good", "note", "spot"]
-Part: TypeAlias = tuple[str, Role]
+TextSpan: TypeAlias = tuple[str, Role]
 
 # Whole escape sequences first (colours, titles), then what else steers a terminal or turns its text around.
 _CONTROL = re.compile(
@@ -22,7 +22,7 @@ _CONTROL = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class RowLink:
     """Where enter on a row leads: a screen, and what to select there."""
 
     screen: int
@@ -39,14 +39,14 @@ class Target:
 class Row:
     """One line. `is_problem` is where `n` and `N` stop."""
 
-    parts: tuple[Part, ...] = ()
-    target: Target | None = None
+    spans: tuple[TextSpan, ...] = ()
+    link: RowLink | None = None
     is_problem: bool = False
 
     @property
     def text(self) -> str:
         """The line without roles."""
-        return "".join(text for text, _ in self.parts)
+        return "".join(text for text, _ in self.spans)
 
 
 class Rows(Protocol):
@@ -83,10 +83,10 @@ class RowList:
         return RowList(row for row in self._rows if wanted in row.text.casefold())
 
 
-def row(*parts: str | Part, target: Target | None = None, is_problem: bool = False) -> Row:
+def row(*spans: str | TextSpan, link: RowLink | None = None, is_problem: bool = False) -> Row:
     """A row of parts; a bare string is a part without a role."""
-    spelled = tuple((clean(p), "") if isinstance(p, str) else (clean(p[0]), p[1]) for p in parts)
-    return Row(parts=spelled, target=target, is_problem=is_problem)  # type: ignore[arg-type]
+    cleaned = tuple((clean(p), "") if isinstance(p, str) else (clean(p[0]), p[1]) for p in spans)
+    return Row(spans=cleaned, link=link, is_problem=is_problem)  # type: ignore[arg-type]
 
 
 def head(text: str) -> Row:
@@ -120,10 +120,10 @@ def ranks_text(ranks: Sequence[int], limit: int = 12) -> str:
     return shown if len(spans) <= limit else f"{shown},... ({len(ranks)} ranks)"
 
 
-def cut(text: str, width: int) -> str:
+def truncate(text: str, width: int) -> str:
     """`text` in at most `width` characters.
 
-    >>> cut("a long line", 6), cut("short", 6)
+    >>> truncate("a long line", 6), truncate("short", 6)
     ('a lon…', 'short')
     """
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
@@ -145,10 +145,10 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-def cut_start(text: str, width: int) -> str:
+def truncate_start(text: str, width: int) -> str:
     """`text` in at most `width` characters, of which the last are kept: a path's end tells more than its beginning.
 
-    >>> cut_start("/data/runs/tiny", 8), cut_start("short", 6)
+    >>> truncate_start("/data/runs/tiny", 8), truncate_start("short", 6)
     ('…ns/tiny', 'short')
     """
     return text if len(text) <= width else "…" + text[len(text) - max(width - 1, 0) :]

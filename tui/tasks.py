@@ -25,7 +25,7 @@ class Finished(Message):
 
 
 @dataclass
-class Progress(Message):
+class TaskOutput(Message):
     """A task has something to show before its end."""
 
     value: Any

@@ -34,7 +34,7 @@ CHECKPOINT_KEYS = (
 COMMAND = "python -m tests.support.screen_pictures"
 
 
-def cases() -> dict[str, tuple[Path, tuple[str, ...]]]:
+def picture_cases() -> dict[str, tuple[Path, tuple[str, ...]]]:
     """(where it is, keys to press) by name: the recordings of hung jobs, the injected faults, a run, checkpoints."""
     folders = [*sorted(INCIDENTS.iterdir()), *sorted((DATA / "injected").iterdir())]
     found = {f"{path.parent.name}-{path.name}": (path, INCIDENT_KEYS) for path in folders if path.is_dir()}
@@ -58,7 +58,7 @@ def screen_text(app: TitanApp) -> str:
 
 def pictures_of(name: str) -> dict[tuple[int, int], str]:
     """The sheet of a case at each size."""
-    path, steps = cases()[name]
+    path, steps = picture_cases()[name]
     coloured = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     with contextlib.chdir(path.parent), patch.dict(os.environ, coloured, clear=True):
         return {size: asyncio.run(_picture(path.name, steps, size)) for size in SIZES}
@@ -84,7 +84,7 @@ async def press(app: TitanApp, pilot: Pilot[None], keys: str) -> None:
 def main() -> int:
     """Write the pictures of all cases, or of those named."""
     SCREENS.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or cases():
+    for name in sys.argv[1:] or picture_cases():
         for size, svg in pictures_of(name).items():
             golden(name, size).write_text(svg, encoding="utf-8")
         sys.stdout.write(f"{name}\n")

@@ -127,7 +127,7 @@ class Tmux:
             self._run("kill-server")
 
 
-KINDS: Mapping[str, type[PseudoTerminal] | type[Tmux]] = {"pty": PseudoTerminal, "tmux": Tmux}
+TERMINAL_KINDS: Mapping[str, type[PseudoTerminal] | type[Tmux]] = {"pty": PseudoTerminal, "tmux": Tmux}
 
 
 @contextlib.contextmanager
@@ -135,7 +135,7 @@ def opened(kind: str, path: Path, folder: Path, **environment: str) -> Iterator[
     """`titan-ckpt tui PATH` in a terminal of 80 x 24."""
     plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
     variables = {**plain, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", **environment}
-    terminal = KINDS[kind]([sys.executable, "-m", "titan_ckpt", "tui", str(path)], folder, variables)
+    terminal = TERMINAL_KINDS[kind]([sys.executable, "-m", "titan_ckpt", "tui", str(path)], folder, variables)
     try:
         yield terminal
     finally:

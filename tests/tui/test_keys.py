@@ -18,10 +18,10 @@ from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.grid import Order, per_row_to_fit, row_starts
 from titan_ckpt.tui.screens import PANES
-from titan_ckpt.tui.screens.collective import beside
+from titan_ckpt.tui.screens.collective import rank_to_compare
 from titan_ckpt.tui.screens.grid import GridPane
 from titan_ckpt.tui.screens.grid_rows import GridRows
-from titan_ckpt.tui.screens.help import KEYS, HelpScreen
+from titan_ckpt.tui.screens.help import COMMON_KEYS, HelpScreen
 from titan_ckpt.tui.screens.logs import LogRows
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.widgets.line_view import LineView
@@ -52,13 +52,16 @@ def keys_of(bindings: Iterable[object]) -> set[str]:
 
 @pytest.mark.parametrize("pane", PANES)
 def test_the_help_names_every_key_of_a_screen(pane: type[GridPane]) -> None:
-    named = {key for keys, _ in (*pane.keys, *KEYS) for key in keys.replace(" - ", " ").split()}
+    named = {key for keys, _ in (*pane.keys, *COMMON_KEYS) for key in keys.replace(" - ", " ").split()}
     assert keys_of(pane.BINDINGS) <= named
 
 
 def test_the_help_names_every_key_of_all_screens() -> None:
     named = (
-        " ".join(f"{keys} {what}" for keys, what in KEYS).replace("1 - 8", "1 2 3 4 5 6 7 8").replace(",", " ").split()
+        " ".join(f"{keys} {what}" for keys, what in COMMON_KEYS)
+        .replace("1 - 8", "1 2 3 4 5 6 7 8")
+        .replace(",", " ")
+        .split()
     )
     arrows = {"up", "down", "left", "right", "home", "end", "pageup", "pagedown", "ctrl+b", "ctrl+f"}
     assert keys_of([*TitanApp.BINDINGS, *LineView.BINDINGS]) - arrows <= set(named)
@@ -255,10 +258,10 @@ def test_a_rank_is_compared_with_the_pinned_one_or_a_usual_one_or_whoever_there_
         return Lane(group=0, members=tuple(range(len(codes))), first_seq=7, row=row, signature=np.array(codes)[:, None],
                     last=row[:, 0], done=row[:, 0] > 0, is_silent=row[:, 0] > 0)  # fmt: skip
 
-    assert beside(lane(3, 5, 5), 7, rank=0, pinned=None) == 1
-    assert beside(lane(3, 5, 5), 7, rank=1, pinned=0) == 0
-    assert beside(lane(5, -1), 7, rank=0, pinned=None) == 1  # of two ranks, the one that did not come
-    assert beside(lane(5), 7, rank=0, pinned=None) is None
+    assert rank_to_compare(lane(3, 5, 5), 7, rank=0, pinned=None) == 1
+    assert rank_to_compare(lane(3, 5, 5), 7, rank=1, pinned=0) == 0
+    assert rank_to_compare(lane(5, -1), 7, rank=0, pinned=None) == 1  # of two ranks, the one that did not come
+    assert rank_to_compare(lane(5), 7, rank=0, pinned=None) is None
 
 
 async def test_a_heading_above_the_first_line_stays_in_sight() -> None:

@@ -16,9 +16,9 @@ from titan_ckpt.store.open import open_store
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import LogFile, find_content
 from titan_ckpt.tui.data.log_files import LogFiles
-from titan_ckpt.tui.data.log_filter import Asked, views
+from titan_ckpt.tui.data.log_filter import LogQuery, views
 from titan_ckpt.tui.data.log_growth import grow
-from titan_ckpt.tui.data.log_index import LogFilter, LogIndex, cheap_mask, load_logs, search, visible
+from titan_ckpt.tui.data.log_index import LogFilter, LogIndex, cheap_mask, lines_by_time, load_logs, search
 from titan_ckpt.tui.screens.logs import LogsPane
 from titan_ckpt.tui.screenshot import settled
 
@@ -38,7 +38,7 @@ def index_of(folder: Path, head_bytes: int | None = None) -> LogIndex:
 def found(index: LogIndex, pattern: str) -> list[str]:
     *_, (share, mask) = search(index, pattern, cheap_mask(index, LogFilter()))
     assert share == 1.0
-    return [index.read(int(place)).text for place in visible(index, mask)]
+    return [index.read(int(place)).text for place in lines_by_time(index, mask)]
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
@@ -118,7 +118,7 @@ def test_an_index_that_has_grown_is_the_one_that_reading_anew_gives(tmp_path: Pa
 def test_a_filter_that_knew_the_lines_before_finds_the_same_as_one_that_did_not(tmp_path: Path, text: str) -> None:
     for rank in range(3):
         (tmp_path / f"rank_{rank}.log").write_text(line(rank, rank, "a word") + "\n" + line(5, rank, "cut wo"))
-    asked = Asked(text=text)
+    asked = LogQuery(text=text)
     index = load_logs(LogFiles(open_store(str(tmp_path)), logs_at(tmp_path)))
     *_, before = views(index, asked, None)
     for rank in (0, 1, 3):

@@ -21,9 +21,9 @@ from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.incident import first_error, load_incident
 from titan_ckpt.tui.data.log_filter import parse_filter
-from titan_ckpt.tui.rows import Target
+from titan_ckpt.tui.rows import RowLink
+from titan_ckpt.tui.screens.checkpoint_rows import saving_rows
 from titan_ckpt.tui.screens.grid import GridPane
-from titan_ckpt.tui.screens.saving_rows import saving_rows
 from titan_ckpt.tui.screenshot import settled
 from tools.paths import INCIDENTS
 
@@ -137,7 +137,7 @@ async def test_n_steps_through_operations_and_enter_opens_the_one_under_the_curs
         assert "#6: rank 1 done" in pane.ruler()
         assert "operation #6" in await press(incident, pilot, "enter")
         assert incident.pane.body.current is not None
-        assert incident.pane.body.current.target == Target(screen=6, rank=1)
+        assert incident.pane.body.current.link == RowLink(screen=6, rank=1)
 
 
 async def test_a_mismatch_shows_its_waits_as_a_tree_below_the_culprit(incident: TitanApp) -> None:

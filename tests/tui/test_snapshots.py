@@ -9,11 +9,11 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from tests.support.screen_pictures import COMMAND, SIZES, cases, golden, pictures_of
+from tests.support.screen_pictures import COMMAND, SIZES, golden, picture_cases, pictures_of
 from tests.support.screen_svg import difference, sheet
 
 
-@pytest.mark.parametrize("name", sorted(cases()))
+@pytest.mark.parametrize("name", sorted(picture_cases()))
 def test_the_screens_look_as_they_did(name: str, tmp_path: Path) -> None:
     found = []
     for size, svg in pictures_of(name).items():
@@ -60,4 +60,6 @@ def test_a_change_is_told_in_words() -> None:
 
 def test_no_picture_is_left_over_from_a_case_that_went() -> None:
     folder = golden("run", SIZES[0]).parent
-    assert {path.name for path in folder.iterdir()} == {golden(name, size).name for name in cases() for size in SIZES}
+    assert {path.name for path in folder.iterdir()} == {
+        golden(name, size).name for name in picture_cases() for size in SIZES
+    }

@@ -12,11 +12,11 @@ from titan_ckpt.format.names import parse_foreign_step
 from titan_ckpt.location import local_path, parse_location, redact, scheme
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.tui.data.runs import CONFIG, WHOLE, holds_runs
+from titan_ckpt.tui.data.runs import CONFIG_PATH, SINGLE_CHECKPOINT, holds_runs
 
 LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
 PACKED = (".gz", ".zst")
-METRICS = ("metrics.jsonl", "logs/metrics.jsonl")
+METRICS_PATHS = ("metrics.jsonl", "logs/metrics.jsonl")
 _EVIDENCE = {".box", ".pickle", ".pkl", ".stacks", ".json", *LOG_ENDINGS}
 
 
@@ -78,9 +78,9 @@ def _content(store: Store, url: str) -> Content:
         )
     place = find_place(store)
     found = sources(store, place)
-    metrics = next((path for path in METRICS if store.exists(path)), "")
-    has_checkpoints = has_steps or any(store.exists(path) for path in (*WHOLE, CONFIG))
-    has_evidence = any(_is_evidence(source) for source in found if source.path != CONFIG)
+    metrics = next((path for path in METRICS_PATHS if store.exists(path)), "")
+    has_checkpoints = has_steps or any(store.exists(path) for path in (*SINGLE_CHECKPOINT, CONFIG_PATH))
+    has_evidence = any(_is_evidence(source) for source in found if source.path != CONFIG_PATH)
     if not (has_checkpoints or has_evidence or metrics):
         raise _nothing_here(store, folders)
     return Content(

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.records import COMPLETED, STARTED, Run
+from titan_ckpt.tui.data.arrays import ByteArray, Ints
 from titan_ckpt.tui.rows import Role
 
-Codes = npt.NDArray[np.uint8]
-Ints = npt.NDArray[np.int64]
+Codes = ByteArray
 
 BLANK, DONE, LATE, SILENT, PENDING, RUNNING, ABSENT, DIFFERS = range(8)
 GLYPHS: Sequence[tuple[str, Role, str]] = (

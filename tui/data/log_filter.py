@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from titan_ckpt.tui.data.log_growth import fresh_mask, merged, moved
-from titan_ckpt.tui.data.log_index import LogFilter, LogIndex, Positions, cheap_mask, search, visible
+from titan_ckpt.tui.data.log_index import LogFilter, LogIndex, Positions, cheap_mask, lines_by_time, search
 from titan_ckpt.tui.data.log_lines import DAY_MS, LEVELS
 from titan_ckpt.tui.rows import parse_ranks
 
@@ -20,7 +20,7 @@ _CLOCK = re.compile(r"(?:(\d{4}-\d\d-\d\d)[T ])?(\d\d?):(\d\d)(?::(\d\d)(?:[.,](
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class LogQuery:
     """What is wanted of an index."""
 
     text: str = ""
@@ -31,7 +31,7 @@ class Asked:
 class LogView:
     """The lines of `index` that were asked for, by time. `folds` are the ranks that said the same, by place in `view`."""
 
-    asked: Asked
+    asked: LogQuery
     index: LogIndex
     passed: Positions
     view: Positions
@@ -39,7 +39,7 @@ class LogView:
     is_cut: bool = False
 
 
-def views(index: LogIndex, asked: Asked, former: LogView | None) -> Iterator[LogView]:
+def views(index: LogIndex, asked: LogQuery, former: LogView | None) -> Iterator[LogView]:
     """The answer, the last one whole; what an index has grown by is all that is searched where `former` knows the rest."""
     wanted = parse_filter(asked.text)
     view = LogView(asked=asked, index=index, passed=index.order, view=index.order)
@@ -58,7 +58,7 @@ def _passed(index: LogIndex, wanted: LogFilter, former: LogView | None) -> Itera
         known = moved(growth, index.base, former.passed)
         mask &= fresh_mask(index)
     for _, found in search(index, wanted.pattern, mask) if wanted.pattern else [(1.0, mask)]:
-        yield merged(known, np.flatnonzero(found), index.time_ms) if len(known) else visible(index, found)
+        yield merged(known, np.flatnonzero(found), index.time_ms) if len(known) else lines_by_time(index, found)
 
 
 def parse_filter(text: str) -> LogFilter:

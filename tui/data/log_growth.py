@@ -6,14 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from titan_ckpt.tui.data.arrays import Ints, LineMask
 from titan_ckpt.tui.data.content import LogFile
 from titan_ckpt.tui.data.log_files import LogFiles
-from titan_ckpt.tui.data.log_index import NOTHING, Growth, LogIndex, Mask, Positions, index_file, starts_line
+from titan_ckpt.tui.data.log_index import NOTHING, Growth, LogIndex, Positions, index_file, starts_line
 from titan_ckpt.tui.data.log_lines import UNKNOWN_TIME, Lines, filled, with_year, year_of
-
-Counts = npt.NDArray[np.int64]
 
 
 def grown_files(before: tuple[LogFile, ...], now: tuple[LogFile, ...]) -> tuple[LogFile, ...] | None:
@@ -54,7 +52,7 @@ def _resume(former: LogIndex, file: int) -> tuple[int, int]:
     return (count - 1, int(former.start[former.base[file + 1] - 1])) if count else (0, 0)
 
 
-def _with_tails(former: LogIndex, kept: Counts, end: Counts, tails: dict[int, Lines]) -> LogIndex | None:
+def _with_tails(former: LogIndex, kept: Ints, end: Ints, tails: dict[int, Lines]) -> LogIndex | None:
     num_new = len(kept) - len(former.base) + 1
     old_base = np.concatenate([former.base, np.full(num_new, former.base[-1])])
     has_times = np.concatenate([former.has_times, np.zeros(num_new, np.bool_)])
@@ -76,14 +74,14 @@ def _with_tails(former: LogIndex, kept: Counts, end: Counts, tails: dict[int, Li
 
 
 def _tail_times(
-    former: LogIndex, old_base: Counts, kept: Counts, has_times: Mask, tails: dict[int, Lines]
-) -> dict[int, Counts]:
+    former: LogIndex, old_base: Ints, kept: Ints, has_times: LineMask, tails: dict[int, Lines]
+) -> dict[int, Ints]:
     """Milliseconds after `first_ms` of the new lines. A line without a time has that of the line before; in a file
     without any it comes when it is seen, after all that is known."""
     years = [year for tail in tails.values() if (year := year_of(tail.time_ms)) is not None]
     newest = int(former.time_ms[former.order[-1]]) if len(former.order) else 0
     year = max([*years, *(y for y in [year_of(np.array([former.first_ms + newest]))] if y is not None)], default=1970)
-    found: dict[int, Counts] = {}
+    found: dict[int, Ints] = {}
     for i, tail in tails.items():
         before = int(former.time_ms[old_base[i] + kept[i] - 1]) if kept[i] and has_times[i] else None
         times = with_year(tail.time_ms, year)
@@ -98,7 +96,7 @@ def _tail_times(
     return {i: np.where(times == UNKNOWN_TIME, last, times) - former.first_ms for i, times in found.items()}
 
 
-def _spliced(column: Any, old_base: Counts, base: Counts, kept: Counts, tails: dict[int, Any]) -> Any:
+def _spliced(column: Any, old_base: Ints, base: Ints, kept: Ints, tails: dict[int, Any]) -> Any:
     """A column with each file's kept lines, then its new ones; wider where they need it."""
     largest = max((int(tail.max()) for tail in tails.values() if len(tail)), default=0)
     dtype = np.int64 if column.dtype == np.uint32 and largest >= 1 << 32 else column.dtype
@@ -110,7 +108,7 @@ def _spliced(column: Any, old_base: Counts, base: Counts, kept: Counts, tails: d
     return made
 
 
-def moved(growth: Growth, base: Counts, view: Positions) -> Positions:
+def moved(growth: Growth, base: Ints, view: Positions) -> Positions:
     """Positions in the former index as positions in the one that grew from it, without those of lines that were read again."""
     shift = (base[:-1] - growth.base[:-1]).astype(np.int32)
     lengths = np.diff(growth.base)
@@ -120,7 +118,7 @@ def moved(growth: Growth, base: Counts, view: Positions) -> Positions:
     return places[view] if stays.all() else places[view[stays[view]]]
 
 
-def merged(order: Positions, fresh: Counts, time_ms: Any) -> Positions:
+def merged(order: Positions, fresh: Ints, time_ms: Any) -> Positions:
     """`order` with `fresh` put in by time: what is older than all of these stays as it is."""
     if not len(fresh):
         return order
@@ -132,7 +130,7 @@ def merged(order: Positions, fresh: Counts, time_ms: Any) -> Positions:
     return np.concatenate([order[:low], tail[np.argsort(time_ms[tail], kind="stable")]])
 
 
-def fresh_mask(index: LogIndex) -> Mask:
+def fresh_mask(index: LogIndex) -> LineMask:
     """The lines that the former index did not have."""
     mask = np.ones(len(index), np.bool_)
     if index.growth is not None:

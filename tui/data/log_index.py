@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_ckpt.errors import TitanError
+from titan_ckpt.tui.data.arrays import ByteArray, Ints, LineMask
 from titan_ckpt.tui.data.log_files import LogFiles
 from titan_ckpt.tui.data.log_lines import UNKNOWN_TIME, Lines, filled, scan, with_year, year_of
 
 BLOCK_BYTES = 8 << 20
 HEAD_BYTES = 16 << 10
-MAX_LINE = 4_096
+MAX_LINE_BYTES = 4_096
 Positions = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class Growth:
     """What an index has in common with the one it grew from: the first `kept[i]` lines of file `i`, which began at `base[i]`."""
 
     token: object
-    base: npt.NDArray[np.int64]
-    kept: npt.NDArray[np.int64]
+    base: Ints
+    kept: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +53,14 @@ class LogIndex:
     """
 
     files: LogFiles
-    base: npt.NDArray[np.int64]
-    end: npt.NDArray[np.int64]
-    start: npt.NDArray[np.uint32] | npt.NDArray[np.int64]
-    time_ms: npt.NDArray[np.int64] | npt.NDArray[np.uint32]
+    base: Ints
+    end: Ints
+    start: npt.NDArray[np.uint32] | Ints
+    time_ms: Ints | npt.NDArray[np.uint32]
     first_ms: int
-    level: npt.NDArray[np.uint8]
+    level: ByteArray
     order: Positions
-    has_times: Mask
+    has_times: LineMask
     problems: tuple[tuple[str, str], ...] = ()
     is_head: bool = False
     growth: Growth | None = None
@@ -82,7 +82,7 @@ class LogIndex:
         file = self.file_of(line)
         start = int(self.start[line])
         is_last = line + 1 >= int(self.base[file + 1])
-        length = MAX_LINE if is_last else min(MAX_LINE, int(self.start[line + 1]) - start)
+        length = MAX_LINE_BYTES if is_last else min(MAX_LINE_BYTES, int(self.start[line + 1]) - start)
         data = self.files.read(file, start, length)
         return LogLine(
             file=file, rank=self.files.files[file].rank, text=data.split(b"\n", 1)[0].decode("utf-8", "replace").rstrip(),
@@ -168,7 +168,7 @@ def _joined(parts: Sequence[Lines]) -> Lines:
 
 
 def _assemble(
-    files: LogFiles, parts: list[Lines], end: npt.NDArray[np.int64], problems: list[tuple[str, str]], *, is_head: bool
+    files: LogFiles, parts: list[Lines], end: Ints, problems: list[tuple[str, str]], *, is_head: bool
 ) -> LogIndex:  # fmt: skip
     lengths = [len(part.start) for part in parts]
     base = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -206,7 +206,7 @@ class LogFilter:
         return self.ranks is None and self.level == 0 and not self.pattern
 
 
-def cheap_mask(index: LogIndex, wanted: LogFilter) -> Mask:
+def cheap_mask(index: LogIndex, wanted: LogFilter) -> LineMask:
     """What passes by rank and level, which the index knows."""
     mask = np.ones(len(index), np.bool_)
     if wanted.ranks is not None:
@@ -219,7 +219,7 @@ def cheap_mask(index: LogIndex, wanted: LogFilter) -> Mask:
     return mask
 
 
-def search(index: LogIndex, pattern: str, mask: Mask) -> Iterator[tuple[float, Mask]]:
+def search(index: LogIndex, pattern: str, mask: LineMask) -> Iterator[tuple[float, LineMask]]:
     """(share searched, mask of lines that match so far and passed `mask`), again and again while files are read."""
     compiled = re.compile(pattern.encode(), re.IGNORECASE | re.MULTILINE)
     found = np.zeros(len(index), np.bool_)
@@ -235,7 +235,7 @@ def search(index: LogIndex, pattern: str, mask: Mask) -> Iterator[tuple[float, M
     yield 1.0, found
 
 
-def _search_file(index: LogIndex, file: int, mask: Mask, compiled: re.Pattern[bytes]) -> Mask:
+def _search_file(index: LogIndex, file: int, mask: LineMask, compiled: re.Pattern[bytes]) -> LineMask:
     """Lines of a file that match, read from the first to the last that `mask` leaves."""
     starts = index.start[int(index.base[file]) : int(index.base[file + 1])]
     found, wanted = np.zeros(len(starts), np.bool_), np.flatnonzero(mask)
@@ -255,7 +255,7 @@ def _search_file(index: LogIndex, file: int, mask: Mask, compiled: re.Pattern[by
     return found & mask
 
 
-def visible(index: LogIndex, mask: Mask) -> Positions:
+def lines_by_time(index: LogIndex, mask: LineMask) -> Positions:
     """The lines that pass, by time."""
     found = np.flatnonzero(mask)
     if len(found) == len(mask):

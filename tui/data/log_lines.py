@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
+from titan_ckpt.tui.data.arrays import ByteArray, Ints
 
 DEBUG, INFO, WARNING, ERROR = range(4)
 LEVELS = ("debug", "info", "warning", "error")
@@ -59,7 +58,7 @@ class Lines:
 
     start: Ints
     time_ms: Ints
-    level: Bytes
+    level: ByteArray
 
 
 def scan(data: bytes, offset: int = 0) -> Lines:
@@ -76,7 +75,7 @@ def scan(data: bytes, offset: int = 0) -> Lines:
     return Lines(start=start + offset, time_ms=times, level=level)
 
 
-def _levels(data: bytes, start: Ints) -> Bytes:
+def _levels(data: bytes, start: Ints) -> ByteArray:
     level = np.full(len(start), INFO, np.uint8)
     for word, value in _WORDS:
         places = _places(data, word)
@@ -86,7 +85,7 @@ def _levels(data: bytes, start: Ints) -> Bytes:
     return level
 
 
-def _mark_letters(data: bytes, raw: Bytes, start: Ints, times: Ints, level: Bytes) -> None:
+def _mark_letters(data: bytes, raw: ByteArray, start: Ints, times: Ints, level: ByteArray) -> None:
     """The level that the letter of a time without a year tells."""
     lines = np.flatnonzero(_is_yearless(times))
     column = _column(data, start, YEARLESS) if len(lines) else None
@@ -111,7 +110,7 @@ def _places(data: bytes, word: bytes) -> list[int]:
     return found
 
 
-def _read_times(data: bytes, raw: Bytes, start: Ints, stamp: Stamp, times: Ints) -> None:
+def _read_times(data: bytes, raw: ByteArray, start: Ints, stamp: Stamp, times: Ints) -> None:
     """Times of the lines that have none yet: at the column where the first stamped of them have it, else by search."""
     unknown = np.flatnonzero(times == UNKNOWN_TIME)
     if not len(unknown):
@@ -141,7 +140,7 @@ def _column(data: bytes, start: Ints, stamp: Stamp) -> int | None:
     return None
 
 
-def _is_stamp(raw: Bytes, start: Ints, column: int, stamp: Stamp) -> npt.NDArray[np.bool_]:
+def _is_stamp(raw: ByteArray, start: Ints, column: int, stamp: Stamp) -> npt.NDArray[np.bool_]:
     """Which lines have a time at this column."""
     found = start + column + stamp.dot <= len(raw)
     at = start[found] + column
@@ -154,7 +153,7 @@ def _is_stamp(raw: Bytes, start: Ints, column: int, stamp: Stamp) -> npt.NDArray
     return found
 
 
-def _fixed_times(raw: Bytes, at: Ints, stamp: Stamp) -> Ints:
+def _fixed_times(raw: ByteArray, at: Ints, stamp: Stamp) -> Ints:
     digits = raw[at[:, None] + np.array(stamp.date + stamp.clock)].astype(np.int64) - 48
     num_date = len(stamp.date)
     clock = digits[:, num_date:] @ np.array((36_000_000, 3_600_000, 600_000, 60_000, 10_000, 1_000))
@@ -163,7 +162,7 @@ def _fixed_times(raw: Bytes, at: Ints, stamp: Stamp) -> Ints:
     return np.where(day_ms == UNKNOWN_TIME, UNKNOWN_TIME, day_ms + clock + _millis(raw, at + stamp.dot))
 
 
-def _millis(raw: Bytes, dot: Ints) -> Ints:
+def _millis(raw: ByteArray, dot: Ints) -> Ints:
     millis = np.zeros(len(dot), np.int64)
     fits = np.flatnonzero(dot + 4 <= len(raw))
     at = dot[fits]

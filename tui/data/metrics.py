@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from titan_ckpt.store.base import Store
+from titan_ckpt.tui.data.arrays import Floats
 
-Floats = npt.NDArray[np.float64]
-MAX_BYTES = 256 << 20
+MAX_METRICS_BYTES = 256 << 20
 # Panels in order; each shows the first of its names that the file has.
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss", ("loss", "loss_mean", "train_loss", "train/loss")),
@@ -57,11 +56,11 @@ def _changes(values: Floats) -> bool:
 def load_metrics(store: Store, path: str) -> Metrics:
     """Read a metrics file (the last 256 MB of one that is larger)."""
     size = store.stat(path).size_bytes
-    data = store.read(path, max(0, size - MAX_BYTES))
-    return parse_metrics(data, path)
+    data = store.read(path, max(0, size - MAX_METRICS_BYTES))
+    return parse_metric_lines(data, path)
 
 
-def parse_metrics(data: bytes, source: str) -> Metrics:
+def parse_metric_lines(data: bytes, source: str) -> Metrics:
     """Every line that is a JSON object with numbers; a step that comes again (a restart) keeps its last values."""
     by_step: dict[float, dict[str, float]] = {}
     num_damaged = 0

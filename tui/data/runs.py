@@ -18,8 +18,8 @@ from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
 FAST, MIRROR, BOTH = "fast", "mirror", "both"
-CONFIG = f"{LOGS}/config.json"
-WHOLE = (METADATA, "model.safetensors.index.json", "model.safetensors")
+CONFIG_PATH = f"{LOGS}/config.json"
+SINGLE_CHECKPOINT = (METADATA, "model.safetensors.index.json", "model.safetensors")
 AT_ONCE, _LOOKED_AT = 8, 32
 _LARGEST_CONFIG = 1 << 20
 _ORDER = (FAST, MIRROR, "")
@@ -37,7 +37,7 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class StepCopy:
     """A step as one tier has it; `info` is None for what others wrote."""
 
     step: int
@@ -53,33 +53,33 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class RunStep:
     """A step of a run with every tier that has something of it."""
 
     step: int
-    held: tuple[Held, ...]
+    copies: tuple[StepCopy, ...]
 
     @property
-    def best(self) -> Held:
+    def best(self) -> StepCopy:
         """The nearest tier where it is in the best state."""
-        return min(self.held, key=lambda held: _BEST.index(held.state))
+        return min(self.copies, key=lambda copy: _BEST.index(copy.state))
 
     @property
     def tiers(self) -> str:
         """Where it can be used: fast, mirror or both."""
-        names = [held.tier for held in self.held if held.state == "committed"]
+        names = [copy.tier for copy in self.copies if copy.state == "committed"]
         return BOTH if len(names) > 1 else names[0] if names else "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class RunSteps:
     """All steps, newest first. `unread` are (name, URL) of tiers that are still to be listed."""
 
     tiers: tuple[Tier, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[RunStep, ...]
     unread: tuple[tuple[str, str], ...] = ()
 
-    def find(self, step: int) -> Step | None:
+    def find(self, step: int) -> RunStep | None:
         """A step by its number."""
         return next((found for found in self.steps if found.step == step), None)
 
@@ -91,61 +91,61 @@ class Steps:
     def newest(self, tier: str | None = None) -> int | None:
         """The newest committed step, of one tier where one is named."""
         return next(
-            (s.step for s in self.steps for h in s.held if h.state == "committed" and tier in (None, h.tier)), None
+            (s.step for s in self.steps for h in s.copies if h.state == "committed" and tier in (None, h.tier)), None
         )
 
 
-def load_steps(store: Store) -> Steps:
+def load_steps(store: Store) -> RunSteps:
     """The steps at `store` itself; the run's other tiers stand in `unread`."""
     infos, here = list_checkpoints(store), normalise(store.url)
     tiers = tiers_of(store, infos)
     name = next((name for name, url in tiers if url == here), "")
     others = tuple((name, url) for name, url in tiers if url != here)
-    held = _held(name, store, infos) if infos else _foreign(name, store)
-    is_tier = bool(held) or any(url == here for _, url in tiers)
-    return Steps(tiers=(Tier(name=name, url=here),) if is_tier else (), steps=_by_step(held), unread=others)
+    copies = _copies(name, store, infos) if infos else _foreign(name, store)
+    is_tier = bool(copies) or any(url == here for _, url in tiers)
+    return RunSteps(tiers=(Tier(name=name, url=here),) if is_tier else (), steps=_by_step(copies), unread=others)
 
 
-def load_others(found: Steps) -> Steps:
+def load_others(found: RunSteps) -> RunSteps:
     """`found` with the tiers that were still to be listed."""
-    tiers, held = list(found.tiers), [each for step in found.steps for each in step.held]
+    tiers, copies = list(found.tiers), [each for step in found.steps for each in step.copies]
     for name, url in found.unread:
         try:
             store = open_store(url)
-            held += _held(name, store, list_checkpoints(store))
+            copies += _copies(name, store, list_checkpoints(store))
         except (TitanError, OSError) as error:
             tiers.append(Tier(name=name, url=url, problem=str(error)))
         else:
             tiers.append(Tier(name=name, url=url))
     tiers.sort(key=lambda tier: _ORDER.index(tier.name))
-    held.sort(key=lambda each: _ORDER.index(each.tier))
-    return Steps(tiers=tuple(tiers), steps=_by_step(held))
+    copies.sort(key=lambda each: _ORDER.index(each.tier))
+    return RunSteps(tiers=tuple(tiers), steps=_by_step(copies))
 
 
-def _by_step(held: Sequence[Held]) -> tuple[Step, ...]:
-    found: dict[int, list[Held]] = {}
-    for each in held:
+def _by_step(copies: Sequence[StepCopy]) -> tuple[RunStep, ...]:
+    found: dict[int, list[StepCopy]] = {}
+    for each in copies:
         found.setdefault(each.step, []).append(each)
-    return tuple(Step(step=step, held=tuple(found[step])) for step in sorted(found, reverse=True))
+    return tuple(RunStep(step=step, copies=tuple(found[step])) for step in sorted(found, reverse=True))
 
 
-def _held(tier: str, store: Store, infos: Sequence[CheckpointInfo]) -> list[Held]:
+def _copies(tier: str, store: Store, infos: Sequence[CheckpointInfo]) -> list[StepCopy]:
     sizes = [info.commit.size_bytes if info.commit is not None else 0 for info in infos]
     return [
-        Held(step=info.step, tier=tier, store=store, info=info, size_bytes=size)
+        StepCopy(step=info.step, tier=tier, store=store, info=info, size_bytes=size)
         for info, size in zip(infos, sizes, strict=True)
     ]
 
 
-def _foreign(tier: str, store: Store) -> list[Held]:
+def _foreign(tier: str, store: Store) -> list[StepCopy]:
     """What others wrote: a DCP checkpoint or a Hugging Face model right here, or a folder of the former."""
-    if any(store.exists(name) for name in WHOLE):
+    if any(store.exists(name) for name in SINGLE_CHECKPOINT):
         checkpoint = open_checkpoint(store.url, store=store)
         sizes = {checkpoint.step: sum(file.size_bytes for file in checkpoint.manifest.files)}
     else:
         steps = foreign_steps(store)
         sizes = {step: sum(entry.size_bytes for entry in store.list(folder)) for step, folder in steps}
-    return [Held(step=step, tier=tier, store=store, info=None, size_bytes=size) for step, size in sizes.items()]
+    return [StepCopy(step=step, tier=tier, store=store, info=None, size_bytes=size) for step, size in sizes.items()]
 
 
 # -- tiers
@@ -167,8 +167,8 @@ def _save_config(store: Store, infos: Sequence[CheckpointInfo]) -> dict[str, str
     """`save.url` and `save.mirror` as the run was asked: by logs/config.json, else by its newest checkpoint."""
     config: Any = {}
     try:
-        if store.exists(CONFIG):
-            config = json.loads(store.read(CONFIG, 0, min(store.stat(CONFIG).size_bytes, _LARGEST_CONFIG)))
+        if store.exists(CONFIG_PATH):
+            config = json.loads(store.read(CONFIG_PATH, 0, min(store.stat(CONFIG_PATH).size_bytes, _LARGEST_CONFIG)))
         elif (newest := max((i.step for i in infos if i.state == "committed"), default=None)) is not None:
             config = open_checkpoint(store.url, step=newest, store=store).manifest.config
     except (TitanError, OSError, ValueError, RecursionError):
@@ -224,7 +224,7 @@ def holds_runs(store: Store, folders: Sequence[str]) -> bool:
 def _is_run(store: Store, name: str) -> bool:
     below = store.folders(name)
     has_steps = any(parse_foreign_step(folder) is not None for folder in below)
-    return has_steps or (LOGS in below and store.exists(f"{name}/{CONFIG}"))
+    return has_steps or (LOGS in below and store.exists(f"{name}/{CONFIG_PATH}"))
 
 
 def load_runs(store: Store) -> tuple[RunSummary, ...]:

@@ -22,14 +22,16 @@ from titan_ckpt.resharding.estimate import estimate
 from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import format_placements
-from titan_ckpt.tui.data.runs import Held, RunSummary, Step, Steps
-from titan_ckpt.tui.rows import Role, Row, Target, head, ranks_text, row, wrapped
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident
+from titan_ckpt.tui.data.runs import RunStep, RunSteps, RunSummary, StepCopy
+from titan_ckpt.tui.rows import Role, Row, RowLink, head, ranks_named, ranks_text, row, wrapped
 from titan_ckpt.upkeep.deletion import read_pins
 from titan_ckpt.upkeep.retention import RetentionPolicy, prune
 
 ROLES: dict[str, Role] = {"committed": "good", "foreign": "good", "partial": "warn", "damaged": "bad"}
 _TENSOR_HEAD = ("shape", "dtype", "chunks", "cut")
 _MARGIN = f"{'':12}"
+SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
 
 
 def run_rows(runs: Sequence[RunSummary], now_s: float, width: int) -> Iterator[Row]:
@@ -37,20 +39,20 @@ def run_rows(runs: Sequence[RunSummary], now_s: float, width: int) -> Iterator[R
     longest = min(max((len(run.name) for run in runs), default=0), max(width - 60, 12))
     yield head(f"{'run':<{longest}}  {'steps':>5}  {'newest':>9}  {'size':>9}  {'age':>12}  mesh")
     for run in runs:
-        target = Target(screen=7, name=run.url)
+        link = RowLink(screen=7, name=run.url)
         commit = run.newest.commit if run.newest is not None else None
         facts = "none committed" if commit is None else (
             f"{commit.step:>9}  {format_size(commit.size_bytes):>9}  {_age(commit.created, now_s):>12}  {commit.mesh or '1'}"
         )  # fmt: skip
-        yield row(f"{run.name:<{longest}}  {run.num_steps:>5}  ", (facts, "" if commit else "warn"), target=target,
+        yield row(f"{run.name:<{longest}}  {run.num_steps:>5}  ", (facts, "" if commit else "warn"), link=link,
                   is_problem=bool(run.problem))  # fmt: skip
         for line in wrapped(run.problem, width - 4) if run.problem else ():
-            yield row((f"    {line}", "bad"), target=target)
+            yield row((f"    {line}", "bad"), link=link)
     if not runs:
         yield row("no run is left here")
 
 
-def step_rows(found: Steps, pinned: int | None, now_s: float, width: int) -> Iterator[Row]:
+def step_rows(found: RunSteps, pinned: int | None, now_s: float, width: int) -> Iterator[Row]:
     """A line per step, newest first, with the tiers that hold it; below one that is not whole somewhere, why."""
     has_tiers = len(found.tiers) > 1
     tier = f"{'tier':<8}" if has_tiers else ""
@@ -64,34 +66,34 @@ def step_rows(found: Steps, pinned: int | None, now_s: float, width: int) -> Ite
         yield from _tier_rows(found, width)
 
 
-def _step_rows(step: Step, has_tiers: bool, is_pinned: bool, now_s: float, width: int) -> Iterator[Row]:
-    best, target = step.best, Target(screen=7, step=step.step)
+def _step_rows(step: RunStep, has_tiers: bool, is_pinned: bool, now_s: float, width: int) -> Iterator[Row]:
+    best, link = step.best, RowLink(screen=7, step=step.step)
     commit = best.info.commit if best.info is not None else None
     tier = f"{step.tiers:<8}" if has_tiers else ""
     facts = f"{tier}{best.state if commit is None else commit.kind:<8} {format_size(best.size_bytes):>9}"
     facts += f"  {_age(commit.created, now_s):>12}  {commit.mesh or '1'}" if commit is not None else ""
     facts = tier if best.state in ("partial", "damaged") else facts
-    is_problem = any(held.state == "damaged" for held in step.held)
+    is_problem = any(copy.state == "damaged" for copy in step.copies)
     yield row(f"{'*' if is_pinned else ' '}{step.step:>9}  ", (f"{best.state:<10} ", ROLES[best.state]), facts,
-              target=target, is_problem=is_problem)  # fmt: skip
-    for held in step.held:
-        for line in wrapped(problem, width - 12, "  ") if (problem := _problem(held, has_tiers)) else ():
-            yield row((f"{_MARGIN}{line}", "dim"), target=target)
+              link=link, is_problem=is_problem)  # fmt: skip
+    for copy in step.copies:
+        for line in wrapped(problem, width - 12, "  ") if (problem := _problem(copy, has_tiers)) else ():
+            yield row((f"{_MARGIN}{line}", "dim"), link=link)
 
 
-def _problem(held: Held, has_tiers: bool) -> str:
+def _problem(copy: StepCopy, has_tiers: bool) -> str:
     """Why a tier's copy is not whole, without the run's URL before each path."""
-    if held.info is None or not held.info.problem:
+    if copy.info is None or not copy.info.problem:
         return ""
-    text = held.info.problem.replace(f"{held.store}/", "")
-    return f"{held.tier}: {text}" if has_tiers else text
+    text = copy.info.problem.replace(f"{copy.store}/", "")
+    return f"{copy.tier}: {text}" if has_tiers else text
 
 
-def _tier_rows(found: Steps, width: int) -> Iterator[Row]:
+def _tier_rows(found: RunSteps, width: int) -> Iterator[Row]:
     for tier in found.tiers:
         newest = found.newest(tier.name)
         state = f"up to step {newest}" if newest is not None else "nothing committed"
-        text = tier.problem or f"{shown(tier.url)}, {state}"
+        text = tier.problem or f"{display_url(tier.url)}, {state}"
         for i, line in enumerate(wrapped(f"{tier.name + ':':<8}{text}", width - 2, f"{'':8}")):
             yield row((f"  {line}", "bad" if tier.problem else "dim"), is_problem=bool(tier.problem) and i == 0)
 
@@ -120,7 +122,7 @@ def tensor_rows(checkpoint: Checkpoint) -> Iterator[Row]:
     yield head(f"{'shape':<{shape}}  {'dtype':<{dtype}}  {'chunks':>{chunks}}  {'cut':<{cut}}  name")
     for tensor, (a, b, c, d) in zip(tensors, cells, strict=True):
         yield row(f"{a:<{shape}}  {b:<{dtype}}  {c:>{chunks}}  {d:<{cut}}  {tensor.fqn}",
-                  target=Target(screen=7, step=checkpoint.step, name=tensor.fqn))  # fmt: skip
+                  link=RowLink(screen=7, step=checkpoint.step, name=tensor.fqn))  # fmt: skip
 
 
 def _cut_text(tensor: TensorEntry) -> str:
@@ -153,12 +155,12 @@ class ByteProgress:
             self._say(f"{format_size(min(self._read, self._total))} of {format_size(self._total)} ({percent}%)")
 
 
-def verify_rows(held: Sequence[Held], on_bytes: Callable[[int], None], width: int) -> Iterator[Row]:
+def verify_rows(copies: Sequence[StepCopy], on_bytes: Callable[[int], None], width: int) -> Iterator[Row]:
     """Every byte re-read, of each tier that has the step."""
-    for each in held:
-        started, where = time.monotonic(), f" in the {each.tier} tier" if each.tier else ""
-        problems = verify(f"{each.store.url}@{each.step}", read_data=True, on_bytes=on_bytes)
-        yield head(f"step {each.step}{where}: {len(problems)} problems ({format_duration(time.monotonic() - started)})")
+    for copy in copies:
+        started, where = time.monotonic(), f" in the {copy.tier} tier" if copy.tier else ""
+        problems = verify(f"{copy.store.url}@{copy.step}", read_data=True, on_bytes=on_bytes)
+        yield head(f"step {copy.step}{where}: {len(problems)} problems ({format_duration(time.monotonic() - started)})")
         for problem in problems:
             for i, line in enumerate(wrapped(str(problem), width, "  ")):
                 yield row((line, "bad"), is_problem=i == 0)
@@ -166,7 +168,7 @@ def verify_rows(held: Sequence[Held], on_bytes: Callable[[int], None], width: in
             yield row(("every byte is what was saved", "good"))
 
 
-def diff_rows(a: Checkpoint, b: Checkpoint, on_bytes: Callable[[int], None]) -> Iterator[Row]:
+def tensor_diff_rows(a: Checkpoint, b: Checkpoint, on_bytes: Callable[[int], None]) -> Iterator[Row]:
     """Names, shapes, dtypes and values of two steps; enter on a tensor draws its cut."""
     found = compare(a, b, values=True, on_bytes=on_bytes)
     yield head(
@@ -199,7 +201,7 @@ def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]
         yield row((f"  large     {format_size(length)} at {start:,} of {name}", "dim"))
     if facts.guessed:
         yield row(("  ! ", "warn"), f"cut by the table of known models, not recorded: {', '.join(facts.guessed)}")
-    where = f"{shown(checkpoint.store.url)}@{checkpoint.step}"
+    where = f"{display_url(checkpoint.store.url)}@{checkpoint.step}"
     yield from _command_rows(f"titan-ckpt reshard {where} DESTINATION --mesh {mesh}", width)
 
 
@@ -215,21 +217,21 @@ def parse_keep(text: str) -> RetentionPolicy:
     return RetentionPolicy(keep_last=int(words[0]), keep_every=int(words[1]) if len(words) > 1 else None)
 
 
-def prune_rows(found: Steps, policy: RetentionPolicy, width: int) -> Iterator[Row]:
+def prune_rows(found: RunSteps, policy: RetentionPolicy, width: int) -> Iterator[Row]:
     """What `titan-ckpt prune --keep-last N --keep-every M` would delete, in each tier."""
     every = f" --keep-every {policy.keep_every}" if policy.keep_every else ""
     for tier in (tier for tier in found.tiers if not tier.problem):
-        held = {step.step: each for step in found.steps for each in step.held if each.tier == tier.name and each.info}
-        pins = read_pins(next(iter(held.values())).store) if held else frozenset()
-        infos = [each.info for each in held.values() if each.info is not None]
+        copies = {s.step: copy for s in found.steps for copy in s.copies if copy.tier == tier.name and copy.info}
+        pins = read_pins(next(iter(copies.values())).store) if copies else frozenset()
+        infos = [copy.info for copy in copies.values() if copy.info is not None]
         gone = prune(infos, replace(policy, pins=pins))
-        size = format_size(sum(held[info.step].size_bytes for info in gone))
+        size = format_size(sum(copies[info.step].size_bytes for info in gone))
         where = f"{tier.name}: " if tier.name else ""
         yield head(f"{where}{len(gone)} of {len(infos)} steps would go, {size} (nothing is deleted here)")
         yield from (row(f"  step {info.step}") for info in gone)
         if pins:
             yield row((f"  pinned, and stays: {ranks_text(sorted(pins))}", "dim"))
-        command = f"titan-ckpt prune {shown(tier.url)} --keep-last {policy.keep_last}{every}"
+        command = f"titan-ckpt prune {display_url(tier.url)} --keep-last {policy.keep_last}{every}"
         yield from _command_rows(command, width)
 
 
@@ -239,9 +241,53 @@ def _command_rows(command: str, width: int) -> Iterator[Row]:
     yield from (row((line, "note")) for line in wrapped(command, width, "  "))
 
 
-def shown(url: str) -> str:
+def display_url(url: str) -> str:
     """A URL without secrets; a path below the current folder as one would type it."""
     if scheme(url) != "file":
         return redact(url)
     path = os.path.relpath(local_path(url))
     return local_path(url) if path.startswith("..") else path
+
+
+def saving_rows(incident: Incident, width: int = 76) -> Iterator[Row]:
+    """What each rank was doing in a save at the moment of the incident, by the recorder's heartbeats and the verdicts."""
+    beats = {rank: record.heartbeat for rank, record in incident.run.ranks.items() if record.heartbeat is not None}
+    saving: dict[tuple[str, int], list[int]] = {}
+    for rank, beat in beats.items():
+        if beat.phase in SAVE_PHASES:
+            saving.setdefault((beat.phase, beat.step), []).append(rank)
+    io = [verdict for verdict in incident.verdicts if verdict.subtype == "checkpoint_io"]
+    if not saving and not io:
+        return
+    yield row()
+    yield head(f"in a save when the job stopped ({incident.run.incident or 'this incident'})")
+    for (phase, step), ranks in sorted(saving.items(), key=lambda item: (item[0][1], SAVE_PHASES.index(item[0][0]))):
+        newest = max(beats[rank].phase_ns for rank in ranks)
+        since = max((beats[rank].alive_ns - newest) / 1e9 for rank in ranks)
+        for_s = f", for {format_duration(since)}" if since > 0 else ""
+        yield row((f"  {phase:<12} ", "warn"), f"step {step}: {ranks_named(ranks)}{for_s}",
+                  link=RowLink(screen=6, rank=ranks[0]), is_problem=phase != "ckpt_stage")  # fmt: skip
+    outside = sorted(set(beats) - {rank for ranks in saving.values() for rank in ranks})
+    if saving and outside:
+        yield row(("  elsewhere    ", "dim"), ranks_named(outside))
+    for verdict in io:
+        for line in wrapped(f"  {verdict.headline}", width, "    "):
+            yield row((line, "bad"), link=RowLink(screen=6, rank=verdict.culprits[0]), is_problem=True)
+    if not saving:
+        yield from _place_rows(incident)
+
+
+def _place_rows(incident: Incident) -> Iterator[Row]:
+    """Without heartbeats: where each rank stood, ranks at the same line together."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, state in sorted(incident.states.items()):
+        frame = state.frame
+        place = f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}" if frame is not None else "no stack"
+        places.setdefault((state.kind, place), []).append(rank)
+    for (kind, place), ranks in places.items():
+        glyph, role, words = SITUATIONS[kind]
+        yield row(
+            (f"  {glyph} ", role),
+            f"{ranks_named(ranks, 4)}: {words}, {place}",
+            link=RowLink(screen=6, rank=ranks[0]),
+        )

@@ -12,29 +12,29 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui import tasks
-from titan_ckpt.tui.data.runs import FAST, MIRROR, Held
-from titan_ckpt.tui.rows import Row, RowList, Rows, counted, cut_start
+from titan_ckpt.tui.data.runs import FAST, MIRROR, StepCopy
+from titan_ckpt.tui.rows import Row, RowList, Rows, counted, truncate_start
 from titan_ckpt.tui.screens.checkpoint_rows import (
     ByteProgress,
     cut_rows,
-    diff_rows,
+    display_url,
     error_rows,
     parse_keep,
     prune_rows,
     reshard_rows,
     run_rows,
-    shown,
+    saving_rows,
     step_rows,
+    tensor_diff_rows,
     tensor_rows,
     verify_rows,
 )
-from titan_ckpt.tui.screens.saving_rows import saving_rows
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
 
 _ABSENT = "A run's folder has them: what save.url named, with step-00001200/ and so on in it."
 T = TypeVar("T")
-Tell = Callable[[str], None]
+ShowProgress = Callable[[str], None]
 _PATH_WIDTH = 32
 
 
@@ -69,7 +69,8 @@ class CheckpointsPane(Pane):
         return (*versions, self._shown, self._pinned_step, self.session.incident.version)
 
     def title(self) -> str:
-        where, found = cut_start(shown(self.session.content.url), _PATH_WIDTH), self.session.checkpoints.value
+        where = truncate_start(display_url(self.session.content.url), _PATH_WIDTH)
+        found = self.session.checkpoints.value
         if self._opened is not None:
             manifest = self._opened.manifest
             facts = f"{len(manifest.tensors)} tensors · {format_size(manifest.size_bytes)}"
@@ -120,13 +121,13 @@ class CheckpointsPane(Pane):
             self.body.move_to(self._first_choice(rows))
 
     def _first_choice(self, rows: Rows) -> int:
-        targets = [rows.row(index, self.body.line_width).target for index in range(len(rows))]
+        links = [rows.row(index, self.body.line_width).link for index in range(len(rows))]
         asked = self.session.content.step if self._opened is None and self._answer is None else None
         if asked is not None:
-            for index, target in enumerate(targets):
-                if target is not None and target.step == asked:
+            for index, link in enumerate(links):
+                if link is not None and link.step == asked:
                     return index
-        return 1 if targets[0] is None and targets[1] is not None else 0
+        return 1 if links[0] is None and links[1] is not None else 0
 
     def _repaint(self, cursor: int) -> None:
         self._shown += 1
@@ -146,19 +147,21 @@ class CheckpointsPane(Pane):
         return True
 
     def chosen(self, chosen: Row) -> None:
-        target = chosen.target
-        if target is None or target.screen != self.number:
+        link = chosen.link
+        if link is None or link.screen != self.number:
             super().chosen(chosen)
-        elif target.step is None:
-            self.post_message(self.Open(target.name))
+        elif link.step is None:
+            self.post_message(self.Open(link.name))
         elif self._opened is None:
-            self._ask_of_step("opening", lambda held, _: self._open(held[0]), lambda found: self._show(opened=found))
-        elif target.name and self._answer is None:
-            self._show(answer=cut_rows(self._opened, target.name))
+            self._ask_of_step(
+                "opening", lambda copies, _: self._open(copies[0]), lambda found: self._show(opened=found)
+            )
+        elif link.name and self._answer is None:
+            self._show(answer=cut_rows(self._opened, link.name))
 
     @staticmethod
-    def _open(held: Held) -> Checkpoint:
-        return open_checkpoint(held.store.url, step=held.step, store=held.store)
+    def _open(copy: StepCopy) -> Checkpoint:
+        return open_checkpoint(copy.store.url, step=copy.step, store=copy.store)
 
     # -- questions about a step
 
@@ -175,17 +178,19 @@ class CheckpointsPane(Pane):
         if self._opened is not None:
             return self._opened.step
         current = self.body.current
-        return current.target.step if current is not None and current.target is not None else None
+        return current.link.step if current is not None and current.link is not None else None
 
-    def _held(self, step: int) -> list[Held]:
+    def _copies(self, step: int) -> list[StepCopy]:
         """The tiers that have something to be read of a step, the one to read from first."""
         found = self.session.checkpoints.value
         known = found.find(step) if found is not None else None
         if known is None:
             return []
-        return [known.best, *(each for each in known.held if each is not known.best and each.state != "partial")]
+        return [known.best, *(copy for copy in known.copies if copy is not known.best and copy.state != "partial")]
 
-    def _ask_of_step(self, what: str, work: Callable[[list[Held], Tell], T], then: Callable[[T], None]) -> None:
+    def _ask_of_step(
+        self, what: str, work: Callable[[list[StepCopy], ShowProgress], T], then: Callable[[T], None]
+    ) -> None:
         """Run `work` on the step under the cursor in a thread, then `then`; an error of ours is shown as rows.
 
         What `work` tells of its progress goes to the bottom line.
@@ -194,19 +199,19 @@ class CheckpointsPane(Pane):
         if step is None:
             self.post_message(self.Say("put the cursor on a step"))
             return
-        held = self._held(step)
-        if not held:
+        copies = self._copies(step)
+        if not copies:
             self.post_message(self.Say(f"step {step} is not there any more"))
             return
 
         app = self.app
 
         def tell(text: str) -> None:
-            app.post_message(tasks.Progress(text, self._say))
+            app.post_message(tasks.TaskOutput(text, self._say))
 
         def safely() -> T | TitanError:
             try:
-                return work(held, tell)
+                return work(copies, tell)
             except TitanError as error:
                 return error
 
@@ -228,9 +233,9 @@ class CheckpointsPane(Pane):
     def action_verify(self) -> None:
         width = self.body.line_width
 
-        def work(held: list[Held], tell: Tell) -> list[Row]:
-            progress = ByteProgress(tell, sum(each.size_bytes for each in held))
-            return list(verify_rows(held, progress.passed, width))
+        def work(copies: list[StepCopy], tell: ShowProgress) -> list[Row]:
+            progress = ByteProgress(tell, sum(copy.size_bytes for copy in copies))
+            return list(verify_rows(copies, progress.passed, width))
 
         self._ask_of_step("verifying", work, self._answer_with)
 
@@ -239,12 +244,12 @@ class CheckpointsPane(Pane):
         if pinned is None:
             self.post_message(self.Say("pin one step with space, put the cursor on another, then d"))
             return
-        others = self._held(pinned)
+        others = self._copies(pinned)
 
-        def work(held: list[Held], tell: Tell) -> list[Row]:
-            pair = [*others[:1], held[0]]
-            progress = ByteProgress(tell, sum(each.size_bytes for each in pair))
-            return list(diff_rows(self._open(pair[0]), self._open(pair[-1]), progress.passed))
+        def work(copies: list[StepCopy], tell: ShowProgress) -> list[Row]:
+            pair = [*others[:1], copies[0]]
+            progress = ByteProgress(tell, sum(copy.size_bytes for copy in pair))
+            return list(tensor_diff_rows(self._open(pair[0]), self._open(pair[-1]), progress.passed))
 
         self._ask_of_step(f"comparing step {pinned} with", work, self._answer_with)
 
@@ -257,8 +262,8 @@ class CheckpointsPane(Pane):
     def _plan(self, mesh: str) -> None:
         width = self.body.line_width
 
-        def work(held: list[Held], _: Tell) -> list[Row]:
-            return list(reshard_rows(self._open(held[0]), mesh, width))
+        def work(copies: list[StepCopy], _: ShowProgress) -> list[Row]:
+            return list(reshard_rows(self._open(copies[0]), mesh, width))
 
         self._ask_of_step(f"planning {mesh} for", work, self._answer_with)
 

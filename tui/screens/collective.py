@@ -12,8 +12,8 @@ from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation
 from titan_ckpt.tui.data.grid import usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, cut, head, row
-from titan_ckpt.tui.screens.collective_diff import diff_rows, signature
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, head, row, truncate
+from titan_ckpt.tui.screens.collective_diff import rank_diff_rows, signature
 from titan_ckpt.tui.screens.stack_tree import tree_rows
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
@@ -60,7 +60,7 @@ class CollectivePane(Pane):
             return self.no_incident(width) if incident is None else RowList([row("no operations were recorded")])
         if self._compared is not None:
             lane, seq = current_lane(self.session, incident), current_seq(self.session, incident)
-            return RowList(diff_rows(incident, lane, seq, self._compared, width))
+            return RowList(rank_diff_rows(incident, lane, seq, self._compared, width))
         rows = CollectiveRows(self.session, incident, self._tree(incident, width))
         return RowList(rows.row(i, width) for i in range(len(rows))) if self.filter_text else rows
 
@@ -77,16 +77,14 @@ class CollectivePane(Pane):
         if self._compared is None:
             return False
         rank, self._compared = self._compared[1], None
-        self.select(Target(screen=self.number, rank=rank))
+        self.select(RowLink(screen=self.number, rank=rank))
         return True
 
-    def select(self, target: Target) -> None:
+    def select(self, link: RowLink) -> None:
         self._compared = None
         self.update_rows()
         rows = self.body.rows
-        place = (
-            rows.place_of_rank(target.rank) if isinstance(rows, CollectiveRows) and target.rank is not None else None
-        )
+        place = rows.place_of_rank(link.rank) if isinstance(rows, CollectiveRows) and link.rank is not None else None
         if place is not None:
             self.body.move_to(place)
 
@@ -101,12 +99,12 @@ class CollectivePane(Pane):
     def action_difference(self) -> None:
         """The rank under the cursor beside the pinned one; where none is pinned, beside one that did the usual, or any other."""
         incident, current = self.session.incident.value, self.body.current
-        rank = current.target.rank if current and current.target else None
+        rank = current.link.rank if current and current.link else None
         if incident is None or not incident.lanes or rank is None or self._compared is not None:
             self.post_message(self.Say("put the cursor on a rank, then d; space pins the one to compare it with"))
             return
         lane = current_lane(self.session, incident)
-        other = beside(lane, current_seq(self.session, incident), rank, self.session.pinned)
+        other = rank_to_compare(lane, current_seq(self.session, incident), rank, self.session.pinned)
         if other is None or rank not in lane.members:
             self.post_message(self.Say("there is no other rank to compare it with"))
             return
@@ -115,7 +113,7 @@ class CollectivePane(Pane):
         self.body.move_to(0)
 
 
-def beside(lane: Lane, seq: int, rank: int, pinned: int | None) -> int | None:
+def rank_to_compare(lane: Lane, seq: int, rank: int, pinned: int | None) -> int | None:
     """The rank to compare `rank` with; None where it is alone."""
     if pinned in lane.members and pinned != rank:
         return pinned
@@ -177,7 +175,7 @@ class CollectiveRows:
         rank, at = self._members[place], int(self._at[place])
         op = self._incident.run.operation(rank, at) if at >= 0 else None
         if not self._is_recorded:
-            return row(f" {rank:>5}  not recorded on any rank", target=Target(screen=6, rank=rank))
+            return row(f" {rank:>5}  not recorded on any rank", link=RowLink(screen=6, rank=rank))
         return _rank_row(self._session, self._incident, rank, op, self._first_ns, bool(self._is_other[place]), width)
 
     def next_problem(self, index: int, direction: int) -> int | None:
@@ -195,14 +193,14 @@ def _rank_row(
     session: Session, incident: Incident, rank: int, op: Operation | None, first_ns: int, is_other: bool, width: int
 ) -> Row:
     mark = "*" if rank == session.pinned else " "
-    target = Target(screen=6, rank=rank)
+    link = RowLink(screen=6, rank=rank)
     if op is None:
         state = incident.states.get(rank)
         doing = SITUATIONS[state.kind][2] if state is not None else "unknown"
         start = f"{mark}{rank:>5}  absent     {'':>9}  {doing}"
         place = _place(state.frame if state is not None else None, width - len(start))
         return row((f"{mark}{rank:>5}  ", "bold"), ("absent     ", "bad"), f"{'':>9}  {doing}", (place, "dim"),
-                   target=target, is_problem=True)  # fmt: skip
+                   link=link, is_problem=True)  # fmt: skip
     lag = f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else ""
     state_text = "done" if op.retired or op.state == "completed" else op.state
     role: Role = "bad" if is_other else "good" if not op.retired else ""
@@ -211,7 +209,7 @@ def _rank_row(
     start = f"{mark}{rank:>5}  {state_text:<11}{lag:>9}{other}{what}"
     place = _place(user_frame(op.frames, incident.run.wrappers), width - len(start))
     return row((f"{mark}{rank:>5}  ", "bold"), (f"{state_text:<11}", role), f"{lag:>9}", (f"{other}{what}", what_role),
-               (place, "dim"), target=target, is_problem=is_other)  # fmt: skip
+               (place, "dim"), link=link, is_problem=is_other)  # fmt: skip
 
 
 def _place(frame: Frame | None, room: int) -> str:
@@ -219,4 +217,4 @@ def _place(frame: Frame | None, room: int) -> str:
     if frame is None:
         return ""
     short = f"  {frame.file.rpartition('/')[2]}:{frame.line} in {frame.function}"
-    return f"  {frame}" if len(str(frame)) + 2 <= room else cut(short, room)
+    return f"  {frame}" if len(str(frame)) + 2 <= room else truncate(short, room)

@@ -8,7 +8,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
-from titan_ckpt.tui.rows import Role, Row, cut, head, row
+from titan_ckpt.tui.rows import Role, Row, head, row, truncate
 from titan_ckpt.tui.screens.stack_tree import source_line, stacks_of
 
 BEFORE, AFTER = 5, 2
@@ -29,7 +29,7 @@ def signature(op: Operation) -> tuple[str, str, str]:
     return (op.op, op.sizes, op.dtypes)
 
 
-def diff_rows(incident: Incident, lane: Lane, seq: int, ranks: tuple[int, int], width: int) -> Iterator[Row]:
+def rank_diff_rows(incident: Incident, lane: Lane, seq: int, ranks: tuple[int, int], width: int) -> Iterator[Row]:
     """A line per fact, `!` before those that differ."""
     a, b = ranks
     room = max((width - _NAME - 6) // 2, 10)
@@ -78,7 +78,7 @@ def _pair(name: str, a: str, b: str, room: int, *, is_plain: bool = False) -> Ro
     is_other = a != b and not is_plain and name != "coordinates"
     role: Role = "bad" if is_other else "bold" if is_plain else ""
     mark = "! " if is_other else "  "
-    return row((mark, "bad"), f"{name:<{_NAME}}", (f"{cut(a, room):<{room}}  ", role), (cut(b, room), role),
+    return row((mark, "bad"), f"{name:<{_NAME}}", (f"{truncate(a, room):<{room}}  ", role), (truncate(b, room), role),
                is_problem=is_other)  # fmt: skip
 
 
@@ -99,4 +99,4 @@ def _stack_rows(incident: Incident, ranks: tuple[int, int], width: int) -> Itera
         for frame in stacks[rank][common:]:
             yield row(f"    {_place(frame)}")
             if text := source_line(frame):
-                yield row((cut(f"      > {text}", width), "dim"))
+                yield row((truncate(f"      > {text}", width), "dim"))

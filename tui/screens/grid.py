@@ -13,7 +13,7 @@ from textual.widgets import Static
 
 from titan_ckpt.tui.data.grid import Grid, Order, build_grid, build_time_grid, next_stop, per_row_to_fit, sort_orders
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.rows import Row, RowList, Rows, Target, counted, row
+from titan_ckpt.tui.rows import Row, RowLink, RowList, Rows, counted, row
 from titan_ckpt.tui.screens.grid_rows import GridRows, axis_text, label_width, legend_text, stretch_of
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.line_view import MARK, LineView
@@ -238,7 +238,7 @@ class GridPane(Pane):
         rank = int(rows.grid.members[rows.gravest(index)[0]])
         self._per_row = per_row
         self.update_rows(force=True)
-        self.select(Target(screen=self.number, rank=rank))
+        self.select(RowLink(screen=self.number, rank=rank))
 
     def chosen(self, chosen: Row) -> None:
         """A row of several ranks opens into these, a single one into its operation."""
@@ -283,9 +283,9 @@ class GridPane(Pane):
         self._choose(found[1])
         self.body.move_to(found[0])
 
-    def select(self, target: Target) -> None:
+    def select(self, link: RowLink) -> None:
         self.update_rows()
         rows = self.body.rows
-        if isinstance(rows, GridRows) and target.rank is not None:
-            place = rows.row_of_rank(target.rank)
+        if isinstance(rows, GridRows) and link.rank is not None:
+            place = rows.row_of_rank(link.rank)
             self.body.move_to(self.body.cursor if place is None else place)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from titan_ckpt.tui.data.grid import BLANK, GLYPHS, Grid, Order, reduce_row, row_starts
-from titan_ckpt.tui.rows import Part, Row, Target, row
+from titan_ckpt.tui.rows import Row, RowLink, TextSpan, row
 
 _LEAST_LABEL, _MOST_LABEL = 14, 26
 _MOST_STRETCH = 3
@@ -51,12 +51,12 @@ class GridRows:
         codes = reduce_row(self.grid.codes, places, self._first, cells, self._per_cell)
         is_pinned = self._pinned is not None and bool((ranks == self._pinned).any())
         label = f"{'*' if is_pinned else ' '}{self._label(index, ranks)}"[: self.label_width - 1]
-        parts: list[Part] = [(f"{label:<{self.label_width}}", "bold" if is_pinned else "")]
+        parts: list[TextSpan] = [(f"{label:<{self.label_width}}", "bold" if is_pinned else "")]
         cell = None if self._spot is None else (self._spot - self._first) // self._per_cell
         parts += cell_parts(codes.tolist(), cell, stretch)
         place, column = self.gravest(index)
         seq = None if self.grid.is_time else self.grid.first + column
-        return row(*parts, target=Target(screen=3, group=self.grid.name, seq=seq, rank=int(self.grid.members[place])))
+        return row(*parts, link=RowLink(screen=3, group=self.grid.name, seq=seq, rank=int(self.grid.members[place])))
 
     def _label(self, index: int, ranks: np.ndarray) -> str:
         first, last = int(ranks[0]), int(ranks[-1])
@@ -102,7 +102,7 @@ def stretch_of(grid: Grid, width: int, per_cell: int) -> int:
     return max(1, min(width // max(num_cells, 1), _MOST_STRETCH))
 
 
-def cell_parts(codes: list[int], spot: int | None, stretch: int) -> Iterator[Part]:
+def cell_parts(codes: list[int], spot: int | None, stretch: int) -> Iterator[TextSpan]:
     """Cells as few parts: a part costs the terminal's driver as much as a line of text."""
     for (code, is_spot), equal in itertools.groupby((code, i == spot) for i, code in enumerate(codes)):
         glyph, role, _ = GLYPHS[code]

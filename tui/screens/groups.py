@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.tui.data.grid import Ints, usual_signature
+from titan_ckpt.tui.data.arrays import Ints
+from titan_ckpt.tui.data.grid import usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
-from titan_ckpt.tui.rows import Part, Row, RowList, Rows, Target, cut, head, ranks_text, row
+from titan_ckpt.tui.rows import Row, RowLink, RowList, Rows, TextSpan, head, ranks_text, row, truncate
 from titan_ckpt.tui.widgets.pane import Pane
 
 MAX_MESH_RANKS = 4096
@@ -42,10 +43,10 @@ def group_rows(incident: Incident) -> Iterator[Row]:
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
         odd = odd_text(lane, newest)
-        yield row((f"{cut(str(group), 16):<16} ", "bold"), f"{cut(ranks_text(lane.members, 2), 10):<10} ",
+        yield row((f"{truncate(str(group), 16):<16} ", "bold"), f"{truncate(ranks_text(lane.members, 2), 10):<10} ",
                   f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>8}  ",
                   (f"{'recorded' if group.members else 'seen':<8}  ", "dim"), (odd or "none", "bad" if odd else "dim"),
-                  target=Target(screen=2, group=str(group)), is_problem=bool(odd))  # fmt: skip
+                  link=RowLink(screen=2, group=str(group)), is_problem=bool(odd))  # fmt: skip
     if incident.lanes:
         yield row(("members: recorded = a dump lists them; seen = those that used the group", "dim"))
     else:
@@ -97,7 +98,7 @@ def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
         for start in range(0, len(ranks), room):
             cells = [_cell(incident, rank, digits) for rank in ranks[start : start + room]]
             yield row((f"  {label if start == 0 else '':<{before}}", "dim"), *cells,
-                      target=Target(screen=2, rank=ranks[start]))  # fmt: skip
+                      link=RowLink(screen=2, rank=ranks[start]))  # fmt: skip
     kinds = {incident.states[rank].kind for rank in places}
     legend = "   ".join(f"{SITUATIONS[kind][0]} {SITUATIONS[kind][2]}" for kind in SITUATIONS if kind in kinds)
     yield row((f"  each rank with its state: {legend}", "dim"))
@@ -105,6 +106,6 @@ def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
         yield row((f"  and {len(places) - MAX_MESH_RANKS:,} more ranks", "dim"))
 
 
-def _cell(incident: Incident, rank: int, digits: int) -> Part:
+def _cell(incident: Incident, rank: int, digits: int) -> TextSpan:
     glyph, role, _ = SITUATIONS[incident.states[rank].kind]
     return (f"{rank:>{digits}}{glyph} ", role)

@@ -16,7 +16,7 @@ from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.pane import Pane
 
 WIDTH, _KEY = 70, 14
-KEYS = (
+COMMON_KEYS = (
     ("1 - 8", "screens: overview, grid, collective, groups, logs, waits, checkpoints, training"),
     ("j k, arrows", "move; page up/down, g first, G last; h l or left/right shift"),
     ("enter", "open what the line names"),
@@ -52,7 +52,13 @@ class HelpScreen(ModalScreen[None]):
 
 def help_rows(pane: Pane) -> list[Row]:
     """The help for a screen."""
-    rows = [head(f"{pane.number} {pane.label}"), *_entries(pane.keys), row(), head("everywhere"), *_entries(KEYS)]
+    rows = [
+        head(f"{pane.number} {pane.label}"),
+        *_entries(pane.keys),
+        row(),
+        head("everywhere"),
+        *_entries(COMMON_KEYS),
+    ]
     if pane.number == 2:
         rows += [row(), head("operations"), *(_entry(glyph, role, what) for glyph, role, what in GLYPHS)]
     elif pane.number in (1, 3, 4, 6):

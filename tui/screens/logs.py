@@ -16,10 +16,10 @@ from titan_ckpt.debug.incident.records import NO_OPERATIONS, Run
 from titan_ckpt.errors import StoreError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.incident import first_error
-from titan_ckpt.tui.data.log_filter import FOLD_LINES, Asked, LogView, parse_clock, parse_filter, views
+from titan_ckpt.tui.data.log_filter import FOLD_LINES, LogQuery, LogView, parse_clock, parse_filter, views
 from titan_ckpt.tui.data.log_index import LogIndex, LogLine, Positions
 from titan_ckpt.tui.data.log_lines import ERROR, WARNING
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, counted, cut, ranks_text, row
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, ranks_text, row, truncate
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.pane import Pane
@@ -59,7 +59,7 @@ class LogRows:
         fold = f"x {len(same):,} ranks: {ranks_text(same, 4)}  " if len(same) > 1 else ""
         is_cause = int(self.view[index]) == self.cause
         return row((f"{rank} ", "note"), ("FIRST ERROR  " if is_cause else "", "bad"), (fold, "note"),
-                   (shortened(line.text, width), _ROLES[line.level]), target=Target(screen=3, rank=line.rank),
+                   (shortened(line.text, width), _ROLES[line.level]), link=RowLink(screen=3, rank=line.rank),
                    is_problem=line.level == ERROR)  # fmt: skip
 
     def place_of(self, line: int | None) -> int | None:
@@ -107,7 +107,7 @@ class LogsPane(Pane):
         super().__init__(session)
         self._found: LogView | None = None
         self._is_folded = False
-        self._asked: tuple[Asked, object] | None = None
+        self._asked: tuple[LogQuery, object] | None = None
         self._anchor_ms: int | None = None
 
     def compose(self) -> ComposeResult:
@@ -138,8 +138,8 @@ class LogsPane(Pane):
             return RowList(self.absent_rows(self.session.logs, _ABSENT, width))
         if not len(logs):
             return RowList([row(("no line in these files yet", "dim"))])
-        asked = Asked(text=self.filter_text, is_folded=self._is_folded)
-        if asked == Asked():
+        asked = LogQuery(text=self.filter_text, is_folded=self._is_folded)
+        if asked == LogQuery():
             self._asked = self._found = None
             return LogRows(logs, logs.order, {}, self._cause(logs))
         if self._asked != (asked, logs.token):
@@ -154,7 +154,7 @@ class LogsPane(Pane):
         event = first_error(incident) if incident is not None else None
         return logs.line_at(event.source, event.line) if event is not None else None
 
-    def _ask_for(self, logs: LogIndex, asked: Asked) -> None:
+    def _ask_for(self, logs: LogIndex, asked: LogQuery) -> None:
         """Filter in a thread; what is found is shown as it is found, until something else is asked for."""
         key = self._asked = (asked, logs.token)
         former = self._found if self._found is not None and self._found.asked == asked else None
@@ -172,7 +172,7 @@ class LogsPane(Pane):
                     if self._asked != key:
                         return None
                     if former is None and not asked.is_folded:
-                        app.post_message(tasks.Progress(view, show))
+                        app.post_message(tasks.TaskOutput(view, show))
                     last = view
             except StoreError:
                 if not logs.files.is_closed:
@@ -203,7 +203,7 @@ class LogsPane(Pane):
         if problems:
             path, problem = problems[0]
             text = problem if path in problem else f"{path}: {problem}"
-            note.update(cut(f" ! not readable: {text}", self.size.width - len(more)) + more)
+            note.update(truncate(f" ! not readable: {text}", self.size.width - len(more)) + more)
 
     def _keep_place(self) -> None:
         """Other rows are coming: the cursor will stand on the line of the same moment."""
@@ -258,25 +258,25 @@ class LogsPane(Pane):
     def chosen(self, chosen: Row) -> None:
         """The collective that the line's rank had issued last when it wrote the line."""
         incident, rows = self.session.incident.value, self.body.rows
-        rank = chosen.target.rank if chosen.target is not None else None
+        rank = chosen.link.rank if chosen.link is not None else None
         if incident is None or rank is None or not isinstance(rows, LogRows):
             super().chosen(chosen)
             return
         found = operation_at(incident.run, rank, rows.line(self.body.cursor).time_ms)
         group, seq = found if found is not None else (None, None)
-        self.post_message(self.Go(Target(screen=3, rank=rank, group=group, seq=seq)))
+        self.post_message(self.Go(RowLink(screen=3, rank=rank, group=group, seq=seq)))
 
     def action_fold(self) -> None:
         self._keep_place()
         self._is_folded = not self._is_folded
         self.update_rows()
 
-    def select(self, target: Target) -> None:
+    def select(self, link: RowLink) -> None:
         self.update_rows(force=True)
         rows = self.body.rows
-        if not isinstance(rows, LogRows) or not target.source:
+        if not isinstance(rows, LogRows) or not link.source:
             return
-        place = rows.place_of(rows.index.line_at(target.source, max(target.line, 1)))
+        place = rows.place_of(rows.index.line_at(link.source, max(link.line, 1)))
         if place is not None:
             self.body.move_to(place, is_centred=True)
 

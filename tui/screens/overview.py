@@ -9,12 +9,12 @@ from titan_ckpt.debug.live.watch import alarms
 from titan_ckpt.location import redact
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, state_counts, strip_cells
 from titan_ckpt.tui.rows import (
-    Part,
     Role,
     Row,
+    RowLink,
     RowList,
     Rows,
-    Target,
+    TextSpan,
     counted,
     head,
     ranks_named,
@@ -82,7 +82,7 @@ def overview_rows(session: Session, width: int) -> Iterator[Row]:
 def _runs_rows(session: Session) -> Iterator[Row]:
     runs = session.runs
     count = counted(len(runs.value), "run") if runs.value is not None else runs.text
-    yield row(f"a folder of runs: {count}. Screen 7 lists them; enter there opens one.", target=Target(screen=7))
+    yield row(f"a folder of runs: {count}. Screen 7 lists them; enter there opens one.", link=RowLink(screen=7))
 
 
 def live_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
@@ -94,11 +94,11 @@ def live_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
     newest = max(ticking, key=lambda beat: (beat.step, beat.phase_ns))
     phase = f" ({newest.phase})" if newest.phase else ""
     count = f"{len(ticking)} of {counted(incident.run.world_size, 'rank')} alive"
-    yield row(("RUNNING", "good"), f"   step {newest.step}{phase} · {count}", target=Target(screen=8))
+    yield row(("RUNNING", "good"), f"   step {newest.step}{phase} · {count}", link=RowLink(screen=8))
     found = alarms(beats, int(now_s * 1e9), after_s=LIVE_S)
     for alarm in found:
         for i, line in enumerate(wrapped(f"{alarm.kind}: {alarm.text}", width, "  ")):
-            yield row((line, "warn"), target=Target(screen=6, rank=alarm.ranks[0]), is_problem=i == 0)
+            yield row((line, "warn"), link=RowLink(screen=6, rank=alarm.ranks[0]), is_problem=i == 0)
     if found or incident.top.verdict not in _NO_FAULT:
         yield row(("what the last snapshot shows, which may pass:", "dim"))
     else:
@@ -108,33 +108,33 @@ def live_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
 def _verdict_rows(top: Verdict, width: int) -> Iterator[Row]:
     role: Role = "good" if top.verdict == "HEALTHY" else "warn" if top.verdict == "INSUFFICIENT_DATA" else "bad"
     name = f"{top.verdict} ({top.subtype})" if top.subtype else top.verdict
-    target = _operation(top)
+    link = _operation(top)
     facts = [f"confidence {top.confidence:.0%}"]
     facts += [f"step {top.step}"] if top.step is not None else []
     many = "s" if len(top.culprits) > 1 else ""
     facts += [f"culprit{many}: rank{many} {ranks_text(top.culprits)}"] if top.culprits else []
-    yield row((name, role), ("   " + " · ".join(facts), ""), target=target, is_problem=role != "good")
+    yield row((name, role), ("   " + " · ".join(facts), ""), link=link, is_problem=role != "good")
     for line in wrapped(top.headline, width):
-        yield row((line, "bold"), target=target)
+        yield row((line, "bold"), link=link)
 
 
-def _operation(top: Verdict) -> Target | None:
+def _operation(top: Verdict) -> RowLink | None:
     if top.seq is None:
         rank = top.culprits[0] if top.culprits else None
-        return Target(screen=6, rank=rank) if rank is not None else None
-    return Target(screen=3, group=top.group, seq=top.seq, rank=top.culprits[0] if top.culprits else None)
+        return RowLink(screen=6, rank=rank) if rank is not None else None
+    return RowLink(screen=3, group=top.group, seq=top.seq, rank=top.culprits[0] if top.culprits else None)
 
 
 def _strip_rows(incident: Incident, width: int) -> Iterator[Row]:
     cells = strip_cells(incident, width * 4)
     yield head("ranks by state")
     for start in range(0, len(cells), width):
-        yield row(*cells[start : start + width], target=Target(screen=2))
+        yield row(*cells[start : start + width], link=RowLink(screen=2))
     for kind, count in state_counts(incident):
         glyph, role, words = SITUATIONS[kind]
         ranks = [rank for rank, state in incident.states.items() if state.kind == kind]
         yield row((f"  {glyph} ", role), f"{words}: {count}  ", (ranks_text(ranks, 8), "dim"),
-                  target=Target(screen=2, rank=ranks[0]))  # fmt: skip
+                  link=RowLink(screen=2, rank=ranks[0]))  # fmt: skip
 
 
 def _why_rows(incident: Incident, width: int) -> Iterator[Row]:
@@ -148,7 +148,7 @@ def _why_rows(incident: Incident, width: int) -> Iterator[Row]:
         pairs = [f"{waiter} -> {awaited}" for waiter, awaited in top.chain[:24]]
         more = [f"and {len(top.chain) - 24} more"] if len(top.chain) > 24 else []
         for line in wrapped("  " + ", ".join(pairs + more), width, "  "):
-            yield row(line, target=Target(screen=6, rank=top.chain[0][1]))
+            yield row(line, link=RowLink(screen=6, rank=top.chain[0][1]))
     if top.next_steps:
         yield head("what to do")
     for number, step in enumerate(top.next_steps, 1):
@@ -160,21 +160,21 @@ def _evidence_rows(item: Evidence, top: Verdict, width: int) -> Iterator[Row]:
     rank = f"rank {item.rank}: " if item.rank is not None else ""
     place = f" at {item.file}:{item.line}" if item.file and f"{item.file}:{item.line}" not in item.text else ""
     source = f"  [{item.source}]" if item.source else ""
-    target = evidence_target(item, top)
+    link = evidence_link(item, top)
     for line in wrapped(f"  - {rank}{item.text}{place}{source}", width, "    "):
-        yield row(line, target=target)
+        yield row(line, link=link)
 
 
-def evidence_target(item: Evidence, top: Verdict) -> Target | None:
+def evidence_link(item: Evidence, top: Verdict) -> RowLink | None:
     """Where a fact can be seen: its line of a log, or its operation."""
     source, _, number = item.source.rpartition(":")
     if source and number.isdigit() and ".log" in source:
-        return Target(screen=5, source=source, line=int(number), rank=item.rank)
+        return RowLink(screen=5, source=source, line=int(number), rank=item.rank)
     if ".log" in item.source:
-        return Target(screen=5, source=item.source, rank=item.rank)
+        return RowLink(screen=5, source=item.source, rank=item.rank)
     if top.seq is not None:
-        return Target(screen=3, group=top.group, seq=top.seq, rank=item.rank)
-    return Target(screen=6, rank=item.rank) if item.rank is not None else None
+        return RowLink(screen=3, group=top.group, seq=top.seq, rank=item.rank)
+    return RowLink(screen=6, rank=item.rank) if item.rank is not None else None
 
 
 def _other_rows(incident: Incident, width: int) -> Iterator[Row]:
@@ -182,7 +182,7 @@ def _other_rows(incident: Incident, width: int) -> Iterator[Row]:
         yield head("less likely")
     for other in incident.verdicts[1:]:
         for line in wrapped(f"  {other.confidence:.0%} {other.verdict}: {other.headline}", width, "      "):
-            yield row(line, target=_operation(other))
+            yield row(line, link=_operation(other))
 
 
 def _data_rows(session: Session, width: int) -> Iterator[Row]:
@@ -195,22 +195,22 @@ def _data_rows(session: Session, width: int) -> Iterator[Row]:
         committed = checkpoints.value.newest()
         newest = f"; newest committed: step {committed}" if committed is not None else ""
         text = checkpoints.value.counts(", ")
-        yield row(f"  checkpoints: {text or 'none'}{newest}", target=Target(screen=7))
+        yield row(f"  checkpoints: {text or 'none'}{newest}", link=RowLink(screen=7))
     else:
         yield row(("  checkpoints: " + checkpoints.text, "dim"))
     if logs.value is not None:
         more = " so far" if logs.value.is_head else ""
         yield row(
             f"  log lines: {counted(len(logs.value.files.files), 'file')}, {counted(len(logs.value), 'line')}{more}",
-            target=Target(screen=5),
+            link=RowLink(screen=5),
         )
         for path, problem in logs.value.problems:
             for i, line in enumerate(wrapped(problem if path in problem else f"{path}: {problem}", width - 6, "  ")):
-                yield row(("    ! " if i == 0 else "      ", "bad"), line, is_problem=i == 0, target=Target(screen=5))
+                yield row(("    ! " if i == 0 else "      ", "bad"), line, is_problem=i == 0, link=RowLink(screen=5))
     else:
         yield row(("  log lines: " + logs.text, "dim"))
     if metrics.value is not None:
-        yield row(f"  metrics: {len(metrics.value.steps)} steps", target=Target(screen=8))
+        yield row(f"  metrics: {len(metrics.value.steps)} steps", link=RowLink(screen=8))
     else:
         yield row(("  metrics: " + metrics.text, "dim"))
 
@@ -226,7 +226,7 @@ def _evidence_counts(run: Run) -> Iterator[Row]:
     }
     for name, ranks in kinds.items():
         missing = sorted(set(run.ranks) - set(ranks))
-        parts: list[Part] = [(f"  {name}: {len(ranks)} of {counted(world, 'rank')}", "" if ranks else "dim")]
+        parts: list[TextSpan] = [(f"  {name}: {len(ranks)} of {counted(world, 'rank')}", "" if ranks else "dim")]
         if ranks and missing:
             parts.append((f"  missing: {ranks_text(missing, 6)}", "warn"))
         yield row(*parts)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titan_ckpt.debug.incident.frames import is_library
 from titan_ckpt.debug.incident.records import Frame, Run
-from titan_ckpt.tui.rows import Role, Row, Target, cut, ranks_named, ranks_text, row
+from titan_ckpt.tui.rows import Role, Row, RowLink, ranks_named, ranks_text, row, truncate
 
 MAX_SOURCE_BYTES = 4 << 20
 _MOST_INDENT = 24
@@ -48,11 +48,11 @@ def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int,
         place = f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}"
         role: Role = "dim" if is_library(frame) else "bold" if is_fork else ""
         ranks = ranks_text(sorted(below), 8)
-        yield row(space, (place, role), (f"  [{ranks}]", "note"), target=Target(screen=6, rank=min(below)))
+        yield row(space, (place, role), (f"  [{ranks}]", "note"), link=RowLink(screen=6, rank=min(below)))
         text = source_line(frame)
         if text:
             yield row(
-                (cut(f"  {' ' * below_indent}  > {text}", width), "dim"), target=Target(screen=6, rank=min(below))
+                (truncate(f"  {' ' * below_indent}  > {text}", width), "dim"), link=RowLink(screen=6, rank=min(below))
             )
         yield from _node_rows(below, depth + 1, below_indent, width)
 

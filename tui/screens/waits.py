@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from titan_ckpt.debug.diagnosis.rank_state import IN_INIT
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
-from titan_ckpt.tui.rows import Row, RowList, Rows, Target, counted, cut, head, row
+from titan_ckpt.tui.rows import Row, RowLink, RowList, Rows, counted, head, row, truncate
 from titan_ckpt.tui.widgets.pane import Pane
 
 MAX_WAITERS = 200
@@ -34,9 +34,9 @@ class WaitsPane(Pane):
             return self.no_incident(width)
         return RowList(wait_rows(incident, width))
 
-    def select(self, target: Target) -> None:
+    def select(self, link: RowLink) -> None:
         self.update_rows()
-        self.move_to_rank(target.rank)
+        self.move_to_rank(link.rank)
 
 
 def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
@@ -83,7 +83,7 @@ def _tree(
         rank, depth, why = stack.pop()
         if rank in shown:
             yield row(
-                f"  {'  ' * min(depth, 12)}rank {rank} {why}", (" (above)", "dim"), target=Target(screen=6, rank=rank)
+                f"  {'  ' * min(depth, 12)}rank {rank} {why}", (" (above)", "dim"), link=RowLink(screen=6, rank=rank)
             )
             continue
         shown.add(rank)
@@ -111,6 +111,6 @@ def _rank_row(incident: Incident, rank: int, depth: int, why: str, width: int) -
     place = f"  {state.frame.file.rpartition('/')[2]}:{state.frame.line} {state.frame.function}" if state.frame else ""
     is_culprit = rank in incident.top.culprits
     return row(f"  {'  ' * min(depth, 12)}", (f"{glyph} rank {rank} ", role), ("culprit: " if is_culprit else "", "bad"),
-               cut(f"{why or words}{detail}{place}", max(width - 14 - 2 * min(depth, 12) - 9 * is_culprit, 20)),
-               target=Target(screen=3, group=incident.top.group, seq=incident.top.seq, rank=rank),
+               truncate(f"{why or words}{detail}{place}", max(width - 14 - 2 * min(depth, 12) - 9 * is_culprit, 20)),
+               link=RowLink(screen=3, group=incident.top.group, seq=incident.top.seq, rank=rank),
                is_problem=is_culprit or (depth == 0 and role == "bad"))  # fmt: skip

@@ -16,12 +16,12 @@ from titan_ckpt.tui.data.log_growth import grow
 from titan_ckpt.tui.data.log_index import HEAD_BYTES, LogIndex, load_logs
 from titan_ckpt.tui.data.metrics import load_metrics
 from titan_ckpt.tui.data.runs import load_others, load_runs, load_steps
-from titan_ckpt.tui.session.session import Part, Session
+from titan_ckpt.tui.session.session import Loadable, Session
 
 _SMALL_LOGS = 32 << 20
 
 
-class Loader:
+class SessionLoader:
     """Loads a session's parts in threads; on the screen's thread `changed` is called after each, `say` with what failed
     where the former reading stays on the screen."""
 
@@ -42,7 +42,7 @@ class Loader:
     def reading(self) -> list[str]:
         """What is being read."""
         s = self._session
-        parts: tuple[Part[Any], ...] = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
+        parts: tuple[Loadable[Any], ...] = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
         return [part.what for part in parts if part.is_loading]
 
     def load_all(self) -> None:
@@ -125,7 +125,7 @@ class Loader:
         if now is not None and now.files is not former.files:
             former.files.close()
 
-    def _load(self, part: Part[Any], work: Callable[[], Any], *, after: Callable[[], None] | None = None) -> None:
+    def _load(self, part: Loadable[Any], work: Callable[[], Any], *, after: Callable[[], None] | None = None) -> None:
         part.is_loading = True
 
         def done(value: Any) -> None:

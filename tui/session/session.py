@@ -11,13 +11,13 @@ from titan_ckpt.tui.data.content import Content
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.log_index import LogIndex
 from titan_ckpt.tui.data.metrics import Metrics
-from titan_ckpt.tui.data.runs import RunSummary, Steps
+from titan_ckpt.tui.data.runs import RunSteps, RunSummary
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Part(Generic[T]):
+class Loadable(Generic[T]):
     """One thing that is loaded: absent, loading, loaded, or failed with a text. `version` grows with each load."""
 
     what: str
@@ -40,11 +40,11 @@ class Session:
 
     content: Content
     clock: Callable[[], float] = time.time
-    incident: Part[Incident] = field(default_factory=lambda: Part("dumps, stacks or logs"))
-    checkpoints: Part[Steps] = field(default_factory=lambda: Part("checkpoints"))
-    runs: Part[tuple[RunSummary, ...]] = field(default_factory=lambda: Part("runs"))
-    logs: Part[LogIndex] = field(default_factory=lambda: Part("logs"))
-    metrics: Part[Metrics] = field(default_factory=lambda: Part("metrics.jsonl"))
+    incident: Loadable[Incident] = field(default_factory=lambda: Loadable("dumps, stacks or logs"))
+    checkpoints: Loadable[RunSteps] = field(default_factory=lambda: Loadable("checkpoints"))
+    runs: Loadable[tuple[RunSummary, ...]] = field(default_factory=lambda: Loadable("runs"))
+    logs: Loadable[LogIndex] = field(default_factory=lambda: Loadable("logs"))
+    metrics: Loadable[Metrics] = field(default_factory=lambda: Loadable("metrics.jsonl"))
     lane: int = 0
     seq: int | None = None
     pinned: int | None = None

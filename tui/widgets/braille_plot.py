@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from titan_ckpt.tui.data.arrays import Floats, Ints
 
 # The bit of each of a braille cell's 2 x 4 dots, [row][column].
 _BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], np.int64)
@@ -47,7 +46,7 @@ def _dots(x: Floats, y: Floats, rows: int, columns: int) -> list[str]:
     return ["".join(chr(0x2800 + bits) if bits else " " for bits in row).rstrip() for row in cells.tolist()]
 
 
-def _scaled(values: Floats, size: int) -> npt.NDArray[np.int64]:
+def _scaled(values: Floats, size: int) -> Ints:
     low, high = float(values.min()), float(values.max())
     if high == low:
         return np.full(len(values), (size - 1) // 2, np.int64)

@@ -34,7 +34,7 @@ MARK, NO_MARK = "▸ ", "  "
 
 def segments_of(row: Row) -> list[Segment]:
     """A row's parts in their styles."""
-    return [Segment(text, STYLES[role]) for text, role in row.parts]
+    return [Segment(text, STYLES[role]) for text, role in row.spans]
 
 
 class LineView(ScrollView, can_focus=True):

@@ -12,8 +12,8 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Static
 
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, Target, cut, parse_ranks, row, wrapped
-from titan_ckpt.tui.session.session import Part, Session
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, parse_ranks, row, truncate, wrapped
+from titan_ckpt.tui.session.session import Loadable, Session
 from titan_ckpt.tui.widgets.line_view import LineView
 
 NO_INCIDENT = (
@@ -34,7 +34,7 @@ class Pane(Vertical):
     class Go(Message):
         """Show another screen with this selected."""
 
-        target: Target
+        link: RowLink
 
     @dataclass
     class Open(Message):
@@ -87,7 +87,7 @@ class Pane(Vertical):
         """The line below the tabs."""
         suffix = f"   filter: {self.filter_text}" if self.filter_text else ""
         self.query_one(".title", Static).update(
-            " " + cut(text, (self.size.width or self.app.size.width) - len(suffix) - 1) + suffix
+            " " + truncate(text, (self.size.width or self.app.size.width) - len(suffix) - 1) + suffix
         )
 
     # -- what a screen may override
@@ -108,13 +108,13 @@ class Pane(Vertical):
         """What the title line says."""
         return ""
 
-    def select(self, target: Target) -> None:
+    def select(self, link: RowLink) -> None:
         """Something of this screen was asked for by another one."""
 
     def chosen(self, chosen: Row) -> None:
-        """Enter on a row: follow its target."""
-        if chosen.target is not None:
-            self.post_message(self.Go(chosen.target))
+        """Enter on a row: follow its link."""
+        if chosen.link is not None:
+            self.post_message(self.Go(chosen.link))
 
     def followed(self) -> None:
         """Following has begun while this screen is shown."""
@@ -129,7 +129,7 @@ class Pane(Vertical):
     def pin(self) -> None:
         """Space: pin the rank of the row under the cursor, or unpin it."""
         current = self.body.current
-        rank = current.target.rank if current and current.target else None
+        rank = current.link.rank if current and current.link else None
         if rank is None:
             self.post_message(self.Say("no rank on this line"))
             return
@@ -162,13 +162,13 @@ class Pane(Vertical):
         """Put the cursor on the first row of `rank`, if there is one."""
         rows, width = self.body.rows, self.body.line_width
         for index in range(len(rows) if rank is not None else 0):
-            target = rows.row(index, width).target
-            if target is not None and target.rank == rank:
+            link = rows.row(index, width).link
+            if link is not None and link.rank == rank:
                 self.body.move_to(index)
                 return
 
     @staticmethod
-    def absent_rows(part: Part[Any], hint: str, width: int) -> Iterator[Row]:
+    def absent_rows(part: Loadable[Any], hint: str, width: int) -> Iterator[Row]:
         """What to say where a part is not there: that it is being read, why it failed, or where it would be found."""
         role: Role = "dim" if part.is_loading or not part.error else "bad"
         for line in wrapped(part.text, width):
