@@ -8,7 +8,7 @@ import sys
 
 from titan_ckpt.console.command import Command
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
-from titan_ckpt.debug.diagnosis.report import as_json, report
+from titan_ckpt.debug.diagnosis.report import report_json, report_text
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.errors import UsageError
 
@@ -84,9 +84,9 @@ def _diagnose(path: str, *, as_text: bool) -> int:
     evidence = open_run(path)
     verdicts = diagnose(evidence)
     if as_text:
-        sys.stdout.write(report(evidence, verdicts))
+        sys.stdout.write(report_text(evidence, verdicts))
     else:
-        sys.stdout.write(json.dumps(as_json(evidence, verdicts), indent=1) + "\n")
+        sys.stdout.write(json.dumps(report_json(evidence, verdicts), indent=1) + "\n")
     return 0 if verdicts[0].verdict == "HEALTHY" else 1
 
 

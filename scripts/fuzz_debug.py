@@ -21,7 +21,7 @@ from pathlib import Path
 import zstandard
 
 from titan_ckpt.debug import diagnose, open_run
-from titan_ckpt.debug.diagnosis.report import as_json, report
+from titan_ckpt.debug.diagnosis.report import report_json, report_text
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, RECORD
 from titan_ckpt.debug.record.hooks import BoxWriter
 from titan_ckpt.errors import TitanError
@@ -93,8 +93,8 @@ def _round(seed: int, incidents: list[list[tuple[str, bytes]]], folder: Path) ->
         run = open_run(str(folder))
         verdicts = diagnose(run)
         assert verdicts, "no verdict"
-        report(run, verdicts)
-        as_json(run, verdicts)
+        report_text(run, verdicts)
+        report_json(run, verdicts)
     except TitanError:
         pass
     except BaseException:

@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Input, Static
 
-from titan_ckpt.debug.diagnosis.report import report
+from titan_ckpt.debug.diagnosis.report import report_text
 from titan_ckpt.location import redact
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
@@ -219,7 +219,7 @@ class TitanApp(App[None]):
         assert incident is not None
         try:
             with Path(path).expanduser().open("x", encoding="utf-8") as file:
-                file.write(report(incident.run, incident.verdicts))
+                file.write(report_text(incident.run, incident.verdicts))
         except OSError as error:
             self.say(f"{path}: not written: {error.strerror}")
         else:

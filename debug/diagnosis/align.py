@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from titan_ckpt.debug.incident.operation_table import Block, Distinct, Pairs, blocks, pairs_of
+from titan_ckpt.debug.incident.operation_table import Distinct, OperationBlock, Pairs, operation_blocks, pairs_of
 from titan_ckpt.debug.incident.records import COMPLETED, Array, Names, Run
 
-# Ranks may pass different sizes to these, or name them differently on the two sides.
+# BlockedRanks may pass different sizes to these, or name them differently on the two sides.
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "coalesced", "allgatherv", "all_gatherv")
 _EQUAL_NAMES = {"gather": "gather", "scatter": "scatter"}
 MAX_WINDOW = 1 << 16
@@ -94,10 +94,10 @@ class _Plan:
     done: Array
 
 
-def _collectives(run: Run) -> Iterator[tuple[Block, Pairs]]:
+def _collectives(run: Run) -> Iterator[tuple[OperationBlock, Pairs]]:
     """All collectives of groups that have a name."""
     is_named = np.array([group.name != "?" for group in run.groups], bool)
-    for block in blocks(run.ranks):
+    for block in operation_blocks(run.ranks):
         table = block.table
         if len(table):
             yield block, pairs_of(block, is_named[table["group"]])

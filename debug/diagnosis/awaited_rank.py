@@ -21,7 +21,7 @@ from titan_ckpt.debug.diagnosis.rank_state import (
     saw_timeouts,
 )
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, shortest_chain
-from titan_ckpt.debug.incident.records import COMPLETED, Evidence, RankRecord, Run, Verdict, step_of
+from titan_ckpt.debug.incident.records import COMPLETED, Evidence, RankRecord, Run, Verdict
 
 _ADVICE: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("RANK_DIED", "signal"): (
@@ -95,7 +95,7 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
         group=str(run.groups[first.group]) if first else "",
         seq=first.seq if first and not first.is_p2p else None,
         op=_operation_waited_for(run, first),
-        step=step_of(run, root),
+        step=run.step_of(root),
         confidence=confidence,
         headline=f"rank {root}{_coordinate(record.coordinates)} {says}",
         evidence=(*state.evidence, *_waiting(run, first, chain, states)),

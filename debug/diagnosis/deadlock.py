@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from titan_ckpt.debug.diagnosis.rank_state import Situation
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.records import Evidence, Operation, Run, Verdict, step_of
+from titan_ckpt.debug.incident.records import Evidence, Operation, Run, Verdict
 
 
 def deadlock(run: Run, cycle: tuple[int, ...], edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:
@@ -157,7 +157,7 @@ def _verdict(
     first = _operation(run, inside[0])
     return Verdict(
         verdict=name, subtype=subtype, culprits=culprits, victims=victims, group=str(first.group) if first else "",
-        seq=inside[0].seq if inside[0].seq >= 0 else None, op=first.op if first else "", step=step_of(run, culprits[0]),
+        seq=inside[0].seq if inside[0].seq >= 0 else None, op=first.op if first else "", step=run.step_of(culprits[0]),
         confidence=confidence, headline=headline, evidence=tuple(evidence),
         chain=tuple((edge.waiter, edge.awaited) for edge in inside), next_steps=advice,
     )  # fmt: skip

@@ -31,12 +31,12 @@ from titan_ckpt.debug.diagnosis.rank_state import (
     signal_of,
     situations,
 )
-from titan_ckpt.debug.diagnosis.stragglers import straggler
+from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.transport import transport
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, roots, wait_edges
 from titan_ckpt.debug.diagnosis.without_dumps import by_witnesses, sizes_in_logs
 from titan_ckpt.debug.incident.gc_off import no_gc
-from titan_ckpt.debug.incident.records import Evidence, Run, Verdict, step_of
+from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
 
 MAX_VERDICTS = 8
 STALL = "stall"  # why a recorder dumped
@@ -70,7 +70,9 @@ def _faults(
     yield from initialisation(run, states)
     mismatches = [found for lane in found_lanes if (found := mismatch(run, lane)) is not None]
     yield from (_unless_died_before(run, found) for found in mismatches)
-    slow = straggler(run, found_lanes, is_over=progressed or all(state.kind == ON_CPU for state in states.values()))
+    slow = find_straggler(
+        run, found_lanes, is_over=progressed or all(state.kind == ON_CPU for state in states.values())
+    )
     ends = roots(edges)
     if slow is not None:
         is_other = bool(edges) and not progressed and slow.culprits[0] not in ends.sinks
@@ -237,4 +239,4 @@ def _with_step(run: Run, verdict: Verdict) -> Verdict:
     if verdict.step is not None:
         return verdict
     ranks = verdict.culprits or tuple(run.ranks)[:1]
-    return replace(verdict, step=step_of(run, ranks[0]) if ranks else None)
+    return replace(verdict, step=run.step_of(ranks[0]) if ranks else None)

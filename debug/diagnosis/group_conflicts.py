@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_ckpt.debug.incident.contradictions import conflicts, rank_list
-from titan_ckpt.debug.incident.records import Evidence, Run, Verdict, step_of
+from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
 
 
 def group_conflicts(run: Run) -> Iterator[Verdict]:
@@ -20,7 +20,7 @@ def group_conflicts(run: Run) -> Iterator[Verdict]:
         culprits = tuple(sorted({rank for ranks in others for rank in ranks} | set(most if is_tie else ())))
         yield Verdict(
             verdict="PG_CONFIG_CONFLICT", culprits=culprits, victims=() if is_tie else most, group=conflict.name,
-            step=step_of(run, culprits[0]), confidence=0.7 if is_tie else 0.9,
+            step=run.step_of(culprits[0]), confidence=0.7 if is_tie else 0.9,
             headline=f"ranks disagree about who belongs to group {conflict.name}: "
             + "; ".join(
                 f"{rank_list(used[members])} say{'s' * (len(used[members]) == 1)} {rank_list(members)}" for members in ordered[:3]

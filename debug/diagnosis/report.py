@@ -14,7 +14,7 @@ MAX_EVIDENCE = 6
 MAX_OTHERS = 3
 
 
-def report(run: Run, verdicts: Sequence[Verdict]) -> str:
+def report_text(run: Run, verdicts: Sequence[Verdict]) -> str:
     """The top verdict in full, the others in a line each."""
     top = verdicts[0]
     name = f"{top.verdict} ({top.subtype})" if top.subtype else top.verdict
@@ -67,7 +67,7 @@ def _wrapped(text: str, indent: int) -> str:
     return f"\n{' ' * min(indent, 4)}".join(textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
 
 
-def as_json(run: Run, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def report_json(run: Run, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """The interface for other programs; `docs/hangs.md` describes it."""
     return {
         "version": 1,

@@ -21,7 +21,7 @@ MOST_OF_IT, HALF_OF_IT, CHANCE = 0.7, 0.5, 0.02
 MOST_SHARE = 1.0  # nobody can keep the others waiting for longer than it all took: that is a clock that is wrong
 
 
-def straggler(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict | None:
+def find_straggler(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict | None:
     """STRAGGLER when one rank came last again and again and the others' waiting for it is a large part of the time.
 
     Compared per collective with the second-last rank, so that the clocks of hosts matter little next to the lags that count.

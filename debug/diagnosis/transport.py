@@ -8,7 +8,7 @@ import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, elements_of
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.operation_table import blocks
+from titan_ckpt.debug.incident.operation_table import operation_blocks
 from titan_ckpt.debug.incident.records import (
     COMPLETED,
     RECV,
@@ -99,7 +99,9 @@ def _verdict(
 def _p2p_sizes(run: Run) -> Iterator[Verdict]:
     """The n-th send of a pair against the n-th receive, from the end where both rings are whole."""
     ranks = list(run.ranks)
-    sends = ((block, (block.table["p2p"] == SEND) & (block.table["peer"] >= 0)) for block in blocks(run.ranks))
+    sends = (
+        (block, (block.table["p2p"] == SEND) & (block.table["peer"] >= 0)) for block in operation_blocks(run.ranks)
+    )
     senders = (block.owner[is_send] for block, is_send in sends if is_send.any())
     for rank in sorted({ranks[owner] for owners in senders for owner in np.unique(owners).tolist()}):
         table = run.ranks[rank].operations

@@ -20,7 +20,7 @@ from titan_ckpt.debug.diagnosis.rank_state import (
     ON_CPU,
     Situation,
 )
-from titan_ckpt.debug.incident.operation_table import blocks
+from titan_ckpt.debug.incident.operation_table import operation_blocks
 from titan_ckpt.debug.incident.records import COMPLETED, RECV, SEND, Array, Run
 
 MAX_AWAITED = 32  # laggards kept per waiting rank: the furthest behind are the ones that matter
@@ -88,7 +88,7 @@ def _p2p_edges(run: Run, states: Mapping[int, Situation]) -> list[Edge]:
     newest: dict[_Half, int] = {}
     pending: dict[_Half, int] = {}
     ranks = np.fromiter(run.ranks, np.int64, len(run.ranks))
-    for block in blocks(run.ranks):
+    for block in operation_blocks(run.ranks):
         places = np.flatnonzero(block.table["p2p"])
         if not len(places):
             continue

@@ -29,7 +29,7 @@ from titan_ckpt.debug.diagnosis.rank_state import (
     saw_timeouts,
     signal_of,
 )
-from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Verdict, step_of
+from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Verdict
 
 _WAITING = (IN_COLLECTIVE, IN_P2P, IN_INIT)
 _SYMPTOMS = ("comm_timeout", "comm_closed", "watchdog", "comm_mismatch", "comm_error")
@@ -59,7 +59,7 @@ def sizes_in_logs(run: Run) -> Iterator[Verdict]:
         event = _event(record, ("comm_mismatch",))
         if event is not None:
             yield Verdict(
-                verdict="SIZE_MISMATCH", victims=(record.rank,), confidence=0.75, step=step_of(run, record.rank),
+                verdict="SIZE_MISMATCH", victims=(record.rank,), confidence=0.75, step=run.step_of(record.rank),
                 headline=f"rank {record.rank} received more or less data than its call expects: ranks disagree about a size or a "
                 "dtype (the logs do not say which of its peers is wrong; this rank is only where it showed)",
                 evidence=(_said(event),),
@@ -97,7 +97,7 @@ def _suspect(run: Run, rank: int, witnesses: Sequence[int], states: Mapping[int,
         culprits=(rank,),
         victims=tuple(witnesses),
         op=_waited_in(run.ranks[witnesses[0]], first),
-        step=step_of(run, rank),
+        step=run.step_of(rank),
         confidence=0.75 if where else 0.6,
         headline=f"rank {rank} {says}{where}",
         evidence=(*state.evidence, *first.evidence[:2]),
@@ -162,7 +162,7 @@ def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]
         culprits=culprits,
         victims=tuple(rank for rank in witnesses if rank not in culprits),
         op=common,
-        step=step_of(run, culprits[0]),
+        step=run.step_of(culprits[0]),
         confidence=0.65,
         headline=f"rank {culprits[0]} waited in {calls[culprits[0]]}"
         + (f" at {frame.file}:{frame.line}" if frame else "")

@@ -26,7 +26,7 @@ from titan_ckpt.errors import TitanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class CaseResult:
     """One injected case and what the analyzer made of it."""
 
     case: str
@@ -36,7 +36,7 @@ class Result:
     seconds: float
 
 
-def run_case(case: str, ranks: int, folder: Path) -> Result:
+def run_case(case: str, ranks: int, folder: Path) -> CaseResult:
     """Inject (unless that was done before), diagnose, compare."""
     started = time.monotonic()
     try:
@@ -44,17 +44,17 @@ def run_case(case: str, ranks: int, folder: Path) -> Result:
             shutil.rmtree(folder, ignore_errors=True)
             inject(case, folder, ranks=ranks)
     except TitanError as error:
-        return Result(case=case, ranks=ranks, is_right=False, found=str(error), seconds=time.monotonic() - started)
+        return CaseResult(case=case, ranks=ranks, is_right=False, found=str(error), seconds=time.monotonic() - started)
     seconds = time.monotonic() - started
     top = diagnose(open_run(str(folder)))[0]
     truth = CASES[case]
     is_right = top.verdict == truth.verdict and top.culprits == truth.culprits(ranks)
     is_right = is_right and truth.subtype in (None, top.subtype)
     found = f"{top.verdict}/{top.subtype} {list(top.culprits)} {top.confidence:.2f} {top.headline}"
-    return Result(case=case, ranks=ranks, is_right=is_right, found=found, seconds=seconds)
+    return CaseResult(case=case, ranks=ranks, is_right=is_right, found=found, seconds=seconds)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def run_campaign(words: Sequence[str] | None = None) -> int:
     """All cases (or those named), at all sizes asked for, as often as asked for; exit 1 if any was diagnosed wrong."""
     parser = argparse.ArgumentParser(prog="python -m titan_ckpt.debug.drill.campaign", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", default=[], help="default: all")
@@ -82,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def _told(result: Result) -> Result:
+def _told(result: CaseResult) -> CaseResult:
     mark = "ok   " if result.is_right else "WRONG"
     sys.stdout.write(f"{mark} {result.case:18} {result.ranks} ranks {result.seconds:5.1f} s  {result.found}\n")
     sys.stdout.flush()
@@ -92,13 +92,13 @@ def _told(result: Result) -> Result:
 _BEGIN, _END = "<!-- begin injected -->", "<!-- end injected -->"
 
 
-def put_table(page: Path, results: Sequence[Result]) -> None:
+def put_table(page: Path, results: Sequence[CaseResult]) -> None:
     """Replace what `page` holds between the markers `begin injected` and `end injected`."""
     pattern = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
     page.write_text(pattern.sub(lambda _: f"{_BEGIN}\n{table(results)}\n{_END}", page.read_text()))
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[CaseResult]) -> str:
     """Cases by numbers of ranks as `right/run`, and each wrong diagnosis in a line."""
     sizes = sorted({result.ranks for result in results})
     cases = list(dict.fromkeys(result.case for result in results))
@@ -126,10 +126,10 @@ def _expected(case: str) -> str:
     return f"{truth.verdict} ({truth.subtype})" if truth.subtype else truth.verdict
 
 
-def _count(results: Sequence[Result], case: str, size: int) -> str:
+def _count(results: Sequence[CaseResult], case: str, size: int) -> str:
     mine = [result.is_right for result in results if (result.case, result.ranks) == (case, size)]
     return f"{sum(mine)}/{len(mine)}" if mine else "-"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_campaign())

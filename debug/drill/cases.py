@@ -28,7 +28,7 @@ HANG_S = 600
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class DrillJob:
     """What a case's function needs: who it is, who is to go wrong, and the parts of a training loop."""
 
     rank: int
@@ -81,7 +81,7 @@ def write_checkpoint() -> None:
 # ------------------------------------------------------------------------------------------------ mismatched programs
 
 
-def skip(job: Job) -> None:
+def skip(job: DrillJob) -> None:
     job.warm_up()
     log.info("step 3 start")
     if job.is_culprit:
@@ -91,7 +91,7 @@ def skip(job: Job) -> None:
     share_scale(torch.ones(8))
 
 
-def order(job: Job) -> None:
+def order(job: DrillJob) -> None:
     job.warm_up()
     gradient, scale = torch.ones(64, 32), torch.ones(8)
     if job.is_culprit:
@@ -102,7 +102,7 @@ def order(job: Job) -> None:
         dist.broadcast(scale, 0)
 
 
-def op_type(job: Job) -> None:
+def op_type(job: DrillJob) -> None:
     job.warm_up()
     part = torch.ones(64)
     if job.is_culprit:
@@ -112,20 +112,20 @@ def op_type(job: Job) -> None:
     share_scale(torch.ones(8))
 
 
-def size(job: Job) -> None:
+def size(job: DrillJob) -> None:
     job.warm_up()
     reduce_gradients(torch.ones(80_000 if job.is_culprit else 64, 32))
     share_scale(torch.ones(8))
 
 
-def dtype(job: Job) -> None:
+def dtype(job: DrillJob) -> None:
     job.warm_up()
     reduce_gradients(torch.ones(64, 32, dtype=torch.float64 if job.is_culprit else torch.float32))
     share_scale(torch.ones(8))
     stall()
 
 
-def extra_collective(job: Job) -> None:
+def extra_collective(job: DrillJob) -> None:
     job.warm_up()
     if job.is_culprit:
         log_global_loss(torch.ones(1))
@@ -136,13 +136,13 @@ def log_global_loss(loss: torch.Tensor) -> None:
     dist.all_gather([torch.empty(1) for _ in range(dist.get_world_size())], loss)
 
 
-def finished_early(job: Job) -> None:
+def finished_early(job: DrillJob) -> None:
     job.warm_up()
     if not job.is_culprit:
         job.step(3)
 
 
-def wrong_group(job: Job) -> None:
+def wrong_group(job: DrillJob) -> None:
     second = dist.new_group(list(range(job.size)))
     job.warm_up()
     dist.all_reduce(torch.ones(4), group=second)
@@ -154,7 +154,7 @@ def wrong_group(job: Job) -> None:
 # -------------------------------------------------------------------------------------------------------- busy ranks
 
 
-def dataloader(job: Job) -> None:
+def dataloader(job: DrillJob) -> None:
     job.warm_up()
     if job.is_culprit:
         with job.recorder.phase("data", 3):
@@ -162,7 +162,7 @@ def dataloader(job: Job) -> None:
     job.step(3)
 
 
-def checkpoint_io(job: Job) -> None:
+def checkpoint_io(job: DrillJob) -> None:
     job.warm_up()
     if job.is_culprit:
         log.info("saving checkpoint step-3")
@@ -171,7 +171,7 @@ def checkpoint_io(job: Job) -> None:
     dist.barrier()
 
 
-def python_lock(job: Job) -> None:
+def python_lock(job: DrillJob) -> None:
     job.warm_up()
     if job.is_culprit:
         lock = threading.Lock()
@@ -180,14 +180,14 @@ def python_lock(job: Job) -> None:
     job.step(3)
 
 
-def gil_held(job: Job) -> None:
+def gil_held(job: DrillJob) -> None:
     job.warm_up()
     if job.is_culprit:
         re.match(r"(a+)+$", "a" * 64 + "b")  # exponential, in C, with the GIL
     job.step(3)
 
 
-def user_code(job: Job) -> None:
+def user_code(job: DrillJob) -> None:
     job.warm_up()
     if job.is_culprit:
         settle_queue()
@@ -202,7 +202,7 @@ def settle_queue() -> int:
     return left
 
 
-def gc_storm(job: Job) -> None:
+def gc_storm(job: DrillJob) -> None:
     """Garbage collection over and over: each collection looks at all that lives, and something asks for the next."""
     job.warm_up()
     if job.is_culprit:
@@ -213,7 +213,7 @@ def gc_storm(job: Job) -> None:
     job.step(3)
 
 
-def teardown(job: Job) -> None:
+def teardown(job: DrillJob) -> None:
     """The interpreter waits at its end for a thread that does not end."""
     job.warm_up()
     if job.is_culprit:
@@ -222,7 +222,7 @@ def teardown(job: Job) -> None:
     job.step(3)
 
 
-def ring_overflow(job: Job) -> None:
+def ring_overflow(job: DrillJob) -> None:
     for number in range(80):
         job.step(number)
     if job.is_culprit:
@@ -230,7 +230,7 @@ def ring_overflow(job: Job) -> None:
     job.step(80)
 
 
-def chain(job: Job) -> None:
+def chain(job: DrillJob) -> None:
     """Tensor-parallel pairs in a pipeline; the second rank of the first pair stops: all others wait, some of them far away."""
     pairs = [dist.new_group([i, i + 1]) for i in range(0, job.size, 2)]
     mine, stage = pairs[job.rank // 2], job.rank // 2
@@ -250,35 +250,35 @@ def chain(job: Job) -> None:
 # --------------------------------------------------------------------------------------------------------- dead ranks
 
 
-def sigkill(job: Job) -> None:
+def sigkill(job: DrillJob) -> None:
     job.warm_up()
     if job.is_culprit:
         os.kill(os.getpid(), signal.SIGKILL)
     job.step(3)
 
 
-def segfault(job: Job) -> None:
+def segfault(job: DrillJob) -> None:
     job.warm_up()
     if job.is_culprit:
         ctypes.string_at(0)
     job.step(3)
 
 
-def sigstop(job: Job) -> None:
+def sigstop(job: DrillJob) -> None:
     job.warm_up()
     if job.is_culprit:
         os.kill(os.getpid(), signal.SIGSTOP)
     job.step(3)
 
 
-def exception(job: Job) -> None:
+def exception(job: DrillJob) -> None:
     job.warm_up()
     if job.is_culprit:
         raise ValueError("tokenizer: bad utf-8 in shard 17")
     job.step(3)
 
 
-def out_of_memory(job: Job) -> None:
+def out_of_memory(job: DrillJob) -> None:
     job.warm_up()
     if job.is_culprit:
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
@@ -289,7 +289,7 @@ def out_of_memory(job: Job) -> None:
 # ------------------------------------------------------------------------------------------------------ point to point
 
 
-def exchange(job: Job, elements: int = 128) -> None:
+def exchange(job: DrillJob, elements: int = 128) -> None:
     """Everybody sends to the next rank and receives from the one before."""
     after, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
     works = [dist.isend(torch.ones(elements), after), dist.irecv(torch.empty(128), before)]
@@ -298,7 +298,7 @@ def exchange(job: Job, elements: int = 128) -> None:
             work.wait()
 
 
-def p2p_missing(job: Job) -> None:
+def p2p_missing(job: DrillJob) -> None:
     exchange(job)
     job.warm_up()
     after = (job.culprit + 1) % job.size
@@ -307,7 +307,7 @@ def p2p_missing(job: Job) -> None:
     dist.barrier()
 
 
-def p2p_size(job: Job) -> None:
+def p2p_size(job: DrillJob) -> None:
     exchange(job)
     exchange(job)
     job.warm_up()
@@ -315,14 +315,14 @@ def p2p_size(job: Job) -> None:
     dist.barrier()
 
 
-def p2p_cycle(job: Job) -> None:
+def p2p_cycle(job: DrillJob) -> None:
     exchange(job)
     job.warm_up()
     dist.recv(torch.empty(128), (job.rank - 1) % job.size)
     dist.send(torch.ones(128), (job.rank + 1) % job.size)
 
 
-def p2p_batch(job: Job) -> None:
+def p2p_batch(job: DrillJob) -> None:
     exchange(job)
     job.warm_up()
     after, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
@@ -337,7 +337,7 @@ def p2p_batch(job: Job) -> None:
 # ---------------------------------------------------------------------------------------------------- making groups
 
 
-def subset_new_group(job: Job) -> None:
+def subset_new_group(job: DrillJob) -> None:
     job.warm_up()
     if not job.is_culprit:
         dist.new_group(list(range(job.size)))
@@ -347,19 +347,19 @@ def subset_new_group(job: Job) -> None:
 # ------------------------------------------------------------------------------------------------- slow and healthy
 
 
-def straggler(job: Job) -> None:
+def straggler(job: DrillJob) -> None:
     for number in range(10):
         if job.is_culprit:
             time.sleep(0.5)
         job.step(number)
 
 
-def ok(job: Job) -> None:
+def ok(job: DrillJob) -> None:
     for number in range(6):
         job.step(number)
 
 
-def gc_pause(job: Job) -> None:
+def gc_pause(job: DrillJob) -> None:
     """A pause that ends: nobody may be accused."""
     job.warm_up()
     if job.is_culprit:
@@ -370,7 +370,7 @@ def gc_pause(job: Job) -> None:
     job.step(3)
 
 
-def subset_groups(job: Job) -> None:
+def subset_groups(job: DrillJob) -> None:
     """Groups that not everybody belongs to or uses are legal."""
     low = dist.new_group(list(range(max(1, job.size // 2))))
     job.warm_up()
@@ -380,7 +380,7 @@ def subset_groups(job: Job) -> None:
     job.step(3)
 
 
-def async_not_waited(job: Job) -> None:
+def async_not_waited(job: DrillJob) -> None:
     """A handle that nobody waits for is careless, not a hang."""
     job.warm_up()
     works = [dist.all_reduce(torch.ones(4), async_op=True)]
@@ -393,7 +393,7 @@ def stall() -> None:
     time.sleep(HANG_S)
 
 
-CASES: dict[str, Callable[[Job], None]] = {
+CASES: dict[str, Callable[[DrillJob], None]] = {
     function.__name__: function
     for function in (
         ok, gc_pause, subset_groups, async_not_waited, skip, order, op_type, size, dtype, extra_collective, finished_early,

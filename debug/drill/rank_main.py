@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_ckpt.debug.drill.cases import CASES, Job, stall
+from titan_ckpt.debug.drill.cases import CASES, DrillJob, stall
 from titan_ckpt.debug.record.recorder import Recorder
 
 log = logging.getLogger("job")
@@ -20,7 +20,7 @@ log = logging.getLogger("job")
 OPERATION_TIMEOUT_S = 60
 
 
-def main() -> int:
+def run_drill_rank() -> int:
     """One rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("case", choices=sorted(CASES))
@@ -38,11 +38,13 @@ def main() -> int:
         given.folder, rank=given.rank, world_size=given.world_size, stall_s=given.stall_s,
         capacity=64 if given.case == "ring_overflow" else 4096,
     )  # fmt: skip
-    job = Job(rank=given.rank, size=given.world_size, culprit=given.culprit, recorder=recorder, folder=given.folder)
+    job = DrillJob(
+        rank=given.rank, size=given.world_size, culprit=given.culprit, recorder=recorder, folder=given.folder
+    )
     return _run(job, given.case, given.store)
 
 
-def _run(job: Job, case: str, store: Path) -> int:
+def _run(job: DrillJob, case: str, store: Path) -> int:
     if case == "init_hang" and job.is_culprit:
         log.info("fetching the tokenizer before joining")
         stall()
@@ -62,4 +64,4 @@ def _run(job: Job, case: str, store: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_drill_rank())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_ckpt.debug.incident.operation_table import blocks, pairs_of
+from titan_ckpt.debug.incident.operation_table import operation_blocks, pairs_of
 from titan_ckpt.debug.incident.records import COMPLETED, Array, Flag, Run
 
 # Nobody leaves these before everybody has entered them.
@@ -85,7 +85,7 @@ def _spread_of_dumps(run: Run) -> float:
 
 
 def _dumped_too_early(run: Run) -> tuple[int, ...]:
-    """Ranks whose dump lacks a collective that a peer's dump says all of them completed."""
+    """BlockedRanks whose dump lacks a collective that a peer's dump says all of them completed."""
     meetings = np.array([name in MEETINGS for name in run.names.ops], bool)
     newest: defaultdict[int, dict[int, int]] = defaultdict(dict)
     finished: defaultdict[int, int] = defaultdict(lambda: -1)
@@ -110,7 +110,7 @@ def _note_ends(
 
 
 def _other_clocks(run: Run) -> tuple[int, ...]:
-    """Ranks whose whole record of collectives that others issued too lies before or after the others' record of them."""
+    """BlockedRanks whose whole record of collectives that others issued too lies before or after the others' record of them."""
     spans = _spans(run)
     lowest, highest = np.zeros(len(run.groups), np.int64), np.full(len(run.groups), -1, np.int64)
     for group in np.flatnonzero(np.bincount(spans.group, minlength=len(run.groups)) > 1).tolist():
@@ -141,7 +141,7 @@ def _is_dated(table: Array) -> Array:
 def _spans(run: Run) -> _Spans:
     """The first and last sequence numbers."""
     columns: list[tuple[Array, ...]] = [(np.zeros(0, np.int64),) * 5]
-    for block in blocks(run.ranks):
+    for block in operation_blocks(run.ranks):
         pairs, seq = pairs_of(block, _is_dated(block.table)), block.table["seq"]
         columns.append((pairs.owner, pairs.group, pairs.counts, seq[pairs.first], seq[pairs.last]))
     owner, group, counts, first, last = (np.concatenate(parts) for parts in zip(*columns, strict=True))
@@ -155,7 +155,7 @@ def _times(run: Run, spans: _Spans, lowest: Array, highest: Array) -> _Spans:
     main = np.full(len(run.ranks), -1, np.int64)
     main[spans.owner] = spans.group
     columns: list[tuple[Array, ...]] = [(np.zeros(0, np.int64),) * 3]
-    for block in blocks(run.ranks):
+    for block in operation_blocks(run.ranks):
         group, seq = block.table["group"], block.table["seq"]
         is_common = (group == main[block.owner]) & (seq >= lowest[group]) & (seq <= highest[group])
         places = np.flatnonzero(is_common & _is_dated(block.table))

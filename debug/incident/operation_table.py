@@ -15,7 +15,7 @@ _SEQ_BITS = 31
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class OperationBlock:
     """Some ranks' operations, one rank's after another's. `first` is the first rank's place among all ranks of the run."""
 
     table: Array
@@ -45,11 +45,11 @@ class Block:
         return _pairs(self, self.collectives)
 
 
-class Ranks(dict[int, RankRecord]):
-    """Ranks whose operations lie one after another in few tables: as blocks these cost no memory, so they are kept, and what
-    was found out about them with them."""
+class BlockedRanks(dict[int, RankRecord]):
+    """Ranks whose operations lie one after another in a few tables. Blocks of these need no copy, so they are kept, with
+    what was computed from them."""
 
-    def __init__(self, ranks: Mapping[int, RankRecord], kept: Sequence[Block]) -> None:
+    def __init__(self, ranks: Mapping[int, RankRecord], kept: Sequence[OperationBlock]) -> None:
         super().__init__(ranks)
         self.blocks = tuple(kept)
 
@@ -58,8 +58,9 @@ LEAST_SHARING = 8  # ranks per table
 
 
 def with_blocks(ranks: Mapping[int, RankRecord], homes: Sequence[tuple[Array, int] | None]) -> Mapping[int, RankRecord]:
-    """The ranks as `Ranks` where that is true of them. `homes`: the table that a rank's operations are a part of, and where
-    in it they begin; None for a rank that has none."""
+    """The ranks as `BlockedRanks` if their operations fill whole tables in the ranks' order, else unchanged.
+
+    `homes`: the table that a rank's operations are a slice of and the offset of that slice; None if it is of no table."""
     starts: list[int] = []
     tables: list[Array] = []
     lengths = [len(record.operations) for record in ranks.values()]
@@ -78,14 +79,15 @@ def with_blocks(ranks: Mapping[int, RankRecord], homes: Sequence[tuple[Array, in
         return ranks
     counts = np.array(lengths)
     ends = [*starts[1:], len(lengths)]
-    return Ranks(
-        ranks, [Block(table=t, first=i, lengths=counts[i:j]) for t, i, j in zip(tables, starts, ends, strict=True)]
+    return BlockedRanks(
+        ranks,
+        [OperationBlock(table=t, first=i, lengths=counts[i:j]) for t, i, j in zip(tables, starts, ends, strict=True)],
     )
 
 
-def blocks(ranks: Mapping[int, RankRecord]) -> Iterator[Block]:
+def operation_blocks(ranks: Mapping[int, RankRecord]) -> Iterator[OperationBlock]:
     """All operations of a run, in blocks of about MOST_OPERATIONS; `owner` counts the ranks in the mapping's order."""
-    if isinstance(ranks, Ranks):
+    if isinstance(ranks, BlockedRanks):
         yield from ranks.blocks
         return
     tables: list[Array] = []
@@ -98,15 +100,15 @@ def blocks(ranks: Mapping[int, RankRecord]) -> Iterator[Block]:
             tables, size, first = [], 0, place + 1
 
 
-def _block(tables: list[Array], first: int) -> Block:
+def _block(tables: list[Array], first: int) -> OperationBlock:
     table = tables[0] if len(tables) == 1 else np.frombuffer(b"".join(table.data for table in tables), OPERATION)
     lengths = np.fromiter(map(len, tables), np.int64, len(tables))
-    return Block(table=table, first=first, lengths=lengths)
+    return OperationBlock(table=table, first=first, lengths=lengths)
 
 
 def column(ranks: Mapping[int, RankRecord], name: str, members: Sequence[int], rows: Array) -> Array:
     """Column `name` of some operations of each member, a line per member; `rows`: their places in the member's own table."""
-    if not isinstance(ranks, Ranks):
+    if not isinstance(ranks, BlockedRanks):
         return np.stack([ranks[rank].operations[name][rows[i]] for i, rank in enumerate(members)])
     lengths = np.concatenate([block.lengths for block in ranks.blocks])
     places = dict(zip(ranks, (np.cumsum(lengths) - lengths).tolist(), strict=True))
@@ -138,13 +140,13 @@ class Pairs:
         return last
 
 
-def pairs_of(block: Block, wanted: Array) -> Pairs:
+def pairs_of(block: OperationBlock, wanted: Array) -> Pairs:
     """The collectives of a block that `wanted` is true of, by group and rank."""
     wanted = wanted & block.collectives
     return block.pairs if wanted.sum() == block.collectives.sum() else _pairs(block, wanted)
 
 
-def _pairs(block: Block, wanted: Array) -> Pairs:
+def _pairs(block: OperationBlock, wanted: Array) -> Pairs:
     places = np.flatnonzero(wanted)
     group, seq = block.table["group"][places].astype(np.int64), block.table["seq"][places]
     owner = block.owner[places]

@@ -16,6 +16,7 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 SCHEDULED, STARTED, COMPLETED = 0, 1, 2
 STATES = ("scheduled", "started", "completed")
 SEND, RECV = 1, 2
+MAX_RANK = 131_072  # a larger number in a file is damage
 
 # One operation. group, op, sizes, dtypes and frames are positions in Run.groups and Run.names.
 # seq counts collectives per group (P2P: per pair); `p2p` is 0, SEND or RECV and then `peer` is a global rank (-1 unknown).
@@ -243,6 +244,15 @@ class Run:
             r for r, record in self.ranks.items() if bool((record.operations["group"] == group).any())
         )
 
+    def step_of(self, rank: int) -> int | None:
+        """The training step a rank was in: its heartbeat's, else the last in its log."""
+        record = self.ranks.get(rank)
+        if record is None:
+            return None
+        if record.heartbeat and record.heartbeat.step >= 0:
+            return record.heartbeat.step
+        return record.log.last_step if record.log else None
+
     def operation(self, rank: int, row: int) -> Operation:
         """Operation `row` (may be negative) of `rank`, spelled out."""
         entry = self.ranks[rank].operations[row]
@@ -292,13 +302,3 @@ class Verdict:
     evidence: tuple[Evidence, ...] = ()
     chain: tuple[tuple[int, int], ...] = ()
     next_steps: tuple[str, ...] = ()
-
-
-def step_of(run: Run, rank: int) -> int | None:
-    """The training step a rank was in: its heartbeat's, else the last its log mentions."""
-    record = run.ranks.get(rank)
-    if record is None:
-        return None
-    if record.heartbeat and record.heartbeat.step >= 0:
-        return record.heartbeat.step
-    return record.log.last_step if record.log else None

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.records import Heartbeat
-from titan_ckpt.debug.read.discovery import find_place, sources
+from titan_ckpt.debug.read.discovery import evidence_files, find_incident_folders
 from titan_ckpt.debug.read.reader import read_box_heartbeat
 from titan_ckpt.errors import NotFoundError, UsageError
 from titan_ckpt.store.base import Store
@@ -31,7 +31,7 @@ class Alarm:
 def read_heartbeats(store: Store) -> dict[int, Heartbeat]:
     """The heartbeat of every rank that has a black box in the newest incident."""
     found = {}
-    for source in sources(store, find_place(store)):
+    for source in evidence_files(store, find_incident_folders(store)):
         if source.suffix == ".box" and source.rank is not None:
             beat = read_box_heartbeat(store, source.path)
             if beat is not None:

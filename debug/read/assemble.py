@@ -4,46 +4,101 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from titan_ckpt.debug.incident import contradictions as disagreement
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.operation_table import blocks, with_blocks
-from titan_ckpt.debug.incident.records import NO_OPERATIONS, Array, Dump, Exit, Flag, Group, RankRecord, Run
-from titan_ckpt.debug.read.black_boxes import Box
-from titan_ckpt.debug.read.evidence import MAX_RANK, RankEvidence, Reading
+from titan_ckpt.debug.incident.operation_table import operation_blocks, with_blocks
+from titan_ckpt.debug.incident.records import (
+    MAX_RANK,
+    NO_OPERATIONS,
+    Array,
+    Dump,
+    Exit,
+    Flag,
+    Group,
+    Heartbeat,
+    Launcher,
+    RankLog,
+    RankRecord,
+    Run,
+    StackSnapshot,
+)
+from titan_ckpt.debug.read.black_boxes import BlackBox, BoxReader
 from titan_ckpt.debug.read.logs import group_by_rank, merge_logs
 from titan_ckpt.debug.read.name_tables import Interner
 from titan_ckpt.debug.read.snapshots import add_box, merge_dumps
+from titan_ckpt.store.base import Store
 
 
-def assemble(reading: Reading, incident: str, incidents: tuple[str, ...]) -> Run:
+@dataclass(slots=True)
+class RankEvidence:
+    """What was read of one rank so far."""
+
+    dumps: list[tuple[Dump, Array]] = field(default_factory=list)
+    known_groups: dict[str, Group] = field(default_factory=dict)
+    stacks: list[StackSnapshot] = field(default_factory=list)
+    logs: list[RankLog] = field(default_factory=list)
+    box: BlackBox | None = None
+    box_source: str = ""
+    heartbeat: Heartbeat | None = None
+    sidecar: Mapping[str, Any] = field(default_factory=dict)
+    process_state: str = ""
+
+
+@dataclass(slots=True)
+class RunEvidence:
+    """State of one `open_run`."""
+
+    store: Store
+    interner: Interner = field(default_factory=Interner)
+    ranks: defaultdict[int, RankEvidence] = field(default_factory=lambda: defaultdict(RankEvidence))
+    flags: list[Flag] = field(default_factory=list)
+    exits: list[Exit] = field(default_factory=list)
+    launcher: Launcher | None = None
+    world_size: int = 0
+    read_stems: set[tuple[int, str]] = field(default_factory=set)
+    num_evidence: int = 0
+    recorded_ranks: int = 0
+    boxes: BoxReader = field(init=False)
+    first_record: dict[int, int] = field(default_factory=dict)
+    unusable_groups: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.boxes = BoxReader(self.interner)
+
+    def flag(self, name: str, text: str, source: str, rank: int | None = None) -> None:
+        self.flags.append(Flag(flag=name, text=text, ranks=() if rank is None else (rank,), source=source))
+
+
+def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -> Run:
     """One Run out of all that was read."""
-    exits = group_by_rank(reading.exits)
-    numbers = set(reading.ranks) | set(exits)
-    largest = max((max(group.members) for group in reading.interner.groups if group.members), default=-1)
-    world_size = min(MAX_RANK, max(reading.world_size, largest + 1, max(numbers, default=-1) + 1))
+    exits = group_by_rank(evidence.exits)
+    numbers = set(evidence.ranks) | set(exits)
+    largest = max((max(group.members) for group in evidence.interner.groups if group.members), default=-1)
+    world_size = min(MAX_RANK, max(evidence.world_size, largest + 1, max(numbers, default=-1) + 1))
     for rank in range(world_size):
-        if rank not in reading.ranks:
-            reading.ranks[rank] = RankEvidence()
-    with_box = [found for found in reading.ranks.values() if found.box]
-    prefer_box = len(with_box) == len(reading.ranks) and any(not found.dumps for found in with_box)
+        if rank not in evidence.ranks:
+            evidence.ranks[rank] = RankEvidence()
+    with_box = [found for found in evidence.ranks.values() if found.box]
+    prefer_box = len(with_box) == len(evidence.ranks) and any(not found.dumps for found in with_box)
     ranks = {
-        rank: _rank_record(reading, rank, exits.get(rank), prefer_box=prefer_box) for rank in sorted(reading.ranks)
+        rank: _rank_record(evidence, rank, exits.get(rank), prefer_box=prefer_box) for rank in sorted(evidence.ranks)
     }
     run = Run(
-        url=str(reading.store),
+        url=str(evidence.store),
         incident=incident,
         world_size=world_size,
-        ranks=with_blocks(ranks, [_home(reading.ranks[rank], record) for rank, record in ranks.items()]),
-        groups=tuple(reading.interner.groups),
-        names=reading.interner.names(),
-        launcher=reading.launcher,
+        ranks=with_blocks(ranks, [_home(evidence.ranks[rank], record) for rank, record in ranks.items()]),
+        groups=tuple(evidence.interner.groups),
+        names=evidence.interner.names(),
+        launcher=evidence.launcher,
         incidents=incidents,
     )
-    return replace(run, flags=(*reading.flags, *_flags(reading, run)), wrappers=_wrappers(run))
+    return replace(run, flags=(*evidence.flags, *_flags(evidence, run)), wrappers=_wrappers(run))
 
 
 def _home(found: RankEvidence, record: RankRecord) -> tuple[Array, int] | None:
@@ -54,7 +109,7 @@ def _home(found: RankEvidence, record: RankRecord) -> tuple[Array, int] | None:
 def _wrappers(run: Run) -> frozenset[tuple[str, int]]:
     """Lines through which operations of several kinds are called: (file, line) seen below two or more op names."""
     pairs: set[int] = set()
-    for block in blocks(run.ranks):
+    for block in operation_blocks(run.ranks):
         pairs.update(np.unique((block.table["op"].astype(np.int64) << 32) | block.table["frames"]).tolist())
     ops: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     for pair in pairs:
@@ -64,16 +119,16 @@ def _wrappers(run: Run) -> frozenset[tuple[str, int]]:
     return frozenset(place for place, used_by in ops.items() if len(used_by) > 1)
 
 
-def _rank_record(reading: Reading, rank: int, exit_: Exit | None, *, prefer_box: bool) -> RankRecord:
-    found = reading.ranks[rank]
+def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer_box: bool) -> RankRecord:
+    found = evidence.ranks[rank]
     if found.box and not (found.dumps or found.sidecar or found.logs or found.stacks):
         return RankRecord(
             rank=rank, pid=found.box.pid, operations=found.box.operations, dumps=(_box_dump(found, found.box),), exit=exit_,
             heartbeat=found.heartbeat, process_state=found.process_state, has_recorder=True,
         )  # fmt: skip
-    tables = [_with_known_groups(table, found.known_groups, reading.interner) for _, table in found.dumps]
+    tables = [_with_known_groups(table, found.known_groups, evidence.interner) for _, table in found.dumps]
     box = found.box.operations if found.box else NO_OPERATIONS
-    box = _with_known_groups(box, found.known_groups, reading.interner)
+    box = _with_known_groups(box, found.known_groups, evidence.interner)
     dumps = [dump for dump, _ in found.dumps]
     if found.box:
         dumps.append(_box_dump(found, found.box))
@@ -102,7 +157,7 @@ def _went_on(found: RankEvidence, box: Array) -> bool:
     return bool(stalls) and int(collectives.max(initial=0)) > newest
 
 
-def _box_dump(found: RankEvidence, box: Box) -> Dump:
+def _box_dump(found: RankEvidence, box: BlackBox) -> Dump:
     return Dump(
         source=found.box_source,
         kind="black_box",
@@ -132,10 +187,10 @@ def _described(description: str) -> str:
     return "" if description == "undefined" else description
 
 
-def _flags(reading: Reading, run: Run) -> Iterator[Flag]:
+def _flags(evidence: RunEvidence, run: Run) -> Iterator[Flag]:
     only_boxes = {rank for rank, record in run.ranks.items() if record.dumps and _are_cut_boxes(record.dumps)}
-    if only_boxes or reading.first_record:
-        ranks = tuple(sorted(only_boxes | set(reading.first_record)))
+    if only_boxes or evidence.first_record:
+        ranks = tuple(sorted(only_boxes | set(evidence.first_record)))
         yield Flag(flag="RING_TRUNCATED", ranks=ranks, text="the ring buffer was full: the oldest operations are gone")
     with_dump = {rank for rank, record in run.ranks.items() if record.dumps}
     if with_dump and len(with_dump) < len(run.ranks):
@@ -147,7 +202,7 @@ def _flags(reading: Reading, run: Run) -> Iterator[Flag]:
     if len(versions) > 1:
         yield Flag(flag="VERSION_MIX", text=f"dumps of different versions: {', '.join(sorted(versions))}")
     yield from disagreement.flags(run)
-    unusable = tuple(sorted(r for r in reading.unusable_groups if _has_unknown_members(run, r)))
+    unusable = tuple(sorted(r for r in evidence.unusable_groups if _has_unknown_members(run, r)))
     if unusable:
         yield Flag(
             flag="PG_CONFIG_UNUSABLE",

@@ -42,7 +42,7 @@ MAX_KEY = 1 << 16
 @dataclass(
     slots=True, kw_only=True
 )  # not frozen: there are tens of thousands, and frozen ones take three times as long to make
-class Box:
+class BlackBox:
     """A black box that was read. `home`: the table that its operations are a part of, and where they begin in it."""
 
     rank: int
@@ -76,7 +76,7 @@ class _Words:
     groups: tuple[Group, ...]
 
 
-@dataclass(slots=True, kw_only=True)  # as Box
+@dataclass(slots=True, kw_only=True)  # as BlackBox
 class RawBox:
     """A box as it stands in the file: its head, what that says, (a part of) its ring, and what its text says."""
 
@@ -96,7 +96,7 @@ class BoxReader:
     _known: dict[bytes, _Words] = field(default_factory=dict)  # by the length and digest that a box's head gives
     _lines: dict[bytes, tuple[str, int, Any] | None] = field(default_factory=dict)
 
-    def parse(self, data: bytes, source: str) -> Box:
+    def parse(self, data: bytes, source: str) -> BlackBox:
         """A whole box. ValueError when it is none or is damaged."""
         says = _read_head(data)
         ring_end = HEADER_BYTES + says.capacity * RECORD.size
@@ -129,7 +129,7 @@ class BoxReader:
                 ring = read(HEADER_BYTES, capacity * RECORD.size)  # it ticked too long ago
         return RawBox(head=head, says=says, ring=ring, words=words, source=path)
 
-    def finish(self, raw: Sequence[RawBox], keep: int) -> list[Box]:
+    def finish(self, raw: Sequence[RawBox], keep: int) -> list[BlackBox]:
         """The boxes, with at most their `keep` newest operations: parts of one table, in the order of the boxes."""
         lengths = [len(box.ring) // RECORD.size for box in raw]
         owner = np.repeat(np.arange(len(raw), dtype=np.int32), lengths)
@@ -186,9 +186,9 @@ class BoxReader:
             return None
 
 
-def _box(raw: RawBox, count: int, table: Array, start: int, stop: int) -> Box:
+def _box(raw: RawBox, count: int, table: Array, start: int, stop: int) -> BlackBox:
     says = raw.says
-    return Box(
+    return BlackBox(
         rank=says.rank,
         world_size=says.world_size,
         pid=says.pid,

@@ -28,7 +28,7 @@ _STEP_FOLDER = re.compile(r"^step-\d{8,}$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class EvidenceFile:
     """A file that may be evidence. `stem` is its name without rank-independent endings: snapshots of equal stem belong
     together (a pickle, its JSON twin, its stacks)."""
 
@@ -42,44 +42,45 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class IncidentFolders:
     """Where to look: the folders of one incident, and the names of all incidents there are (oldest first)."""
 
     incident: str
     folders: tuple[str, ...]
     incidents: tuple[str, ...]
-    is_recursive: bool = True
 
 
-def find_place(store: Store) -> Place:
+def find_incident_folders(store: Store) -> IncidentFolders:
     """The newest incident of a run (`debug/<incident>/` plus `logs/`), a folder of incidents, or the folder itself."""
     folders = store.folders()
     if "debug" in folders:
         incidents = tuple(store.folders("debug"))
         newest = incidents[-1] if incidents else ""
         main = f"debug/{newest}" if newest else "debug"
-        return Place(incident=newest, folders=(main, *(["logs"] if "logs" in folders else [])), incidents=incidents)
+        return IncidentFolders(
+            incident=newest, folders=(main, *(["logs"] if "logs" in folders else [])), incidents=incidents
+        )
     if any(_STEP_FOLDER.match(name) for name in folders):
-        return Place(incident="", folders=("logs",) if "logs" in folders else (), incidents=())
-    return Place(incident="", folders=("",), incidents=())
+        return IncidentFolders(incident="", folders=("logs",) if "logs" in folders else (), incidents=())
+    return IncidentFolders(incident="", folders=("",), incidents=())
 
 
-def sources(store: Store, place: Place) -> list[Source]:
+def evidence_files(store: Store, folders: IncidentFolders) -> list[EvidenceFile]:
     """Every file of the incident, sorted by path."""
     found = []
-    for folder in place.folders:
+    for folder in folders.folders:
         for entry in store.list(folder):
-            found.append(_source(entry.path, entry.size_bytes, entry.modified_s))
+            found.append(_evidence_file(entry.path, entry.size_bytes, entry.modified_s))
             if len(found) >= MAX_FILES:
                 return found
     return found
 
 
-def _source(path: str, size_bytes: int, modified_s: float) -> Source:
+def _evidence_file(path: str, size_bytes: int, modified_s: float) -> EvidenceFile:
     name = path.rpartition("/")[2]
     bare, suffix = _split(name)
     rank, rest = _rank_of(path, bare)
-    return Source(
+    return EvidenceFile(
         path=path, rank=rank, reason=rest.strip("._-"), stem=bare, suffix=suffix,
         size_bytes=size_bytes, modified_s=modified_s,
     )  # fmt: skip
@@ -106,24 +107,24 @@ def _rank_of(path: str, bare: str) -> tuple[int | None, str]:
     return None, bare
 
 
-def read_source(store: Store, source: Source) -> bytes:
+def read_evidence_file(store: Store, file: EvidenceFile) -> bytes:
     """The file's content, unpacked. ValueError when it is too large or its compression is damaged.
 
     Logs that are very long are read from both ends.
     """
-    is_packed = source.path.endswith(_PACKED)
-    if not is_packed and source.suffix in _TEXT and source.size_bytes > HEAD_OF_LOG + TAIL_OF_LOG:
-        head = store.read(source.path, 0, HEAD_OF_LOG)
-        return head + b"\n" + store.read(source.path, source.size_bytes - TAIL_OF_LOG, TAIL_OF_LOG)
-    if source.size_bytes > MAX_FILE_BYTES:
-        raise ValueError(f"{source.size_bytes} bytes are more than one piece of evidence ever has")
+    is_packed = file.path.endswith(_PACKED)
+    if not is_packed and file.suffix in _TEXT and file.size_bytes > HEAD_OF_LOG + TAIL_OF_LOG:
+        head = store.read(file.path, 0, HEAD_OF_LOG)
+        return head + b"\n" + store.read(file.path, file.size_bytes - TAIL_OF_LOG, TAIL_OF_LOG)
+    if file.size_bytes > MAX_FILE_BYTES:
+        raise ValueError(f"{file.size_bytes} bytes are more than one piece of evidence ever has")
     try:
-        data = store.read(source.path)
+        data = store.read(file.path)
     except NotFoundError as error:
         raise ValueError("vanished while it was read") from error
-    if source.path.endswith(".gz"):
+    if file.path.endswith(".gz"):
         return _unzip(data)
-    if source.path.endswith(".zst"):
+    if file.path.endswith(".zst"):
         return _unzstd(data)
     return data
 

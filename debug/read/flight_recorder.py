@@ -15,10 +15,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from titan_ckpt.debug.incident.records import COMPLETED, OPERATION, RECV, SCHEDULED, SEND, STARTED, Array, Group
-from titan_ckpt.debug.read.evidence import MAX_RANK
+from titan_ckpt.debug.incident.records import (
+    COMPLETED,
+    MAX_RANK,
+    OPERATION,
+    RECV,
+    SCHEDULED,
+    SEND,
+    STARTED,
+    Array,
+    Group,
+)
 from titan_ckpt.debug.read.name_tables import Interner
-from titan_ckpt.debug.read.pairs import settle_pairs
 from titan_ckpt.debug.read.plain_pickle import looks_like_pickle, plain_loads
 
 MAX_ENTRIES = 2_000_000
@@ -56,7 +64,7 @@ def parse_dump(data: bytes, rank: int, interner: Interner) -> ParsedDump:
         first = int(entries[0].get("record_id", 0)) if entries else 0
         if (operations["p2p"] != 0).any():
             number = _numbers([entry.get("p2p_seq_id") for entry in entries])
-            operations = settle_pairs(operations, number, _batches(entries), is_whole=first == 0)
+            operations = _settle_pairs(operations, number, _batches(entries), is_whole=first == 0)
     except (TypeError, KeyError, AttributeError, OverflowError, IndexError, RecursionError) as error:
         raise ValueError(f"an entry is not as a dump's should be: {type(error).__name__}: {error}") from error
     return ParsedDump(
@@ -295,3 +303,35 @@ def _operation_name(name: str, interner: Interner) -> _Kind:
 def _peer(group: Group, peer_in_group: int) -> int:
     """The peer's global rank, where the group's members are known."""
     return group.members[peer_in_group] if 0 <= peer_in_group < len(group.members) else -1
+
+
+# ------------------------------------------------------------------------------------------------- sends and receives
+# NCCL numbers P2P per group and process, a whole batch by one number, and keeps the state of a batch in an entry of its own,
+# `coalesced`; the sends and receives in it stay `scheduled` for ever (ProcessGroupNCCL::endCoalescing). Renumbered per pair
+# they can be compared between two ranks.
+
+UNKNOWN_NUMBER = -1
+
+
+def _settle_pairs(table: Array, number: Array, is_batch: Array, *, is_whole: bool) -> Array:
+    """The table with batches' states given to their members, batches themselves left out, and each send or receive numbered
+    within its pair from 1 (where the ring is whole; else the number is unknown). `number` is the dump's own."""
+    for row in np.flatnonzero(is_batch):
+        batch = table[row]
+        inside = (table["p2p"] != 0) & (table["group"] == batch["group"]) & (number == number[row])
+        for column in ("state", "retired", "started_ns", "completed_ns"):
+            table[column][inside] = batch[column]
+    rows = np.flatnonzero(table["p2p"] != 0)
+    table["seq"][rows] = _ordinals(table[rows]) if is_whole else UNKNOWN_NUMBER
+    return table[~is_batch]
+
+
+def _ordinals(pairs: Array) -> Array:
+    """1, 2, 3 ... within each (group, direction, peer), in the order of the table."""
+    key = (pairs["group"].astype(np.int64) << 34) | (pairs["peer"].astype(np.int64) + 1 << 2) | pairs["p2p"]
+    order = np.argsort(key, kind="stable")
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    counts = np.diff(np.append(starts, len(order)))
+    ordinals = np.empty(len(order), np.int64)
+    ordinals[order] = np.arange(len(order)) - np.repeat(starts, counts) + 1
+    return ordinals

@@ -41,7 +41,7 @@ from titan_ckpt.debug.incident.black_box import (
     pack_members,
 )
 from titan_ckpt.debug.incident.records import RECV, SEND
-from titan_ckpt.debug.record.ring import NO_PEER, Group, new_ring
+from titan_ckpt.debug.record.ring import NO_PEER, RingGroup, new_ring
 
 # Method of ProcessGroup -> (name as the Flight Recorder writes it, which argument holds the tensors that ranks share).
 COLLECTIVES: Mapping[str, tuple[str, int]] = {
@@ -137,7 +137,7 @@ class Hooks:
 
     def __init__(self, box: BoxWriter) -> None:
         self._box = box
-        self._groups: dict[Any, Group] = {}
+        self._groups: dict[Any, RingGroup] = {}
         self._dtypes: dict[Any, int] = {}
         self._originals: list[tuple[type, str, Any]] = []
         self._codes: dict[int, CodeType] = {}
@@ -226,13 +226,13 @@ class Hooks:
         self._codes[id(code)] = code  # as long as it lives, no other has its id
         return code.co_filename.startswith(_LIBRARY) or code.co_filename.endswith(_DECORATORS)
 
-    def add_group(self, group: Any) -> Group:
+    def add_group(self, group: Any) -> RingGroup:
         """A process group, when it is used for the first time."""
         place = len(self._groups)
         members = dist.get_process_group_ranks(group)
         self._box.add_text("group", place, [group.group_name, group.group_desc, pack_members(members)])
         # the group's counter may have been moved by P2P before we came: 0 is right as long as the recorder starts first
-        known = self._groups[group] = Group(
+        known = self._groups[group] = RingGroup(
             place=place, shifted_place=place << 32, members=list(members), is_gloo=dist.get_backend(group) == "gloo",
             counted=group._get_sequence_number_for_group,
         )  # fmt: skip

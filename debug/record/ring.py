@@ -1,7 +1,7 @@
 """The black box's ring of records: where an operation was called, of what size, when it began and when it ended.
 
 `Ring` here is Python; `_ring.c` is the same in C, a third of the cost, where it could be compiled. `new_ring` takes the faster.
-Both ask `Names` for what happens once: a group, a dtype, a code object, a call site.
+Both ask `RingNames` for what happens once: a group, a dtype, a code object, a call site.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_PEER, NO_DTYPE = 0xFFFFFFFF, 0xFFFF
 
 
 @dataclass(slots=True, kw_only=True)
-class Group:
+class RingGroup:
     """A process group: its place in the box's table (shifted to where `what` has it), and how far the number of its next
     collective is ahead of torch's counter, which with gloo counts sends and receives too."""
 
@@ -38,10 +38,10 @@ class Group:
     ahead: int = 1
 
 
-class Names(Protocol):
+class RingNames(Protocol):
     """What gives numbers to things that a ring meets for the first time, and writes them into the box."""
 
-    def add_group(self, group: Any) -> Group:
+    def add_group(self, group: Any) -> RingGroup:
         """A group, added to the dict of groups."""
 
     def add_dtype(self, dtype: Any) -> int:
@@ -68,7 +68,9 @@ class AnyRing(Protocol):
     def record(self, seq: int, what: int, kind: int, tensors: Any, /) -> int:
         """Write a record for the frame that called the caller; gives the place of its end."""
 
-    def collective(self, original: Any, what: int, argument: int, groups: dict[Any, Group], /) -> Callable[..., Any]:
+    def collective(
+        self, original: Any, what: int, argument: int, groups: dict[Any, RingGroup], /
+    ) -> Callable[..., Any]:
         """A method of ProcessGroup that writes a record before it calls `original`."""
 
     def await_(self, work: Any, at: int, /) -> None:
@@ -91,7 +93,7 @@ class AnyRing(Protocol):
 
 
 def new_ring(
-    map_: mmap.mmap, capacity: int, names: Names, dtypes: dict[Any, int], layers: Mapping[int, int]
+    map_: mmap.mmap, capacity: int, names: RingNames, dtypes: dict[Any, int], layers: Mapping[int, int]
 ) -> AnyRing:
     """The fastest ring that is installed."""
     if compiled is not None:
@@ -108,7 +110,7 @@ class Ring:
     """
 
     def __init__(
-        self, map_: mmap.mmap, capacity: int, names: Names, dtypes: dict[Any, int], layers: Mapping[int, int]
+        self, map_: mmap.mmap, capacity: int, names: RingNames, dtypes: dict[Any, int], layers: Mapping[int, int]
     ) -> None:
         self._names, self._map = names, map_
         self._inside: dict[int, bool] = {}
@@ -147,7 +149,7 @@ class Ring:
         """Forget what awaits its end."""
         self._ends.clear()
 
-    def collective(self, original: Any, what: int, argument: int, groups: dict[Any, Group]) -> Callable[..., Any]:
+    def collective(self, original: Any, what: int, argument: int, groups: dict[Any, RingGroup]) -> Callable[..., Any]:
         """A method of ProcessGroup that writes a record before it calls `original`."""
         record, ended, group_of, ends, names = self.record, self.ended, groups.get, self._ends, self._names
 

@@ -11,9 +11,9 @@ import pytest
 from tests.support.simulated_jobs import random_scenario, write
 from titan_ckpt.debug import open_run
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
-from titan_ckpt.debug.incident import operation_table as blocks
+from titan_ckpt.debug.incident import operation_table
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, RECORD
-from titan_ckpt.debug.incident.operation_table import LEAST_SHARING, Distinct, Ranks, column, with_blocks
+from titan_ckpt.debug.incident.operation_table import LEAST_SHARING, BlockedRanks, Distinct, column, with_blocks
 from titan_ckpt.debug.incident.records import Array
 from titan_ckpt.debug.record.hooks import BoxWriter
 
@@ -27,7 +27,7 @@ def test_lanes_are_the_same_in_blocks_of_any_size(seed: int, tmp_path: Path, mon
     write(random_scenario(seed, (16,)), tmp_path)
     run = open_run(str(tmp_path))
     whole = _cells(lanes(run))
-    monkeypatch.setattr(blocks, "MOST_OPERATIONS", 50)
+    monkeypatch.setattr(operation_table, "MOST_OPERATIONS", 50)
     for one, other in zip(whole, _cells(lanes(run)), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -35,8 +35,8 @@ def test_lanes_are_the_same_in_blocks_of_any_size(seed: int, tmp_path: Path, mon
 def test_three_keys_give_the_order_of_the_one_that_does_not_fit() -> None:
     random = np.random.default_rng(0)
     group, owner, seq = random.integers(0, 9, 500), np.sort(random.integers(0, 9, 500)), random.integers(0, 99, 500)
-    few = blocks._order(group, owner, seq)
-    many = blocks._order(group + (1 << 40), owner, seq)
+    few = operation_table._order(group, owner, seq)
+    many = operation_table._order(group + (1 << 40), owner, seq)
     assert np.array_equal(few, many)
 
 
@@ -65,7 +65,7 @@ def test_many_boxes_with_different_texts_share_tables_and_keep_their_own_groups(
     for rank in range(300):
         _box(tmp_path, rank, 300, rank % 50)
     kept = open_run(str(tmp_path))
-    assert isinstance(kept.ranks, Ranks)
+    assert isinstance(kept.ranks, BlockedRanks)
     assert len(kept.ranks.blocks) < len(kept.ranks) // LEAST_SHARING
     assert {len(record.operations) for record in kept.ranks.values()} == set(range(50))
     assert [kept.operation(rank, -2).group.name for rank in (2, 3, 49)] == ["0", "tp3", "tp49"]
@@ -84,6 +84,6 @@ def test_operations_that_lie_in_another_order_than_the_ranks_are_no_blocks(tmp_p
     ranks = open_run(str(tmp_path)).ranks
     table = np.concatenate([record.operations for record in ranks.values()])
     homes = [(table, 3 * place) for place in range(20)]
-    assert isinstance(with_blocks(ranks, homes), Ranks)
-    assert not isinstance(with_blocks(ranks, homes[::-1]), Ranks)
-    assert not isinstance(with_blocks(ranks, [*homes[:-1], None]), Ranks)
+    assert isinstance(with_blocks(ranks, homes), BlockedRanks)
+    assert not isinstance(with_blocks(ranks, homes[::-1]), BlockedRanks)
+    assert not isinstance(with_blocks(ranks, [*homes[:-1], None]), BlockedRanks)

@@ -126,6 +126,6 @@ def test_a_folder_that_may_not_be_read_is_one_clear_error(tmp_path: Path, monkey
         raise PermissionError(13, "Permission denied", str(tmp_path / "private"))
 
     (tmp_path / "a.log").write_text("x")
-    monkeypatch.setattr("titan_ckpt.tui.data.content.sources", refuse)
+    monkeypatch.setattr("titan_ckpt.tui.data.content.evidence_files", refuse)
     with pytest.raises(StoreError, match=r"Permission denied .*private.*; open a folder"):
         find_content(str(tmp_path))

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from titan_ckpt.debug.read.discovery import Source, find_place, sources
+from titan_ckpt.debug.read.discovery import EvidenceFile, evidence_files, find_incident_folders
 from titan_ckpt.errors import NotFoundError, StoreError
 from titan_ckpt.format.names import parse_foreign_step
 from titan_ckpt.location import local_path, parse_location, redact, scheme
@@ -76,8 +76,8 @@ def _content(store: Store, url: str) -> Content:
         return Content(
             url=url, store=store, has_evidence=False, has_checkpoints=False, logs=(), metrics="", has_runs=True
         )
-    place = find_place(store)
-    found = sources(store, place)
+    place = find_incident_folders(store)
+    found = evidence_files(store, place)
     metrics = next((path for path in METRICS_PATHS if store.exists(path)), "")
     has_checkpoints = has_steps or any(store.exists(path) for path in (*SINGLE_CHECKPOINT, CONFIG_PATH))
     has_evidence = any(_is_evidence(source) for source in found if source.path != CONFIG_PATH)
@@ -111,13 +111,13 @@ def _is_log(path: str) -> bool:
     return path.endswith(LOG_ENDINGS)
 
 
-def _is_evidence(source: Source) -> bool:
+def _is_evidence(source: EvidenceFile) -> bool:
     return (source.suffix in _EVIDENCE and (source.rank is not None or _is_log(source.path) or source.suffix == ".json")) or (
         source.rank is not None and source.suffix == ""
     )  # fmt: skip
 
 
-def _logs(found: Iterable[Source]) -> tuple[LogFile, ...]:
+def _logs(found: Iterable[EvidenceFile]) -> tuple[LogFile, ...]:
     return tuple(
         LogFile(path=source.path, rank=source.rank, size_bytes=source.size_bytes)
         for source in found
