@@ -21,29 +21,36 @@ from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.manifest import FileEntry, Manifest
 from titan_ckpt.format.manifest_json import encode_manifest
 from titan_ckpt.format.names import data_file, new_attempt, step_folder
-from titan_ckpt.format.torch_blob import align, frame
+from titan_ckpt.format.torch_blob import align, envelope
 from titan_ckpt.saving.merge_parts import Saved, merge
 from titan_ckpt.saving.upload import Part
 from titan_ckpt.saving.writers import Share, divide
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.state.state_dict import Item
+from titan_ckpt.state.state_dict import LocalShard
 from titan_ckpt.store.local import FileStore
 from tools.report import Bar, median, spread, timed, write_section
 
 
-def items_of(rank: int, ranks: int, tensors: int) -> list[Item]:
+def items_of(rank: int, ranks: int, tensors: int) -> list[LocalShard]:
     """What a rank of an FSDP job holds of a 70B-shaped model and its moments."""
     rows = 8
     return [
-        Item(f"t.{n:04d}.weight", "float32", (rows * ranks, 8192), (("dp_shard", 0),), (rows * rank, 0), (rows, 8192))
+        LocalShard(
+            fqn=f"t.{n:04d}.weight",
+            dtype="float32",
+            global_shape=(rows * ranks, 8192),
+            placements=(("dp_shard", 0),),
+            offsets=(rows * rank, 0),
+            sizes=(rows, 8192),
+        )
         for n in range(tensors)
     ]
 
 
-def part_of(rank: int, items: list[Item], attempt: str) -> Part:
+def part_of(rank: int, items: list[LocalShard], attempt: str) -> Part:
     rows, end = [], 0
     for item in items:
-        around = frame(item.dtype, item.sizes)
+        around = envelope(item.dtype, item.sizes)
         rows.append((0, align(end), around.length, len(around.prefix), around.payload_length, 0))
         end = align(end) + around.length
     return Part(

@@ -18,10 +18,9 @@ from titan_ckpt.converters.hf.config import Config, parse_config, spec_from_hf
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
 from titan_ckpt.converters.models.spec import ModelSpec
 from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
-from titan_ckpt.location import check_relative, join, local_path
+from titan_ckpt.location import check_relative, join, local_path, scheme
 from titan_ckpt.rewrite.plan import Source, SourceTensor
 from titan_ckpt.store.base import Store
-from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
 
 log = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ def _snapshot(store: Store) -> Store:
 
 def _check_links(store: Store) -> None:
     """A hub cache is a folder of links; what an unfinished download lacks must not pass for what was never there."""
-    folder = local_path(store.url) if isinstance(store, FileStore) else ""
+    folder = local_path(store.url) if scheme(store.url) == "file" else ""
     if not os.path.isdir(folder):
         return
     with os.scandir(folder) as found:

@@ -21,7 +21,7 @@ from titan_ckpt.format.digest import digest
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import RAW, ChunkTable, FileEntry, Manifest, TensorEntry
 from titan_ckpt.format.names import data_file, step_folder
-from titan_ckpt.format.torch_blob import align, frame
+from titan_ckpt.format.torch_blob import align, envelope
 from titan_ckpt.rewrite.execute import FileResult
 from titan_ckpt.rewrite.plan import Literal, Region, Segment, TargetFile, Transform
 from titan_ckpt.rewrite.selection import Overflows
@@ -151,7 +151,7 @@ def _place(
     for tensor in tensors:
         for box in _bands(tensor):
             placed = tensor.place(box)
-            around = frame(tensor.dtype, placed.sizes)
+            around = envelope(tensor.dtype, placed.sizes)
             if files[-1] and at + around.length > MAX_FILE_BYTES:
                 files.append([])
                 at = 0
@@ -186,7 +186,7 @@ def import_manifest(
 ) -> Manifest:
     """The manifest of the files that were written."""
     chunks = sorted(plan.chunks, key=lambda chunk: (chunk.tensor.fqn, chunk.box.offsets))
-    frames = [frame(chunk.tensor.dtype, chunk.box.sizes) for chunk in chunks]
+    frames = [envelope(chunk.tensor.dtype, chunk.box.sizes) for chunk in chunks]
     table = ChunkTable(
         file=_column([chunk.file for chunk in chunks]),
         offset=_column([chunk.offset for chunk in chunks]),

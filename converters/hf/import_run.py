@@ -19,7 +19,6 @@ from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.names import ASSETS, new_attempt, step_folder
 from titan_ckpt.location import parse_location
 from titan_ckpt.store.base import Store
-from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
 from titan_ckpt.version import __version__
 
@@ -95,6 +94,6 @@ def check_import(plan: ImportPlan, url: str) -> None:
 
 
 def _check_space(store: Store, plan: ImportPlan) -> None:
-    if isinstance(store, FileStore) and store.free_bytes() < plan.size_bytes:
-        free = format_size(store.free_bytes())
-        raise StoreError(f"{store}: needs {format_size(plan.size_bytes)}, the disk has {free} free")
+    free = store.free_bytes()
+    if free is not None and free < plan.size_bytes:
+        raise StoreError(f"{store}: needs {format_size(plan.size_bytes)}, the disk has {format_size(free)} free")

@@ -9,12 +9,12 @@ from typing import NoReturn
 
 from titan_ckpt.errors import StoreError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.location import scheme
 from titan_ckpt.rewrite.execute import Execution, FileResult
 from titan_ckpt.rewrite.memory import Budget
 from titan_ckpt.rewrite.plan import Buffer, Region, Source, TargetFile, Wave
 from titan_ckpt.sharding.placement import Box
-from titan_ckpt.store.base import Entry, Store
-from titan_ckpt.store.local import FileStore
+from titan_ckpt.store.base import ObjectInfo, Store
 
 MEMORY_BYTES = 160 << 20
 # Between two disks larger slabs bring no more: first touching their memory costs as much as a hash.
@@ -54,10 +54,14 @@ def _budget(
 ) -> Budget:
     """The usual budget, its slabs grown where a transform needs more rows at once than one holds."""
     budget = Budget.of(memory_bytes, source_store, target)
-    if isinstance(source_store, FileStore) and isinstance(target, FileStore | _Nowhere):
+    if _is_on_disk(source_store) and (_is_on_disk(target) or isinstance(target, _Nowhere)):
         budget = replace(budget, slab_bytes=min(budget.slab_bytes, LOCAL_SLAB_BYTES))
     needed = [_group_bytes(source, s) for f in files for s in f.segments if isinstance(s, Region) and s.transform]
     return replace(budget, slab_bytes=max([budget.slab_bytes, *(4 * size for size in needed)]))
+
+
+def _is_on_disk(store: Store) -> bool:
+    return scheme(store.url) == "file"
 
 
 def _group_bytes(source: Source, region: Region) -> int:
@@ -85,22 +89,22 @@ class _Nowhere(Store):
     def __init__(self) -> None:
         super().__init__("nowhere")
 
-    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
-        return Entry(path=path, size_bytes=sum(len(part) for part in parts), modified_s=0.0, version="")
+    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
+        return ObjectInfo(path=path, size_bytes=sum(len(part) for part in parts), modified_s=0.0, version="")
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:  # noqa: ARG002
         self._refuse(path)
 
-    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:  # noqa: ARG002
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:  # noqa: ARG002
         self._refuse(path)
 
     def folders(self, prefix: str = "") -> list[str]:  # noqa: ARG002
         return []
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:  # noqa: ARG002
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:  # noqa: ARG002
         return iter(())
 
-    def stat(self, path: str) -> Entry:
+    def stat(self, path: str) -> ObjectInfo:
         self._refuse(path)
 
     def delete(self, paths: Iterable[str]) -> None:  # noqa: ARG002

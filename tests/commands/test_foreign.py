@@ -21,7 +21,7 @@ from titan_ckpt.loading.load import load
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Shard
-from titan_ckpt.store.base import Buffer, Entry
+from titan_ckpt.store.base import Buffer, ObjectInfo
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.copy import copy_checkpoint
 
@@ -122,7 +122,7 @@ def test_a_copy_is_a_checkpoint_that_plain_dcp_loads(run: Path, tmp_path: Path) 
 class _Stops(FileStore):
     """Fails at the index, when all data files are there."""
 
-    def write(self, path: str, parts: Any) -> Entry:
+    def write(self, path: str, parts: Any) -> ObjectInfo:
         if path.endswith(".metadata"):
             raise OSError("the cable was pulled")
         return super().write(path, parts)

@@ -17,7 +17,7 @@ from titan_ckpt.converters.hf.config import spec_from_hf
 from titan_ckpt.converters.hf.safetensors_header import encode_header
 from titan_ckpt.converters.models.families import expected_tensors
 from titan_ckpt.store.any_fsspec import FsspecStore
-from titan_ckpt.store.base import Entry
+from titan_ckpt.store.base import ObjectInfo
 
 MIB = 1 << 20
 CHILD = """
@@ -73,7 +73,7 @@ def test_object_store_gets_the_files_that_make_a_model_last(tmp_path: Path, monk
     written: list[str] = []
     write = FsspecStore.write
 
-    def recorded(self: FsspecStore, path: str, parts: Iterable[Any]) -> Entry:
+    def recorded(self: FsspecStore, path: str, parts: Iterable[Any]) -> ObjectInfo:
         entry = write(self, path, parts)
         written.append(path)
         return entry

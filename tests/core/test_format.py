@@ -24,7 +24,7 @@ from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import ChunkTable, FileEntry, Manifest, TensorEntry
 from titan_ckpt.format.manifest_json import decode_manifest, encode_manifest
 from titan_ckpt.format.names import parse_step, step_folder
-from titan_ckpt.format.torch_blob import ALIGNMENT, frame
+from titan_ckpt.format.torch_blob import BLOB_ALIGNMENT, envelope
 from titan_ckpt.loading.load import load, open_checkpoint
 from titan_ckpt.saving.saver import save
 from titan_ckpt.sharding.mesh import MeshSpec
@@ -40,17 +40,17 @@ DCP = DATA / "dcp"
 def test_torch_reads_our_blobs_bit_for_bit(dtype: str, sizes: tuple[int, ...]) -> None:
     count = int(np.prod(sizes, dtype=np.int64)) * ELEMENT_SIZE[dtype]
     raw = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 256, count, dtype=np.uint8).tobytes()
-    around = frame(dtype, sizes)
+    around = envelope(dtype, sizes)
     tensor = torch.load(io.BytesIO(around.prefix + raw + around.suffix), weights_only=True)
     assert tensor.dtype == TORCH_DTYPE[dtype]
     assert tuple(tensor.shape) == sizes
     assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == raw
-    assert len(around.prefix) % ALIGNMENT == 0
+    assert len(around.prefix) % BLOB_ALIGNMENT == 0
     assert around.length == len(around.prefix + raw + around.suffix)
 
 
 def test_blob_past_4_gib_uses_zip64(tmp_path: Path) -> None:
-    around = frame("uint8", ((1 << 32) + 5,))
+    around = envelope("uint8", ((1 << 32) + 5,))
     with open(tmp_path / "big", "wb") as file:  # sparse: takes no room on the disk
         file.write(around.prefix)
         file.seek(around.payload_length, os.SEEK_CUR)

@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan_ckpt.sharding.box_columns import cut, overlaps
+from titan_ckpt.sharding.box_columns import overlaps, shard_columns
 from titan_ckpt.sharding.mesh import AXES, MeshSpec
 from titan_ckpt.sharding.placement import Box, Placements, Shape, Shard, box_at, shard_box, shard_boxes
 from titan_ckpt.state.state_dict import cut_order
@@ -89,7 +89,7 @@ def test_all_shards_at_once_are_the_shards_one_by_one(
     mesh = MeshSpec.of(degrees)
     axes = data.draw(st.lists(st.sampled_from(["tp", "dp_shard+cp", "dp_replicate"]), unique=True))
     placements = {axis: Shard(data.draw(st.integers(0, len(shape) - 1))) for axis in axes}
-    all_at_once = cut(shape, placements, mesh)
+    all_at_once = shard_columns(shape, placements, mesh)
     stage = data.draw(st.integers(0, degrees["pp"] - 1)) * (mesh.world_size // degrees["pp"])
     seen = {}
     for offsets, sizes, rank in zip(all_at_once.offsets, all_at_once.sizes, all_at_once.ranks, strict=True):

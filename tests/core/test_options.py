@@ -18,7 +18,7 @@ from titan_ckpt.checkpoint.checkpoint import list_checkpoints
 from titan_ckpt.dcp.storage import PlanesZstd
 from titan_ckpt.errors import DamagedError, NotCommittedError, UsageError
 from titan_ckpt.format import codec
-from titan_ckpt.format.torch_blob import frame
+from titan_ckpt.format.torch_blob import envelope
 from titan_ckpt.loading.load import LoadPolicy, load, open_checkpoint
 from titan_ckpt.resharding.placement_rules import Rule
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
@@ -45,7 +45,7 @@ ENCODED = SaveOptions(codec="planes-zstd")
 def test_any_range_of_an_encoded_payload_is_its_raw_bytes(
     tmp_path_factory: pytest.TempPathFactory, dtype: str, size: int, seed: int, at: float, part: float
 ) -> None:
-    around = frame(dtype, (size,))
+    around = envelope(dtype, (size,))
     itemsize = around.payload_length // max(size, 1)
     raw = np.random.default_rng(seed).integers(0, 7, around.payload_length, dtype=np.uint8).tobytes()
     head = codec.encode_head(around, itemsize or 1)
@@ -54,7 +54,10 @@ def test_any_range_of_an_encoded_payload_is_its_raw_bytes(
     store.write("x", [head, payload])
     first = int(at * len(raw))
     out = bytearray(int(part * (len(raw) - first)))
-    codec.read_raw(store, "x", len(head), len(payload), len(raw), itemsize or 1, first, memoryview(out))
+    encoded = codec.EncodedPayload(
+        path="x", start=len(head), length=len(payload), raw_length=len(raw), itemsize=itemsize or 1
+    )
+    codec.read_raw(store, encoded, first, memoryview(out))
     assert bytes(out) == raw[first : first + len(out)]
     if raw:
         assert codec.decode_blob(head + payload, "x") == around.prefix + raw + around.suffix

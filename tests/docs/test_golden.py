@@ -20,9 +20,9 @@ from titan_ckpt.checkpoint.checkpoint import list_checkpoints, open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.dcp.storage import PlanesZstd
 from titan_ckpt.errors import DamagedError, NewerFormatError
-from titan_ckpt.format.commit import VERSION as COMMIT_VERSION
+from titan_ckpt.format.commit import COMMIT_VERSION
 from titan_ckpt.format.digest import digest
-from titan_ckpt.format.manifest_json import VERSION
+from titan_ckpt.format.manifest_json import MANIFEST_VERSION
 from titan_ckpt.loading.load import load
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.sharding.mesh import MeshSpec
@@ -48,8 +48,8 @@ def _check(state: dict[str, Any], step: int) -> None:
 
 
 def test_there_is_a_golden_run_of_the_version_that_is_written_today() -> None:
-    assert VERSION == COMMIT_VERSION
-    assert f"v{VERSION}" in VERSIONS
+    assert MANIFEST_VERSION == COMMIT_VERSION
+    assert f"v{MANIFEST_VERSION}" in VERSIONS
 
 
 @pytest.mark.parametrize(("version", "step"), CASES)
@@ -100,7 +100,7 @@ def test_a_golden_checkpoint_reshards(version: str, step: int, tmp_path: Path) -
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A copy of today's golden run, to be changed."""
-    shutil.copytree(GOLDEN / f"v{VERSION}", tmp_path / "run")
+    shutil.copytree(GOLDEN / f"v{MANIFEST_VERSION}", tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -115,13 +115,13 @@ def _seal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def _newer_commit(run: Path) -> None:
-    _seal(run / f"step-{STEPS[-1]:08d}", lambda content: content.update(version=VERSION + 1))
+    _seal(run / f"step-{STEPS[-1]:08d}", lambda content: content.update(version=MANIFEST_VERSION + 1))
 
 
 def _newer_manifest(run: Path) -> None:
     folder = run / f"step-{STEPS[-1]:08d}"
     (path,) = folder.glob("a-*/manifest.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": VERSION + 1}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": MANIFEST_VERSION + 1}))
     data = path.read_bytes()
     _seal(folder, lambda content: content.update(manifest={"size": len(data), "xxh3_128": digest(data).hex()}))
 
@@ -133,7 +133,7 @@ def test_a_later_format_is_refused_and_not_passed_over_for_an_older_checkpoint(
     make(run)
     for url in (str(run), f"{run}@{STEPS[-1]}"):
         with pytest.raises(
-            NewerFormatError, match=rf"format version {VERSION + 1}; this .* reads .*: upgrade titan-ckpt"
+            NewerFormatError, match=rf"format version {MANIFEST_VERSION + 1}; this .* reads .*: upgrade titan-ckpt"
         ):
             open_checkpoint(url)
     assert open_checkpoint(f"{run}@{STEPS[0]}").step == STEPS[0]

@@ -29,7 +29,7 @@ from titan_ckpt.saving.saver import SaveOptions, save
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec
 from titan_ckpt.sharding.placement import Shard
-from titan_ckpt.store.base import Buffer, Entry
+from titan_ckpt.store.base import Buffer, ObjectInfo
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
 
@@ -230,7 +230,7 @@ class Breaking(FileStore):
         super().__init__(url)
         self.count = count
 
-    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
         if path.endswith(".distcp"):
             self.count -= 1
             if self.count == 0:

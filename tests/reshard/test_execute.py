@@ -16,7 +16,7 @@ from titan_ckpt.resharding.reshard import DEFAULT_MEMORY
 from titan_ckpt.rewrite.execute import Execution, FileResult
 from titan_ckpt.rewrite.memory import Budget
 from titan_ckpt.rewrite.plan import Literal, Region, Source, SourceTensor, TargetFile, Transform, Wave
-from titan_ckpt.sharding.box_columns import cut
+from titan_ckpt.sharding.box_columns import shard_columns
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, Placements, Shape, Shard
 from titan_ckpt.sharding.repeating_columns import Int64s
@@ -96,7 +96,10 @@ def test_any_cut_becomes_any_other_cut(tmp_path_factory: pytest.TempPathFactory,
     shape, dtype, mesh_a, placements_a, mesh_b, placements_b, slab_bytes, files_per_wave = case
     store = FileStore(str(tmp_path_factory.mktemp("case")))
     array = bits(shape, dtype)
-    a, b = cut(shape, placements_a, MeshSpec.parse(mesh_a)), cut(shape, placements_b, MeshSpec.parse(mesh_b))
+    a, b = (
+        shard_columns(shape, placements_a, MeshSpec.parse(mesh_a)),
+        shard_columns(shape, placements_b, MeshSpec.parse(mesh_b)),
+    )
     source = store_pieces(store, "t", array, dtype, a.offsets, a.sizes)
     boxes = [Box(tuple(o), tuple(s)) for o, s in zip(b.offsets.tolist(), b.sizes.tolist(), strict=True)]
     files = [target("t", index, box) for index, box in enumerate(boxes)]
@@ -113,8 +116,8 @@ def test_any_cut_becomes_any_other_cut(tmp_path_factory: pytest.TempPathFactory,
 def test_a_column_cut_in_one_wave_reads_each_source_byte_once(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path))
     array = bits((64, 48), "float32")
-    rows = cut((64, 48), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=4"))
-    columns = cut((64, 48), {"tp": Shard(1)}, MeshSpec.parse("tp=3"))
+    rows = shard_columns((64, 48), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=4"))
+    columns = shard_columns((64, 48), {"tp": Shard(1)}, MeshSpec.parse("tp=3"))
     source = store_pieces(store, "t", array, "float32", rows.offsets, rows.sizes)
     files = [target("t", i, Box(tuple(columns.offsets[i]), tuple(columns.sizes[i]))) for i in range(3)]
     execution = Execution(
@@ -128,7 +131,7 @@ def test_a_column_cut_in_one_wave_reads_each_source_byte_once(tmp_path: Path) ->
 def test_a_transform_gets_whole_groups_of_rows_and_its_result_is_cropped(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path))
     array = bits((24, 5), "bfloat16")
-    pieces = cut((24, 5), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=5"))
+    pieces = shard_columns((24, 5), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=5"))
     source = store_pieces(store, "t", array, "bfloat16", pieces.offsets, pieces.sizes)
     expected = array.reshape(6, 4, 5)[:, ::-1].reshape(24, 5)
 
@@ -148,7 +151,7 @@ def test_a_transform_gets_whole_groups_of_rows_and_its_result_is_cropped(tmp_pat
 def test_a_flipped_source_bit_is_named_and_leaves_no_file(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path))
     array = bits((8, 8), "float32")
-    pieces = cut((8, 8), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=2"))
+    pieces = shard_columns((8, 8), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=2"))
     source = store_pieces(store, "t", array, "float32", pieces.offsets, pieces.sizes)
     data = bytearray(store.read("t.1"))
     data[20] ^= 1
@@ -163,7 +166,7 @@ def test_a_flipped_source_bit_is_named_and_leaves_no_file(tmp_path: Path) -> Non
 def test_a_source_with_a_hole_is_refused(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path))
     array = bits((8, 2), "float32")
-    pieces = cut((8, 2), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=2"))
+    pieces = shard_columns((8, 2), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=2"))
     source = store_pieces(store, "t", array, "float32", pieces.offsets[:1], pieces.sizes[:1])
     with pytest.raises(PlanError, match="no chunk for all of"):
         run(source, store, [Wave(files=(target("t", 0, Box((0, 0), (8, 2))),))])

@@ -9,7 +9,7 @@ from titan_ckpt.console.cut_picture import Pieces, draw
 from titan_ckpt.errors import ConfigError, PlanError
 from titan_ckpt.resharding.placement_rules import read_rules
 from titan_ckpt.rewrite.row_strips import cut_strips
-from titan_ckpt.sharding.box_columns import cut
+from titan_ckpt.sharding.box_columns import shard_columns
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec, stage_table
 from titan_ckpt.sharding.placement import Box, Shard
@@ -63,7 +63,10 @@ def test_a_bad_table_of_placements_names_its_line(text: str, message: str) -> No
 
 def test_the_grid_shows_what_each_target_piece_is_made_of() -> None:
     rows, columns = ({"dp_shard": Shard(0)}, {"tp": Shard(1)})
-    a, b = cut((4, 4), rows, MeshSpec.parse("dp_shard=2")), cut((4, 4), columns, MeshSpec.parse("tp=2"))
+    a, b = (
+        shard_columns((4, 4), rows, MeshSpec.parse("dp_shard=2")),
+        shard_columns((4, 4), columns, MeshSpec.parse("tp=2")),
+    )
     source = Pieces(offsets=a.offsets, sizes=a.sizes, holders=["0", "1"])
     target = Pieces(offsets=b.offsets, sizes=b.sizes, holders=["0", "1"])
     line_a, line_b = " a0 a0 a1 a1", " b0 b0 b1 b1"

@@ -29,7 +29,7 @@ from titan_ckpt.store.base import RetryPolicy
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.s3 import S3Store
 from titan_ckpt.store.s3_errors import translate
-from titan_ckpt.store.s3_parts import PART_BYTES, PartBuffers, cut
+from titan_ckpt.store.s3_parts import PART_BYTES, PartBuffers, upload_parts
 from tools.s3_server import Server
 
 QUICK = RetryPolicy(tries=3, first_wait_s=0.001, longest_wait_s=0.01, deadline_s=30)
@@ -234,7 +234,7 @@ def test_each_answer_of_a_server_becomes_the_right_error(code: str, status: int,
 
 def test_parts_are_of_equal_size_and_slice_large_buffers_without_a_copy() -> None:
     large = memoryview(bytearray(3 * PART_BYTES))
-    parts = [part.view for part in cut([b"abc", large, b"de"], PartBuffers())]
+    parts = [part.view for part in upload_parts([b"abc", large, b"de"], PartBuffers())]
     assert [len(part) for part in parts] == [PART_BYTES, PART_BYTES, PART_BYTES, 5]
     assert parts[1].obj is large.obj
     assert parts[2].obj is large.obj
@@ -243,8 +243,8 @@ def test_parts_are_of_equal_size_and_slice_large_buffers_without_a_copy() -> Non
 
 
 def test_nothing_to_cut_gives_no_part() -> None:
-    assert list(cut([], PartBuffers())) == []
-    assert list(cut([b"", b""], PartBuffers())) == []
+    assert list(upload_parts([], PartBuffers())) == []
+    assert list(upload_parts([b"", b""], PartBuffers())) == []
 
 
 def test_a_gathered_part_that_was_sent_lends_its_memory_to_the_next_of_any_file() -> None:
@@ -252,7 +252,7 @@ def test_a_gathered_part_that_was_sent_lends_its_memory_to_the_next_of_any_file(
     buffers, memory, found = PartBuffers(), [], []
     with buffers:
         for _ in range(2):
-            for part in cut(pieces, buffers):
+            for part in upload_parts(pieces, buffers):
                 assert part.buffer is not None
                 memory.append(part.buffer.ctypes.data)
                 found.append(bytes(part.view))
@@ -264,7 +264,7 @@ def test_a_gathered_part_that_was_sent_lends_its_memory_to_the_next_of_any_file(
 def test_buffers_of_parts_are_let_go_when_nothing_is_written_any_more() -> None:
     buffers = PartBuffers()
     with buffers:
-        part = next(cut([b"abc"], buffers))
+        part = next(upload_parts([b"abc"], buffers))
         buffers.give_back(part)
         last_seen = weakref.ref(part.buffer)
         del part

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titan_ckpt.errors import DamagedError, NotFoundError
-from titan_ckpt.format.codec import PLANES_ZSTD, read_raw
+from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.dtypes import ELEMENT_SIZE, Array, storage_dtype
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
@@ -26,8 +26,14 @@ def read_payload(checkpoint: Checkpoint, chunk: Chunk, itemsize: int, first: int
     if chunk.codec == RAW:
         checkpoint.store.read_into(path, start + first, out)
     elif chunk.codec == PLANES_ZSTD:
-        raw_length = chunk.box.num_elements * itemsize
-        read_raw(checkpoint.store, path, start, chunk.payload_length, raw_length, itemsize, first, out)
+        payload = EncodedPayload(
+            path=path,
+            start=start,
+            length=chunk.payload_length,
+            raw_length=chunk.box.num_elements * itemsize,
+            itemsize=itemsize,
+        )
+        read_raw(checkpoint.store, payload, first, out)
     else:
         raise DamagedError(f"{checkpoint}: {chunk.fqn} is stored by the codec {chunk.codec!r}, unknown to this release")
 

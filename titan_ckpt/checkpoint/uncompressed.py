@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.errors import UsageError
-from titan_ckpt.format.codec import PLANES_ZSTD, read_raw
+from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import RAW, FileEntry
-from titan_ckpt.store.base import Buffer, Entry, Store
+from titan_ckpt.store.base import Buffer, ObjectInfo, Store
 
 _MARK = "#payload-"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Payload:
-    """An encoded payload in the real store."""
-
-    path: str
-    start: int
-    length: int
-    raw_length: int
-    itemsize: int
 
 
 class DecodedStore(Store):
     """Reads through to another store; the paths of encoded payloads give their raw bytes. Read-only."""
 
-    def __init__(self, store: Store, payloads: dict[str, _Payload]) -> None:
+    def __init__(self, store: Store, payloads: dict[str, EncodedPayload]) -> None:
         super().__init__(store.url)
         self._store, self._payloads = store, payloads
 
@@ -41,28 +30,27 @@ class DecodedStore(Store):
         if found is None:
             self._store.read_into(path, start, buffer)
         else:
-            where = (found.path, found.start, found.length, found.raw_length, found.itemsize)
-            read_raw(self._store, *where, start, buffer.cast("B"))
+            read_raw(self._store, found, start, buffer.cast("B"))
 
     def where(self, path: str) -> str:
         return self._store.where(path.partition(_MARK)[0])
 
-    def stat(self, path: str) -> Entry:
+    def stat(self, path: str) -> ObjectInfo:
         return self._store.stat(path.partition(_MARK)[0])
 
     def folders(self, prefix: str = "") -> list[str]:
         return self._store.folders(prefix)
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return self._store.list(prefix)
 
     def honours_conditions(self) -> bool:
         return self._store.honours_conditions()
 
-    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:  # noqa: ARG002
+    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:  # noqa: ARG002
         raise UsageError(f"{self.where(path)}: a decoded view of a checkpoint is read-only")
 
-    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:  # noqa: ARG002
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:  # noqa: ARG002
         raise UsageError(f"{self.where(path)}: a decoded view of a checkpoint is read-only")
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -84,7 +72,7 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     raw_length = itemsize * np.array(
         [box.prod() for tensor in manifest.tensors for box in manifest.boxes(tensor)[1]], dtype=np.int64
     )
-    payloads: dict[str, _Payload] = {}
+    payloads: dict[str, EncodedPayload] = {}
     files = list(manifest.files)
     columns: dict[str, Any] = {
         name: np.array(getattr(table, name))
@@ -93,7 +81,7 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     for row in encoded.tolist():
         file = f"{manifest.files[int(table.file[row])].path}{_MARK}{row}"
         start = int(table.offset[row] + table.payload_offset[row])
-        payloads[checkpoint.path(file)] = _Payload(
+        payloads[checkpoint.path(file)] = EncodedPayload(
             path=checkpoint.path(manifest.files[int(table.file[row])].path), start=start,
             length=int(table.payload_length[row]), raw_length=int(raw_length[row]), itemsize=int(itemsize[row]),
         )  # fmt: skip

@@ -48,7 +48,7 @@ from titan_ckpt.saving.staging import Direct
 from titan_ckpt.saving.upload import Part, upload
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, Placements
-from titan_ckpt.state.state_dict import DTYPE_NAME, Item, cut_order
+from titan_ckpt.state.state_dict import DTYPE_NAME, LocalShard, cut_order
 from titan_ckpt.store.open import open_store
 
 
@@ -294,11 +294,18 @@ class StorageReader(TorchStorageReader):
         return bool(str(checkpoint_id))
 
 
-def _item(write: WriteItem) -> Item:
+def _item(write: WriteItem) -> LocalShard:
     data = write.tensor_data
     assert data is not None
     dtype = DTYPE_NAME[data.properties.dtype]
-    return Item(write.index.fqn, dtype, tuple(data.size), None, tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return LocalShard(
+        fqn=write.index.fqn,
+        dtype=dtype,
+        global_shape=tuple(data.size),
+        placements=None,
+        offsets=tuple(data.chunk.offsets),
+        sizes=tuple(data.chunk.sizes),
+    )
 
 
 def _placements(planner: SavePlanner, write: WriteItem) -> Placements | None:

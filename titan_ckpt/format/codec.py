@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -17,7 +18,7 @@ import zstandard
 
 from titan_ckpt.errors import DamagedError
 from titan_ckpt.format.manifest import RAW
-from titan_ckpt.format.torch_blob import Frame
+from titan_ckpt.format.torch_blob import Envelope
 from titan_ckpt.store.base import Store
 
 PLANES_ZSTD = "planes-zstd"
@@ -28,10 +29,10 @@ _HEADER = struct.Struct("<8sIIQI")
 _MAGIC = b"TCKPLZ1\0"
 
 
-def encode_head(around: Frame, itemsize: int) -> bytes:
+def encode_head(envelope: Envelope, itemsize: int) -> bytes:
     """What stands before the frames."""
-    header = _HEADER.pack(_MAGIC, len(around.prefix), len(around.suffix), around.payload_length, itemsize)
-    return header + around.prefix + around.suffix
+    header = _HEADER.pack(_MAGIC, len(envelope.prefix), len(envelope.suffix), envelope.payload_length, itemsize)
+    return header + envelope.prefix + envelope.suffix
 
 
 def encode(payload: memoryview, itemsize: int) -> Iterator[bytes]:
@@ -46,30 +47,32 @@ def encode(payload: memoryview, itemsize: int) -> Iterator[bytes]:
     yield struct.pack(f"<{len(lengths)}I", *lengths)
 
 
-def read_raw(
-    store: Store,
-    path: str,
-    payload_start: int,
-    payload_length: int,
-    raw_length: int,
-    itemsize: int,
-    first: int,
-    out: memoryview,
-) -> None:
-    """Fill `out` with the raw bytes from `first` of an encoded payload of `raw_length` raw bytes; reads the frames it needs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPayload:
+    """Frames and their lengths: bytes `[start, start + length)` of an object, which decode to `raw_length` bytes."""
 
-    DamagedError where the stored bytes are not frames of these lengths.
+    path: str
+    start: int
+    length: int
+    raw_length: int
+    itemsize: int
+
+
+def read_raw(store: Store, payload: EncodedPayload, first: int, out: memoryview) -> None:
+    """Fill `out` with raw bytes of `payload` from byte `first` on; reads only the frames that it needs.
+
+    DamagedError if the stored bytes are not frames of these lengths.
     """
     if len(out) == 0:
         return
-    where = f"{store.where(path)}: bytes {payload_start} to {payload_start + payload_length}"
-    starts = _frame_starts(store, path, payload_start, payload_length, raw_length, where)
+    where = f"{store.where(payload.path)}: bytes {payload.start} to {payload.start + payload.length}"
+    starts = _frame_starts(store, payload, where)
     low, high = first // FRAME_BYTES, -(-(first + len(out)) // FRAME_BYTES)
-    stored = memoryview(store.read(path, payload_start + starts[low], starts[high] - starts[low]))
+    stored = memoryview(store.read(payload.path, payload.start + starts[low], starts[high] - starts[low]))
     for number in range(low, high):
         frame = stored[starts[number] - starts[low] : starts[number + 1] - starts[low]]
-        size = min(FRAME_BYTES, raw_length - number * FRAME_BYTES)
-        raw = _decode_frame(frame, size, itemsize, where)
+        size = min(FRAME_BYTES, payload.raw_length - number * FRAME_BYTES)
+        raw = _decode_frame(frame, size, payload.itemsize, where)
         begin = max(first, number * FRAME_BYTES)
         end = min(first + len(out), number * FRAME_BYTES + size)
         out[begin - first : end - first] = raw[begin - number * FRAME_BYTES : end - number * FRAME_BYTES]
@@ -98,13 +101,11 @@ def decode_blob(blob: bytes, where: str) -> bytes:
     return blob[_HEADER.size : body] + raw + blob[body : body + suffix_length]
 
 
-def _frame_starts(
-    store: Store, path: str, payload_start: int, payload_length: int, raw_length: int, where: str
-) -> list[int]:
-    size = 4 * -(-raw_length // FRAME_BYTES)
-    if size > payload_length:
-        raise DamagedError(f"{where}: {payload_length} bytes cannot hold {raw_length} raw bytes")
-    return _accumulate(store.read(path, payload_start + payload_length - size, size), payload_length, where)
+def _frame_starts(store: Store, payload: EncodedPayload, where: str) -> list[int]:
+    size = 4 * -(-payload.raw_length // FRAME_BYTES)
+    if size > payload.length:
+        raise DamagedError(f"{where}: {payload.length} bytes cannot hold {payload.raw_length} raw bytes")
+    return _accumulate(store.read(payload.path, payload.start + payload.length - size, size), payload.length, where)
 
 
 def _accumulate(lengths: bytes, payload_length: int, where: str) -> list[int]:

@@ -26,10 +26,10 @@ from titan_ckpt.format.manifest_json import check_version, encode_manifest
 from titan_ckpt.format.names import COMMIT, DIGESTS, MANIFEST, METADATA, is_attempt, step_folder
 from titan_ckpt.store.base import Store
 
-FORMAT = "titan-ckpt-commit"
-VERSION = 1
+COMMIT_FORMAT = "titan-ckpt-commit"
+COMMIT_VERSION = 1
 DIGEST = "xxh3_128"
-MAX_BYTES = 1 << 20
+MAX_COMMIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,8 @@ def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces:
         store.write(f"{folder}/{manifest.attempt}/{DIGESTS}", [encoded.digests])
     store.write(f"{folder}/{METADATA}", [metadata])
     content = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": COMMIT_FORMAT,
+        "version": COMMIT_VERSION,
         "step": manifest.step,
         "attempt": manifest.attempt,
         "kind": manifest.kind,
@@ -102,7 +102,7 @@ def read_commit(store: Store, step: int) -> Commit:
     path = commit_path(step)
     try:
         entry = store.stat(path)
-        if entry.size_bytes > MAX_BYTES:
+        if entry.size_bytes > MAX_COMMIT_BYTES:
             raise DamagedError(f"{store.where(path)}: {entry.size_bytes} bytes are no commit")
         data = store.read(path, 0, entry.size_bytes)
     except NotFoundError as error:
@@ -111,11 +111,11 @@ def read_commit(store: Store, step: int) -> Commit:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{store.where(path)}: not JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != COMMIT_FORMAT:
         raise DamagedError(f"{store.where(path)}: not a commit of titan-ckpt")
     if _encode({key: value for key, value in content.items() if key != DIGEST}) != data:
         raise DamagedError(f"{store.where(path)}: not what was committed (its own digest differs)")
-    check_version(content.get("version"), VERSION, store.where(path))
+    check_version(content.get("version"), COMMIT_VERSION, store.where(path))
     commit = _decode(content, version=entry.version, where=store.where(path))
     if commit.step != step:
         raise DamagedError(f"{store.where(path)}: is the commit of step {commit.step}; it was moved or copied here")

@@ -30,7 +30,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
 
-Piece: TypeAlias = bytes | npt.NDArray[np.uint8]
+Opcodes: TypeAlias = bytes | npt.NDArray[np.uint8]
 
 
 class _Writer:
@@ -59,13 +59,13 @@ class _Writer:
     def text(self, value: str) -> bytes:
         return self.once(text(value))
 
-    def size(self, *numbers: Piece) -> list[Piece]:
+    def size(self, *numbers: Opcodes) -> list[Opcodes]:
         """A torch.Size of numbers that are given as opcodes."""
         return [self.once(get_global("torch", "Size")), b"(", *numbers, b"t\x85R"]
 
-    def record(self, module: str, name: str, fields: Mapping[str, list[Piece]]) -> list[Piece]:
+    def record(self, module: str, name: str, fields: Mapping[str, list[Opcodes]]) -> list[Opcodes]:
         """An instance made without calling its class, its `__dict__` set to `fields`."""
-        pieces: list[Piece] = [self.once(get_global(module, name)), b")\x81}("]
+        pieces: list[Opcodes] = [self.once(get_global(module, name)), b")\x81}("]
         for key, value in fields.items():
             pieces += [self.text(key), *value]
         return [*pieces, b"ub"]
@@ -75,7 +75,7 @@ def _mapping(items: Iterable[bytes]) -> bytes:
     return b"}(" + b"".join(items) + b"u"
 
 
-def _one(pieces: list[Piece]) -> bytes:
+def _one(pieces: list[Opcodes]) -> bytes:
     """Opcodes of a single value."""
     return rows(1, pieces)
 
@@ -97,7 +97,7 @@ def dcp_metadata(manifest: Manifest, *, paths: Mapping[str, tuple[str, ...]] | N
         storage.append(_one([*_storage_index(writer, entry.fqn, [b"N"]), *info]))
     for fqn in [*manifest.by_fqn, *manifest.objects_by_fqn]:
         planner.append(writer.text(fqn) + tuple_of(*(writer.text(part) for part in paths.get(fqn, (fqn,)))))
-    fields: dict[str, list[Piece]] = {
+    fields: dict[str, list[Opcodes]] = {
         "state_dict_metadata": [_mapping(state)],
         "planner_data": [_mapping(planner)],
         "storage_data": [_mapping(storage)],
@@ -116,7 +116,7 @@ def _tensor_record(writer: _Writer, manifest: Manifest, tensor: TensorEntry) -> 
     state = tuple_of(
         writer.once(get_global("torch", tensor.dtype)), writer.once(layout), b"\x89", writer.once(encoding), b"\x89"
     )
-    fields: dict[str, list[Piece]] = {
+    fields: dict[str, list[Opcodes]] = {
         "properties": [writer.once(get_global(_METADATA, "TensorProperties")), b")\x81", state, b"b"],
         "size": writer.size(*(INT(number) for number in tensor.global_shape)),
         "chunks": [b"](", chunks, b"e"],
@@ -142,11 +142,11 @@ def _descriptors(writer: _Writer, codec: str) -> int:
     return writer.index(b"N" if codec == RAW else b"](" + text(codec) + b"e")
 
 
-def _storage_index(writer: _Writer, fqn: str, offset: list[Piece]) -> list[Piece]:
+def _storage_index(writer: _Writer, fqn: str, offset: list[Opcodes]) -> list[Opcodes]:
     return writer.record(_METADATA, "MetadataIndex", {"fqn": [writer.text(fqn)], "offset": offset, "index": [b"N"]})
 
 
-def _storage_info(writer: _Writer, path: Piece, offset: Piece, length: Piece) -> list[Piece]:
+def _storage_info(writer: _Writer, path: Opcodes, offset: Opcodes, length: Opcodes) -> list[Opcodes]:
     fields = {"relative_path": [path], "offset": [offset], "length": [length]}
     return writer.record(_FILESYSTEM, "_StorageInfo", fields)
 

@@ -90,7 +90,7 @@ class FileEntry:
 class ChunkTable:
     """One row per chunk, tensor after tensor. Boxes are ragged: a tensor of `d` dimensions with `n` chunks has `n * d` values.
 
-    Columns are arrays, or `Shared` where a table is so long that equal stretches of it are held once.
+    Columns are arrays, or `SharedColumn` where a table is so long that equal stretches of it are held once.
     """
 
     file: Column

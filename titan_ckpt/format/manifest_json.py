@@ -26,10 +26,10 @@ from titan_ckpt.format.names import DIGESTS, is_attempt, is_data_file
 from titan_ckpt.location import check_relative
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Placements, Shard
-from titan_ckpt.sharding.repeating_columns import Column, Int64s, shared
+from titan_ckpt.sharding.repeating_columns import Column, Int64s, shared_column
 
-FORMAT = "titan-ckpt"
-VERSION = 1
+MANIFEST_FORMAT = "titan-ckpt"
+MANIFEST_VERSION = 1
 MAX_PLAIN_VALUES = 4096
 MAX_INLINE_DIGESTS = 100_000
 MAX_VALUES, MOST_VALUES = 1 << 27, 1 << 29
@@ -60,8 +60,8 @@ def encode_manifest(manifest: Manifest) -> EncodedManifest:
     digests = manifest.chunks.digests
     beside = digests is not None and len(manifest.chunks) > MAX_INLINE_DIGESTS
     content = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": MANIFEST_FORMAT,
+        "version": MANIFEST_VERSION,
         "step": manifest.step,
         "attempt": manifest.attempt,
         "kind": manifest.kind,
@@ -115,9 +115,9 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{where}: not JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != MANIFEST_FORMAT:
         raise DamagedError(f"{where}: not a titan-ckpt manifest")
-    check_version(content.get("version"), VERSION, where)
+    check_version(content.get("version"), MANIFEST_VERSION, where)
     return content
 
 
@@ -283,7 +283,7 @@ def _decode_shared(name: str, column: list[int] | dict[str, Any], tensors: tuple
     values = _decode_column(column)
     widths = [t.num_chunks * (len(t.global_shape) if name.startswith("box_") else 1) for t in tensors]
     is_long = sum(t.num_chunks for t in tensors) >= MIN_SHARED_ROWS and sum(widths) == len(values)
-    return shared(values, widths) if is_long and name != "offset" else values
+    return shared_column(values, widths) if is_long and name != "offset" else values
 
 
 def _decode_column(column: list[int] | dict[str, Any]) -> Int64s:

@@ -1,9 +1,9 @@
-"""A chunk's blob: the bytes that `torch.save(tensor)` would mean, built around a payload that is never copied.
+"""A chunk's blob: the bytes of `torch.save(tensor)`, as an envelope around a payload that is never copied.
 
-Each blob is a ZIP archive with stored (uncompressed) members as torch reads them: `data.pkl` rebuilds the tensor, `data/0` is
-the raw little-endian, row-major payload. Everything before the payload is `Frame.prefix`, everything after it is `Frame.suffix`;
-both depend on dtype and sizes only. A blob that starts at a multiple of 64 has its payload at a multiple of 64. The CRC fields
-are zero, as with `torch.serialization.set_crc32_options(False)`: torch does not check them, and our digests are stronger.
+A blob is a ZIP archive with stored (uncompressed) members: `data.pkl` rebuilds the tensor, `data/0` is the raw payload,
+little-endian and row-major. `Envelope.prefix` is everything before the payload, `Envelope.suffix` everything after it; both
+depend on dtype and sizes only. If a blob starts at a multiple of 64, so does its payload. The CRC fields are zero, as with
+`torch.serialization.set_crc32_options(False)`: torch does not check them, and our digests are stronger.
 
 Formats: PKWARE APPNOTE 6.3 (ZIP, ZIP64); torch/serialization.py (`_save`); pickle protocol 2.
 """
@@ -18,7 +18,7 @@ from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.pickle_write import INT, call_global, get_global, text, tuple_of
 from titan_ckpt.sharding.placement import Box, Shape
 
-ALIGNMENT = 64
+BLOB_ALIGNMENT = 64
 _MAX_32 = 0xFFFFFFFF
 _LEGACY_STORAGE = {
     "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
@@ -28,8 +28,8 @@ _LEGACY_STORAGE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """What stands around a payload of `payload_length` bytes."""
+class Envelope:
+    """The bytes before and after a payload of `payload_length` bytes."""
 
     prefix: bytes
     suffix: bytes
@@ -49,13 +49,13 @@ class _Member:
 
 
 def align(offset: int) -> int:
-    """The first place at or after `offset` where a blob may start."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+    """The first offset at or after `offset` where a blob may start."""
+    return -(-offset // BLOB_ALIGNMENT) * BLOB_ALIGNMENT
 
 
 @lru_cache(maxsize=4096)
-def frame(dtype: str, sizes: Shape) -> Frame:
-    """The frame of a contiguous tensor of `dtype` (a name such as `bfloat16`) and `sizes`."""
+def envelope(dtype: str, sizes: Shape) -> Envelope:
+    """The envelope of a contiguous tensor of `dtype` (a name such as `bfloat16`) and `sizes`."""
     payload_length = Box.whole(sizes).num_elements * ELEMENT_SIZE[dtype]
     prefix = bytearray()
     members = []
@@ -70,11 +70,11 @@ def frame(dtype: str, sizes: Shape) -> Frame:
     bare = len(prefix) + len(_local_header(data.name, data.size, padding=0))
     prefix += _local_header(data.name, data.size, padding=_padding(bare))
     end = len(prefix) + payload_length
-    return Frame(prefix=bytes(prefix), suffix=_directory([*members, data], end), payload_length=payload_length)
+    return Envelope(prefix=bytes(prefix), suffix=_directory([*members, data], end), payload_length=payload_length)
 
 
 def _padding(bare: int) -> int:
-    """Bytes of an extra field (at least its 4-byte header) that bring `bare` to a multiple of ALIGNMENT."""
+    """Bytes of an extra field (at least its 4-byte header) that bring `bare` to a multiple of BLOB_ALIGNMENT."""
     return align(bare + 4) - bare
 
 
@@ -89,7 +89,7 @@ def _local_header(name: bytes, size: int, *, padding: int) -> bytes:
 
 
 def _directory(members: list[_Member], start: int) -> bytes:
-    """The central directory, which stands at `start` of the blob, and the end records."""
+    """The central directory, at byte `start` of the blob, and the end records."""
     entries = b"".join(_directory_entry(member) for member in members)
     zip64 = b""
     if start >= _MAX_32:

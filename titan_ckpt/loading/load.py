@@ -15,14 +15,14 @@ import torch
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, UnsafeContentError
-from titan_ckpt.format.codec import PLANES_ZSTD, read_raw
+from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
 from titan_ckpt.loading.broadcast import is_reader, read_and_send
 from titan_ckpt.loading.requests import Request, fetch, grouped
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.sharding.placement import strides as row_major
-from titan_ckpt.state.state_dict import DTYPE_NAME, TORCH_DTYPE, as_bytes, describe, flatten, local_part
+from titan_ckpt.state.state_dict import DTYPE_NAME, TORCH_DTYPE, as_bytes, flatten, local_shard, local_tensor
 
 log = logging.getLogger(__name__)
 Answer = Literal["error", "warn", "allow"]
@@ -223,7 +223,7 @@ class ReadPlan:
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
         """Fill this rank's part of `tensor`."""
-        self.add_local(entry, describe(entry.fqn, tensor).box, local_part(tensor))
+        self.add_local(entry, local_shard(entry.fqn, tensor).box, local_tensor(tensor))
 
     def add_local(self, entry: TensorEntry, box: Box, local: torch.Tensor) -> None:
         """Fill `local`, which is `box` of the stored tensor, on any device and in any dtype and layout."""
@@ -280,9 +280,14 @@ class ReadPlan:
         memory = as_bytes(view) if is_straight else None
         length, source = (last - first) * size, None
         if chunk.codec == PLANES_ZSTD:
-            raw_length = chunk.box.num_elements * size
-            where = (path, payload, chunk.payload_length, raw_length, size, first * size)
-            source = partial(read_raw, self._checkpoint.store, *where)
+            encoded = EncodedPayload(
+                path=path,
+                start=payload,
+                length=chunk.payload_length,
+                raw_length=chunk.box.num_elements * size,
+                itemsize=size,
+            )
+            source = partial(read_raw, self._checkpoint.store, encoded, first * size)
         self._reads.append(Request(path=path, start=start, length=length, target=memory, done=finish, source=source))
 
     def _count(self, part: Box, size: int, fetched: int, *, is_verified: bool) -> None:

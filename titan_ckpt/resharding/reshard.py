@@ -27,7 +27,7 @@ from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, FileEntry, Manifest, ObjectEntry
 from titan_ckpt.format.names import ASSETS, data_file, step_folder
-from titan_ckpt.format.torch_blob import frame
+from titan_ckpt.format.torch_blob import envelope
 from titan_ckpt.location import is_inside
 from titan_ckpt.resharding.file_groups import group_ranks, spread
 from titan_ckpt.resharding.placement_rules import Rule
@@ -40,7 +40,6 @@ from titan_ckpt.rewrite.selection import Selection, select
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.store.base import Store
-from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
 from titan_ckpt.version import __version__
 
@@ -102,7 +101,7 @@ class ReshardPlan:
         for row in self.target.rows_of(rank).tolist():
             tensor = self.target.tensor_of(row)
             box = self.target.box(row)
-            around = frame(tensor.dtype, box.sizes)
+            around = envelope(tensor.dtype, box.sizes)
             offset = int(table.offset[row])
             yield Literal(b"\0" * (offset - end) + around.prefix)
             yield Region(tensor=tensor.fqn, box=box, transform=self.selection.transforms.get(tensor.fqn), key=str(row))
@@ -227,8 +226,9 @@ def check_destination(plan: ReshardPlan, url: str, store: Store) -> None:
 
 
 def _check_space(plan: ReshardPlan, store: Store, ranks: list[int]) -> None:
-    if isinstance(store, FileStore) and ranks:
-        needed, free = int(plan.target.file_bytes()[ranks].sum()), store.free_bytes()
+    free = store.free_bytes()
+    if free is not None and ranks:
+        needed = int(plan.target.file_bytes()[ranks].sum())
         if free < needed:
             raise StoreError(
                 f"{store}: {format_size(needed)} are to be written, {format_size(free)} are free on that disk"

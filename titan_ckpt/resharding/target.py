@@ -11,13 +11,13 @@ import numpy as np
 
 from titan_ckpt.errors import PlanError
 from titan_ckpt.format.manifest import ChunkTable, Manifest, ObjectEntry, TensorEntry
-from titan_ckpt.format.torch_blob import align, frame
+from titan_ckpt.format.torch_blob import align, envelope
 from titan_ckpt.resharding.placement_rules import FSDP_AXES, Rule, check_dims, match_rule, tensor_parallel
-from titan_ckpt.sharding.box_columns import Cut, cut
+from titan_ckpt.sharding.box_columns import ShardColumns, shard_columns
 from titan_ckpt.sharding.mesh import FOLD, MeshSpec
-from titan_ckpt.sharding.pipeline import LOOP, PipelineSpec, StageTable, count_layers, stage_table
+from titan_ckpt.sharding.pipeline import PipelineSpec, PipelineStyle, StageTable, count_layers, stage_table
 from titan_ckpt.sharding.placement import Box, Placements, Shape, Shard
-from titan_ckpt.sharding.repeating_columns import Column, Int64s, Shared
+from titan_ckpt.sharding.repeating_columns import Column, Int64s, SharedColumn
 
 _FSDP = ("dp_shard", "cp", FSDP_AXES)
 _ROLES = ("model.", "optimizer.state.")
@@ -114,7 +114,9 @@ def stages_for(manifest: Manifest, mesh: MeshSpec, *, stages_per_rank: int | Non
         return None
     spec = _pipeline(manifest)
     if stages_per_rank is not None:
-        spec = replace(spec, stages_per_rank=stages_per_rank, style=spec.style if stages_per_rank == 2 else LOOP)
+        spec = replace(
+            spec, stages_per_rank=stages_per_rank, style=spec.style if stages_per_rank == 2 else PipelineStyle.LOOP
+        )
     return stage_table(spec, mesh.degree("pp"))
 
 
@@ -209,13 +211,13 @@ def lay_out(
     counts = [len(shard.ranks) for shard in shards]
     firsts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     widths = [count * len(entry.global_shape) for (entry, _), count in zip(items, counts, strict=True)]
-    rank = Shared(ranks)
-    prefix, payload, length = (Shared([f[column] for f in frames]) for column in range(3))
+    rank = SharedColumn(ranks)
+    prefix, payload, length = (SharedColumn([f[column] for f in frames]) for column in range(3))
     offset, blob_end = _stack(ranks, [f[2] for f in frames], mesh.world_size)
     table = ChunkTable(
         file=rank, offset=offset, length=length, payload_offset=prefix, payload_length=payload,
-        codec=Shared([np.broadcast_to(np.int64(0), count) for count in counts]),
-        box_offsets=Shared([s.offsets.ravel() for s in shards]), box_sizes=Shared([s.sizes.ravel() for s in shards]),
+        codec=SharedColumn([np.broadcast_to(np.int64(0), count) for count in counts]),
+        box_offsets=SharedColumn([s.offsets.ravel() for s in shards]), box_sizes=SharedColumn([s.sizes.ravel() for s in shards]),
         digests=None,
     )  # fmt: skip
     entries = [
@@ -238,27 +240,27 @@ class _Cuts:
 
     def __init__(self, mesh: MeshSpec) -> None:
         self._mesh = mesh
-        self._cuts: dict[tuple[Shape, tuple[tuple[str, Shard], ...]], Cut] = {}
+        self._cuts: dict[tuple[Shape, tuple[tuple[str, Shard], ...]], ShardColumns] = {}
         self._frames: dict[tuple[str, int], Int64s] = {}
 
-    def of(self, global_shape: Shape, placements: Placements) -> Cut:
+    def of(self, global_shape: Shape, placements: Placements) -> ShardColumns:
         key = (global_shape, tuple(placements.items()))
         if key not in self._cuts:
-            self._cuts[key] = cut(global_shape, placements, self._mesh)
+            self._cuts[key] = shard_columns(global_shape, placements, self._mesh)
         return self._cuts[key]
 
-    def frames(self, dtype: str, shard: Cut) -> Int64s:
+    def frames(self, dtype: str, shard: ShardColumns) -> Int64s:
         """Prefix, payload and blob length of every shard, `[3, n]`."""
         key = (dtype, id(shard))
         if key not in self._frames:
             distinct, inverse = np.unique(shard.sizes, axis=0, return_inverse=True)
-            rows = [frame(dtype, tuple(sizes)) for sizes in distinct.tolist()]
+            rows = [envelope(dtype, tuple(sizes)) for sizes in distinct.tolist()]
             lengths = np.array([(len(f.prefix), f.payload_length, f.length) for f in rows], dtype=np.int64)
             self._frames[key] = np.ascontiguousarray(lengths[inverse.reshape(-1)].T)
         return self._frames[key]
 
 
-def _deal(placed: list[Placed], shards: list[Cut], frames: list[Int64s], mesh: MeshSpec) -> list[Int64s]:
+def _deal(placed: list[Placed], shards: list[ShardColumns], frames: list[Int64s], mesh: MeshSpec) -> list[Int64s]:
     """The rank of every shard of every tensor: first those that have one holder, then the rest from the largest down."""
     load = np.zeros(mesh.world_size, dtype=np.int64)
     per_stage = mesh.world_size // mesh.degree("pp")

@@ -15,8 +15,8 @@ from titan_ckpt.format.digest import digest
 from titan_ckpt.format.names import new_attempt
 from titan_ckpt.saving.writers import Share, divide
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.state.exchange import Failure, Ranks, SaveError, failure_on, raise_failures
-from titan_ckpt.state.state_dict import FlatState, Item, describe, flatten
+from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_on, raise_failures
+from titan_ckpt.state.state_dict import FlatState, LocalShard, flatten, local_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class SavePlan:
     """One agreed division: what this rank writes. `share` is the coordinator's."""
 
     signature: bytes
-    items: list[Item]
+    items: list[LocalShard]
     objects: list[str]
     share: Share | None
 
@@ -41,7 +41,7 @@ class Agreed:
 class Agreement:
     """The plan that all ranks share, made anew when the state of any of them changes its shape."""
 
-    def __init__(self, ranks: Ranks, mesh: MeshSpec | None) -> None:
+    def __init__(self, ranks: RankGroup, mesh: MeshSpec | None) -> None:
         self._ranks, self._mesh = ranks, mesh
         self._plan: SavePlan | None = None
 
@@ -51,14 +51,14 @@ class Agreement:
         So is an `earlier` one that only some have been told of: all leave this save out, or all take part in it.
         """
         flat: FlatState | None = None
-        items: list[Item] = []
+        items: list[LocalShard] = []
         failure: Failure | None = None
         signature = b""
         try:
             if earlier is not None:
                 raise earlier
             flat = flatten(state)
-            items = [describe(fqn, tensor) for fqn, tensor in flat.tensors.items()]
+            items = [local_shard(fqn, tensor) for fqn, tensor in flat.tensors.items()]
             signature = digest(pickle.dumps((items, sorted(flat.objects))))
         except Exception:  # noqa: BLE001  (it is raised below, on every rank)
             failure = failure_on(self._ranks)
@@ -75,7 +75,7 @@ class Agreement:
             self._plan = self._divide(items, flat, signature, step)
         return Agreed(flat=flat, plan=self._plan, attempt=answers[0][2])
 
-    def _divide(self, items: list[Item], flat: FlatState, signature: bytes, step: int) -> SavePlan:
+    def _divide(self, items: list[LocalShard], flat: FlatState, signature: bytes, step: int) -> SavePlan:
         held = self._ranks.gather((items, sorted(flat.objects)))
         share: Share | None = None
         failure: Failure | None = None

@@ -9,10 +9,10 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.format.manifest import DIGEST_BYTES, FileEntry
 from titan_ckpt.format.names import step_folder
 from titan_ckpt.saving.upload import ChunkKey, Known, StoredChunk, chunk_key
-from titan_ckpt.state.state_dict import Item
+from titan_ckpt.state.state_dict import LocalShard
 
 
-def known_of_checkpoint(checkpoint: Checkpoint, items: Iterable[Item]) -> Known:
+def known_of_checkpoint(checkpoint: Checkpoint, items: Iterable[LocalShard]) -> Known:
     """Those of `items` that `checkpoint` holds in the same boxes; the others have to be written."""
     manifest, digests = checkpoint.manifest, checkpoint.digests
     files = {file.path: file for file in manifest.files}
@@ -34,7 +34,7 @@ def known_of_checkpoint(checkpoint: Checkpoint, items: Iterable[Item]) -> Known:
     return known
 
 
-def known_of_save(items: Sequence[Item], chunks: Sequence[StoredChunk], step: int) -> Known:
+def known_of_save(items: Sequence[LocalShard], chunks: Sequence[StoredChunk], step: int) -> Known:
     """What a save of ours has just committed as `step`."""
     return {
         chunk_key(item): replace(chunk, file=from_elsewhere(chunk.file, step))

@@ -36,8 +36,8 @@ from titan_ckpt.saving.options import Kind, SaveHandle, SaveOptions, SaveReport,
 from titan_ckpt.saving.second_tier import Mirror
 from titan_ckpt.saving.staging import Arena, Direct, Source
 from titan_ckpt.saving.upload import Known, Part, UploadOptions, part_chunks, upload
-from titan_ckpt.state.exchange import Failure, Ranks, SaveError, failure_on, raise_failures
-from titan_ckpt.state.state_dict import Item, dump_object
+from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_on, raise_failures
+from titan_ckpt.state.state_dict import LocalShard, dump_object
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import run_until
@@ -89,7 +89,7 @@ class Saver:
     def __init__(self, url: str | Store, options: SaveOptions | None = None) -> None:
         self._options = options or SaveOptions()
         self._store = url if isinstance(url, Store) else open_store(url)
-        self._ranks = Ranks(timeout_s=self._options.timeout_s)
+        self._ranks = RankGroup(timeout_s=self._options.timeout_s)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
         timeout_s, mirror = self._options.timeout_s, self._options.mirror
         self._mirror = None if mirror is None else Mirror(self._store, mirror, timeout_s=timeout_s)
@@ -303,7 +303,7 @@ class Saver:
                 store.write(f"{step_folder(job.step)}/{job.attempt}/{ASSETS}/{name}", [data])
         return part, previous
 
-    def _known_chunks(self, store: Store, items: list[Item]) -> Known:
+    def _known_chunks(self, store: Store, items: list[LocalShard]) -> Known:
         """What need not be written: of this saver's last save, or at its first of the newest checkpoint in the run."""
         if self._options.incremental and self._known is None:
             try:

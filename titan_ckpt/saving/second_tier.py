@@ -20,7 +20,7 @@ from titan_ckpt.errors import NotCommittedError, TitanError
 from titan_ckpt.format.commit import find_commit, read_commit
 from titan_ckpt.format.names import data_file
 from titan_ckpt.location import redact_text
-from titan_ckpt.state.exchange import Failure, Ranks, raise_failures
+from titan_ckpt.state.exchange import Failure, RankGroup, raise_failures
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import run_until
@@ -45,7 +45,7 @@ class Mirror:
     def __init__(self, source: Store, target: str | Store, *, timeout_s: float) -> None:
         self._source, self._target = source, target if isinstance(target, Store) else open_store(target)
         self._give_up_s = GIVE_UP_AT * timeout_s
-        self._ranks = Ranks(timeout_s=timeout_s)
+        self._ranks = RankGroup(timeout_s=timeout_s)
         self._steps: queue.Queue[int | None] = queue.Queue(MAX_BEHIND)
         self._error: BaseException | None = None
         self._last: int | None = None

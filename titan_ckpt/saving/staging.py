@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from titan_ckpt.format.torch_blob import align
-from titan_ckpt.state.state_dict import Item, as_bytes, local_part
+from titan_ckpt.state.state_dict import LocalShard, as_bytes, local_tensor
 
 
 class Source(Protocol):
@@ -27,7 +27,7 @@ class Source(Protocol):
 class Arena:
     """Host memory for the payloads of one set of items."""
 
-    def __init__(self, items: Sequence[Item], *, is_pinned: bool) -> None:
+    def __init__(self, items: Sequence[LocalShard], *, is_pinned: bool) -> None:
         self.items = list(items)
         self._starts, length = [], 0
         for item in self.items:
@@ -50,7 +50,7 @@ class Arena:
 
     def _copy(self, tensors: Sequence[torch.Tensor], *, non_blocking: bool) -> None:
         for index, (tensor, item) in enumerate(zip(tensors, self.items, strict=True)):
-            local = local_part(tensor)
+            local = local_tensor(tensor)
             self._bytes(index).view(local.dtype).view(item.sizes).copy_(local, non_blocking=non_blocking)
 
     def _bytes(self, index: int) -> torch.Tensor:
@@ -72,4 +72,4 @@ class Direct:
 
     def payload(self, index: int) -> memoryview:
         """The bytes of item `index`."""
-        return as_bytes(local_part(self._tensors[index]).cpu().contiguous())
+        return as_bytes(local_tensor(self._tensors[index]).cpu().contiguous())

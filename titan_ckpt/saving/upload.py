@@ -14,11 +14,11 @@ from titan_ckpt.format.digest import digest
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import RAW, FileEntry
 from titan_ckpt.format.names import data_file, step_folder
-from titan_ckpt.format.torch_blob import align, frame
+from titan_ckpt.format.torch_blob import align, envelope
 from titan_ckpt.saving.staging import Source
 from titan_ckpt.sharding.placement import Shape
 from titan_ckpt.sharding.repeating_columns import Int64s
-from titan_ckpt.state.state_dict import Item
+from titan_ckpt.state.state_dict import LocalShard
 from titan_ckpt.store.base import Buffer, Steady, Store
 
 WINDOW_BYTES = 16 << 20
@@ -77,14 +77,14 @@ class UploadOptions:
     known: Known = field(default_factory=dict)
 
 
-def chunk_key(item: Item) -> ChunkKey:
+def chunk_key(item: LocalShard) -> ChunkKey:
     """What makes a chunk the same place of the same tensor in another checkpoint."""
     return (item.fqn, item.dtype, item.offsets, item.sizes)
 
 
 def upload(
     store: Store,
-    items: Sequence[Item],
+    items: Sequence[LocalShard],
     source: Source,
     *,
     step: int,
@@ -138,7 +138,7 @@ class _Writing:
 
     def __init__(
         self,
-        items: Sequence[Item],
+        items: Sequence[LocalShard],
         source: Source,
         values: Mapping[str, bytes],
         sent: Callable[[int], None],
@@ -185,8 +185,8 @@ class _Writing:
             self.objects.append(StoredObject(fqn=fqn, offset=self.end, length=len(data), digest=digest(data)))
             yield data
 
-    def _plain(self, item: Item, payload: memoryview) -> Iterator[Buffer]:
-        around, payload_hash = frame(item.dtype, item.sizes), xxhash.xxh3_128()
+    def _plain(self, item: LocalShard, payload: memoryview) -> Iterator[Buffer]:
+        around, payload_hash = envelope(item.dtype, item.sizes), xxhash.xxh3_128()
         start = align(self.end)
         yield bytes(start - self.end) + around.prefix
         for begin in range(0, len(payload), WINDOW_BYTES):
@@ -196,8 +196,8 @@ class _Writing:
         yield around.suffix
         self._place(start, len(around.prefix), len(payload), around.length, RAW, payload_hash.digest())
 
-    def _encoded(self, item: Item, payload: memoryview) -> Iterator[Buffer]:
-        around, itemsize = frame(item.dtype, item.sizes), ELEMENT_SIZE[item.dtype]
+    def _encoded(self, item: LocalShard, payload: memoryview) -> Iterator[Buffer]:
+        around, itemsize = envelope(item.dtype, item.sizes), ELEMENT_SIZE[item.dtype]
         head, start, length = encode_head(around, itemsize), align(self.end), 0
         yield bytes(start - self.end) + head
         for piece in encode(payload, itemsize):

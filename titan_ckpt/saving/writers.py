@@ -17,7 +17,7 @@ from titan_ckpt.sharding.repeating_columns import Int64s
 
 
 class Held(Protocol):
-    """What a rank holds of a tensor (`titan_ckpt.state.state_dict.Item`)."""
+    """What a rank holds of a tensor (`titan_ckpt.state.state_dict.LocalShard`)."""
 
     @property
     def fqn(self) -> str: ...

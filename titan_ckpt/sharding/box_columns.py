@@ -12,7 +12,7 @@ from titan_ckpt.sharding.repeating_columns import Int64s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ShardColumns:
     """All non-empty shards of a tensor: boxes `[n, ndim]` and the rank of each at coordinate 0 of every axis that replicates.
 
     `replica_ranks[r]` is what to add to `ranks` for replica `r`; pipeline coordinates are not among the replicas.
@@ -24,7 +24,7 @@ class Cut:
     replica_ranks: Int64s
 
 
-def cut(global_shape: Shape, placements: Placements, mesh: MeshSpec) -> Cut:
+def shard_columns(global_shape: Shape, placements: Placements, mesh: MeshSpec) -> ShardColumns:
     """The shards of a tensor on one pipeline coordinate of `mesh`, in the order of the cuts (`shard_box` for all ranks)."""
     ndim = len(global_shape)
     offsets = np.zeros((1, ndim), dtype=np.int64)
@@ -45,13 +45,13 @@ def cut(global_shape: Shape, placements: Placements, mesh: MeshSpec) -> Cut:
     replicas = _rank_steps(mesh, [axis for axis in AXES if axis not in cut_axes])
     keep = (sizes > 0).all(axis=1)
     if not keep.any():  # a tensor without elements is one empty chunk
-        return Cut(
+        return ShardColumns(
             offsets=np.zeros((1, ndim), dtype=np.int64),
             sizes=np.array([global_shape], dtype=np.int64),
             ranks=np.zeros(1, dtype=np.int64),
             replica_ranks=replicas,
         )
-    return Cut(offsets=offsets[keep], sizes=sizes[keep], ranks=ranks[keep], replica_ranks=replicas)
+    return ShardColumns(offsets=offsets[keep], sizes=sizes[keep], ranks=ranks[keep], replica_ranks=replicas)
 
 
 def _rank_steps(mesh: MeshSpec, axes: list[str]) -> Int64s:

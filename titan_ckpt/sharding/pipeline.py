@@ -16,14 +16,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from titan_ckpt.errors import PlanError
 
-LOOP, V = "loop", "v"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
 _FIRST = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|wte)\.")
 _LAST = re.compile(r"(?:^|\.)(?:norm|lm_head|output|ln_f)\.")
+
+
+class PipelineStyle(StrEnum):
+    """Order in which stages are dealt to pipeline coordinates: round and round, or there and back."""
+
+    LOOP = "loop"
+    V = "v"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +42,7 @@ class PipelineSpec:
 
     num_layers: int
     stages_per_rank: int = 1
-    style: str = LOOP
+    style: str = PipelineStyle.LOOP
     layers_per_stage: tuple[int, ...] | None = None
     has_tied_embeddings: bool = False
 
@@ -45,7 +52,7 @@ class PipelineSpec:
         return {
             "num_layers": self.num_layers,
             "stages_per_rank": self.stages_per_rank,
-            "style": self.style,
+            "style": str(self.style),
             "layers_per_stage": split,
             "has_tied_embeddings": self.has_tied_embeddings,
         }
@@ -58,13 +65,13 @@ class PipelineSpec:
             spec = PipelineSpec(
                 num_layers=int(content["num_layers"]),
                 stages_per_rank=int(content.get("stages_per_rank", 1)),
-                style=str(content.get("style", LOOP)),
+                style=str(content.get("style", PipelineStyle.LOOP)),
                 layers_per_stage=None if split is None else tuple(int(n) for n in split),
                 has_tied_embeddings=bool(content.get("has_tied_embeddings", False)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"pipeline {dict(content)!r} of the source cannot be understood: {error}") from error
-        if spec.style not in (LOOP, V) or (spec.style == V and spec.stages_per_rank != 2):
+        if spec.style not in list(PipelineStyle) or (spec.style == PipelineStyle.V and spec.stages_per_rank != 2):
             raise PlanError(
                 f"pipeline style {spec.style!r} with {spec.stages_per_rank} stages per rank; known: loop, v (2)"
             )
@@ -87,14 +94,14 @@ def stage_layers(num_layers: int, num_stages: int, layers_per_stage: tuple[int, 
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
-def coordinate_of_stage(stage: int, pp: int, style: str = LOOP) -> int:
+def coordinate_of_stage(stage: int, pp: int, style: str = PipelineStyle.LOOP) -> int:
     """The `pp` coordinate that holds `stage`: round and round, or there and back for the V shape.
 
     >>> [coordinate_of_stage(s, 2) for s in range(4)], [coordinate_of_stage(s, 2, "v") for s in range(4)]
     ([0, 1, 0, 1], [0, 1, 1, 0])
     """
     turn, place = divmod(stage, pp)
-    return pp - 1 - place if style == V and turn % 2 else place
+    return pp - 1 - place if style == PipelineStyle.V and turn % 2 else place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

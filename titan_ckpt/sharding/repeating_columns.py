@@ -1,6 +1,6 @@
 """Long integer columns in which whole stretches repeat, each stretch held once. No torch, no I/O.
 
-A table of 31 million chunks says the same boxes, sizes and ranks for thousands of tensors of one shape and cut. A `Shared`
+A table of 31 million chunks says the same boxes, sizes and ranks for thousands of tensors of one shape and cut. A `SharedColumn`
 column has one block per tensor and equal blocks are one array, so that memory follows what differs.
 """
 
@@ -18,7 +18,7 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 _LARGEST = 2**63 - 1
 
 
-class Shared:
+class SharedColumn:
     """Blocks one after another, read as one array; `np.asarray` makes it one."""
 
     __slots__ = ("_blocks", "_starts")
@@ -73,10 +73,10 @@ class Shared:
         return inside[offset : offset + stop - start : step]
 
 
-Column: TypeAlias = Int64s | Shared
+Column: TypeAlias = Int64s | SharedColumn
 
 
-def shared(values: Int64s, lengths: Iterable[int]) -> Shared:
+def shared_column(values: Int64s, lengths: Iterable[int]) -> SharedColumn:
     """The same values in blocks of these lengths, equal ones held once."""
     known: dict[bytes, Int64s] = {}
     blocks, start = [], 0
@@ -85,4 +85,4 @@ def shared(values: Int64s, lengths: Iterable[int]) -> Shared:
         start += length
         key = block.tobytes()
         blocks.append(known[key] if key in known else known.setdefault(key, block.copy()))
-    return Shared(blocks)
+    return SharedColumn(blocks)

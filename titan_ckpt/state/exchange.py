@@ -19,7 +19,7 @@ _ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*: ")
 T = TypeVar("T")
 
 
-class Ranks:
+class RankGroup:
     """All ranks of the default process group, or this process alone where there is none. Made by all ranks together."""
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -107,6 +107,6 @@ def reason_of(text: str) -> str:
     return f"{name.rpartition('.')[2]}:{message}"
 
 
-def failure_on(ranks: Ranks) -> Failure:
+def failure_on(ranks: RankGroup) -> Failure:
     """The error being handled, with its traceback, for the other ranks."""
     return Failure(ranks.rank, redact_text(traceback.format_exc()))

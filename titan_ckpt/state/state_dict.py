@@ -24,9 +24,12 @@ TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in EL
 DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """What a rank holds of one tensor: a box, and how the whole was cut (None: not known by axis name)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalShard:
+    """The box of one tensor that a rank holds.
+
+    `placements` are the (axis, tensor dimension) pairs in the order of the cuts, None if the mesh has other axis names.
+    """
 
     fqn: str
     dtype: str
@@ -84,21 +87,35 @@ def _walk(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], 
         yield path, value
 
 
-def describe(fqn: str, tensor: torch.Tensor) -> Item:
+def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:
     """What this rank holds of `tensor`. UsageError for what cannot be stored (partial sums, sparse, unknown dtypes)."""
     dtype = DTYPE_NAME.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided:
         raise UsageError(f"{fqn}: tensors of {tensor.dtype}, {tensor.layout} cannot be stored in a checkpoint")
     global_shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Item(fqn, dtype, global_shape, (), (0,) * tensor.dim(), global_shape)
+        return LocalShard(
+            fqn=fqn,
+            dtype=dtype,
+            global_shape=global_shape,
+            placements=(),
+            offsets=(0,) * tensor.dim(),
+            sizes=global_shape,
+        )
     if any(placement.is_partial() for placement in tensor.placements):
         raise UsageError(f"{fqn}: placement {tensor.placements} holds partial sums; reduce it before saving")
     cuts = _cuts(tensor.device_mesh, tuple(tensor.placements))
     names = tensor.device_mesh.mesh_dim_names or ()
-    items = tuple((names[index], dim) for index, dim in cuts) if _are_axes(names, cuts) else None
+    placements = tuple((names[index], dim) for index, dim in cuts) if _are_axes(names, cuts) else None
     box = _own_box(fqn, tensor, cuts)
-    return Item(fqn, dtype, global_shape, items, box.offsets, box.sizes)
+    return LocalShard(
+        fqn=fqn,
+        dtype=dtype,
+        global_shape=global_shape,
+        placements=placements,
+        offsets=box.offsets,
+        sizes=box.sizes,
+    )
 
 
 def cut_order(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> Placements | None:
@@ -159,7 +176,7 @@ def _shard_dim(placement: TorchPlacement) -> int:
     return int(dim)  # type: ignore[arg-type]
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part as a plain tensor that shares its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

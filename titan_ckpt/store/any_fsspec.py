@@ -30,7 +30,7 @@ from titan_ckpt.errors import (
     UsageError,
 )
 from titan_ckpt.location import check_relative, normalise, redact, scheme
-from titan_ckpt.store.base import Buffer, Entry, RetryPolicy, Store, retry
+from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, retry
 from titan_ckpt.store.time_limit import HungStoreError, call_within, on_a_thread
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class FsspecStore(Store):
             )
         view[:] = data
 
-    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
         full = self._full(path)
         head, rest = self._take_head(iter(parts))
         if rest is None:
@@ -117,7 +117,7 @@ class FsspecStore(Store):
             self._fs.makedirs(full.rpartition("/")[0], exist_ok=True)
         return self._fs.open(full, "wb", autocommit=False)
 
-    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:
         with FsspecStore._lock:
             found = self.stat(path).version if self.exists(path) else None
             if found != version:
@@ -141,7 +141,7 @@ class FsspecStore(Store):
         names = (str(item["name"]).rstrip("/").rpartition("/")[2] for item in found if item["type"] == "directory")
         return sorted(names)
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         found = self._look(prefix, lambda: sorted(self._fs.find(self._folder(prefix), detail=True).items()))
         return (self._entry(self._relative(name), info) for name, info in found)
 
@@ -152,7 +152,7 @@ class FsspecStore(Store):
         except NotFoundError:
             return ()
 
-    def stat(self, path: str) -> Entry:
+    def stat(self, path: str) -> ObjectInfo:
         full = self._full(path)
         self._fs.invalidate_cache()
         info = self._call(path, lambda: self._fs.info(full))
@@ -166,10 +166,10 @@ class FsspecStore(Store):
             with suppress(NotFoundError):
                 self._call(path, remove)
 
-    def _entry(self, path: str, info: dict[str, Any]) -> Entry:
+    def _entry(self, path: str, info: dict[str, Any]) -> ObjectInfo:
         size, modified_s = int(info.get("size") or 0), _modified_s(info)
         known = next((str(info[key]).strip('"') for key in _VERSION_KEYS if info.get(key)), None)
-        return Entry(path=path, size_bytes=size, modified_s=modified_s, version=known or f"{modified_s!r}-{size}")
+        return ObjectInfo(path=path, size_bytes=size, modified_s=modified_s, version=known or f"{modified_s!r}-{size}")
 
     def _call(self, path: str, action: Callable[[], T]) -> T:
         """`action()` with our errors and retries."""

@@ -42,7 +42,7 @@ class Steady:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ObjectInfo:
     """One stored object. `version` changes whenever its bytes do (an ETag, or a digest for local files)."""
 
     path: str
@@ -98,7 +98,7 @@ class Store(ABC):
         """Fill `buffer` with the bytes of `path` from `start`. StoreError if the object ends before that."""
 
     @abstractmethod
-    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
         """Write `parts` one after another as one object, streamed: memory does not grow with the size.
 
         Large parts are sent as they stand, without a copy: none of more than LARGEST_CHANGING_PART may change before `write`
@@ -107,7 +107,7 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:
         """Write a small object only if the one at `path` has `version` (None: only if there is none).
 
         ConditionFailedError when somebody else was first. Only binding where `honours_conditions()`.
@@ -118,11 +118,11 @@ class Store(ABC):
         """Names of the folders directly below folder `prefix`, sorted."""
 
     @abstractmethod
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object at or below folder `prefix`, in order of path; nothing if there is no such folder."""
 
     @abstractmethod
-    def stat(self, path: str) -> Entry:
+    def stat(self, path: str) -> ObjectInfo:
         """NotFoundError if there is no such object."""
 
     @abstractmethod
@@ -133,8 +133,12 @@ class Store(ABC):
     def honours_conditions(self) -> bool:
         """Whether `write_if` really refuses on this store; probed once with an object of our own where unknown."""
 
+    def free_bytes(self) -> int | None:
+        """Bytes free where this store keeps its objects; None where that is unknown or not limited (object stores)."""
+        return None
+
     def held_by_writes(self, num_files: int) -> int:
-        """The most bytes that so many `write`s at once keep in buffers of their own."""
+        """Upper bound on the bytes that `num_files` concurrent `write`s keep in buffers of the store's own."""
         return num_files * BYTES_PER_WRITE
 
     def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
@@ -178,7 +182,7 @@ def digest_version(data: Buffer) -> str:
 
 __all__ = [
     "Buffer",
-    "Entry",
+    "ObjectInfo",
     "RetryPolicy",
     "Store",
     "digest_version",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, NotFoundError, PermissionDeniedError, StoreError
 from titan_ckpt.location import check_relative, local_path, normalise, redact
-from titan_ckpt.store.base import Buffer, Entry, Steady, Store
+from titan_ckpt.store.base import Buffer, ObjectInfo, Steady, Store
 
 TEMPORARY_PREFIX = ".tmp-"
 # A file's bytes go to the disk in steps of this while more are written, so that the fsync has little left to wait for.
@@ -58,11 +58,11 @@ class FileStore(Store):
     def opened(self, path: str) -> _OpenFile:
         return _OpenFile(self, path, self._full(path))
 
-    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
         target = self._full(path)
         return self._publish(path, parts, lambda temporary: os.replace(temporary, target))
 
-    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:
         target = self._full(path)
 
         def create(temporary: str) -> None:
@@ -80,7 +80,7 @@ class FileStore(Store):
 
         return self._publish(path, [data], create if version is None else replace)
 
-    def _publish(self, path: str, parts: Iterable[Buffer], publish: Callable[[str], None]) -> Entry:
+    def _publish(self, path: str, parts: Iterable[Buffer], publish: Callable[[str], None]) -> ObjectInfo:
         target = self._full(path)
         folder, name = os.path.split(target)
         temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{name}-{secrets.token_hex(6)}")
@@ -103,11 +103,11 @@ class FileStore(Store):
         except NotFoundError:
             return []
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         folder = self._folder(prefix)
         yield from self._below(folder, "" if folder == self._root else os.path.relpath(folder, self._root) + "/")
 
-    def _below(self, folder: str, prefix: str) -> Iterator[Entry]:
+    def _below(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
         """The files of one folder, then those of its folders. One `stat` a file: there may be tens of thousands."""
         try:
             with _os_errors(redact(folder)), os.scandir(folder) as found:
@@ -132,7 +132,7 @@ class FileStore(Store):
         for entry in subfolders:
             yield from self._below(entry.path, f"{prefix}{entry.name}/")
 
-    def stat(self, path: str) -> Entry:
+    def stat(self, path: str) -> ObjectInfo:
         with _os_errors(self.where(path)):
             info = os.stat(self._full(path))
             if not stat.S_ISREG(info.st_mode):
@@ -164,7 +164,7 @@ class FileStore(Store):
         return True
 
     def free_bytes(self) -> int:
-        """Bytes free on the disk that holds this store."""
+        """Bytes free on the disk of this folder, or of its nearest parent that exists."""
         folder = self._root
         while not os.path.isdir(folder):
             folder = os.path.dirname(folder)
@@ -204,9 +204,9 @@ class _OpenFile:
         return Store.read(self._store, self._path, start, length)  # in parts, or the error that says where it ends
 
 
-def _entry(path: str, info: os.stat_result) -> Entry:
+def _entry(path: str, info: os.stat_result) -> ObjectInfo:
     version = f"{info.st_ino:x}-{info.st_mtime_ns:x}-{info.st_size:x}"
-    return Entry(path=path, size_bytes=info.st_size, modified_s=info.st_mtime, version=version)
+    return ObjectInfo(path=path, size_bytes=info.st_size, modified_s=info.st_mtime, version=version)
 
 
 class _os_errors:  # noqa: N801  (a context manager reads as a verb)

@@ -18,19 +18,19 @@ from typing import Any, TypeVar
 
 from titan_ckpt.errors import ConditionFailedError, NotFoundError, StoreError, TitanError, TransientStoreError
 from titan_ckpt.location import check_relative, normalise
-from titan_ckpt.store.base import Buffer, Entry, RetryPolicy, Store, probe_conditions, retry
+from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, probe_conditions, retry
 from titan_ckpt.store.s3_client import S3Options, make_client
 from titan_ckpt.store.s3_errors import translate
 from titan_ckpt.store.s3_parts import (
     PART_BYTES,
-    Part,
     PartBuffers,
+    UploadPart,
     answered_at,
     crc32_text,
-    cut,
     etag,
     split_url,
     total_size,
+    upload_parts,
 )
 
 log = logging.getLogger(__name__)
@@ -107,21 +107,21 @@ class S3Store(Store):
     def held_by_writes(self, num_files: int) -> int:
         return PART_BYTES * min(num_files * (PARTS_IN_FLIGHT + 2), num_files * 2 + THREADS)
 
-    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
         self._key(path)
         with self._buffers:
-            whole = cut(parts, self._buffers)
-            first = next(whole, Part(memoryview(b"")))
+            whole = upload_parts(parts, self._buffers)
+            first = next(whole, UploadPart(memoryview(b"")))
             second = next(whole, None)
             if second is None:
                 return self._put(path, first.view)
             return self._write_multipart(path, chain([first, second], whole))
 
-    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
         view, earlier_try = memoryview(data).cast("B"), False
 
-        def put() -> Entry:
+        def put() -> ObjectInfo:
             nonlocal earlier_try
             try:
                 return self._put_once(path, view, **condition)
@@ -145,19 +145,19 @@ class S3Store(Store):
         except NotFoundError:
             return False
 
-    def _put(self, path: str, view: memoryview) -> Entry:
+    def _put(self, path: str, view: memoryview) -> ObjectInfo:
         return self._call(path, "write", lambda: self._put_once(path, view))
 
-    def _put_once(self, path: str, view: memoryview, **condition: str) -> Entry:
+    def _put_once(self, path: str, view: memoryview, **condition: str) -> ObjectInfo:
         answer = self._client.put_object(
             Bucket=self._bucket, Key=self._key(path), Body=view, ChecksumCRC32=crc32_text(view), **condition
         )
         return self._written(path, len(view), answer)
 
-    def _written(self, path: str, size_bytes: int, answer: Any) -> Entry:
-        return Entry(path=path, size_bytes=size_bytes, modified_s=answered_at(answer), version=etag(answer))
+    def _written(self, path: str, size_bytes: int, answer: Any) -> ObjectInfo:
+        return ObjectInfo(path=path, size_bytes=size_bytes, modified_s=answered_at(answer), version=etag(answer))
 
-    def _write_multipart(self, path: str, parts: Iterator[Part]) -> Entry:
+    def _write_multipart(self, path: str, parts: Iterator[UploadPart]) -> ObjectInfo:
         place = {"Bucket": self._bucket, "Key": self._key(path)}
         begin = lambda: self._client.create_multipart_upload(**place, ChecksumAlgorithm="CRC32")
         place["UploadId"] = self._call(path, "start a multipart upload of", begin)["UploadId"]
@@ -180,7 +180,7 @@ class S3Store(Store):
             self._abort(path, place)
             raise
 
-    def _begin_part(self, path: str, place: dict[str, Any], number: int, part: Part) -> Future[dict[str, Any]]:
+    def _begin_part(self, path: str, place: dict[str, Any], number: int, part: UploadPart) -> Future[dict[str, Any]]:
         """Start to upload a part, once fewer than `THREADS` are on their way: more would only wait in memory."""
 
         def end(_: Future[dict[str, Any]]) -> None:
@@ -201,10 +201,10 @@ class S3Store(Store):
     def _client_upload_part(self, piece: memoryview, **arguments: Any) -> Any:
         return self._client.upload_part(**arguments, Body=piece)
 
-    def _complete(self, path: str, place: dict[str, Any], parts: list[dict[str, Any]], size: int) -> Entry:
+    def _complete(self, path: str, place: dict[str, Any], parts: list[dict[str, Any]], size: int) -> ObjectInfo:
         earlier_try = False
 
-        def complete() -> Entry:
+        def complete() -> ObjectInfo:
             nonlocal earlier_try
             try:
                 answer = self._client.complete_multipart_upload(**place, MultipartUpload={"Parts": parts})
@@ -240,12 +240,12 @@ class S3Store(Store):
             names += [str(p["Prefix"])[len(start) :].rstrip("/") for p in page.get("CommonPrefixes", [])]
         return sorted(name for name in names if name)
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         strip = len(self._folder_key(""))
         for page in self._pages(prefix, Prefix=self._folder_key(prefix)):
             for item in page.get("Contents", []):
                 if not item["Key"].endswith("/"):
-                    yield Entry(
+                    yield ObjectInfo(
                         path=item["Key"][strip:],
                         size_bytes=int(item["Size"]),
                         modified_s=item["LastModified"].timestamp(),
@@ -260,9 +260,9 @@ class S3Store(Store):
                 return
             query["ContinuationToken"] = page["NextContinuationToken"]
 
-    def stat(self, path: str) -> Entry:
+    def stat(self, path: str) -> ObjectInfo:
         answer = self._head(path)
-        return Entry(
+        return ObjectInfo(
             path=path,
             size_bytes=int(answer["ContentLength"]),
             modified_s=answer["LastModified"].timestamp(),

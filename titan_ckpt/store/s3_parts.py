@@ -21,18 +21,18 @@ try:  # six times as fast as zlib's, on a processor that training wants too; eve
 except ImportError:  # no wheel for this machine
     from zlib import crc32
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
+ByteArray: TypeAlias = npt.NDArray[np.uint8]
 
 PART_BYTES = 16 << 20
 PARTS_BEFORE_DOUBLING = 1250
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UploadPart:
     """A part's bytes: a slice of the caller's memory, or a buffer of ours that they were gathered in."""
 
     view: memoryview
-    buffer: Bytes | None = None
+    buffer: ByteArray | None = None
 
 
 class PartBuffers:
@@ -40,7 +40,7 @@ class PartBuffers:
     takes the processor longer than to fill it. None is kept once nothing is written."""
 
     def __init__(self) -> None:
-        self._free: list[Bytes] = []
+        self._free: list[ByteArray] = []
         self._writers = 0
         self._lock = threading.Lock()
 
@@ -55,32 +55,32 @@ class PartBuffers:
             if self._writers == 0:
                 self._free.clear()
 
-    def take(self, size_bytes: int) -> Bytes:
+    def take(self, size_bytes: int) -> ByteArray:
         """The one that was given back last, which the processor may still know, or a new one."""
         with self._lock:
             buffer = self._free.pop() if self._free else None
         return buffer if buffer is not None and len(buffer) == size_bytes else np.empty(size_bytes, dtype=np.uint8)
 
-    def give_back(self, part: Part) -> None:
+    def give_back(self, part: UploadPart) -> None:
         """A part was sent: its buffer, if it has one, may be taken again; from any thread."""
         with self._lock:
             if part.buffer is not None and self._writers:
                 self._free.append(part.buffer)
 
 
-def cut(pieces: Iterable[Buffer], buffers: PartBuffers) -> Iterator[Part]:
+def upload_parts(pieces: Iterable[Buffer], buffers: PartBuffers) -> Iterator[UploadPart]:
     """The same bytes as parts of equal size (the last may be shorter), as S3 wants them.
 
     The size doubles every `PARTS_BEFORE_DOUBLING` parts, so that 10,000 parts hold 5 TiB. Buffers that fill a part are sliced,
     only the pieces between them are copied (by numpy, which lets other threads run meanwhile).
     """
     number, size, used = 1, PART_BYTES, 0
-    buffer: Bytes | None = None
+    buffer: ByteArray | None = None
     for piece in pieces:
         rest = memoryview(piece).cast("B")
         while len(rest):
             if buffer is None and len(rest) >= size:
-                part, rest = Part(rest[:size]), rest[size:]
+                part, rest = UploadPart(rest[:size]), rest[size:]
             else:
                 buffer = buffers.take(size) if buffer is None else buffer
                 taken = min(size - used, len(rest))
@@ -88,13 +88,13 @@ def cut(pieces: Iterable[Buffer], buffers: PartBuffers) -> Iterator[Part]:
                 used, rest = used + taken, rest[taken:]
                 if used < size:
                     continue
-                part, buffer, used = Part(buffer.data, buffer), None, 0
+                part, buffer, used = UploadPart(buffer.data, buffer), None, 0
             yield part
             del part
             number += 1
             size = PART_BYTES << (number - 1) // PARTS_BEFORE_DOUBLING
     if buffer is not None:
-        yield Part(buffer.data[:used], buffer)
+        yield UploadPart(buffer.data[:used], buffer)
 
 
 def split_url(url: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from titan_ckpt.errors import StoreError
-from titan_ckpt.store.base import Buffer, Entry, Store
+from titan_ckpt.store.base import Buffer, ObjectInfo, Store
 
 T = TypeVar("T")
 
@@ -37,19 +37,19 @@ class _Guarded(Store):
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         self._call("read", path).read_into(path, start, buffer)
 
-    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
         return self._call("write", path).write(path, parts)
 
-    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:
         return self._call("write", path).write_if(path, data, version=version)
 
     def folders(self, prefix: str = "") -> list[str]:
         return self._call("list", prefix).folders(prefix)
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return self._call("list", prefix).list(prefix)
 
-    def stat(self, path: str) -> Entry:
+    def stat(self, path: str) -> ObjectInfo:
         return self._call("stat", path).stat(path)
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -57,6 +57,9 @@ class _Guarded(Store):
 
     def honours_conditions(self) -> bool:
         return self._call("probe", "").honours_conditions()
+
+    def free_bytes(self) -> int | None:
+        return self._call("free space", "").free_bytes()
 
 
 class _Work:

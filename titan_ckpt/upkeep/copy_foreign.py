@@ -16,7 +16,7 @@ from titan_ckpt.check.scan import check_blobs
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError
 from titan_ckpt.format.names import METADATA, foreign_folder
-from titan_ckpt.store.base import Entry, Store
+from titan_ckpt.store.base import ObjectInfo, Store
 
 FILES_AT_ONCE = 4
 WINDOW_BYTES = 16 << 20
@@ -64,12 +64,12 @@ def copy_foreign(source: Checkpoint, target: Store, on_bytes: Tell) -> CopyRepor
     )
 
 
-def _name(checkpoint: Checkpoint, entry: Entry) -> str:
+def _name(checkpoint: Checkpoint, entry: ObjectInfo) -> str:
     """An object's path below the checkpoint's folder."""
     return entry.path.removeprefix(f"{checkpoint.folder}/") if checkpoint.folder else entry.path
 
 
-def _copy_file(source: Checkpoint, copy: Checkpoint, entry: Entry, on_bytes: Tell) -> bool:
+def _copy_file(source: Checkpoint, copy: Checkpoint, entry: ObjectInfo, on_bytes: Tell) -> bool:
     """Copy a file unless its bytes are there; whether they were."""
     path = copy.path(_name(source, entry))
     if _is_there(source.store, entry, copy.store, path):
@@ -79,7 +79,7 @@ def _copy_file(source: Checkpoint, copy: Checkpoint, entry: Entry, on_bytes: Tel
     return False
 
 
-def _is_there(source: Store, entry: Entry, target: Store, path: str) -> bool:
+def _is_there(source: Store, entry: ObjectInfo, target: Store, path: str) -> bool:
     try:
         if target.stat(path).size_bytes != entry.size_bytes:
             return False
@@ -103,7 +103,7 @@ def _windows(store: Store, path: str, size_bytes: int, tell: Tell) -> Iterator[m
         yield view
 
 
-def _check(source: Checkpoint, copy: Checkpoint, files: list[Entry]) -> None:
+def _check(source: Checkpoint, copy: Checkpoint, files: list[ObjectInfo]) -> None:
     """Read the copy back, and look whether the source is still what it was."""
     now = {entry.path: entry.version for entry in source.store.list(source.folder)}
     for entry in files:

@@ -15,7 +15,7 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint, CheckpointInfo, open_ch
 from titan_ckpt.errors import CheckpointError, NotFoundError
 from titan_ckpt.format.commit import commit_path
 from titan_ckpt.format.names import COMMIT, METADATA, is_attempt, step_folder
-from titan_ckpt.store.base import Entry, Store
+from titan_ckpt.store.base import ObjectInfo, Store
 from titan_ckpt.upkeep.retention import PINS, parse_pins
 
 _START = re.compile(r"a-(\d{8}T\d{6}Z)-")
@@ -27,7 +27,7 @@ class Garbage:
 
     what: str
     step: int
-    entries: tuple[Entry, ...]
+    entries: tuple[ObjectInfo, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -97,7 +97,7 @@ def delete(store: Store, garbage: Garbage) -> None:
     store.delete(path for path in paths if path not in first)
 
 
-def _age_s(entries: list[Entry], now_s: float) -> float:
+def _age_s(entries: list[ObjectInfo], now_s: float) -> float:
     starts = [
         calendar.timegm(time.strptime(m.group(1), "%Y%m%dT%H%M%SZ")) for e in entries if (m := _START.search(e.path))
     ]

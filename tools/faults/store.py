@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from titan_ckpt.errors import StoreError, TransientStoreError
-from titan_ckpt.store.base import Buffer, Entry, Store
+from titan_ckpt.store.base import Buffer, ObjectInfo, Store
 
 T = TypeVar("T")
 How = Literal["before", "after", "torn", "hang"]
@@ -114,7 +114,7 @@ class FaultyStore(Store):
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         self._run("read_into", path, lambda: self.inner.read_into(path, start, buffer))
 
-    def write(self, path: str, parts: Iterable[Buffer]) -> Entry:
+    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
         """A torn write fails when half of the parts were taken: a store must then leave nothing of it."""
 
         def torn() -> None:
@@ -128,16 +128,16 @@ class FaultyStore(Store):
 
         return self._run("write", path, lambda: self.inner.write(path, parts), torn)
 
-    def write_if(self, path: str, data: Buffer, *, version: str | None) -> Entry:
+    def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:
         return self._run("write_if", path, lambda: self.inner.write_if(path, data, version=version))
 
     def folders(self, prefix: str = "") -> list[str]:
         return self._run("folders", prefix, lambda: self.inner.folders(prefix))
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return self._run("list", prefix, lambda: iter(tuple(self.inner.list(prefix))))
 
-    def stat(self, path: str) -> Entry:
+    def stat(self, path: str) -> ObjectInfo:
         return self._run("stat", path, lambda: self.inner.stat(path))
 
     def delete(self, paths: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from titan_ckpt.errors import ConfigError, DataError, LoadContractError, NotComm
 from titan_ckpt.loading.load import LoadPolicy, LoadReport, load
 from titan_ckpt.saving.second_tier import open_nearest
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.sharding.pipeline import LOOP, PipelineSpec, V
+from titan_ckpt.sharding.pipeline import PipelineSpec, PipelineStyle
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import ResumeConfig
 from titan_ckpt.trainer.model.decoder import ModelConfig
@@ -80,7 +80,7 @@ def pipeline_record(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec
     return PipelineSpec(
         num_layers=model.n_layers,
         stages_per_rank=num_stages(parallel, mesh) // pp if pp > 1 else 1,
-        style=V if pp > 1 and parallel.pp_schedule in V_SHAPED else LOOP,
+        style=PipelineStyle.V if pp > 1 and parallel.pp_schedule in V_SHAPED else PipelineStyle.LOOP,
         layers_per_stage=parallel.pp_layers_per_stage or None,
         has_tied_embeddings=model.tied_embeddings,
     ).to_dict()
