@@ -67,8 +67,9 @@ bench: $(READY) ## measure everything that fits this machine, peers beside us: d
 demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug on real text (ARGS=--json for the facts)
 	$(BIN)/python -m scripts.demo $(ARGS)
 
-docs: $(READY) ## write docs/cli.md from --help and docs/api.md from the docstrings
+docs: $(READY) ## write docs/cli.md, docs/api.md and the picture of the rooms
 	$(BIN)/python -m scripts.write_docs
+	$(BIN)/python -m tools.architecture.picture
 
 wheel: $(READY) ## build dist/*.whl and the source archive
 	$(BIN)/python -m build --quiet --outdir dist

@@ -10,7 +10,8 @@ import pytest
 from grimp import ImportGraph
 
 from tools.architecture.contract import ArrowsContract
-from tools.architecture.rooms import Drawing, parse_drawing, read_drawing
+from tools.architecture.picture import PICTURE, draw
+from tools.architecture.rooms import ROOT, Drawing, parse_drawing, read_drawing
 
 DRAWING = read_drawing()
 CORE = {room for room in DRAWING.arrows if "." not in room}
@@ -74,3 +75,13 @@ def test_a_circle_of_rooms_is_an_error() -> None:
 
 def test_the_core_has_at_most_70_arrows_between_its_rooms() -> None:
     assert sum(below in CORE for room in CORE for below in DRAWING.arrows[room]) <= 70
+
+
+def test_the_picture_is_drawn_from_the_contract() -> None:
+    assert PICTURE.read_text() == draw(DRAWING), "run `python -m tools.architecture.picture`"
+
+
+def test_the_design_page_lists_every_room() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    missing = [room for room in DRAWING.arrows if f"| `{room.rpartition('.')[2]}`" not in page]
+    assert missing == []
