@@ -84,11 +84,13 @@ def _places(floors: list[list[str]]) -> tuple[dict[str, Place], dict[str, tuple[
     for floor, rooms in enumerate(floors):
         for room in rooms:
             rows[lane_of(room)].setdefault(floor, []).append(room)
-    places, lanes, left = {}, {}, float(MARGIN)
+    places: dict[str, Place] = {}
+    lanes: dict[str, tuple[float, float]] = {}
+    left = float(MARGIN)
     for lane in LANES:
         most = max(len(rooms) for rooms in rows[lane].values())
         lane_width = most * (BOX_WIDTH + GAP) + GAP
-        lanes[lane] = (left, lane_width)
+        lanes[lane] = (left, float(lane_width))
         for floor, rooms in rows[lane].items():
             first = left + (lane_width - len(rooms) * (BOX_WIDTH + GAP) + GAP) / 2
             for n, room in enumerate(rooms):
