@@ -11,7 +11,8 @@ from grimp import ImportGraph
 
 from tools.architecture.contract import ArrowsContract
 from tools.architecture.picture import PICTURE, draw
-from tools.architecture.rooms import ROOT, Drawing, parse_drawing, read_drawing
+from tools.architecture.rooms import Drawing, parse_drawing, read_drawing
+from tools.paths import ROOT
 
 DRAWING = read_drawing()
 CORE = {room for room in DRAWING.arrows if "." not in room}

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from tools.architecture.rooms import ROOT, Drawing, read_drawing
+from tools.architecture.rooms import Drawing, read_drawing
+from tools.paths import ROOT
 
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 LANES = {  # folder: fill, line

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from grimp import ImportGraph
 
-ROOT = Path(__file__).parents[2]
+from tools.paths import ROOT
+
 PACKAGE = "titan_ckpt"
 CONTRACT = "arrows"
 
