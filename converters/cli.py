@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ckpt.checkpoint.checkpoint import open_checkpoint
 from titan_ckpt.console.command import Command
-from titan_ckpt.console.conversion_bar import Bar
 from titan_ckpt.console.output import write_json
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.converters.hf.config import Config, parse_config
 from titan_ckpt.converters.hf.export_plan import DEFAULT_SHARD_BYTES, plan_export
@@ -97,8 +97,8 @@ def _to_hf(arguments: Namespace) -> int:
     if arguments.dry_run:
         check_new(arguments.dst)
     else:
-        with Bar("writing", plan.size_bytes) as bar:
-            report = run_export(checkpoint, plan, arguments.dst, on_progress=bar.add)
+        with ProgressLine("convert", plan.size_bytes) as progress:
+            report = run_export(checkpoint, plan, arguments.dst, on_progress=progress.add)
         facts["overflowed"] = report.overflowed
         if arguments.verify:
             result = verify_export(checkpoint, plan, report)
@@ -118,8 +118,8 @@ def _from_hf(arguments: Namespace) -> int:
     if arguments.dry_run:
         check_import(plan, location.url)
     else:
-        with Bar("writing", plan.size_bytes) as bar:
-            run_import(plan, location.url, on_progress=bar.add)
+        with ProgressLine("convert", plan.size_bytes) as progress:
+            run_import(plan, location.url, on_progress=progress.add)
     facts: dict[str, Any] = {
         "source": str(model.store),
         "destination": f"{location.url}@{plan.step}",

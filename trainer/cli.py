@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from titan_ckpt.checkpoint.checkpoint import open_checkpoint
 from titan_ckpt.console.command import Command
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.location import join
@@ -129,25 +130,25 @@ def pretokenise_all(config: TrainConfig, destination: str) -> int:
     for number, source in enumerate(config.data.sources):
         target = destination if len(config.data.sources) == 1 else join(destination, f"{number:02d}")
         files, reading = list_files(source.url), reading_of(source, config.data)
-        header = pretokenise(files, tokenizer, reading, target, progress=ProgressLine(source.url))
+        header = pretokenise(files, tokenizer, reading, target, progress=_TokeniseProgress(source.url))
         sys.stdout.write(f"{target}: {header.num_tokens} tokens of {header.num_documents} documents\n")
     return 0
 
 
-class ProgressLine:
-    """A bar on a terminal, a line per tenth elsewhere; on stderr."""
+class _TokeniseProgress:
+    """The progress line on a terminal, a line per tenth elsewhere; on stderr."""
 
     def __init__(self, what: str) -> None:
         self._what, self._tenths = what, 0
+        self._line = ProgressLine(what) if sys.stderr.isatty() else None
 
     def __call__(self, done: int, total: int) -> None:
         """Show that `done` of `total` bytes are done."""
         share = done / total if total else 1.0
-        if sys.stderr.isatty():
-            bar = "#" * int(30 * share)
-            sys.stderr.write(
-                f"\r{self._what}: [{bar:<30}] {share:4.0%} of {format_size(total)}" + "\n" * (done == total)
-            )
+        if self._line is not None:
+            self._line.show(done, total)
+            if done == total:
+                self._line.close()
         elif int(10 * share) > self._tenths:
             self._tenths = int(10 * share)
             sys.stderr.write(f"{self._what}: {share:.0%} of {format_size(total)}\n")

@@ -20,7 +20,7 @@ from titan_ckpt.debug.record.ring import compiled
 from tools.paths import INCIDENTS, ROOT
 
 ROOMS = ("trainer", "debug", "tui", "converters")
-LAPTOP = ("fsspec", "numpy", "tabulate", "textual", "xxhash", "zstandard")
+LAPTOP = ("fsspec", "numpy", "rich", "tabulate", "textual", "xxhash", "zstandard")
 INCIDENT = INCIDENTS / "skip"
 
 

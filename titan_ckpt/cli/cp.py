@@ -7,7 +7,8 @@ from argparse import ArgumentParser, Namespace
 
 from titan_ckpt.checkpoint.checkpoint import open_checkpoint
 from titan_ckpt.console.command import Command, add_json_flag, run_location
-from titan_ckpt.console.output import Progress, write_json, write_text
+from titan_ckpt.console.output import write_json, write_text
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.errors import UsageError
 from titan_ckpt.location import parse_location
@@ -36,7 +37,7 @@ def run(arguments: Namespace) -> int:
         )
         return 0
     started = time.monotonic()
-    with Progress("cp", total) as progress:
+    with ProgressLine("cp", total) as progress:
         report = copy_checkpoint(source, open_store(target_location.url), on_bytes=progress.add)
     seconds = time.monotonic() - started
     if arguments.json:

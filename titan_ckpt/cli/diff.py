@@ -9,7 +9,8 @@ from typing import Any
 from titan_ckpt.check.diff import Comparison, Difference, compare
 from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from titan_ckpt.console.command import Command, add_json_flag
-from titan_ckpt.console.output import Progress, format_table, write_json, write_text
+from titan_ckpt.console.output import format_table, write_json, write_text
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.errors import UsageError
 
 
@@ -30,7 +31,7 @@ def run(arguments: Namespace) -> int:
     if arguments.rtol and not arguments.values:
         raise UsageError("--rtol needs --values: without it only digests are compared")
     a, b = open_checkpoint(arguments.a), open_checkpoint(arguments.b)
-    with Progress("diff", a.manifest.size_bytes + b.manifest.size_bytes) as progress:
+    with ProgressLine("diff", a.manifest.size_bytes + b.manifest.size_bytes) as progress:
         found = compare(a, b, values=arguments.values, rtol=arguments.rtol, on_bytes=progress.add)
     counted = [d for d in found.differences if arguments.layout or not d.is_layout]
     if arguments.json:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from argparse import ArgumentParser, Namespace
 
 from tabulate import tabulate
@@ -13,6 +12,7 @@ from tabulate import tabulate
 from titan_ckpt.checkpoint.checkpoint import open_checkpoint
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.cut_picture import Pieces, draw
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_duration, format_size, parse_size
 from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.location import parse_location
@@ -89,10 +89,10 @@ def run(arguments: Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(plan, store, arguments)
     workers = _workers(os.environ)
-    with Bar(int(plan.target.file_bytes().sum()), is_shown=sys.stderr.isatty() and workers.index == 0) as bar:
+    with ProgressLine("reshard", int(plan.target.file_bytes().sum()), is_shown=workers.index == 0) as progress:
         report = run_plan(
             plan, location.url, store=store, memory_bytes=arguments.memory, is_checked=not arguments.no_check,
-            on_progress=bar.add, workers=workers,
+            on_progress=progress.add, workers=workers,
         )  # fmt: skip
     if report.checkpoint is not None:
         sys.stdout.write(_done(plan, report, is_json=arguments.json))
@@ -217,41 +217,6 @@ def _done(plan: ReshardPlan, report: ReshardReport, *, is_json: bool) -> str:
         f"{format_size(traffic.read_bytes)} read, {format_size(traffic.written_bytes)} written in "
         f"{format_duration(report.wall_s)} ({rate}/s)\n"
     )
-
-
-class Bar:
-    """Progress on stderr: a bar, the rate and the time left, redrawn at most five times a second."""
-
-    _WIDTH = 30
-    _INTERVAL_S = 0.2
-
-    def __init__(self, total_bytes: int, *, is_shown: bool) -> None:
-        self._total, self._is_shown, self._done = max(total_bytes, 1), is_shown, 0
-        self._started = self._drawn = time.monotonic()
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_shown:
-            self._draw(time.monotonic())
-            sys.stderr.write("\n")
-
-    def add(self, size_bytes: int) -> None:
-        """`size_bytes` more are written."""
-        self._done += size_bytes
-        now = time.monotonic()
-        if self._is_shown and now - self._drawn >= self._INTERVAL_S:
-            self._drawn = now
-            self._draw(now)
-
-    def _draw(self, now: float) -> None:
-        share = min(1.0, self._done / self._total)
-        rate = self._done / max(now - self._started, 1e-9)
-        left = format_duration((self._total - self._done) / rate) if rate and share < 1 else "0 s"
-        bar = "#" * round(share * self._WIDTH)
-        sys.stderr.write(f"\r{share:4.0%} [{bar:<{self._WIDTH}}] {format_size(rate)}/s, {left} left \x1b[K")
-        sys.stderr.flush()
 
 
 RESHARD = Command(configure=configure, run=run)

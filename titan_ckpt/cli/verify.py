@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from titan_ckpt.check.scan import Problem
 from titan_ckpt.check.verify import newest_committed, verify
 from titan_ckpt.console.command import Command, add_json_flag
-from titan_ckpt.console.output import Progress, write_json, write_text
+from titan_ckpt.console.output import write_json, write_text
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.format.names import step_folder
 from titan_ckpt.location import Location, parse_location
@@ -37,9 +38,9 @@ def run(arguments: Namespace) -> int:
         else 0
     )
     started = time.monotonic()
-    with Progress("verify", total) as progress:
+    with ProgressLine("verify", total) as progress:
         problems = verify(where, read_data=arguments.data, on_bytes=progress.add)
-        seconds, size = time.monotonic() - started, progress.done_bytes
+        seconds, size = time.monotonic() - started, progress.done
     name = str(Location(url=location.url, step=step))
     if arguments.json:
         facts = {

@@ -1,22 +1,15 @@
-"""What the tools show: tables and JSON on stdout, progress on stderr. No I/O but to these two."""
+"""Tables and JSON on stdout."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from tabulate import tabulate
-
-from titan_ckpt.console.units import format_size
-
-REDRAW_S = 0.1
-BAR_WIDTH = 24
 
 
 def write_json(value: Any, out: TextIO | None = None) -> None:
@@ -56,40 +49,3 @@ def age_s(created: str, now_s: float) -> float | None:
     except ValueError:
         return None
     return now_s - (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-class Progress:
-    """One line on stderr, redrawn in place, only where stderr is a terminal; thread-safe; a context manager."""
-
-    def __init__(
-        self, label: str, total_bytes: int, *, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._label, self._total, self._out, self._clock = label, total_bytes, out or sys.stderr, clock
-        self._is_shown = self._out.isatty()
-        self._lock = threading.Lock()
-        self._started, self._drawn_at = clock(), float("-inf")
-        self.done_bytes = 0
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_shown:
-            self._out.write("\r\x1b[K")
-            self._out.flush()
-
-    def add(self, size_bytes: int) -> None:
-        """So many bytes more are done."""
-        with self._lock:
-            self.done_bytes += size_bytes
-            if self._is_shown and self._clock() - self._drawn_at >= REDRAW_S:
-                self._drawn_at = self._clock()
-                self._out.write(f"\r\x1b[K{self._line()}")
-                self._out.flush()
-
-    def _line(self) -> str:
-        share = min(self.done_bytes / self._total, 1.0) if self._total else 1.0
-        filled = int(share * BAR_WIDTH)
-        rate = self.done_bytes / max(self._clock() - self._started, 1e-6)
-        bar = "#" * filled + "." * (BAR_WIDTH - filled)
-        return f"{self._label} [{bar}] {share:4.0%}  {format_size(self.done_bytes)}  {format_size(rate)}/s"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from titan_ckpt.console.units import format_duration
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.errors import StoreError
 from titan_ckpt.format.names import DEBUG, LOGS
 from titan_ckpt.location import join, local_path, normalise, scheme
@@ -79,7 +78,8 @@ class RankLogging:
         self._file = logging.FileHandler(path, encoding="utf-8")
         self._file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{who}] %(name)s: %(message)s"))
         stream = console or sys.stderr
-        self.bar = Bar(stream) if has_bar and rank == 0 and stream.isatty() else None
+        has_line = has_bar and rank == 0 and stream.isatty()
+        self.bar = ProgressLine("step", is_bytes=False, stream=stream) if has_line else None
         self._console = _ConsoleHandler(stream, self.bar)
         self._console.setLevel(logging.INFO if rank == 0 else logging.ERROR)
         prefix = "" if rank == 0 else f"[{who}] "
@@ -102,48 +102,16 @@ class RankLogging:
         """Give everything back; the file is closed."""
         logging.captureWarnings(False)
         if self.bar is not None:
-            self.bar.clear()
+            self.bar.close()
         for logger in (self._ours, self._warnings):
             logger.handlers, logger.propagate = [], True
         self._file.close()
 
 
-class Bar:
-    """How far the run is, on the last line of a terminal; what is logged goes above it."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream, self._text = stream, ""
-        self._first: tuple[int, float] | None = None
-
-    def show(self, done: int, total: int) -> None:
-        """Draw `done` of `total` steps, and how long the rest takes at the pace since the first call."""
-        now = time.monotonic()
-        first_done, started = self._first = self._first or (done, now)
-        rest = (
-            ""
-            if done == first_done
-            else f"  {format_duration((total - done) * (now - started) / (done - first_done))} left"
-        )
-        share = done / total
-        self._text = f"[{'#' * int(30 * share):<30}] {done}/{total}{rest}"
-        self.clear()
-        self.draw()
-
-    def clear(self) -> None:
-        """Make room for a line of the log."""
-        self._stream.write("\r\x1b[K")
-        self._stream.flush()
-
-    def draw(self) -> None:
-        """Put the bar back."""
-        self._stream.write(self._text)
-        self._stream.flush()
-
-
 class _ConsoleHandler(logging.StreamHandler[IO[str]]):
     """The console, with the bar kept below what is written."""
 
-    def __init__(self, stream: IO[str], bar: Bar | None) -> None:
+    def __init__(self, stream: IO[str], bar: ProgressLine | None) -> None:
         super().__init__(stream)
         self._bar = bar
 
@@ -152,9 +120,7 @@ class _ConsoleHandler(logging.StreamHandler[IO[str]]):
         if self._bar is None:
             super().emit(record)
             return
-        self._bar.clear()
-        super().emit(record)
-        self._bar.draw()
+        self._bar.print(self.format(record))
 
 
 class _ConsoleFormatter(logging.Formatter):

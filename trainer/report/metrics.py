@@ -16,10 +16,10 @@ from typing import IO, Any, Protocol
 
 import torch
 
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.errors import MissingExtraError
 from titan_ckpt.trainer.model.decoder import ModelConfig
-from titan_ckpt.trainer.report.logs import Bar
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def open_sinks(jsonl_path: str, tensorboard_folder: str | None) -> list[Sink]:
 class MetricsLog:
     """Rank 0's records, to every sink; on other ranks it has none and does nothing."""
 
-    def __init__(self, sinks: list[Sink], *, total_steps: int, bar: Bar | None = None) -> None:
+    def __init__(self, sinks: list[Sink], *, total_steps: int, bar: ProgressLine | None = None) -> None:
         self._sinks, self._total_steps, self._bar = sinks, total_steps, bar
 
     def step(self, metrics: StepMetrics) -> None:

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.debug.record.recorder import Recorder, environment
 from titan_ckpt.errors import ConfigError, NotFoundError, StoreError, TitanError
 from titan_ckpt.format.names import DEBUG, LOGS
@@ -39,7 +40,6 @@ from titan_ckpt.trainer.report.goodput import goodput, parse_metrics
 from titan_ckpt.trainer.report.logs import (
     METRICS,
     TRACE,
-    Bar,
     RankLogging,
     RunFolder,
     describe_rank,
@@ -127,7 +127,7 @@ def _train(
     folder: RunFolder,
     stop: StopRequest,
     phases: Phases,
-    bar: Bar | None,
+    bar: ProgressLine | None,
 ) -> Outcome:
     launched_s = launched_at_s()
     with ExitStack() as stack:
@@ -303,7 +303,7 @@ def _open_data(config: TrainConfig, tokenizer: Tokenizer, agreement: Agreement, 
     return dataset or open_it(False)
 
 
-def _open_metrics(config: TrainConfig, folder: RunFolder, place: RankPlace, bar: Bar | None) -> MetricsLog:
+def _open_metrics(config: TrainConfig, folder: RunFolder, place: RankPlace, bar: ProgressLine | None) -> MetricsLog:
     if place.rank != 0:
         return MetricsLog([], total_steps=config.train.steps)
     path = folder.file(METRICS)
