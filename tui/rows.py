@@ -9,9 +9,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from enum import StrEnum
+from typing import Protocol, TypeAlias
 
-Role: TypeAlias = Literal["", "dim", "bold", "head", "bad", "warn", "good", "note", "spot"]
+
+class Role(StrEnum):
+    """Meaning of a text span."""
+
+    PLAIN = ""
+    DIM = "dim"
+    BOLD = "bold"
+    HEAD = "head"
+    BAD = "bad"
+    WARN = "warn"
+    GOOD = "good"
+    NOTE = "note"
+    SPOT = "spot"
+
+
 TextSpan: TypeAlias = tuple[str, Role]
 
 # Whole escape sequences first (colours, titles), then what else steers a terminal or turns its text around.
@@ -19,6 +34,15 @@ _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glyph:
+    """One character that stands for a state, with its role and its name in words."""
+
+    char: str
+    role: Role
+    label: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +109,13 @@ class RowList:
 
 def row(*spans: str | TextSpan, link: RowLink | None = None, is_problem: bool = False) -> Row:
     """A row of parts; a bare string is a part without a role."""
-    cleaned = tuple((clean(p), "") if isinstance(p, str) else (clean(p[0]), p[1]) for p in spans)
-    return Row(spans=cleaned, link=link, is_problem=is_problem)  # type: ignore[arg-type]
+    cleaned = tuple((clean(p), Role.PLAIN) if isinstance(p, str) else (clean(p[0]), p[1]) for p in spans)
+    return Row(spans=cleaned, link=link, is_problem=is_problem)
 
 
 def head(text: str) -> Row:
     """A heading."""
-    return row((text, "head"))
+    return row((text, Role.HEAD))
 
 
 def clean(text: str) -> str:

@@ -16,20 +16,20 @@ import numpy.typing as npt
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.records import COMPLETED, STARTED, Run
 from titan_ckpt.tui.data.arrays import ByteArray, Ints
-from titan_ckpt.tui.rows import Role
+from titan_ckpt.tui.rows import Glyph, Role
 
 Codes = ByteArray
 
 BLANK, DONE, LATE, SILENT, PENDING, RUNNING, ABSENT, DIFFERS = range(8)
-GLYPHS: Sequence[tuple[str, Role, str]] = (
-    (" ", "dim", "not recorded"),
-    ("·", "dim", "done"),
-    ("+", "note", "late"),
-    ("?", "warn", "unknown"),
-    ("o", "good", "pending"),
-    ("@", "good", "started"),
-    ("x", "bad", "absent"),
-    ("#", "bad", "differs"),
+GLYPHS: Sequence[Glyph] = (
+    Glyph(char=" ", role=Role.DIM, label="not recorded"),
+    Glyph(char="·", role=Role.DIM, label="done"),
+    Glyph(char="+", role=Role.NOTE, label="late"),
+    Glyph(char="?", role=Role.WARN, label="unknown"),
+    Glyph(char="o", role=Role.GOOD, label="pending"),
+    Glyph(char="@", role=Role.GOOD, label="started"),
+    Glyph(char="x", role=Role.BAD, label="absent"),
+    Glyph(char="#", role=Role.BAD, label="differs"),
 )
 LATE_NS = 50_000_000
 _MEDIAN_OF = 1_024
@@ -231,8 +231,8 @@ def reduce_row(codes: Codes, rows: Ints, first: int, num_cells: int, per_cell: i
     if stop <= first or not len(rows):
         return np.zeros(num_cells, np.uint8)
     is_run = len(rows) == 1 or int(rows[-1]) - int(rows[0]) == len(rows) - 1
-    slab = codes[int(rows[0]) : int(rows[-1]) + 1, first:stop] if is_run else codes[rows, first:stop]
-    worst = slab.max(axis=0)
+    block = codes[int(rows[0]) : int(rows[-1]) + 1, first:stop] if is_run else codes[rows, first:stop]
+    worst = block.max(axis=0)
     padded = np.zeros(num_cells * per_cell, np.uint8)
     padded[: len(worst)] = worst
     return np.asarray(padded.reshape(num_cells, per_cell).max(axis=1), dtype=np.uint8)

@@ -24,25 +24,25 @@ from titan_ckpt.debug.diagnosis.rank_state import (
     situations,
 )
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
-from titan_ckpt.debug.incident.records import LogEvent, RankLog, Run, Verdict
+from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Verdict
 from titan_ckpt.debug.read.reader import open_run
-from titan_ckpt.tui.rows import Role
+from titan_ckpt.tui.rows import Glyph, Role, TextSpan
 
 # Kinds of log events that no other rank's trouble brings about.
 OWN_ERRORS = ("exception", "oom", "fatal_signal")
 # A glyph and a role for each situation, gravest first.
-SITUATIONS: Mapping[str, tuple[str, Role, str]] = {
-    DEAD: ("x", "bad", "dead"),
-    FROZEN: ("z", "bad", "frozen"),
-    GIL_HELD: ("g", "bad", "GIL held"),
-    ON_CPU: ("c", "warn", "busy on its CPU"),
-    SILENT: ("?", "warn", "left nothing"),
-    IN_INIT: ("i", "note", "in init"),
-    IN_P2P: ("p", "good", "in send/recv"),
-    IN_COLLECTIVE: ("w", "good", "waiting in a collective"),
-    IN_TEARDOWN: ("t", "dim", "shutting down"),
-    FINISHED: ("f", "dim", "finished"),
-    UNKNOWN: ("-", "dim", "no stack"),
+SITUATIONS: Mapping[str, Glyph] = {
+    DEAD: Glyph(char="x", role=Role.BAD, label="dead"),
+    FROZEN: Glyph(char="z", role=Role.BAD, label="frozen"),
+    GIL_HELD: Glyph(char="g", role=Role.BAD, label="GIL held"),
+    ON_CPU: Glyph(char="c", role=Role.WARN, label="busy on its CPU"),
+    SILENT: Glyph(char="?", role=Role.WARN, label="left nothing"),
+    IN_INIT: Glyph(char="i", role=Role.NOTE, label="in init"),
+    IN_P2P: Glyph(char="p", role=Role.GOOD, label="in send/recv"),
+    IN_COLLECTIVE: Glyph(char="w", role=Role.GOOD, label="waiting in a collective"),
+    IN_TEARDOWN: Glyph(char="t", role=Role.DIM, label="shutting down"),
+    FINISHED: Glyph(char="f", role=Role.DIM, label="finished"),
+    UNKNOWN: Glyph(char="-", role=Role.DIM, label="no stack"),
 }
 
 
@@ -123,14 +123,19 @@ def state_counts(incident: Incident) -> list[tuple[str, int]]:
     return [(kind, counts[kind]) for kind in SITUATIONS if counts[kind]]
 
 
-def strip_cells(incident: Incident, num_cells: int) -> list[tuple[str, Role]]:
+def strip_cells(incident: Incident, num_cells: int) -> list[TextSpan]:
     """A glyph per rank; where the ranks are more than the cells, a cell is the gravest of its neighbours."""
     order = list(SITUATIONS)
     ranks = sorted(incident.states)
     per_cell = max(1, -(-len(ranks) // max(num_cells, 1)))
-    cells = []
+    cells: list[TextSpan] = []
     for start in range(0, len(ranks), per_cell):
         kinds = [incident.states[rank].kind for rank in ranks[start : start + per_cell]]
-        glyph, role, _ = SITUATIONS[min(kinds, key=order.index)]
-        cells.append((glyph, role))
+        gravest = SITUATIONS[min(kinds, key=order.index)]
+        cells.append((gravest.char, gravest.role))
     return cells
+
+
+def frame_text(frame: Frame) -> str:
+    """`file:line function`, the file without its folder."""
+    return f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}"

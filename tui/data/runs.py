@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from titan_ckpt.checkpoint.checkpoint import CheckpointInfo, foreign_steps, list_checkpoints, open_checkpoint
@@ -17,21 +18,38 @@ from titan_ckpt.location import join, local_path, normalise, scheme
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
-FAST, MIRROR, BOTH = "fast", "mirror", "both"
 CONFIG_PATH = f"{LOGS}/config.json"
 SINGLE_CHECKPOINT = (METADATA, "model.safetensors.index.json", "model.safetensors")
 AT_ONCE, _LOOKED_AT = 8, 32
 _LARGEST_CONFIG = 1 << 20
-_ORDER = (FAST, MIRROR, "")
-_SHOWN = ("committed", "partial", "damaged", "foreign")
-_BEST = ("committed", "foreign", "damaged", "partial")
+
+
+class TierName(StrEnum):
+    """The tiers of a run. ONLY: the run has a single one, which is not named on the screen."""
+
+    FAST = "fast"
+    MIRROR = "mirror"
+    ONLY = ""
+
+
+class StepState(StrEnum):
+    """The states of a step: those of a CheckpointInfo, and FOREIGN for what other programs wrote."""
+
+    COMMITTED = "committed"
+    PARTIAL = "partial"
+    DAMAGED = "damaged"
+    FOREIGN = "foreign"
+
+
+_TIER_ORDER = tuple(TierName)
+_BEST = (StepState.COMMITTED, StepState.FOREIGN, StepState.DAMAGED, StepState.PARTIAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
     """A place that holds the run's steps. `name` is empty where there is no other; `problem` says why it was not read."""
 
-    name: str
+    name: TierName
     url: str
     problem: str = ""
 
@@ -41,15 +59,15 @@ class StepCopy:
     """A step as one tier has it; `info` is None for what others wrote."""
 
     step: int
-    tier: str
+    tier: TierName
     store: Store
     info: CheckpointInfo | None
     size_bytes: int
 
     @property
-    def state(self) -> str:
-        """committed, partial, damaged or foreign."""
-        return self.info.state if self.info is not None else "foreign"
+    def state(self) -> StepState:
+        """Whether it can be used."""
+        return StepState(self.info.state) if self.info is not None else StepState.FOREIGN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +85,8 @@ class RunStep:
     @property
     def tiers(self) -> str:
         """Where it can be used: fast, mirror or both."""
-        names = [copy.tier for copy in self.copies if copy.state == "committed"]
-        return BOTH if len(names) > 1 else names[0] if names else "-"
+        names = [copy.tier for copy in self.copies if copy.state == StepState.COMMITTED]
+        return "both" if len(names) > 1 else names[0] if names else "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +95,7 @@ class RunSteps:
 
     tiers: tuple[Tier, ...]
     steps: tuple[RunStep, ...]
-    unread: tuple[tuple[str, str], ...] = ()
+    unread: tuple[tuple[TierName, str], ...] = ()
 
     def find(self, step: int) -> RunStep | None:
         """A step by its number."""
@@ -86,12 +104,13 @@ class RunSteps:
     def counts(self, joint: str) -> str:
         """How many are in which state; empty without any."""
         states = [step.best.state for step in self.steps]
-        return joint.join(f"{states.count(state)} {state}" for state in _SHOWN if state in states)
+        return joint.join(f"{states.count(state)} {state}" for state in StepState if state in states)
 
-    def newest(self, tier: str | None = None) -> int | None:
+    def newest(self, tier: TierName | None = None) -> int | None:
         """The newest committed step, of one tier where one is named."""
         return next(
-            (s.step for s in self.steps for h in s.copies if h.state == "committed" and tier in (None, h.tier)), None
+            (s.step for s in self.steps for h in s.copies if h.state == StepState.COMMITTED and tier in (None, h.tier)),
+            None,
         )
 
 
@@ -99,7 +118,7 @@ def load_steps(store: Store) -> RunSteps:
     """The steps at `store` itself; the run's other tiers stand in `unread`."""
     infos, here = list_checkpoints(store), normalise(store.url)
     tiers = tiers_of(store, infos)
-    name = next((name for name, url in tiers if url == here), "")
+    name = next((name for name, url in tiers if url == here), TierName.ONLY)
     others = tuple((name, url) for name, url in tiers if url != here)
     copies = _copies(name, store, infos) if infos else _foreign(name, store)
     is_tier = bool(copies) or any(url == here for _, url in tiers)
@@ -117,8 +136,8 @@ def load_others(found: RunSteps) -> RunSteps:
             tiers.append(Tier(name=name, url=url, problem=str(error)))
         else:
             tiers.append(Tier(name=name, url=url))
-    tiers.sort(key=lambda tier: _ORDER.index(tier.name))
-    copies.sort(key=lambda each: _ORDER.index(each.tier))
+    tiers.sort(key=lambda tier: _TIER_ORDER.index(tier.name))
+    copies.sort(key=lambda each: _TIER_ORDER.index(each.tier))
     return RunSteps(tiers=tuple(tiers), steps=_by_step(copies))
 
 
@@ -129,7 +148,7 @@ def _by_step(copies: Sequence[StepCopy]) -> tuple[RunStep, ...]:
     return tuple(RunStep(step=step, copies=tuple(found[step])) for step in sorted(found, reverse=True))
 
 
-def _copies(tier: str, store: Store, infos: Sequence[CheckpointInfo]) -> list[StepCopy]:
+def _copies(tier: TierName, store: Store, infos: Sequence[CheckpointInfo]) -> list[StepCopy]:
     sizes = [info.commit.size_bytes if info.commit is not None else 0 for info in infos]
     return [
         StepCopy(step=info.step, tier=tier, store=store, info=info, size_bytes=size)
@@ -137,7 +156,7 @@ def _copies(tier: str, store: Store, infos: Sequence[CheckpointInfo]) -> list[St
     ]
 
 
-def _foreign(tier: str, store: Store) -> list[StepCopy]:
+def _foreign(tier: TierName, store: Store) -> list[StepCopy]:
     """What others wrote: a DCP checkpoint or a Hugging Face model right here, or a folder of the former."""
     if any(store.exists(name) for name in SINGLE_CHECKPOINT):
         checkpoint = open_checkpoint(store.url, store=store)
@@ -151,7 +170,7 @@ def _foreign(tier: str, store: Store) -> list[StepCopy]:
 # -- tiers
 
 
-def tiers_of(store: Store, infos: Sequence[CheckpointInfo]) -> list[tuple[str, str]]:
+def tiers_of(store: Store, infos: Sequence[CheckpointInfo]) -> list[tuple[TierName, str]]:
     """(name, URL) of the places that hold the run's checkpoints, by its own config; `store` alone where there is none."""
     saved, here = _save_config(store, infos), normalise(store.url)
     base = _base(here, [saved["url"], saved["mirror"]])
@@ -159,8 +178,8 @@ def tiers_of(store: Store, infos: Sequence[CheckpointInfo]) -> list[tuple[str, s
     if not fast or (infos and here != mirror):
         fast = here
     if not mirror:
-        return [("", fast)]
-    return [(FAST, fast), (MIRROR, mirror)]
+        return [(TierName.ONLY, fast)]
+    return [(TierName.FAST, fast), (TierName.MIRROR, mirror)]
 
 
 def _save_config(store: Store, infos: Sequence[CheckpointInfo]) -> dict[str, str]:

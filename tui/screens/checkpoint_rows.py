@@ -5,7 +5,7 @@ from __future__ import annotations
 import calendar
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,13 +22,18 @@ from titan_ckpt.resharding.estimate import estimate
 from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import format_placements
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident
-from titan_ckpt.tui.data.runs import RunStep, RunSteps, RunSummary, StepCopy
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
+from titan_ckpt.tui.data.runs import RunStep, RunSteps, RunSummary, StepCopy, StepState
 from titan_ckpt.tui.rows import Role, Row, RowLink, head, ranks_named, ranks_text, row, wrapped
 from titan_ckpt.upkeep.deletion import read_pins
 from titan_ckpt.upkeep.retention import RetentionPolicy, prune
 
-ROLES: dict[str, Role] = {"committed": "good", "foreign": "good", "partial": "warn", "damaged": "bad"}
+ROLES: Mapping[StepState, Role] = {
+    StepState.COMMITTED: Role.GOOD,
+    StepState.FOREIGN: Role.GOOD,
+    StepState.PARTIAL: Role.WARN,
+    StepState.DAMAGED: Role.BAD,
+}
 _TENSOR_HEAD = ("shape", "dtype", "chunks", "cut")
 _MARGIN = f"{'':12}"
 SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
@@ -44,10 +49,10 @@ def run_rows(runs: Sequence[RunSummary], now_s: float, width: int) -> Iterator[R
         facts = "none committed" if commit is None else (
             f"{commit.step:>9}  {format_size(commit.size_bytes):>9}  {_age(commit.created, now_s):>12}  {commit.mesh or '1'}"
         )  # fmt: skip
-        yield row(f"{run.name:<{longest}}  {run.num_steps:>5}  ", (facts, "" if commit else "warn"), link=link,
+        yield row(f"{run.name:<{longest}}  {run.num_steps:>5}  ", (facts, Role.PLAIN if commit else Role.WARN), link=link,
                   is_problem=bool(run.problem))  # fmt: skip
         for line in wrapped(run.problem, width - 4) if run.problem else ():
-            yield row((f"    {line}", "bad"), link=link)
+            yield row((f"    {line}", Role.BAD), link=link)
     if not runs:
         yield row("no run is left here")
 
@@ -72,13 +77,13 @@ def _step_rows(step: RunStep, has_tiers: bool, is_pinned: bool, now_s: float, wi
     tier = f"{step.tiers:<8}" if has_tiers else ""
     facts = f"{tier}{best.state if commit is None else commit.kind:<8} {format_size(best.size_bytes):>9}"
     facts += f"  {_age(commit.created, now_s):>12}  {commit.mesh or '1'}" if commit is not None else ""
-    facts = tier if best.state in ("partial", "damaged") else facts
-    is_problem = any(copy.state == "damaged" for copy in step.copies)
+    facts = tier if best.state in (StepState.PARTIAL, StepState.DAMAGED) else facts
+    is_problem = any(copy.state == StepState.DAMAGED for copy in step.copies)
     yield row(f"{'*' if is_pinned else ' '}{step.step:>9}  ", (f"{best.state:<10} ", ROLES[best.state]), facts,
               link=link, is_problem=is_problem)  # fmt: skip
     for copy in step.copies:
         for line in wrapped(problem, width - 12, "  ") if (problem := _problem(copy, has_tiers)) else ():
-            yield row((f"{_MARGIN}{line}", "dim"), link=link)
+            yield row((f"{_MARGIN}{line}", Role.DIM), link=link)
 
 
 def _problem(copy: StepCopy, has_tiers: bool) -> str:
@@ -95,12 +100,12 @@ def _tier_rows(found: RunSteps, width: int) -> Iterator[Row]:
         state = f"up to step {newest}" if newest is not None else "nothing committed"
         text = tier.problem or f"{display_url(tier.url)}, {state}"
         for i, line in enumerate(wrapped(f"{tier.name + ':':<8}{text}", width - 2, f"{'':8}")):
-            yield row((f"  {line}", "bad" if tier.problem else "dim"), is_problem=bool(tier.problem) and i == 0)
+            yield row((f"  {line}", Role.BAD if tier.problem else Role.DIM), is_problem=bool(tier.problem) and i == 0)
 
 
 def error_rows(error: str, width: int) -> list[Row]:
     """What went wrong, whole."""
-    return [row((line, "bad"), is_problem=i == 0) for i, line in enumerate(wrapped(error, width))]
+    return [row((line, Role.BAD), is_problem=i == 0) for i, line in enumerate(wrapped(error, width))]
 
 
 def _age(created: str, now_s: float) -> str:
@@ -163,9 +168,9 @@ def verify_rows(copies: Sequence[StepCopy], on_bytes: Callable[[int], None], wid
         yield head(f"step {copy.step}{where}: {len(problems)} problems ({format_duration(time.monotonic() - started)})")
         for problem in problems:
             for i, line in enumerate(wrapped(str(problem), width, "  ")):
-                yield row((line, "bad"), is_problem=i == 0)
+                yield row((line, Role.BAD), is_problem=i == 0)
         if not problems:
-            yield row(("every byte is what was saved", "good"))
+            yield row(("every byte is what was saved", Role.GOOD))
 
 
 def tensor_diff_rows(a: Checkpoint, b: Checkpoint, on_bytes: Callable[[int], None]) -> Iterator[Row]:
@@ -175,7 +180,7 @@ def tensor_diff_rows(a: Checkpoint, b: Checkpoint, on_bytes: Callable[[int], Non
         f"step {a.step} and step {b.step}: {len(found.differences)} differences, {len(found.equal)} tensors equal"
     )
     for difference in found.differences:
-        yield row(f"{difference.kind:<10} {difference.fqn}  ", (_change(difference), "dim"))
+        yield row(f"{difference.kind:<10} {difference.fqn}  ", (_change(difference), Role.DIM))
 
 
 def _change(difference: Difference) -> str:
@@ -198,9 +203,9 @@ def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]
     yield row(f"  tensors   {facts.num_tensors:,}, cut {cuts or 'nowhere'}")
     yield row(f"  memory    at most {format_size(facts.peak_memory_bytes)} of buffers, in {facts.num_waves:,} waves")
     for name, start, length in facts.largest_reads[:3]:
-        yield row((f"  large     {format_size(length)} at {start:,} of {name}", "dim"))
+        yield row((f"  large     {format_size(length)} at {start:,} of {name}", Role.DIM))
     if facts.guessed:
-        yield row(("  ! ", "warn"), f"cut by the table of known models, not recorded: {', '.join(facts.guessed)}")
+        yield row(("  ! ", Role.WARN), f"cut by the table of known models, not recorded: {', '.join(facts.guessed)}")
     where = f"{display_url(checkpoint.store.url)}@{checkpoint.step}"
     yield from _command_rows(f"titan-ckpt reshard {where} DESTINATION --mesh {mesh}", width)
 
@@ -230,7 +235,7 @@ def prune_rows(found: RunSteps, policy: RetentionPolicy, width: int) -> Iterator
         yield head(f"{where}{len(gone)} of {len(infos)} steps would go, {size} (nothing is deleted here)")
         yield from (row(f"  step {info.step}") for info in gone)
         if pins:
-            yield row((f"  pinned, and stays: {ranks_text(sorted(pins))}", "dim"))
+            yield row((f"  pinned, and stays: {ranks_text(sorted(pins))}", Role.DIM))
         command = f"titan-ckpt prune {display_url(tier.url)} --keep-last {policy.keep_last}{every}"
         yield from _command_rows(command, width)
 
@@ -238,7 +243,7 @@ def prune_rows(found: RunSteps, policy: RetentionPolicy, width: int) -> Iterator
 def _command_rows(command: str, width: int) -> Iterator[Row]:
     """The command that does what was planned."""
     yield row()
-    yield from (row((line, "note")) for line in wrapped(command, width, "  "))
+    yield from (row((line, Role.NOTE)) for line in wrapped(command, width, "  "))
 
 
 def display_url(url: str) -> str:
@@ -265,14 +270,14 @@ def saving_rows(incident: Incident, width: int = 76) -> Iterator[Row]:
         newest = max(beats[rank].phase_ns for rank in ranks)
         since = max((beats[rank].alive_ns - newest) / 1e9 for rank in ranks)
         for_s = f", for {format_duration(since)}" if since > 0 else ""
-        yield row((f"  {phase:<12} ", "warn"), f"step {step}: {ranks_named(ranks)}{for_s}",
+        yield row((f"  {phase:<12} ", Role.WARN), f"step {step}: {ranks_named(ranks)}{for_s}",
                   link=RowLink(screen=6, rank=ranks[0]), is_problem=phase != "ckpt_stage")  # fmt: skip
     outside = sorted(set(beats) - {rank for ranks in saving.values() for rank in ranks})
     if saving and outside:
-        yield row(("  elsewhere    ", "dim"), ranks_named(outside))
+        yield row(("  elsewhere    ", Role.DIM), ranks_named(outside))
     for verdict in io:
         for line in wrapped(f"  {verdict.headline}", width, "    "):
-            yield row((line, "bad"), link=RowLink(screen=6, rank=verdict.culprits[0]), is_problem=True)
+            yield row((line, Role.BAD), link=RowLink(screen=6, rank=verdict.culprits[0]), is_problem=True)
     if not saving:
         yield from _place_rows(incident)
 
@@ -281,13 +286,9 @@ def _place_rows(incident: Incident) -> Iterator[Row]:
     """Without heartbeats: where each rank stood, ranks at the same line together."""
     places: dict[tuple[str, str], list[int]] = {}
     for rank, state in sorted(incident.states.items()):
-        frame = state.frame
-        place = f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}" if frame is not None else "no stack"
+        place = frame_text(state.frame) if state.frame is not None else "no stack"
         places.setdefault((state.kind, place), []).append(rank)
     for (kind, place), ranks in places.items():
-        glyph, role, words = SITUATIONS[kind]
-        yield row(
-            (f"  {glyph} ", role),
-            f"{ranks_named(ranks, 4)}: {words}, {place}",
-            link=RowLink(screen=6, rank=ranks[0]),
-        )
+        glyph = SITUATIONS[kind]
+        text = f"{ranks_named(ranks, 4)}: {glyph.label}, {place}"
+        yield row((f"  {glyph.char} ", glyph.role), text, link=RowLink(screen=6, rank=ranks[0]))

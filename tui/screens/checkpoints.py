@@ -12,7 +12,7 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui import tasks
-from titan_ckpt.tui.data.runs import FAST, MIRROR, StepCopy
+from titan_ckpt.tui.data.runs import StepCopy, StepState, TierName
 from titan_ckpt.tui.rows import Row, RowList, Rows, counted, truncate_start
 from titan_ckpt.tui.screens.checkpoint_rows import (
     ByteProgress,
@@ -79,7 +79,7 @@ class CheckpointsPane(Pane):
             return f"{where} · {counted(len(self.session.runs.value or ()), 'run')}"
         if found is None:
             return "checkpoints"
-        ahead, safe = found.newest(FAST), found.newest(MIRROR)
+        ahead, safe = found.newest(TierName.FAST), found.newest(TierName.MIRROR)
         behind = f" · mirror up to step {safe}" if safe != ahead and safe is not None else ""
         return f"{where} · {found.counts(' · ') or 'no steps yet'}{behind}"
 
@@ -186,7 +186,10 @@ class CheckpointsPane(Pane):
         known = found.find(step) if found is not None else None
         if known is None:
             return []
-        return [known.best, *(copy for copy in known.copies if copy is not known.best and copy.state != "partial")]
+        return [
+            known.best,
+            *(copy for copy in known.copies if copy is not known.best and copy.state != StepState.PARTIAL),
+        ]
 
     def _ask_of_step(
         self, what: str, work: Callable[[list[StepCopy], ShowProgress], T], then: Callable[[T], None]

@@ -13,7 +13,7 @@ from titan_ckpt.debug.incident.records import Frame, Operation
 from titan_ckpt.tui.data.grid import usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, head, row, truncate
-from titan_ckpt.tui.screens.collective_diff import rank_diff_rows, signature
+from titan_ckpt.tui.screens.collective_diff import rank_diff_rows, signature_text
 from titan_ckpt.tui.screens.stack_tree import tree_rows
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
@@ -48,7 +48,7 @@ class CollectivePane(Pane):
         usual = usual_signature(codes)
         one = next((i for i, code in enumerate(codes.tolist()) if code == usual >= 0), None)
         op = incident.run.operation(lane.members[one], int(at[one])) if one is not None else None
-        what = " " + " ".join(signature(op)) if op is not None else ""
+        what = " " + signature_text(op) if op is not None else ""
         others = int(((codes >= 0) & (codes != usual)).sum())
         facts = [f"group {incident.run.groups[lane.group]}", f"operation #{seq}{what}"]
         facts += [f"{int((at >= 0).sum()):,}/{len(lane.members):,} issued{_differ_text(others)}"]
@@ -176,7 +176,28 @@ class CollectiveRows:
         op = self._incident.run.operation(rank, at) if at >= 0 else None
         if not self._is_recorded:
             return row(f" {rank:>5}  not recorded on any rank", link=RowLink(screen=6, rank=rank))
-        return _rank_row(self._session, self._incident, rank, op, self._first_ns, bool(self._is_other[place]), width)
+        return self._rank_row(rank, op, bool(self._is_other[place]), width)
+
+    def _rank_row(self, rank: int, op: Operation | None, is_other: bool, width: int) -> Row:
+        incident, first_ns = self._incident, self._first_ns
+        mark = "*" if rank == self._session.pinned else " "
+        link = RowLink(screen=6, rank=rank)
+        if op is None:
+            state = incident.states.get(rank)
+            doing = SITUATIONS[state.kind].label if state is not None else "unknown"
+            start = f"{mark}{rank:>5}  absent     {'':>9}  {doing}"
+            place = _place(state.frame if state is not None else None, width - len(start))
+            return row((f"{mark}{rank:>5}  ", Role.BOLD), ("absent     ", Role.BAD), f"{'':>9}  {doing}", (place, Role.DIM),
+                       link=link, is_problem=True)  # fmt: skip
+        lag = f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else ""
+        state_text = "done" if op.retired or op.state == "completed" else op.state
+        role: Role = Role.BAD if is_other else Role.GOOD if not op.retired else Role.PLAIN
+        what, what_role = signature_text(op), role if is_other else Role.PLAIN
+        other = "  # " if is_other else "    "
+        start = f"{mark}{rank:>5}  {state_text:<11}{lag:>9}{other}{what}"
+        place = _place(user_frame(op.frames, incident.run.wrappers), width - len(start))
+        return row((f"{mark}{rank:>5}  ", Role.BOLD), (f"{state_text:<11}", role), f"{lag:>9}", (f"{other}{what}", what_role),
+                   (place, Role.DIM), link=link, is_problem=is_other)  # fmt: skip
 
     def next_problem(self, index: int, direction: int) -> int | None:
         later = (
@@ -187,29 +208,6 @@ class CollectiveRows:
     def place_of_rank(self, rank: int) -> int | None:
         """The row of a rank."""
         return self._members.index(rank) + 1 if rank in self._members else None
-
-
-def _rank_row(
-    session: Session, incident: Incident, rank: int, op: Operation | None, first_ns: int, is_other: bool, width: int
-) -> Row:
-    mark = "*" if rank == session.pinned else " "
-    link = RowLink(screen=6, rank=rank)
-    if op is None:
-        state = incident.states.get(rank)
-        doing = SITUATIONS[state.kind][2] if state is not None else "unknown"
-        start = f"{mark}{rank:>5}  absent     {'':>9}  {doing}"
-        place = _place(state.frame if state is not None else None, width - len(start))
-        return row((f"{mark}{rank:>5}  ", "bold"), ("absent     ", "bad"), f"{'':>9}  {doing}", (place, "dim"),
-                   link=link, is_problem=True)  # fmt: skip
-    lag = f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else ""
-    state_text = "done" if op.retired or op.state == "completed" else op.state
-    role: Role = "bad" if is_other else "good" if not op.retired else ""
-    what, what_role = " ".join(signature(op)), role if is_other else ""
-    other = "  # " if is_other else "    "
-    start = f"{mark}{rank:>5}  {state_text:<11}{lag:>9}{other}{what}"
-    place = _place(user_frame(op.frames, incident.run.wrappers), width - len(start))
-    return row((f"{mark}{rank:>5}  ", "bold"), (f"{state_text:<11}", role), f"{lag:>9}", (f"{other}{what}", what_role),
-               (place, "dim"), link=link, is_problem=is_other)  # fmt: skip
 
 
 def _place(frame: Frame | None, room: int) -> str:

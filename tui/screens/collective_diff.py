@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
 from titan_ckpt.tui.rows import Role, Row, head, row, truncate
 from titan_ckpt.tui.screens.stack_tree import source_line, stacks_of
 
@@ -24,9 +24,9 @@ def operation_of(incident: Incident, lane: Lane, seq: int, rank: int) -> Operati
     return incident.run.operation(rank, at) if at >= 0 else None
 
 
-def signature(op: Operation) -> tuple[str, str, str]:
-    """What has to be equal on all ranks."""
-    return (op.op, op.sizes, op.dtypes)
+def signature_text(op: Operation) -> str:
+    """Operation, sizes and dtypes: these must be equal on all ranks."""
+    return f"{op.op} {op.sizes} {op.dtypes}"
 
 
 def rank_diff_rows(incident: Incident, lane: Lane, seq: int, ranks: tuple[int, int], width: int) -> Iterator[Row]:
@@ -58,7 +58,7 @@ def _facts(incident: Incident, lane: Lane, seq: int, rank: int) -> dict[str, str
         "dtype": op.dtypes if op is not None else "-",
         "state": "-" if op is None else "done" if op.retired or op.state == "completed" else op.state,
         "call site": _place(frame),
-        "it is": f"{SITUATIONS[state.kind][2]}{f' ({state.detail})' if state.detail else ''}",
+        "it is": f"{SITUATIONS[state.kind].label}{f' ({state.detail})' if state.detail else ''}",
         "at": _place(state.frame),
         "phase": f"{beat.phase or 'between phases'}, step {beat.step}" if beat is not None else "-",
         "coordinates": " ".join(f"{axis}{place}" for axis, place in record.coordinates.items()) or "-",
@@ -66,19 +66,19 @@ def _facts(incident: Incident, lane: Lane, seq: int, rank: int) -> dict[str, str
 
 
 def _place(frame: Frame | None) -> str:
-    return "-" if frame is None else f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}"
+    return "-" if frame is None else frame_text(frame)
 
 
 def _issued(incident: Incident, lane: Lane, seq: int, rank: int) -> str:
     op = operation_of(incident, lane, seq, rank)
-    return " ".join(signature(op)) if op is not None else ""
+    return signature_text(op) if op is not None else ""
 
 
 def _pair(name: str, a: str, b: str, room: int, *, is_plain: bool = False) -> Row:
     is_other = a != b and not is_plain and name != "coordinates"
-    role: Role = "bad" if is_other else "bold" if is_plain else ""
+    role: Role = Role.BAD if is_other else Role.BOLD if is_plain else Role.PLAIN
     mark = "! " if is_other else "  "
-    return row((mark, "bad"), f"{name:<{_NAME}}", (f"{truncate(a, room):<{room}}  ", role), (truncate(b, room), role),
+    return row((mark, Role.BAD), f"{name:<{_NAME}}", (f"{truncate(a, room):<{room}}  ", role), (truncate(b, room), role),
                is_problem=is_other)  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def _stack_rows(incident: Incident, ranks: tuple[int, int], width: int) -> Itera
     stacks = stacks_of(incident.run, ranks)
     if len(stacks) < 2:
         missing = [rank for rank in ranks if rank not in stacks]
-        yield row(("no stack of rank " + " and rank ".join(map(str, missing)), "dim"))
+        yield row(("no stack of rank " + " and rank ".join(map(str, missing)), Role.DIM))
         return
     first, second = stacks[ranks[0]], stacks[ranks[1]]
     common = next(
@@ -95,8 +95,8 @@ def _stack_rows(incident: Incident, ranks: tuple[int, int], width: int) -> Itera
     )
     yield head(f"stacks: the outer {common} calls are the same")
     for rank in ranks:
-        yield row((f"  rank {rank}", "bold"), "" if len(stacks[rank]) > common else " goes no deeper")
+        yield row((f"  rank {rank}", Role.BOLD), "" if len(stacks[rank]) > common else " goes no deeper")
         for frame in stacks[rank][common:]:
             yield row(f"    {_place(frame)}")
             if text := source_line(frame):
-                yield row((truncate(f"      > {text}", width), "dim"))
+                yield row((truncate(f"      > {text}", width), Role.DIM))

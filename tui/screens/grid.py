@@ -13,8 +13,8 @@ from textual.widgets import Static
 
 from titan_ckpt.tui.data.grid import Grid, Order, build_grid, build_time_grid, next_stop, per_row_to_fit, sort_orders
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.rows import Row, RowLink, RowList, Rows, counted, row
-from titan_ckpt.tui.screens.grid_rows import GridRows, axis_text, label_width, legend_text, stretch_of
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
+from titan_ckpt.tui.screens.grid_rows import GridRows, Viewport, axis_text, label_width, legend_text, stretch_of
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.line_view import MARK, LineView
 from titan_ckpt.tui.widgets.pane import Pane, filter_ranks
@@ -117,7 +117,7 @@ class GridPane(Pane):
             return "operations"
         incident = self.session.incident.value
         count = len(incident.lanes) if incident else 0
-        per_row = rows.per_row if isinstance(rows, GridRows) else 1
+        per_row = rows.viewport.per_row if isinstance(rows, GridRows) else 1
         scale = [f"up to {per_row} ranks a row"] if per_row > 1 else []
         scale += (
             [f"{self._per_cell} {'time steps' if grid.is_time else 'operations'} a cell"] if self._per_cell > 1 else []
@@ -144,21 +144,21 @@ class GridPane(Pane):
             return self.no_incident(width) if incident is None else RowList([row("no operations were recorded")])
         grid = self._grid_of(incident)
         if grid is None:
-            return RowList([row(("drawing ...", "dim"))])
+            return RowList([row(("drawing ...", Role.DIM))])
         order = self._orders()[self._order % len(self._orders())]
         wanted = filter_ranks(self.filter_text)
         if wanted is not None:
             order = order.only(np.isin(grid.members, np.array(wanted)))
         if not len(order.places):
-            return RowList([row((f"no rank of this group is among {self.filter_text}", "dim"))])
+            return RowList([row((f"no rank of this group is among {self.filter_text}", Role.DIM))])
         if self._is_at_end:
             self._first = max(0, grid.codes.shape[1] - self._cell_width(grid) * self._per_cell)
         self._first = max(0, min(self._first, grid.codes.shape[1] - 1))
         per_row = self._per_row or per_row_to_fit(order.keys, max(self._height(), 1))
-        return GridRows(
-            grid, order, first=self._first, per_cell=self._per_cell, per_row=per_row, spot=self._spot,
-            pinned=self.session.pinned,
-        )  # fmt: skip
+        viewport = Viewport(
+            first=self._first, per_cell=self._per_cell, per_row=per_row, spot=self._spot, pinned=self.session.pinned
+        )
+        return GridRows(grid, order, viewport)
 
     def _grid_of(self, incident: Incident) -> Grid | None:
         """The heatmap that is asked for; a large one is made in a thread, and None until it is there."""
@@ -230,7 +230,7 @@ class GridPane(Pane):
         rows = self.body.rows
         if isinstance(rows, GridRows) and len(rows):
             most = max(len(rows.order), 1)
-            self._show_rows(max(1, min(int(rows.per_row * factor), most)), self.body.cursor)
+            self._show_rows(max(1, min(int(rows.viewport.per_row * factor), most)), self.body.cursor)
 
     def _show_rows(self, per_row: int | None, index: int) -> None:
         rows = self.body.rows
@@ -243,7 +243,7 @@ class GridPane(Pane):
     def chosen(self, chosen: Row) -> None:
         """A row of several ranks opens into these, a single one into its operation."""
         rows = self.body.rows
-        if isinstance(rows, GridRows) and rows.per_row > 1:
+        if isinstance(rows, GridRows) and rows.viewport.per_row > 1:
             self._opened_from = (self._per_row, self.body.cursor)
             self._show_rows(1, self.body.cursor)
         else:

@@ -5,30 +5,39 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from titan_ckpt.tui.data.grid import BLANK, GLYPHS, Grid, Order, reduce_row, row_starts
-from titan_ckpt.tui.rows import Row, RowLink, TextSpan, row
+from titan_ckpt.tui.rows import Role, Row, RowLink, TextSpan, row
 
 _LEAST_LABEL, _MOST_LABEL = 14, 26
 _MOST_STRETCH = 3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Viewport:
+    """The part of a grid on the screen: columns from `first`, `per_cell` to a cell, up to `per_row` ranks to a row."""
+
+    first: int
+    per_cell: int
+    per_row: int
+    spot: int | None
+    pinned: int | None
+
+
 class GridRows:
     """Rows of up to `per_row` ranks, made as they are painted; a cell is the gravest of what lies under it.
 
-    The cells of column `spot` stand out. `first` is the first column that is shown.
+    The cells of the viewport's column `spot` stand out.
     """
 
-    def __init__(
-        self, grid: Grid, order: Order, *, first: int, per_cell: int, per_row: int, spot: int | None, pinned: int | None
-    ) -> None:
-        self.grid, self.order, self.per_row = grid, order.places, per_row
-        self.starts = row_starts(order.keys, per_row)
+    def __init__(self, grid: Grid, order: Order, viewport: Viewport) -> None:
+        self.grid, self.order, self.viewport = grid, order.places, viewport
+        self.starts = row_starts(order.keys, viewport.per_row)
         self.label_width = label_width(grid)
         self._axis, self._keys = order.name, order.keys
-        self._first, self._per_cell, self._spot, self._pinned = first, per_cell, spot, pinned
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -44,15 +53,15 @@ class GridRows:
         return int(np.searchsorted(self.starts, found[0], side="right")) - 1 if len(found) else None
 
     def row(self, index: int, width: int) -> Row:
-        places = self.places(index)
+        places, view = self.places(index), self.viewport
         ranks = self.grid.members[places]
-        stretch = stretch_of(self.grid, width - self.label_width, self._per_cell)
+        stretch = stretch_of(self.grid, width - self.label_width, view.per_cell)
         cells = max((width - self.label_width) // stretch, 1)
-        codes = reduce_row(self.grid.codes, places, self._first, cells, self._per_cell)
-        is_pinned = self._pinned is not None and bool((ranks == self._pinned).any())
+        codes = reduce_row(self.grid.codes, places, view.first, cells, view.per_cell)
+        is_pinned = view.pinned is not None and bool((ranks == view.pinned).any())
         label = f"{'*' if is_pinned else ' '}{self._label(index, ranks)}"[: self.label_width - 1]
-        parts: list[TextSpan] = [(f"{label:<{self.label_width}}", "bold" if is_pinned else "")]
-        cell = None if self._spot is None else (self._spot - self._first) // self._per_cell
+        parts: list[TextSpan] = [(f"{label:<{self.label_width}}", Role.BOLD if is_pinned else Role.PLAIN)]
+        cell = None if view.spot is None else (view.spot - view.first) // view.per_cell
         parts += cell_parts(codes.tolist(), cell, stretch)
         place, column = self.gravest(index)
         seq = None if self.grid.is_time else self.grid.first + column
@@ -60,7 +69,7 @@ class GridRows:
 
     def _label(self, index: int, ranks: np.ndarray) -> str:
         first, last = int(ranks[0]), int(ranks[-1])
-        if self.per_row == 1:
+        if self.viewport.per_row == 1:
             return f"{first:>5} {(self.grid.labels or {}).get(first, '')}"
         key = "" if self._axis == "rank" else f" {self._axis}{int(self._keys[self.starts[index]])}"
         is_run = last - first == len(ranks) - 1
@@ -69,7 +78,8 @@ class GridRows:
     def gravest(self, index: int) -> tuple[int, int]:
         """(member, column) of the gravest cell of a row, in the chosen cell where one is chosen."""
         places = self.places(index)
-        start, stop = (0, None) if self._spot is None else (self._spot, self._spot + self._per_cell)
+        spot = self.viewport.spot
+        start, stop = (0, None) if spot is None else (spot, spot + self.viewport.per_cell)
         codes = self.grid.codes[places, start:stop]
         if not codes.size:
             return int(places[0]), start
@@ -82,12 +92,13 @@ class GridRows:
 
     def what(self, index: int) -> str:
         """What the ranks of a row did under the chosen column."""
-        assert self._spot is not None
+        spot = self.viewport.spot
+        assert spot is not None
         places = self.places(index)
-        counts = Counter(self.grid.codes[places, self._spot].tolist())
+        counts = Counter(self.grid.codes[places, spot].tolist())
         if len(places) == 1:
-            return f"rank {self.grid.members[places[0]]} {GLYPHS[next(iter(counts))][2]}"
-        return ", ".join(f"{count} {GLYPHS[code][2]}" for code, count in sorted(counts.items(), reverse=True))
+            return f"rank {self.grid.members[places[0]]} {GLYPHS[next(iter(counts))].label}"
+        return ", ".join(f"{count} {GLYPHS[code].label}" for code, count in sorted(counts.items(), reverse=True))
 
 
 def label_width(grid: Grid) -> int:
@@ -105,12 +116,12 @@ def stretch_of(grid: Grid, width: int, per_cell: int) -> int:
 def cell_parts(codes: list[int], spot: int | None, stretch: int) -> Iterator[TextSpan]:
     """Cells as few parts: a part costs the terminal's driver as much as a line of text."""
     for (code, is_spot), equal in itertools.groupby((code, i == spot) for i, code in enumerate(codes)):
-        glyph, role, _ = GLYPHS[code]
+        glyph = GLYPHS[code]
         if is_spot:
-            yield glyph, "spot"
-            yield " " * (stretch - 1), ""
+            yield glyph.char, Role.SPOT
+            yield " " * (stretch - 1), Role.PLAIN
         else:
-            yield f"{glyph:<{stretch}}" * len(list(equal)), role
+            yield f"{glyph.char:<{stretch}}" * len(list(equal)), glyph.role
 
 
 def axis_text(grid: Grid, first: int, per_cell: int, width: int) -> str:
@@ -127,4 +138,4 @@ def axis_text(grid: Grid, first: int, per_cell: int, width: int) -> str:
 
 def legend_text() -> str:
     """The glyphs in words."""
-    return "  ".join(f"{glyph} {words}" for code, (glyph, _, words) in enumerate(GLYPHS) if code != BLANK)
+    return "  ".join(f"{glyph.char} {glyph.label}" for code, glyph in enumerate(GLYPHS) if code != BLANK)

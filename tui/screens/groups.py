@@ -10,7 +10,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.tui.data.arrays import Ints
 from titan_ckpt.tui.data.grid import usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
-from titan_ckpt.tui.rows import Row, RowLink, RowList, Rows, TextSpan, head, ranks_text, row, truncate
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, TextSpan, head, ranks_text, row, truncate
 from titan_ckpt.tui.widgets.pane import Pane
 
 MAX_MESH_RANKS = 4096
@@ -43,12 +43,12 @@ def group_rows(incident: Incident) -> Iterator[Row]:
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
         odd = odd_text(lane, newest)
-        yield row((f"{truncate(str(group), 16):<16} ", "bold"), f"{truncate(ranks_text(lane.members, 2), 10):<10} ",
+        yield row((f"{truncate(str(group), 16):<16} ", Role.BOLD), f"{truncate(ranks_text(lane.members, 2), 10):<10} ",
                   f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>8}  ",
-                  (f"{'recorded' if group.members else 'seen':<8}  ", "dim"), (odd or "none", "bad" if odd else "dim"),
+                  (f"{'recorded' if group.members else 'seen':<8}  ", Role.DIM), (odd or "none", Role.BAD if odd else Role.DIM),
                   link=RowLink(screen=2, group=str(group)), is_problem=bool(odd))  # fmt: skip
     if incident.lanes:
-        yield row(("members: recorded = a dump lists them; seen = those that used the group", "dim"))
+        yield row(("members: recorded = a dump lists them; seen = those that used the group", Role.DIM))
     else:
         yield row("no operations were recorded")
 
@@ -82,7 +82,7 @@ def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
     """The mesh as recorded: the last axis to the right, the others downwards; each rank with its state's glyph."""
     places = {rank: record.coordinates for rank, record in incident.run.ranks.items() if record.coordinates}
     if not places:
-        yield row(("no mesh coordinates were recorded (titan_ckpt.debug.Recorder writes them)", "dim"))
+        yield row(("no mesh coordinates were recorded (titan_ckpt.debug.Recorder writes them)", Role.DIM))
         return
     axes = [axis for axis in next(iter(places.values())) if len({place.get(axis, 0) for place in places.values()}) > 1]
     yield head("mesh: " + " x ".join(f"{axis} {1 + max(p.get(axis, 0) for p in places.values())}" for axis in axes))
@@ -97,15 +97,15 @@ def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
         room = max((width - before - 2) // (digits + 2), 1)
         for start in range(0, len(ranks), room):
             cells = [_cell(incident, rank, digits) for rank in ranks[start : start + room]]
-            yield row((f"  {label if start == 0 else '':<{before}}", "dim"), *cells,
+            yield row((f"  {label if start == 0 else '':<{before}}", Role.DIM), *cells,
                       link=RowLink(screen=2, rank=ranks[start]))  # fmt: skip
     kinds = {incident.states[rank].kind for rank in places}
-    legend = "   ".join(f"{SITUATIONS[kind][0]} {SITUATIONS[kind][2]}" for kind in SITUATIONS if kind in kinds)
-    yield row((f"  each rank with its state: {legend}", "dim"))
+    legend = "   ".join(f"{glyph.char} {glyph.label}" for kind, glyph in SITUATIONS.items() if kind in kinds)
+    yield row((f"  each rank with its state: {legend}", Role.DIM))
     if len(places) > MAX_MESH_RANKS:
-        yield row((f"  and {len(places) - MAX_MESH_RANKS:,} more ranks", "dim"))
+        yield row((f"  and {len(places) - MAX_MESH_RANKS:,} more ranks", Role.DIM))
 
 
 def _cell(incident: Incident, rank: int, digits: int) -> TextSpan:
-    glyph, role, _ = SITUATIONS[incident.states[rank].kind]
-    return (f"{rank:>{digits}}{glyph} ", role)
+    glyph = SITUATIONS[incident.states[rank].kind]
+    return (f"{rank:>{digits}}{glyph.char} ", glyph.role)

@@ -11,7 +11,7 @@ from textual.screen import ModalScreen
 
 from titan_ckpt.tui.data.grid import GLYPHS
 from titan_ckpt.tui.data.incident import SITUATIONS
-from titan_ckpt.tui.rows import Role, Row, RowList, head, row, wrapped
+from titan_ckpt.tui.rows import Glyph, Role, Row, RowList, head, row, wrapped
 from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.pane import Pane
 
@@ -60,17 +60,17 @@ def help_rows(pane: Pane) -> list[Row]:
         *_entries(COMMON_KEYS),
     ]
     if pane.number == 2:
-        rows += [row(), head("operations"), *(_entry(glyph, role, what) for glyph, role, what in GLYPHS)]
+        rows += [row(), head("operations"), *map(_entry, GLYPHS)]
     elif pane.number in (1, 3, 4, 6):
-        rows += [row(), head("ranks"), *(_entry(*situation) for situation in SITUATIONS.values())]
-    return [*rows, row(), row(("The same as plain text, for screen readers: titan-ckpt debug PATH", "dim"))]
+        rows += [row(), head("ranks"), *map(_entry, SITUATIONS.values())]
+    return [*rows, row(), row(("The same as plain text, for screen readers: titan-ckpt debug PATH", Role.DIM))]
 
 
 def _entries(keys: Iterable[tuple[str, str]]) -> Iterator[Row]:
     for key, what in keys:
         for i, line in enumerate(wrapped(what, WIDTH - _KEY)):
-            yield row((f"{key if i == 0 else '':>{_KEY - 2}}  ", "bold"), line)
+            yield row((f"{key if i == 0 else '':>{_KEY - 2}}  ", Role.BOLD), line)
 
 
-def _entry(glyph: str, role: Role, what: str) -> Row:
-    return row((f"{glyph:>{_KEY - 2}}  ", role), what)
+def _entry(glyph: Glyph) -> Row:
+    return row((f"{glyph.char:>{_KEY - 2}}  ", glyph.role), glyph.label)

@@ -25,7 +25,7 @@ from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.pane import Pane
 
 _SCAN_LINES = 1 << 16
-_ROLES: dict[int, Role] = {0: "dim", 1: "", WARNING: "warn", ERROR: "bad"}
+_ROLES: dict[int, Role] = {0: Role.DIM, 1: Role.PLAIN, WARNING: Role.WARN, ERROR: Role.BAD}
 _ABSENT = (
     "Logs are files such as logs/rank_00003.log, also packed (.gz, .zst); a run of `titan-ckpt train` writes them."
 )
@@ -58,7 +58,7 @@ class LogRows:
         same = self._folds.get(index, ())
         fold = f"x {len(same):,} ranks: {ranks_text(same, 4)}  " if len(same) > 1 else ""
         is_cause = int(self.view[index]) == self.cause
-        return row((f"{rank} ", "note"), ("FIRST ERROR  " if is_cause else "", "bad"), (fold, "note"),
+        return row((f"{rank} ", Role.NOTE), ("FIRST ERROR  " if is_cause else "", Role.BAD), (fold, Role.NOTE),
                    (shortened(line.text, width), _ROLES[line.level]), link=RowLink(screen=3, rank=line.rank),
                    is_problem=line.level == ERROR)  # fmt: skip
 
@@ -137,7 +137,7 @@ class LogsPane(Pane):
         if logs is None:
             return RowList(self.absent_rows(self.session.logs, _ABSENT, width))
         if not len(logs):
-            return RowList([row(("no line in these files yet", "dim"))])
+            return RowList([row(("no line in these files yet", Role.DIM))])
         asked = LogQuery(text=self.filter_text, is_folded=self._is_folded)
         if asked == LogQuery():
             self._asked = self._found = None
@@ -147,7 +147,7 @@ class LogsPane(Pane):
         found, before = self._found, self.body.rows
         if found is not None:
             return LogRows(found.index, found.view, found.folds, self._cause(found.index))
-        return before if isinstance(before, LogRows) else RowList([row(("searching ...", "dim"))])
+        return before if isinstance(before, LogRows) else RowList([row(("searching ...", Role.DIM))])
 
     def _cause(self, logs: LogIndex) -> int | None:
         incident = self.session.incident.value

@@ -94,28 +94,30 @@ def live_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
     newest = max(ticking, key=lambda beat: (beat.step, beat.phase_ns))
     phase = f" ({newest.phase})" if newest.phase else ""
     count = f"{len(ticking)} of {counted(incident.run.world_size, 'rank')} alive"
-    yield row(("RUNNING", "good"), f"   step {newest.step}{phase} · {count}", link=RowLink(screen=8))
+    yield row(("RUNNING", Role.GOOD), f"   step {newest.step}{phase} · {count}", link=RowLink(screen=8))
     found = alarms(beats, int(now_s * 1e9), after_s=LIVE_S)
     for alarm in found:
         for i, line in enumerate(wrapped(f"{alarm.kind}: {alarm.text}", width, "  ")):
-            yield row((line, "warn"), link=RowLink(screen=6, rank=alarm.ranks[0]), is_problem=i == 0)
+            yield row((line, Role.WARN), link=RowLink(screen=6, rank=alarm.ranks[0]), is_problem=i == 0)
     if found or incident.top.verdict not in _NO_FAULT:
-        yield row(("what the last snapshot shows, which may pass:", "dim"))
+        yield row(("what the last snapshot shows, which may pass:", Role.DIM))
     else:
-        yield row(("no fault so far; f follows the job", "dim"))
+        yield row(("no fault so far; f follows the job", Role.DIM))
 
 
 def _verdict_rows(top: Verdict, width: int) -> Iterator[Row]:
-    role: Role = "good" if top.verdict == "HEALTHY" else "warn" if top.verdict == "INSUFFICIENT_DATA" else "bad"
+    role: Role = (
+        Role.GOOD if top.verdict == "HEALTHY" else Role.WARN if top.verdict == "INSUFFICIENT_DATA" else Role.BAD
+    )
     name = f"{top.verdict} ({top.subtype})" if top.subtype else top.verdict
     link = _operation(top)
     facts = [f"confidence {top.confidence:.0%}"]
     facts += [f"step {top.step}"] if top.step is not None else []
     many = "s" if len(top.culprits) > 1 else ""
     facts += [f"culprit{many}: rank{many} {ranks_text(top.culprits)}"] if top.culprits else []
-    yield row((name, role), ("   " + " · ".join(facts), ""), link=link, is_problem=role != "good")
+    yield row((name, role), "   " + " · ".join(facts), link=link, is_problem=role != Role.GOOD)
     for line in wrapped(top.headline, width):
-        yield row((line, "bold"), link=link)
+        yield row((line, Role.BOLD), link=link)
 
 
 def _operation(top: Verdict) -> RowLink | None:
@@ -131,9 +133,9 @@ def _strip_rows(incident: Incident, width: int) -> Iterator[Row]:
     for start in range(0, len(cells), width):
         yield row(*cells[start : start + width], link=RowLink(screen=2))
     for kind, count in state_counts(incident):
-        glyph, role, words = SITUATIONS[kind]
+        glyph = SITUATIONS[kind]
         ranks = [rank for rank, state in incident.states.items() if state.kind == kind]
-        yield row((f"  {glyph} ", role), f"{words}: {count}  ", (ranks_text(ranks, 8), "dim"),
+        yield row((f"  {glyph.char} ", glyph.role), f"{glyph.label}: {count}  ", (ranks_text(ranks, 8), Role.DIM),
                   link=RowLink(screen=2, rank=ranks[0]))  # fmt: skip
 
 
@@ -197,7 +199,7 @@ def _data_rows(session: Session, width: int) -> Iterator[Row]:
         text = checkpoints.value.counts(", ")
         yield row(f"  checkpoints: {text or 'none'}{newest}", link=RowLink(screen=7))
     else:
-        yield row(("  checkpoints: " + checkpoints.text, "dim"))
+        yield row(("  checkpoints: " + checkpoints.text, Role.DIM))
     if logs.value is not None:
         more = " so far" if logs.value.is_head else ""
         yield row(
@@ -206,13 +208,13 @@ def _data_rows(session: Session, width: int) -> Iterator[Row]:
         )
         for path, problem in logs.value.problems:
             for i, line in enumerate(wrapped(problem if path in problem else f"{path}: {problem}", width - 6, "  ")):
-                yield row(("    ! " if i == 0 else "      ", "bad"), line, is_problem=i == 0, link=RowLink(screen=5))
+                yield row(("    ! " if i == 0 else "      ", Role.BAD), line, is_problem=i == 0, link=RowLink(screen=5))
     else:
-        yield row(("  log lines: " + logs.text, "dim"))
+        yield row(("  log lines: " + logs.text, Role.DIM))
     if metrics.value is not None:
         yield row(f"  metrics: {len(metrics.value.steps)} steps", link=RowLink(screen=8))
     else:
-        yield row(("  metrics: " + metrics.text, "dim"))
+        yield row(("  metrics: " + metrics.text, Role.DIM))
 
 
 def _evidence_counts(run: Run) -> Iterator[Row]:
@@ -226,9 +228,11 @@ def _evidence_counts(run: Run) -> Iterator[Row]:
     }
     for name, ranks in kinds.items():
         missing = sorted(set(run.ranks) - set(ranks))
-        parts: list[TextSpan] = [(f"  {name}: {len(ranks)} of {counted(world, 'rank')}", "" if ranks else "dim")]
+        parts: list[TextSpan] = [
+            (f"  {name}: {len(ranks)} of {counted(world, 'rank')}", Role.PLAIN if ranks else Role.DIM)
+        ]
         if ranks and missing:
-            parts.append((f"  missing: {ranks_text(missing, 6)}", "warn"))
+            parts.append((f"  missing: {ranks_text(missing, 6)}", Role.WARN))
         yield row(*parts)
 
 
@@ -241,5 +245,7 @@ def _flag_rows(run: Run, width: int) -> Iterator[Row]:
         is_damage = flag.flag in ("DUMP_CORRUPT", "DUMP_MISSING")
         for i, line in enumerate(wrapped(f"{flag.flag}: {flag.text}{ranks}{source}", width - 4, "  ")):
             yield row(
-                ("  ! " if i == 0 else "    ", "bad" if is_damage else "warn"), line, is_problem=is_damage and i == 0
+                ("  ! " if i == 0 else "    ", Role.BAD if is_damage else Role.WARN),
+                line,
+                is_problem=is_damage and i == 0,
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from titan_ckpt.debug.incident.frames import is_library
 from titan_ckpt.debug.incident.records import Frame, Run
+from titan_ckpt.tui.data.incident import frame_text
 from titan_ckpt.tui.rows import Role, Row, RowLink, ranks_named, ranks_text, row, truncate
 
 MAX_SOURCE_BYTES = 4 << 20
@@ -32,7 +33,7 @@ def tree_rows(run: Run, members: tuple[int, ...], width: int) -> Iterator[Row]:
     yield from _node_rows(stacks, 0, 0, width)
     silent = [rank for rank in members if rank not in stacks]
     if silent:
-        yield row(("  no stack: ", "warn"), ranks_named(silent))
+        yield row(("  no stack: ", Role.WARN), ranks_named(silent))
 
 
 def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int, width: int) -> Iterator[Row]:
@@ -45,14 +46,15 @@ def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int,
     below_indent = min(indent + 2, _MOST_INDENT) if is_fork else indent
     for frame, below in sorted(nodes.items(), key=lambda node: min(node[1])):
         space = f"  {' ' * indent}{'├ ' if is_fork and indent < _MOST_INDENT else ''}"
-        place = f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}"
-        role: Role = "dim" if is_library(frame) else "bold" if is_fork else ""
+        place = frame_text(frame)
+        role: Role = Role.DIM if is_library(frame) else Role.BOLD if is_fork else Role.PLAIN
         ranks = ranks_text(sorted(below), 8)
-        yield row(space, (place, role), (f"  [{ranks}]", "note"), link=RowLink(screen=6, rank=min(below)))
+        yield row(space, (place, role), (f"  [{ranks}]", Role.NOTE), link=RowLink(screen=6, rank=min(below)))
         text = source_line(frame)
         if text:
             yield row(
-                (truncate(f"  {' ' * below_indent}  > {text}", width), "dim"), link=RowLink(screen=6, rank=min(below))
+                (truncate(f"  {' ' * below_indent}  > {text}", width), Role.DIM),
+                link=RowLink(screen=6, rank=min(below)),
             )
         yield from _node_rows(below, depth + 1, below_indent, width)
 

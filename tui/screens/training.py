@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from titan_ckpt.tui.data.metrics import Metrics
-from titan_ckpt.tui.rows import Row, RowList, Rows, head, row
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, head, row
 from titan_ckpt.tui.widgets.braille_plot import GUTTER, number, plot
 from titan_ckpt.tui.widgets.pane import Pane
 
@@ -46,5 +46,5 @@ def plot_rows(metrics: Metrics, width: int) -> Iterator[Row]:
         newest = f"   newest {number(float(known[-1]))}" if len(known) else ""
         yield head(f"{title}{newest}")
         for line in plot(metrics.steps, values, width, PLOT_LINES):
-            yield row(line[:GUTTER], (line[GUTTER:], "good"))
+            yield row(line[:GUTTER], (line[GUTTER:], Role.GOOD))
         yield row()

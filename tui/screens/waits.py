@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from titan_ckpt.debug.diagnosis.rank_state import IN_INIT
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident
-from titan_ckpt.tui.rows import Row, RowLink, RowList, Rows, counted, head, row, truncate
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, head, row, truncate
 from titan_ckpt.tui.widgets.pane import Pane
 
 MAX_WAITERS = 200
@@ -61,7 +61,7 @@ def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
     for rank in rest[:MAX_WAITERS]:
         yield _rank_row(incident, rank, 0, "", width)
     if len(rest) > MAX_WAITERS:
-        yield row((f"  and {len(rest) - MAX_WAITERS:,} more ranks", "dim"))
+        yield row((f"  and {len(rest) - MAX_WAITERS:,} more ranks", Role.DIM))
 
 
 def _reached(waiters: Mapping[int, list[Edge]], roots: set[int]) -> set[int]:
@@ -83,14 +83,14 @@ def _tree(
         rank, depth, why = stack.pop()
         if rank in shown:
             yield row(
-                f"  {'  ' * min(depth, 12)}rank {rank} {why}", (" (above)", "dim"), link=RowLink(screen=6, rank=rank)
+                f"  {'  ' * min(depth, 12)}rank {rank} {why}", (" (above)", Role.DIM), link=RowLink(screen=6, rank=rank)
             )
             continue
         shown.add(rank)
         yield _rank_row(incident, rank, depth, why, width)
         edges = sorted(waiters.get(rank, []), key=lambda edge: -edge.waiter)
         if len(edges) > MAX_WAITERS:
-            yield row((f"  {'  ' * (depth + 1)}and {len(edges) - MAX_WAITERS:,} more ranks", "dim"))
+            yield row((f"  {'  ' * (depth + 1)}and {len(edges) - MAX_WAITERS:,} more ranks", Role.DIM))
         stack += [(edge.waiter, depth + 1, _why(incident, edge)) for edge in edges[-MAX_WAITERS:]]
 
 
@@ -106,11 +106,13 @@ def _why(incident: Incident, edge: Edge) -> str:
 
 def _rank_row(incident: Incident, rank: int, depth: int, why: str, width: int) -> Row:
     state = incident.states[rank]
-    glyph, role, words = SITUATIONS[state.kind]
+    glyph = SITUATIONS[state.kind]
     detail = f" ({state.detail})" if state.detail else ""
-    place = f"  {state.frame.file.rpartition('/')[2]}:{state.frame.line} {state.frame.function}" if state.frame else ""
+    place = f"  {frame_text(state.frame)}" if state.frame else ""
     is_culprit = rank in incident.top.culprits
-    return row(f"  {'  ' * min(depth, 12)}", (f"{glyph} rank {rank} ", role), ("culprit: " if is_culprit else "", "bad"),
-               truncate(f"{why or words}{detail}{place}", max(width - 14 - 2 * min(depth, 12) - 9 * is_culprit, 20)),
+    indent = 2 * min(depth, 12)
+    return row(" " * (indent + 2), (f"{glyph.char} rank {rank} ", glyph.role),
+               ("culprit: " if is_culprit else "", Role.BAD),
+               truncate(f"{why or glyph.label}{detail}{place}", max(width - 14 - indent - 9 * is_culprit, 20)),
                link=RowLink(screen=3, group=incident.top.group, seq=incident.top.seq, rank=rank),
-               is_problem=is_culprit or (depth == 0 and role == "bad"))  # fmt: skip
+               is_problem=is_culprit or (depth == 0 and glyph.role == Role.BAD))  # fmt: skip

@@ -18,15 +18,15 @@ from titan_ckpt.tui.rows import Role, Row, RowList, Rows
 
 # Vermilion, orange and sky blue of the Okabe-Ito palette: told apart with any colour vision.
 STYLES: dict[Role, Style] = {
-    "": Style(),
-    "dim": Style(color="#8a8a8a"),
-    "bold": Style(bold=True),
-    "head": Style(bold=True, underline=True),
-    "bad": Style(color="#ff7a33", bold=True),
-    "warn": Style(color="#e6b800"),
-    "good": Style(color="#56b4e9"),
-    "note": Style(color="#d8a0c0"),
-    "spot": Style(bold=True, reverse=True),
+    Role.PLAIN: Style(),
+    Role.DIM: Style(color="#8a8a8a"),
+    Role.BOLD: Style(bold=True),
+    Role.HEAD: Style(bold=True, underline=True),
+    Role.BAD: Style(color="#ff7a33", bold=True),
+    Role.WARN: Style(color="#e6b800"),
+    Role.GOOD: Style(color="#56b4e9"),
+    Role.NOTE: Style(color="#d8a0c0"),
+    Role.SPOT: Style(bold=True, reverse=True),
 }
 CURSOR = Style(bold=True, bgcolor="#303a4a")
 MARK, NO_MARK = "▸ ", "  "
@@ -106,11 +106,13 @@ class LineView(ScrollView, can_focus=True):
         width = self.scrollable_content_region.width
         index = self.scroll_offset.y + y
         if index >= len(self.rows):
-            return Strip.blank(width, STYLES[""])
+            return Strip.blank(width, STYLES[Role.PLAIN])
         is_cursor = index == self.cursor
         body = Strip(segments_of(self.rows.row(index, self.line_width)))
-        body = body.crop(self.shift, self.shift + width - len(MARK)).adjust_cell_length(width - len(MARK), STYLES[""])
-        strip = Strip([Segment(MARK if is_cursor else NO_MARK, STYLES["bold"]), *body])
+        body = body.crop(self.shift, self.shift + width - len(MARK)).adjust_cell_length(
+            width - len(MARK), STYLES[Role.PLAIN]
+        )
+        strip = Strip([Segment(MARK if is_cursor else NO_MARK, STYLES[Role.BOLD]), *body])
         return strip.apply_style(CURSOR) if is_cursor else strip
 
     def action_move(self, by: int) -> None:

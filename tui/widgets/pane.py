@@ -170,12 +170,12 @@ class Pane(Vertical):
     @staticmethod
     def absent_rows(part: Loadable[Any], hint: str, width: int) -> Iterator[Row]:
         """What to say where a part is not there: that it is being read, why it failed, or where it would be found."""
-        role: Role = "dim" if part.is_loading or not part.error else "bad"
+        role: Role = Role.DIM if part.is_loading or not part.error else Role.BAD
         for line in wrapped(part.text, width):
-            yield row((line, role), is_problem=role == "bad")
+            yield row((line, role), is_problem=role == Role.BAD)
         if not part.is_loading and not part.error:
             yield row()
-            yield from (row((line, "dim")) for line in wrapped(hint, width))
+            yield from (row((line, Role.DIM)) for line in wrapped(hint, width))
 
     def set_filter(self, text: str) -> None:
         """Show only what matches; the empty text shows all."""
