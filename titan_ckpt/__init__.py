@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from titan_ckpt.dcp.storage import StorageReader, StorageWriter
     from titan_ckpt.errors import TitanError
     from titan_ckpt.loading.load import LoadPolicy, LoadReport, load
-    from titan_ckpt.resharding.reshard import Workers, plan_reshard, run_plan
+    from titan_ckpt.resharding.reshard import plan_reshard, run_plan
+    from titan_ckpt.resharding.workers import Workers
     from titan_ckpt.saving.options import SaveOptions, SaveReport
     from titan_ckpt.saving.saver import Saver, save
     from titan_ckpt.sharding.mesh import MeshSpec
@@ -68,7 +69,7 @@ __getattr__, __dir__ = lazy_names(
         "StorageWriter": "dcp.storage",
         "Store": "store.base",
         "TitanError": "errors",
-        "Workers": "resharding.reshard",
+        "Workers": "resharding.workers",
         "__version__": "version",
         "diff": "check.diff",
         "list_checkpoints": "checkpoint.checkpoint",
