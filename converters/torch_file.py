@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, UnsafeContentError
 from titan_ckpt.format.commit import find_commit
 from titan_ckpt.loading.load import read_object

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from titan_ckpt.checkpoint.checkpoint import FULL, MODEL, Checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.uncompressed import decoded
 from titan_ckpt.converters.models.contract import check_tensors
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD, check_spec, expected_tensors
@@ -265,8 +266,8 @@ def _view(theirs: Checkpoint, origins: list[Origin], training: Mapping[str, Any]
         box_offsets=offsets, box_sizes=sizes, digests=None,
     )  # fmt: skip
     manifest = replace(
-        theirs.manifest, kind=FULL if training else MODEL, tensors=tuple(tensors), chunks=table, objects=(),
-        training=training,
+        theirs.manifest, kind=CheckpointKind.FULL if training else CheckpointKind.MODEL, tensors=tuple(tensors),
+        chunks=table, objects=(), training=training,
     )  # fmt: skip
     return TorchtitanCheckpoint(
         store=theirs.store, url=theirs.url, step=theirs.step, folder=theirs.folder, manifest=manifest, theirs=theirs,

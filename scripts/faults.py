@@ -34,7 +34,7 @@ from typing import Any, cast
 import torch
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import list_checkpoints
+from titan_ckpt.checkpoint.open import list_checkpoints
 from titan_ckpt.errors import NotCommittedError
 from titan_ckpt.format.codec import CODECS
 from titan_ckpt.loading.load import load, open_checkpoint

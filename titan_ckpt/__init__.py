@@ -12,7 +12,8 @@ from titan_ckpt.version import __version__
 if TYPE_CHECKING:
     from titan_ckpt.check.diff import diff
     from titan_ckpt.check.verify import verify
-    from titan_ckpt.checkpoint.checkpoint import Checkpoint, CheckpointInfo, list_checkpoints, open_checkpoint
+    from titan_ckpt.checkpoint.checkpoint import Checkpoint
+    from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints, open_checkpoint
     from titan_ckpt.dcp.storage import StorageReader, StorageWriter
     from titan_ckpt.errors import TitanError
     from titan_ckpt.loading.load import LoadPolicy, LoadReport, load
@@ -57,7 +58,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "Checkpoint": "checkpoint.checkpoint",
-        "CheckpointInfo": "checkpoint.checkpoint",
+        "CheckpointInfo": "checkpoint.open",
         "LoadPolicy": "loading.load",
         "LoadReport": "loading.load",
         "MeshSpec": "sharding.mesh",
@@ -72,9 +73,9 @@ __getattr__, __dir__ = lazy_names(
         "Workers": "resharding.workers",
         "__version__": "version",
         "diff": "check.diff",
-        "list_checkpoints": "checkpoint.checkpoint",
+        "list_checkpoints": "checkpoint.open",
         "load": "loading.load",
-        "open_checkpoint": "checkpoint.checkpoint",
+        "open_checkpoint": "checkpoint.open",
         "open_store": "store.open",
         "plan_reshard": "resharding.reshard",
         "prune": "upkeep.retention",

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.format.commit import write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.manifest import FileEntry, Manifest

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from tools.paths import ROOT
 from tools.training.torchtitan_model import VOCABULARY, Progress, build, debug_spec, token_loss
 

@@ -69,7 +69,7 @@ def make_model(folder: Path, shape: Shape) -> None:
 
 def make_runs(folder: Path) -> None:
     """The model as a checkpoint of torchtitan's names: of one rank, of four by rows, of four by columns."""
-    from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+    from titan_ckpt.checkpoint.open import open_checkpoint
     from titan_ckpt.converters import import_hf
     from titan_ckpt.resharding.placement_rules import Rule
     from titan_ckpt.resharding.reshard import plan_reshard, run_plan
@@ -103,7 +103,7 @@ def torchtitan_way(run: str, out: str) -> Callable[[], object]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-    from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+    from titan_ckpt.checkpoint.open import open_checkpoint
     from titan_ckpt.converters.models.families import expected_tensors
     from titan_ckpt.converters.models.spec import spec_of
     from titan_ckpt.converters.models.tensor_names import LAYOUTS as NAMES

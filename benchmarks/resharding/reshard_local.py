@@ -46,7 +46,7 @@ print(time.perf_counter() - started)
 """
 OURS = """
 import sys, time
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt import plan_reshard, run_plan
 started = time.perf_counter()
@@ -56,7 +56,7 @@ print(time.perf_counter() - started, report.traffic.read_bytes, report.traffic.r
 """
 MAKE = """
 import sys, torch
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt import plan_reshard, run_plan
 from titan_ckpt import SaveOptions, save
@@ -79,7 +79,7 @@ atexit.register(lambda: sys.stderr.write("peak " + str(resource.getrusage(resour
 ROWS, COLUMNS = "rows 4 -> 2", "rows -> columns (4)"
 BYTES_PER_LAYER = 3 * 4 * (2 + 8) * 1024 * 1024
 BASE = {
-    "ours": "import titan_ckpt.resharding.reshard, titan_ckpt.checkpoint.checkpoint",
+    "ours": "import titan_ckpt.resharding.reshard, titan_ckpt.checkpoint.open",
     "dcp": "import torch.distributed.checkpoint",
     "copy": "",
 }

@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from titan_ckpt.checkpoint.checkpoint import FULL, Checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, ChunkTable, FileEntry, Manifest, TensorEntry
 from titan_ckpt.format.names import data_file
 from titan_ckpt.resharding.estimate import estimate
@@ -94,7 +95,7 @@ def source(mesh: MeshSpec) -> Checkpoint:
         digests=bytes(DIGEST_BYTES) * len(target.rank),
     )  # fmt: skip
     manifest = Manifest(
-        step=1, attempt=ATTEMPT, kind=FULL, created="", versions={}, mesh=mesh, pipeline=spec.to_dict(),
+        step=1, attempt=ATTEMPT, kind=CheckpointKind.FULL, created="", versions={}, mesh=mesh, pipeline=spec.to_dict(),
         tensors=target.tensors, chunks=chunks, codecs=(RAW,), objects=(), files=files,
     )  # fmt: skip
     store = FileStore(tempfile.gettempdir())

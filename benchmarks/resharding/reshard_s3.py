@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, zeros
 
 from benchmarks.checkpoints.core_s3 import BUCKET, Plain
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.loading.load import load
 from titan_ckpt.resharding.reshard import ReshardReport, plan_reshard, run_plan
 from titan_ckpt.saving.saver import SaveOptions, save

@@ -12,7 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from titan_ckpt.checkpoint.checkpoint import MODEL, Checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.converters.hf.folder import HfModel, open_hf
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor
 from titan_ckpt.converters.hf.stream import tensor_digests
@@ -67,7 +68,7 @@ def open_hf_checkpoint(url: str, *, store: Store | None = None) -> HfCheckpoint:
     manifest = Manifest(
         step=0,
         attempt=FOREIGN_ATTEMPT,
-        kind=MODEL,
+        kind=CheckpointKind.MODEL,
         created="",
         versions={},
         mesh=None,

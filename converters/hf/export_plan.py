@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_ckpt.checkpoint.checkpoint import FOREIGN, Checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.converters.hf.checkpoint import USER_KEY
 from titan_ckpt.converters.hf.config import Config, encode_config, hf_config, parse_config, spec_from_hf
 from titan_ckpt.converters.hf.folder import CONFIG, INDEX, SINGLE, SUFFIX, encode_index
@@ -237,7 +238,7 @@ def export_source(checkpoint: Checkpoint, plan: ExportPlan) -> Source:
 
 def _located(checkpoint: Checkpoint, entry: TensorEntry, tensor: SourceTensor) -> SourceTensor:
     """`tensor` with its payloads found where a foreign index gives only the blobs."""
-    if checkpoint.manifest.kind != FOREIGN:
+    if checkpoint.manifest.kind != CheckpointKind.FOREIGN:
         return tensor
     chunks = [checkpoint.locate(chunk) for chunk in checkpoint.manifest.chunks_of(entry)]
     return replace(

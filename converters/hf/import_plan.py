@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from titan_ckpt.checkpoint.checkpoint import MODEL
+from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.converters.hf.checkpoint import USER_KEY
 from titan_ckpt.converters.hf.folder import HfModel
 from titan_ckpt.converters.models.contract import check_dtypes, check_tensors, main_dtype
@@ -201,7 +201,7 @@ def import_manifest(
     return Manifest(
         step=plan.step,
         attempt=plan.attempt,
-        kind=MODEL,
+        kind=CheckpointKind.MODEL,
         created=created,
         versions=versions,
         mesh=None,

@@ -6,7 +6,8 @@ import platform
 import time
 from dataclasses import dataclass
 
-from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.units import format_size
 from titan_ckpt.converters.hf.checkpoint import check_tied_head
 from titan_ckpt.converters.hf.folder import HfModel, open_hf

@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 
 from titan_ckpt.check.diff import compare, diff
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.cli.prune import plan_removal
 from titan_ckpt.console.output import write_json

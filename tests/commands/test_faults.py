@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.cli.prune import plan_removal
 from titan_ckpt.errors import TitanError
 from titan_ckpt.saving.saver import Saver

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import AlreadyExistsError, DamagedError
 from titan_ckpt.loading.load import load

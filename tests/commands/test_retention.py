@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_ckpt.checkpoint.checkpoint import CheckpointInfo
+from titan_ckpt.checkpoint.kinds import CheckpointState
+from titan_ckpt.checkpoint.open import CheckpointInfo
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.format.commit import Commit
 from titan_ckpt.upkeep.retention import RetentionPolicy, parse_age, parse_pins, prune
@@ -14,12 +15,12 @@ from titan_ckpt.upkeep.retention import RetentionPolicy, parse_age, parse_pins, 
 
 def info(step: int, state: str = "committed", kind: str = "full") -> CheckpointInfo:
     if state != "committed":
-        return CheckpointInfo(step=step, state="partial" if state == "partial" else "damaged")
+        return CheckpointInfo(step=step, state=CheckpointState(state))
     commit = Commit(
         step=step, attempt="a-20260101T000000Z-00000000", kind=kind, created="2026-01-01T00:00:00Z", size_bytes=1, mesh="",
         manifest_size=1, manifest_digest="", metadata_digest="", version="v",
     )  # fmt: skip
-    return CheckpointInfo(step=step, state="committed", commit=commit)
+    return CheckpointInfo(step=step, state=CheckpointState.COMMITTED, commit=commit)
 
 
 def gone(infos: list[CheckpointInfo], ages: dict[int, float] | None = None, **policy: object) -> list[int]:

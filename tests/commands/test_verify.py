@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from titan_ckpt.check.scan import Problem
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import NotCommittedError, StoreError
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.manifest_json import decode_manifest

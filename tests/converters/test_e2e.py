@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.hf_models import raw
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.converters import export_hf
 from titan_ckpt.converters.hf.verify import real_text

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.hf_models import DENSE, config, tensors, write_model
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.converters import export_hf, import_hf
 from titan_ckpt.converters.hf.config import spec_from_hf

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.hf_models import config, raw, tensors, write_model
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.converters import export_hf
 from titan_ckpt.errors import LoadContractError, NotCommittedError
 from titan_ckpt.loading.load import LoadPolicy, load

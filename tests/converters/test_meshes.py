@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hf_models import config, contents, tensors, write_model
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.converters import export_hf, import_hf
 from titan_ckpt.resharding.placement_rules import Rule
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hf_models import DENSE, config, tensors, write_model
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.converters import import_hf
 from titan_ckpt.errors import ConfigError

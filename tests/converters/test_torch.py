@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.hf_models import config, raw, tensors, write_model
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.converters import export_hf
 from titan_ckpt.converters.torch_file import export_torch, import_torch

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import list_checkpoints
+from titan_ckpt.checkpoint.open import list_checkpoints
 from titan_ckpt.dcp.storage import PlanesZstd
 from titan_ckpt.errors import DamagedError, NotCommittedError, UsageError
 from titan_ckpt.format import codec

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titan_ckpt.checkpoint.checkpoint import list_checkpoints
+from titan_ckpt.checkpoint.open import list_checkpoints
 from titan_ckpt.dcp.storage import StorageReader, StorageWriter
 from titan_ckpt.errors import ConditionFailedError, DamagedError, LoadContractError, NotCommittedError, StoreError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE

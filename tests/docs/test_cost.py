@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.loading.load import load
 from titan_ckpt.saving.saver import SaveOptions, Saver
 

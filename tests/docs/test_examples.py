@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Shard

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.dcp.storage import PlanesZstd
 from titan_ckpt.errors import DamagedError, NewerFormatError

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.saving.saver import save
 
 COMMITTERS = 16
@@ -21,7 +21,7 @@ COMMITTERS = 16
 SCRIPT = """
 import sys
 from dataclasses import replace
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.format.commit import write_commit
 from titan_ckpt.errors import ConditionFailedError
 from titan_ckpt.format.names import data_file, new_attempt

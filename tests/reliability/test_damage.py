@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_ckpt.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import CheckpointError, DamagedError, StoreError
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver, save
 from titan_ckpt.store.local import FileStore

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan_ckpt.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.time_limit import HungStoreError, run_until

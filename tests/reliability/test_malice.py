@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 import zstandard
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import CheckpointError, DamagedError, TitanError, UnsafeContentError
 from titan_ckpt.format.codec import decode_blob
 from titan_ckpt.format.dcp_metadata import read_dcp_metadata

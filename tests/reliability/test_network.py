@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import TransientStoreError
 from titan_ckpt.loading.load import load
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import StoreError, TitanError
 from titan_ckpt.location import Location, parse_location, redact_text, redact_values
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver, save

@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, TitanError
 from titan_ckpt.format.names import step_folder
@@ -344,7 +345,7 @@ def test_a_killed_run_leaves_nothing_visible_and_goes_on(tmp_path: Path) -> None
     url = str(tmp_path / "out")
     script = (
         "import os, signal, sys\n"
-        "from titan_ckpt.checkpoint.checkpoint import open_checkpoint\n"
+        "from titan_ckpt.checkpoint.open import open_checkpoint\n"
         "from titan_ckpt.sharding.mesh import MeshSpec\n"
         "from titan_ckpt import plan_reshard, run_plan\n"
         "plan = plan_reshard(open_checkpoint(sys.argv[1]), MeshSpec.parse('dp_shard=6'))\n"

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.hf_models import config as model_config
 from tests.support.hf_models import contents, tensors
-from titan_ckpt.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.converters import export_hf
 from titan_ckpt.converters.hf.config import spec_from_hf

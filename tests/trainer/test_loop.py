@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan_ckpt.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.console import progress
 from titan_ckpt.sharding.mesh import MeshSpec

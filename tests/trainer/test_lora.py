@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.trainer.model.lora import LoraConfig, adapters_of, add_adapters, start_adapters
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec

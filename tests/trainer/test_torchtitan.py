@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.support.hf_models import config, tensors, write_model
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.converters import export_hf, import_hf
 from titan_ckpt.converters.models.tensor_names import LAYOUTS, TORCHTITAN_QKV

@@ -16,7 +16,7 @@ from textual.widgets import Input
 from tests.support.screen_pictures import press as press_now
 from tests.support.screen_pictures import screen_text
 from tests.support.screen_terminal import PseudoTerminal, opened, see
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.store.open import open_store

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from titan_ckpt.checkpoint.checkpoint import FOREIGN, Checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.read import read_payload
 from titan_ckpt.errors import CheckpointError, StoreError, TitanError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
@@ -77,7 +78,7 @@ class _Window:
 
 def scan_files(checkpoint: Checkpoint, digests: bytes | None, on_bytes: Callable[[int], None]) -> list[Problem]:
     """The damage in all data files. `digests` is the chunks' digest table, None where there is none."""
-    if checkpoint.manifest.kind == FOREIGN:
+    if checkpoint.manifest.kind == CheckpointKind.FOREIGN:
         return check_blobs(checkpoint, on_bytes)
     problems: list[Problem] = []
     spans = _spans(checkpoint.manifest, digests)

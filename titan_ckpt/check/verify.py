@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from titan_ckpt.check.scan import Problem, scan_files
-from titan_ckpt.checkpoint.checkpoint import (
-    FOREIGN,
-    Checkpoint,
-    list_checkpoints,
-    open_checkpoint,
-    read_index,
-    stored_digests,
-)
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint, read_index, stored_digests
 from titan_ckpt.errors import CheckpointError, NotCommittedError, NotFoundError, StoreError
 from titan_ckpt.format.commit import Commit, commit_path, read_commit
 from titan_ckpt.format.digest import digest
@@ -43,7 +38,7 @@ def verify(
     tell = on_bytes or (lambda _: None)
     if isinstance(checkpoint, Checkpoint):
         store, step, url = checkpoint.store, checkpoint.step, checkpoint.url
-        if checkpoint.manifest.kind == FOREIGN:
+        if checkpoint.manifest.kind == CheckpointKind.FOREIGN:
             return _verify_foreign(checkpoint, read_data, tell)
     else:
         location = parse_location(checkpoint)
@@ -57,7 +52,7 @@ def verify(
 
 def newest_committed(store: Store) -> int | None:
     """The newest step that has a COMMIT, also one that cannot be read."""
-    return max((info.step for info in list_checkpoints(store) if info.state != "partial"), default=None)
+    return max((info.step for info in list_checkpoints(store) if info.state != CheckpointState.PARTIAL), default=None)
 
 
 class _Verification:
@@ -163,7 +158,11 @@ class _Verification:
 def check_tensors(checkpoint: Checkpoint) -> list[Problem]:
     """Tensors that their chunks do not cover exactly once, and chunks whose payload has not the size of their box."""
     manifest = checkpoint.manifest
-    path = checkpoint.path(f"{manifest.attempt}/{MANIFEST}") if manifest.kind != FOREIGN else checkpoint.path(METADATA)
+    path = (
+        checkpoint.path(f"{manifest.attempt}/{MANIFEST}")
+        if manifest.kind != CheckpointKind.FOREIGN
+        else checkpoint.path(METADATA)
+    )
     found = ((tensor.fqn, _tensor_problem(manifest, tensor)) for tensor in manifest.tensors)
     return [Problem(path=path, fqn=fqn, message=message) for fqn, message in found if message]
 

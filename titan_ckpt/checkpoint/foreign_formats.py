@@ -1,6 +1,6 @@
-"""Readers of other people's checkpoints, which stand in `titan_ckpt.converters`, above the rooms that call them.
+"""Registry of the readers of foreign checkpoints. They are in `titan_ckpt.converters`, above the rooms that call them.
 
-The package registers them when it is imported (`titan_ckpt/__init__.py`), so that no room imports one that stands above it.
+`titan_ckpt/__init__.py` registers them, so that no room imports a room above it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _registered: list[ForeignFormats] = []
 
 
 def register(formats: ForeignFormats) -> None:
-    """Take `formats` in place of those registered before."""
+    """Replace the registered formats."""
     _registered[:] = [formats]
 
 
 def registered() -> ForeignFormats:
-    """The formats in use."""
+    """The registered formats."""
     (formats,) = _registered
     return formats

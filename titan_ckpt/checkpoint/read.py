@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint's tensors without torch: a stretch of one chunk, or a box of one tensor."""
+"""Read a range of one chunk, or a box of one tensor, without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THREADS = 8
 
 
 def read_payload(checkpoint: Checkpoint, chunk: Chunk, itemsize: int, first: int, out: memoryview) -> None:
-    """Fill `out` with the raw bytes of a chunk from byte `first` on, whatever its codec."""
+    """Fill `out` with the raw (decoded) bytes of a chunk, starting at byte `first`."""
     path, start = checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset
     if chunk.codec == RAW:
         checkpoint.store.read_into(path, start + first, out)
@@ -39,10 +39,10 @@ def read_payload(checkpoint: Checkpoint, chunk: Chunk, itemsize: int, first: int
 
 
 def read_box(checkpoint: Checkpoint, tensor: TensorEntry, box: Box, *, verify: bool = False) -> Array:
-    """The stored elements of `box`, in the numpy dtype that can hold them (see `numbers.storage_dtype`).
+    """The stored elements of `box`, in the numpy dtype that can hold them (see `format.dtypes.storage_dtype`).
 
-    Reads the rows that it needs, or, with `verify`, whole chunks, whose digests it checks. DamagedError for a chunk that is not
-    what was saved, and where the chunks do not cover the box.
+    Reads only the rows it needs; with `verify`, reads whole chunks and checks their digests. DamagedError if a digest differs,
+    or if the chunks do not cover the box.
     """
     out = np.empty(box.sizes, dtype=storage_dtype(tensor.dtype))
     parts = [
@@ -66,7 +66,7 @@ def read_box(checkpoint: Checkpoint, tensor: TensorEntry, box: Box, *, verify: b
 
 
 def read_whole(checkpoint: Checkpoint, fqn: str, box: Box | None) -> tuple[str, Array]:
-    """The dtype and the verified stored elements of a tensor, or of `box` of it; NotFoundError for an unknown name."""
+    """The dtype and the verified stored elements of a tensor, or of `box` of it. NotFoundError for an unknown name."""
     entry = checkpoint.manifest.by_fqn.get(fqn)
     if entry is None:
         raise NotFoundError(f"{checkpoint}: no tensor {fqn!r}; `titan-ckpt inspect` lists them")
@@ -74,7 +74,7 @@ def read_whole(checkpoint: Checkpoint, fqn: str, box: Box | None) -> tuple[str, 
 
 
 def _read_part(checkpoint: Checkpoint, chunk: Chunk, tensor: TensorEntry, inner: Box, *, verify: bool) -> Array:
-    """The elements `inner` of a chunk: reads the shortest run of bytes that holds them, or the whole chunk to verify it."""
+    """The elements `inner` of a chunk, from the shortest byte range that contains them (with `verify`, the whole chunk)."""
     itemsize = ELEMENT_SIZE[tensor.dtype]
     steps = chunk.strides or strides(chunk.box.sizes)
     needed = Box.whole(chunk.box.sizes) if verify else inner

@@ -1,4 +1,4 @@
-"""A checkpoint seen without its codec: encoded payloads appear as objects of raw bytes, so that plans need not know codecs."""
+"""A view of a checkpoint with every chunk decoded, so that reshard and rewrite plans need not know codecs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MARK = "#payload-"
 
 
 class DecodedStore(Store):
-    """Reads through to another store; the paths of encoded payloads give their raw bytes. Read-only."""
+    """Read-only view of another store in which the paths of encoded payloads yield raw bytes."""
 
     def __init__(self, store: Store, payloads: dict[str, EncodedPayload]) -> None:
         super().__init__(store.url)
@@ -58,7 +58,7 @@ class DecodedStore(Store):
 
 
 def decoded(checkpoint: Checkpoint) -> Checkpoint:
-    """The same checkpoint with every chunk raw, in objects that decode as they are read; itself where nothing is encoded."""
+    """The checkpoint with every chunk raw, decoded while it is read; `checkpoint` itself if nothing is encoded."""
     manifest = checkpoint.manifest
     table = manifest.chunks
     if PLANES_ZSTD not in manifest.codecs:

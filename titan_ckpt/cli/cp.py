@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, Namespace
 
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command, add_json_flag, run_location
 from titan_ckpt.console.output import write_json, write_text
 from titan_ckpt.console.progress import ProgressLine

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.output import format_table, write_json, write_text
 from titan_ckpt.console.units import format_size

@@ -7,14 +7,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from titan_ckpt.checkpoint.checkpoint import (
-    FOREIGN,
-    HUGGING_FACE,
-    CheckpointInfo,
-    foreign_steps,
-    list_checkpoints,
-    open_checkpoint,
-)
+from titan_ckpt.checkpoint.kinds import CheckpointKind
+from titan_ckpt.checkpoint.open import HUGGING_FACE, CheckpointInfo, foreign_steps, list_checkpoints, open_checkpoint
 from titan_ckpt.console.command import Command, add_json_flag, run_location
 from titan_ckpt.console.output import age_s, format_table, write_json, write_text
 from titan_ckpt.console.units import format_duration, format_size
@@ -83,7 +77,7 @@ def _foreign_rows(store: Store, location: Location, now_s: float) -> list[dict[s
         checkpoint = open_checkpoint(location.url, store=store)
         manifest = checkpoint.manifest
         facts: dict[str, Any] = {"state": "foreign"}
-        if manifest.kind != FOREIGN:
+        if manifest.kind != CheckpointKind.FOREIGN:
             facts = {"state": "hugging face", "family": manifest.config["model"]["family"]}
         size = sum(file.size_bytes for file in manifest.files)
         return [nothing | {"step": checkpoint.step, "kind": manifest.kind, "size_bytes": size} | facts]
@@ -91,7 +85,7 @@ def _foreign_rows(store: Store, location: Location, now_s: float) -> list[dict[s
     for step, folder in foreign_steps(store):
         entries = list(store.list(folder))
         age = now_s - max(entry.modified_s for entry in entries)
-        facts = {"state": "foreign", "kind": FOREIGN, "age_s": round(age, 1)}
+        facts = {"state": "foreign", "kind": CheckpointKind.FOREIGN, "age_s": round(age, 1)}
         rows.append(nothing | {"step": step, "size_bytes": sum(entry.size_bytes for entry in entries)} | facts)
     return rows
 

@@ -6,7 +6,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from titan_ckpt.checkpoint.checkpoint import list_checkpoints
+from titan_ckpt.checkpoint.open import list_checkpoints
 from titan_ckpt.console.command import Command, add_json_flag, run_location
 from titan_ckpt.console.output import format_table, write_json, write_text
 from titan_ckpt.console.units import format_size

@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 
 from tabulate import tabulate
 
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.cut_picture import Pieces, draw
 from titan_ckpt.console.progress import ProgressLine

@@ -1,0 +1,1 @@
+"""`StorageWriter` and `StorageReader` for torch.distributed.checkpoint. Imports `saving`, `loading` and the rooms below them."""

@@ -34,7 +34,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from titan_ckpt.checkpoint.checkpoint import FULL, Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointKind
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import AlreadyExistsError, UsageError
 from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, decode_blob
 from titan_ckpt.format.commit import commit_version, write_commit
@@ -208,7 +210,7 @@ class StorageWriter(TorchStorageWriter):
         return Manifest(
             step=self._at,
             attempt=self._attempt,
-            kind=FULL,
+            kind=CheckpointKind.FULL,
             created=created(),
             versions=versions(),
             mesh=self._mesh,

@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from titan_ckpt.checkpoint.checkpoint import FULL, MODEL, Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointKind
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.checkpoint.uncompressed import decoded
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, UsageError
@@ -288,7 +290,9 @@ def target_manifest(
         source,
         step=plan.step,
         attempt=attempt,
-        kind=MODEL if plan.selection.is_model_only or source.kind == MODEL else FULL,
+        kind=CheckpointKind.MODEL
+        if plan.selection.is_model_only or source.kind == CheckpointKind.MODEL
+        else CheckpointKind.FULL,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         versions={**source.versions, "titan_ckpt": __version__},
         mesh=target.mesh,

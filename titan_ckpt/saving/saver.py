@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.checkpoint.checkpoint import Checkpoint, check_files, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.open import check_files, open_checkpoint
 from titan_ckpt.errors import CheckpointError, NotCommittedError, TitanError
 from titan_ckpt.format.commit import commit_version, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
@@ -41,8 +42,8 @@ from titan_ckpt.state.state_dict import LocalShard, dump_object
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import run_until
+from titan_ckpt.upkeep.deletion import apply_retention
 from titan_ckpt.upkeep.ownership import check_claim, claim
-from titan_ckpt.upkeep.retire import retire
 
 log = logging.getLogger(__name__)
 # Parts of `timeout_s`: a rank whose store hangs must still tell the others before they stop waiting for it.
@@ -322,7 +323,7 @@ class Saver:
         if self._options.retention is None:
             return
         keep = (self._mirror.waiting() if self._mirror is not None else frozenset()) | self._options.in_use() | {step}
-        action = partial(retire, policy=self._options.retention, keep=keep)
+        action = partial(apply_retention, policy=self._options.retention, keep=keep)
         try:
             run_until(GIVE_UP_AT * self._options.timeout_s, action, self._store, what="deleting old checkpoints")
         except TitanError as error:

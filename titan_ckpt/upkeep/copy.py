@@ -1,43 +1,58 @@
 """Copy a checkpoint between any two stores, verified, resumable, COMMIT last. No torch.
 
-Every data file is hashed as it passes and refused when it is not what the manifest promises, so damage is never copied. A copy
-that was interrupted goes on: a file that is there whole (its bytes re-read, its digest right) is not sent again.
+Every data file is hashed while it is copied; the copy fails if a digest differs from the manifest's, so damage is never copied.
+An interrupted copy resumes: a file that the target already has with the right bytes is not sent again. A foreign checkpoint
+(plain DCP, torchtitan) is copied file by file, its CRC-32s are checked, and `.metadata` is written last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import TypeAlias
 
 import xxhash
 
-from titan_ckpt.checkpoint.checkpoint import FOREIGN, Checkpoint
+from titan_ckpt.check.scan import check_blobs
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, DamagedError, NotFoundError, UsageError
 from titan_ckpt.format.commit import Commit, commit_path, find_commit, read_commit, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata, dcp_paths
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import FileEntry, Manifest
-from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, data_file
+from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, data_file, foreign_folder
 from titan_ckpt.location import is_inside
-from titan_ckpt.store.base import Store
-from titan_ckpt.upkeep.copy_foreign import CopyReport, Tell, copy_foreign
+from titan_ckpt.store.base import ObjectInfo, Store
 
 FILES_AT_ONCE = 4
 WINDOW_BYTES = 16 << 20
+OnBytes: TypeAlias = Callable[[int], None]
 
 
-def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: Tell | None = None) -> CopyReport:
-    """Make the same checkpoint exist in the run at `target`, under the same step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """Outcome of a copy; `kept_bytes` were already at the target."""
 
-    The copy stands on its own: files of other steps that an incremental checkpoint refers to come into its own attempt, and its
-    manifest and `.metadata` name them there. AlreadyExistsError where that step holds another save; DamagedError, and no commit,
-    where the source is not what was saved. One that others wrote is copied as `copy_foreign` says.
+    step: int
+    num_files: int
+    copied_bytes: int
+    kept_bytes: int
+    was_committed: bool
+
+
+def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: OnBytes | None = None) -> CopyReport:
+    """Copy `source` to the run at `target`, under the same step.
+
+    The copy is self-contained: files of other steps that an incremental checkpoint refers to are copied into its own attempt, and
+    its manifest and `.metadata` name them there. AlreadyExistsError if the target has another save of that step. DamagedError,
+    and no commit, if the source's bytes differ from its manifest. Foreign checkpoints go through `copy_foreign`.
     """
     if is_inside(target.url, source.url):
         raise UsageError(f"the copy {target} would lie inside its source {source}; give a URL beside it")
-    if source.manifest.kind == FOREIGN:
+    if source.manifest.kind == CheckpointKind.FOREIGN:
         return copy_foreign(source, target, on_bytes or (lambda _: None))
     commit = read_commit(source.store, source.step)
     present = find_commit(target, source.step)
@@ -63,9 +78,9 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: Tell | None 
 
 
 def self_contained_paths(manifest: Manifest) -> dict[str, str]:
-    """For each data file its path when all of them are in the checkpoint's own attempt; files of other steps get free numbers.
+    """Map each data file to its path inside the checkpoint's own attempt; files of other steps get free numbers.
 
-    Numbers follow the order of the paths, so that a copy that is taken up again uses the same ones.
+    Numbers follow the order of the paths, so that a resumed copy uses the same ones.
     """
     taken = {file.path for file in manifest.files if not file.path.startswith("../")}
     paths = {path: path for path in taken}
@@ -81,15 +96,15 @@ def _is_same(a: Commit, b: Commit) -> bool:
 
 
 class Copier:
-    """Copies the files of one checkpoint, each verified as it passes."""
+    """Copies the files of one checkpoint and verifies each while it is copied."""
 
     def __init__(
-        self, source: Checkpoint, target: Store, on_bytes: Tell, own_paths: Mapping[str, str] | None = None
+        self, source: Checkpoint, target: Store, on_bytes: OnBytes, own_paths: Mapping[str, str] | None = None
     ) -> None:
         self._source, self._target, self._on_bytes, self._own_paths = source, target, on_bytes, own_paths or {}
 
     def copy_file(self, file: FileEntry, *, trust_size: bool = False) -> bool:
-        """Copy a data file unless it is there and right; whether it was. `trust_size` does not re-read what is there."""
+        """Copy a data file; True if the target already had it. With `trust_size` an existing file is not re-read."""
         path = self._source.path(file.path)
         target_path = self._source.path(self._own_paths.get(file.path, file.path))
         if self._is_there(target_path, file, trust_size=trust_size):
@@ -108,14 +123,11 @@ class Copier:
             return False
         return True
 
-    def _verified(self, store: Store, path: str, file: FileEntry, tell: Tell) -> Iterator[memoryview]:
-        """The file's bytes in windows; DamagedError at the end, before a copy becomes visible, if they are not what was saved."""
+    def _verified(self, store: Store, path: str, file: FileEntry, on_bytes: OnBytes) -> Iterator[memoryview]:
+        """The file's bytes in windows; DamagedError after the last, before the copy becomes visible, if the digest differs."""
         whole = xxhash.xxh3_128()
-        for start in range(0, file.size_bytes, WINDOW_BYTES):
-            view = memoryview(bytearray(min(WINDOW_BYTES, file.size_bytes - start)))
-            store.read_into(path, start, view)
+        for view in _windows(store, path, file.size_bytes, on_bytes):
             whole.update(view)
-            tell(len(view))
             yield view
         if file.digest is not None and whole.digest() != file.digest:
             raise DamagedError(
@@ -123,7 +135,7 @@ class Copier:
             )
 
     def copy_small(self, commit: Commit, *, is_committed: bool) -> None:
-        """Assets, manifest, digests, `.metadata`, and COMMIT last."""
+        """Copy assets, manifest, digests, `.metadata`, and COMMIT last."""
         attempt = self._copy_assets()
         self._copy(f"{attempt}/{MANIFEST}", commit.manifest_digest)
         if self._source.manifest.chunks.digests is None and self._source.digests is not None:
@@ -133,7 +145,7 @@ class Copier:
             self._commit(commit)
 
     def commit_moved(self, commit: Commit) -> None:
-        """Assets, and a manifest, `.metadata` and COMMIT that name the files where they are now."""
+        """Write assets, and a manifest, `.metadata` and COMMIT with the files' new paths."""
         self._copy_assets()
         manifest = self._source.manifest
         files = tuple(replace(file, path=self._own_paths[file.path]) for file in manifest.files)
@@ -146,7 +158,7 @@ class Copier:
         write_commit(self._target, moved, dcp_metadata(moved, paths=paths), replaces=None)
 
     def _copy_assets(self) -> str:
-        """The attempt's folder."""
+        """Copy the assets; returns the attempt's folder."""
         attempt = f"{self._source.folder}/{self._source.manifest.attempt}"
         for name in self._source.manifest.assets:
             self._put(f"{attempt}/{ASSETS}/{name}", self._source.asset(name))
@@ -172,3 +184,88 @@ class Copier:
 
     def _put(self, path: str, data: bytes) -> None:
         self._target.write(path, [data])
+
+
+def copy_foreign(source: Checkpoint, target: Store, on_bytes: OnBytes) -> CopyReport:
+    """Copy a foreign checkpoint to `step-N` of the run at `target`, the name that torchtitan looks for.
+
+    The copy is read back before `.metadata` makes it a checkpoint. AlreadyExistsError if the target has another checkpoint of
+    that step; DamagedError if a record's CRC-32 differs or if a source file changed during the copy.
+    """
+    copy = replace(
+        source, store=target, url=f"{target.url}/{foreign_folder(source.step)}", folder=foreign_folder(source.step)
+    )
+    index = source.store.read(source.path(METADATA))
+    was_there = target.exists(copy.path(METADATA))
+    if was_there and target.read(copy.path(METADATA)) != index:
+        raise AlreadyExistsError(f"{copy.store.where(copy.folder)} is another checkpoint; it was left as it is")
+    files = [entry for entry in source.store.list(source.folder) if _path_in(source, entry) != METADATA]
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="cp") as pool:
+        kept = list(pool.map(lambda entry: _copy_foreign_file(source, copy, entry, on_bytes), files))
+    _check_foreign_copy(source, copy, files)
+    if not was_there:
+        target.write(copy.path(METADATA), [index])
+    kept_bytes = sum(entry.size_bytes for entry, is_kept in zip(files, kept, strict=True) if is_kept)
+    copied_bytes = sum(entry.size_bytes for entry in files) - kept_bytes
+    return CopyReport(
+        step=source.step,
+        num_files=len(files),
+        copied_bytes=copied_bytes,
+        kept_bytes=kept_bytes,
+        was_committed=was_there,
+    )
+
+
+def _path_in(checkpoint: Checkpoint, entry: ObjectInfo) -> str:
+    """An object's path below the checkpoint's folder."""
+    return entry.path.removeprefix(f"{checkpoint.folder}/") if checkpoint.folder else entry.path
+
+
+def _copy_foreign_file(source: Checkpoint, copy: Checkpoint, entry: ObjectInfo, on_bytes: OnBytes) -> bool:
+    """Copy a file; True if the target already had its bytes."""
+    path = copy.path(_path_in(source, entry))
+    if _is_same_file(source.store, entry, copy.store, path):
+        on_bytes(entry.size_bytes)
+        return True
+    copy.store.write(path, _windows(source.store, entry.path, entry.size_bytes, on_bytes))
+    return False
+
+
+def _is_same_file(source: Store, entry: ObjectInfo, target: Store, path: str) -> bool:
+    try:
+        if target.stat(path).size_bytes != entry.size_bytes:
+            return False
+    except NotFoundError:
+        return False
+    return _digest(source, entry.path, entry.size_bytes) == _digest(target, path, entry.size_bytes)
+
+
+def _digest(store: Store, path: str, size_bytes: int) -> bytes:
+    whole = xxhash.xxh3_128()
+    for view in _windows(store, path, size_bytes, lambda _: None):
+        whole.update(view)
+    return whole.digest()
+
+
+def _windows(store: Store, path: str, size_bytes: int, on_bytes: OnBytes) -> Iterator[memoryview]:
+    for start in range(0, size_bytes, WINDOW_BYTES):
+        view = memoryview(bytearray(min(WINDOW_BYTES, size_bytes - start)))
+        store.read_into(path, start, view)
+        on_bytes(len(view))
+        yield view
+
+
+def _check_foreign_copy(source: Checkpoint, copy: Checkpoint, files: list[ObjectInfo]) -> None:
+    """Check that the source did not change, then read the copy back."""
+    now = {entry.path: entry.version for entry in source.store.list(source.folder)}
+    for entry in files:
+        if now.get(entry.path) != entry.version:
+            raise DamagedError(
+                f"{source.store.where(entry.path)}: changed while it was copied; copy a checkpoint that nobody writes"
+            )
+    if problems := check_blobs(copy, lambda _: None):
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise DamagedError(
+            f"{copy.store.where(copy.folder)}: {problems[0]}{more}; it has no {METADATA} and is no checkpoint. "
+            f"`titan-ckpt verify --data {source}` says whether the source is damaged too"
+        )

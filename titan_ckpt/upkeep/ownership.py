@@ -1,7 +1,7 @@
-"""Whose run it is: the job that claimed it last. A job that was taken over cannot commit any more.
+"""Run ownership: only the job that claimed a run last may commit to it.
 
-A job that hung, was given up and woke again (a zombie) would otherwise add checkpoints to a run that its successor has already
-taken further. The claim is one small file at the run's root, replaced by every job that starts to save there.
+This fences off zombies: a job that hung and was replaced could otherwise wake up and add checkpoints to a run that its successor
+has already continued. The claim is one small file at the run's root, overwritten by every job that starts to save there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from titan_ckpt.store.base import Store
 
 
 class FencedError(CheckpointError):
-    """Another job has taken this run over; nothing more is committed by this one."""
+    """Another job has claimed this run; this job can no longer commit to it."""
 
 
 def claim(store: Store) -> str:
-    """Take the run over; the claim to check before each commit. Fails where the store cannot be written."""
+    """Claim the run and return the token for `check_claim`. Also a first test that the store is writable."""
     token = secrets.token_hex(8)
     content = {
         "owner": token,
@@ -35,7 +35,7 @@ def claim(store: Store) -> str:
 
 
 def check_claim(store: Store, token: str) -> None:
-    """FencedError if another job has claimed the run since."""
+    """FencedError if another job has claimed the run since, or if the claim is unreadable."""
     try:
         content = json.loads(store.read(OWNER))
         owner = content["owner"]

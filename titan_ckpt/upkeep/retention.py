@@ -1,8 +1,8 @@
-"""Which checkpoints a policy would delete. Pure: the caller lists, checks and deletes.
+"""Decide which checkpoints a retention policy deletes. Pure: the caller lists, checks and deletes.
 
-Whatever the policy says, these stay: the newest committed resumable checkpoint, pinned steps, exports (model-only: they are
-deliverables, not history), and damaged ones (a person should look at them). What was never committed goes only when asked for and
-when it is old enough that no save can still be writing it.
+Never deleted: the newest committed resumable checkpoint, pinned steps, model-only exports (deliverables, not history), and
+damaged ones (a person should look at them). Uncommitted steps are deleted only on request, and only when they are so old that no
+save can still be writing them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from titan_ckpt.checkpoint.checkpoint import CheckpointInfo
+from titan_ckpt.checkpoint.kinds import CheckpointState
+from titan_ckpt.checkpoint.open import CheckpointInfo
 from titan_ckpt.errors import ConfigError
 
 PINS = "pins.txt"
@@ -45,20 +46,22 @@ class RetentionPolicy:
 def prune(
     infos: Iterable[CheckpointInfo], policy: RetentionPolicy, *, ages_s: Mapping[int, float] | None = None
 ) -> list[CheckpointInfo]:
-    """The checkpoints that `policy` lets go, oldest first; nothing is deleted here. `ages_s` are the ages of uncommitted steps
-    in seconds, by step; one that is not there is young."""
+    """The checkpoints that `policy` would delete, oldest first; deletes nothing.
+
+    `ages_s` maps uncommitted steps to their ages in seconds; a step that is not in it counts as new.
+    """
     ordered = sorted(infos, key=lambda info: info.step)
     kept = kept_steps(ordered, policy)
     gone = [info for info in ordered if info.is_resumable and info.step not in kept]
     if policy.is_incomplete:
         ages = ages_s or {}
-        partial = (info for info in ordered if info.state == "partial" and info.step not in policy.pins)
+        partial = (info for info in ordered if info.state == CheckpointState.PARTIAL and info.step not in policy.pins)
         gone += [info for info in partial if ages.get(info.step, 0.0) > policy.older_than_s]
     return sorted(gone, key=lambda info: info.step)
 
 
 def kept_steps(infos: Sequence[CheckpointInfo], policy: RetentionPolicy) -> set[int]:
-    """The steps of resumable checkpoints that stay."""
+    """Steps of the resumable checkpoints to keep."""
     resumable = sorted(info.step for info in infos if info.is_resumable)
     every = policy.keep_every
     return {
@@ -69,7 +72,7 @@ def kept_steps(infos: Sequence[CheckpointInfo], policy: RetentionPolicy) -> set[
 
 
 def parse_pins(text: str, *, where: str) -> frozenset[int]:
-    """The steps in a pins file: one a line, `#` begins a comment. ConfigError for a line that is not a step.
+    """The steps in a pins file: one per line, `#` starts a comment. ConfigError for any other line.
 
     >>> sorted(parse_pins("1200  # the paper's\\n\\n40\\n", where="pins.txt"))
     [40, 1200]

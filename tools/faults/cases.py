@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.loading.load import load
 from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.store.local import FileStore

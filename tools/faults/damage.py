@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import TitanError
 from titan_ckpt.format import manifest_json as manifest_module
 from titan_ckpt.loading.load import load

@@ -11,7 +11,8 @@ import torch
 import xxhash
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import TitanError
 from titan_ckpt.loading.load import load
 from titan_ckpt.store.base import Store

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.saving.saver import SaveOptions, save
 from titan_ckpt.sharding.mesh import MeshSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from titan_ckpt.checkpoint.checkpoint import open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.format.names import LOGS
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.config.toml_records import as_dict

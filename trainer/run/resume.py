@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_ckpt.checkpoint import foreign_formats
-from titan_ckpt.checkpoint.checkpoint import FOREIGN, FULL, Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointKind
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import ConfigError, DataError, LoadContractError, NotCommittedError, TitanError
 from titan_ckpt.loading.load import LoadPolicy, LoadReport, load
 from titan_ckpt.saving.second_tier import open_nearest
@@ -100,7 +102,7 @@ def find_start(resume: ResumeConfig, tiers: Sequence[str], agreement: Agreement,
     """
     if resume.auto and len(tiers) > 1:
         nearest = _nearest(tiers, agreement)
-        if nearest is not None and nearest.manifest.kind == FULL:
+        if nearest is not None and nearest.manifest.kind == CheckpointKind.FULL:
             return Start(checkpoint=nearest, is_own=True)
         tiers = ()
     answer = agreement.from_rank_0(_look(resume, tiers[0] if tiers else ""))
@@ -110,14 +112,14 @@ def find_start(resume: ResumeConfig, tiers: Sequence[str], agreement: Agreement,
         return Start()
     url, step, is_own = answer
     checkpoint = open_for(model, url, step=step)
-    has_all = checkpoint.manifest.kind == FULL
+    has_all = checkpoint.manifest.kind == CheckpointKind.FULL
     return Start(checkpoint=checkpoint, is_own=is_own, model_only=not is_own and (resume.model_only or not has_all))
 
 
 def open_for(model: ModelConfig, url: str, *, step: int | None = None) -> Checkpoint:
     """A checkpoint to start from, under our names: torchtitan's gets them by its rules for the family of `model`."""
     checkpoint = open_checkpoint(url, step=step)
-    if checkpoint.manifest.kind != FOREIGN and TORCHTITAN not in checkpoint.manifest.by_fqn:
+    if checkpoint.manifest.kind != CheckpointKind.FOREIGN and TORCHTITAN not in checkpoint.manifest.by_fqn:
         return checkpoint
     return foreign_formats.registered().name_torchtitan(checkpoint, as_dict(model))
 
@@ -148,7 +150,7 @@ def _look(resume: ResumeConfig, save_url: str) -> tuple[str, int, bool] | TitanE
         if resume.auto and save_url:
             try:
                 found = open_checkpoint(save_url)
-                if found.manifest.kind == FULL:
+                if found.manifest.kind == CheckpointKind.FULL:
                     return save_url, found.step, True
             except NotCommittedError:
                 pass

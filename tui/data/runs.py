@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from titan_ckpt.checkpoint.checkpoint import CheckpointInfo, foreign_steps, list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointState
+from titan_ckpt.checkpoint.open import CheckpointInfo, foreign_steps, list_checkpoints, open_checkpoint
 from titan_ckpt.errors import CheckpointError, TitanError
 from titan_ckpt.format.commit import read_commit
 from titan_ckpt.format.names import LOGS, METADATA, parse_foreign_step
@@ -275,7 +276,7 @@ def _newest(run: Store, steps: Sequence[int]) -> tuple[CheckpointInfo | None, st
     problem = ""
     for step in steps:
         try:
-            return CheckpointInfo(step=step, state="committed", commit=read_commit(run, step)), ""
+            return CheckpointInfo(step=step, state=CheckpointState.COMMITTED, commit=read_commit(run, step)), ""
         except CheckpointError as error:
             problem = problem or str(error)
     return None, problem

@@ -8,7 +8,8 @@ from typing import ClassVar, TypeVar
 
 from textual.binding import Binding, BindingType
 
-from titan_ckpt.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui import tasks

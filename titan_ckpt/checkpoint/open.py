@@ -1,0 +1,222 @@
+"""Find, list and open the checkpoints of a run. No torch.
+
+The newest checkpoint is the newest one that is committed, resumable and whole: COMMIT agrees with the manifest, and every file
+is there with its size. A damaged one is logged, then skipped or refused as the caller asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import dataclass
+
+from titan_ckpt.checkpoint import foreign_formats
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState, OnDamage
+from titan_ckpt.errors import CheckpointError, DamagedError, NewerFormatError, NotCommittedError, NotFoundError
+from titan_ckpt.format.commit import Commit, read_commit
+from titan_ckpt.format.dcp_metadata import read_dcp_metadata
+from titan_ckpt.format.digest import digest
+from titan_ckpt.format.manifest import DIGEST_BYTES
+from titan_ckpt.format.manifest_json import decode_manifest
+from titan_ckpt.format.names import (
+    DIGESTS,
+    MANIFEST,
+    METADATA,
+    foreign_folder,
+    is_attempt,
+    parse_foreign_step,
+    parse_step,
+    step_folder,
+)
+from titan_ckpt.location import join, parse_location
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.open import open_store
+
+log = logging.getLogger(__name__)
+HUGGING_FACE = "config.json"
+MAX_INDEX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """A step of a run as `ls` shows it. `state` is committed, partial (no COMMIT) or damaged; `problem` is the reason."""
+
+    step: int
+    state: CheckpointState
+    problem: str = ""
+    commit: Commit | None = None
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether training can resume from it: committed, and not a model-only export."""
+        return (
+            self.state == CheckpointState.COMMITTED
+            and self.commit is not None
+            and self.commit.kind == CheckpointKind.FULL
+        )
+
+
+def list_checkpoints(url: str | Store) -> list[CheckpointInfo]:
+    """Every step of a run, oldest first; empty if the run does not exist. Cheap: reads COMMIT files, no manifests."""
+    store = url if isinstance(url, Store) else open_store(url)
+    return [_info(store, step) for step in _steps(store)]
+
+
+def open_checkpoint(
+    url: str, *, step: int | None = None, store: Store | None = None, on_damage: OnDamage | str = OnDamage.FALL_BACK
+) -> Checkpoint:
+    """Open `url[@STEP]`; without a step, the newest checkpoint that is committed, resumable and whole.
+
+    Also opens a foreign DCP checkpoint (a folder with `.metadata` and no COMMIT, or a run of such folders, `step-N`) with kind
+    `foreign`, and a Hugging Face model (a folder with config.json) as a model-only checkpoint of step 0.
+    NotCommittedError if there is nothing to open. DamagedError if the step asked for is damaged, or if the newest one is and
+    `on_damage` is "error"; "fall_back" logs the damage and opens the one before. A checkpoint written by a later release is
+    never skipped: NewerFormatError.
+    """
+    on_damage = OnDamage.parse(on_damage, "on_damage")
+    location = parse_location(url)
+    store = store or open_store(location.url)
+    wanted = location.step if step is None else step
+    if wanted is not None:
+        return _open_step(store, location.url, wanted)
+    problems = []
+    for candidate in reversed(_steps(store)):
+        try:
+            commit = read_commit(store, candidate)
+            if commit.kind == CheckpointKind.FULL:
+                return _open_commit(store, location.url, commit)
+        except NotCommittedError:
+            continue
+        except CheckpointError as error:
+            if on_damage == OnDamage.ERROR or isinstance(error, NewerFormatError):
+                raise
+            log.error("%s@%d is damaged and was skipped: %s", store, candidate, error)
+            problems.append(f"step {candidate}: {error}")
+    return _last_resort(store, location.url, problems)
+
+
+def _last_resort(store: Store, url: str, problems: list[str]) -> Checkpoint:
+    """Without a resumable checkpoint: open a foreign or model-only one, or raise NotCommittedError with what was found."""
+    if store.exists(METADATA):
+        return _open_foreign(store, url, folder="", step=_foreign_step(url))
+    for info in reversed(list_checkpoints(store)):
+        if info.state == CheckpointState.COMMITTED and info.commit is not None:
+            return _open_commit(store, url, info.commit)
+    if others := foreign_steps(store):
+        return _open_foreign(store, url, folder=others[-1][1], step=others[-1][0])
+    if store.exists(HUGGING_FACE) or store.folders("snapshots"):
+        return _open_hugging_face(store, url)
+    seen = "; ".join(problems) or _what_is_there(store)
+    raise NotCommittedError(f"{store}: no committed checkpoint here ({seen})")
+
+
+def _what_is_there(store: Store) -> str:
+    steps = _steps(store)
+    if steps:
+        return f"steps {', '.join(map(str, steps[-3:]))} were begun but not committed"
+    has_something = bool(store.folders()) or next(store.list(), None) is not None
+    return "it has no step folder" if has_something else "the folder is empty or does not exist"
+
+
+def _steps(store: Store) -> list[int]:
+    return sorted(step for name in store.folders() if (step := parse_step(name)) is not None)
+
+
+def _info(store: Store, step: int) -> CheckpointInfo:
+    try:
+        return CheckpointInfo(step=step, state=CheckpointState.COMMITTED, commit=read_commit(store, step))
+    except NotCommittedError as error:
+        return CheckpointInfo(step=step, state=CheckpointState.PARTIAL, problem=str(error))
+    except CheckpointError as error:
+        return CheckpointInfo(step=step, state=CheckpointState.DAMAGED, problem=str(error))
+
+
+def _open_step(store: Store, url: str, step: int) -> Checkpoint:
+    try:
+        return _open_commit(store, url, read_commit(store, step))
+    except NotCommittedError:
+        if store.exists(f"{step_folder(step)}/{METADATA}") and not _has_attempts(store, step_folder(step)):
+            return _open_foreign(store, url, folder=step_folder(step), step=step)
+        if store.exists(f"{foreign_folder(step)}/{METADATA}"):
+            return _open_foreign(store, url, folder=foreign_folder(step), step=step)
+        if _foreign_step(url) == step and store.exists(METADATA):
+            return _open_foreign(store, url, folder="", step=step)
+        if step == 0 and store.exists(HUGGING_FACE):
+            return _open_hugging_face(store, url)
+        good = [info.step for info in list_checkpoints(store) if info.state == CheckpointState.COMMITTED]
+        hint = f"committed steps: {', '.join(map(str, good[-5:]))}" if good else "no step of this run is committed"
+        raise NotCommittedError(f"{store}@{step} is not committed; {hint}") from None
+
+
+def foreign_steps(store: Store) -> list[tuple[int, str]]:
+    """(step, folder) of foreign checkpoints named like torchtitan's (`step-N`), oldest first; opens none."""
+    named = sorted((step, name) for name in store.folders() if (step := parse_foreign_step(name)) is not None)
+    return [(n, name) for n, name in named if store.exists(f"{name}/{METADATA}") and not _has_attempts(store, name)]
+
+
+def _has_attempts(store: Store, folder: str) -> bool:
+    return any(is_attempt(name) for name in store.folders(folder))
+
+
+def _open_commit(store: Store, url: str, commit: Commit) -> Checkpoint:
+    folder = step_folder(commit.step)
+    path = f"{folder}/{commit.attempt}/{MANIFEST}"
+    try:
+        data = read_index(store, path)
+    except NotFoundError as error:
+        raise DamagedError(f"{store.where(path)}: named by COMMIT but missing") from error
+    if len(data) != commit.manifest_size or digest(data).hex() != commit.manifest_digest:
+        raise DamagedError(f"{store.where(path)}: not the manifest that COMMIT names (digest differs)")
+    manifest = decode_manifest(data, where=store.where(path), num_digests=lambda: stored_digests(store, path))
+    checkpoint = Checkpoint(store=store, url=url, step=commit.step, folder=folder, manifest=manifest)
+    check_files(checkpoint)
+    return checkpoint
+
+
+def read_index(store: Store, path: str) -> bytes:
+    """Read a manifest or `.metadata`. DamagedError if its size is implausible, before a buffer is allocated for it."""
+    size = store.stat(path).size_bytes
+    if size > MAX_INDEX_BYTES:
+        raise DamagedError(f"{store.where(path)}: {size} bytes; no index is larger than {MAX_INDEX_BYTES}")
+    return store.read(path, 0, size)
+
+
+def stored_digests(store: Store, manifest_path: str) -> int:
+    """Number of digests stored beside a manifest."""
+    path = f"{os.path.dirname(manifest_path)}/{DIGESTS}"
+    return store.stat(path).size_bytes // DIGEST_BYTES if store.exists(path) else 0
+
+
+def check_files(checkpoint: Checkpoint) -> None:
+    """Check that every data file exists with its size, with one listing per folder. DamagedError if not."""
+    folders = {os.path.dirname(checkpoint.path(file.path)) for file in checkpoint.manifest.files}
+    sizes = {entry.path: entry.size_bytes for folder in folders for entry in checkpoint.store.list(folder)}
+    for file in checkpoint.manifest.files:
+        found = sizes.get(checkpoint.path(file.path))
+        if found != file.size_bytes:
+            where = checkpoint.store.where(checkpoint.path(file.path))
+            state = "missing" if found is None else f"{found} bytes"
+            raise DamagedError(f"{where}: expected {file.size_bytes} bytes, found it {state}")
+
+
+def _open_foreign(store: Store, url: str, *, folder: str, step: int) -> Checkpoint:
+    prefix = f"{folder}/" if folder else ""
+    sizes = {entry.path.removeprefix(prefix): entry.size_bytes for entry in store.list(folder)}
+    where = store.where(f"{prefix}{METADATA}")
+    manifest = read_dcp_metadata(read_index(store, f"{prefix}{METADATA}"), sizes=sizes, step=step, where=where)
+    return Checkpoint(store=store, url=join(url, folder), step=step, folder=folder, manifest=manifest)
+
+
+def _open_hugging_face(store: Store, url: str) -> Checkpoint:
+    """Open a Hugging Face model (a folder, a prefix, a hub cache's `models--...`) as a model-only checkpoint of step 0."""
+    checkpoint = foreign_formats.registered().open_hugging_face(url)
+    log.debug("%s is a Hugging Face model; reading it in place", store)
+    return checkpoint
+
+
+def _foreign_step(url: str) -> int:
+    """The step at the end of a folder name (`step-1000`), 0 if there is none."""
+    match = re.search(r"(\d+)$", url)
+    return int(match.group(1)) if match else 0
