@@ -1,12 +1,14 @@
 """The packages, found by their folders, and the one compiled part.
 
 The five folders at the root install as one import package. The extension is optional: without a compiler the package installs and
-does the same in Python.
+does the same in Python. `TITAN_CKPT_PURE=1` leaves it out, for a wheel that fits every platform.
 """
 
+import os
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.sdist import sdist
 
 FOLDERS = {
     "titan_ckpt": "titan_ckpt",
@@ -27,8 +29,21 @@ def packages() -> list[str]:
     ]
 
 
+class SdistWithLinks(sdist):
+    """A source archive with the links of titan_ckpt/ as links, so that its tests and checks run from it."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        for folder in FOLDERS.values():
+            if folder != "titan_ckpt":
+                os.symlink(f"../{folder}", Path(base_dir, "titan_ckpt", folder))
+
+
+RING = Extension("titan_ckpt.debug.record._ring", ["debug/record/_ring.c"], optional=True)
+
 setup(
     packages=packages(),
     package_dir=FOLDERS,
-    ext_modules=[Extension("titan_ckpt.debug.record._ring", ["debug/record/_ring.c"], optional=True)],
+    ext_modules=[] if os.environ.get("TITAN_CKPT_PURE") else [RING],
+    cmdclass={"sdist": SdistWithLinks},
 )

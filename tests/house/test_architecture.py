@@ -92,8 +92,12 @@ def test_the_main_functions_are_plain_functions(name: str) -> None:
     assert (function.__doc__ or "").strip()
 
 
-def test_the_version_is_the_same_in_the_project_file_and_in_the_package() -> None:
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == titan_ckpt.__version__
+def test_the_version_stands_in_one_module() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "titan_ckpt.version.__version__"}
+    assert f"\n## {titan_ckpt.__version__} - " in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {titan_ckpt.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.mark.parametrize("room", ["trainer", "debug", "tui", "converters"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -18,6 +20,7 @@ import titan_ckpt
 from titan_ckpt.cli.main import main
 from titan_ckpt.debug.record.ring import compiled
 from tools.paths import INCIDENTS, ROOT
+from tools.quick_tests import copy_sources, source_files
 
 ROOMS = ("trainer", "debug", "tui", "converters")
 LAPTOP = ("fsspec", "numpy", "rich", "tabulate", "textual", "xxhash", "zstandard")
@@ -41,21 +44,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _copy_sources(target: Path) -> None:
-    """Only what git would give: a build leaves files where it builds, and may find stale ones there."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    for name in listed.stdout.decode().split("\0"):
-        if name and (ROOT / name).exists() and not name.startswith(("tests/", "tools/", "benchmarks/")):
-            path = target / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if (ROOT / name).is_symlink():
-                path.symlink_to(os.readlink(ROOT / name))
-            else:
-                path.write_bytes((ROOT / name).read_bytes())
+    """Only the project's own files, no tests: a build leaves files where it builds, and may find stale ones there."""
+    for path in source_files(ROOT):
+        if path.parts[0] not in ("tests", "tools", "benchmarks"):
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / path, target / path, follow_symlinks=False)
 
 
 def _sources() -> Iterator[str]:
@@ -95,6 +88,36 @@ def test_the_wheel_holds_the_compiled_ring_and_without_a_compiler_only_the_one_i
     _pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(tmp_path / "source"))
     (built,) = tmp_path.glob("*.whl")
     assert rings(built) == ["ring"]
+
+
+def test_a_pure_wheel_fits_every_platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _copy_sources(tmp_path / "source")
+    monkeypatch.setenv("TITAN_CKPT_PURE", "1")
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(tmp_path / "source"))
+    (built,) = tmp_path.glob("*.whl")
+    assert built.name.endswith("-py3-none-any.whl")
+
+
+def test_the_source_archive_holds_every_file_and_link(tmp_path: Path) -> None:
+    copy_sources(ROOT, tmp_path / "source")
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--sdist",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path),
+        str(tmp_path / "source"),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        held = {name.partition("/")[2]: tar.getmember(name).issym() for name in tar.getnames()}
+    wanted = {
+        str(path): (ROOT / path).is_symlink() for path in source_files(ROOT) if str(path) != ".git-blame-ignore-revs"
+    }
+    assert wanted.items() <= held.items()
 
 
 def test_an_editable_install_follows_the_sources_and_adds_one_name(tmp_path: Path) -> None:
