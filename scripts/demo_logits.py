@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import titan_ckpt
-from titan_ckpt.trainer.config.toml_records import build
+from titan_ckpt.trainer.config.toml_records import build_record
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.model.decoder import Decoder
 
@@ -21,7 +21,7 @@ PROMPT = "def __init__(self"
 def compare(url: str, folder: str, num_tokens: int) -> dict[str, Any]:
     """Largest difference of float32 logits, and what transformers' model writes after PROMPT."""
     checkpoint = titan_ckpt.open_checkpoint(url)
-    ours = Decoder(build(TrainConfig, checkpoint.manifest.config, {}).model)
+    ours = Decoder(build_record(TrainConfig, checkpoint.manifest.config, {}).model)
     ours.eval()
     titan_ckpt.load(checkpoint, {"model": ours.state_dict()})
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

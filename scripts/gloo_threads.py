@@ -3,7 +3,8 @@
     python -m scripts.gloo_threads 240            # groups as torch makes them
     python -m scripts.gloo_threads 240 --one      # groups as titan-ckpt's trainer makes them
 
-Exit code 0 and the number of collectives, or the signal that ended the process. `trainer/gloo.py` says why.
+Exit code 0 and the number of collectives, or the signal that ended the process.
+`one_thread_groups` in trainer/device_mesh.py explains why.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from titan_ckpt.trainer.gloo import one_thread_groups
+from titan_ckpt.trainer.device_mesh import one_thread_groups
 
 SWITCH_S = 1e-5  # between Python's threads: the window is small
 

@@ -79,7 +79,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from titan_ckpt.trainer.gloo import one_thread_groups
+    from titan_ckpt.trainer.device_mesh import one_thread_groups
 
     torch.set_num_threads(1)
     with one_thread_groups():

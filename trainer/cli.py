@@ -16,12 +16,12 @@ from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.location import join
 from titan_ckpt.trainer.config.toml_records import Resolved, as_dict, render, resolve
-from titan_ckpt.trainer.config.train_config import TrainConfig, check, resolve_mesh
-from titan_ckpt.trainer.data.batches import reading_of
+from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, resolve_mesh
+from titan_ckpt.trainer.data.batches import reader_of
 from titan_ckpt.trainer.data.corpus import list_files
 from titan_ckpt.trainer.data.token_files import pretokenise
 from titan_ckpt.trainer.data.tokenizer import open_tokenizer
-from titan_ckpt.trainer.launch.estimate import estimate, report, save_schedule
+from titan_ckpt.trainer.launch.estimate import estimate_training, format_estimate, save_schedule
 from titan_ckpt.trainer.launch.launch import (
     end_with_launcher,
     is_launched_here,
@@ -33,7 +33,9 @@ from titan_ckpt.trainer.launch.launch import (
 from titan_ckpt.trainer.launch.preflight import preflight
 from titan_ckpt.trainer.model.lora import export_adapter
 from titan_ckpt.trainer.report.logs import run_folder
-from titan_ckpt.trainer.run.setup import RankPlace, run_rank
+from titan_ckpt.trainer.run.job import EndReason
+from titan_ckpt.trainer.run.rank_process import RankProcess
+from titan_ckpt.trainer.run.setup import run_rank
 
 EPILOG = """\
 The mesh decides how many ranks are started; with mesh.dp_shard = -1 it is --nproc, or one per accelerator. Under torchrun nothing
@@ -50,7 +52,7 @@ examples:
 
 
 def configure(parser: ArgumentParser) -> None:
-    """The arguments of `train`."""
+    """Declare the arguments of `train`."""
     parser.epilog = EPILOG
     parser.add_argument("config", metavar="CONFIG.toml")
     parser.add_argument(
@@ -82,9 +84,9 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print the config, be a rank, or start ranks."""
+    """Print the config or an estimate, run as a rank, or start ranks."""
     resolved = resolve(TrainConfig, arguments.config, arguments.set)
-    check(resolved.config)
+    check_config(resolved.config)
     if arguments.print_config:
         sys.stdout.write(json.dumps(as_dict(resolved.config)) + "\n" if arguments.json else render(resolved))
         return 0
@@ -97,19 +99,19 @@ def run(arguments: Namespace) -> int:
     world_size = num_ranks(resolved.config, arguments.nproc)
     mesh = resolve_mesh(resolved.config, world_size)
     if arguments.estimate:
-        found = estimate(resolved.config, mesh)
+        found = estimate_training(resolved.config, mesh)
         rate = parse_size(arguments.upload_rate)
         saves = save_schedule(found, rank_mtbf_h=arguments.rank_mtbf_hours, bandwidth=rate)
         if arguments.json:
             facts = asdict(found) | {"mesh": str(mesh), "peak_bytes": found.memory.total, "saves": asdict(saves)}
             sys.stdout.write(json.dumps(facts) + "\n")
             return 0
-        sys.stdout.write(report(found, saves))
+        sys.stdout.write(format_estimate(found, saves))
         return 0
     preflight(resolved.config)
     if world_size == 1:
-        outcome = run_rank(resolved.config, RankPlace())
-        return 130 if outcome.reason == "signal" else 0
+        outcome = run_rank(resolved.config, RankProcess())
+        return 130 if outcome.reason is EndReason.SIGNAL else 0
     folder = run_folder(resolved.config.log.folder, resolved.config.save.url)
     return launch(_again(arguments), resolved.config, folder, nproc=world_size, restarts=arguments.restarts)
 
@@ -125,12 +127,12 @@ def export_to_peft(config: TrainConfig, destination: str) -> int:
 
 
 def pretokenise_all(config: TrainConfig, destination: str) -> int:
-    """Tokenise every source: into `destination`, or into numbered folders below it where there are several."""
+    """Tokenise the source into `destination`; several sources go into numbered folders below it."""
     tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
     for number, source in enumerate(config.data.sources):
         target = destination if len(config.data.sources) == 1 else join(destination, f"{number:02d}")
-        files, reading = list_files(source.url), reading_of(source, config.data)
-        header = pretokenise(files, tokenizer, reading, target, progress=_TokeniseProgress(source.url))
+        files, reader = list_files(source.url), reader_of(source, config.data)
+        header = pretokenise(files, tokenizer, reader, target, progress=_TokeniseProgress(source.url))
         sys.stdout.write(f"{target}: {header.num_tokens} tokens of {header.num_documents} documents\n")
     return 0
 
@@ -155,30 +157,30 @@ class _TokeniseProgress:
 
 
 def run_as_rank(resolved: Resolved[TrainConfig]) -> int:
-    """This process is one rank; an error is left for the launcher, which speaks for all.
+    """Train as one rank; an error is written to a file for the launcher, which reports it.
 
-    Where a signal came to other ranks alone, whose node goes, this one ends with 130 under torchrun: its own agent, which nobody
-    asked to stop, then forms the job again without that node.
+    If a signal reached only other ranks, whose node is leaving, exit with 130 under torchrun: this node's agent, which was not
+    asked to stop, then restarts the job without that node.
     """
-    place = RankPlace.from_environment()
+    process = RankProcess.from_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
     try:
-        outcome = run_rank(resolved.config, place)
+        outcome = run_rank(resolved.config, process)
     except Exception as error:
         folder = run_folder(resolved.config.log.folder, resolved.config.save.url)
-        record = write_error(folder, place.rank, error)
+        record = write_error(folder, process.rank, error)
         if is_launched_here():
             _leave(record.exit_code)
         if isinstance(error, TitanError):
-            sys.stderr.write(f"titan-ckpt: error: rank {place.rank}: {error}\n")
+            sys.stderr.write(f"titan-ckpt: error: rank {process.rank}: {error}\n")
             _leave(record.exit_code)
         raise
-    return 130 if outcome.is_of_another and not is_launched_here() else 0
+    return 130 if outcome.is_from_other_rank and not is_launched_here() else 0
 
 
 def _leave(exit_code: int) -> None:
-    """End at once: threads of a failed process group may never end by themselves."""
+    """Exit at once, since threads of a failed process group may never finish."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -1,24 +1,30 @@
-"""From a MeshSpec to torch's DeviceMesh and the process groups that the trainer uses.
+"""From a MeshSpec to torch's DeviceMesh and the process groups of the trainer.
 
 The world is one `arange(world).view(pp, dp_replicate, dp_shard, cp, tp)`; a slice along an axis is a group. Weights are sharded
 over dp_shard and cp together, so those two are one dimension of the mesh, named by the axes it folds ("dp_shard+cp").
-Dimensions of degree 1 are left out, except that FSDP always has one to shard over.
+Dimensions of degree 1 are left out, except the one FSDP shards over.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import FOLD, MeshSpec
-from titan_ckpt.trainer.gloo import one_thread_groups
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +40,17 @@ class RankMesh:
 
     @property
     def coordinate(self) -> dict[str, int]:
-        """Where this rank stands on each axis."""
+        """This rank's coordinate on the mesh."""
         return self.spec.coordinate(self.rank)
 
     @property
     def data_rank(self) -> int:
-        """Which part of the data this rank reads; ranks along cp, tp and pp share it."""
+        """Index of the data shard that this rank reads; ranks along cp, tp and pp share one."""
         return self.spec.fold("dp_replicate+dp_shard", self.coordinate)
 
     @property
     def data_degree(self) -> int:
-        """Parts that the data is read in."""
+        """Number of data shards."""
         return self.spec.degree("dp_replicate+dp_shard")
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -56,7 +62,7 @@ class RankMesh:
         return self.device_mesh[tuple(a for a in ("dp_replicate", self.fsdp_axis) if a in self.names)]
 
     def tp_mesh(self) -> DeviceMesh | None:
-        """The tensor parallel dimension, None when it is 1."""
+        """The tensor parallel dimension, None when its degree is 1."""
         return self.device_mesh["tp"] if "tp" in self.names else None
 
     @property
@@ -66,7 +72,7 @@ class RankMesh:
 
 
 def init_rank_mesh(spec: MeshSpec, device: torch.device) -> RankMesh:
-    """Build the groups; collective. Starts a group of one by itself when torch.distributed was not started."""
+    """Build the process groups; collective. Initialises torch.distributed itself on a mesh of one rank."""
     with one_thread_groups():
         return _init_rank_mesh(spec, device)
 
@@ -96,23 +102,60 @@ def _ensure_process_group(spec: MeshSpec, device: torch.device) -> None:
 
 def pipeline_ends(spec: MeshSpec) -> dist.ProcessGroup | None:
     """First and last rank of this rank's pipeline; None on the ranks between; collective."""
-    pp = spec.degree("pp")
-    ends: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(spec.world_size):
-        place = spec.coordinate(rank)
-        if place["pp"] in (0, pp - 1):
-            ends.setdefault(tuple(p for axis, p in place.items() if axis != "pp"), []).append(rank)
+    ends = [sorted({line[0], line[-1]}) for line in _lines(spec, "pp")]
     with one_thread_groups():
-        group, _ = dist.new_subgroups_by_enumeration(list(ends.values()))  # type: ignore[no-untyped-call]
+        group, _ = dist.new_subgroups_by_enumeration(ends)  # type: ignore[no-untyped-call]
     assert group is None or isinstance(group, dist.ProcessGroup)
     return group
 
 
 def _axis_group(spec: MeshSpec, axis: str) -> dist.ProcessGroup:
-    lines: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(spec.world_size):
-        place = spec.coordinate(rank)
-        lines.setdefault(tuple(p for a, p in place.items() if a != axis), []).append(rank)
-    group, _ = dist.new_subgroups_by_enumeration(list(lines.values()))  # type: ignore[no-untyped-call]
+    group, _ = dist.new_subgroups_by_enumeration(_lines(spec, axis))  # type: ignore[no-untyped-call]
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _lines(spec: MeshSpec, axis: str) -> list[list[int]]:
+    """The ranks along `axis`, one list for each coordinate on the other axes."""
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(spec.world_size):
+        others = tuple(index for name, index in spec.coordinate(rank).items() if name != axis)
+        lines.setdefault(others, []).append(rank)
+    return list(lines.values())
+
+
+@contextmanager
+def one_thread_groups() -> Iterator[None]:
+    """Give every gloo group created inside one thread; other backends are unaffected.
+
+    torch gives a gloo group two threads per device. Both write the name of the last completed operation into one `std::string`,
+    outside the group's lock (`ProcessGroupGloo::runLoop`, `lastCompletedWorkName`; in torch 2.13, the Flight Recorder on or
+    off). Names too long for the small-string buffer, such as a functional all-gather's, are then sometimes freed twice: most
+    loops of functional collectives died of SIGSEGV or SIGABRT within three million of them (`scripts/gloo_threads.py`), and a
+    training run's rank about once in a thousand runs. One thread is one writer. torch passes options to NCCL groups only, so
+    the class that creates gloo groups is replaced inside this context.
+    """
+    if not dist.is_gloo_available():
+        yield
+        return
+    module: Any = distributed_c10d
+    gloo = module.ProcessGroupGloo
+
+    def start(group: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
+        options = gloo._Options()
+        options._threads, options._timeout, options._devices = 1, timeout, _devices(gloo)
+        for name, value in more.items():  # torch 2.15: enable_reconfigure
+            setattr(options, name, value)
+        gloo.__init__(group, store, rank, size, options)
+
+    module.ProcessGroupGloo = type("OneThreadGloo", (gloo,), {"__init__": start})
+    try:
+        yield
+    finally:
+        module.ProcessGroupGloo = gloo
+
+
+def _devices(gloo: Any) -> list[Any]:
+    """The devices that torch's own constructor picks when given no options."""
+    named = [name for name in os.environ.get(INTERFACES, "").split(",") if name]
+    return [gloo.create_device(interface=name) for name in named] or [gloo.create_default_device()]

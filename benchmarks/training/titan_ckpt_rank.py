@@ -13,7 +13,7 @@ from benchmarks.training.turns import take_turns
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
-from titan_ckpt.trainer.parallel.parallelize import build
+from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
 from tools.training.hf_shapes import LLAMA3_SCALING
 
 # torchtitan's "debugmodel"
@@ -29,7 +29,7 @@ def main(job: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     parallel = ParallelConfig(pp=job["pp"], dp_shard=job["dp_shard"], tp=job["tp"], microbatches=job["pp"])
     mesh = mesh_spec(parallel, dist.get_world_size())
-    model = build(MODEL, parallel, mesh, device=torch.device("cpu"), seed=0)
+    model = build_parallel_model(MODEL, parallel, mesh, device=torch.device("cpu"), seed=0)
     optimizer = build_optimizer(model, OptimizerConfig())
     batch = job["batch_size"] // job["dp_shard"]
     valid = job["batch_size"] * job["seq_len"]

@@ -16,7 +16,7 @@ from titan_ckpt.trainer.device_mesh import BACKENDS
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import Optimizer, OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
-from titan_ckpt.trainer.parallel.parallelize import build
+from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
 
 LOSS_CHUNK_TOKENS = 2048
 
@@ -42,7 +42,7 @@ def build_model(job: dict[str, Any], device: torch.device) -> tuple[Parallelized
     )
     mesh = mesh_spec(parallel, 1)
     check_fits(config, parallel, mesh, seq_len=job["seq_len"], microbatch_size=job["samples"])
-    model = build(config, parallel, mesh, device=device, seed=0)
+    model = build_parallel_model(config, parallel, mesh, device=device, seed=0)
     return model, build_optimizer(model, OptimizerConfig())
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.training.trainer_gpu_rank import build_model, open_device, stepper, synchronise
 from benchmarks.training.turns import take_turns
 from titan_ckpt.saving.saver import SaveOptions, Saver
-from titan_ckpt.trainer.parallel.parallel_model import local_of
+from titan_ckpt.trainer.model.decoder import local_tensor
 from titan_ckpt.trainer.run.resume import live_state
 from titan_ckpt.upkeep.retention import RetentionPolicy
 
@@ -56,7 +56,7 @@ def main(job: dict[str, Any]) -> None:
     optimizer.zero_grad()
     state = live_state(model, optimizer)
     if job["what"] == "copy":
-        take_turns(copier([local_of(t) for part in state.values() for t in part.values()], device))
+        take_turns(copier([local_tensor(t) for part in state.values() for t in part.values()], device))
     else:
         options = SaveOptions(mesh=model.mesh, retention=RetentionPolicy(keep_last=1))
         with tempfile.TemporaryDirectory() as folder, Saver(folder, options) as saver:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from titan_ckpt.trainer.config.toml_records import resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig
-from titan_ckpt.trainer.data.batches import BatchShape, Dataset, Loader, open_dataset
+from titan_ckpt.trainer.data.batches import BatchLoader, BatchShape, Dataset, open_dataset
 from titan_ckpt.trainer.data.tokenizer import open_tokenizer
-from titan_ckpt.trainer.run.setup import RankPlace, run_rank
+from titan_ckpt.trainer.run.rank_process import RankProcess
+from titan_ckpt.trainer.run.setup import run_rank
 from tools.paths import CONFIGS
 from tools.report import Bar, median, spread, timed, write_section
 
@@ -43,7 +44,7 @@ def open_demo(config: TrainConfig) -> Dataset:
 
 def rate(dataset: Dataset, shape: BatchShape, batches: int) -> float:
     """Tokens per second of this rank's part, from the loader's thread to the loop."""
-    loader = Loader(dataset, shape, position=0)
+    loader = BatchLoader(dataset, shape, position=0)
     try:
         next(loader)
         started = time.perf_counter()
@@ -58,7 +59,7 @@ def rate(dataset: Dataset, shape: BatchShape, batches: int) -> float:
 
 def begin_far(config: TrainConfig, shape: BatchShape) -> None:
     """Open the dataset and take the batch at position 10^9."""
-    loader = Loader(open_demo(config), shape, position=FAR)
+    loader = BatchLoader(open_demo(config), shape, position=FAR)
     next(loader)
     loader.close()
 
@@ -67,7 +68,7 @@ def demo_rate() -> float:
     """Tokens per second of the demo on one rank; the first steps are not counted."""
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(f"log.folder={folder}", "log.tensorboard=false", f"train.steps={STEPS}", "train.device=cpu")
-        run_rank(config, RankPlace())
+        run_rank(config, RankProcess())
         records = Path(folder, "logs", "metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, records) if record["event"] == "step"]
     return median([record["tokens_per_s"] for record in steps[2:]])

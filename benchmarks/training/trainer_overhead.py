@@ -27,8 +27,10 @@ from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.report.phases import Phases
 from titan_ckpt.trainer.run import setup
 from titan_ckpt.trainer.run.loop import Loop
-from titan_ckpt.trainer.run.meter import Step
-from titan_ckpt.trainer.run.setup import RankPlace, run_rank
+from titan_ckpt.trainer.run.meter import StepResult
+from titan_ckpt.trainer.run.rank_process import RankProcess
+from titan_ckpt.trainer.run.setup import run_rank
+from titan_ckpt.trainer.run.stop_signals import StopCode
 from tools.paths import DEBUG_CONFIG
 from tools.report import Bar, interleave, median, write_section
 
@@ -46,7 +48,7 @@ class _TimedLoop(Loop):
 
     spent_s: ClassVar[list[float]] = []
 
-    def _measure(self, done: Step, step: int, started: float) -> int:
+    def _measure(self, done: StepResult, step: int, started: float) -> StopCode:
         before = time.process_time()
         stop = super()._measure(done, step, started)
         self.spent_s.append(time.process_time() - before)
@@ -64,7 +66,7 @@ def record_us(steps: int) -> float:
             f"train.steps={steps}",
             "train.device=cpu",
         ]
-        run_rank(resolve(TrainConfig, DEBUG_CONFIG, sets).config, RankPlace())
+        run_rank(resolve(TrainConfig, DEBUG_CONFIG, sets).config, RankProcess())
     return 1e6 * median(_TimedLoop.spent_s[WARMUP:])
 
 

@@ -14,14 +14,14 @@ import pytest
 
 from titan_ckpt.cli.main import main
 from titan_ckpt.trainer.data.token_files import open_tokens
-from titan_ckpt.trainer.report.goodput import Record, goodput, parse_metrics
-from titan_ckpt.trainer.report.phases import Phases
-from titan_ckpt.trainer.report.plot import draw, nice_ticks, panels
-from titan_ckpt.trainer.report.trace import trace_events
+from titan_ckpt.trainer.report.goodput import goodput
+from titan_ckpt.trainer.report.phases import Phases, trace_events
+from titan_ckpt.trainer.report.plot import draw_svg, nice_ticks, run_panels
+from titan_ckpt.trainer.report.records import MetricsRecord, parse_records
 from tools.paths import DEBUG_CONFIG
 
 
-def _step(step: int, time_s: float, **fields: Any) -> Record:
+def _step(step: int, time_s: float, **fields: Any) -> MetricsRecord:
     numbers = {
         "step_s": 1.0,
         "data_wait_s": 0.25,
@@ -32,7 +32,7 @@ def _step(step: int, time_s: float, **fields: Any) -> Record:
     return {"event": "step", "step": step, "time_s": time_s, **numbers, **fields}
 
 
-def _interrupted() -> list[Record]:
+def _interrupted() -> list[MetricsRecord]:
     """Steps 1 to 4, a save at 2, dead after 4; 10 s later on from 2 to 5."""
     return [
         {"event": "start", "launched_s": 100.0, "time_s": 103.0, "step": 0},
@@ -67,7 +67,7 @@ def test_a_run_that_was_never_interrupted_loses_nothing_to_restarts() -> None:
 
 def test_a_line_that_a_crash_cut_short_is_left_out() -> None:
     whole = json.dumps(_step(1, 2.0))
-    assert [record["step"] for record in parse_metrics(f"{whole}\n{whole[:20]}")] == [1]
+    assert [record["step"] for record in parse_records(f"{whole}\n{whole[:20]}")] == [1]
 
 
 def test_phases_add_up_and_only_chosen_steps_are_traced() -> None:
@@ -108,7 +108,7 @@ def test_a_phase_of_another_thread_is_traced_but_is_not_where_the_rank_stands() 
 
 
 def test_the_plot_is_an_svg_with_a_curve_per_number() -> None:
-    text = draw("run <1>", "goodput", panels(_interrupted()))
+    text = draw_svg("run <1>", "goodput", run_panels(_interrupted()))
     root = ElementTree.fromstring(text)
     shapes = [element.tag.partition("}")[2] for element in root.iter()]
     assert shapes.count("polyline") == 3

@@ -12,7 +12,7 @@ import torch
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.config.toml_records import as_dict, parse_set, render, resolve
-from titan_ckpt.trainer.config.train_config import TrainConfig, check, fixed_world_size, resolve_mesh
+from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, fixed_world_size, resolve_mesh
 from titan_ckpt.trainer.model.decoder import Decoder, LayerRange
 from tools.paths import CONFIGS, DEBUG_CONFIG
 
@@ -31,7 +31,7 @@ def _write(folder: Path, name: str, text: str) -> str:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.toml")))
 def test_every_config_that_is_shipped_is_valid(name: str) -> None:
-    check(resolve(TrainConfig, str(CONFIGS / name)).config)
+    check_config(resolve(TrainConfig, str(CONFIGS / name)).config)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_bad_value_is_refused_by_name(text: str, expected: str) -> None:
 )
 def test_values_that_make_no_sense_together_are_refused(sets: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(_tiny(*sets))
+        check_config(_tiny(*sets))
     assert expected in str(caught.value)
 
 

@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 
 from titan_ckpt.errors import ConfigError, DataError
 from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
-from titan_ckpt.trainer.data.batches import IGNORED, BatchShape, Dataset, Loader, open_dataset, unigram_entropy
-from titan_ckpt.trainer.data.corpus import Reading, list_files, read_documents
+from titan_ckpt.trainer.data.batches import BatchLoader, BatchShape, Dataset, open_dataset, unigram_entropy
+from titan_ckpt.trainer.data.corpus import DocumentReader, list_files, read_documents
 from titan_ckpt.trainer.data.sample_order import BLOCK, SampleOrder, SourceSize, permuted, shares
 from titan_ckpt.trainer.data.token_files import open_tokens, pretokenise
 from titan_ckpt.trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, check_vocabulary, open_tokenizer
+from titan_ckpt.trainer.model.loss import IGNORED
 
 
-def _documents(url: str, reading: Reading | None = None) -> list[bytes]:
-    rules = reading or Reading()
+def _documents(url: str, reader: DocumentReader | None = None) -> list[bytes]:
+    rules = reader or DocumentReader()
     return [document for file in list_files(url) for document in read_documents(file, rules)]
 
 
@@ -38,7 +39,10 @@ def _dataset(folder: Path, texts: list[str], *, seq_len: int = 4, seed: int = 0,
     for number, text in enumerate(texts):
         (folder / f"{number}.txt").write_text(text)
         pretokenise(
-            list_files(str(folder / f"{number}.txt")), ByteTokenizer(), Reading(), str(folder / f"tokens{number}")
+            list_files(str(folder / f"{number}.txt")),
+            ByteTokenizer(),
+            DocumentReader(),
+            str(folder / f"tokens{number}"),
         )
         tokens.append(open_tokens(str(folder / f"tokens{number}")))
     weights = [float(number + 1) for number in range(len(texts))]
@@ -71,7 +75,7 @@ def test_a_bad_jsonl_line_stops_with_its_file_and_number_or_is_skipped_and_count
     (tmp_path / "a.jsonl").write_bytes(_jsonl("fine") + b"{broken\n" + b'{"body": 1}\n' + _jsonl("also fine"))
     with pytest.raises(DataError, match=r"a.jsonl: line 2: not JSON .*data.bad_line"):
         _documents(f"{tmp_path}/a.jsonl")
-    skipping = Reading(bad_line="skip")
+    skipping = DocumentReader(bad_line="skip")
     assert _documents(f"{tmp_path}/a.jsonl", skipping) == [b"fine", b"also fine"]
     assert list(skipping.skipped_lines.values()) == [2]
 
@@ -96,7 +100,7 @@ def test_unusable_content_is_refused_by_file(name: str, content: bytes, expected
 def test_empty_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"")
     with pytest.raises(DataError, match="hold no text"):
-        pretokenise(list_files(str(tmp_path)), ByteTokenizer(), Reading(), str(tmp_path / "tokens"))
+        pretokenise(list_files(str(tmp_path)), ByteTokenizer(), DocumentReader(), str(tmp_path / "tokens"))
     with pytest.raises(DataError, match="nothing at"):
         list_files(f"{tmp_path}/*.jsonl")
 
@@ -202,7 +206,7 @@ def test_the_order_is_unbroken_when_the_data_degree_goes_4_2_3_8(tmp_path: Path)
     for degree in (4, 2, 3, 8):
         for rank in range(degree):
             shape = BatchShape(global_batch_size=12, microbatch_size=1, data_rank=rank, data_degree=degree)
-            loader = Loader(dataset, shape, position=position)
+            loader = BatchLoader(dataset, shape, position=position)
             batch = next(loader)
             loader.close()
             seen += [m.tokens_BL[0].tolist() for m in batch.microbatches if (m.labels_BL != IGNORED).any()]
@@ -220,7 +224,7 @@ def test_labels_are_the_tokens_one_further(tmp_path: Path) -> None:
 
 def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
     dataset = _dataset(tmp_path, ["x" * 400, "y" * 800], held_out=0.2)
-    held_out = {(p.source, p.index) for p in dataset.held_out_places(1000)}
+    held_out = {(p.source, p.index) for p in dataset.held_out_samples(1000)}
     assert len(held_out) == sum(size.num_held_out for size in dataset.order.sources) > 10
     trained = {(p.source, p.index) for p in (dataset.order.at(n) for n in range(3 * BLOCK))}
     assert not held_out & trained
@@ -236,7 +240,7 @@ def test_the_fingerprint_changes_with_the_text_and_not_with_its_place(tmp_path: 
 
 def test_an_error_of_the_loader_thread_reaches_the_loop(tmp_path: Path) -> None:
     dataset = _dataset(tmp_path, ["abcdefghijklm"], seq_len=4)
-    loader = Loader(dataset, BatchShape(global_batch_size=1, microbatch_size=1), position=-(10**30))
+    loader = BatchLoader(dataset, BatchShape(global_batch_size=1, microbatch_size=1), position=-(10**30))
     dataset.tokens.clear()
     with pytest.raises(IndexError):
         list(itertools.islice(loader, 5))
@@ -249,8 +253,8 @@ def test_an_error_of_the_loader_thread_reaches_the_loop(tmp_path: Path) -> None:
 def test_a_pretokenised_corpus_is_read_from_memory_maps_and_by_ranges_alike(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     files = list_files(str(tmp_path / "a.txt"))
-    header = pretokenise(files, ByteTokenizer(), Reading(), str(tmp_path / "t"))
-    pretokenise(files, ByteTokenizer(), Reading(), "memory://pretokenised")
+    header = pretokenise(files, ByteTokenizer(), DocumentReader(), str(tmp_path / "t"))
+    pretokenise(files, ByteTokenizer(), DocumentReader(), "memory://pretokenised")
     local, remote = open_tokens(str(tmp_path / "t")), open_tokens("memory://pretokenised")
     assert (header.num_tokens, header.num_documents) == (10, 1)
     assert local.read(2, 8).tolist() == remote.read(2, 8).tolist() == [*b"me text", 256]
@@ -259,7 +263,7 @@ def test_a_pretokenised_corpus_is_read_from_memory_maps_and_by_ranges_alike(tmp_
 
 def test_a_damaged_pretokenised_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    pretokenise(list_files(str(tmp_path / "a.txt")), ByteTokenizer(), Reading(), str(tmp_path / "t"))
+    pretokenise(list_files(str(tmp_path / "a.txt")), ByteTokenizer(), DocumentReader(), str(tmp_path / "t"))
     (tmp_path / "t" / "tokens.bin").write_bytes(b"short")
     with pytest.raises(DataError, match="5 bytes, but its header promises 20"):
         open_tokens(str(tmp_path / "t"))
@@ -267,7 +271,7 @@ def test_a_damaged_pretokenised_corpus_is_refused(tmp_path: Path) -> None:
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text " * 100)
-    pretokenise(list_files(str(tmp_path / "a.txt")), ByteTokenizer(), Reading(), str(tmp_path / "t"))
+    pretokenise(list_files(str(tmp_path / "a.txt")), ByteTokenizer(), DocumentReader(), str(tmp_path / "t"))
     (tmp_path / "tokenizer.json").write_bytes(ByteTokenizer().to_json())
     config = DataConfig(source=str(tmp_path / "t"), seq_len=8)
     with pytest.raises(DataError, match="another tokenizer"):

@@ -10,16 +10,16 @@ from titan_ckpt.cli.main import main
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.config.toml_records import resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
-from titan_ckpt.trainer.launch.estimate import GIB, Estimate, best_interval_s, estimate
+from titan_ckpt.trainer.launch.estimate import GIB, TrainingEstimate, best_interval_s, estimate_training
 from tools.paths import CONFIGS
 
 TITAN_LOGIT_BYTES = 14  # eager cross-entropy: bfloat16 logits; float32 copy, log-softmax and gradient
 TITAN_CUT_LOGIT_BYTES = 18  # DTensor's loss parallel: the gradient has two float32 temporaries beside its parts
 
 
-def _estimate(name: str, world_size: int, *sets: str, logit_bytes: float = TITAN_LOGIT_BYTES) -> Estimate:
+def _estimate(name: str, world_size: int, *sets: str, logit_bytes: float = TITAN_LOGIT_BYTES) -> TrainingEstimate:
     config = resolve(TrainConfig, str(CONFIGS / f"{name}.toml"), sets).config
-    return estimate(config, resolve_mesh(config, world_size), logit_bytes=logit_bytes)
+    return estimate_training(config, resolve_mesh(config, world_size), logit_bytes=logit_bytes)
 
 
 SMALL_BATCH, EAGER = ["train.microbatch_size=2"], ["train.microbatch_size=2", "mesh.compile=false"]

@@ -17,7 +17,7 @@ from titan_ckpt.cli.main import main
 from titan_ckpt.trainer.model.lora import LoraConfig, adapters_of, add_adapters, start_adapters
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
-from titan_ckpt.trainer.parallel.parallelize import build
+from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
 from tools.paths import DEBUG_CONFIG
 from tools.rank_pool import RankPool
 from tools.training.curves import SMALL
@@ -106,7 +106,7 @@ def _curve(_rank: int, parallel: ParallelConfig, world_size: int) -> list[float]
     """Losses of four steps on one batch, adapters from zero."""
     mesh = mesh_spec(parallel, world_size)
     model = replace(SMALL, tied_embeddings=False)
-    built = build(
+    built = build_parallel_model(
         model, parallel, mesh, device=torch.device("cpu"), seed=1, extend=lambda part, ranks: add_adapters(part, LORA, ranks)
     )  # fmt: skip
     start_adapters(built.named_parameters())

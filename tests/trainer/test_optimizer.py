@@ -13,7 +13,7 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer, learning_rate
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
-from titan_ckpt.trainer.parallel.parallelize import build
+from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
 from tools.training.curves import SMALL
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def model() -> Iterator[Parallelized]:
-    yield build(SMALL, ParallelConfig(), MeshSpec(), device=CPU, seed=0)
+    yield build_parallel_model(SMALL, ParallelConfig(), MeshSpec(), device=CPU, seed=0)
     dist.destroy_process_group()
 
 

@@ -16,11 +16,11 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.model.decoder import Decoder, LayerRange
 from titan_ckpt.trainer.parallel.config import (
     ParallelConfig,
-    Schedule,
+    PipelineSchedule,
     check_fits,
+    layer_ranges,
     mesh_spec,
     num_stages,
-    stage_layers,
     stages_of_rank,
 )
 from titan_ckpt.trainer.parallel.precision import apply_float8
@@ -86,7 +86,7 @@ def test_an_odd_sequence_fits_where_it_is_not_cut(ranks: RankPool, parallel: Par
 
 @pytest.mark.dist
 @pytest.mark.parametrize("schedule", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"])
-def test_three_stages_per_rank_give_the_single_process_curve(ranks: RankPool, schedule: Schedule) -> None:
+def test_three_stages_per_rank_give_the_single_process_curve(ranks: RankPool, schedule: PipelineSchedule) -> None:
     parallel = mesh(pp=2, pp_schedule=schedule, pp_layers_per_stage=(1,) * 6)
     assert_same_curve(ranks, Run(model=replace(SMALL, n_layers=6), parallel=parallel, batch_size=12))
 
@@ -227,8 +227,8 @@ def test_mxfp8_is_refused_on_an_accelerator_that_lacks_it(monkeypatch: pytest.Mo
 
 def test_layers_are_cut_evenly_or_by_list() -> None:
     two, four = MeshSpec.parse("pp=2"), MeshSpec.parse("pp=4")
-    assert stage_layers(SMALL, mesh(pp=2), two) == [LayerRange(0, 2), LayerRange(2, 4)]
-    assert stage_layers(DEEP, mesh(pp=4, pp_layers_per_stage=(1, 3, 3, 1)), four)[1] == LayerRange(1, 4)
+    assert layer_ranges(SMALL, mesh(pp=2), two) == [LayerRange(0, 2), LayerRange(2, 4)]
+    assert layer_ranges(DEEP, mesh(pp=4, pp_layers_per_stage=(1, 3, 3, 1)), four)[1] == LayerRange(1, 4)
     assert num_stages(mesh(pp=2, pp_schedule="Interleaved1F1B"), two) == 4
 
 

@@ -24,9 +24,9 @@ from titan_ckpt.sharding.placement import Box
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import build_optimizer
-from titan_ckpt.trainer.parallel.parallelize import build
-from titan_ckpt.trainer.run.resume import Progress, Start, open_for, restore
-from titan_ckpt.trainer.run.stop_signals import Agreement
+from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
+from titan_ckpt.trainer.run.control_group import ControlGroup
+from titan_ckpt.trainer.run.resume import Start, TrainingProgress, open_for, restore
 from tools.paths import DEBUG_CONFIG
 from tools.rank_pool import RankPool
 from tools.training.hf_shapes import to_hf
@@ -167,14 +167,14 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def _go_on(_rank: int, name: str, mesh: str, url: str, model_only: bool) -> tuple[Progress, list[float]]:
+def _go_on(_rank: int, name: str, mesh: str, url: str, model_only: bool) -> tuple[TrainingProgress, list[float]]:
     """Start from `url` on a mesh of this pool; the losses of the steps that torchtitan took after its save."""
     model = MODELS[name]
-    ranks = build(model, MESHES[mesh], mesh_spec(MESHES[mesh], 4), device=torch.device("cpu"), seed=5)
+    ranks = build_parallel_model(model, MESHES[mesh], mesh_spec(MESHES[mesh], 4), device=torch.device("cpu"), seed=5)
     optimizer = build_optimizer(ranks, OPTIMIZER)
     start = Start(checkpoint=open_for(model, url), model_only=model_only)
-    agreement = Agreement(timeout_s=60)
-    progress = restore(start, ranks, optimizer, agreement=agreement, fingerprint="", other_data=False)
+    control = ControlGroup(timeout_s=60)
+    progress = restore(start, ranks, optimizer, control=control, fingerprint="", other_data=False)
     losses = []
     for step in range(BEFORE, BEFORE + AFTER):
         size = BATCH // ranks.data_degree
@@ -192,7 +192,7 @@ def _go_on(_rank: int, name: str, mesh: str, url: str, model_only: bool) -> tupl
 def test_the_next_losses_are_those_of_torchtitans_own_continuation(pool: RankPool, name: str, mesh: str) -> None:
     expected = json.loads((TORCHTITAN_RUNS / name / "after.json").read_text())
     for progress, losses in pool.run(_go_on, name, mesh, _saved(name), False):
-        assert progress == Progress(step=BEFORE, samples=0, tokens=BEFORE * BATCH * LENGTH)
+        assert progress == TrainingProgress(step=BEFORE, samples=0, tokens=BEFORE * BATCH * LENGTH)
         assert losses == pytest.approx(expected, rel=0, abs=MESH_BOUND)
 
 
@@ -204,7 +204,7 @@ def test_weights_alone_go_on_as_the_converted_folder_does_bit_for_bit(
     export_hf(_saved("llama"), str(tmp_path / "hf"), config=to_hf(LLAMA))
     direct = pool.run(_go_on, "llama", mesh, _saved("llama"), True)
     assert direct == pool.run(_go_on, "llama", mesh, str(tmp_path / "hf"), True)
-    assert direct[0][0] == Progress()
+    assert direct[0][0] == TrainingProgress()
 
 
 # ------------------------------------------------------------------------------------------------------ as a user does it

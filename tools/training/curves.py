@@ -10,7 +10,7 @@ import torch.distributed as dist
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
-from titan_ckpt.trainer.parallel.parallelize import build
+from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
 
 SMALL = ModelConfig(vocab_size=128, dim=64, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=96, max_seq_len=512)
 EVERYTHING = ModelConfig(
@@ -54,7 +54,7 @@ def train(rank: int, run: Run) -> Curve:  # noqa: ARG001 - the pool passes the r
     """The curve as this rank sees it."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_spec(run.parallel, world_size)
-    model = build(run.model, run.parallel, mesh, device=torch.device("cpu"), seed=run.seed)
+    model = build_parallel_model(run.model, run.parallel, mesh, device=torch.device("cpu"), seed=run.seed)
     optimizer = build_optimizer(model, OptimizerConfig(lr=run.lr))
     size = run.batch_size // run.accumulate // model.data_degree
     check_fits(run.model, run.parallel, mesh, seq_len=run.seq_len, microbatch_size=size)

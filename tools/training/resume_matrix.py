@@ -19,9 +19,9 @@ from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import Optimizer, OptimizerConfig, build_optimizer, learning_rate
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
-from titan_ckpt.trainer.parallel.parallelize import build
-from titan_ckpt.trainer.run.resume import Progress, Start, live_state, pipeline_record, restore, training_record
-from titan_ckpt.trainer.run.stop_signals import Agreement
+from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
+from titan_ckpt.trainer.run.control_group import ControlGroup
+from titan_ckpt.trainer.run.resume import Start, TrainingProgress, live_state, pipeline_record, restore, training_record
 from tools.training.curves import SMALL
 
 # Sizes that neither two times two nor four divides, so that shards are uneven.
@@ -38,7 +38,7 @@ class Resumed:
     """The next steps after a load: their losses, and a digest of this rank's state as it was loaded."""
 
     losses: list[float]
-    start: Progress
+    start: TrainingProgress
     digest: str
 
 
@@ -46,9 +46,9 @@ class Resumed:
 class _Job:
     parallelized: Parallelized
     optimizer: Optimizer
-    agreement: Agreement
+    control: ControlGroup
 
-    def steps(self, progress: Progress, count: int) -> tuple[list[float], Progress]:
+    def steps(self, progress: TrainingProgress, count: int) -> tuple[list[float], TrainingProgress]:
         """`count` steps from `progress`; the data and the rate follow from it."""
         losses = []
         for _ in range(count):
@@ -56,7 +56,7 @@ class _Job:
             progress = progress.after(samples=BATCH, tokens=BATCH * SEQ_LEN)
         return losses, progress
 
-    def _step(self, progress: Progress) -> float:
+    def _step(self, progress: TrainingProgress) -> float:
         generator = torch.Generator().manual_seed(progress.samples)
         tokens = torch.randint(0, MODEL.vocab_size, (BATCH, SEQ_LEN + 1), generator=generator)
         tokens[:, 1::2] = tokens[:, :-1:2]  # something to learn: every second token repeats the one before
@@ -87,16 +87,18 @@ def _job(parallel: ParallelConfig) -> _Job:
     """The model on this mesh, built once in this process."""
     if parallel not in _jobs:
         world_size = torch.distributed.get_world_size()
-        parallelized = build(MODEL, parallel, mesh_spec(parallel, world_size), device=torch.device("cpu"), seed=SEED)
+        parallelized = build_parallel_model(
+            MODEL, parallel, mesh_spec(parallel, world_size), device=torch.device("cpu"), seed=SEED
+        )
         optimizer = build_optimizer(parallelized, OPTIMIZER)
-        _jobs[parallel] = _Job(parallelized=parallelized, optimizer=optimizer, agreement=Agreement(timeout_s=60))
+        _jobs[parallel] = _Job(parallelized=parallelized, optimizer=optimizer, control=ControlGroup(timeout_s=60))
     return _jobs[parallel]
 
 
 def train_and_save(_rank: int, parallel: ParallelConfig, url: str) -> None:
     """Some steps from scratch, then a checkpoint as the trainer writes it. To be called before any load on this mesh."""
     job = _job(parallel)
-    _, progress = job.steps(Progress(), STEPS_BEFORE)
+    _, progress = job.steps(TrainingProgress(), STEPS_BEFORE)
     mesh = job.parallelized.mesh
     rate = learning_rate(OPTIMIZER, progress.step, STEPS_BEFORE + STEPS_AFTER)
     save(
@@ -119,7 +121,7 @@ def resume(_rank: int, parallel: ParallelConfig, url: str) -> Resumed:
     job = _job(parallel)
     start = Start(checkpoint=open_checkpoint(url), is_own=True)
     progress = restore(
-        start, job.parallelized, job.optimizer, agreement=job.agreement, fingerprint=_FINGERPRINT, other_data=False
+        start, job.parallelized, job.optimizer, control=job.control, fingerprint=_FINGERPRINT, other_data=False
     )
     digest = job.digest()
     losses, _ = job.steps(progress, STEPS_AFTER)

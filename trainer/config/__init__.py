@@ -1,0 +1,1 @@
+"""The TOML config of a run: reading, checking, printing. Imports `parallel` and `model`, whose tables it contains."""

@@ -1,6 +1,6 @@
 """TOML files to frozen dataclasses: `base` chains, `--set`, the origin of every value, and errors that name the key.
 
-Nothing here knows the trainer: any tree of dataclasses will do. A field named `from_` is written `from` in TOML.
+Independent of the trainer: works for any tree of dataclasses. A field named `from_` is written `from` in TOML.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved(Generic[T]):
-    """A config, and for every dotted key that was not left at its default the file or `--set` that gave it."""
+    """A config and its origins: for every dotted key that is not left at its default, the file or `--set` that set it."""
 
     config: T
     origins: Origins
 
 
 def resolve(kind: type[T], path: str, sets: Sequence[str] = ()) -> Resolved[T]:
-    """Read `path` with its bases, apply `sets` (`key=value`, the value as TOML), and check every key and type."""
+    """Read `path` with its bases, apply `sets` (`key=value`, the value in TOML), and check every key and type."""
     tree, origins = read_file(path)
     for text in sets:
         key, value = parse_set(text)
-        merge(tree, _nest(key, value), origins, f"--set {key}")
-    return Resolved(config=build(kind, tree, origins), origins=origins)
+        merge_tables(tree, _nest(key, value), origins, f"--set {key}")
+    return Resolved(config=build_record(kind, tree, origins), origins=origins)
 
 
 def read_file(path: str, _chain: tuple[str, ...] = ()) -> tuple[Tree, Origins]:
-    """The merged tree of a TOML file and its `base` chain, and where each key comes from."""
+    """The merged tree of a TOML file and its `base` chain, and the origin of each key."""
     full = os.path.abspath(path)
     if full in _chain:
         raise ConfigError(f"{path}: `base` goes in a circle: {' -> '.join([*_chain, full])}")
@@ -62,12 +62,12 @@ def read_file(path: str, _chain: tuple[str, ...] = ()) -> tuple[Tree, Origins]:
         tree, origins = read_file(os.path.join(os.path.dirname(path), base), (*_chain, full))
     else:
         raise ConfigError(f"{path}: base: expected the name of a TOML file, found {base!r}")
-    merge(tree, own, origins, path)
+    merge_tables(tree, own, origins, path)
     return tree, origins
 
 
 def parse_set(text: str) -> tuple[str, Any]:
-    """`key` and value of a `--set`; what is not TOML is taken as a string, so that URLs need no quotes.
+    """Key and value of a `--set`; a value that is not TOML is taken as a string, so that URLs need no quotes.
 
     >>> parse_set("mesh.tp=4"), parse_set("save.url=s3://bucket/run"), parse_set("optimizer.betas=[0.9, 0.95]")
     (('mesh.tp', 4), ('save.url', 's3://bucket/run'), ('optimizer.betas', [0.9, 0.95]))
@@ -84,14 +84,14 @@ def parse_set(text: str) -> tuple[str, Any]:
         return key, value.strip()
 
 
-def merge(tree: Tree, other: Mapping[str, Any], origins: Origins, origin: str, prefix: str = "") -> None:
-    """Lay `other` over `tree` in place; tables merge, everything else replaces."""
+def merge_tables(tree: Tree, other: Mapping[str, Any], origins: Origins, origin: str, prefix: str = "") -> None:
+    """Merge `other` into `tree` in place; tables merge, other values replace."""
     for key, value in other.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             if not isinstance(tree.get(key), dict):
                 tree[key] = {}
-            merge(tree[key], value, origins, origin, f"{name}.")
+            merge_tables(tree[key], value, origins, origin, f"{name}.")
         else:
             tree[key] = value
         origins[name] = origin
@@ -102,7 +102,7 @@ def _nest(key: str, value: Any) -> Tree:
     return {head: _nest(rest, value) if rest else value}
 
 
-def build(kind: type[T], tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> T:
+def build_record(kind: type[T], tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> T:
     """An instance of dataclass `kind` from `tree`; unknown keys, missing keys and wrong types are ConfigErrors."""
     hints = get_type_hints(kind)
     fields = {field.name.rstrip("_"): field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -136,14 +136,14 @@ def _has_no_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def _convert(hint: Any, value: Any, name: str, origins: Mapping[str, str]) -> Any:
-    """`value` as type `hint`: int for float and list for tuple are taken, nothing else is guessed."""
+    """Convert `value` to type `hint`; accepts int for float and list for tuple, no other conversions."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _convert_union(get_args(hint), value, name, origins)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, dict):
             raise _wrong(hint, value, name, origins)
-        return build(hint, value, origins, f"{name}.")
+        return build_record(hint, value, origins, f"{name}.")
     if origin is tuple:
         return _convert_tuple(hint, value, name, origins)
     if origin is Literal:
@@ -182,13 +182,13 @@ def _convert_tuple(hint: Any, value: Any, name: str, origins: Mapping[str, str])
 
 
 def _wrong(hint: Any, value: Any, name: str, origins: Mapping[str, str]) -> ConfigError:
-    return ConfigError(f"{_origin(name, origins)}: {name}: expected {describe(hint)}, found {_as_toml(value)}")
+    return ConfigError(f"{_origin(name, origins)}: {name}: expected {describe_type(hint)}, found {_as_toml(value)}")
 
 
-def describe(hint: Any) -> str:
-    """A type as people call it.
+def describe_type(hint: Any) -> str:
+    """A type in plain words, for error messages.
 
-    >>> describe(int), describe(tuple[float, ...]), describe(Literal["a", "b"])
+    >>> describe_type(int), describe_type(tuple[float, ...]), describe_type(Literal["a", "b"])
     ('a whole number', 'a list of a number', '"a" or "b"')
     """
     plain = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
@@ -196,17 +196,17 @@ def describe(hint: Any) -> str:
         return plain[hint]
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(describe(item) for item in arguments if item is not type(None))
+        return " or ".join(describe_type(item) for item in arguments if item is not type(None))
     if origin is Literal:
         return " or ".join(_as_toml(item) for item in arguments)
     if origin is tuple:
         many = len(arguments) == 2 and arguments[1] is Ellipsis
-        return f"a list of {describe(arguments[0])}" if many else f"a list of {len(arguments)} values"
+        return f"a list of {describe_type(arguments[0])}" if many else f"a list of {len(arguments)} values"
     return "a table" if dataclasses.is_dataclass(hint) else getattr(hint, "__name__", str(hint))
 
 
 def as_dict(config: Any) -> Tree:
-    """A config as plain TOML/JSON values; keys as they are written in TOML, values that are None left out."""
+    """A config as plain TOML/JSON values, with keys as in TOML; leaves out None."""
     return {key: _plain(value) for key, value in _items(config) if value is not None}
 
 
@@ -223,7 +223,7 @@ def _plain(value: Any) -> Any:
 
 
 def render(resolved: Resolved[Any]) -> str:
-    """The whole config as TOML, each value followed by where it comes from."""
+    """The whole config as TOML, each value with its origin as a comment."""
     lines: list[str] = []
     _render(resolved.config, resolved.origins, "", lines)
     return "\n".join(lines).strip() + "\n"

@@ -1,21 +1,21 @@
-"""What `titan-ckpt train` can be told. Each table of the TOML file is one record; `toml_records` reads them.
+"""The config of `titan-ckpt train`. Each table of the TOML file is one record; `toml_records` reads them.
 
-| table          | what it holds |
+| table          | content |
 |----------------|---------------|
-| `[model]`      | the decoder's shape: `model.ModelConfig` |
-| `[mesh]`       | degrees of pp, dp_replicate, dp_shard, cp, tp and the methods: `parallel_config.ParallelConfig` |
-| `[data]`       | where text comes from, how it becomes samples: `DataConfig` |
-| `[optimizer]`  | AdamW and the learning rate: `optimizer.OptimizerConfig` |
+| `[model]`      | the decoder's shape: `model.decoder.ModelConfig` |
+| `[mesh]`       | degrees of pp, dp_replicate, dp_shard, cp, tp and the methods: `parallel.config.ParallelConfig` |
+| `[data]`       | where text comes from and how it becomes samples: `DataConfig` |
+| `[optimizer]`  | AdamW and the learning rate: `parallel.optimizer.OptimizerConfig` |
 | `[train]`      | steps, batch, seed, limits: `TrainOptions` |
-| `[lora]`       | low-rank adapters instead of the whole model: `lora.LoraConfig` |
-| `[validation]` | a held-out part and how often it is measured: `ValidationConfig` |
-| `[save]`       | where checkpoints go and when: `SaveConfig` |
-| `[export]`     | Hugging Face folders of the run, made in the background: `ExportConfig` |
-| `[resume]`     | what to start from: `ResumeConfig` |
+| `[lora]`       | low-rank adapters instead of the whole model: `model.lora.LoraConfig` |
+| `[validation]` | held-out samples, and how often to evaluate them: `ValidationConfig` |
+| `[save]`       | where and when to save checkpoints: `SaveConfig` |
+| `[export]`     | Hugging Face folders, exported in the background: `ExportConfig` |
+| `[resume]`     | the checkpoint to start from: `ResumeConfig` |
 | `[log]`        | files, console, TensorBoard: `LogConfig` |
-| `[debug]`      | the recorder of hangs: `DebugConfig` |
+| `[debug]`      | the hang recorder: `DebugConfig` |
 
-`base = "other.toml"` lays a file over another one; `--set table.key=value` comes last.
+`base = "other.toml"` is read first and overridden by the file; `--set table.key=value` overrides both.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class SourceConfig:
 
     url: str
     weight: float = 1.0  # share of the samples, relative to the other sources
-    format: Format = "auto"  # auto: by the file's name; .gz and .zst are unpacked
-    text_field: str = "text"  # of a JSONL line
+    format: Format = "auto"  # auto: by file name; .gz and .zst are decompressed
+    text_field: str = "text"  # the key of the text in a JSONL line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """`source` is short for one entry in `mixture`; give one of the two."""
+    """`source` is short for a `mixture` of one entry; set one of the two."""
 
     source: str = ""
     mixture: tuple[SourceConfig, ...] = ()
@@ -54,102 +54,105 @@ class DataConfig:
     tokenizer: str = "bytes"  # or the path or URL of a Hugging Face tokenizer.json
     separator: str = ""  # token between documents; empty: the tokenizer's usual end-of-text token
     shuffle: bool = True
-    document_masks: bool = False  # a token sees the tokens of its own document only
-    bad_line: Literal["stop", "skip"] = "stop"  # a JSONL line that is no JSON or has no text; skipped ones are counted
-    cache: str = "~/.cache/titan-ckpt/tokens"  # text is tokenised once per corpus and tokenizer, and mapped into memory
-    prefetch: int = 2  # batches made ahead
+    document_masks: bool = False  # attention stays within a document
+    bad_line: Literal["stop", "skip"] = "stop"  # if a JSONL line is not JSON or has no text; skipped lines are counted
+    cache: str = "~/.cache/titan-ckpt/tokens"  # tokenised text, one folder per corpus and tokenizer, mapped into memory
+    prefetch: int = 2  # batches prepared in advance
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The corpora, however they were given."""
+        """The corpora, from `mixture` or `source`."""
         return self.mixture or (SourceConfig(url=self.source),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """`global_batch_size` is kept on every mesh: ranks that do not divide it get masked samples to fill up."""
+    """`global_batch_size` is the same on every mesh; if the data ranks do not divide it, masked samples fill it up."""
 
     steps: int = 100
     seed: int = 0
     global_batch_size: int = 8  # samples per optimizer step, over all ranks
-    microbatch_size: int = 1  # samples of one rank per forward and backward
-    max_seconds: float = 0.0  # save, commit and exit cleanly after this long; 0: no limit
+    microbatch_size: int = 1  # samples per rank, forward and backward
+    max_seconds: float = 0.0  # then save, commit and exit with code 0; 0: no limit
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
-    gc_every: int = 50  # steps from one garbage collection to the next, the same on all ranks; 0: whenever Python likes
-    init_timeout_s: float = 600.0  # for collectives until the first step is done
-    step_timeout_s: float = 600.0  # for collectives from then on
-    freeze: tuple[str, ...] = ()  # globs over names of weights that stay as they are, such as "model.layers.[0-3].*"
+    gc_every: int = 50  # steps between garbage collections, the same on all ranks; 0: Python decides
+    init_timeout_s: float = 600.0  # for collectives until the first step has finished
+    step_timeout_s: float = 600.0  # for collectives after that
+    freeze: tuple[str, ...] = ()  # globs of weights that are not trained, such as "model.layers.[0-3].*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationConfig:
-    """A part of the samples that is never trained on; `every=0` switches it off, `fraction` is held out even then."""
+    """Samples that are never trained on. `every=0` switches validation off; `fraction` is held out even then."""
 
-    every: int = 0
-    fraction: float = 0.0
-    samples: int = 64  # at most
+    every: int = 0  # steps; 0: never
+    fraction: float = 0.0  # of each source
+    samples: int = 64  # per evaluation, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveConfig:
-    """Checkpoints of the run at `url`; empty: none are saved."""
+    """Checkpoints of the run, saved at `url`; empty: none are saved."""
 
     url: str = ""
     mirror: str = (
-        ""  # a second, safer store: every commit of url is copied there in the background, and looked for on resumption
+        ""  # a second, safer store: every commit is copied there in the background; resumption looks there too
     )
     every: int = 0  # steps; 0: only at the end
     at_end: bool = True
-    keep_last: int = 0  # after each commit older ones are deleted; 0: none are
-    keep_every: int = 0  # with keep_last: multiples of this step are kept for good
+    keep_last: int = 0  # newest checkpoints to keep; each commit deletes older ones; 0: keep all
+    keep_every: int = 0  # with keep_last: also keep steps that are multiples of this
     codec: Literal["raw", "planes-zstd"] = "raw"
-    incremental: bool = False  # refer to chunks of earlier checkpoints that have not changed
-    timeout_s: float = 1800.0  # of an exchange between ranks; must exceed the longest upload
-    grace_s: float = 300.0  # after SIGTERM or SIGINT, for the last checkpoint
+    incremental: bool = False  # reuse unchanged chunks of earlier checkpoints
+    timeout_s: float = 1800.0  # for exchanges between ranks; must exceed the longest upload
+    grace_s: float = 300.0  # for the last checkpoint after SIGTERM or SIGINT
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The stores that hold the run's checkpoints, the nearest first; none where nothing is saved."""
+        """The stores of the run's checkpoints, nearest first; empty if nothing is saved."""
         return tuple(url for url in (self.url, self.mirror) if url)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportConfig:
-    """Hugging Face folders `url`/checkpoint-STEP, made from committed checkpoints by a process beside training."""
+    """Hugging Face folders `url`/checkpoint-STEP, exported from committed checkpoints by a separate process."""
 
-    every: int = 0  # steps, of those that are saved; the last checkpoint too; 0: none
+    every: int = 0  # steps, a multiple of save.every; the last checkpoint is exported too; 0: none
     url: str = ""  # a folder, or a prefix such as s3://bucket/models; empty: save.url/hf
-    dtype: Literal["", "float32", "bfloat16", "float16"] = ""  # of the weights; empty: as they are saved
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""  # of the weights; empty: as saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeConfig:
-    """`auto` goes on from the newest good checkpoint of `save.url`; `from` starts a new run from another one's."""
+    """`auto` resumes from the newest intact checkpoint of `save.url`; `from` starts a new run from another checkpoint."""
 
     auto: bool = True
-    from_: str = ""  # URL[@STEP], used while save.url has no checkpoint of its own
-    model_only: bool = False  # of `from`: weights only; step, data and optimizer begin anew
-    other_data: bool = False  # go on although the data are not the ones of the checkpoint; the position is kept
+    from_: str = ""  # URL[@STEP], used while save.url has no checkpoint
+    model_only: bool = False  # of `from`: weights only; step, data and optimizer start anew
+    other_data: bool = False  # resume although the data differ from the checkpoint's; keeps the position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """`folder` holds logs/ and debug/; empty: save.url where that is local, else runs/NAME."""
+    """`folder` holds logs/ and debug/; empty: save.url if that is local, else runs/NAME."""
 
     folder: str = ""
     every: int = 1  # steps per metrics line
-    progress: bool = True  # a bar below the log, where the console is a terminal
-    tensorboard: bool = True  # when it is installed
-    wandb: str = ""  # the Weights & Biases project that gets every number too; the run has the name of its folder
+    progress: bool = True  # a progress bar below the log, if the console is a terminal
+    tensorboard: bool = True  # if it is installed
+    wandb: str = ""  # Weights & Biases project; the run is named after its folder
     trace_steps: tuple[int, int] = (0, 0)  # first and last step of logs/trace.json, for Perfetto; (0, 0): none
     profile_steps: tuple[int, int] = (0, 0)  # first and last step under torch's profiler; logs/profile_R.json
-    memory_steps: tuple[int, int] = (0, 0)  # of which the accelerator's memory is recorded; logs/memory_R.pickle
+    memory_steps: tuple[int, int] = (
+        0,
+        0,
+    )  # first and last step with the accelerator's memory recorded; logs/memory_R.pickle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugConfig:
-    """The recorder leaves a black box on every rank and dumps it when nothing happens for `stall_s`."""
+    """The recorder keeps a black box on every rank, and dumps it if the rank makes no progress for `stall_s`."""
 
     recorder: bool = True
     stall_s: float = 300.0
@@ -157,7 +160,7 @@ class DebugConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """All of it. Only `[model]` has no default."""
+    """The whole config. Only `[model]` is required."""
 
     model: ModelConfig
     mesh: ParallelConfig = field(default_factory=ParallelConfig)
@@ -173,8 +176,8 @@ class TrainConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
 
 
-def check(config: TrainConfig) -> None:
-    """Refuse values that make no sense on any number of ranks."""
+def check_config(config: TrainConfig) -> None:
+    """Raise ConfigError for values that are wrong on any mesh."""
     _check_data(config.data)
     check_lora(config.lora, base=config.resume.from_, float8=config.mesh.float8)
     for name, value, least in (
@@ -237,7 +240,7 @@ def _check_data(data: DataConfig) -> None:
 
 
 def resolve_mesh(config: TrainConfig, world_size: int) -> MeshSpec:
-    """The mesh of `world_size` ranks; refuses what does not divide, before anything is allocated."""
+    """The mesh of `world_size` ranks; ConfigError if model and batch do not divide over it."""
     mesh = mesh_spec(config.mesh, world_size)
     check_fits(
         config.model, config.mesh, mesh, seq_len=config.data.seq_len, microbatch_size=config.train.microbatch_size
@@ -246,7 +249,7 @@ def resolve_mesh(config: TrainConfig, world_size: int) -> MeshSpec:
 
 
 def fixed_world_size(config: TrainConfig) -> int | None:
-    """Ranks that the mesh asks for; None when dp_shard=-1 takes what is there."""
+    """The number of ranks that the mesh requires; None if dp_shard=-1 adapts to it."""
     return None if config.mesh.dp_shard == -1 else MeshSpec.of(_degrees(config.mesh)).world_size
 
 

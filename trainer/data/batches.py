@@ -1,8 +1,8 @@
 """Batches of packed samples whose order does not depend on the mesh.
 
-Sample i of a source is tokens [i L, i L + L] of its stream (L inputs, and the labels one further). Optimizer step n takes
-the next `global_batch_size` positions of the order; data rank r of d takes the r-th of d equal parts. Where whole microbatches
-do not divide the batch, the last ones are filled with masked samples, so that the batch stays the same on every mesh.
+Sample i of a source is tokens [i L, i L + L] of its stream: L inputs, and the labels shifted by one. Each optimizer step takes
+the next `global_batch_size` positions of the order; data rank r of d takes the r-th of d equal parts. If whole microbatches
+do not divide the batch, masked samples fill the last ones, so that the batch is the same on every mesh.
 
 Shapes: B samples of a microbatch, L `seq_len`.
 """
@@ -22,27 +22,32 @@ from torch import Tensor
 
 from titan_ckpt.errors import DataError
 from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
-from titan_ckpt.trainer.data.corpus import Reading
+from titan_ckpt.trainer.data.corpus import DocumentReader
 from titan_ckpt.trainer.data.hub import PREFIX
-from titan_ckpt.trainer.data.sample_order import Place, SampleOrder, SourceSize
+from titan_ckpt.trainer.data.sample_order import SampleOrder, SampleRef, SourceSize
 from titan_ckpt.trainer.data.token_files import TokenFile, cached_tokens, is_tokens, open_tokens
 from titan_ckpt.trainer.data.tokenizer import Tokenizer
-
-IGNORED = -100
+from titan_ckpt.trainer.model.loss import IGNORED
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Ids and labels (IGNORED: masked) for one forward and backward; the number of each token's document where asked for."""
+    """Ids and labels (IGNORED: masked) of one forward and backward, and each token's document number if masks are on."""
 
     tokens_BL: Tensor
     labels_BL: Tensor
     documents_BL: Tensor | None = None
 
+    def to(self, device: torch.device) -> Microbatch:
+        """A copy on `device`."""
+        documents_BL = None if self.documents_BL is None else self.documents_BL.to(device, non_blocking=True)
+        tokens_BL, labels_BL = (ids.to(device, non_blocking=True) for ids in (self.tokens_BL, self.labels_BL))
+        return Microbatch(tokens_BL, labels_BL, documents_BL)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One optimizer step's share of a rank. `valid_tokens` counts over all ranks."""
+    """One rank's share of an optimizer step. `valid_tokens` counts over all ranks."""
 
     position: int
     microbatches: list[Microbatch]
@@ -50,13 +55,13 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """This rank's tokens that count."""
+        """This rank's unmasked tokens."""
         return sum(int((microbatch.labels_BL != IGNORED).sum()) for microbatch in self.microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """How a global batch is dealt."""
+    """How a global batch is divided over data ranks and microbatches."""
 
     global_batch_size: int
     microbatch_size: int
@@ -70,11 +75,11 @@ class BatchShape:
 
     @property
     def padding(self) -> int:
-        """Masked samples that fill up the batch, over all ranks."""
+        """Masked samples that pad the batch, over all ranks."""
         return self.accumulation * self.data_degree * self.microbatch_size - self.global_batch_size
 
     def offsets(self) -> list[int | None]:
-        """Offsets in the global batch of this rank's samples, None for a masked one.
+        """This rank's samples as offsets in the global batch; None for a masked one.
 
         >>> BatchShape(global_batch_size=5, microbatch_size=1, data_rank=1, data_degree=2).offsets()
         [3, 4, None]
@@ -85,7 +90,7 @@ class BatchShape:
 
 
 class Dataset:
-    """The sources of a run, tokenised, and the order of their samples."""
+    """The tokenised sources of a run, and the order of their samples."""
 
     def __init__(
         self,
@@ -109,7 +114,7 @@ class Dataset:
         identity = [[file.header.digest for file in tokens], weights, seq_len, seed, shuffle, held_out]
         self.fingerprint: str = xxhash.xxh3_128_hexdigest(json.dumps(identity).encode())
 
-    def read(self, place: Place) -> torch.Tensor:
+    def read(self, place: SampleRef) -> torch.Tensor:
         """The L + 1 tokens of a sample."""
         ids = self.tokens[place.source].read(place.index * self.seq_len, self.seq_len + 1)
         return torch.from_numpy(ids)
@@ -124,30 +129,30 @@ class Dataset:
         )
 
     def held_out_batch(self, samples: int, shape: BatchShape) -> Batch:
-        """This rank's part of the first `samples` held-out samples, dealt round over the sources."""
-        places = self.held_out_places(samples)
-        dealt = BatchShape(
+        """This rank's part of the first `samples` held-out samples, round-robin over the sources."""
+        places = self.held_out_samples(samples)
+        shares = BatchShape(
             global_batch_size=len(places), microbatch_size=shape.microbatch_size,
             data_rank=shape.data_rank, data_degree=shape.data_degree,
         )  # fmt: skip
-        mine = [None if offset is None else places[offset] for offset in dealt.offsets()]
+        mine = [None if offset is None else places[offset] for offset in shares.offsets()]
         return Batch(
             position=0,
             microbatches=self._microbatches(mine, shape.microbatch_size),
             valid_tokens=len(places) * self.seq_len,
         )
 
-    def held_out_places(self, samples: int) -> list[Place]:
-        """Held-out samples, one of each source in turn, at most `samples`."""
+    def held_out_samples(self, samples: int) -> list[SampleRef]:
+        """At most `samples` held-out samples, round-robin over the sources."""
         sizes = self.order.sources
         rounds = range(max(size.num_held_out for size in sizes))
         places = [self.order.held_out(k, n) for n in rounds for k in range(len(sizes)) if n < sizes[k].num_held_out]
         return places[:samples]
 
-    def _microbatches(self, places: list[Place | None], size: int) -> list[Microbatch]:
+    def _microbatches(self, places: list[SampleRef | None], size: int) -> list[Microbatch]:
         return [self._microbatch(places[i : i + size]) for i in range(0, len(places), size)]
 
-    def _microbatch(self, places: list[Place | None]) -> Microbatch:
+    def _microbatch(self, places: list[SampleRef | None]) -> Microbatch:
         tokens = torch.zeros(len(places), self.seq_len, dtype=torch.int64)
         labels = torch.full((len(places), self.seq_len), IGNORED, dtype=torch.int64)
         for row, place in enumerate(places):
@@ -160,7 +165,7 @@ class Dataset:
 
 
 def documents(tokens_BL: Tensor, separator: int) -> Tensor:
-    """The number of each token's document in its sample; a separator belongs to the document it closes.
+    """Each token's document number within its sample; a separator belongs to the document it ends.
 
     >>> documents(torch.tensor([[5, 6, 0, 7, 0, 8]]), separator=0).tolist()
     [[0, 0, 0, 1, 1, 2]]
@@ -172,7 +177,7 @@ def documents(tokens_BL: Tensor, separator: int) -> Tensor:
 def open_dataset(
     config: DataConfig, validation: ValidationConfig, tokenizer: Tokenizer, *, seed: int, is_writer: bool
 ) -> Dataset:
-    """The run's data; text is tokenised into the cache first if it is not there (by the writer, one process per machine)."""
+    """Open the run's data. Text that is not in the cache is tokenised first, by the writer (one process per machine)."""
     tokens = [_open_source(source, config, tokenizer, is_writer) for source in config.sources]
     weights = [source.weight for source in config.sources]
     return Dataset(
@@ -190,23 +195,23 @@ def _open_source(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer,
                 f"data.tokenizer = {config.tokenizer} ({tokenizer.vocab_size} ids)"
             )
         return file
-    return cached_tokens(source.url, tokenizer, reading_of(source, config), config.cache, is_writer=is_writer)
+    return cached_tokens(source.url, tokenizer, reader_of(source, config), config.cache, is_writer=is_writer)
 
 
 def may_be_tokens(source: SourceConfig) -> bool:
-    """Whether a source can be a pre-tokenised folder, by what is said of it."""
+    """Whether a source may be a pre-tokenised folder, judging by its config."""
     is_folder = not source.url.startswith(PREFIX) and "*" not in source.url
     return source.format == "tokens" or (source.format == "auto" and is_folder)
 
 
-def reading_of(source: SourceConfig, config: DataConfig) -> Reading:
-    """How documents are taken out of a source that is text."""
+def reader_of(source: SourceConfig, config: DataConfig) -> DocumentReader:
+    """The reader of a text source."""
     kind = "auto" if source.format == "tokens" else source.format
-    return Reading(format=kind, text_field=source.text_field, bad_line=config.bad_line)
+    return DocumentReader(format=kind, text_field=source.text_field, bad_line=config.bad_line)
 
 
-class Loader:
-    """Batches from a position on, made ahead by a thread. An error of the thread is raised by the next `next`."""
+class BatchLoader:
+    """Batches from a position on, prefetched by a thread, whose errors the next `next` raises."""
 
     def __init__(self, dataset: Dataset, shape: BatchShape, *, position: int, prefetch: int = 2) -> None:
         self._dataset, self._shape = dataset, shape
@@ -225,7 +230,7 @@ class Loader:
         return item
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._is_closed.set()
         while self._thread.is_alive():
             try:
@@ -243,7 +248,7 @@ class Loader:
 
 
 def unigram_entropy(file: TokenFile, *, limit: int = 1 << 20) -> float:
-    """Entropy in nats of single tokens, over the first `limit`: the loss of a model that knows nothing but frequencies."""
+    """Entropy in nats of the first `limit` tokens: the loss of a model that knows token frequencies only."""
     counts = np.bincount(file.read(0, min(limit, len(file))))
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())

@@ -1,4 +1,4 @@
-"""Documents out of files: plain text and JSONL, packed with gzip or zstd or not, from any store, and `python-stdlib`."""
+"""Documents from files: plain text and JSONL, optionally gzip or zstd, from any store, and `python-stdlib`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Literal
 import zstandard
 
 from titan_ckpt.errors import DataError, NotFoundError
-from titan_ckpt.location import join, normalise, redact
+from titan_ckpt.location import normalise, redact
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.data.hub import PREFIX, HubSplit, open_split
@@ -42,13 +42,13 @@ class File:
 
     @property
     def where(self) -> str:
-        """Its full name, for messages."""
+        """Its full location, for messages."""
         return self.store.where(self.path)
 
 
 @dataclass(slots=True, kw_only=True)
-class Reading:
-    """How documents are taken out of files, and what was skipped on the way."""
+class DocumentReader:
+    """How documents are read from files; counts the skipped lines by file."""
 
     format: Literal["auto", "text", "jsonl"] = "auto"
     text_field: str = "text"
@@ -57,7 +57,7 @@ class Reading:
 
 
 def list_files(url: str) -> Sequence[File | HubSplit]:
-    """What `url` (a file, a folder, a glob, datasets:NAME or python-stdlib) names, in order of path; DataError if nothing."""
+    """The files of `url` (a file, folder, glob, datasets:NAME or python-stdlib), sorted by path; DataError if there are none."""
     if url.startswith(PREFIX):
         return [open_split(url)]
     if url == STDLIB:
@@ -69,7 +69,7 @@ def list_files(url: str) -> Sequence[File | HubSplit]:
         entries = [entry for entry in store.list() if matches(entry.path)]
     else:
         entries = list(store.list())
-        if not entries:  # not a folder: the file itself, if there is one
+        if not entries:  # not a folder; perhaps a file
             folder, _, name = normalise(url).rpartition("/")
             store = open_store(folder or "/")
             try:
@@ -84,7 +84,7 @@ def list_files(url: str) -> Sequence[File | HubSplit]:
 
 
 def split_glob(url: str) -> tuple[str, str]:
-    """The folder before the first wildcard, and the pattern from there (empty without one).
+    """Split at the last slash before the first wildcard: folder, and pattern (empty without a wildcard).
 
     >>> split_glob("s3://bucket/corpus/2024-*/part.jsonl"), split_glob("corpus")
     (('s3://bucket/corpus', '2024-*/part.jsonl'), ('corpus', ''))
@@ -120,21 +120,21 @@ def _stdlib_files() -> list[File]:
             if name.endswith(".py"):
                 entry = store.stat(os.path.relpath(os.path.join(folder, name), root))
                 if entry.size_bytes:
-                    # The version is the size alone: the same release, installed twice, is the same corpus.
+                    # The size alone is the version, so that one release installed twice is one corpus.
                     version = str(entry.size_bytes)
                     files.append(File(store=store, path=entry.path, size_bytes=entry.size_bytes, version=version))
     return files
 
 
-def read_documents(file: File | HubSplit, reading: Reading) -> Iterator[bytes]:
-    """The documents of one file: each line of JSONL or row of a dataset, the whole of a text. DataError for binary content."""
+def read_documents(file: File | HubSplit, reader: DocumentReader) -> Iterator[bytes]:
+    """The documents of a file: lines of JSONL, rows of a dataset, or the whole text. DataError for binary content."""
     if isinstance(file, HubSplit):
-        yield from file.documents(reading.text_field)
+        yield from file.documents(reader.text_field)
         return
-    kind = reading.format if reading.format != "auto" else format_of(file.path)
+    kind = reader.format if reader.format != "auto" else format_of(file.path)
     with open_unpacked(file) as stream:
         if kind == "jsonl":
-            yield from _read_lines(file, stream, reading)
+            yield from _read_lines(file, stream, reader)
             return
         text = _unpack_all(file, stream)
     if b"\0" in text[:SNIFF_BYTES]:
@@ -146,13 +146,13 @@ def read_documents(file: File | HubSplit, reading: Reading) -> Iterator[bytes]:
 
 
 def format_of(path: str) -> Literal["text", "jsonl"]:
-    """By the name: `.jsonl` and `.ndjson`, packed or not, are JSONL; everything else is text."""
+    """By file name: `.jsonl` and `.ndjson`, compressed or not, are JSONL; everything else is text."""
     name = path.lower().removesuffix(".gz").removesuffix(".zst")
     return "jsonl" if name.endswith((".jsonl", ".ndjson")) else "text"
 
 
 def open_unpacked(file: File) -> IO[bytes]:
-    """A stream of the file's content, read in pieces and unpacked by its suffix."""
+    """A buffered stream of the content, decompressed according to the suffix."""
     raw = io.BufferedReader(_StoreStream(file), buffer_size=1 << 22)
     if file.path.endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw))
@@ -169,25 +169,25 @@ def _unpack_all(file: File, stream: IO[bytes]) -> bytes:
         raise DataError(f"{file.where}: cannot be unpacked: {error}") from error
 
 
-def _read_lines(file: File, stream: IO[bytes], reading: Reading) -> Iterator[bytes]:
+def _read_lines(file: File, stream: IO[bytes], reader: DocumentReader) -> Iterator[bytes]:
     try:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
-            text, problem = _parse_line(line, reading.text_field)
+            text, problem = _parse_line(line, reader.text_field)
             if text is not None:
                 yield text
-            elif reading.bad_line == "stop":
+            elif reader.bad_line == "stop":
                 raise DataError(f'{file.where}: line {number}: {problem}; mend it, or set data.bad_line = "skip"')
             else:
-                reading.skipped_lines[file.where] = reading.skipped_lines.get(file.where, 0) + 1
+                reader.skipped_lines[file.where] = reader.skipped_lines.get(file.where, 0) + 1
                 log.debug("%s: line %d: %s; skipped", file.where, number, problem)
     except (gzip.BadGzipFile, zstandard.ZstdError, EOFError) as error:
         raise DataError(f"{file.where}: cannot be unpacked: {error}") from error
 
 
 def _parse_line(line: bytes, text_field: str) -> tuple[bytes | None, str]:
-    """The text of a JSONL line, or None and what is wrong with it."""
+    """The text of a JSONL line, or None and the problem."""
     try:
         content = json.loads(line)
     except ValueError as error:
@@ -215,22 +215,3 @@ class _StoreStream(io.RawIOBase):
             self._file.store.read_into(self._file.path, self._position, view[:count])
             self._position += count
         return max(count, 0)
-
-
-def describe_files(url: str, files: Sequence[File | HubSplit]) -> str:
-    """One line for logs: how many files, how large."""
-    total = sum(file.size_bytes for file in files)
-    return f"{redact(url)}: {len(files)} files, {total / 1e6:.1f} MB"
-
-
-__all__ = [
-    "STDLIB",
-    "File",
-    "Reading",
-    "describe_files",
-    "glob_pattern",
-    "join",
-    "list_files",
-    "read_documents",
-    "split_glob",
-]

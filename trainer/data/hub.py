@@ -1,6 +1,6 @@
-"""Documents of a Hugging Face dataset, by the `datasets` library (an extra): `datasets:NAME`, or a folder that it saved.
+"""Documents of a Hugging Face dataset, read with the `datasets` library (an extra): `datasets:NAME`, or a saved folder.
 
-`datasets:allenai/c4?config=en&split=train` is downloaded by the library; `datasets:/data/books` was written by `save_to_disk`.
+`datasets:allenai/c4?config=en&split=train` is downloaded; `datasets:/data/books` was written by `save_to_disk`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class HubSplit:
 
     @property
     def where(self) -> str:
-        """Its full name, for messages."""
+        """Its full location, for messages."""
         return PREFIX + self.path
 
     def documents(self, text_field: str) -> Iterator[bytes]:
-        """The texts in order of row; DataError where a row has none."""
+        """The text of each row, in order; DataError for a row without text."""
         if text_field not in self.rows.column_names:
             found = ", ".join(self.rows.column_names)
             raise DataError(f"{self.where}: no column {text_field!r} (data.text_field); found {found}")
@@ -45,7 +45,7 @@ class HubSplit:
 
 
 def open_split(url: str) -> HubSplit:
-    """The split that `url` names: `config` and `split` (train) may follow a question mark."""
+    """Open the split that `url` names; options are `?config=` and `&split=` (default train)."""
     try:
         import datasets  # an extra
     except ImportError as error:
@@ -57,7 +57,7 @@ def open_split(url: str) -> HubSplit:
         raise DataError(f"{url}: unknown options {', '.join(options)}; known: config, split")
     try:
         rows = _load(datasets, name, config, split)
-    except Exception as error:  # the library has no common ancestor of its errors
+    except Exception as error:  # the library's errors have no common base class
         raise DataError(f"{url}: datasets could not open it: {type(error).__name__}: {error}") from error
     return HubSplit(path=f"{name}?{query}", size_bytes=int(rows.data.nbytes), version=str(rows._fingerprint), rows=rows)
 

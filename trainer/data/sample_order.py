@@ -1,8 +1,8 @@
-"""Which sample comes at which position: a pure function of (seed, position), in constant time and memory.
+"""The order of samples: a pure function of (seed, position), in constant time and memory.
 
-A position counts samples over the whole run and all ranks. The mixture is dealt in blocks of `BLOCK` positions: in each,
-source k has exactly its share of the slots, in an order of its own; its samples come epoch after epoch, each epoch a new
-permutation. Permutations are Feistel networks over the sample numbers, so no table is kept and any position is as near as 0.
+A position counts samples over the whole run and all ranks. The mixture is interleaved in blocks of `BLOCK` positions: in each
+block, source k has exactly its share of the slots, shuffled anew. A source's samples are taken epoch after epoch, each epoch in a
+new permutation. Permutations are Feistel networks over sample numbers: no tables, and any position costs the same.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _HELD_OUT_KEY = 0x5EED
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A sample: number `index` of source `source`, in that source's pass `epoch`."""
+class SampleRef:
+    """Sample `index` of source `source`, in that source's epoch `epoch`."""
 
     source: int
     index: int
@@ -30,7 +30,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSize:
-    """How many samples a source has, how many of them are held out, and its weight in the mixture."""
+    """Number of samples of a source, how many are held out, and its weight in the mixture."""
 
     num_samples: int
     num_held_out: int = 0
@@ -44,7 +44,7 @@ class SourceSize:
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """The order of training samples of a mixture."""
+    """The order of a mixture's training samples."""
 
     sources: tuple[SourceSize, ...]
     seed: int
@@ -60,7 +60,7 @@ class SampleOrder:
                 )
         object.__setattr__(self, "_ends", tuple(accumulate(shares([source.weight for source in self.sources]))))
 
-    def at(self, position: int) -> Place:
+    def at(self, position: int) -> SampleRef:
         """The sample at `position`.
 
         >>> order = SampleOrder((SourceSize(num_samples=3),), seed=1)
@@ -72,12 +72,12 @@ class SampleOrder:
         epoch, step = divmod(number, size.num_training)
         if self.shuffle:
             step = permuted(step, size.num_training, mix(self.seed, source, epoch))
-        return Place(source, _kept(size, step), epoch)
+        return SampleRef(source, _kept(size, step), epoch)
 
-    def held_out(self, source: int, number: int) -> Place:
+    def held_out(self, source: int, number: int) -> SampleRef:
         """Held-out sample `number` of a source; the same for every seed."""
         size = self.sources[source]
-        return Place(source, permuted(number, size.num_samples, _HELD_OUT_KEY), 0)
+        return SampleRef(source, permuted(number, size.num_samples, _HELD_OUT_KEY), 0)
 
     def _draw(self, position: int) -> tuple[int, int]:
         """The source at `position` and how many samples of it came before."""
@@ -95,7 +95,7 @@ def _kept(size: SourceSize, step: int) -> int:
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Slots of a block for each weight, by largest remainder, never 0.
+    """Slots per block for each weight, by the largest remainder method; at least 1.
 
     >>> shares([1.0]), shares([3.0, 1.0]), shares([1.0, 1e-9])
     ([1024], [768, 256], [1023, 1])
@@ -112,10 +112,10 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 def permuted(number: int, size: int, key: int) -> int:
-    """Where a pseudo-random permutation of range(size), chosen by `key`, sends `number`.
+    """Image of `number` under a pseudo-random permutation of range(size) selected by `key`.
 
-    A Feistel network over the next even number of bits; what falls outside of the range is sent on until it is inside (Black and
-    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    A Feistel network over the next even number of bits, iterated until the result is in range (cycle walking: Black and Rogaway,
+    "Ciphers with Arbitrary Finite Domains", 2002).
     """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -129,7 +129,7 @@ def permuted(number: int, size: int, key: int) -> int:
 
 
 def mix(*numbers: int) -> int:
-    """One 64-bit number out of several."""
+    """Hash several numbers into one of 64 bits."""
     state = 0
     for number in numbers:
         state = _hash(state ^ (number & _MASK))

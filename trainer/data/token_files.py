@@ -1,5 +1,6 @@
-"""Pre-tokenised corpora: `tokens.bin` (little-endian ids, documents one after another, each closed by the separator) and
-`tokens.json`, which says what they are. Local ones are mapped into memory, remote ones are read by ranges.
+"""Pre-tokenised corpora: `tokens.bin` (little-endian ids; each document ends with the separator) and its header `tokens.json`.
+
+Local files are mapped into memory, remote ones read by range.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from titan_ckpt.errors import DataError, NotFoundError
 from titan_ckpt.location import join, local_path, normalise, redact, scheme
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.trainer.data.corpus import File, Reading, list_files, read_documents
+from titan_ckpt.trainer.data.corpus import DocumentReader, File, list_files, read_documents
 from titan_ckpt.trainer.data.hub import HubSplit
 from titan_ckpt.trainer.data.tokenizer import Tokenizer
 
@@ -28,12 +29,12 @@ log = logging.getLogger(__name__)
 BIN, HEADER = "tokens.bin", "tokens.json"
 VERSION = 1
 BATCH_DOCUMENTS = 256
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensHeader:
-    """`digest` is xxh3-128 of tokens.bin: the same text and tokenizer give the same one wherever the files lie."""
+    """`digest` is the xxh3-128 of tokens.bin, so it depends on text and tokenizer but not on the location."""
 
     version: int
     dtype: Literal["<u2", "<u4"]
@@ -47,7 +48,7 @@ class TokensHeader:
 
 
 class TokenFile:
-    """The tokens of one corpus, at any position."""
+    """The tokens of one corpus, with random access."""
 
     def __init__(self, store: Store, header: TokensHeader) -> None:
         self.store, self.header = store, header
@@ -68,7 +69,7 @@ class TokenFile:
 
 
 def open_tokens(url: str) -> TokenFile:
-    """The pre-tokenised corpus in folder `url`; DataError when it is none or its size is not what its header says."""
+    """Open the pre-tokenised corpus in folder `url`; DataError if there is none or its size contradicts its header."""
     store = open_store(url)
     try:
         header = TokensHeader(**json.loads(store.read(HEADER)))
@@ -93,26 +94,26 @@ def is_tokens(url: str) -> bool:
 def pretokenise(
     files: Sequence[File | HubSplit],
     tokenizer: Tokenizer,
-    reading: Reading,
+    reader: DocumentReader,
     destination: str,
     *,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> TokensHeader:
-    """Write the corpus to folder `destination` on any store, streamed; `progress(done_bytes, all_bytes)` is told per file."""
+    """Stream the corpus to folder `destination` on any store; calls `progress(done_bytes, total_bytes)` after every file."""
     store = open_store(destination)
     dtype: Literal["<u2", "<u4"] = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     seen = _Seen()
-    store.write(BIN, _encode_all(files, tokenizer, reading, dtype, seen, progress))
+    store.write(BIN, _encode_all(files, tokenizer, reader, dtype, seen, progress))
     if seen.tokens == 0:
         store.delete([BIN])
         raise DataError(f"data: {len(files)} files starting with {files[0].where} hold no text")
     header = TokensHeader(
         version=VERSION, dtype=dtype, num_tokens=seen.tokens, num_documents=seen.documents,
         vocab_size=tokenizer.vocab_size, separator=tokenizer.separator, tokenizer=tokenizer.digest,
-        digest=seen.content.hexdigest(), skipped_lines=sum(reading.skipped_lines.values()),
+        digest=seen.content.hexdigest(), skipped_lines=sum(reader.skipped_lines.values()),
     )  # fmt: skip
     store.write(HEADER, [json.dumps(asdict(header), indent=1).encode()])
-    for where, count in reading.skipped_lines.items():
+    for where, count in reader.skipped_lines.items():
         log.warning("%s: %d lines that are no JSON text were skipped", where, count)
     return header
 
@@ -127,14 +128,14 @@ class _Seen:
 def _encode_all(
     files: Sequence[File | HubSplit],
     tokenizer: Tokenizer,
-    reading: Reading,
+    reader: DocumentReader,
     dtype: str,
     seen: _Seen,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> Iterator[bytes]:
     done, total = 0, sum(file.size_bytes for file in files)
     for file in files:
-        for batch in _batched(read_documents(file, reading)):
+        for batch in _batched(read_documents(file, reader)):
             for ids in tokenizer.encode(batch):
                 data = np.append(ids, np.uint32(tokenizer.separator)).astype(dtype).tobytes()
                 seen.tokens += len(ids) + 1
@@ -157,21 +158,21 @@ def _batched(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
         yield batch
 
 
-def corpus_digest(files: Sequence[File | HubSplit], tokenizer: Tokenizer, reading: Reading) -> str:
-    """The name of a corpus before it is read: names and versions of its files, the tokenizer, the reading rules."""
-    rules = f"{tokenizer.digest} {reading.format} {reading.text_field} {reading.bad_line} {VERSION}"
+def corpus_digest(files: Sequence[File | HubSplit], tokenizer: Tokenizer, reader: DocumentReader) -> str:
+    """A corpus's cache key: names and versions of its files, tokenizer, reader settings."""
+    rules = f"{tokenizer.digest} {reader.format} {reader.text_field} {reader.bad_line} {VERSION}"
     lines = [rules, *(f"{file.path} {file.size_bytes} {file.version}" for file in files)]
     return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
-def cached_tokens(url: str, tokenizer: Tokenizer, reading: Reading, cache: str, *, is_writer: bool) -> TokenFile:
-    """The tokenised form of the corpus at `url` in the folder `cache`; one process per machine makes it."""
+def cached_tokens(url: str, tokenizer: Tokenizer, reader: DocumentReader, cache: str, *, is_writer: bool) -> TokenFile:
+    """The tokenised corpus at `url` from the folder `cache`; if it is missing, the writer (one per machine) makes it."""
     files = list_files(url)
-    folder = join(normalise(cache), corpus_digest(files, tokenizer, reading))
+    folder = join(normalise(cache), corpus_digest(files, tokenizer, reader))
     if not is_tokens(folder):
         if is_writer:
             started = time.monotonic()
-            header = pretokenise(files, tokenizer, reading, folder)
+            header = pretokenise(files, tokenizer, reader, folder)
             log.info(
                 "tokenised %s into %d tokens in %.1f s: %s",
                 redact(url),

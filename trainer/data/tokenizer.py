@@ -20,7 +20,7 @@ USUAL_SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>
 
 
 class Tokenizer(ABC):
-    """`vocab_size` is one more than the largest id; `separator` the id between documents; `digest` names the whole mapping."""
+    """`vocab_size` is the largest id plus one, `separator` the id between documents, `digest` identifies the mapping."""
 
     vocab_size: int
     separator: int
@@ -32,11 +32,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; bytes that are no UTF-8 are shown as U+FFFD."""
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
 
     @abstractmethod
     def to_json(self) -> bytes:
-        """A `tokenizer.json` with the same ids, saved with every checkpoint."""
+        """The equivalent `tokenizer.json`, saved with every checkpoint."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -53,7 +53,7 @@ class ByteTokenizer(Tokenizer):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def to_json(self) -> bytes:
-        """Byte-level BPE without merges: what is left is one token per byte."""
+        """Byte-level BPE without merges, hence one token per byte."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         end = {"id": 256, "content": END_OF_TEXT, "special": True, "normalized": False}
         content: dict[str, Any] = {
@@ -75,14 +75,14 @@ class ByteTokenizer(Tokenizer):
 
 
 def byte_letters() -> list[str]:
-    """The letter by which byte-level BPE writes each byte: itself where it prints, else the next free one from U+0100."""
+    """Byte-level BPE's character for each byte: the byte itself if printable, else the next free one from U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = iter(range(256, 512))
     return [chr(byte if byte in printable else next(rest)) for byte in range(256)]
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any fast tokenizer, from the bytes of its `tokenizer.json`."""
+    """Any fast tokenizer, from the content of its `tokenizer.json`."""
 
     def __init__(self, content: bytes, *, where: str, separator: str = "") -> None:
         try:
@@ -119,7 +119,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def open_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
-    """`bytes`, or the tokenizer.json at a path or URL (a folder that holds one will do)."""
+    """`bytes`, or the tokenizer.json at a path or URL, which may be its folder's."""
     if name == BYTES:
         return ByteTokenizer()
     folder, _, file = name.rpartition("/")
@@ -133,7 +133,7 @@ def open_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for."""
+    """Refuse a tokenizer whose ids exceed the model's vocabulary."""
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but model.vocab_size = {vocab_size}; "

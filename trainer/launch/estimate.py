@@ -1,9 +1,9 @@
-"""What a config will need on a mesh, without an accelerator: bytes per rank, collectives per step, checkpoints, save interval.
+"""Estimates for a config on a mesh, without accelerators: memory per rank, collectives per step, checkpoints, save interval.
 
 Parameters are counted on the meta device, stage by stage. Activations follow from what each activation checkpointing mode keeps
-(see `trainer.parallel.recompute`). What is left out, and makes real peaks some percent higher: the allocator's fragmentation,
-NCCL's buffers (1 to 2 GiB), the CUDA context. Against torchtitan's published peaks, with the loss it uses, all are within 10 %
-(docs/training.md has the table).
+(see `trainer.parallel.recompute`). Not counted, so that real peaks are a few percent higher: the allocator's fragmentation,
+NCCL's buffers (1 to 2 GiB), the CUDA context. With torchtitan's loss, all estimates are within 10 % of its published peaks
+(table in docs/training.md).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from titan_ckpt.trainer.parallel.config import (
     SINGLE_STAGE,
     V_SHAPED,
     ParallelConfig,
+    layer_ranges,
     num_microbatches,
     num_stages,
-    stage_layers,
     stages_of_rank,
 )
 
@@ -39,7 +39,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of one rank at the peak of a step, which is the loss or the first block's backward."""
+    """Bytes of one rank at the peak of a step, reached in the loss or in the first block's backward."""
 
     parameters: float
     gradients: float
@@ -52,14 +52,14 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it; the logits and a block's recomputed activations do not stand at the same time."""
+        """The sum; logits and a block's recomputed activations do not exist at the same time."""
         held = self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.pipeline
         return held + max(self.logits, self.block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """One kind of collective in a step: how often a rank takes part, and the bytes of its largest buffers together."""
+class CollectiveTraffic:
+    """One kind of collective in a step: calls per rank, and the sum of their largest buffers."""
 
     name: str
     calls: int
@@ -67,19 +67,19 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class TrainingEstimate:
     """The largest rank's needs."""
 
     mesh: MeshSpec
     num_parameters: int
     memory: Memory
-    traffic: list[Traffic]
+    traffic: list[CollectiveTraffic]
     checkpoint_bytes: float
     checkpoint_bytes_per_rank: float
 
 
-def estimate(config: TrainConfig, mesh: MeshSpec, *, logit_bytes: float = OUR_LOGIT_BYTES) -> Estimate:
-    """The needs of the pipeline rank that needs most. `logit_bytes`: per element of the logits, for another trainer's loss."""
+def estimate_training(config: TrainConfig, mesh: MeshSpec, *, logit_bytes: float = OUR_LOGIT_BYTES) -> TrainingEstimate:
+    """Estimate the pipeline rank that needs most. `logit_bytes` is per element of the logits, for other trainers' losses."""
     if config.lora.rank:
         raise ConfigError("--estimate counts the training of a whole model, not of adapters; leave out lora.rank")
     counts = stage_parameters(config.model, config.mesh, mesh)
@@ -87,7 +87,7 @@ def estimate(config: TrainConfig, mesh: MeshSpec, *, logit_bytes: float = OUR_LO
     ranks = [sum(counts[s] for s in stages_of_rank(config.mesh, mesh, r)) for r in range(pp)]
     memories = [_memory(config, mesh, rank, ranks[rank], logit_bytes) for rank in range(pp)]
     total = sum(counts)
-    return Estimate(
+    return TrainingEstimate(
         mesh=mesh,
         num_parameters=total,
         memory=max(memories, key=lambda memory: memory.total),
@@ -100,7 +100,7 @@ def estimate(config: TrainConfig, mesh: MeshSpec, *, logit_bytes: float = OUR_LO
 def stage_parameters(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> list[int]:
     """Parameters of each pipeline stage, counted on the meta device."""
     counts = []
-    for layers in stage_layers(model, parallel, mesh):
+    for layers in layer_ranges(model, parallel, mesh):
         with torch.device("meta"):
             counts.append(sum(p.numel() for p in Decoder(model, layers).parameters()))
     return counts
@@ -113,7 +113,7 @@ def _memory(config: TrainConfig, mesh: MeshSpec, pp_rank: int, num_parameters: i
     tokens = config.train.microbatch_size * config.data.seq_len / mesh.degree("cp") / num_microbatches(parallel, mesh)
     stages = stages_of_rank(parallel, mesh, pp_rank)
     layers = sum(
-        stage_layers(model, parallel, mesh)[s].end - stage_layers(model, parallel, mesh)[s].start for s in stages
+        layer_ranges(model, parallel, mesh)[s].end - layer_ranges(model, parallel, mesh)[s].start for s in stages
     )
     has_head = num_stages(parallel, mesh) - 1 in stages
     return Memory(
@@ -133,14 +133,14 @@ def _memory(config: TrainConfig, mesh: MeshSpec, pp_rank: int, num_parameters: i
 
 
 def _head(config: TrainConfig, tokens: float, tp: int, logit_bytes: float) -> float:
-    """The logits that stand at once; the head's input, gathered over tp, and its gradient."""
+    """One chunk of logits; the head's input, gathered over tp, and its gradient."""
     at_once = min(tokens, config.mesh.loss_chunk_tokens or tokens)
     hidden = 2 * tokens * config.model.dim * WIDTH[config.mesh.param_dtype]
     return at_once * config.model.vocab_size / tp * logit_bytes + hidden
 
 
 def _boundaries(config: TrainConfig, mesh: MeshSpec, pp_rank: int, tokens: float) -> float:
-    """What torch's pipeline stages receive into, a buffer per microbatch and direction, and the outputs they keep."""
+    """Buffers of torch's pipeline stages: receives, one per microbatch and direction, and the outputs they keep."""
     parallel = config.mesh
     stages = len(stages_of_rank(parallel, mesh, pp_rank))
     kept = 2 * num_microbatches(parallel, mesh) + _in_flight(parallel, mesh, pp_rank)
@@ -149,7 +149,7 @@ def _boundaries(config: TrainConfig, mesh: MeshSpec, pp_rank: int, tokens: float
 
 
 def _gathered(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> float:
-    """Weights that FSDP has put together, and their gradients before they are reduced."""
+    """Weights gathered by FSDP, and their gradients before reduction."""
     model, parallel, tp = config.model, config.mesh, mesh.degree("tp")
     if mesh.degree("dp_shard+cp") == 1:
         return 0.0
@@ -169,9 +169,9 @@ def _block_parameters(model: ModelConfig) -> int:
 
 
 def _in_flight(parallel: ParallelConfig, mesh: MeshSpec, pp_rank: int) -> float:
-    """Microbatches whose activations stand at once on a pipeline rank, over all of its stages.
+    """Microbatches whose activations a pipeline rank holds at once, averaged over its stages.
 
-    Several stages in a loop: Megatron-LM's warm-up (arXiv 2104.04473), whose parts are single stages.
+    Several stages in a loop: Megatron-LM's warm-up (arXiv 2104.04473), counted in single stages.
     """
     pp = mesh.degree("pp")
     if pp == 1:
@@ -188,7 +188,7 @@ def _in_flight(parallel: ParallelConfig, mesh: MeshSpec, pp_rank: int) -> float:
 
 
 def _kept_per_token(model: ModelConfig, parallel: ParallelConfig, tp: int) -> float:
-    """Elements that a block keeps per token from forward to backward; sequence parallel cuts what lies between blocks too."""
+    """Elements per token that a block keeps from forward to backward; sequence parallelism shards block inputs too."""
     heads, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
     entry = model.dim / (tp if parallel.sequence_parallel else 1)
     match parallel.activation_checkpoint:
@@ -216,8 +216,8 @@ def _block_per_token(model: ModelConfig, tp: int) -> float:
     return between + gathered + inside
 
 
-def _traffic(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> list[Traffic]:
-    """What a rank exchanges in one optimizer step."""
+def _traffic(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> list[CollectiveTraffic]:
+    """The collectives of a rank in one optimizer step."""
     model, parallel = config.model, config.mesh
     width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
     tp, pp, fsdp = mesh.degree("tp"), mesh.degree("pp"), mesh.degree("dp_shard+cp")
@@ -232,44 +232,50 @@ def _traffic(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> list[T
     if fsdp > 1:
         times = 2 if pp == 1 and parallel.reshard_after_forward != "never" else 1
         found.append(
-            Traffic(
+            CollectiveTraffic(
                 name="FSDP all-gather",
                 calls=runs * times * (layers + 1),
                 size_bytes=runs * times * num_parameters / tp * width,
             )
         )
         found.append(
-            Traffic(
+            CollectiveTraffic(
                 name="FSDP reduce-scatter", calls=runs * (layers + 1), size_bytes=runs * num_parameters / tp * reduce
             )
         )
     if mesh.degree("dp_replicate") > 1:
         found.append(
-            Traffic(
+            CollectiveTraffic(
                 name="HSDP all-reduce", calls=runs * (layers + 1), size_bytes=runs * num_parameters / tp / fsdp * reduce
             )
         )
     if tp > 1:
         passes = 3 if parallel.activation_checkpoint == "full" else 2
         calls = runs * micro * layers * 4 * passes
-        found.append(Traffic(name="TP all-gather and reduce-scatter", calls=calls, size_bytes=calls * hidden / micro))
+        found.append(
+            CollectiveTraffic(name="TP all-gather and reduce-scatter", calls=calls, size_bytes=calls * hidden / micro)
+        )
     if pp > 1:
         each = num_stages(parallel, mesh) // pp * 2
         cut = tp if parallel.sequence_parallel else 1
         found.append(
-            Traffic(name="PP send and receive", calls=runs * micro * each, size_bytes=runs * each * hidden / cut)
+            CollectiveTraffic(
+                name="PP send and receive", calls=runs * micro * each, size_bytes=runs * each * hidden / cut
+            )
         )
     if mesh.degree("cp") > 1:
         kv = 2 * tokens * model.n_kv_heads * model.head_size / tp * width
         hops = mesh.degree("cp") - 1
         found.append(
-            Traffic(name="CP keys and values", calls=runs * layers * hops * 3, size_bytes=runs * layers * hops * 3 * kv)
+            CollectiveTraffic(
+                name="CP keys and values", calls=runs * layers * hops * 3, size_bytes=runs * layers * hops * 3 * kv
+            )
         )
     return found
 
 
 def best_interval_s(stall_s: float, mean_time_between_failures_s: float) -> float:
-    """Seconds between saves that lose the least work: Daly's higher-order estimate of Young's sqrt(2 delta M).
+    """The save interval in seconds that loses the least work: Daly's higher-order form of Young's sqrt(2 delta M).
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006), eq. 37.
 
@@ -284,8 +290,8 @@ def best_interval_s(stall_s: float, mean_time_between_failures_s: float) -> floa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """How often to save: what a save costs, how often something fails, and the interval that loses the least work."""
+class SaveSchedule:
+    """How often to save: the cost of a save, the time between failures, and the interval that loses the least work."""
 
     stall_s: float
     upload_s: float
@@ -293,17 +299,19 @@ class Schedule:
     save_every_s: float
 
 
-def save_schedule(found: Estimate, *, rank_mtbf_h: float, bandwidth: float, stage_bandwidth: float = 10e9) -> Schedule:
-    """A rank fails every `rank_mtbf_h` hours, uploads `bandwidth` and copies to the host `stage_bandwidth` bytes per second."""
+def save_schedule(
+    found: TrainingEstimate, *, rank_mtbf_h: float, bandwidth: float, stage_bandwidth: float = 10e9
+) -> SaveSchedule:
+    """The schedule for ranks that fail every `rank_mtbf_h` hours; bandwidths of upload and of device to host in bytes/s."""
     stall_s = found.checkpoint_bytes_per_rank / stage_bandwidth
     upload_s = found.checkpoint_bytes_per_rank / bandwidth
     mtbf_s = rank_mtbf_h * 3600 / found.mesh.world_size
     interval_s = max(best_interval_s(stall_s, mtbf_s), upload_s)
-    return Schedule(stall_s=stall_s, upload_s=upload_s, failure_every_s=mtbf_s, save_every_s=interval_s)
+    return SaveSchedule(stall_s=stall_s, upload_s=upload_s, failure_every_s=mtbf_s, save_every_s=interval_s)
 
 
-def report(found: Estimate, saves: Schedule) -> str:
-    """The estimate for people."""
+def format_estimate(found: TrainingEstimate, saves: SaveSchedule) -> str:
+    """The estimate as text."""
     memory = found.memory
     rows = [
         ("parameters", memory.parameters), ("gradients", memory.gradients), ("optimizer", memory.optimizer),

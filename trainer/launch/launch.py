@@ -1,7 +1,7 @@
-"""Starting the ranks of a run through torch's elastic agent, and saying in one line why they ended.
+"""Start the ranks of a run with torch's elastic agent, and explain in one line why they failed.
 
-Every rank is `python -m titan_ckpt train ...` again, with torchrun's environment. A rank that fails leaves `logs/error_R.json`;
-the launcher names the first one that is a cause and not a symptom.
+Every rank runs `python -m titan_ckpt train ...` with torchrun's environment. A failing rank writes `logs/error_R.json`; the
+launcher reports the first error that is a cause and not a symptom.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from titan_ckpt.errors import TitanError
 from titan_ckpt.trainer.config.train_config import TrainConfig, fixed_world_size
-from titan_ckpt.trainer.report.goodput import parse_metrics
-from titan_ckpt.trainer.report.logs import METRICS, RunFolder
+from titan_ckpt.trainer.report.logs import RunFolder
+from titan_ckpt.trainer.report.records import METRICS, Event, read_records
 
 LAUNCHED = "TITAN_CKPT_LAUNCHED"
-LAST_WORDS_S = 5.0  # after save.grace_s a rank says itself that it is late; one that does not is killed this much later
+LAST_WORDS_S = 5.0  # a rank reports and exits when save.grace_s is over; if it does not, it is killed this much later
 _SYMPTOMS = (
     "closed by peer",
     "reset by peer",
@@ -45,24 +45,24 @@ _SYMPTOMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankError:
-    """What ended a rank."""
+    """The error that ended a rank."""
 
     rank: int
     time_s: float
     kind: str
     message: str
     exit_code: int
-    is_ours: bool  # a TitanError: its text is meant for people
+    is_ours: bool  # a TitanError, whose text needs no traceback
 
     @property
     def blame(self) -> tuple[int, float]:
-        """Sorts causes before symptoms, and early before late."""
+        """Sort key: causes before symptoms, earlier before later."""
         is_symptom = not self.is_ours and any(word in self.message for word in _SYMPTOMS)
         return (2 if is_symptom else 0 if self.is_ours else 1), self.time_s
 
 
 class RanksFailedError(TitanError):
-    """A rank failed; the text is that rank's error."""
+    """A rank failed; the message is that rank's error."""
 
     def __init__(self, error: RankError, text: str) -> None:
         super().__init__(text)
@@ -70,7 +70,7 @@ class RanksFailedError(TitanError):
 
 
 class StoppedError(TitanError):
-    """The ranks did not finish their last checkpoint in the time that save.grace_s gives them."""
+    """The ranks did not finish their last checkpoint within save.grace_s."""
 
 
 def is_rank() -> bool:
@@ -79,12 +79,12 @@ def is_rank() -> bool:
 
 
 def is_launched_here() -> bool:
-    """Whether our own launcher is above this rank and will speak for it."""
+    """Whether our own launcher started this rank and will report its error."""
     return LAUNCHED in os.environ
 
 
 def end_with_launcher(poll_s: float = 1.0) -> None:
-    """End this rank when the elastic agent above it is gone (killed, or interrupted twice): nobody else would."""
+    """Exit when the elastic agent is gone (killed, or interrupted twice), since nothing else would end this rank then."""
     launcher = os.getppid()
 
     def watch() -> None:
@@ -96,13 +96,13 @@ def end_with_launcher(poll_s: float = 1.0) -> None:
 
 
 def launched_at_s() -> float:
-    """When this attempt began: for the first one under our launcher its own start, else now."""
+    """Start time of this attempt: the launcher's start for the first attempt under it, else now."""
     is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     return float(os.environ[LAUNCHED]) if is_first and LAUNCHED in os.environ else time.time()
 
 
 def num_ranks(config: TrainConfig, nproc: int | None) -> int:
-    """Ranks to start: as told, as the mesh needs, else as many as there are accelerators and the other axes divide."""
+    """Ranks to start: `nproc`, else what the mesh requires, else the accelerators, rounded to a multiple of the axes."""
     if nproc is not None:
         return nproc
     mesh = config.mesh
@@ -111,13 +111,13 @@ def num_ranks(config: TrainConfig, nproc: int | None) -> int:
 
 
 def launch(arguments: Sequence[str], config: TrainConfig, folder: RunFolder, *, nproc: int, restarts: int = 0) -> int:
-    """Run `titan-ckpt train ARGUMENTS` on `nproc` ranks; 0, or 130 after a signal whose last checkpoint is committed."""
+    """Run `titan-ckpt train ARGUMENTS` on `nproc` ranks; returns 0, or 130 after a signal and a committed last checkpoint."""
     _clear_errors(folder)
     launched_s = time.time()
     os.environ[LAUNCHED] = str(launched_s)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # its wall of text blames the wrong rank; ours follows
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # its report blames the wrong rank; ours follows
     launcher = elastic_launch(_launch_config(nproc, restarts, config.save.grace_s), sys.executable)
     try:
         launcher("-m", "titan_ckpt", "train", *arguments)
@@ -145,7 +145,7 @@ def _launch_config(nproc: int, restarts: int, grace_s: float) -> LaunchConfig:
 
 
 def write_error(folder: RunFolder, rank: int, error: BaseException) -> RankError:
-    """Leave `error` for the launcher; returns the record."""
+    """Write `error` to a file for the launcher; returns the record."""
     is_ours = isinstance(error, TitanError)
     record = RankError(
         rank=rank,
@@ -162,7 +162,7 @@ def write_error(folder: RunFolder, rank: int, error: BaseException) -> RankError
 
 
 def read_errors(folder: RunFolder) -> list[RankError]:
-    """The errors that ranks left, the most telling first."""
+    """The errors that ranks wrote, most likely cause first."""
     names = sorted(n for n in os.listdir(folder.logs) if n.startswith("error_")) if os.path.isdir(folder.logs) else []
     found = []
     for name in names:
@@ -177,14 +177,14 @@ def _clear_errors(folder: RunFolder) -> None:
 
 
 def _explain(failed: ChildFailedError, folder: RunFolder) -> TitanError:
-    """The error to show for a failed job: a rank's own words, else the signal that killed it."""
+    """The error to show for a failed job: a rank's own error, else the signal that killed it."""
     errors = read_errors(folder)
     killed = _killed(failed.failures)
     if errors and (errors[0].blame[0] < 2 or not killed):
         return _as_error(errors[0], folder)
     if (
         errors and "timed out" in errors[0].message.lower()
-    ):  # nobody had died: who was killed had not reacted to the agent
+    ):  # no rank had died before: the agent killed ranks that did not react to SIGTERM
         ranks = ", ".join(str(rank) for rank, _ in killed)
         return _as_error(
             errors[0], folder, f"; rank {ranks} did not answer: `titan-ckpt debug {folder.root}` says where it stood"
@@ -204,7 +204,7 @@ def _explain(failed: ChildFailedError, folder: RunFolder) -> TitanError:
 
 
 def _killed(failures: dict[int, Any]) -> list[tuple[int, str]]:
-    """(rank, signal) of ranks that a signal other than the agent's own SIGTERM ended, first things first."""
+    """(rank, signal) of ranks killed by a signal other than the agent's own SIGTERM, earliest first."""
     ours = sorted(failures.items(), key=lambda item: item[1].timestamp)
     return [(r, signal.Signals(-f.exitcode).name) for r, f in ours if f.exitcode < 0 and -f.exitcode != signal.SIGTERM]
 
@@ -221,26 +221,25 @@ def _as_error(error: RankError, folder: RunFolder, more: str = "") -> TitanError
 
 
 def _after_signal(error: SignalException, folder: RunFolder, launched_s: float, grace_s: float) -> int:
-    """130 when the ranks ended as they should; else what kept them."""
+    """130 if the ranks stopped cleanly; else raises the reason."""
     errors = read_errors(folder)
     name = signal.Signals(error.sigval).name
     if errors:
         raise _as_error(errors[0], folder) from error
     events = _events_since(folder, launched_s)
-    if "start" in events and "end" not in events:
+    if Event.START in events and Event.END not in events:
         raise StoppedError(
             f"stopped by {name}, but a rank had not ended when save.grace_s = {grace_s:g} s were over and was killed; "
             "what was committed stands"
         ) from error
-    sys.stderr.write(f"titan-ckpt: stopped by {name}{'' if 'start' in events else ' before training began'}\n")
+    sys.stderr.write(f"titan-ckpt: stopped by {name}{'' if Event.START in events else ' before training began'}\n")
     return 130
 
 
 def _events_since(folder: RunFolder, time_s: float) -> set[str]:
-    """Which kinds of records rank 0 has written since `time_s`."""
+    """The kinds of records that rank 0 has written since `time_s`."""
     try:
-        with open(folder.file(METRICS), encoding="utf-8") as file:
-            records = parse_metrics(file.read())
+        records = read_records(folder.file(METRICS))
     except FileNotFoundError:
         return set()
     return {str(record["event"]) for record in records if float(record["time_s"]) >= time_s}

@@ -1,4 +1,4 @@
-"""What can be refused before any rank is started: files not there, stores that do not answer, tokenizers that do not fit."""
+"""Checks before any rank is started: missing files, unreachable stores, tokenizers that do not fit the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer
 
 
 def preflight(config: TrainConfig) -> None:
-    """Look at everything that the run will need from outside; raises the first thing that is wrong."""
+    """Check every external input and output of the run; raises the first problem."""
     tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
     check_vocabulary(tokenizer, config.model.vocab_size)
     for source in config.data.sources:
@@ -29,5 +29,5 @@ def preflight(config: TrainConfig) -> None:
 
 
 def leave_config(config: TrainConfig, url: str) -> None:
-    """Write the config to URL/logs/config.json: the run's record of what it was asked, and proof that the store takes writes."""
+    """Write the config to URL/logs/config.json, as a record of the run and to prove that the store is writable."""
     open_store(url).write(f"{LOGS}/config.json", [json.dumps(as_dict(config), indent=1).encode()])

@@ -1,7 +1,7 @@
 """Attention on one rank: which keys a query sees, and the two kernels that compute it.
 
-A kernel is an `Attend`: `plan` is called once per forward with the batch's positions and documents, and what it returns is
-handed to the kernel in every layer. Context parallelism brings two more of them (see context.py).
+A kernel is an `Attend`: `plan` is called once per forward with the batch's positions and documents, and its result is passed
+to the kernel in every layer. parallel/context.py adds two kernels.
 
 Shapes: B batch, S queries, T keys, H query heads, G key/value heads, K head dim.
 """
@@ -15,21 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-Mask: TypeAlias = Any  # what a kernel's own `plan` returned; None means plain causal
+Mask: TypeAlias = Any  # the result of the kernel's own `plan`; None means plain causal
 
 
 class Attend(Protocol):
-    """Causal attention, within documents and a sliding window where asked."""
+    """Causal attention, optionally limited to documents and a sliding window."""
 
     def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> Mask:
-        """What depends on the batch and not on the layer."""
+        """Compute what depends on the batch but not on the layer."""
 
     def __call__(self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Mask) -> Tensor:
-        """The mixed values, shaped like `q`."""
+        """The attention output, shaped like `q`."""
 
 
 class SdpaAttend:
-    """torch's scaled_dot_product_attention; a boolean mask only where documents or a window need one."""
+    """torch's scaled_dot_product_attention, with a boolean mask only if documents or a window need one."""
 
     def __init__(self, window: int | None = None) -> None:
         self.window = window
@@ -40,7 +40,7 @@ class SdpaAttend:
         if documents_BS is None and (self.window is None or seq_len <= self.window):
             return None
         order_1S = torch.arange(seq_len, device=positions_BS.device)[None]
-        return visible(order_1S, order_1S, documents_BS, documents_BS, self.window)
+        return visibility_mask(order_1S, order_1S, documents_BS, documents_BS, self.window)
 
     def __call__(self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None) -> Tensor:
         return sdpa(q_BSHK, k_BTGK, v_BTGK, mask, is_causal=mask is None)
@@ -82,14 +82,14 @@ def sdpa(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, visible_B1ST: Tensor | 
     return o_BHSK.transpose(1, 2)
 
 
-def visible(
+def visibility_mask(
     q_positions_BS: Tensor,
     k_positions_BT: Tensor,
     q_documents_BS: Tensor | None,
     k_documents_BT: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    """visible_B1ST: whether a query may look at a key: not later, within the window, of the same document."""
+    """visible_B1ST: whether a query sees a key, which must not be later, outside the window or in another document."""
     distance_BST = q_positions_BS[:, :, None] - k_positions_BT[:, None, :]
     seen_BST = distance_BST >= 0
     if window is not None:

@@ -1,8 +1,8 @@
-"""One decoder for Llama 3.x, SmolLM2, Qwen2/2.5, Qwen3 and Mistral, under Hugging Face's own names, free of parallelism.
+"""One decoder for Llama 3.x, SmolLM2, Qwen2/2.5, Qwen3 and Mistral, with Hugging Face's parameter names and no parallelism.
 
-Parallelism attaches from outside, at four seams: `Embedding.lookup`, `SelfAttention.attend`, `LmHead.loss` are plain callables
-that may be replaced, and a weight may be a DTensor, of which a layer computes with this rank's part (`local`). The tables
-at the end say what may be cut and how each weight starts. A pipeline stage is the same class with fewer layers.
+Parallelism attaches from outside, in four places: `Embedding.lookup`, `SelfAttention.attend` and `LmHead.loss` are replaceable
+callables, and a weight may be a DTensor, whose local shard a layer computes with (`local_tensor`). The tables at the end define
+which weights may be sharded and how each is initialised. A pipeline stage is the same class with fewer layers.
 
 Shapes: B batch, S sequence, D model dim, H query heads, G key/value heads, K head dim, F ffn dim, V vocabulary.
 """
@@ -23,7 +23,7 @@ from titan_ckpt.trainer.model.attention import Attend, Mask, SdpaAttend
 from titan_ckpt.trainer.model.loss import TokenLoss
 from titan_ckpt.trainer.model.rope import RopeConfig, RopeScaling, Rotation, rotate, rotation
 
-TIED = "model.embed_tokens.weight"  # the name of a weight that is embedding and head
+TIED = "model.embed_tokens.weight"  # name of the tied embedding and head
 Family: TypeAlias = Literal["llama", "qwen2", "qwen3", "mistral"]
 
 
@@ -51,12 +51,12 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """Elements per head, whether given or derived."""
+        """Elements per head, given or derived."""
         return self.head_dim or self.dim // self.n_heads
 
     @property
     def rope(self) -> RopeConfig:
-        """What the rotary positions depend on."""
+        """The configuration of rotary embeddings."""
         return RopeConfig(head_dim=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling)
 
 
@@ -68,36 +68,36 @@ class LayerRange:
     end: int
 
 
-def local(parameter: Tensor) -> Tensor:
-    """What this rank computes with: its own part of a weight that was cut, the weight itself otherwise."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Embedding(nn.Embedding):
-    """Token embedding; `lookup(ids, weight)` is replaced where the vocabulary is cut."""
+    """Token embedding; `lookup(ids, weight)` is replaced if the vocabulary is sharded."""
 
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__(vocab_size, dim)
         self.lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        return self.lookup(ids_BS, local(self.weight))
+        return self.lookup(ids_BS, local_tensor(self.weight))
 
 
 class Linear(nn.Linear):
-    """A projection; `bias_share` is 1 / tp where every rank adds a part of one bias to a sum."""
+    """A projection; `bias_share` is 1 / tp where each tp rank's output is a partial sum that contains the bias."""
 
     bias_share = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else local(self.bias)
+        bias = None if self.bias is None else local_tensor(self.bias)
         if bias is not None and self.bias_share != 1.0:
             bias = bias * self.bias_share
-        return F.linear(x, local(self.weight), bias)
+        return F.linear(x, local_tensor(self.weight), bias)
 
 
 class LmHead(nn.Linear):
-    """Logits, or the sum of token losses when labels come along (then the logits never stand whole)."""
+    """Logits, or with labels the sum of token losses, without materialising all logits."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
@@ -105,8 +105,8 @@ class LmHead(nn.Linear):
 
     def forward(self, h_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
         if labels_BS is None:
-            return F.linear(h_BSD, local(self.weight))
-        return self.loss(h_BSD, local(self.weight), labels_BS)
+            return F.linear(h_BSD, local_tensor(self.weight))
+        return self.loss(h_BSD, local_tensor(self.weight), labels_BS)
 
 
 class Norm(nn.Module):
@@ -118,12 +118,12 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = local(self.weight)
+        weight = local_tensor(self.weight)
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention. Heads are counted from the projections' width, so a rank may hold some of them."""
+    """Grouped-query attention. The number of heads follows from the projections' width, since a rank may have only some."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class FeedForward(nn.Module):
         return y_BSD
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """One layer: the unit of FSDP, of activation checkpointing and of compilation."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -188,7 +188,7 @@ class Backbone(nn.Module):
         is_last = layers.end == config.n_layers
         self.rope = config.rope
         self.embed_tokens = Embedding(config.vocab_size, config.dim) if layers.start == 0 else None
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(layers.start, layers.end)})
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(layers.start, layers.end)})
         self.norm = Norm(config.dim, config.norm_eps) if is_last else None
 
     def forward(self, x: Tensor, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
@@ -208,11 +208,11 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model, or the stage of one that `layers` names (all of it by default).
+    """A causal language model, or the pipeline stage with the given `layers` (default: all).
 
-    `forward` takes token ids on the first stage, hidden states on the others; it returns hidden states, or on the last stage
+    `forward` takes token ids on the first stage, hidden states on the others. It returns hidden states; on the last stage
     logits, or with `labels_BS` the sum of token losses, shape (1,). `documents_BS` numbers the documents of packed
-    sequences: a token sees its own only.
+    sequences: a token sees only its own document.
     """
 
     def __init__(self, config: ModelConfig, layers: LayerRange | None = None) -> None:
@@ -225,12 +225,12 @@ class Decoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make head and embedding one weight again where the config says so (`to_empty` parts them)."""
+        """Tie head and embedding if the config asks for it; needed again after `to_empty`, which unties them."""
         if self.tied_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by name; a tied head that stands on another stage than its embedding has the embedding's name."""
+        """The parameters by name; a tied head on another stage than its embedding has the embedding's name."""
         is_copy = self.tied_embeddings and self.model.embed_tokens is None
         for fqn, parameter in self.named_parameters():
             yield TIED if is_copy and fqn == "lm_head.weight" else fqn, parameter
@@ -252,7 +252,7 @@ class Decoder(nn.Module):
         return out
 
 
-# What tensor parallelism may cut: module name -> dimension of its weight. A projection cut along 1 adds up partial sums.
+# What tensor parallelism shards: module name -> dimension of its weight. A projection sharded along 1 outputs partial sums.
 TENSOR_CUTS = {
     "embed_tokens": 0,
     "q_proj": 0,
@@ -264,9 +264,9 @@ TENSOR_CUTS = {
     "down_proj": 1,
     "lm_head": 0,
 }
-# Between entering and leaving one of these, a rank has some of the heads or features; outside, all of them.
+# Inside these modules a rank has some of the heads or features; outside, all of them.
 TENSOR_REGIONS = ("self_attn", "mlp")
-# Norms inside a region see this rank's heads only; those outside see this rank's tokens under sequence parallelism.
+# Norms inside a region see only this rank's heads; under sequence parallelism those outside see only this rank's tokens.
 NORMS_INSIDE = ("q_norm", "k_norm")
 NORMS_OUTSIDE = ("input_layernorm", "post_attention_layernorm", "norm")
 
@@ -274,9 +274,9 @@ INIT_STD = 0.02
 
 
 def initial_std(fqn: str, n_layers: int) -> float | None:
-    """Standard deviation a weight starts with; None for those that start at a constant (norms at 1, biases at 0).
+    """Initial standard deviation of a weight; None for constants (norms 1, biases 0).
 
-    Projections back into the residual stream start smaller by sqrt(2 x layers), as GPT-2's do.
+    Projections into the residual stream are scaled down by sqrt(2 x layers), as in GPT-2.
     """
     if fqn.endswith(".bias") or "norm" in fqn:
         return None

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + alpha / rank * B A x, where W stays as it is and A and B are trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + alpha / rank * B A x, where W is frozen and A and B are trained.
 
-Checkpoints of such a run hold the adapters and their moments alone; W is read again from `resume.from`. Under tensor parallelism
-the factor beside the cut is cut like W, the other one is whole on every rank and its gradient a part of a sum.
+Checkpoints of such a run hold only the adapters and their moments; W is read again from `resume.from`. Under tensor parallelism
+the factor on the sharded side of W is sharded like W; the other is replicated and its gradient is a partial sum.
 
 Names: A of `q_proj.weight` is `q_proj.lora_A.weight`; PEFT's are the same behind `base_model.model.`.
 """
@@ -29,15 +29,15 @@ TARGETS = tuple(name for name in TENSOR_CUTS if name.endswith("_proj"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """`rank=0`: the whole model is trained. `targets` are names of projections."""
+    """Low-rank adapters; `rank` 0 trains the whole model."""
 
     rank: int = 0
     alpha: float = 16.0
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # projections with adapters
 
 
 def check_lora(lora: LoraConfig, *, base: str, float8: str) -> None:
-    """Refuse adapters that cannot be: of nothing, of no model, or where the products are float8."""
+    """Refuse adapters without targets or base model, and with float8."""
     if not lora.rank:
         return
     unknown = [name for name in lora.targets if name not in TARGETS]
@@ -52,7 +52,7 @@ def check_lora(lora: LoraConfig, *, base: str, float8: str) -> None:
 
 
 def add_adapters(part: Decoder, lora: LoraConfig, ranks: RankMesh) -> set[str]:
-    """Give the target projections of a decoder, before anything else is done to it, their factors.
+    """Add the factors to the target projections of a decoder; must come before any parallelism.
 
     Returns the FQNs whose gradients are partial over tp.
     """
@@ -81,7 +81,7 @@ class _Add:
 
 
 def _cut(projection: Linear, dim: int, ranks: RankMesh) -> list[str]:
-    """Cut one factor where the projection is cut; the names of factors whose gradient is then partial over tp."""
+    """Shard one factor like its projection; returns the names of factors whose gradient is then partial over tp."""
     mesh = ranks.tp_mesh()
     if mesh is None:
         return []
@@ -94,7 +94,7 @@ def _cut(projection: Linear, dim: int, ranks: RankMesh) -> list[str]:
 
 @torch.no_grad()
 def start_adapters(parameters: dict[str, nn.Parameter]) -> None:
-    """Train the adapters and nothing else, from an update of zero: A is random already."""
+    """Freeze everything but the adapters, and start from a zero update (B = 0; A is already random)."""
     for name, parameter in parameters.items():
         parameter.requires_grad_(is_adapter(name))
         if name.endswith("lora_B.weight"):
@@ -102,17 +102,17 @@ def start_adapters(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight is a factor of an adapter."""
+    """Whether a weight is an adapter's factor."""
     return name.rpartition(".")[0].endswith(FACTORS)
 
 
 def adapters_of(names: Iterable[str]) -> list[str]:
-    """The names that are factors; empty where the model has none."""
+    """The factors among `names`."""
     return [name for name in names if is_adapter(name)]
 
 
 def export_adapter(checkpoint: Checkpoint, target: str) -> int:
-    """Write a checkpoint's adapters as a PEFT folder, for PEFT itself or `convert to-hf --merge-lora`; the number of factors."""
+    """Write a checkpoint's adapters as a PEFT folder, for PEFT or `convert to-hf --merge-lora`; returns the number of factors."""
     lora = checkpoint.manifest.config.get("lora", {})
     names = adapters_of(tensor.fqn for tensor in checkpoint.manifest.tensors if tensor.fqn.startswith("model."))
     if not names or not lora.get("rank"):

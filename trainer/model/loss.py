@@ -1,8 +1,8 @@
-"""The sum of token losses straight from hidden states: logits stand for one chunk of tokens at a time, never whole.
+"""The sum of token losses directly from hidden states; only one chunk of tokens' logits exists at a time.
 
-The gradient of cross-entropy is known as soon as the logits are, so forward computes the gradients of `h` and of the weight
-on the way and backward only scales them. Under tensor parallelism each rank holds the logits of its part of the vocabulary;
-the ranks exchange one maximum and two sums per token (loss parallel) or, if asked, the logits themselves.
+The gradient of cross-entropy follows from the logits, so forward already computes the gradients of `h` and of the weight, and
+backward only scales them. Under tensor parallelism each rank has the logits of its vocabulary shard; the ranks exchange one
+maximum and two sums per token (loss parallel) or, with `gather_logits`, the logits themselves.
 
 Shapes: N tokens, D model dim, V vocabulary (of this rank), W vocabulary (of all ranks).
 """
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-IGNORED = -100  # a label that counts for nothing, Hugging Face's own
+IGNORED = -100  # label of masked tokens, as in Hugging Face
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """This rank's part of the vocabulary under tensor parallelism."""
+    """This rank's shard of the vocabulary under tensor parallelism."""
 
     group: dist.ProcessGroup
     rank: int
@@ -72,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunk_loss(
     logits_NV: Tensor, labels_N: Tensor, shard: VocabShard | None, wants_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(sum of losses, gradient with respect to this rank's logits in their own dtype); uses the logits up."""
+    """(sum of losses, gradient of this rank's logits in their own dtype); may overwrite the logits."""
     if shard is not None and shard.gather_logits:
         loss, grad_NW = _chunk_loss(_gather_vocab(logits_NV, shard), labels_N, None, wants_grad)
         return loss, None if grad_NW is None else grad_NW.chunk(shard.degree, dim=1)[shard.rank]
@@ -97,7 +97,7 @@ def _chunk_loss(
 
 
 def _columns(labels_N: Tensor, width: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-    """(column of each label on this rank, whether it is here); a label that is elsewhere points at some column."""
+    """(column of each label in this shard, whether it is there); columns of other shards' labels are meaningless."""
     columns_N = labels_N - (0 if shard is None else shard.rank * width)
     is_mine_N = (columns_N >= 0) & (columns_N < width)
     return columns_N.clamp(0, width - 1)[:, None], is_mine_N[:, None]

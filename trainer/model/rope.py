@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of every scaling rule, and the rotation (half-split, as Hugging Face stores q and k).
+"""Rotary embeddings: the frequencies of every scaling rule, and the rotation (half-split, as Hugging Face stores q and k).
 
 Shapes: B batch, S sequence, H heads, K head dim, P = K / 2 rotated pairs.
 """
@@ -19,7 +19,7 @@ Rotation: TypeAlias = tuple[Tensor, Tensor]  # cos_BS1K, sin_BS1K in fp32, the s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How a model trained on `original_max_seq_len` reads further; fields that a kind does not use are ignored."""
+    """How positions beyond `original_max_seq_len` are scaled; fields that a kind does not use are ignored."""
 
     kind: RopeKind
     factor: float
@@ -34,7 +34,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """What the rotation of one model depends on."""
+    """The rotary parameters of a model."""
 
     head_dim: int
     theta: float = 10_000.0
@@ -51,13 +51,13 @@ def rotation(config: RopeConfig, positions_BS: Tensor) -> Rotation:
 
 
 def rotate(x_BSHK: Tensor, by: Rotation) -> Tensor:
-    """`x` turned by its positions, in fp32, returned in its own dtype."""
+    """Rotate `x` in fp32; returns its own dtype."""
     y_BSHK: Tensor = _Rotate.apply(x_BSHK, *by)  # type: ignore[no-untyped-call]
     return y_BSHK
 
 
 class _Rotate(torch.autograd.Function):
-    """(a, b) -> (a cos - b sin, b cos + a sin); its gradient is the rotation back. By hand it takes half of autograd's passes."""
+    """(a, b) -> (a cos - b sin, b cos + a sin); the gradient is the inverse rotation. Halves the memory passes of autograd."""
 
     @staticmethod
     def forward(ctx: Any, x_BSHK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _frequencies(config: RopeConfig, device: torch.device) -> Tensor:
 
 
 def _llama3(plain_P: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, the band between blended (Llama 3.1 model card)."""
+    """Low frequencies are divided by `factor`, high ones kept, those between interpolated (Llama 3.1 model card)."""
     turns_P = scaling.original_max_seq_len * plain_P / (2 * math.pi)
     kept = (turns_P - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept_P = kept.clamp(0.0, 1.0)

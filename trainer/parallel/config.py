@@ -1,4 +1,4 @@
-"""What may be asked of the parallelism, and the arithmetic that refuses what cannot work before anything is allocated."""
+"""The `[mesh]` config, and the arithmetic that refuses impossible combinations before anything is allocated."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Literal, TypeAlias
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.sharding.pipeline import PipelineStyle, coordinate_of_stage, stage_layers
 from titan_ckpt.trainer.model.decoder import LayerRange, ModelConfig
 
-Schedule: TypeAlias = Literal[
+PipelineSchedule: TypeAlias = Literal[
     "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 DType: TypeAlias = Literal["float32", "bfloat16"]
 
-# Backward comes in two passes, of inputs and of weights.
-SPLIT_BACKWARD: tuple[Schedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-SINGLE_STAGE: tuple[Schedule, ...] = ("GPipe", "1F1B")  # one stage per rank; all others take two or more
+# Schedules that split backward in two passes: gradients of inputs, then of weights.
+SPLIT_BACKWARD: tuple[PipelineSchedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SINGLE_STAGE: tuple[PipelineSchedule, ...] = ("GPipe", "1F1B")  # one stage per rank; all others take two or more
 MX_BLOCK = 32  # elements that share a scale in MXFP8
-V_SHAPED: tuple[Schedule, ...] = ("ZBVZeroBubble", "DualPipeV")  # rank r has stages r and 2 pp - 1 - r
+V_SHAPED: tuple[PipelineSchedule, ...] = ("ZBVZeroBubble", "DualPipeV")  # rank r has stages r and 2 pp - 1 - r
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Degrees and methods. `dp_shard=-1` takes the ranks that the other axes leave."""
+    """Degrees of the axes, and methods. `dp_shard=-1` uses all ranks that the other axes leave."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -32,8 +33,8 @@ class ParallelConfig:
     cp: int = 1
     tp: int = 1
 
-    pp_schedule: Schedule = "1F1B"
-    pp_layers_per_stage: tuple[int, ...] = ()  # empty: cut evenly
+    pp_schedule: PipelineSchedule = "1F1B"
+    pp_layers_per_stage: tuple[int, ...] = ()  # empty: an even split
     microbatches: int = 0  # per pipeline run; 0: one per stage
     sequence_parallel: bool = True
     loss_parallel: bool = True
@@ -46,17 +47,17 @@ class ParallelConfig:
     activation_checkpoint: Literal["none", "full", "every_n", "selective", "budget"] = "none"
     checkpoint_every_n: int = 2
     activation_memory_budget: float = 0.5
-    loss_chunk_tokens: int = 0  # tokens whose logits stand at once; 0: all of a microbatch
+    loss_chunk_tokens: int = 0  # tokens per chunk of logits; 0: a whole microbatch
 
     compile: bool = False
-    param_dtype: DType = "float32"  # of the forward and backward; the optimizer's weights stay float32
+    param_dtype: DType = "float32"  # of forward and backward; the optimizer's weights stay float32
     reduce_dtype: DType = "float32"
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "none"
-    float8_all_gather: bool = False  # FSDP gathers weights already cast; tensorwise only
+    float8_all_gather: bool = False  # FSDP gathers weights already cast to float8; tensorwise only
 
 
 def mesh_spec(parallel: ParallelConfig, world_size: int) -> MeshSpec:
-    """The mesh these degrees make of `world_size` ranks.
+    """The mesh of `world_size` ranks with these degrees.
 
     >>> str(mesh_spec(ParallelConfig(pp=2, tp=2), 16))
     'pp=2,dp_shard=4,tp=2'
@@ -80,7 +81,7 @@ def mesh_spec(parallel: ParallelConfig, world_size: int) -> MeshSpec:
 def check_fits(
     model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec, *, seq_len: int, microbatch_size: int
 ) -> None:
-    """Refuse a model, mesh and batch that do not divide; `microbatch_size` is the samples one rank gets per forward."""
+    """Raise ConfigError if model and batch do not divide over the mesh; `microbatch_size` is samples per rank and forward."""
     _check_heads(model, mesh)
     _check_tensor(model, parallel, mesh)
     _check_sequence(model, parallel, mesh, seq_len)
@@ -91,15 +92,15 @@ def check_fits(
         _check_float8(model, mesh, alignment=MX_BLOCK if parallel.float8 == "mxfp8" else 16, tokens=samples * seq_len)
 
 
-def stage_layers(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> list[LayerRange]:
-    """The layers of each pipeline stage, in order; evenly cut, the earlier stages take the remainder."""
-    counts = parallel.pp_layers_per_stage or _even(model.n_layers, num_stages(parallel, mesh))
-    starts = [sum(counts[:stage]) for stage in range(len(counts))]
-    return [LayerRange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+def layer_ranges(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> list[LayerRange]:
+    """The layers of each pipeline stage, in order; an even split gives the remainder to the earlier stages."""
+    split = parallel.pp_layers_per_stage if mesh.degree("pp") > 1 else ()
+    stages = stage_layers(model.n_layers, num_stages(parallel, mesh), split or None)
+    return [LayerRange(layers.start, layers.stop) for layers in stages]
 
 
 def num_stages(parallel: ParallelConfig, mesh: MeshSpec) -> int:
-    """Stages in all: as many as `pp_layers_per_stage` lists, else one or two per rank as the schedule takes them."""
+    """Total number of stages: the length of `pp_layers_per_stage`, else one or two per rank, depending on the schedule."""
     pp = mesh.degree("pp")
     if pp == 1:
         return 1
@@ -107,15 +108,24 @@ def num_stages(parallel: ParallelConfig, mesh: MeshSpec) -> int:
 
 
 def stages_of_rank(parallel: ParallelConfig, mesh: MeshSpec, pp_rank: int) -> list[int]:
-    """The stages that a pipeline rank runs: in a loop over the ranks, or there and back (a V)."""
-    pp, total = mesh.degree("pp"), num_stages(parallel, mesh)
-    if parallel.pp_schedule in V_SHAPED and pp > 1:
-        return [pp_rank, total - 1 - pp_rank]
-    return list(range(pp_rank, total, pp))
+    """The stages that a pipeline rank runs."""
+    stages = range(num_stages(parallel, mesh))
+    return [stage for stage in stages if pp_rank_of_stage(parallel, mesh, stage) == pp_rank]
+
+
+def pp_rank_of_stage(parallel: ParallelConfig, mesh: MeshSpec, stage: int) -> int:
+    """The pipeline rank that runs a stage."""
+    return coordinate_of_stage(stage, mesh.degree("pp"), pipeline_style(parallel, mesh))
+
+
+def pipeline_style(parallel: ParallelConfig, mesh: MeshSpec) -> PipelineStyle:
+    """How the schedule assigns stages to ranks: in a loop, or back and forth (V)."""
+    is_v = mesh.degree("pp") > 1 and parallel.pp_schedule in V_SHAPED
+    return PipelineStyle.V if is_v else PipelineStyle.LOOP
 
 
 def num_microbatches(parallel: ParallelConfig, mesh: MeshSpec) -> int:
-    """Pieces that a pipeline run cuts its batch into."""
+    """Microbatches per pipeline run; 1 without a pipeline."""
     return 1 if mesh.degree("pp") == 1 else parallel.microbatches or num_stages(parallel, mesh)
 
 
@@ -212,7 +222,7 @@ def _check_methods(parallel: ParallelConfig, mesh: MeshSpec) -> None:
 
 
 def _check_float8(model: ModelConfig, mesh: MeshSpec, *, alignment: int, tokens: int) -> None:
-    """All three sides of a float8 product (of weights as a rank has them, and its tokens) must be multiples of `alignment`."""
+    """Check that all three sides of a rank's float8 products are multiples of `alignment`."""
     tp, cp = mesh.degree("tp"), mesh.degree("cp")
     sides = f"the alignment {alignment}"
     _divides(model.dim, alignment, "float8: dim", sides)

@@ -1,11 +1,11 @@
-"""Context parallelism: each rank has a part of every sequence, attention sees all of it.
+"""Context parallelism: each rank has a part of every sequence; attention covers the whole sequence.
 
-Balance: causal attention costs more the later a query stands, so a sequence is cut into 2 x cp chunks and rank r takes chunk r
+Load balance: causal attention costs more for later queries, so a sequence is split into 2 x cp chunks and rank r takes chunk r
 and chunk 2 cp - 1 - r: a head and a tail. Two methods:
 
-    all_gather   every rank gathers all keys and values, its gradient is a reduce-scatter; simple, memory grows with S
-    ring         keys and values travel round the ranks while each computes on what it has; partial results are merged by
-                 their log-sum-exp (Ring Attention, arXiv 2310.01889); backward goes round once more with the gradients
+    all_gather   every rank gathers all keys and values, the gradient is a reduce-scatter; simple, memory grows with S
+    ring         keys and values circulate while each rank computes on those it has; partial results are merged by their
+                 log-sum-exp (Ring Attention, arXiv 2310.01889); backward circulates once more, with the gradients
 
 Shapes: B batch, S queries of this rank, T keys of one rank, W the whole sequence, H query heads, G key/value heads, K head dim.
 """
@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_ckpt.trainer.model.attention import sdpa, visible
-from titan_ckpt.trainer.parallel.context_blocks import Block, block_backward, block_forward
+from titan_ckpt.trainer.model.attention import sdpa, visibility_mask
+from titan_ckpt.trainer.parallel.context_blocks import QueryKeyBlock, block_backward, block_forward
 
 
 def head_tail_positions(seq_len: int, degree: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """The positions that a rank holds, ascending; all of them when there is one rank.
+    """The positions of a rank's chunks, ascending; all of them at degree 1.
 
     >>> head_tail_positions(8, 2, 0).tolist(), head_tail_positions(8, 2, 1).tolist()
     ([0, 1, 6, 7], [2, 3, 4, 5])
@@ -37,13 +37,13 @@ def head_tail_positions(seq_len: int, degree: int, rank: int, device: torch.devi
 
 
 def _all_positions(seq_len: int, degree: int, device: torch.device) -> Tensor:
-    """positions_RT: what each rank holds."""
+    """positions_RT: the positions of every rank."""
     return torch.stack([head_tail_positions(seq_len, degree, rank, device) for rank in range(degree)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherPlan:
-    """How to bring gathered keys into order, and what this rank's head and tail queries see of them."""
+    """The permutation that sorts gathered keys, and the masks of this rank's head and tail queries."""
 
     order_W: Tensor
     lengths: tuple[int, int]
@@ -51,14 +51,14 @@ class GatherPlan:
 
 
 class AllGatherAttend:
-    """Gathers keys and values; the head half looks at a shorter prefix of them than the tail half."""
+    """Gathers keys and values; the head chunk attends to a shorter prefix than the tail chunk."""
 
     def __init__(self, group: dist.ProcessGroup, window: int | None = None) -> None:
         self.group, self.window = group, window
         self.rank, self.degree = dist.get_rank(group), dist.get_world_size(group)
 
     def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> GatherPlan:
-        """`positions_BS` are this rank's, `documents_BS` the whole sequence's."""
+        """Masks and key order; `positions_BS` are this rank's, `documents_BS` the whole sequence's."""
         chunk = positions_BS.shape[1] // 2
         ends = ((self.rank + 1) * chunk, (2 * self.degree - self.rank) * chunk)
         keys_1W = torch.arange(2 * chunk * self.degree, device=positions_BS.device)[None]
@@ -66,7 +66,7 @@ class AllGatherAttend:
         for end in ends:
             rows = slice(end - chunk, end)
             theirs, ours = (None, None) if documents_BS is None else (documents_BS[:, :end], documents_BS[:, rows])
-            masks.append(visible(keys_1W[:, rows], keys_1W[:, :end], ours, theirs, self.window))
+            masks.append(visibility_mask(keys_1W[:, rows], keys_1W[:, :end], ours, theirs, self.window))
         order_W = _all_positions(keys_1W.shape[1], self.degree, positions_BS.device).flatten().argsort()
         return GatherPlan(order_W=order_W, lengths=ends, visible_B1ST=(masks[0], masks[1]))
 
@@ -97,14 +97,14 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class RingAttend:
-    """Sends keys and values round the ring."""
+    """Ring attention."""
 
     def __init__(self, group: dist.ProcessGroup, window: int | None = None) -> None:
         self.group, self.window = group, window
         self.rank, self.degree = dist.get_rank(group), dist.get_world_size(group)
 
-    def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> list[Block]:
-        """What to compute at each step of the ring: at step i the keys of rank (this - i) are here."""
+    def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> list[QueryKeyBlock]:
+        """The block to compute at each step of the ring; at step i this rank has the keys of rank (this - i)."""
         sources = [(self.rank - step) % self.degree for step in range(self.degree)]
         if documents_BS is None and self.window is None:
             return [self._causal_block(source, positions_BS.shape[1] // 2) for source in sources]
@@ -116,18 +116,18 @@ class RingAttend:
             ours, theirs = (
                 (None, None) if documents_BS is None else (documents_BS[:, mine_S], documents_BS[:, theirs_T])
             )
-            seen = visible(mine_S[None], theirs_T[None], ours, theirs, self.window)
-            blocks.append(Block(visible_B1ST=seen))
+            seen = visibility_mask(mine_S[None], theirs_T[None], ours, theirs, self.window)
+            blocks.append(QueryKeyBlock(visible_B1ST=seen))
         return blocks
 
-    def _causal_block(self, source: int, chunk: int) -> Block:
+    def _causal_block(self, source: int, chunk: int) -> QueryKeyBlock:
         if source == self.rank:
-            return Block(is_causal=True)
+            return QueryKeyBlock(is_causal=True)
         if source < self.rank:  # their head is before all of ours, their tail after
-            return Block(keys=slice(0, chunk))
-        return Block(queries=slice(chunk, None))  # all of theirs is before our tail, after our head
+            return QueryKeyBlock(keys=slice(0, chunk))
+        return QueryKeyBlock(queries=slice(chunk, None))  # all of theirs is before our tail, after our head
 
-    def __call__(self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: list[Block]) -> Tensor:
+    def __call__(self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: list[QueryKeyBlock]) -> Tensor:
         q_BHSK, k_BGTK, v_BGTK = (x.transpose(1, 2).contiguous() for x in (q_BSHK, k_BTGK, v_BTGK))
         o_BHSK: Tensor = _Ring.apply(q_BHSK, k_BGTK, v_BGTK, mask, self.group)  # type: ignore[no-untyped-call]
         return o_BHSK.transpose(1, 2)
@@ -136,7 +136,7 @@ class RingAttend:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, blocks: list[Block], group: dist.ProcessGroup
+        ctx: Any, q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, blocks: list[QueryKeyBlock], group: dist.ProcessGroup
     ) -> Tensor:
         kv = torch.stack([k_BGTK, v_BGTK])
         out_BHSK = torch.zeros_like(q_BHSK, dtype=torch.float32)
@@ -159,7 +159,7 @@ class _Ring(torch.autograd.Function):
         grad_BHSK = grads[0].contiguous()
         kv = torch.stack([k_BGTK, v_BGTK])
         grad_q = torch.zeros_like(q_BHSK, dtype=torch.float32)
-        grad_kv = torch.zeros_like(kv, dtype=torch.float32)  # travels along with the keys it belongs to
+        grad_kv = torch.zeros_like(kv, dtype=torch.float32)  # circulates with its keys
         for step, block in enumerate(ctx.blocks):
             arriving = _pass_on(kv, ctx.group) if step + 1 < len(ctx.blocks) else None
             rows, keys = block.queries, block.keys
@@ -182,7 +182,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _merge(out_BHSK: Tensor, lse_BHS: Tensor, new_BHSK: Tensor, new_lse_BHS: Tensor) -> None:
-    """Fold a block's result into the running one, in place; a row that saw nothing in the block is left as it is."""
+    """Merge a block's result into the running one, in place; rows without visible keys in the block stay unchanged."""
     total_BHS = torch.logaddexp(lse_BHS, new_lse_BHS)
     out_BHSK.mul_((lse_BHS - total_BHS).exp()[..., None])
     out_BHSK.add_(new_BHSK * (new_lse_BHS - total_BHS).exp()[..., None])
@@ -201,7 +201,7 @@ class _Arriving:
 
 
 def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> _Arriving:
-    """Start sending to the next rank of the ring and receiving from the one before."""
+    """Start sending to the next rank of the ring and receiving from the previous one."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     buffer = torch.empty_like(tensor)
     to, source = (dist.get_global_rank(group, (rank + offset) % degree) for offset in (1, -1))

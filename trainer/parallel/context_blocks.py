@@ -1,8 +1,8 @@
 """Attention of a block of queries over a block of keys, forward and backward, for results that are merged later.
 
-Forward returns the log-sum-exp beside the values, and backward takes the *merged* values and log-sum-exp: with those, each
-block's gradient is exact and blocks simply add up. torch's fused kernels do both, on CPU always and on CUDA in half precision;
-a masked block, and CUDA in float32, is written out.
+Forward returns the log-sum-exp with the values; backward takes the *merged* values and log-sum-exp, with which each block's
+gradient is exact and the blocks' gradients add up. torch's fused kernels are used without a mask, on CPU and in half precision on
+CUDA; otherwise the arithmetic is written out.
 
 Shapes: B batch, S queries, T keys, H query heads, G key/value heads, K head dim.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Which rows of a rank's queries meet which of another's keys, and how."""
+class QueryKeyBlock:
+    """Slices of one rank's queries and another's keys that are computed together, and their mask."""
 
     queries: slice = field(default_factory=lambda: slice(None))
     keys: slice = field(default_factory=lambda: slice(None))
@@ -26,7 +26,7 @@ class Block:
     visible_B1ST: Tensor | None = None
 
 
-def block_forward(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def block_forward(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, block: QueryKeyBlock) -> tuple[Tensor, Tensor]:
     """(values, log-sum-exp_BHS); -inf where a query sees no key of the block."""
     k_BHTK, v_BHTK = (_spread(x, q_BHSK.shape[1]) for x in (k_BGTK, v_BGTK))
     if block.visible_B1ST is None and q_BHSK.device.type == "cpu":
@@ -50,7 +50,7 @@ def block_backward(
     v_BGTK: Tensor,
     out_BHSK: Tensor,
     lse_BHS: Tensor,
-    block: Block,
+    block: QueryKeyBlock,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `out` and `lse` are the merged ones."""
     groups = k_BGTK.shape[1]
@@ -69,7 +69,7 @@ def block_backward(
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state of a dropout that is off
+    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state, unused without dropout
     q_len, k_len = q.shape[2], k.shape[2]
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse.contiguous(), None, None, q_len, k_len, 0.0, is_causal, unused, unused
@@ -78,7 +78,7 @@ def _flash_backward(
 
 
 def _written_out_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: QueryKeyBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad.float()
     weights_BHST = (_scores(q, k, block) - lse[..., None]).exp()
@@ -87,7 +87,7 @@ def _written_out_backward(
     return grad_scores_BHST @ k.float(), grad_scores_BHST.mT @ q.float(), weights_BHST.mT @ grad
 
 
-def _scores(q_BHSK: Tensor, k_BHTK: Tensor, block: Block) -> Tensor:
+def _scores(q_BHSK: Tensor, k_BHTK: Tensor, block: QueryKeyBlock) -> Tensor:
     scores_BHST = (q_BHSK.float() @ k_BHTK.float().mT) / math.sqrt(q_BHSK.shape[-1])
     seen = block.visible_B1ST
     if block.is_causal:

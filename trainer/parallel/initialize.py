@@ -1,7 +1,7 @@
-"""Starting weights that do not depend on the mesh: each element is a function of (seed, FQN, its place in the whole tensor).
+"""Initial weights that do not depend on the mesh: each element is a function of (seed, FQN, its index in the global tensor).
 
-A rank computes just the box it holds, by a counter-based generator: the 64-bit mixer of SplitMix64 over the element's index,
-then Box-Muller. No rank ever holds a whole weight, and no random state is shared.
+A rank computes only its box, with a counter-based generator: the 64-bit mixer of SplitMix64 over the element's index, then
+Box-Muller. No rank materialises a global weight, and no random state is shared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GOLDEN = -0x61C8864680B583EB
 
 @torch.no_grad()
 def fill_normal(parameter: Tensor, fqn: str, std: float, seed: int, mesh: MeshSpec, place: Mapping[str, int]) -> None:
-    """Write this rank's part of a normal distribution with this `std` into `parameter`."""
+    """Fill this rank's shard of `parameter` with normal values of standard deviation `std`."""
     whole, box = tuple(parameter.shape), local_box(parameter, mesh, place)
     target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     key = _key(seed, fqn)
@@ -38,14 +38,14 @@ def fill_normal(parameter: Tensor, fqn: str, std: float, seed: int, mesh: MeshSp
 
 
 def local_box(tensor: Tensor, mesh: MeshSpec, place: Mapping[str, int]) -> Box:
-    """The box of the whole tensor that this rank holds; tp cuts first, FSDP then cuts what is left."""
+    """The box of the global tensor on this rank; tp shards first, FSDP then shards the result."""
     cuts = cut_axes(tensor)
     ordered = {axes: Cut(cuts[axes]) for axes in sorted(cuts, key=lambda axes: axes != "tp")}
     return box_at(tuple(tensor.shape), ordered, mesh, place)
 
 
 def cut_axes(tensor: Tensor) -> dict[str, int]:
-    """Mesh dimension -> tensor dimension it cuts; empty for a tensor that every rank has whole."""
+    """Mesh dimension -> tensor dimension it shards; empty for a tensor that is replicated everywhere."""
     if not isinstance(tensor, DTensor):
         return {}
     names = tensor.device_mesh.mesh_dim_names or ()

@@ -1,7 +1,7 @@
-"""AdamW over this rank's shards, and learning rates as a pure function of the step.
+"""AdamW over this rank's shards, and the learning rate as a pure function of the step.
 
-The moments are DTensors placed like their weights, so a checkpoint saves and reshards them by the same rules; the arithmetic runs
-on the local shards in one fused call per group. Matrices decay, norms and biases do not.
+The moments are DTensors placed like their weights, so checkpoints save and reshard them by the same rules. The update runs on
+the local shards in one fused call per group. Weight decay applies to matrices, not to norms and biases.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.trainer.parallel.parallel_model import Parallelized, local_of, plain
+from titan_ckpt.trainer.model.decoder import local_tensor
+from titan_ckpt.trainer.parallel.parallel_model import Parallelized, unwrap_float8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its schedule. `decay_fraction` is the last part of training, in which `wsd` decays."""
+    """AdamW and its schedule. `decay_fraction` is the final part of training, in which `wsd` and `sqrt` decay."""
 
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
@@ -32,14 +33,16 @@ class OptimizerConfig:
     schedule: Literal["constant", "wsd", "cosine", "linear", "sqrt"] = "cosine"
     decay_fraction: float = 0.2
     min_lr_ratio: float = 0.1
-    not_finite: Literal["stop", "skip"] = "stop"  # a gradient with an infinity or NaN: end the run, or make no update
-    max_skipped: int = 8  # steps in a row; one more ends the run
+    not_finite: Literal["stop", "skip"] = (
+        "stop"  # if the gradient has an infinity or NaN: end the run, or skip the update
+    )
+    max_skipped: int = 8  # consecutive skipped steps; one more ends the run
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate for the update that follows `step` finished ones; rises for `warmup_steps`, ends at `min_lr_ratio`.
+    """The rate of the update after `step` finished steps; warms up for `warmup_steps`, ends at `min_lr_ratio`.
 
-    wsd stays at the top and falls linearly in the end; sqrt falls as 1 - sqrt(progress) over the same last part
+    wsd is constant, then falls linearly over the last `decay_fraction`; sqrt falls as 1 - sqrt(progress) over the same part
     (arXiv 2405.18392).
 
     >>> [learning_rate(OptimizerConfig(lr=1.0, warmup_steps=2, schedule="constant"), step, 9) for step in range(3)]
@@ -68,7 +71,7 @@ def _remaining(schedule: str, progress: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """What AdamW keeps for one weight."""
+    """AdamW's state of one weight."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -76,7 +79,7 @@ class Moments:
 
 
 class Optimizer:
-    """AdamW; its state exists from the start, so that a checkpoint has somewhere to load into."""
+    """AdamW; its state is allocated at construction, so that a checkpoint can load into it."""
 
     def __init__(self, parallelized: Parallelized, config: OptimizerConfig, weights: dict[str, nn.Parameter]) -> None:
         self.parallelized, self.config, self._weights = parallelized, config, weights
@@ -94,11 +97,11 @@ class Optimizer:
             self._update([fqn for fqn in fqns if self._weights[fqn].grad is not None], lr, decay)
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self.parallelized.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
-        """The live state, flat: `state.<fqn>.exp_avg`, `.exp_avg_sq`, `.step`."""
+        """The live tensors by flat name: `state.<fqn>.exp_avg`, `.exp_avg_sq`, `.step`."""
         return {
             f"state.{fqn}.{name}": getattr(moments, name)
             for fqn, moments in self._moments.items()
@@ -110,10 +113,10 @@ class Optimizer:
             return
         moments = [self._moments[fqn] for fqn in fqns]
         adamw(
-            [local_of(plain(self._weights[fqn].detach())) for fqn in fqns],
-            [local_of(_gradient(self._weights[fqn])) for fqn in fqns],
-            [local_of(m.exp_avg) for m in moments],
-            [local_of(m.exp_avg_sq) for m in moments],
+            [local_tensor(unwrap_float8(self._weights[fqn].detach())) for fqn in fqns],
+            [local_tensor(_gradient(self._weights[fqn])) for fqn in fqns],
+            [local_tensor(m.exp_avg) for m in moments],
+            [local_tensor(m.exp_avg_sq) for m in moments],
             [],
             [m.step for m in moments],
             fused=True,
@@ -130,7 +133,7 @@ class Optimizer:
 def build_optimizer(
     parallelized: Parallelized, config: OptimizerConfig, *, only: Collection[str] | None = None
 ) -> Optimizer:
-    """The optimizer of this rank's weights, or of those that `only` names; the others have no state."""
+    """The optimizer of this rank's weights, or of those in `only`; other weights have no state."""
     if not (0.0 <= config.betas[0] < 1.0 and 0.0 <= config.betas[1] < 1.0):
         raise ConfigError(f"optimizer.betas {config.betas}: both must be in [0, 1)")
     if config.lr <= 0.0 or config.eps <= 0.0 or config.weight_decay < 0.0:
@@ -142,8 +145,8 @@ def build_optimizer(
 
 
 def _moments(weight: nn.Parameter) -> Moments:
-    weights = plain(weight.detach())
-    step = torch.zeros((), dtype=torch.float32, device=local_of(weights).device)
+    weights = unwrap_float8(weight.detach())
+    step = torch.zeros((), dtype=torch.float32, device=local_tensor(weights).device)
     return Moments(exp_avg=torch.zeros_like(weights), exp_avg_sq=torch.zeros_like(weights), step=step)
 
 

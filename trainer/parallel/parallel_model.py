@@ -1,7 +1,7 @@
-"""A model on its mesh, as the training loop sees it: run a batch, clip, reduce, hand out state.
+"""A model on its mesh, as the training loop sees it: run a batch, clip, reduce, expose state.
 
-Gradients are sums: each rank's loss is the sum over its tokens divided by the valid tokens of all ranks, so that adding up over
-data, context and pipeline microbatches gives the gradient of the mean over all tokens, however they are spread.
+Gradients are sums: each rank's loss is the sum over its tokens divided by the valid tokens of all ranks, so that summing over
+data ranks, context ranks and pipeline microbatches gives the gradient of the mean over all tokens, however they are distributed.
 
 Shapes: B samples of this rank, S sequence.
 """
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_ckpt.sharding.mesh import FOLD, MeshSpec
 from titan_ckpt.trainer.device_mesh import RankMesh
-from titan_ckpt.trainer.model.decoder import TIED, Decoder, ModelConfig
+from titan_ckpt.trainer.model.decoder import TIED, Decoder, ModelConfig, local_tensor
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from titan_ckpt.trainer.parallel.context import head_tail_positions
 from titan_ckpt.trainer.parallel.initialize import cut_axes
@@ -28,7 +28,7 @@ from titan_ckpt.trainer.parallel.pipeline import Pipeline
 
 @dataclass(slots=True, kw_only=True)
 class Parallelized:
-    """This rank's parts of the model and all that is done with them together."""
+    """This rank's pipeline stages of the model (`parts`), sharded, with the operations on all of them."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -36,7 +36,7 @@ class Parallelized:
     parts: list[Decoder]
     stages: list[int]
     partial_over_tp: frozenset[str]
-    tied_group: dist.ProcessGroup | None = None  # of first and last stage, where both have the embedding
+    tied_group: dist.ProcessGroup | None = None  # first and last stage, if both have the embedding
     pipeline: Pipeline | None = field(init=False)
     _has_new_grads: bool = field(init=False, default=False)
 
@@ -55,7 +55,7 @@ class Parallelized:
 
     @property
     def mesh(self) -> MeshSpec:
-        """The mesh as arithmetic."""
+        """The MeshSpec."""
         return self.ranks.spec
 
     @property
@@ -65,17 +65,17 @@ class Parallelized:
 
     @property
     def coordinate(self) -> dict[str, int]:
-        """Where this rank stands on each axis."""
+        """This rank's coordinate on the mesh."""
         return self.ranks.coordinate
 
     @property
     def data_rank(self) -> int:
-        """Which part of the data this rank reads."""
+        """Index of the data shard that this rank reads."""
         return self.ranks.data_rank
 
     @property
     def data_degree(self) -> int:
-        """Parts that the data is read in."""
+        """Number of data shards."""
         return self.ranks.data_degree
 
     def forward_backward(
@@ -105,13 +105,13 @@ class Parallelized:
         return loss
 
     def reduce_loss(self, local_sum: Tensor) -> Tensor:
-        """The sum over all ranks' tokens, on every rank."""
+        """Sum a loss over all ranks' tokens; collective."""
         total = local_sum.detach().double()
         dist.all_reduce(total)
         return total / self.mesh.degree("tp")  # tensor parallel ranks computed the same loss
 
     def finish_gradients(self) -> None:
-        """Add up the gradients that are parts of a sum, over tp or a pipeline's ends; nothing when there are no new ones."""
+        """Reduce partial gradients, over tp or a pipeline's ends; does nothing without new gradients."""
         if not self._has_new_grads:
             return
         self._has_new_grads = False
@@ -122,29 +122,31 @@ class Parallelized:
 
     def _add_up(self, group: dist.ProcessGroup, names: frozenset[str]) -> None:
         grads = [
-            local_of(parameter.grad)
+            local_tensor(parameter.grad)
             for fqn, parameter in self.named_parameters().items()
             if fqn in names and parameter.grad is not None
         ]
         if not grads:
             return
-        flat = torch.cat([grad.flatten() for grad in grads]).to(self.ranks.device)  # offloaded ones are on the host
+        flat = torch.cat([grad.flatten() for grad in grads]).to(
+            self.ranks.device
+        )  # offloaded gradients are on the host
         dist.all_reduce(flat, group=group)
         pieces = torch.split(flat, [grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Norm of the whole model's gradient before clipping, over every shard and stage; scales it down to `max_norm`.
+        """Clip the gradient of the whole model, all shards and stages, to `max_norm`; returns the norm before clipping.
 
-        One number per rank is exchanged: the squares of its shards, each divided by the ranks that hold the same shard.
+        Ranks exchange one number: the squared norms of their shards, each divided by the number of its replicas.
         """
         self.finish_gradients()
         by_copies: dict[int, list[Tensor]] = {}
         for fqn, parameter in self.named_parameters().items():
             if parameter.grad is not None:
                 stages = 2 if fqn == TIED and self.tied_group is not None else 1
-                by_copies.setdefault(stages * copies(parameter, self.mesh), []).append(local_of(parameter.grad))
+                by_copies.setdefault(stages * copies(parameter, self.mesh), []).append(local_tensor(parameter.grad))
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for count, grads in by_copies.items():
             norms = torch.stack(torch._foreach_norm(grads))
@@ -158,25 +160,25 @@ class Parallelized:
         return norm.float()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self._has_new_grads = False
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """FQN -> weight of this rank's stages; a tied weight once, under the embedding's name."""
+        """FQN -> weight of this rank's stages; a tied weight appears once, under the embedding's name."""
         return {fqn: parameter for part in self.parts for fqn, parameter in part.named_weights()}
 
     def model_state(self) -> dict[str, Tensor]:
-        """FQN -> live tensor (DTensor where it is sharded), for saving and for loading in place."""
-        return {fqn: plain(parameter.detach()) for fqn, parameter in self.named_parameters().items()}
+        """FQN -> live tensor (a DTensor if sharded), for saving and for loading in place."""
+        return {fqn: unwrap_float8(parameter.detach()) for fqn, parameter in self.named_parameters().items()}
 
     def _shard_sequence(
         self, tokens_BS: Tensor, labels_BS: Tensor, documents_BS: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This context parallel rank's tokens of a batch; documents stay whole, since keys come from everywhere.
+        """This context parallel rank's tokens of a batch; documents stay whole, since keys come from all ranks.
 
-        Positions go along whenever a stage could not tell them from its input, which may be a cut of hidden states.
+        Positions are passed along whenever a stage cannot derive them from its input: under cp, and on later pipeline stages.
         """
         kwargs = {"labels_BS": labels_BS}
         if documents_BS is not None:
@@ -190,14 +192,9 @@ class Parallelized:
         return tokens_BS[:, mine_S], kwargs
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; another tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """The same storage without the wrapper that float8 all-gather puts around a shard."""
-    shard = local_of(tensor)
+def unwrap_float8(tensor: Tensor) -> Tensor:
+    """The same storage without the wrapper that float8 all-gather puts around a shard; other tensors unchanged."""
+    shard = local_tensor(tensor)
     inner = getattr(shard, "_tensor", None)  # torchao's WeightWithDynamicFloat8CastTensor
     if inner is None or not isinstance(tensor, DTensor):
         return tensor if inner is None else inner
@@ -207,7 +204,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def copies(tensor: Tensor, mesh: MeshSpec) -> int:
-    """Ranks that hold the same shard of `tensor`, within one pipeline stage."""
+    """Number of ranks with the same shard of `tensor`, within one pipeline stage."""
     ranks = mesh.world_size // mesh.degree("pp")
     cut = cut_axes(tensor)
     return ranks // mesh.degree(FOLD.join(cut)) if cut else ranks

@@ -1,8 +1,8 @@
 """From a model's shape and a mesh to a model that trains on it.
 
-One order, whatever is asked for: build on the meta device (no memory) -> tensor parallel -> float8 -> activation checkpointing
--> compile -> FSDP -> allocate this rank's shards -> fill them. Pipeline parallelism is outside of it: each stage is a decoder
-of its own that goes through the same steps.
+The order is fixed: build on the meta device (no memory) -> float8 -> tensor parallel -> activation checkpointing -> compile ->
+FSDP -> allocate this rank's shards -> initialise them. Pipeline parallelism is outside: each stage is a decoder of its own that
+goes through the same steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titan_ckpt.trainer.device_mesh import RankMesh, init_rank_mesh, pipeline_en
 from titan_ckpt.trainer.model.attention import Attend, FlexAttend
 from titan_ckpt.trainer.model.decoder import Decoder, ModelConfig, SelfAttention, initial_std
 from titan_ckpt.trainer.model.loss import TokenLoss
-from titan_ckpt.trainer.parallel.config import ParallelConfig, stage_layers, stages_of_rank
+from titan_ckpt.trainer.parallel.config import ParallelConfig, layer_ranges, stages_of_rank
 from titan_ckpt.trainer.parallel.context import AllGatherAttend, RingAttend
 from titan_ckpt.trainer.parallel.initialize import fill_normal
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
@@ -28,7 +28,7 @@ from titan_ckpt.trainer.parallel.recompute import apply_activation_checkpointing
 from titan_ckpt.trainer.parallel.tensor import apply_tensor_parallel, overlap_with_products
 
 
-def build(
+def build_parallel_model(
     model: ModelConfig,
     parallel: ParallelConfig,
     mesh: MeshSpec,
@@ -37,12 +37,12 @@ def build(
     seed: int,
     extend: Callable[[Decoder, RankMesh], set[str]] | None = None,
 ) -> Parallelized:
-    """This rank's part of the model, sharded and initialised; collective. One seed gives the same weights on every mesh.
+    """This rank's part of the model, sharded and initialised; collective. A seed gives the same weights on every mesh.
 
-    `extend` adds modules to a decoder while it is on the meta device; it returns those FQNs whose gradients are partial over tp.
+    `extend` adds modules to a decoder while it is on the meta device; it returns the FQNs whose gradients are partial over tp.
     """
     ranks = init_rank_mesh(mesh, device)
-    layers = stage_layers(model, parallel, mesh)
+    layers = layer_ranges(model, parallel, mesh)
     stages = stages_of_rank(parallel, mesh, ranks.coordinate["pp"])
     parts, partial = [], set()
     for stage in stages:
@@ -60,7 +60,7 @@ def build(
 
 
 def parallelize(part: Decoder, model: ModelConfig, parallel: ParallelConfig, ranks: RankMesh) -> set[str]:
-    """Apply everything but pipeline parallelism to a decoder on the meta device; returns FQNs with gradients partial over tp."""
+    """Apply everything but pipeline parallelism to a decoder on the meta device; returns FQNs of gradients partial over tp."""
     partial: set[str] = set()
     set_attention(part, model, parallel, ranks)
     loss = TokenLoss(chunk_tokens=parallel.loss_chunk_tokens)
@@ -89,7 +89,7 @@ def parallelize(part: Decoder, model: ModelConfig, parallel: ParallelConfig, ran
 
 
 def set_attention(part: Decoder, model: ModelConfig, parallel: ParallelConfig, ranks: RankMesh) -> None:
-    """One attention kernel for all layers: context parallel where the sequence is cut, FlexAttention where asked for."""
+    """Share one attention kernel among all layers: context parallel if cp > 1, FlexAttention if configured."""
     attend: Attend
     if ranks.cp_group is not None:
         kind = RingAttend if parallel.cp_method == "ring" else AllGatherAttend
@@ -106,7 +106,7 @@ def set_attention(part: Decoder, model: ModelConfig, parallel: ParallelConfig, r
 
 
 def needs_fsdp(parallel: ParallelConfig, mesh: MeshSpec) -> bool:
-    """Whether weights are sharded, replicated, cast or offloaded; one plain rank needs none of it."""
+    """Whether weights are sharded, replicated, cast or offloaded."""
     is_spread = mesh.degree("dp_replicate+dp_shard+cp") > 1
     return is_spread or parallel.cpu_offload or (parallel.param_dtype, parallel.reduce_dtype) != ("float32", "float32")
 
@@ -122,7 +122,7 @@ def apply_fsdp(part: Decoder, parallel: ParallelConfig, ranks: RankMesh) -> None
 
     for block in part.model.layers.values():
         shard(block, reshard=reshard)
-    if not part.tied_embeddings:  # a tied weight is used first and last: it stays in the root's group
+    if not part.tied_embeddings:  # a tied weight is used first and last, so it stays in the root's group
         if part.model.embed_tokens is not None:
             shard(part.model.embed_tokens, reshard=reshard)
         if part.lm_head is not None and part.model.norm is not None:
@@ -135,21 +135,21 @@ def apply_fsdp(part: Decoder, parallel: ParallelConfig, ranks: RankMesh) -> None
 
 
 def reshards_after_forward(parallel: ParallelConfig, mesh: MeshSpec) -> bool:
-    """Whether a block's weights are given back between forward and backward (ZeRO-3) or kept (ZeRO-2)."""
+    """Whether a block's weights are freed between forward and backward (ZeRO-3) or kept (ZeRO-2)."""
     if parallel.reshard_after_forward == "auto":
         return mesh.degree("pp") == 1
     return parallel.reshard_after_forward == "always"
 
 
 def allocate(part: Decoder, parallel: ParallelConfig, ranks: RankMesh) -> None:
-    """Memory for this rank's shards, not yet filled."""
+    """Allocate this rank's shards, uninitialised."""
     part.to_empty(device="cpu" if parallel.cpu_offload else ranks.device)
     part.tie()
 
 
 @torch.no_grad()
 def initialize(part: Decoder, model: ModelConfig, ranks: RankMesh, seed: int) -> None:
-    """Fill the shards; what a rank writes depends on the seed and on where the shard lies in the whole weight."""
+    """Initialise the shards; values depend only on the seed and the position in the global weight."""
     for fqn, parameter in part.named_weights():
         std = initial_std(fqn, model.n_layers)
         if std is None:

@@ -1,8 +1,8 @@
 """Pipeline parallelism: this rank's stages under one of torch's schedules.
 
-The last stage returns the sum of its microbatch's token losses, so a schedule's loss function only divides; labels travel as
-a keyword argument that every stage gets and the last one uses. A schedule is bound to the shape of its microbatches: the first
-batch of a shape makes one, and what stages exchange is told to torch beforehand instead of being found out by a trial run.
+The last stage returns the sum of its microbatch's token losses, so the schedule's loss function only divides; labels are a
+keyword argument of every stage, used by the last. A schedule is bound to the shape of its microbatches: the first batch of a
+shape creates one, with the shapes that stages exchange given in advance, which saves torch a trial run.
 
 Shapes: B batch of this rank, S sequence of this rank (cut by cp), D model dim.
 """
@@ -25,7 +25,7 @@ from titan_ckpt.trainer.parallel.config import (
     ParallelConfig,
     num_microbatches,
     num_stages,
-    stages_of_rank,
+    pp_rank_of_stage,
 )
 from titan_ckpt.trainer.parallel.precision import DTYPES
 
@@ -53,12 +53,12 @@ class Pipeline:
 
     @property
     def has_first(self) -> bool:
-        """Whether this rank takes the token ids in."""
+        """Whether this rank has the first stage, which takes token ids."""
         return 0 in self.stages
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Whether this rank has the last stage, which computes the loss."""
         return self.num_stages - 1 in self.stages
 
     def run(self, tokens_BS: Tensor, kwargs: dict[str, Tensor], *, global_valid_tokens: Tensor | int) -> Tensor:
@@ -77,7 +77,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, tokens_BS: Tensor, kwargs: dict[str, Tensor]) -> Tensor:
-        """Forward only, as `run` returns it. Stage after stage: torch's zero-bubble schedules cannot leave backward out."""
+        """Forward only; same result as `run`. Goes stage by stage, since torch's zero-bubble schedules cannot omit backward."""
         total = torch.zeros((), device=self.device)
         pieces = {name: value.chunk(self.num_microbatches) for name, value in kwargs.items()}
         for index, x in enumerate(tokens_BS.chunk(self.num_microbatches)):
@@ -89,15 +89,12 @@ class Pipeline:
         for stage in sorted(mine):
             if stage > 0 and stage - 1 not in mine:
                 x = torch.empty(self._hidden_shape(*kwargs["labels_BS"].shape), dtype=self._dtype, device=self.device)
-                dist.recv(x, group=self.group, group_src=self._owner(stage - 1))
+                dist.recv(x, group=self.group, group_src=pp_rank_of_stage(self.parallel, self.mesh, stage - 1))
             x = mine[stage](x, **kwargs)
             if stage + 1 < self.num_stages and stage + 1 not in mine:
-                dist.send(x.contiguous(), group=self.group, group_dst=self._owner(stage + 1))
+                owner = pp_rank_of_stage(self.parallel, self.mesh, stage + 1)
+                dist.send(x.contiguous(), group=self.group, group_dst=owner)
         return x.sum() if self.has_last else torch.zeros((), device=self.device)
-
-    def _owner(self, stage: int) -> int:
-        pp = self.mesh.degree("pp")
-        return next(rank for rank in range(pp) if stage in stages_of_rank(self.parallel, self.mesh, rank))
 
     def _loss(self, out_1: Tensor, _labels_BS: Tensor) -> Tensor:
         return out_1.sum() / self._tokens
@@ -139,6 +136,6 @@ class Pipeline:
         return DTYPES[self.parallel.param_dtype]
 
     def _hidden_shape(self, batch: int, seq_len: int) -> tuple[int, int, int]:
-        """What a rank hands to the next stage: sequence parallel ranks hand on their tokens only."""
+        """Shape of the hidden states sent to the next stage; under sequence parallelism only this rank's tokens."""
         cut = self.mesh.degree("tp") if self.parallel.sequence_parallel else 1
         return batch, seq_len // cut, self.model.dim

@@ -1,9 +1,9 @@
 """Number formats: FSDP's mixed precision, and Float8 and MXFP8 matrix products through torchao.
 
-The optimizer's weights are float32 always. `param_dtype` is what forward and backward compute in, `reduce_dtype` what gradients
-are summed in. Float8 replaces the products of the blocks' projections; embedding, norms and head keep `param_dtype`. Without
-hardware for it the products are emulated: cast to float8 and back, multiplied in the wider type. MXFP8 (blocks of 32 elements
-share a scale) is emulated on a CPU only; an accelerator that lacks it is refused, since it would be slower than bfloat16 there.
+The optimizer's weights are always float32. Forward and backward compute in `param_dtype`, gradients are summed in
+`reduce_dtype`. Float8 applies to the products of the blocks' projections; embedding, norms and head keep `param_dtype`. Without
+hardware support the products are emulated: cast to float8 and back, multiplied in the wider type. MXFP8 (32 elements share a
+scale) is emulated on CPUs only; accelerators without it are refused, since emulation is slower than bfloat16.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_ckpt.errors import ConfigError, MissingExtraError
-from titan_ckpt.trainer.model.decoder import Block, Decoder, Linear, local
+from titan_ckpt.trainer.model.decoder import Decoder, DecoderLayer, Linear, local_tensor
 from titan_ckpt.trainer.parallel.config import MX_BLOCK, ParallelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def mixed_precision(parallel: ParallelConfig) -> MixedPrecisionPolicy:
-    """FSDP's policy. Inputs are not cast: ids become hidden states of the right type, rotations stay float32."""
+    """FSDP's policy. Inputs are not cast: the embedding already returns `param_dtype`, rotations stay float32."""
     return MixedPrecisionPolicy(
         param_dtype=DTYPES[parallel.param_dtype],
         reduce_dtype=DTYPES[parallel.reduce_dtype],
@@ -32,7 +32,7 @@ def mixed_precision(parallel: ParallelConfig) -> MixedPrecisionPolicy:
 
 
 def describe_precision(parallel: ParallelConfig, device: torch.device) -> str:
-    """One line for the log: which numbers are in which format."""
+    """One line for the log: the dtypes of weights, products, sums and loss."""
     products: str = parallel.param_dtype
     if parallel.float8 != "none":
         is_mx = parallel.float8 == "mxfp8"
@@ -45,12 +45,12 @@ def describe_precision(parallel: ParallelConfig, device: torch.device) -> str:
 
 
 def apply_float8(part: Decoder, parallel: ParallelConfig, device: torch.device) -> None:
-    """Swap the projections in the blocks for ones that multiply in float8."""
+    """Replace the projections in the blocks by ones that multiply in float8."""
     if parallel.float8 == "none":
         return
     make = _mxfp8_factory(device) if parallel.float8 == "mxfp8" else _float8_factory(parallel, device)
     for block in part.model.layers.values():
-        assert isinstance(block, Block)
+        assert isinstance(block, DecoderLayer)
         for owner in (block.self_attn, block.mlp):
             for name, child in list(owner.named_children()):
                 if isinstance(child, Linear):
@@ -65,15 +65,15 @@ def _float8_factory(parallel: ParallelConfig, device: torch.device) -> Any:
         raise MissingExtraError("torchao", "train", "float8") from error
 
     class LocalFloat8Linear(Float8Linear):  # type: ignore[misc]
-        """torchao's layer, multiplying with this rank's part of the weight."""
+        """torchao's layer on this rank's shard of the weight."""
 
         bias_share = 1.0
 
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = matmul_with_hp_or_float8_args.apply(
-                x, local(self.weight).t(), self.linear_mm_config, self.config
+                x, local_tensor(self.weight).t(), self.linear_mm_config, self.config
             )
-            return y if self.bias is None else y + (local(self.bias) * self.bias_share).to(y.dtype)
+            return y if self.bias is None else y + (local_tensor(self.bias) * self.bias_share).to(y.dtype)
 
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(parallel.float8),
@@ -104,14 +104,14 @@ def _mxfp8_factory(device: torch.device) -> Any:
     dim1 = MXFP8Dim1CastKernelChoice.CUDA if is_real else MXFP8Dim1CastKernelChoice.TORCH
 
     class MxLinear(Linear):
-        """A projection whose three products (forward, gradient of input, of weight) are of MXFP8 blocks."""
+        """A projection whose three products (forward, gradients of input and weight) are in MXFP8."""
 
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = mx_mm.apply(
-                x, local(self.weight), e4m3, e4m3, e4m3, MX_BLOCK, recipe.kernel_preference, dim0, dim1,
+                x, local_tensor(self.weight), e4m3, e4m3, e4m3, MX_BLOCK, recipe.kernel_preference, dim0, dim1,
                 recipe.scale_calculation_mode, recipe.wgrad_with_hp,
             )  # fmt: skip
-            return y if self.bias is None else y + (local(self.bias) * self.bias_share).to(y.dtype)
+            return y if self.bias is None else y + (local_tensor(self.bias) * self.bias_share).to(y.dtype)
 
     def make(linear: Linear) -> MxLinear:
         with torch.device("meta"):

@@ -1,6 +1,6 @@
-"""Trading compute for memory and back: activation checkpointing, and compilation block by block.
+"""Activation checkpointing, and compilation block by block.
 
-Both wrap `forward` in place, so that names, hooks and weights of a block stay what they are.
+Both wrap `forward` in place, which leaves names, hooks and weights of a block unchanged.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 
-# Outputs worth keeping under `selective`: costly to recompute, or a collective. The CPU's attention kernel is not among them:
-# the compiler (2.13) cannot keep its pair of outputs.
+# Outputs kept under `selective`: costly to recompute, or a collective. Not the CPU's attention kernel, whose pair of outputs
+# the compiler (torch 2.13) cannot keep.
 _KEPT = frozenset(
     {
         torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -31,9 +31,9 @@ _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 
 
 def apply_activation_checkpointing(layers: nn.ModuleDict, parallel: ParallelConfig) -> None:
-    """Make blocks forget activations and recompute them in backward, as much as the mode says.
+    """Drop activations in forward and recompute them in backward, according to the mode.
 
-    full: all blocks. every_n: every n-th. selective: all, but attention, collectives and every second matrix product are kept.
+    full: all blocks. every_n: every n-th. selective: all blocks, but keep attention, collectives and every second matrix product.
     budget: the compiler decides what to keep within `activation_memory_budget` (1.0 keeps everything).
     """
     match parallel.activation_checkpoint:
@@ -54,16 +54,16 @@ def apply_activation_checkpointing(layers: nn.ModuleDict, parallel: ParallelConf
 
 
 def apply_compile(layers: nn.ModuleDict) -> None:
-    """Compile each block's forward by itself: one compilation serves all of them, and FSDP's hooks stay outside."""
+    """Compile each block's forward separately: one compilation serves all, and FSDP's hooks stay outside."""
     for block in layers.values():
         block.forward = _on_local_weights(block, torch.compile(block.forward))
 
 
 def _on_local_weights(block: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Hand the compiled `forward` this rank's part of each weight that tensor parallelism has cut, as a plain tensor.
+    """Run the compiled `forward` on local shards, as plain tensors, of the weights that tensor parallelism has sharded.
 
-    torch 2.13 cannot recompute within a compiled region that has DTensors (it would save their mesh as if it were a tensor), and
-    plain ones need no unwrapping at each call.
+    torch 2.13 cannot recompute inside a compiled region with DTensors (it would save their mesh as if it were a tensor), and
+    plain tensors need no unwrapping at each call.
     """
     owners = [
         (module, name)
@@ -92,7 +92,7 @@ def _recompute(block: nn.Module, **options: Any) -> None:
 
 
 def _selective_contexts() -> Any:
-    products = {True: 0, False: 0}  # counted apart in forward and in recomputation
+    products = {True: 0, False: 0}  # counted separately in forward and in recomputation
 
     def policy(context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if op in _PRODUCTS:

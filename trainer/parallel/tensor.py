@@ -1,12 +1,12 @@
-"""Tensor parallelism: weights become DTensors cut over `tp`, computing goes on with plain local tensors.
+"""Tensor parallelism: weights become DTensors sharded over `tp`; computation uses their local tensors.
 
-Four collectives carry it, each with its mirror as gradient (Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198):
+It takes four collectives, each the gradient of another (Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198):
 
     sequence parallel   entering a region: all-gather along S     leaving: reduce-scatter along S
     without             entering: nothing (backward: all-reduce)   leaving: all-reduce (backward: nothing)
 
-Weights that every rank has whole (norms) see only a part of the tokens or heads; their gradients are parts of a sum, which
-`apply_tensor_parallel` names so that they are added up once per optimizer step.
+Replicated weights (norms) see only some of the tokens or heads, so their gradients are partial sums; `apply_tensor_parallel`
+returns their names, and they are reduced once per optimizer step.
 
 Shapes: B batch, S sequence, D model dim, V vocabulary of this rank.
 """
@@ -37,7 +37,7 @@ _ops = torch.ops._c10d_functional  # collectives that the compiler can see
 def apply_tensor_parallel(
     part: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool, loss: TokenLoss, loss_parallel: bool
 ) -> list[str]:
-    """Cut `part` over `mesh` as the model's tables say; returns the FQNs whose gradients are parts of a sum."""
+    """Shard `part` over `mesh` according to the model's tables; returns the FQNs whose gradients are partial over tp."""
     group, rank, degree = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     enter = functools.partial(_gather if sequence_parallel else _copy, group=group)
     leave = functools.partial(_scatter if sequence_parallel else _reduce, group=group)
@@ -57,9 +57,9 @@ def apply_tensor_parallel(
 
 
 def overlap_with_products(mesh: DeviceMesh, device: torch.device) -> None:
-    """Let the compiler split a region's collectives and matrix products into pieces that overlap (async TP).
+    """Let the compiler split a region's collectives and matrix products into chunks that overlap (async TP).
 
-    It works over symmetric memory, which is a GPU's; elsewhere it is refused.
+    Needs symmetric memory, hence GPUs; ConfigError elsewhere.
     """
     if device.type != "cuda":
         raise ConfigError(
@@ -70,7 +70,7 @@ def overlap_with_products(mesh: DeviceMesh, device: torch.device) -> None:
 
 
 def _cut(module: nn.Module, fqn: str, mesh: DeviceMesh, sequence_parallel: bool) -> list[str]:
-    """Replace the module's weights by DTensors; returns those of its FQNs whose gradient is partial over tp."""
+    """Replace the module's weights by DTensors; returns its FQNs whose gradient is partial over tp."""
     name = fqn.rpartition(".")[2]
     if name in decoder.NORMS_INSIDE or (name in decoder.NORMS_OUTSIDE and sequence_parallel):
         return [f"{fqn}.weight"]
@@ -95,7 +95,7 @@ def _shard(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
 
 
 def _lookup(ids_BS: Tensor, weight_VD: Tensor, *, rank: int, leave: Any) -> Tensor:
-    """Rows of the ids that this rank has, zeros for the others, then the sum over ranks."""
+    """Look up the ids in this rank's vocabulary shard, zeros for other ids, then reduce over ranks."""
     rows_BS = ids_BS - rank * weight_VD.shape[0]
     is_mine_BS = (rows_BS >= 0) & (rows_BS < weight_VD.shape[0])
     x_BSD = F.embedding(rows_BS.clamp(0, weight_VD.shape[0] - 1), weight_VD) * is_mine_BS[..., None]

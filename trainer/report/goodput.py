@@ -1,24 +1,21 @@
-"""Where the wall time of a run went, across restarts: a pure account over the records of `metrics.jsonl`.
+"""How the wall time of a run was spent, across restarts, computed from its records.
 
-An attempt goes from its `launch` record to its last record. Steps that a later attempt made again, because it went on from an
-earlier checkpoint, are recomputed: their time was lost. What lies between two attempts is downtime.
+An attempt lasts from its launch (`launched_s` of its start record) to its last record. Steps that a later attempt repeated,
+because it resumed from an earlier checkpoint, count as recomputed: their time was lost. Time between two attempts is downtime.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 from titan_ckpt.console.units import format_duration
-
-Record: TypeAlias = Mapping[str, Any]
+from titan_ckpt.trainer.report.records import Event, MetricsRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Seconds by use; they add up to `total_s`. `productive_s` is the time of steps whose result was kept, without waits."""
+    """Seconds by use; they add up to `total_s`. `productive_s` is the time of the steps that were kept, without data waits."""
 
     total_s: float
     productive_s: float
@@ -34,11 +31,11 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """Share of the wall time that moved training on."""
+        """Productive share of the wall time."""
         return self.productive_s / self.total_s if self.total_s else 0.0
 
     def text(self) -> str:
-        """One line: the share, and where the rest went."""
+        """One line: the productive share and the largest losses."""
         rest = {
             "data": self.data_wait_s,
             "checkpoint stall": self.stall_s,
@@ -60,28 +57,15 @@ class _Attempt:
     launched_s: float
     started_s: float
     first_step: int
-    records: list[Record]
+    records: list[MetricsRecord]
 
     @property
     def ended_s(self) -> float:
         return max([self.started_s, *(float(record["time_s"]) for record in self.records)])
 
 
-def parse_metrics(text: str) -> list[Record]:
-    """The records of a `metrics.jsonl`; a last line that a crash cut short is left out."""
-    records: list[Record] = []
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "event" in record and "time_s" in record:
-            records.append(record)
-    return records
-
-
-def goodput(records: Iterable[Record]) -> Goodput:
-    """The account of a run.
+def goodput(records: Iterable[MetricsRecord]) -> Goodput:
+    """Sum up a run's records.
 
     >>> goodput([{"event": "start", "time_s": 12, "launched_s": 10, "step": 0},
     ...          {"event": "step", "time_s": 20, "step": 1, "step_s": 8, "data_wait_s": 2}]).fraction
@@ -109,10 +93,10 @@ def goodput(records: Iterable[Record]) -> Goodput:
     )
 
 
-def _attempts(records: Iterable[Record]) -> list[_Attempt]:
+def _attempts(records: Iterable[MetricsRecord]) -> list[_Attempt]:
     attempts: list[_Attempt] = []
     for record in records:
-        if record["event"] == "start":
+        if record["event"] == Event.START:
             started = float(record["time_s"])
             attempts.append(_Attempt(float(record.get("launched_s", started)), started, int(record["step"]), []))
         elif attempts:
@@ -120,13 +104,13 @@ def _attempts(records: Iterable[Record]) -> list[_Attempt]:
     return attempts
 
 
-def _book(record: Record, redone_after: int | None, sums: dict[str, float]) -> int:
-    """Add one record to the sums; the number of its steps if they were made again later."""
-    if record["event"] == "validation":
+def _book(record: MetricsRecord, redone_after: int | None, sums: dict[str, float]) -> int:
+    """Add one record to the sums; returns the number of its steps if a later attempt repeated them, else 0."""
+    if record["event"] == Event.VALIDATION:
         sums["validation_s"] += float(record["seconds"])
-    elif record["event"] == "save":
+    elif record["event"] == Event.SAVE:
         sums["stall_s"] += float(record["stall_s"])
-    elif record["event"] == "step":
+    elif record["event"] == Event.STEP:
         steps = int(record.get("steps", 1))
         seconds, wait = steps * float(record["step_s"]), steps * float(record["data_wait_s"])
         if redone_after is not None and int(record["step"]) > redone_after:

@@ -1,4 +1,4 @@
-"""Where a run's words go: one file per rank, the console for rank 0 and for errors, and a copy beside remote checkpoints."""
+"""Logging of a run: one file per rank, the console for rank 0 and for errors, and a copy beside remote checkpoints."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from titan_ckpt.sharding.mesh import MeshSpec, format_coordinate
 from titan_ckpt.store.open import open_store
 
 log = logging.getLogger(__name__)
-METRICS = "metrics.jsonl"
 TRACE = "trace.json"
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The local folder of a run: logs/ and debug/, in the places that a run's URL has them too."""
+    """The local folder of a run, with logs/ and debug/ laid out as under the run's URL."""
 
     root: str
 
@@ -42,16 +41,20 @@ class RunFolder:
         return os.path.join(self.logs, f"rank_{rank:05d}.log")
 
     def error(self, rank: int) -> str:
-        """Where a rank leaves the error that ended it."""
+        """The file in which a rank records the error that ended it."""
         return os.path.join(self.logs, f"error_{rank:05d}.json")
 
     def file(self, name: str) -> str:
         """A file in logs/."""
         return os.path.join(self.logs, name)
 
+    def is_at(self, url: str) -> bool:
+        """Whether `url` is this very folder, so that nothing has to be copied there."""
+        return scheme(url) == "file" and os.path.realpath(local_path(normalise(url))) == os.path.realpath(self.root)
+
 
 def run_folder(folder: str, save_url: str) -> RunFolder:
-    """`folder` if given; else the run's own folder where that is local, else runs/NAME."""
+    """`folder` if given, else the run's URL if that is local, else runs/NAME."""
     if folder:
         return RunFolder(normalise(folder))
     if not save_url:
@@ -62,13 +65,13 @@ def run_folder(folder: str, save_url: str) -> RunFolder:
 
 
 def describe_rank(mesh: MeshSpec, rank: int) -> str:
-    """A rank and its place: `rank 3 dp_shard1 tp1`."""
+    """A rank and its mesh coordinate: `rank 3 dp_shard1 tp1`."""
     axes = [axis for axis, _ in mesh.items()]
     return f"rank {rank} {format_coordinate(mesh.coordinate(rank), axes)}".rstrip()
 
 
 class RankLogging:
-    """The handlers of one rank, a context manager: its file at INFO, the console at INFO on rank 0 and ERROR elsewhere."""
+    """Log handlers of one rank, as a context manager: its file at INFO, the console at INFO on rank 0 and ERROR elsewhere."""
 
     def __init__(
         self, path: str, *, rank: int, mesh: MeshSpec, console: IO[str] | None = None, has_bar: bool = False
@@ -84,7 +87,7 @@ class RankLogging:
         self._console.setLevel(logging.INFO if rank == 0 else logging.ERROR)
         prefix = "" if rank == 0 else f"[{who}] "
         self._console.setFormatter(_ConsoleFormatter(prefix))
-        self._console.addFilter(lambda record: record.exc_info is None)  # tracebacks are for the file
+        self._console.addFilter(lambda record: record.exc_info is None)  # tracebacks go to the file only
         self._ours = logging.getLogger("titan_ckpt")
         self._warnings = logging.getLogger("py.warnings")
 
@@ -99,7 +102,7 @@ class RankLogging:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give everything back; the file is closed."""
+        """Restore the loggers and close the file."""
         logging.captureWarnings(False)
         if self.bar is not None:
             self.bar.close()
@@ -124,7 +127,7 @@ class _ConsoleHandler(logging.StreamHandler[IO[str]]):
 
 
 class _ConsoleFormatter(logging.Formatter):
-    """Short lines for people; the traceback stays in the file."""
+    """Short lines without tracebacks, which are in the file."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -136,9 +139,9 @@ class _ConsoleFormatter(logging.Formatter):
 
 
 def upload_logs(folder: RunFolder, tiers: Sequence[str], names: Sequence[str]) -> None:
-    """Copy files of logs/ to logs/ of every tier; a store that refuses is a warning, since the run itself is fine."""
+    """Copy files of logs/ to logs/ of every tier; a store error is only a warning, since the run itself is fine."""
     for url in tiers:
-        if not is_inside(folder, url):
+        if not folder.is_at(url):
             _upload(folder, url, names)
 
 
@@ -152,8 +155,3 @@ def _upload(folder: RunFolder, url: str, names: Sequence[str]) -> None:
                     store.write(f"{LOGS}/{name}", iter(lambda: file.read(1 << 20), b""))
         except (StoreError, OSError) as error:
             log.warning("%s was not copied to %s: %s", name, join(str(store), LOGS), error)
-
-
-def is_inside(folder: RunFolder, url: str) -> bool:
-    """Whether the local folder is the run itself."""
-    return scheme(url) == "file" and os.path.realpath(local_path(normalise(url))) == os.path.realpath(folder.root)

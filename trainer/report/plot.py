@@ -1,6 +1,6 @@
-"""`titan-ckpt plot RUN`: loss, throughput and the checkpoint timeline of a run as one SVG, from its `metrics.jsonl`. No torch.
+"""`titan-ckpt plot RUN`: loss, throughput and checkpoints of a run as one SVG, from its `metrics.jsonl`. No torch.
 
-Written by hand: three panels of lines and ticks are less code than a plotting library is to install on every laptop.
+The SVG is written by hand: three line charts do not justify a plotting library in the laptop install.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from titan_ckpt.errors import NotFoundError, UsageError
 from titan_ckpt.format.names import LOGS
 from titan_ckpt.location import join, parse_location, redact
 from titan_ckpt.store.open import open_store
-from titan_ckpt.trainer.report.goodput import Record, goodput, parse_metrics
+from titan_ckpt.trainer.report.goodput import goodput
+from titan_ckpt.trainer.report.records import METRICS, Event, MetricsRecord, parse_records
 
-METRICS = "metrics.jsonl"
 WIDTH, PANEL, LEFT, RIGHT, GAP = 900, 190, 80, 20, 46
 COLOURS = ("#1f6feb", "#d1242f", "#1a7f37")
 MAX_POINTS = 2000
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One chart; `marks` are vertical lines at steps (saves), `breaks` where an attempt went on."""
+    """One chart; vertical lines mark saves (`marks`) and resumptions (`breaks`), in steps."""
 
     title: str
     lines: list[Line]
@@ -46,17 +46,17 @@ class Panel:
     breaks: list[float] = field(default_factory=list)
 
 
-def panels(records: Sequence[Record]) -> list[Panel]:
-    """Loss with validation, tokens per second, and what checkpoints cost and when they were committed."""
-    steps = [record for record in records if record["event"] == "step"]
+def run_panels(records: Sequence[MetricsRecord]) -> list[Panel]:
+    """Three panels: training and validation loss, tokens per second, and the stalls and commits of checkpoints."""
+    steps = [record for record in records if record["event"] == Event.STEP]
 
-    def curve(value: Callable[[Record], float | None]) -> list[tuple[float, float]]:
+    def curve(value: Callable[[MetricsRecord], float | None]) -> list[tuple[float, float]]:
         found = [(float(record["step"]), value(record)) for record in steps]
         return [(x, float(y)) for x, y in found if y is not None]
 
-    validation = [(float(r["step"]), float(r["loss"])) for r in records if r["event"] == "validation"]
-    stalls = [(float(r["step"]), 1000.0 * float(r["stall_s"])) for r in records if r["event"] == "save"]
-    breaks = [float(r["step"]) for r in records if r["event"] == "start" and r["step"]]
+    validation = [(float(r["step"]), float(r["loss"])) for r in records if r["event"] == Event.VALIDATION]
+    stalls = [(float(r["step"]), 1000.0 * float(r["stall_s"])) for r in records if r["event"] == Event.SAVE]
+    breaks = [float(r["step"]) for r in records if r["event"] == Event.START and r["step"]]
     ages = curve(lambda r: r["step"] - r["committed_step"] if r.get("committed_step") is not None else None)
     loss = [Line(name="training loss", points=curve(lambda r: r["loss"]), colour=COLOURS[0])]
     if validation:
@@ -74,8 +74,8 @@ def panels(records: Sequence[Record]) -> list[Panel]:
     ]
 
 
-def draw(title: str, subtitle: str, charts: Sequence[Panel]) -> str:
-    """The SVG. Vertical dashes are saves, red ones places where the run went on after an interruption."""
+def draw_svg(title: str, subtitle: str, charts: Sequence[Panel]) -> str:
+    """The SVG. Grey dashes are saves, red dashes resumptions after an interruption."""
     height = 70 + len(charts) * (PANEL + GAP)
     end = max((x for chart in charts for line in chart.lines for x, _ in line.points), default=1.0)
     parts = [
@@ -131,7 +131,7 @@ def _draw_line(line: Line, x_of: Callable[[float], float], y_of: Callable[[float
 
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers that enclose [low, high].
+    """Round tick values that enclose [low, high].
 
     >>> nice_ticks(2.9, 5.7), nice_ticks(0, 0)
     ([2.0, 3.0, 4.0, 5.0, 6.0], [0.0, 1.0])
@@ -148,8 +148,8 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     return ticks
 
 
-def read_metrics(url: str) -> list[Record]:
-    """The records of a run; NotFoundError when it has none."""
+def fetch_records(url: str) -> list[MetricsRecord]:
+    """The records of a run at a URL; NotFoundError if it has none."""
     location = parse_location(url)
     try:
         text = open_store(location.url).read(f"{LOGS}/{METRICS}").decode(errors="replace")
@@ -158,14 +158,14 @@ def read_metrics(url: str) -> list[Record]:
         raise NotFoundError(
             f"{where}: not there; give the URL or folder of a run that `titan-ckpt train` wrote"
         ) from error
-    records = parse_metrics(text)
-    if not any(record["event"] == "step" for record in records):
+    records = parse_records(text)
+    if not any(record["event"] == Event.STEP for record in records):
         raise NotFoundError(f"{redact(url)}: its metrics have no step yet")
     return records
 
 
 def configure(parser: ArgumentParser) -> None:
-    """The arguments of `plot`."""
+    """Declare the arguments of `plot`."""
     parser.add_argument("url", metavar="RUN", help="URL or folder of a run")
     parser.add_argument(
         "-o", "--output", default="run.svg", metavar="FILE.svg", help="where the picture goes (run.svg)"
@@ -174,13 +174,13 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Write the picture; print the path, or the account as JSON."""
+    """Write the SVG; print its path and the goodput, as JSON on request."""
     if not arguments.output.endswith(".svg"):
         raise UsageError(f"-o {arguments.output}: the picture is an SVG; name it so, for example -o run.svg")
-    records = read_metrics(arguments.url)
+    records = fetch_records(arguments.url)
     account = goodput(records)
     with open(arguments.output, "w", encoding="utf-8") as file:
-        file.write(draw(redact(arguments.url), account.text(), panels(records)))
+        file.write(draw_svg(redact(arguments.url), account.text(), run_panels(records)))
     if arguments.json:
         json.dump({**asdict(account), "fraction": account.fraction, "output": arguments.output}, sys.stdout)
         sys.stdout.write("\n")

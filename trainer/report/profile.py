@@ -1,6 +1,6 @@
-"""Looking inside of chosen steps: torch's profiler, and snapshots of an accelerator's memory.
+"""Profiles of chosen steps: torch's profiler, and snapshots of an accelerator's memory.
 
-Both are files per rank in logs/: `profile_R.json` for ui.perfetto.dev, `memory_R.pickle` for pytorch.org/memory_viz.
+Both are one file per rank in logs/: `profile_R.json` for ui.perfetto.dev, `memory_R.pickle` for pytorch.org/memory_viz.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.report.logs import RunFolder
 
 log = logging.getLogger(__name__)
-MEMORY_EVENTS = 1_000_000  # allocations and frees that a snapshot holds at most
+MEMORY_EVENTS = 1_000_000  # most allocations and frees in a snapshot
 
 
 @dataclass(slots=True, kw_only=True)
 class Inspection:
-    """Told before and after each step; `steps` of 0 to 0 inspect nothing. A run that ends early leaves what there is."""
+    """Called before and after each step; steps (0, 0) inspect nothing. If the run ends early, partial files are written."""
 
     folder: RunFolder
     rank: int
@@ -37,7 +37,7 @@ class Inspection:
             )
 
     def before(self, step: int) -> None:
-        """Start what starts with this step."""
+        """Start recording if `step` is a first step."""
         if step == self.profile_steps[0] and self.profile_steps[1]:
             kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])
             self._profile = profile(activities=kinds, record_shapes=True)
@@ -47,14 +47,14 @@ class Inspection:
             self._has_memory = True
 
     def after(self, step: int) -> None:
-        """Write what ends with this step."""
+        """Write the file if `step` is a last step."""
         if step == self.profile_steps[1]:
             self._end_profile()
         if step == self.memory_steps[1]:
             self._end_memory()
 
     def close(self) -> None:
-        """Write what was started and not ended."""
+        """Write unfinished recordings."""
         self._end_profile()
         self._end_memory()
 

@@ -1,8 +1,8 @@
-"""Hugging Face folders of a run, made behind training from its committed checkpoints by `titan-ckpt convert to-hf`.
+"""Background export of committed checkpoints to Hugging Face folders, by `titan-ckpt convert to-hf`.
 
-The command runs in a process of its own: it never holds the training loop's interpreter, its memory is bounded, and whatever
-befalls it is one line in the log. Rank 0 has the only `Exporter`; one export is under way at most, and where exports lag
-behind saves the newest checkpoint wins.
+The command runs in a separate process: it cannot block the training loop, its memory is bounded, and its failure is one line in
+the log. Only rank 0 has an `Exporter`. At most one export runs at a time; if exports lag behind saves, only the newest
+checkpoint is exported next.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from titan_ckpt.location import join, redact
 from titan_ckpt.trainer.config.train_config import ExportConfig
 
 log = logging.getLogger(__name__)
-FOLDER = "hf"  # of a run: where exports go unless export.url says otherwise
+FOLDER = "hf"  # in the run's folder: the default of export.url
 CLEAN_UP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOutcome:
-    """How one export ended; `problem` is empty when the folder at `url` is whole."""
+    """The result of one export; `problem` is empty if the folder at `url` is complete."""
 
     step: int
     url: str
@@ -46,7 +46,7 @@ class _Running:
 
 
 class Exporter:
-    """Exports of the run at `save_url`; `on_end` is told every outcome. As a context manager it stops what still runs."""
+    """Exports of the run at `save_url`; calls `on_end` with every outcome. Leaving the context stops a running export."""
 
     def __init__(self, config: ExportConfig, save_url: str, on_end: Callable[[ExportOutcome], None]) -> None:
         self._config, self._save_url, self._on_end = config, save_url, on_end
@@ -59,20 +59,20 @@ class Exporter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop what is under way; a whole export stays, half of one does not."""
+        """Stop a running export, which removes its partial folder."""
         self._waiting = None
         if self._running is not None:
             self._stop(self._running)
 
     def steps(self) -> frozenset[int]:
-        """Checkpoints that retention must leave, because they are being read or will be."""
+        """Checkpoints that retention must keep, because an export reads them or will."""
         running = self._running
         return frozenset(
             step for step in (self._waiting, None if running is None else running.step) if step is not None
         )
 
     def poll(self, committed_step: int | None) -> None:
-        """Look after exports; cheap, for every step of the loop. `committed_step` is the newest checkpoint."""
+        """Finish and start exports; cheap enough for every step. `committed_step` is the newest checkpoint."""
         if committed_step is not None and committed_step != self._seen:
             self._seen = committed_step
             if committed_step % self._config.every == 0:
@@ -83,7 +83,7 @@ class Exporter:
             self._start(self._waiting)
 
     def finish(self, committed_step: int | None, *, is_stopped: Callable[[], bool], poll_s: float = 0.1) -> None:
-        """At the end of training: export the last checkpoint too, and wait until all is done or `is_stopped`."""
+        """At the end of training: export the last checkpoint too, and wait for all exports or until `is_stopped`."""
         if is_stopped():
             return
         if committed_step is not None and committed_step != self._taken:
@@ -110,19 +110,19 @@ class Exporter:
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
             )
         except OSError as error:
-            self._tell(ExportOutcome(step=step, url=url, seconds=0.0, problem=f"could not be started: {error}"))
+            self._report(ExportOutcome(step=step, url=url, seconds=0.0, problem=f"could not be started: {error}"))
         else:
             self._running = _Running(step=step, url=url, process=process, errors=errors, started_s=started_s)
         self._waiting = None
 
     def _end(self, run: _Running) -> None:
         self._running = None
-        problem = "" if run.process.returncode == 0 else _last_words(run)
+        problem = "" if run.process.returncode == 0 else _problem(run)
         run.errors.close()
         seconds = time.monotonic() - run.started_s
-        self._tell(ExportOutcome(step=run.step, url=run.url, seconds=seconds, problem=problem))
+        self._report(ExportOutcome(step=run.step, url=run.url, seconds=seconds, problem=problem))
 
-    def _tell(self, outcome: ExportOutcome) -> None:
+    def _report(self, outcome: ExportOutcome) -> None:
         shown = replace(outcome, url=redact(outcome.url))
         if shown.problem:
             log.warning("step %d: the export failed, training is not affected: %s", shown.step, shown.problem)
@@ -131,7 +131,7 @@ class Exporter:
         self._on_end(shown)
 
     def _stop(self, run: _Running) -> None:
-        """By SIGTERM, on which the command removes what it has written."""
+        """Send SIGTERM, on which the command removes what it has written; kill it if it does not exit."""
         run.process.terminate()
         try:
             run.process.wait(timeout=CLEAN_UP_S)
@@ -141,8 +141,8 @@ class Exporter:
         self._end(run)
 
 
-def _last_words(run: _Running) -> str:
-    """The error that the command printed, else how it ended."""
+def _problem(run: _Running) -> str:
+    """The error that the command printed, else its exit code."""
     run.errors.seek(0)
     lines = run.errors.read().decode(errors="replace").strip().splitlines()
     code = run.process.returncode

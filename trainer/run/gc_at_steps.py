@@ -1,7 +1,7 @@
-"""Python's garbage collector at chosen steps, the same on every rank.
+"""Run Python's garbage collector at the same steps on every rank.
 
-Left to itself it runs whenever a rank has made enough objects: each rank pauses at a step of its own, and all of them wait for
-whichever pauses. What stands when training begins (modules, the model) is never looked through again.
+By default it runs whenever a rank has allocated enough objects: each rank pauses at a different step, and all ranks wait each
+time. Objects that exist when training begins (modules, the model) are frozen and never scanned again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 
 
 class Collector:
-    """Collects after every `every` steps; 0 leaves Python to itself. A context manager."""
+    """Collects every `every` steps, as a context manager; 0 leaves Python's collector alone."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -31,6 +31,6 @@ class Collector:
                 gc.enable()
 
     def after(self, step: int) -> None:
-        """Collect where `step` is one of those."""
+        """Collect if it is due after `step`."""
         if self._every and step % self._every == 0:
             gc.collect()

@@ -1,9 +1,10 @@
-"""What takes part in a run on one rank, and what a run comes to."""
+"""The objects of a run on one rank, and the result of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from titan_ckpt.saving.saver import Saver
@@ -11,27 +12,36 @@ from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import BatchShape, Dataset
 from titan_ckpt.trainer.parallel.optimizer import Optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
-from titan_ckpt.trainer.report.metrics import MetricsLog
+from titan_ckpt.trainer.report.metrics_log import MetricsLog
 from titan_ckpt.trainer.report.phases import Phases
 from titan_ckpt.trainer.report.profile import Inspection
+from titan_ckpt.trainer.run.control_group import ControlGroup
 from titan_ckpt.trainer.run.export import Exporter
-from titan_ckpt.trainer.run.stop_signals import Agreement, StopRequest
+from titan_ckpt.trainer.run.stop_signals import StopRequest
+
+
+class EndReason(StrEnum):
+    """Why training ended without an error."""
+
+    COMPLETED = "completed"
+    TIME_LIMIT = "time limit"
+    SIGNAL = "signal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How training ended: `completed`, `time limit` or `signal`; `committed_step` None when nothing was saved."""
+    """How training ended; `committed_step` is None if nothing was saved."""
 
-    reason: str
+    reason: EndReason
     step: int
     committed_step: int | None
     loss: float | None
-    is_of_another: bool = False  # ended by a signal that came to another rank alone
+    is_from_other_rank: bool = False  # the signal reached other ranks, not this one
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """All that takes part on this rank, built by `titan_ckpt.trainer.run.setup`."""
+    """Everything the loop works with on this rank; `titan_ckpt.trainer.run.setup` builds it."""
 
     config: TrainConfig
     config_record: dict[str, Any]
@@ -41,7 +51,7 @@ class Job:
     dataset: Dataset
     saver: Saver | None
     exporter: Exporter | None
-    agreement: Agreement
+    control: ControlGroup
     stop: StopRequest
     phases: Phases
     inspection: Inspection
@@ -50,7 +60,7 @@ class Job:
 
     @property
     def batch_shape(self) -> BatchShape:
-        """How a global batch is dealt to this rank."""
+        """This rank's share of a global batch."""
         return BatchShape(
             global_batch_size=self.config.train.global_batch_size,
             microbatch_size=self.config.train.microbatch_size,

@@ -1,4 +1,4 @@
-"""The training loop: batch, forward and backward, clip, check, update, measure, save; and the ends it can come to."""
+"""The training loop: batch, forward and backward, clip, check, update, measure, save; and its exit conditions."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_ckpt.errors import TitanError
-from titan_ckpt.trainer.data.batches import Batch, Loader, Microbatch
+from titan_ckpt.trainer.data.batches import Batch, BatchLoader
 from titan_ckpt.trainer.parallel.optimizer import learning_rate
+from titan_ckpt.trainer.report.records import Event
 from titan_ckpt.trainer.run.gc_at_steps import Collector
-from titan_ckpt.trainer.run.job import Job, Outcome
-from titan_ckpt.trainer.run.meter import Meter, Step
-from titan_ckpt.trainer.run.resume import Progress, live_state, training_record
-from titan_ckpt.trainer.run.stop_signals import NOTHING, REASONS, SIGNAL
+from titan_ckpt.trainer.run.job import EndReason, Job, Outcome
+from titan_ckpt.trainer.run.meter import Meter, StepResult
+from titan_ckpt.trainer.run.resume import TrainingProgress, live_state, training_record
+from titan_ckpt.trainer.run.stop_signals import StopCode
 
 log = logging.getLogger(__name__)
+END_REASONS = {
+    StopCode.NONE: EndReason.COMPLETED,
+    StopCode.TIME_LIMIT: EndReason.TIME_LIMIT,
+    StopCode.SIGNAL: EndReason.SIGNAL,
+}
 
 
 class DivergedError(TitanError):
-    """The gradient is no longer finite; the update was not made."""
+    """The gradient is not finite, so the step was not applied."""
 
 
 class Loop:
-    """One run of steps from `progress` on."""
+    """Trains from `progress` on."""
 
-    def __init__(self, job: Job, progress: Progress) -> None:
+    def __init__(self, job: Job, progress: TrainingProgress) -> None:
         self.job, self.progress = job, progress
         self.saved_step = progress.step
         self.loss: float | None = None
@@ -41,14 +47,16 @@ class Loop:
         self._device = job.parallelized.ranks.device
 
     def run(self) -> Outcome:
-        """Train until the last step, a signal or the time limit; the last checkpoint is committed on return."""
+        """Train until the last step, a signal or the time limit, and commit the last checkpoint."""
         job, config = self.job, self.job.config
         inspection = job.inspection
-        loader = Loader(job.dataset, job.batch_shape, position=self.progress.samples, prefetch=config.data.prefetch)
-        first_step, stop = self.progress.step, NOTHING
+        loader = BatchLoader(
+            job.dataset, job.batch_shape, position=self.progress.samples, prefetch=config.data.prefetch
+        )
+        first_step, stop = self.progress.step, StopCode.NONE
         try:
             with Collector(config.train.gc_every) as collector:
-                while self.progress.step < config.train.steps and stop == NOTHING:
+                while self.progress.step < config.train.steps and stop == StopCode.NONE:
                     inspection.before(self.progress.step + 1)
                     stop = self._step(loader)
                     inspection.after(self.progress.step)
@@ -59,10 +67,10 @@ class Loop:
         finally:
             loader.close()
             inspection.close()
-        job.agreement.limit(None)  # ranks may end their last uploads far apart
+        job.control.set_timeout(None)  # the ranks' last uploads may end far apart
         return self._finish(stop)
 
-    def _step(self, loader: Loader) -> int:
+    def _step(self, loader: BatchLoader) -> StopCode:
         """One optimizer step; returns the largest stop code of all ranks."""
         job, step = self.job, self.progress.step + 1
         started = time.perf_counter()
@@ -75,7 +83,7 @@ class Loop:
             tokens=batch.valid_tokens,
             is_skipped=not math.isfinite(grad_norm),
         )
-        done = Step(
+        done = StepResult(
             local_loss=local_loss, num_tokens=batch.num_tokens, valid_tokens=batch.valid_tokens, grad_norm=grad_norm, lr=lr
         )  # fmt: skip
         stop = self._measure(done, step, started)
@@ -93,23 +101,15 @@ class Loop:
         total = torch.zeros((), device=self._device)
         with self.job.phases("forward_backward", step):
             for microbatch in batch.microbatches:
-                tokens_BL, labels_BL, documents_BL = self._on_device(microbatch)
+                on_device = microbatch.to(self._device)
                 total += self.job.parallelized.forward_backward(
-                    tokens_BL, labels_BL, global_valid_tokens=batch.valid_tokens, documents_BS=documents_BL
-                )
+                    on_device.tokens_BL, on_device.labels_BL,
+                    global_valid_tokens=batch.valid_tokens, documents_BS=on_device.documents_BL,
+                )  # fmt: skip
         return total
 
-    def _on_device(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        tokens_BL, labels_BL, documents_BL = (
-            part if part is None else part.to(self._device, non_blocking=True)
-            for part in (microbatch.tokens_BL, microbatch.labels_BL, microbatch.documents_BL)
-        )
-        assert tokens_BL is not None
-        assert labels_BL is not None
-        return tokens_BL, labels_BL, documents_BL
-
     def _update(self, step: int) -> tuple[float, float]:
-        """Clip, look whether all is finite, update; the learning rate and the gradient norm, the same on every rank."""
+        """Clip, check that the gradient is finite, update; returns learning rate and gradient norm, the same on every rank."""
         job, config = self.job, self.job.config
         lr = learning_rate(config.optimizer, step - 1, config.train.steps)
         with job.phases("optimizer", step):
@@ -123,7 +123,7 @@ class Loop:
         return lr, grad_norm
 
     def _skip(self, step: int, grad_norm: float) -> None:
-        """Leave a step out, or end the run, as `optimizer.not_finite` says."""
+        """Skip a step or end the run, according to `optimizer.not_finite`."""
         config, self._skipped_in_a_row = self.job.config.optimizer, self._skipped_in_a_row + 1
         what = f"step {step}: the gradient norm is {grad_norm}; samples {self.progress.samples} and following"
         if config.not_finite == "skip" and self._skipped_in_a_row <= config.max_skipped:
@@ -138,8 +138,8 @@ class Loop:
             'optimizer.not_finite = "skip", or go on from an earlier step with resume.from = URL@STEP'
         )
 
-    def _measure(self, done: Step, step: int, started: float) -> int:
-        """Count the step, tell of it where it is due; returns the largest stop code of all ranks."""
+    def _measure(self, done: StepResult, step: int, started: float) -> StopCode:
+        """Count the step, and log it if due; returns the largest stop code of all ranks."""
         job = self.job
         is_logged = step % job.config.log.every == 0 or step == job.config.train.steps
         with job.phases("metrics", step):
@@ -147,8 +147,8 @@ class Loop:
                 self.loss = float(job.parallelized.reduce_loss(done.local_loss)) / done.valid_tokens
             self.meter.add_step(time.perf_counter() - started)
             if self.loss is None or not is_logged:
-                return int(job.agreement.largest([job.stop.code])[0])
-            return self.meter.tell(done, self.progress, self.loss)
+                return StopCode(int(job.control.all_reduce_max([job.stop.code])[0]))
+            return self.meter.write(done, self.progress, self.loss)
 
     def _validate(self, step: int) -> None:
         job = self.job
@@ -157,15 +157,17 @@ class Loop:
         with job.phases("validation", step):
             total = torch.zeros((), device=self._device)
             for microbatch in batch.microbatches:
-                tokens_BL, labels_BL, documents_BL = self._on_device(microbatch)
-                total += job.parallelized.forward_loss(tokens_BL, labels_BL, documents_BS=documents_BL)
+                on_device = microbatch.to(self._device)
+                total += job.parallelized.forward_loss(
+                    on_device.tokens_BL, on_device.labels_BL, documents_BS=on_device.documents_BL
+                )
             loss = float(job.parallelized.reduce_loss(total)) / batch.valid_tokens
         seconds = time.perf_counter() - started
         log.info("step %d  validation loss %.4f over %d tokens (%.1f s)", step, loss, batch.valid_tokens, seconds)
-        job.metrics.event("validation", step=step, loss=loss, tokens=batch.valid_tokens, seconds=seconds)
+        job.metrics.event(Event.VALIDATION, step=step, loss=loss, tokens=batch.valid_tokens, seconds=seconds)
 
     def _save(self) -> None:
-        """Start a save of this step; returns when the tensors may change again."""
+        """Start saving this step; returns as soon as the tensors may change again."""
         job, config, progress = self.job, self.job.config, self.progress
         assert job.saver is not None
         lr = learning_rate(config.optimizer, progress.step, config.train.steps)
@@ -177,14 +179,14 @@ class Loop:
         self.saved_step = progress.step
         self.meter.add_stall(pending.stall_s)
         log.info("step %d: saving; training went on after %.2f s", progress.step, pending.stall_s)
-        job.metrics.event("save", step=progress.step, stall_s=pending.stall_s)
+        job.metrics.event(Event.SAVE, step=progress.step, stall_s=pending.stall_s)
         self._side.submit(job.upload_logs)
 
-    def _finish(self, stop: int) -> Outcome:
-        """The last checkpoint, committed; then say how it ended."""
+    def _finish(self, stop: StopCode) -> Outcome:
+        """Commit the last checkpoint; record how training ended."""
         job, committed = self.job, None
-        reason = REASONS.get(stop, "completed")
-        if stop == SIGNAL:
+        reason = END_REASONS[stop]
+        if stop == StopCode.SIGNAL:
             log.warning(
                 "%s received: saving a last checkpoint at step %d",
                 job.stop.name or "a signal on another rank",
@@ -198,9 +200,9 @@ class Loop:
         self._side.shutdown()
         outcome = Outcome(
             reason=reason, step=self.progress.step, committed_step=committed, loss=self.loss,
-            is_of_another=stop == SIGNAL and not job.stop.name,
+            is_from_other_rank=stop == StopCode.SIGNAL and not job.stop.name,
         )  # fmt: skip
-        job.metrics.event("end", reason=reason, step=outcome.step, committed_step=committed, loss=self.loss)
+        job.metrics.event(Event.END, reason=reason, step=outcome.step, committed_step=committed, loss=self.loss)
         log.info(
             "%s at step %d; %s",
             reason,
@@ -210,9 +212,9 @@ class Loop:
         return outcome
 
     def _tighten_timeouts(self) -> None:
-        """Compilation and warm-up are over: from now on a collective that takes long is a fault."""
+        """Switch to `step_timeout_s`: after compilation and warm-up, a slow collective is a fault."""
         limits, parallelized = self.job.config.train, self.job.parallelized
-        self.job.agreement.limit(limits.step_timeout_s)
+        self.job.control.set_timeout(limits.step_timeout_s)
         if dist.get_world_size() == 1 or limits.step_timeout_s == limits.init_timeout_s:
             return
         ranks = parallelized.ranks

@@ -1,4 +1,4 @@
-"""What a checkpoint of a training run holds beside tensors, and how a run goes on from one."""
+"""The training state in a checkpoint beside its tensors, and how a run resumes from it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from titan_ckpt.errors import ConfigError, DataError, LoadContractError, NotComm
 from titan_ckpt.loading.load import LoadPolicy, LoadReport, load
 from titan_ckpt.saving.second_tier import open_nearest
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.sharding.pipeline import PipelineSpec, PipelineStyle
+from titan_ckpt.sharding.pipeline import PipelineSpec
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import ResumeConfig
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.lora import adapters_of, is_adapter
-from titan_ckpt.trainer.parallel.config import V_SHAPED, ParallelConfig, num_stages
+from titan_ckpt.trainer.parallel.config import ParallelConfig, num_stages, pipeline_style
 from titan_ckpt.trainer.parallel.optimizer import Optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
-from titan_ckpt.trainer.run.stop_signals import Agreement
+from titan_ckpt.trainer.run.control_group import ControlGroup
 
 log = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
-TORCHTITAN = "tok_embeddings.weight"  # the name by which its checkpoints are known, whoever wrote the files
+TORCHTITAN = "tok_embeddings.weight"  # identifies checkpoints with torchtitan's names, whoever wrote the files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a run has come: finished optimizer steps, samples and tokens consumed. The same on every rank and mesh.
+class TrainingProgress:
+    """Optimizer steps finished, samples and tokens consumed; the same on every rank and mesh.
 
-    `skipped` of the steps made no update, since their gradient was not finite.
+    `skipped` counts the steps without an update, whose gradient was not finite.
     """
 
     step: int = 0
@@ -42,9 +42,9 @@ class Progress:
     tokens: int = 0
     skipped: int = 0
 
-    def after(self, *, samples: int, tokens: int, is_skipped: bool = False) -> Progress:
-        """One step further."""
-        return Progress(
+    def after(self, *, samples: int, tokens: int, is_skipped: bool = False) -> TrainingProgress:
+        """The progress after one more step."""
+        return TrainingProgress(
             step=self.step + 1,
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
@@ -54,9 +54,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a run starts from: `checkpoint` None means from scratch. `is_own`: of this run, not of another one's.
+    """What a run starts from; `checkpoint` None means from scratch. `is_own`: the checkpoint is of this run.
 
-    `model_only`: its weights alone, because nothing else was asked for or it has nothing else.
+    `model_only`: load weights only, because of the config or because the checkpoint has nothing else.
     """
 
     checkpoint: Checkpoint | None = None
@@ -64,8 +64,8 @@ class Start:
     model_only: bool = False
 
 
-def training_record(progress: Progress, *, fingerprint: str, seed: int, lr: float) -> dict[str, Any]:
-    """The global part of the state, as the manifest carries it."""
+def training_record(progress: TrainingProgress, *, fingerprint: str, seed: int, lr: float) -> dict[str, Any]:
+    """The mesh-independent training state, as recorded in the manifest."""
     return {
         "step": progress.step,
         "tokens_seen": progress.tokens,
@@ -77,65 +77,65 @@ def training_record(progress: Progress, *, fingerprint: str, seed: int, lr: floa
 
 
 def pipeline_record(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> dict[str, Any]:
-    """How layers are dealt to stages, for offline resharding; recorded without pipeline parallelism too."""
+    """The assignment of layers to stages, for offline resharding; recorded even without pipeline parallelism."""
     pp = mesh.degree("pp")
     return PipelineSpec(
         num_layers=model.n_layers,
         stages_per_rank=num_stages(parallel, mesh) // pp if pp > 1 else 1,
-        style=PipelineStyle.V if pp > 1 and parallel.pp_schedule in V_SHAPED else PipelineStyle.LOOP,
+        style=pipeline_style(parallel, mesh),
         layers_per_stage=parallel.pp_layers_per_stage or None,
         has_tied_embeddings=model.tied_embeddings,
     ).to_dict()
 
 
 def live_state(parallelized: Parallelized, optimizer: Optimizer | None) -> dict[str, Any]:
-    """The tensors of this rank, live: saving copies them, loading writes into them. Of a model with adapters, those alone."""
+    """This rank's live tensors, which saving copies and loading fills; for a model with adapters, only the adapters."""
     weights = parallelized.model_state()
     state: dict[str, Any] = {"model": {name: weights[name] for name in adapters_of(weights) or weights}}
     return state if optimizer is None else state | {"optimizer": optimizer.state()}
 
 
-def find_start(resume: ResumeConfig, tiers: Sequence[str], agreement: Agreement, model: ModelConfig) -> Start:
-    """The checkpoint to go on from, the same on every rank: rank 0 looks, the others open what it found.
+def find_start(resume: ResumeConfig, tiers: Sequence[str], control: ControlGroup, model: ModelConfig) -> Start:
+    """The checkpoint to start from, the same on every rank: rank 0 searches, the others open its choice.
 
-    Where the run has two tiers every rank looks, since the near one may be a disk of its own machine.
+    With two tiers every rank searches, since the nearest may be a local disk.
     """
     if resume.auto and len(tiers) > 1:
-        nearest = _nearest(tiers, agreement)
+        nearest = _nearest(tiers, control)
         if nearest is not None and nearest.manifest.kind == CheckpointKind.FULL:
             return Start(checkpoint=nearest, is_own=True)
         tiers = ()
-    answer = agreement.from_rank_0(_look(resume, tiers[0] if tiers else ""))
+    answer = control.broadcast(_search(resume, tiers[0] if tiers else ""))
     if isinstance(answer, TitanError):
         raise answer
     if answer is None:
         return Start()
-    url, step, is_own = answer
-    checkpoint = open_for(model, url, step=step)
+    checkpoint = open_for(model, answer.url, step=answer.step)
     has_all = checkpoint.manifest.kind == CheckpointKind.FULL
-    return Start(checkpoint=checkpoint, is_own=is_own, model_only=not is_own and (resume.model_only or not has_all))
+    model_only = not answer.is_own and (resume.model_only or not has_all)
+    return Start(checkpoint=checkpoint, is_own=answer.is_own, model_only=model_only)
 
 
 def open_for(model: ModelConfig, url: str, *, step: int | None = None) -> Checkpoint:
-    """A checkpoint to start from, under our names: torchtitan's gets them by its rules for the family of `model`."""
+    """Open a checkpoint under our names; torchtitan's names are mapped by the rules for the family of `model`."""
     checkpoint = open_checkpoint(url, step=step)
     if checkpoint.manifest.kind != CheckpointKind.FOREIGN and TORCHTITAN not in checkpoint.manifest.by_fqn:
         return checkpoint
     return foreign_formats.registered().name_torchtitan(checkpoint, as_dict(model))
 
 
-def _nearest(tiers: Sequence[str], agreement: Agreement) -> Checkpoint | None:
-    """The newest checkpoint that all ranks see in one tier; None only where no rank sees any and every tier answered."""
+def _nearest(tiers: Sequence[str], control: ControlGroup) -> Checkpoint | None:
+    """The newest checkpoint that all ranks see in one tier; None only if no rank sees any and every tier answered."""
     try:
-        return open_nearest(tiers, all_steps=agreement.everywhere)
+        return open_nearest(tiers, all_steps=control.all_gather)
     except NotCommittedError:
-        if agreement.largest([float(any(map(_is_not_empty, tiers)))])[0]:
+        if control.all_reduce_max([float(any(map(_is_not_empty, tiers)))])[0]:
             raise
         return None
 
 
 def _is_not_empty(url: str) -> bool:
-    """Whether a tier has a checkpoint, or cannot say that it has none."""
+    """Whether a tier has a checkpoint; also True if it cannot be read."""
     try:
         open_checkpoint(url)
     except NotCommittedError:
@@ -145,18 +145,25 @@ def _is_not_empty(url: str) -> bool:
     return True
 
 
-def _look(resume: ResumeConfig, save_url: str) -> tuple[str, int, bool] | TitanError | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    url: str
+    step: int
+    is_own: bool
+
+
+def _search(resume: ResumeConfig, save_url: str) -> _Found | TitanError | None:
     try:
         if resume.auto and save_url:
             try:
                 found = open_checkpoint(save_url)
                 if found.manifest.kind == CheckpointKind.FULL:
-                    return save_url, found.step, True
+                    return _Found(url=save_url, step=found.step, is_own=True)
             except NotCommittedError:
                 pass
         if resume.from_:
             found = open_checkpoint(resume.from_)
-            return found.url, found.step, False
+            return _Found(url=found.url, step=found.step, is_own=False)
     except TitanError as error:
         return error
     return None
@@ -167,27 +174,27 @@ def restore(
     parallelized: Parallelized,
     optimizer: Optimizer,
     *,
-    agreement: Agreement,
+    control: ControlGroup,
     fingerprint: str,
     other_data: bool,
-) -> Progress:
-    """Load what `start` names into the live tensors; the progress to go on from."""
+) -> TrainingProgress:
+    """Load the checkpoint of `start` into the live tensors; returns the progress to continue from."""
     checkpoint = start.checkpoint
     if checkpoint is None:
-        return Progress()
+        return TrainingProgress()
     check_model(checkpoint, parallelized.model)
     state = live_state(parallelized, None if start.model_only else optimizer)
     if start.model_only:
-        check_all_taken(checkpoint, _load_weights(checkpoint, state), tuple(state), agreement)
-        return Progress()
+        check_all_taken(checkpoint, _load_weights(checkpoint, state), tuple(state), control)
+        return TrainingProgress()
     training = checkpoint.manifest.training
     if "data" in training:
         check_data(checkpoint, fingerprint, other_data=other_data)
     else:
         log.warning("%s has no position in these data; they are read from the first sample on", checkpoint)
     report = load(checkpoint, state, policy=LoadPolicy(extra="allow"))
-    check_all_taken(checkpoint, report, tuple(state), agreement)
-    return Progress(
+    check_all_taken(checkpoint, report, tuple(state), control)
+    return TrainingProgress(
         step=int(training["step"]),
         samples=int(training["data"]["position"]) if "data" in training else 0,
         tokens=int(training["tokens_seen"]),
@@ -196,7 +203,7 @@ def restore(
 
 
 def _load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:
-    """Load a model that another run or tool wrote, whose weights may be narrower than ours."""
+    """Load another run's or tool's weights, whose dtypes may be narrower than ours."""
     report = load(checkpoint, state, policy=LoadPolicy(extra="allow", cast="allow"))
     for cast in sorted(set(report.cast.values())):
         log.info("%s: weights are cast: %s, which holds every value", checkpoint, cast)
@@ -204,7 +211,7 @@ def _load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:
 
 
 def load_base(checkpoint: Checkpoint, parallelized: Parallelized) -> None:
-    """Load the weights that adapters stand beside."""
+    """Load the frozen weights that the adapters modify."""
     check_model(checkpoint, parallelized.model)
     weights = parallelized.model_state()
     base = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
@@ -215,7 +222,7 @@ def load_base(checkpoint: Checkpoint, parallelized: Parallelized) -> None:
 
 
 def open_base(url: str, start: Start, model: ModelConfig) -> Checkpoint:
-    """The model that a run with adapters starts from; a warning where the run has started from another one."""
+    """The base model of a run with adapters; warns if the adapters were trained on another one."""
     if start.checkpoint is not None and not start.is_own:
         return start.checkpoint
     base = open_for(model, url)
@@ -225,11 +232,11 @@ def open_base(url: str, start: Start, model: ModelConfig) -> Checkpoint:
     return base
 
 
-def check_all_taken(checkpoint: Checkpoint, report: LoadReport, parts: Sequence[str], agreement: Agreement) -> None:
-    """Refuse a checkpoint of whose `parts` no rank loads something. One rank may leave names out, which other stages have."""
+def check_all_taken(checkpoint: Checkpoint, report: LoadReport, parts: Sequence[str], control: ControlGroup) -> None:
+    """Refuse a checkpoint with tensors in `parts` that no rank has loaded. A single rank loads only its own stages."""
     loaded = set(report.loaded)
     names = [fqn for fqn in checkpoint.manifest.by_fqn if fqn.partition(".")[0] in parts]
-    taken = agreement.largest([float(fqn in loaded) for fqn in names])
+    taken = control.all_reduce_max([float(fqn in loaded) for fqn in names])
     left = [fqn for fqn, is_taken in zip(names, taken, strict=True) if not is_taken]
     if left:
         more = f" and {len(left) - 5} more" if len(left) > 5 else ""
@@ -237,9 +244,9 @@ def check_all_taken(checkpoint: Checkpoint, report: LoadReport, parts: Sequence[
 
 
 def kept_assets(start: Start, tokenizer: bytes) -> dict[str, bytes]:
-    """The small files to save along: those of the start, so that an imported model goes back with its config and chat template.
+    """The assets to save with every checkpoint: those of the start, so that an imported model keeps its config and chat template.
 
-    Where the run reads text with another tokenizer than the start's, only the start's config.json is kept.
+    If the run's tokenizer differs from the start's, only the start's config.json is kept.
     """
     assets: dict[str, bytes] = {}
     if start.checkpoint is not None:
@@ -250,7 +257,7 @@ def kept_assets(start: Start, tokenizer: bytes) -> dict[str, bytes]:
 
 
 def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
-    """Refuse a checkpoint of another architecture; shapes alone would not show another rope_theta or norm_eps."""
+    """Refuse a checkpoint of another model config; shapes alone would miss a different rope_theta or norm_eps."""
     saved = checkpoint.manifest.config.get("model")
     if not isinstance(saved, Mapping):
         log.warning("%s does not say which model it is of; only names and shapes are compared", checkpoint)
@@ -266,7 +273,7 @@ def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
 
 
 def _spelled_out(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A `[model]` in which equal models are equal: nothing that is None, and the head size a number even where it follows."""
+    """A normal form of `[model]`, for comparison: without None, and with head_dim spelled out."""
     values: dict[str, Any] = {}
     for key, value in model.items():
         if value is not None:
@@ -277,7 +284,7 @@ def _spelled_out(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_data(checkpoint: Checkpoint, fingerprint: str, *, other_data: bool) -> None:
-    """Refuse to go on over another corpus, order or sequence length: the position would mean something else."""
+    """Refuse another corpus, order or sequence length, in which the position would mean something else."""
     saved = checkpoint.manifest.training.get("data", {}).get("fingerprint")
     if saved == fingerprint:
         return
@@ -293,7 +300,7 @@ def check_data(checkpoint: Checkpoint, fingerprint: str, *, other_data: bool) ->
 
 
 def changed_settings(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[str]:
-    """What [optimizer] and [train] say otherwise than when the checkpoint was saved, as `table.key: before -> now`."""
+    """Settings of [optimizer] and [train] that differ from the checkpoint's, as `table.key: before -> now`."""
     changes = []
     for table in ("optimizer", "train"):
         before, now = checkpoint.manifest.config.get(table), config[table]
@@ -303,7 +310,7 @@ def changed_settings(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[
     return changes
 
 
-def describe_start(start: Start, progress: Progress) -> str:
+def describe_start(start: Start, progress: TrainingProgress) -> str:
     """One line for the log."""
     if start.checkpoint is None:
         return "starting from scratch"

@@ -1,7 +1,7 @@
-"""SIGTERM and SIGINT ask for a last checkpoint; all ranks stop after the same step.
+"""SIGTERM and SIGINT request a last checkpoint; all ranks stop after the same step.
 
-A signal only sets a flag. At the end of every step the ranks exchange their flags (and a few other numbers of which the largest
-counts) in one small reduction on the CPU, so that nobody stops alone. What comes after has `grace_s`; a timer sees to it.
+A signal only sets a flag. At the end of every step one small reduction on the CPU finds the largest stop code of all ranks, so
+that no rank stops alone. The last save then has `grace_s`, enforced by a timer.
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
+from enum import IntEnum
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
-
-T = TypeVar("T")
-NOTHING, TIME_LIMIT, SIGNAL = 0, 1, 2
-REASONS = {TIME_LIMIT: "time limit", SIGNAL: "signal"}
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 
 
-class StopRequest:
-    """Whether this rank wants to stop, and why. A context manager that holds the signal handlers.
+class StopCode(IntEnum):
+    """Why a rank wants to stop; the largest code of all ranks counts."""
 
-    `on_late` is called from a thread, with what ran out, when the rank is still inside `grace_s` after it was asked to stop.
+    NONE = 0
+    TIME_LIMIT = 1
+    SIGNAL = 2
+
+
+class StopRequest:
+    """Whether this rank wants to stop, and why. A context manager that installs and restores the signal handlers.
+
+    If the context is still open `grace_s` after the request, a timer thread calls `on_late` with the limits that ran out.
     """
 
     def __init__(
@@ -53,21 +54,22 @@ class StopRequest:
             signal.signal(signum, handler)
 
     def request(self, signum: int) -> None:
-        """Stop after this step; also called by the recorder's thread while Python itself is stuck."""
+        """Ask to stop after this step. The recorder's thread calls it too, for a main thread that cannot run signal handlers."""
         if not self._signum:
             self._signum = signum
             self._limit(self._grace_s, signal.Signals(signum).name)
 
     @property
-    def code(self) -> int:
-        """NOTHING, TIME_LIMIT or SIGNAL; the larger one counts."""
+    def code(self) -> StopCode:
+        """This rank's stop code; a signal outranks the time limit."""
         if self._signum:
-            return SIGNAL
-        return TIME_LIMIT if self._deadline is not None and time.monotonic() > self._deadline else NOTHING
+            return StopCode.SIGNAL
+        is_over = self._deadline is not None and time.monotonic() > self._deadline
+        return StopCode.TIME_LIMIT if is_over else StopCode.NONE
 
     @property
     def name(self) -> str:
-        """The signal's name; empty when there was none on this rank."""
+        """The signal's name; empty if this rank received none."""
         return signal.Signals(self._signum).name if self._signum else ""
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
@@ -79,54 +81,3 @@ class StopRequest:
             timer.daemon = True
             timer.start()
             self._timers.append(timer)
-
-
-class Agreement:
-    """The largest of each number over all ranks, on a gloo group of its own; collective from its construction on."""
-
-    def __init__(self, *, timeout_s: float) -> None:
-        self._group: dist.ProcessGroup | None = None
-        self._timeout_s = timeout_s
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-
-    def limit(self, seconds: float | None) -> None:
-        """How long a rank waits for the others from now on; None: as long as at first."""
-        if self._group is not None:
-            _set_pg_timeout(timedelta(seconds=self._timeout_s if seconds is None else seconds), self._group)
-
-    def largest(self, numbers: Sequence[float]) -> list[float]:
-        """Element-wise maximum over all ranks."""
-        values = torch.tensor(numbers, dtype=torch.float64)
-        if self._group is not None:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
-        result: list[float] = values.tolist()
-        return result
-
-    def gathered(self, value: T) -> list[T]:
-        """Every rank's value on rank 0, nothing elsewhere."""
-        if self._group is None:
-            return [value]
-        values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(value, values, dst=0, group=self._group)
-        return values or []
-
-    def everywhere(self, value: T) -> list[T]:
-        """Every rank's value on every rank, in order of rank."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    def from_rank_0(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
-        values = [value]
-        if self._group is not None:
-            dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
-
-    def wait(self) -> None:
-        """Wait until all ranks are here."""
-        if self._group is not None:
-            dist.barrier(group=self._group)

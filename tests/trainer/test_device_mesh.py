@@ -1,5 +1,4 @@
-"""Gloo groups of one thread: every group of a mesh, whatever interface it is on, and only while they are asked for; how long
-ranks wait for each other in the group of the trainer's own numbers."""
+"""Gloo groups of one thread on every group of a mesh, and the timeouts of the trainer's control group."""
 
 from __future__ import annotations
 
@@ -14,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.trainer.device_mesh import init_rank_mesh, pipeline_ends
-from titan_ckpt.trainer.gloo import INTERFACES, one_thread_groups
-from titan_ckpt.trainer.run.stop_signals import Agreement
+from titan_ckpt.trainer.device_mesh import INTERFACES, init_rank_mesh, one_thread_groups, pipeline_ends
+from titan_ckpt.trainer.run.control_group import ControlGroup
 from tools.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -48,7 +46,7 @@ def test_every_group_of_a_mesh_has_one_thread(mesh: str, interface: str) -> None
             assert set(threads.values()) == {1}, threads
 
 
-def test_the_timeout_is_kept_and_groups_made_later_are_torchs_own(tmp_path: Path) -> None:
+def test_timeout_is_kept_and_later_groups_are_torchs_own(tmp_path: Path) -> None:
     def start(name: str) -> None:
         timeout = timedelta(seconds=77)
         dist.init_process_group("gloo", init_method=f"file://{tmp_path / name}", rank=0, world_size=1, timeout=timeout)
@@ -70,28 +68,28 @@ def test_the_timeout_is_kept_and_groups_made_later_are_torchs_own(tmp_path: Path
 
 
 def impatience(rank: int) -> float:
-    """Seconds after which rank 0 no longer waits for rank 1, which is there but does not come."""
-    agreement = Agreement(timeout_s=600.0)
-    agreement.limit(1.0)
-    assert agreement.largest([float(rank)]) == [1.0]
+    """Seconds until rank 0 gives up on rank 1, which is alive but never joins the reduction."""
+    control = ControlGroup(timeout_s=600.0)
+    control.set_timeout(1.0)
+    assert control.all_reduce_max([float(rank)]) == [1.0]
     started = time.monotonic()
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"(?i)time"):
-            agreement.largest([0.0])
+            control.all_reduce_max([0.0])
     return time.monotonic() - started
 
 
 def patience(rank: int) -> list[float]:
-    """What the ranks agree on when rank 1 comes later than a limit that is over."""
-    agreement = Agreement(timeout_s=600.0)
-    agreement.limit(1.0)
-    agreement.limit(None)
+    """The maximum over the ranks, where rank 1 joins after a limit that was lifted again."""
+    control = ControlGroup(timeout_s=600.0)
+    control.set_timeout(1.0)
+    control.set_timeout(None)
     if rank == 1:
         time.sleep(3.0)
-    return agreement.largest([float(rank)])
+    return control.all_reduce_max([float(rank)])
 
 
-def test_ranks_wait_for_each_others_numbers_as_long_as_they_are_told() -> None:
+def test_the_control_group_waits_as_long_as_its_timeout() -> None:
     with RankPool(2) as pool:
         assert pool.run(patience) == [[1.0], [1.0]]
         assert pool.run(impatience)[0] < 6.0

@@ -1,0 +1,121 @@
+"""This process as one rank of a job: its identity, device, torch.distributed, and the recorder of hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titan_ckpt.debug.record.recorder import Recorder, environment
+from titan_ckpt.errors import ConfigError, TitanError
+from titan_ckpt.format.names import DEBUG
+from titan_ckpt.location import join
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.trainer.config.train_config import TrainConfig
+from titan_ckpt.trainer.device_mesh import BACKENDS, one_thread_groups
+from titan_ckpt.trainer.report.logs import RunFolder
+from titan_ckpt.trainer.run.stop_signals import StopRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProcess:
+    """Which of the job's processes this one is."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @staticmethod
+    def from_environment() -> RankProcess:
+        """Read the variables that torchrun and our launcher set; a single rank if they are unset."""
+        rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        return RankProcess(rank=int(rank), local_rank=int(local_rank), world_size=int(world_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """What is fixed for this rank before anything is built."""
+
+    config: TrainConfig
+    process: RankProcess
+    mesh: MeshSpec
+    device: torch.device
+    folder: RunFolder
+
+    @property
+    def rank(self) -> int:
+        """The global rank."""
+        return self.process.rank
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device of this rank; `auto` takes an accelerator if there is one."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError('train.device = "cuda", but torch sees no accelerator here; use "auto" or "cpu"')
+    if name == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def process_group(context: RankContext) -> Iterator[None]:
+    """Initialise torch.distributed, and destroy it on exit. A single rank's group is made later, with its mesh."""
+    timeout = timedelta(seconds=context.config.train.init_timeout_s)
+    os.environ.update({name: value for name, value in environment().items() if name not in os.environ})
+    if context.process.world_size > 1:
+        _join(context.process, BACKENDS[context.device.type], timeout)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _join(process: RankProcess, backend: str, timeout: timedelta) -> None:
+    try:
+        with one_thread_groups():
+            dist.init_process_group(backend, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        where = (
+            f"{os.environ.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{os.environ.get('MASTER_PORT', '(no MASTER_PORT)')}"
+        )
+        raise TitanError(
+            f"cannot meet the other {process.world_size - 1} ranks at {where}: {str(error).splitlines()[0]}. "
+            "Give torchrun a free --master-port that all machines reach, or start without RANK and WORLD_SIZE in the environment"
+        ) from error
+
+
+def start_recorder(context: RankContext, stop: StopRequest) -> Recorder | None:
+    """Start the recorder of hangs, in a folder named after this attempt; None if it is switched off."""
+    config, process, folder = context.config, context.process, context.folder
+    if not config.debug.recorder:
+        return None
+    incident = _incident_name(process)
+    upload = None
+    if config.save.url and not folder.is_at(config.save.url):
+        upload = join(config.save.url, DEBUG, incident)
+    return Recorder.start(
+        os.path.join(folder.debug, incident), rank=process.rank, world_size=process.world_size,
+        coordinates=context.mesh.coordinate(process.rank), stall_s=config.debug.stall_s, on_signal=stop.request, upload=upload,
+    )  # fmt: skip
+
+
+def _incident_name(process: RankProcess) -> str:
+    """The UTC start time of this attempt, the same on every rank, so that names sort by time."""
+    name = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    if process.world_size == 1:
+        return name
+    store = dist.distributed_c10d._get_default_store()
+    if process.rank == 0:
+        store.set("titan-ckpt/incident", name)
+    return store.get("titan-ckpt/incident").decode()
