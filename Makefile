@@ -5,15 +5,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+QUICK := not dist and not s3 and not hf and not e2e
 
 # A rank is one process: more math threads than that only make ranks wait for each other.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist reshard-matrix fuzz faults faults-debug soak bench demo docs wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz faults faults-debug soak bench demo docs wheel clean
 
-help: ## say what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch goes first and by its exact version, so that no other package brings another build of it.
 $(READY): pyproject.toml constraints.txt setup.py debug/record/_ring.c
@@ -42,6 +43,18 @@ test: $(READY) ## all tests, real processes and a real S3 server included (ARGS=
 
 test-dist: $(READY) ## only the tests that start several processes or a server
 	$(BIN)/python -m pytest -m "dist or s3 or e2e" $(ARGS)
+
+coverage: $(READY) ## the quick tests under coverage.py; fails below the floor in pyproject.toml
+	$(BIN)/python -m pytest -m "$(QUICK)" --cov --cov-report=term $(ARGS)
+
+mutants: $(READY) ## put small faults into the code and count those that no test notices (ARGS="--count 40 --seed 1")
+	$(BIN)/python -m tools.mutants $(ARGS)
+
+matrix: ## install and test on every Python here and each torch (ARGS="--laptop" or "--json FILE"; minutes each)
+	$(PYTHON) -m tools.matrix $(ARGS)
+
+release: $(READY) ## check, build and try out a release; publishes nothing (ARGS="--no-tests" for a first look)
+	$(BIN)/python -m tools.release $(ARGS)
 
 reshard-matrix: $(READY) ## train on each of 11 meshes, reshard to each, resume: bit-equal losses (minutes)
 	$(BIN)/python -m benchmarks.resharding.reshard_matrix
@@ -75,4 +88,4 @@ wheel: $(READY) ## build dist/*.whl and the source archive
 	$(BIN)/python -m build --quiet --outdir dist
 
 clean: ## remove what make made, the environment excepted
-	rm -rf build dist .demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .demo .matrix .mutants .release .coverage *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

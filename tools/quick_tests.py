@@ -47,10 +47,10 @@ def _walk(folder: Path, root: Path) -> Iterator[Path]:
             yield path.relative_to(root)
 
 
-def copy_sources(root: Path, target: Path) -> None:
-    """Copy the project's files and its compiled ring to `target`, which is replaced."""
+def copy_sources(root: Path, target: Path, *, compiled: bool = True) -> None:
+    """Copy the project's files, and its compiled ring unless not `compiled`, to `target`, which is replaced."""
     shutil.rmtree(target, ignore_errors=True)
-    compiled = (path.relative_to(root) for path in root.glob("debug/record/*.so"))
-    for path in [*source_files(root), *compiled]:
+    rings = [path.relative_to(root) for path in root.glob("debug/record/*.so")] if compiled else []
+    for path in [*source_files(root), *rings]:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / path, target / path, follow_symlinks=False)

@@ -1,0 +1,1 @@
+"""Check, build and try out a release; nothing is published."""
