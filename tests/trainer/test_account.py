@@ -1,4 +1,4 @@
-"""What is told about a run afterwards: goodput across restarts, the trace, the plot, pre-tokenised data by command."""
+"""Reports of a finished run: goodput across restarts, trace, plot; and pre-tokenising by command."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _step(step: int, time_s: float, **fields: Any) -> MetricsRecord:
 
 
 def _interrupted() -> list[MetricsRecord]:
-    """Steps 1 to 4, a save at 2, dead after 4; 10 s later on from 2 to 5."""
+    """Steps 1 to 4 with a save at 2; a crash after 4; 10 s later, resumed from 2 to 5."""
     return [
         {"event": "start", "launched_s": 100.0, "time_s": 103.0, "step": 0},
         _step(1, 104.0),
@@ -60,7 +60,7 @@ def test_goodput_books_every_second_of_an_interrupted_run_once() -> None:
     assert "2 recomputed steps 2.0 s" in account.text()
 
 
-def test_a_run_that_was_never_interrupted_loses_nothing_to_restarts() -> None:
+def test_uninterrupted_run_has_no_restart_losses() -> None:
     account = goodput(_interrupted()[:6])
     assert (account.attempts, account.recomputed_s, account.downtime_s) == (1, 0.0, 0.0)
 
@@ -80,7 +80,7 @@ def test_phases_add_up_and_only_chosen_steps_are_traced() -> None:
     assert [(span.name, span.step) for span in phases.spans] == [("inner", 2), ("data", 2)]
 
 
-def test_a_phase_of_another_thread_is_traced_but_is_not_where_the_rank_stands() -> None:
+def test_other_threads_phases_are_traced_but_not_recorded() -> None:
     told: list[str] = []
 
     class Told:
@@ -141,7 +141,7 @@ def test_plot_of_what_is_no_run_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert "that `titan-ckpt train` wrote" in capsys.readouterr().err
 
 
-def test_a_picture_that_is_no_svg_is_refused_instead_of_written_under_a_wrong_name(
+def test_output_that_is_not_named_svg_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plot", str(tmp_path), "-o", str(tmp_path / "run.png")]) == 2
@@ -149,7 +149,7 @@ def test_a_picture_that_is_no_svg_is_refused_instead_of_written_under_a_wrong_na
     assert not (tmp_path / "run.png").exists()
 
 
-def test_pretokenise_writes_a_corpus_that_trains_to_the_same_order_as_its_text(
+def test_pretokenised_corpus_has_the_sample_order_of_its_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')

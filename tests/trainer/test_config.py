@@ -1,4 +1,4 @@
-"""Configs: what a TOML file, its bases and `--set` make; what is refused, and in which words."""
+"""Configs: TOML files, their bases and `--set`; what is refused, with which message."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_base_is_merged_under_the_file_and_set_comes_last() -> None:
     assert origins == ["--set model.dim", TINY, DEBUG_CONFIG]
 
 
-def test_the_printed_config_is_toml_that_reads_back_as_the_same_config(tmp_path: Path) -> None:
+def test_printed_config_reads_back_as_the_same_config(tmp_path: Path) -> None:
     resolved = resolve(TrainConfig, TINY, ["mesh.tp=2", 'resume.from="a b"'])
     again = resolve(TrainConfig, _write(tmp_path, "printed.toml", render(resolved)))
     assert again.config == resolved.config
@@ -70,7 +70,7 @@ def test_the_printed_config_is_toml_that_reads_back_as_the_same_config(tmp_path:
     assert "# default" in render(resolved)
 
 
-def test_the_recorded_config_is_json_and_uses_the_names_of_the_toml_file() -> None:
+def test_recorded_config_is_json_with_the_toml_keys() -> None:
     record = json.loads(json.dumps(as_dict(_tiny("resume.from=x"))))
     assert record["resume"]["from"] == "x"
     assert "sliding_window" not in record["model"]
@@ -145,7 +145,7 @@ def test_a_set_value_is_toml_and_a_bare_url_needs_no_quotes() -> None:
     assert parse_set("save.url=s3://b/r") == ("save.url", "s3://b/r")
 
 
-def test_the_mesh_decides_the_world_size_unless_dp_shard_takes_the_rest() -> None:
+def test_mesh_fixes_the_world_size_unless_dp_shard_is_open() -> None:
     assert fixed_world_size(_tiny()) is None
     assert fixed_world_size(_tiny("mesh.dp_shard=2", "mesh.tp=2")) == 4
 

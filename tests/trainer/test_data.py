@@ -1,4 +1,4 @@
-"""Data: what files become, and that the order of samples depends on seed and position alone."""
+"""Data: documents from files, and an order of samples that depends on seed and position only."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_file_a_folder_a_glob_and_a_memory_url_are_listed(tmp_path: Path) -> N
     assert _documents(f"{tmp_path}/deep/c.txt") == [b"deep/c.txt"]
 
 
-def test_a_bad_jsonl_line_stops_with_its_file_and_number_or_is_skipped_and_counted(tmp_path: Path) -> None:
+def test_bad_jsonl_line_is_located_or_skipped_and_counted(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(_jsonl("fine") + b"{broken\n" + b'{"body": 1}\n' + _jsonl("also fine"))
     with pytest.raises(DataError, match=r"a.jsonl: line 2: not JSON .*data.bad_line"):
         _documents(f"{tmp_path}/a.jsonl")
@@ -126,7 +126,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
         check_vocabulary(ByteTokenizer(), 256)
 
 
-def test_a_tokenizer_file_that_is_none_or_has_no_separator_is_refused(tmp_path: Path) -> None:
+def test_unusable_tokenizer_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"not a tokenizer.json"):
         open_tokenizer(str(tmp_path))
@@ -168,7 +168,7 @@ def test_every_source_is_read_epoch_by_epoch_in_its_share(sizes: list[int], seed
             assert len(distinct) == number, "a sample came twice in an epoch"
 
 
-def test_another_seed_is_another_order_and_the_same_seed_the_same() -> None:
+def test_order_depends_on_the_seed_and_repeats_with_it() -> None:
     sources = (SourceSize(num_samples=1000),)
     first, again, other = (SampleOrder(sources, seed) for seed in (1, 1, 2))
     assert [first.at(p) for p in range(50)] == [again.at(p) for p in range(50)]
@@ -230,7 +230,7 @@ def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
     assert not held_out & trained
 
 
-def test_the_fingerprint_changes_with_the_text_and_not_with_its_place(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_text_not_on_location(tmp_path: Path) -> None:
     prints = []
     for name, text in (("a", "some text " * 9), ("b", "some text " * 9), ("c", "other text " * 9)):
         (tmp_path / name).mkdir()
@@ -250,7 +250,7 @@ def test_an_error_of_the_loader_thread_reaches_the_loop(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ tokenised data
 
 
-def test_a_pretokenised_corpus_is_read_from_memory_maps_and_by_ranges_alike(tmp_path: Path) -> None:
+def test_pretokenised_corpus_reads_alike_mapped_and_by_range(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     files = list_files(str(tmp_path / "a.txt"))
     header = pretokenise(files, ByteTokenizer(), DocumentReader(), str(tmp_path / "t"))
@@ -278,7 +278,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         open_dataset(config, ValidationConfig(), open_tokenizer(str(tmp_path)), seed=0, is_writer=True)
 
 
-def test_the_standard_library_is_a_corpus_of_megabytes_and_is_tokenised_once(tmp_path: Path) -> None:
+def test_standard_library_corpus_is_tokenised_once(tmp_path: Path) -> None:
     config = DataConfig(source="python-stdlib", cache=str(tmp_path))
     datasets = [
         open_dataset(config, ValidationConfig(), ByteTokenizer(), seed=0, is_writer=is_writer)

@@ -1,4 +1,4 @@
-"""A job over two elastic agents on loopback: one is killed, the job goes on without it, and takes it back when it returns."""
+"""A job over two elastic agents on loopback: one is killed, the job continues without it, and readmits it when it returns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RENDEZVOUS = "is_host=false,join_timeout=60,last_call_timeout=1,keep_alive_inter
 
 
 class Agents:
-    """Starts agents of one job, whose rendezvous stands in this process, and ends them."""
+    """Starts and stops the agents of one job; the rendezvous is in this process."""
 
     def __init__(self, folder: Path, *sets: str) -> None:
         self.folder = folder
@@ -97,7 +97,7 @@ def _records(run: Path) -> list[dict[str, Any]]:
 
 
 def _attempts(run: Path) -> list[tuple[int, list[int]]]:
-    """(ranks, steps made) of each time the job was formed."""
+    """(ranks, steps done) for each time the job was formed."""
     attempts: list[tuple[int, list[int]]] = []
     for record in _records(run):
         if record["event"] == "start":
@@ -120,7 +120,7 @@ def _losses(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.dist
-def test_a_job_loses_an_agent_goes_on_and_takes_it_back_with_every_sample_in_order(
+def test_job_survives_an_agents_loss_and_return_in_sample_order(
     tmp_path: Path, cache: str, agents: Agents
 ) -> None:
     run, alone = tmp_path / "run", ("--set", f"save.url={tmp_path}/alone", "--set", "save.every=0")
@@ -146,7 +146,7 @@ def test_a_job_loses_an_agent_goes_on_and_takes_it_back_with_every_sample_in_ord
 
 
 @pytest.mark.dist
-def test_a_node_that_is_asked_to_go_commits_and_the_others_go_on_without_it(tmp_path: Path, agents: Agents) -> None:
+def test_stopped_node_commits_and_the_others_continue(tmp_path: Path, agents: Agents) -> None:
     run = tmp_path / "run"
     staying, leaving = agents.start(), agents.start()
     agents.wait_for(_has_come_to(run, EVERY + 5, attempt=0), "training on two agents")
@@ -170,7 +170,7 @@ def _train(*sets: str, nproc: int) -> None:
 
 
 @pytest.mark.dist
-def test_a_run_over_a_mixture_goes_on_from_4_to_2_to_3_to_8_ranks_with_the_losses_of_one(
+def test_mixture_run_on_4_2_3_8_ranks_has_the_losses_of_one(
     tmp_path: Path, cache: str
 ) -> None:
     for name, words in (("a", 3000), ("b", 1200)):

@@ -1,4 +1,4 @@
-"""Estimates against what torchtitan publishes, and against what the arithmetic must be."""
+"""Estimates against torchtitan's published peaks, and against arithmetic."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_memory_is_within_ten_percent_of_torchtitans_tables(
     assert found.memory.total / GIB == pytest.approx(published_gib, rel=0.10)
 
 
-def test_adapters_are_not_estimated_as_if_the_whole_model_were_trained() -> None:
+def test_estimates_refuse_adapters() -> None:
     with pytest.raises(ConfigError, match="lora"):
         _estimate("tiny", 1, "lora.rank=8", "resume.from=base")
 
 
-def test_state_is_cut_by_every_axis_that_shards_and_not_by_replicas() -> None:
+def test_sharding_axes_divide_the_state_and_replicas_do_not() -> None:
     whole = _estimate("tiny", 1)
     assert whole.memory.parameters == 4 * whole.num_parameters
     assert _estimate("tiny", 4, "mesh.tp=2").memory.optimizer == whole.memory.optimizer / 4
@@ -87,7 +87,7 @@ def test_traffic_names_the_axes_that_are_used(sets: list[str], names: list[str])
     assert [traffic.name for traffic in _estimate("tiny", 8, *sets).traffic] == names
 
 
-def test_the_save_interval_grows_with_the_cost_and_with_the_time_between_failures() -> None:
+def test_save_interval_grows_with_save_cost_and_mtbf() -> None:
     assert best_interval_s(5.0, 86_400.0) == pytest.approx(926, abs=1)
     assert best_interval_s(20.0, 86_400.0) > best_interval_s(5.0, 86_400.0)
     assert best_interval_s(100.0, 10.0) == 10.0

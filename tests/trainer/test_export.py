@@ -1,4 +1,4 @@
-"""Hugging Face folders made behind training: whole, from committed checkpoints, and never a reason for training to fail."""
+"""Background exports to Hugging Face folders: complete, from committed checkpoints, and unable to make training fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole training runs: what they leave behind, how they go on, and how they end."""
+"""Whole training runs: the files they write, how they resume, how they end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads that spin while others want the core make small steps slow."""
+    """One thread: threads that spin on a shared core slow down small steps."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -76,7 +76,7 @@ def _losses(folder: Path) -> dict[int, float]:
 # ------------------------------------------------------------------------------------------------- one rank
 
 
-def test_a_run_lowers_the_loss_and_leaves_checkpoint_metrics_log_and_config(tmp_path: Path, cache: str) -> None:
+def test_run_lowers_the_loss_and_writes_its_files(tmp_path: Path, cache: str) -> None:
     assert _train(cache, tmp_path, "train.steps=25", "train.global_batch_size=8", "save.every=10") == 0
     losses = _losses(tmp_path)
     assert sorted(losses) == list(range(1, 26))
@@ -101,7 +101,7 @@ def test_a_checkpoint_carries_config_pipeline_and_tokenizer(tmp_path: Path, cach
     assert json.loads(checkpoint.asset("tokenizer.json"))["model"]["type"] == "BPE"
 
 
-def test_a_resumed_run_repeats_the_losses_of_an_uninterrupted_one_bit_for_bit(tmp_path: Path, cache: str) -> None:
+def test_resumed_run_repeats_the_losses_bit_for_bit(tmp_path: Path, cache: str) -> None:
     assert _train(cache, tmp_path / "whole", "save.every=4") == 0
     assert _train(cache, tmp_path / "resumed", f"resume.from={tmp_path}/whole@4") == 0
     whole, resumed = _losses(tmp_path / "whole"), _losses(tmp_path / "resumed")
@@ -109,7 +109,7 @@ def test_a_resumed_run_repeats_the_losses_of_an_uninterrupted_one_bit_for_bit(tm
     assert resumed == {step: whole[step] for step in resumed}
 
 
-def test_a_run_goes_on_by_itself_from_its_newest_committed_checkpoint(tmp_path: Path, cache: str) -> None:
+def test_run_resumes_from_its_newest_committed_checkpoint(tmp_path: Path, cache: str) -> None:
     assert _train(cache, tmp_path, "train.steps=4") == 0
     assert _train(cache, tmp_path, "train.steps=6") == 0
     assert [record["step"] for record in _events(tmp_path)] == [1, 2, 3, 4, 5, 6]
@@ -179,7 +179,7 @@ def bad_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return arrange
 
 
-def test_a_step_that_is_not_finite_is_left_out_where_asked_and_counted_across_restarts(
+def test_skipped_steps_are_counted_across_restarts(
     tmp_path: Path, cache: str, bad_step: Callable[[int], None]
 ) -> None:
     bad_step(2)
@@ -272,7 +272,7 @@ def test_a_time_limit_saves_and_exits_cleanly(tmp_path: Path, cache: str) -> Non
     assert _events(tmp_path, "end")[0]["reason"] == "time limit"
 
 
-def test_logs_of_a_remote_run_are_copied_beside_its_checkpoints_and_fetched_again(tmp_path: Path, cache: str) -> None:
+def test_remote_runs_logs_are_uploaded_and_fetched_again(tmp_path: Path, cache: str) -> None:
     url = f"memory://{tmp_path.name}"
     assert _train(cache, url, "train.steps=2", f"log.folder={tmp_path}/here") == 0
     store = open_store(url)
@@ -303,7 +303,7 @@ def test_phases_of_chosen_steps_are_traced(tmp_path: Path, cache: str) -> None:
     assert {step for _, step in spans} == {3, 4}
 
 
-def test_every_commit_is_mirrored_and_a_run_whose_fast_store_is_lost_goes_on_from_the_mirror(
+def test_run_resumes_from_the_mirror_when_its_url_is_lost(
     tmp_path: Path, cache: str
 ) -> None:
     tiers = (f"save.mirror={tmp_path}/safe", "save.every=2", "train.steps=5")
@@ -356,7 +356,7 @@ def test_what_cannot_be_inspected_is_refused(
 @pytest.mark.parametrize(
     ("library", "setting"), [("wandb", "log.wandb=project"), ("datasets", "data.source=datasets:a/b")]
 )
-def test_a_missing_library_is_told_with_the_command_that_brings_it(
+def test_missing_library_error_shows_the_pip_command(
     library: str, setting: str, tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -422,7 +422,7 @@ def test_a_freeze_that_matches_nothing_is_refused(
     assert "'model.layer.0.*' matches no weight" in capsys.readouterr().err
 
 
-def test_microbatches_that_do_not_divide_the_batch_change_nothing_but_rounding(tmp_path: Path, cache: str) -> None:
+def test_uneven_microbatches_change_only_rounding(tmp_path: Path, cache: str) -> None:
     for size in (1, 3):
         assert _train(cache, tmp_path / str(size), f"train.microbatch_size={size}", "train.steps=5") == 0
     assert _losses(tmp_path / "1") == pytest.approx(_losses(tmp_path / "3"), abs=1e-4)
@@ -497,7 +497,7 @@ def _pid(folder: Path, rank: int) -> int:
 
 
 @pytest.mark.dist
-def test_a_rank_that_stops_is_noticed_within_the_time_of_a_step_and_not_of_the_first_one(
+def test_stopped_rank_is_noticed_within_the_step_timeout(
     tmp_path: Path, cache: str
 ) -> None:
     limits = ("train.init_timeout_s=600.0", "train.step_timeout_s=2.0", "save.grace_s=0.1")
@@ -511,7 +511,7 @@ def test_a_rank_that_stops_is_noticed_within_the_time_of_a_step_and_not_of_the_f
 
 
 @pytest.mark.dist
-def test_a_last_checkpoint_that_takes_longer_than_its_grace_ends_with_an_error(tmp_path: Path, cache: str) -> None:
+def test_last_checkpoint_beyond_its_grace_is_an_error(tmp_path: Path, cache: str) -> None:
     sets = ("mesh.dp_shard=2", "train.steps=100000", "save.grace_s=0.5")
     job = _start(_arguments(cache, tmp_path / "run", *sets), tmp_path)
     _wait_for(_has_step(tmp_path / "run", 3), job)
@@ -531,7 +531,7 @@ def test_frozen_weights_stay_as_they_are_when_they_are_sharded(tmp_path: Path, c
 
 @pytest.mark.dist
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_job_commits_a_last_checkpoint_and_exits_130(
+def test_signal_commits_a_last_checkpoint_and_exits_130(
     signum: signal.Signals, tmp_path: Path, cache: str
 ) -> None:
     job = _start(_arguments(cache, tmp_path / "run", "mesh.dp_shard=2", "train.steps=100000"), tmp_path)
@@ -547,7 +547,7 @@ def test_a_signal_to_the_job_commits_a_last_checkpoint_and_exits_130(
 
 
 @pytest.mark.dist
-def test_an_error_inside_ranks_is_one_line_with_the_rank_s_exit_code(tmp_path: Path, cache: str) -> None:
+def test_rank_error_is_one_line_with_the_ranks_exit_code(tmp_path: Path, cache: str) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{broken\n')
     job = _start(_arguments(cache, tmp_path / "run", "mesh.dp_shard=2", f"data.source={tmp_path}/bad.jsonl"), tmp_path)
     assert job.wait(LIMIT_S) == 3
@@ -573,7 +573,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path, cache: str) -> N
 
 
 def _is_running(pid: int) -> bool:
-    """Whether there is such a process that is not just waiting to be reaped."""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Adapters: trained alone, saved alone, the same on every mesh, and read by the converters."""
+"""Adapters: only they are trained and saved, equally on every mesh; the converters read them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETS = ("lora.rank=4", "lora.alpha=8.0", 'lora.targets=["q_proj", "o_proj"]', "o
 
 @pytest.fixture
 def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Train into tmp_path / name; the exit code."""
+    """Train into tmp_path / name; returns the exit code."""
     cache = tmp_path_factory.getbasetemp() / "tokens"
 
     def train(name: str, *sets: str, more: tuple[str, ...] = ()) -> int:

@@ -1,4 +1,4 @@
-"""The decoder against transformers, its masks, its sizes, and where its weights start."""
+"""The decoder against transformers; its masks, sizes and initial weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW on shards, the schedules of the learning rate, and the state a checkpoint takes."""
+"""AdamW on shards, learning rate schedules, and the optimizer state that checkpoints save."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_state_exists_before_the_first_step_and_is_live(model: Parallelized) -> 
     assert state["state.model.layers.3.mlp.down_proj.weight.exp_avg"].abs().sum() > 0
 
 
-def test_the_norm_is_that_of_all_gradients_and_clipping_scales_to_it(model: Parallelized) -> None:
+def test_clipping_scales_by_the_norm_of_all_gradients(model: Parallelized) -> None:
     one_backward(model)
     grads = [weight.grad for weight in model.named_parameters().values() if weight.grad is not None]
     before = torch.cat([grad.flatten().double() for grad in grads]).norm().float()

@@ -1,4 +1,4 @@
-"""Meshes: every parallelism and every schedule gives the single process's curve; what cannot work is refused."""
+"""Every parallelism and schedule gives the single process's loss curve; impossible combinations are refused."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_what_does_not_divide_is_refused_with_the_arithmetic(options: dict[str, 
         check_fits(SMALL, parallel, MeshSpec.of(degrees), seq_len=48, microbatch_size=8)
 
 
-def test_tied_embeddings_are_refused_where_first_and_last_stage_meet() -> None:
+def test_tied_embeddings_are_refused_on_v_shaped_schedules() -> None:
     with pytest.raises(
         ConfigError, match=r"tied_embeddings with ZBVZeroBubble: a rank would have first and last stage"
     ):

@@ -1,4 +1,4 @@
-"""A run that starts from what torchtitan 0.3.0 itself wrote: the same weights, the same moments, the same next losses."""
+"""Runs that start from checkpoints of torchtitan 0.3.0: same weights, same moments, same next losses."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_weights_are_those_of_the_converted_folder_bit_for_bit(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
-def test_moments_of_fused_projections_go_to_the_weight_that_each_row_belongs_to(moment: str) -> None:
+def test_moments_of_fused_projections_are_split_by_row(moment: str) -> None:
     layer, H, G, K = "layers.1.attention.qkv_linear.wqkv.weight", LLAMA.n_heads, LLAMA.n_kv_heads, LLAMA.head_size
     fused = open_checkpoint(_saved("llama")).read(f"optimizer.state.{layer}.{moment}").reshape(G, H // G + 2, K, -1)
     expected = {
@@ -102,7 +102,7 @@ def test_any_part_of_a_permuted_weight_is_read_without_the_rest() -> None:
         assert report.fetched_bytes < 2 * 3 * whole.shape[1] * 4
 
 
-def test_progress_is_torchtitans_but_for_the_position_in_the_data() -> None:
+def test_progress_is_torchtitans_except_the_data_position() -> None:
     manifest = open_for(LLAMA, _saved("llama")).manifest
     assert manifest.kind == "full"
     assert manifest.training == {"step": BEFORE, "tokens_seen": BEFORE * BATCH * LENGTH}
@@ -117,7 +117,7 @@ def test_a_run_and_a_step_of_it_open_alike(spelled: str) -> None:
     assert checkpoint.step == BEFORE
 
 
-def test_our_copy_of_it_opens_the_same_and_its_digests_are_checked(tmp_path: Path) -> None:
+def test_our_copy_opens_the_same_with_digests_checked(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     assert main(["reshard", _saved("llama"), run, "--mesh", "dp_shard=3"]) == 0
     copy, original = open_for(LLAMA, run), open_for(LLAMA, _saved("llama"))
@@ -138,7 +138,7 @@ def test_a_model_of_another_shape_is_refused_with_both_shapes() -> None:
         open_for(wider, _saved("llama"))
 
 
-def test_a_model_of_fewer_layers_is_refused_with_what_is_left_over() -> None:
+def test_model_of_fewer_layers_is_refused_with_the_leftovers() -> None:
     shorter = ModelConfig(vocab_size=64, dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=48)
     with pytest.raises(LoadContractError, match=r"not part of a llama model.*layers\.1\."):
         open_for(shorter, _saved("llama"))
@@ -168,7 +168,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def _go_on(_rank: int, name: str, mesh: str, url: str, model_only: bool) -> tuple[TrainingProgress, list[float]]:
-    """Start from `url` on a mesh of this pool; the losses of the steps that torchtitan took after its save."""
+    """Resume from `url` on a mesh of this pool; returns the losses of the steps that torchtitan took after its save."""
     model = MODELS[name]
     ranks = build_parallel_model(model, MESHES[mesh], mesh_spec(MESHES[mesh], 4), device=torch.device("cpu"), seed=5)
     optimizer = build_optimizer(ranks, OPTIMIZER)
@@ -189,7 +189,7 @@ def _go_on(_rank: int, name: str, mesh: str, url: str, model_only: bool) -> tupl
 @pytest.mark.dist
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_next_losses_are_those_of_torchtitans_own_continuation(pool: RankPool, name: str, mesh: str) -> None:
+def test_next_losses_are_those_of_torchtitans_continuation(pool: RankPool, name: str, mesh: str) -> None:
     expected = json.loads((TORCHTITAN_RUNS / name / "after.json").read_text())
     for progress, losses in pool.run(_go_on, name, mesh, _saved(name), False):
         assert progress == TrainingProgress(step=BEFORE, samples=0, tokens=BEFORE * BATCH * LENGTH)
@@ -198,7 +198,7 @@ def test_the_next_losses_are_those_of_torchtitans_own_continuation(pool: RankPoo
 
 @pytest.mark.dist
 @pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "pp=2,dp_shard=2"])
-def test_weights_alone_go_on_as_the_converted_folder_does_bit_for_bit(
+def test_weights_alone_resume_bit_equal_to_the_converted_folder(
     pool: RankPool, mesh: str, tmp_path: Path
 ) -> None:
     export_hf(_saved("llama"), str(tmp_path / "hf"), config=to_hf(LLAMA))
@@ -218,7 +218,7 @@ DEBUG: dict[str, Any] = {
 
 @pytest.fixture
 def weights_only(tmp_path: Path) -> str:
-    """The model of configs/debug.toml as torchtitan saves it at the end of a run: weights, nothing else."""
+    """The model of configs/debug.toml as torchtitan saves it at the end of a run: weights only."""
     of: dict[str, Any] = config(**DEBUG)
     import_hf(
         str(write_model(tmp_path / "hf", of, tensors(of))), str(tmp_path / "titan"), layout=LAYOUTS[TORCHTITAN_QKV].name
@@ -237,7 +237,7 @@ def _train(tmp_path: Path, url: str, start: object) -> tuple[int, str]:
     return code, log.read_text() if log.exists() else ""
 
 
-def test_train_starts_from_torchtitans_weights_says_so_and_loses_what_the_converted_folder_does(
+def test_train_from_torchtitan_logs_it_and_has_the_same_losses(
     tmp_path: Path, weights_only: str
 ) -> None:
     code, log = _train(tmp_path, "direct", weights_only)
@@ -254,7 +254,7 @@ def test_train_starts_from_torchtitans_weights_says_so_and_loses_what_the_conver
     assert len(losses("direct")) == 2
 
 
-def test_a_folder_in_bfloat16_is_a_start_too_without_being_told_that_it_has_weights_only(tmp_path: Path) -> None:
+def test_weights_only_bfloat16_folder_is_a_start_unasked(tmp_path: Path) -> None:
     of: dict[str, Any] = config(**DEBUG)
     folder = write_model(tmp_path / "hf", of, tensors(of, dtype=torch.bfloat16))
     code, log = _train(tmp_path, "run", folder)
