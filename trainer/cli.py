@@ -39,8 +39,8 @@ from titan_ckpt.trainer.run.setup import run_rank
 
 EPILOG = """\
 Starts as many ranks as the mesh has; with mesh.dp_shard = -1 it is --nproc, or one per accelerator. Under torchrun it starts
-none. On SIGTERM and SIGINT it commits a last checkpoint and exits with code 130
-(under torchrun 0, since torchrun counts other codes as failures; but 130 on nodes that were not asked to stop, so that they restart).
+none. On SIGTERM and SIGINT it commits a last checkpoint and exits with code 130; under torchrun with 0, since torchrun counts
+other codes as failures, but with 130 on nodes that were not asked to stop, so that they restart.
 
 examples:
   titan-ckpt train configs/tiny.toml --set save.url=s3://bucket/run --set save.every=20

@@ -141,9 +141,7 @@ def test_plot_of_what_is_no_run_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert "that `titan-ckpt train` wrote" in capsys.readouterr().err
 
 
-def test_output_that_is_not_named_svg_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_that_is_not_named_svg_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path), "-o", str(tmp_path / "run.png")]) == 2
     assert "the picture is an SVG" in capsys.readouterr().err
     assert not (tmp_path / "run.png").exists()

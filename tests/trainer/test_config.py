@@ -117,10 +117,10 @@ def test_values_that_make_no_sense_together_are_refused(sets: list[str], expecte
     assert expected in str(caught.value)
 
 
-def test_a_base_that_goes_in_a_circle_is_refused(tmp_path: Path) -> None:
+def test_circular_base_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, "a.toml", 'base = "b.toml"')
     path = _write(tmp_path, "b.toml", 'base = "a.toml"')
-    with pytest.raises(ConfigError, match="circle"):
+    with pytest.raises(ConfigError, match="circular"):
         resolve(TrainConfig, path)
 
 

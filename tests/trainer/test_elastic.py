@@ -120,9 +120,7 @@ def _losses(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.dist
-def test_job_survives_an_agents_loss_and_return_in_sample_order(
-    tmp_path: Path, cache: str, agents: Agents
-) -> None:
+def test_job_survives_an_agents_loss_and_return_in_sample_order(tmp_path: Path, cache: str, agents: Agents) -> None:
     run, alone = tmp_path / "run", ("--set", f"save.url={tmp_path}/alone", "--set", "save.every=0")
     common = [part for text in (*SETS, f"data.cache={cache}") for part in ("--set", text)]
     assert main(["train", DEBUG_CONFIG, *common, *alone]) == 0
@@ -170,9 +168,7 @@ def _train(*sets: str, nproc: int) -> None:
 
 
 @pytest.mark.dist
-def test_mixture_run_on_4_2_3_8_ranks_has_the_losses_of_one(
-    tmp_path: Path, cache: str
-) -> None:
+def test_mixture_run_on_4_2_3_8_ranks_has_the_losses_of_one(tmp_path: Path, cache: str) -> None:
     for name, words in (("a", 3000), ("b", 1200)):
         (tmp_path / f"{name}.txt").write_text(" ".join(f"{name}{number * number}" for number in range(words)))
     mixture = [{"url": f"{tmp_path}/a.txt", "weight": 3.0}, {"url": f"{tmp_path}/b.txt", "weight": 1.0}]

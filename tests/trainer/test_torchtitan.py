@@ -198,9 +198,7 @@ def test_next_losses_are_those_of_torchtitans_continuation(pool: RankPool, name:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "pp=2,dp_shard=2"])
-def test_weights_alone_resume_bit_equal_to_the_converted_folder(
-    pool: RankPool, mesh: str, tmp_path: Path
-) -> None:
+def test_weights_alone_resume_bit_equal_to_the_converted_folder(pool: RankPool, mesh: str, tmp_path: Path) -> None:
     export_hf(_saved("llama"), str(tmp_path / "hf"), config=to_hf(LLAMA))
     direct = pool.run(_go_on, "llama", mesh, _saved("llama"), True)
     assert direct == pool.run(_go_on, "llama", mesh, str(tmp_path / "hf"), True)
@@ -237,9 +235,7 @@ def _train(tmp_path: Path, url: str, start: object) -> tuple[int, str]:
     return code, log.read_text() if log.exists() else ""
 
 
-def test_train_from_torchtitan_logs_it_and_has_the_same_losses(
-    tmp_path: Path, weights_only: str
-) -> None:
+def test_train_from_torchtitan_logs_it_and_has_the_same_losses(tmp_path: Path, weights_only: str) -> None:
     code, log = _train(tmp_path, "direct", weights_only)
     assert code == 0
     assert "only the weights are taken, and training begins at step 0" in log

@@ -44,7 +44,7 @@ def read_file(path: str, _chain: tuple[str, ...] = ()) -> tuple[Tree, Origins]:
     """The merged tree of a TOML file and its `base` chain, and the origin of each key."""
     full = os.path.abspath(path)
     if full in _chain:
-        raise ConfigError(f"{path}: `base` goes in a circle: {' -> '.join([*_chain, full])}")
+        raise ConfigError(f"{path}: `base` is circular: {' -> '.join([*_chain, full])}")
     try:
         with open(path, "rb") as file:
             own = tomllib.load(file)

@@ -114,7 +114,7 @@ def pretokenise(
     )  # fmt: skip
     store.write(HEADER, [json.dumps(asdict(header), indent=1).encode()])
     for where, count in reader.skipped_lines.items():
-        log.warning("%s: %d lines that are no JSON text were skipped", where, count)
+        log.warning("%s: skipped %d lines without JSON text", where, count)
     return header
 
 
@@ -181,5 +181,5 @@ def cached_tokens(url: str, tokenizer: Tokenizer, reader: DocumentReader, cache:
                 folder,
             )
         else:
-            raise DataError(f"{folder}: the tokenised corpus is not there, although local rank 0 should have made it")
+            raise DataError(f"{folder}: the tokenised corpus is missing; local rank 0 should have written it")
     return open_tokens(folder)

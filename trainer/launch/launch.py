@@ -187,12 +187,12 @@ def _explain(failed: ChildFailedError, folder: RunFolder) -> TitanError:
     ):  # no rank had died before: the agent killed ranks that did not react to SIGTERM
         ranks = ", ".join(str(rank) for rank, _ in killed)
         return _as_error(
-            errors[0], folder, f"; rank {ranks} did not answer: `titan-ckpt debug {folder.root}` says where it stood"
+            errors[0], folder, f"; rank {ranks} did not answer: `titan-ckpt debug {folder.root}` shows where it was"
         )
     if killed:
         rank, name = killed[0]
         hint = " (often: out of memory)" if name == "SIGKILL" else ""
-        text = f"rank {rank} was killed by {name}{hint}; its last words are in {folder.log(rank)}"
+        text = f"rank {rank} was killed by {name}{hint}; its log is {folder.log(rank)}"
         return RanksFailedError(
             RankError(rank=rank, time_s=0.0, kind=name, message=text, exit_code=3, is_ours=False), text
         )
@@ -229,8 +229,8 @@ def _after_signal(error: SignalException, folder: RunFolder, launched_s: float, 
     events = _events_since(folder, launched_s)
     if Event.START in events and Event.END not in events:
         raise StoppedError(
-            f"stopped by {name}, but a rank had not ended when save.grace_s = {grace_s:g} s were over and was killed; "
-            "what was committed stands"
+            f"stopped by {name}, but a rank was still running after save.grace_s = {grace_s:g} s and was killed; "
+            "committed checkpoints are intact"
         ) from error
     sys.stderr.write(f"titan-ckpt: stopped by {name}{'' if Event.START in events else ' before training began'}\n")
     return 130

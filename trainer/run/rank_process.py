@@ -90,7 +90,7 @@ def _join(process: RankProcess, backend: str, timeout: timedelta) -> None:
             f"{os.environ.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{os.environ.get('MASTER_PORT', '(no MASTER_PORT)')}"
         )
         raise TitanError(
-            f"cannot meet the other {process.world_size - 1} ranks at {where}: {str(error).splitlines()[0]}. "
+            f"cannot connect to the other {process.world_size - 1} ranks at {where}: {str(error).splitlines()[0]}. "
             "Give torchrun a free --master-port that all machines reach, or start without RANK and WORLD_SIZE in the environment"
         ) from error
 

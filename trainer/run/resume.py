@@ -191,7 +191,7 @@ def restore(
     if "data" in training:
         check_data(checkpoint, fingerprint, other_data=other_data)
     else:
-        log.warning("%s has no position in these data; they are read from the first sample on", checkpoint)
+        log.warning("%s has no position in this data; reading starts at the first sample", checkpoint)
     report = load(checkpoint, state, policy=LoadPolicy(extra="allow"))
     check_all_taken(checkpoint, report, tuple(state), control)
     return TrainingProgress(
@@ -206,7 +206,7 @@ def _load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:
     """Load another run's or tool's weights, whose dtypes may be narrower than ours."""
     report = load(checkpoint, state, policy=LoadPolicy(extra="allow", cast="allow"))
     for cast in sorted(set(report.cast.values())):
-        log.info("%s: weights are cast: %s, which holds every value", checkpoint, cast)
+        log.info("%s: weights are cast: %s, without loss", checkpoint, cast)
     return report
 
 
@@ -228,7 +228,7 @@ def open_base(url: str, start: Start, model: ModelConfig) -> Checkpoint:
     base = open_for(model, url)
     saved = start.checkpoint.manifest.config.get("resume", {}).get("from") if start.checkpoint is not None else url
     if saved != url:
-        log.warning("the adapters were trained on %s and now stand on %s", saved, url)
+        log.warning("the adapters were trained on %s, but resume.from is now %s", saved, url)
     return base
 
 
@@ -240,7 +240,7 @@ def check_all_taken(checkpoint: Checkpoint, report: LoadReport, parts: Sequence[
     left = [fqn for fqn, is_taken in zip(names, taken, strict=True) if not is_taken]
     if left:
         more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-        raise LoadContractError(f"{checkpoint} holds what this model has not: {', '.join(left[:5])}{more}")
+        raise LoadContractError(f"{checkpoint} has tensors that this model lacks: {', '.join(left[:5])}{more}")
 
 
 def kept_assets(start: Start, tokenizer: bytes) -> dict[str, bytes]:
@@ -260,7 +260,7 @@ def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
     """Refuse a checkpoint of another model config; shapes alone would miss a different rope_theta or norm_eps."""
     saved = checkpoint.manifest.config.get("model")
     if not isinstance(saved, Mapping):
-        log.warning("%s does not say which model it is of; only names and shapes are compared", checkpoint)
+        log.warning("%s records no model config; only names and shapes are compared", checkpoint)
         return
     theirs, ours = _spelled_out(saved), _spelled_out(as_dict(model))
     ignored = {"max_seq_len"}

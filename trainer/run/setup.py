@@ -148,7 +148,7 @@ def _stop_request(context: RankContext) -> StopRequest:
 
     def end(what: str) -> None:
         error = StoppedError(
-            f"rank {rank} had not ended: {what} s are over. What was committed stands; "
+            f"rank {rank} was still running: {what} s are over. Committed checkpoints are intact; "
             "raise save.grace_s if saving takes longer"
         )
         log.log(logging.INFO if is_launched_here() else logging.ERROR, "%s", error)
