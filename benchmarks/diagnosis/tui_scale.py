@@ -25,9 +25,20 @@ from pathlib import Path
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import lanes
-from titan_ckpt.debug.diagnosis.rank_state import IN_COLLECTIVE, ON_CPU, Situation
 from titan_ckpt.debug.diagnosis.wait_graph import wait_edges
-from titan_ckpt.debug.incident.records import COMPLETED, OPERATION, Dump, Frame, Group, Names, RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.kinds import DumpKind, RankState, VerdictKind
+from titan_ckpt.debug.incident.records import (
+    COMPLETED,
+    OPERATION,
+    Dump,
+    Frame,
+    Group,
+    Names,
+    RankRecord,
+    Run,
+    Situation,
+    Verdict,
+)
 from titan_ckpt.store.open import open_store
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import Content, find_content
@@ -52,7 +63,7 @@ def large_incident(ranks: int, operations: int) -> Incident:
     table["created_ns"] = START_NS + np.arange(operations) * 1_000_000
     table["state"][-1], table["retired"][-1] = 0, False
     frame, late = Frame(file="/app/train.py", line=10, function="step"), ranks // 2
-    dump = Dump(source="", kind="flight_recorder", reason="", version="2.10", num_operations=operations)
+    dump = Dump(source="", kind=DumpKind.FLIGHT_RECORDER, reason="", version="2.10", num_operations=operations)
     records = {rank: RankRecord(rank=rank, operations=table, dumps=(dump,), coordinates={"dp_shard": rank // 8, "tp": rank % 8})
                for rank in range(ranks)}  # fmt: skip
     records[late] = replace(records[late], operations=table[:-1])
@@ -61,9 +72,9 @@ def large_incident(ranks: int, operations: int) -> Incident:
               groups=(Group(name="0", description="default_pg", members=members),),
               names=Names(ops=("all_reduce",), sizes=("64x32",), dtypes=("Float",), frames=((frame,),)))  # fmt: skip
     found = lanes(run)
-    states = {rank: Situation(rank=rank, kind=ON_CPU if rank == late else IN_COLLECTIVE, frame=frame)
+    states = {rank: Situation(rank=rank, kind=RankState.ON_CPU if rank == late else RankState.IN_COLLECTIVE, frame=frame)
               for rank in range(ranks)}  # fmt: skip
-    top = Verdict(verdict="STUCK_ON_CPU", culprits=(late,), group="default_pg", seq=operations - 1,
+    top = Verdict(verdict=VerdictKind.STUCK_ON_CPU, culprits=(late,), group="default_pg", seq=operations - 1,
                   headline=f"rank {late} is stuck", chain=tuple((rank, late) for rank in range(60)))  # fmt: skip
     return Incident(
         run=run, verdicts=(top,), lanes=tuple(found), states=states, edges=tuple(wait_edges(run, found, states))

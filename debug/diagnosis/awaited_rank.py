@@ -3,78 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from titan_ckpt.debug.diagnosis.busy_with import PHASES
-from titan_ckpt.debug.diagnosis.rank_state import (
-    DEAD,
-    FINISHED,
-    FROZEN,
-    GIL_HELD,
-    IN_COLLECTIVE,
-    IN_INIT,
-    IN_P2P,
-    IN_TEARDOWN,
-    ON_CPU,
-    Situation,
-    has_other_death,
-    saw_peers_close,
-    saw_timeouts,
-)
+from titan_ckpt.debug.diagnosis.confidence import Basis
+from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, shortest_chain
-from titan_ckpt.debug.incident.records import COMPLETED, Evidence, RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
+from titan_ckpt.debug.incident.records import COMPLETED, Evidence, RankRecord, Run, Situation, Verdict
 
-_ADVICE: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("RANK_DIED", "signal"): (
+_ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
+    (VerdictKind.RANK_DIED, Subtype.SIGNAL): (
         "look at `dmesg` and the scheduler's log of that host",
         "set ulimit -c unlimited, or faulthandler, for the next crash",
     ),
-    ("RANK_DIED", "oom"): ("lower the batch or the memory of the rank's host; compare its memory with its peers'",),
-    ("RANK_DIED", "python_exception"): ("fix the exception at that line; the other ranks are only its victims",),
-    ("RANK_DIED", ""): (
+    (VerdictKind.RANK_DIED, Subtype.OOM): (
+        "lower the batch or the memory of the rank's host; compare its memory with its peers'",
+    ),
+    (VerdictKind.RANK_DIED, Subtype.PYTHON_EXCEPTION): (
+        "fix the exception at that line; the other ranks are only its victims",
+    ),
+    (VerdictKind.RANK_DIED, Subtype.NONE): (
         "read that rank's log and its host's `dmesg`",
         "turn the recorder on, so that the next death leaves a black box",
     ),
-    ("RANK_FROZEN", ""): (
+    (VerdictKind.RANK_FROZEN, Subtype.NONE): (
         "look at /proc/PID/stat and `dmesg` on its host: stopped (T), in disk sleep (D), or the host lost",
         "take the host out and restart from the newest checkpoint",
     ),
-    ("STUCK_ON_CPU", "dataloader"): (
+    (VerdictKind.STUCK_ON_CPU, Subtype.DATALOADER): (
         "check the storage and the worker processes behind that line",
         "give the loader a timeout (DataLoader(timeout=...))",
     ),
-    ("STUCK_ON_CPU", "checkpoint_io"): (
+    (VerdictKind.STUCK_ON_CPU, Subtype.CHECKPOINT_IO): (
         "check the store that the checkpoint goes to: quota, throttling, a hung mount",
         "save asynchronously (titan_ckpt.Saver), with no barrier behind a slow write",
     ),
-    ("STUCK_ON_CPU", "python_lock"): (
+    (VerdictKind.STUCK_ON_CPU, Subtype.PYTHON_LOCK): (
         "find who holds the lock: the other threads of this rank's stacks",
         "acquire with a timeout; keep the order of locks fixed",
     ),
-    ("STUCK_ON_CPU", "gil_held"): (
+    (VerdictKind.STUCK_ON_CPU, Subtype.GIL_HELD): (
         "find the extension code at that line that keeps the GIL",
         "run `py-spy dump --native --pid PID` on the process",
     ),
-    ("STUCK_ON_CPU", "gc"): ("call gc.freeze() after start-up and gc.collect() at fixed steps on all ranks at once",),
-    ("STUCK_ON_CPU", ""): ("take a stack of that rank: `py-spy dump --pid PID`",),
-    ("SKIPPED_COLLECTIVE", "finished_early"): (
+    (VerdictKind.STUCK_ON_CPU, Subtype.GC): (
+        "call gc.freeze() after start-up and gc.collect() at fixed steps on all ranks at once",
+    ),
+    (VerdictKind.STUCK_ON_CPU, Subtype.NONE): ("take a stack of that rank: `py-spy dump --pid PID`",),
+    (VerdictKind.SKIPPED_COLLECTIVE, Subtype.FINISHED_EARLY): (
         "give every rank the same number of batches (drop the last, or pad), or use join",
     ),
-    ("PG_INIT_HANG", "new_group"): ("call new_group on every rank, members or not, in the same order",),
-    ("INSUFFICIENT_DATA", ""): (
+    (VerdictKind.PG_INIT_HANG, Subtype.NEW_GROUP): ("call new_group on every rank, members or not, in the same order",),
+    (VerdictKind.INSUFFICIENT_DATA, Subtype.NONE): (
         "take the stack of that rank: `py-spy dump --pid PID`; it tells a send or recv from a hang of its own",
         "turn the recorder on (titan_ckpt.debug.Recorder.start(folder, rank=..., world_size=...)) and run again",
     ),
-    ("P2P_MISSING_PEER", ""): ("look for the peer's half of this send/recv pair: a branch that leaves it out",),
+    (VerdictKind.P2P_MISSING_PEER, Subtype.NONE): (
+        "look for the peer's half of this send/recv pair: a branch that leaves it out",
+    ),
 }
 
 
-_DEATHS = {"oom": "ran out of memory", "python_exception": "raised an exception"}
 _BUSY = {
-    "dataloader": "in its data loader",
-    "checkpoint_io": "in checkpoint I/O",
-    "python_lock": "waiting for a Python lock",
-    "gc": "in garbage collection",
+    Subtype.DATALOADER: "in its data loader",
+    Subtype.CHECKPOINT_IO: "in checkpoint I/O",
+    Subtype.PYTHON_LOCK: "waiting for a Python lock",
+    Subtype.GC: "in garbage collection",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reason:
+    """Why a rank does not come; `text` continues a sentence that begins with the rank."""
+
+    verdict: VerdictKind
+    confidence: float
+    text: str
+    subtype: Subtype = Subtype.NONE
 
 
 def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:
@@ -82,72 +88,95 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
     state = states[root]
     chain = shortest_chain(edges, root)
     first = next((edge for edge in edges if edge.awaited == root and edge.group >= 0), None)
-    name, subtype, confidence, says = _classify(run, state, first)
-    record = run.ranks[root]
-    culprits = {"P2P_MISSING_PEER": _possible_peers(run, root), "WAIT_CHAIN": (), "INSUFFICIENT_DATA": ()}.get(
-        name, (root,)
-    )
+    reason = _reason(run, state, first)
+    culprits = _culprits(run, root, reason.verdict)
+    is_dead = state.kind == RankState.DEAD and state.frame is not None
     return Verdict(
-        verdict=name,
-        subtype=subtype,
+        verdict=reason.verdict,
+        subtype=reason.subtype,
         culprits=culprits,
         victims=tuple(sorted({root, *(waiter for waiter, _ in chain)} - set(culprits))),
         group=str(run.groups[first.group]) if first else "",
         seq=first.seq if first and not first.is_p2p else None,
         op=_operation_waited_for(run, first),
         step=run.step_of(root),
-        confidence=confidence,
-        headline=f"rank {root}{_coordinate(record.coordinates)} {says}",
+        confidence=reason.confidence,
+        headline=f"rank {root}{_coordinate(run.ranks[root].coordinates)} {reason.text}",
         evidence=(*state.evidence, *_waiting(run, first, chain, states)),
         chain=chain,
-        next_steps=advice(name, subtype),
+        next_steps=advice(reason.verdict, reason.subtype),
+        signal=state.signal,
+        file=state.frame.file if is_dead and state.frame else "",
+        line=state.frame.line if is_dead and state.frame else 0,
     )
 
 
-def _classify(run: Run, state: Situation, edge: Edge | None) -> tuple[str, str, float, str]:
-    where = f" at {state.frame.file}:{state.frame.line}" if state.frame else ""
-    if state.kind == DEAD:
-        how = _DEATHS.get(state.detail, f"was killed by {state.call or 'a signal'}")
-        return "RANK_DIED", state.detail, state.confidence, f"died: it {how}{where}"
-    if state.kind == FROZEN:
-        return (
-            "RANK_FROZEN",
-            "",
-            state.confidence,
-            f"is frozen: its process does not run at all{_last_seen(where)}",
-        )
-    if state.kind == GIL_HELD:
-        return "STUCK_ON_CPU", state.detail, state.confidence, f"is stuck with the GIL held{where}"
-    if state.kind == FINISHED:
-        return (
-            "SKIPPED_COLLECTIVE",
-            "finished_early",
-            0.85,
-            "ended normally while the others expect another operation of it",
-        )
-    if state.kind == IN_TEARDOWN:
-        return "TEARDOWN_STUCK", "", 0.7, f"is shutting down{where} while the others expect another operation of it"
-    if state.kind == IN_INIT:
-        return "PG_INIT_HANG", "new_group", 0.75, f"waits for a process group to be made{where}"
-    if state.kind == IN_P2P:
-        return "P2P_MISSING_PEER", "", 0.6, f"waits in {state.call}{where} for a peer that does not come"
-    if state.kind == IN_COLLECTIVE and edge is not None:
-        return _in_collective(run, state, edge, where)
-    if state.kind == ON_CPU:
-        busy = _BUSY.get(state.detail, "in its own code")
-        return "STUCK_ON_CPU", state.detail, state.confidence, f"is stuck {busy}{where}, not in any collective"
-    return _silent(run, state)
+def _culprits(run: Run, root: int, verdict: VerdictKind) -> tuple[int, ...]:
+    if verdict in (VerdictKind.WAIT_CHAIN, VerdictKind.INSUFFICIENT_DATA):
+        return ()
+    return _possible_peers(run, root) if verdict == VerdictKind.P2P_MISSING_PEER else (root,)
 
 
-def _in_collective(run: Run, state: Situation, edge: Edge, where: str) -> tuple[str, str, float, str]:
+def _reason(run: Run, state: Situation, edge: Edge | None) -> _Reason:
+    where = state.where
+    if state.kind == RankState.DEAD:
+        text = f"died: it {cause_of_death(state.detail, state.signal)}{where}"
+        return _Reason(verdict=VerdictKind.RANK_DIED, subtype=state.detail, confidence=state.confidence, text=text)
+    if state.kind == RankState.FROZEN:
+        text = f"is frozen: its process does not run at all{_last_seen(where)}"
+        return _Reason(verdict=VerdictKind.RANK_FROZEN, confidence=state.confidence, text=text)
+    if state.kind == RankState.GIL_HELD:
+        text = f"is stuck with the GIL held{where}"
+        return _Reason(verdict=VerdictKind.STUCK_ON_CPU, subtype=state.detail, confidence=state.confidence, text=text)
+    if state.kind == RankState.ON_CPU:
+        text = f"is stuck {_BUSY.get(state.detail, 'in its own code')}{where}, not in any collective"
+        return _Reason(verdict=VerdictKind.STUCK_ON_CPU, subtype=state.detail, confidence=state.confidence, text=text)
+    if state.kind == RankState.FINISHED:
+        return _Reason(
+            verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.FINISHED_EARLY, confidence=Basis.ENDED_NORMALLY.confidence,
+            text="ended normally while the others expect another operation of it",
+        )  # fmt: skip
+    if state.kind == RankState.IN_TEARDOWN:
+        text = f"is shutting down{where} while the others expect another operation of it"
+        return _Reason(verdict=VerdictKind.TEARDOWN_STUCK, confidence=Basis.STACK_IN_TEARDOWN.confidence, text=text)
+    if state.kind == RankState.IN_INIT:
+        text = f"waits for a process group to be made{where}"
+        return _Reason(
+            verdict=VerdictKind.PG_INIT_HANG,
+            subtype=Subtype.NEW_GROUP,
+            confidence=Basis.STACK_IN_INIT.confidence,
+            text=text,
+        )
+    if state.kind == RankState.IN_P2P:
+        text = f"waits in {state.call}{where} for a peer that does not come"
+        return _Reason(verdict=VerdictKind.P2P_MISSING_PEER, confidence=Basis.STACK_IN_P2P.confidence, text=text)
+    if state.kind == RankState.IN_COLLECTIVE and edge is not None:
+        return _in_collective(run, state, edge)
+    return _without_stack(run, state)
+
+
+def cause_of_death(subtype: Subtype, signal: str, *, are_many: bool = False) -> str:
+    """What ended a rank, as the predicate of a sentence about it."""
+    if subtype == Subtype.OOM:
+        return "ran out of memory"
+    if subtype == Subtype.PYTHON_EXCEPTION:
+        return "raised an exception"
+    return f"{'were' if are_many else 'was'} killed by {signal or 'a signal'}"
+
+
+def _in_collective(run: Run, state: Situation, edge: Edge) -> _Reason:
     """Why a rank that others wait for waits itself."""
+    where = state.where
     if _is_elsewhere(run, state, edge):
         text = f"waits in {state.call}{where}, while the others wait for it in {_operation_waited_for(run, edge)}"
-        return "SKIPPED_COLLECTIVE", "", 0.6, text
+        return _Reason(verdict=VerdictKind.SKIPPED_COLLECTIVE, confidence=Basis.OTHER_CALL.confidence, text=text)
     if state.call == "wait" and not _has_pending(run, state.rank):
         text = f"waits{where} for something that its dump does not hold: a send or recv, whose peer does not come"
-        return "P2P_MISSING_PEER", "", 0.5, text
-    return "WAIT_CHAIN", "", 0.5, f"waits in {state.call or 'a collective'}{where}, for whom the evidence does not say"
+        return _Reason(
+            verdict=VerdictKind.P2P_MISSING_PEER, confidence=Basis.WAITS_FOR_UNRECORDED.confidence, text=text
+        )
+    text = f"waits in {state.call or 'a collective'}{where}, for whom the evidence does not say"
+    return _Reason(verdict=VerdictKind.WAIT_CHAIN, confidence=Basis.UNKNOWN_WAIT.confidence, text=text)
 
 
 def _is_elsewhere(run: Run, state: Situation, edge: Edge) -> bool:
@@ -177,50 +206,51 @@ def _last_seen(where: str) -> str:
     return f"; last seen{where}" if where else ""
 
 
-def _silent(run: Run, state: Situation) -> tuple[str, str, float, str]:
+def _without_stack(run: Run, state: Situation) -> _Reason:
     """A rank that left no stack and no exit code: its peers' errors tell whether it was still connected."""
     closed, timeouts = saw_peers_close(run), saw_timeouts(run)
     if has_other_death(run, state.rank):
         closed = []
     record = run.ranks[state.rank]
-    is_silent = not any(dump.kind == "flight_recorder" for dump in record.dumps) and not record.stacks
-    stopped = stopped_ticking(run, state.rank)
-    if is_silent and stopped and not closed:
-        is_open = bool(timeouts)
-        says = "is frozen" if is_open else "is frozen (or dead, or something keeps its GIL)"
-        says += f": its recorder stopped ticking {stopped:.0f} s before the others'"
-        return "RANK_FROZEN", "", 0.8 if is_open else 0.5, says
-    if is_silent and stopped:
-        return (
-            "RANK_DIED",
-            "",
-            0.85,
-            f"died: its recorder stopped ticking {stopped:.0f} s before the others' and its connections closed",
-        )
+    is_silent = not record.has_flight_recorder and not record.stacks
+    stopped_s = stopped_ticking(run, state.rank)
+    if is_silent and stopped_s:
+        return _ticks_stopped(stopped_s, is_closed=bool(closed), is_open=bool(timeouts))
     if closed and not timeouts:
-        return "RANK_DIED", "", 0.7, "is gone: its peers' connections to it were closed"
+        text = "is gone: its peers' connections to it were closed"
+        return _Reason(verdict=VerdictKind.RANK_DIED, confidence=Basis.CONNECTIONS_CLOSED.confidence, text=text)
     if _had_exception(record):
-        return (
-            "RANK_DIED",
-            "python_exception",
-            0.6,
-            "died of an exception: its recorder dumped for one, whose text is not here",
-        )
+        return _Reason(
+            verdict=VerdictKind.RANK_DIED, subtype=Subtype.PYTHON_EXCEPTION, confidence=Basis.DUMPED_FOR_EXCEPTION.confidence,
+            text="died of an exception: its recorder dumped for one, whose text is not here",
+        )  # fmt: skip
     if record.heartbeat is not None:
-        return _by_heartbeat(record)
+        return _by_phase(record.heartbeat.phase)
     if is_silent and timeouts and not closed:
-        return "RANK_FROZEN", "", 0.6, "left nothing, and its peers' connections to it stayed open until they timed out"
+        text = "left nothing, and its peers' connections to it stayed open until they timed out"
+        return _Reason(verdict=VerdictKind.RANK_FROZEN, confidence=Basis.CONNECTIONS_OPEN.confidence, text=text)
     if is_silent:
-        return "RANK_DIED", "", 0.4, "left no dump and no stack, as a dead or frozen rank does"
-    says = "did not issue the operation that the others wait for; without its stack the reason is unknown"
+        text = "left no dump and no stack, as a dead or frozen rank does"
+        return _Reason(verdict=VerdictKind.RANK_DIED, confidence=Basis.LEFT_NOTHING.confidence, text=text)
+    text = "did not issue the operation that the others wait for; without its stack the reason is unknown"
     if _is_gloo(record):
-        return (
-            "INSUFFICIENT_DATA",
-            "",
-            0.4,
-            f"{says}: stuck, or itself waiting in a send or recv, which gloo's dumps do not hold",
+        text += ": stuck, or itself waiting in a send or recv, which gloo's dumps do not hold"
+        return _Reason(verdict=VerdictKind.INSUFFICIENT_DATA, confidence=Basis.NOT_ISSUED_GLOO.confidence, text=text)
+    return _Reason(verdict=VerdictKind.STUCK_ON_CPU, confidence=Basis.NOT_ISSUED.confidence, text=text)
+
+
+def _ticks_stopped(stopped_s: float, *, is_closed: bool, is_open: bool) -> _Reason:
+    """A rank whose recorder fell silent; its peers' connections tell whether the process still existed."""
+    ticks = f"its recorder stopped ticking {stopped_s:.0f} s before the others'"
+    if is_closed:
+        text = f"died: {ticks} and its connections closed"
+        return _Reason(verdict=VerdictKind.RANK_DIED, confidence=Basis.TICKS_STOPPED_CLOSED.confidence, text=text)
+    if is_open:
+        return _Reason(
+            verdict=VerdictKind.RANK_FROZEN, confidence=Basis.TICKS_STOPPED_OPEN.confidence, text=f"is frozen: {ticks}"
         )
-    return "STUCK_ON_CPU", "", 0.5, says
+    text = f"is frozen (or dead, or something keeps its GIL): {ticks}"
+    return _Reason(verdict=VerdictKind.RANK_FROZEN, confidence=Basis.TICKS_STOPPED.confidence, text=text)
 
 
 def _is_gloo(record: RankRecord) -> bool:
@@ -235,29 +265,19 @@ def _had_exception(record: RankRecord) -> bool:
     return any("exception" in reason for reason in reasons)
 
 
-def _by_heartbeat(record: RankRecord) -> tuple[str, str, float, str]:
-    """A rank without a stack whose recorder ticked to the end: it ran, and its phase may say what."""
-    assert record.heartbeat is not None
-    phase = record.heartbeat.phase
-    subtype = PHASES.get(phase, "")
+def _by_phase(phase: str) -> _Reason:
+    """A rank without a stack whose recorder ticked to the end: it ran, and its phase may show what."""
+    subtype = PHASES.get(phase, Subtype.NONE)
     if subtype:
-        return (
-            "STUCK_ON_CPU",
-            subtype,
-            0.7,
-            f"is stuck {_BUSY[subtype]}: it runs, in phase {phase} of the training loop",
-        )
-    return (
-        "STUCK_ON_CPU",
-        "",
-        0.5,
-        "runs, but did not issue the operation that the others wait for; without its stack the reason is unknown",
-    )
+        text = f"is stuck {_BUSY[subtype]}: it runs, in phase {phase} of the training loop"
+        return _Reason(verdict=VerdictKind.STUCK_ON_CPU, subtype=subtype, confidence=Basis.PHASE.confidence, text=text)
+    text = "runs, but did not issue the operation that the others wait for; without its stack the reason is unknown"
+    return _Reason(verdict=VerdictKind.STUCK_ON_CPU, confidence=Basis.NOT_ISSUED.confidence, text=text)
 
 
-def advice(name: str, subtype: str) -> tuple[str, ...]:
+def advice(verdict: VerdictKind, subtype: Subtype) -> tuple[str, ...]:
     """What to do about a verdict."""
-    return _ADVICE.get((name, subtype), _ADVICE.get((name, ""), ()))
+    return _ADVICE.get((verdict, subtype), _ADVICE.get((verdict, Subtype.NONE), ()))
 
 
 def stopped_ticking(run: Run, rank: int) -> float:
@@ -284,17 +304,15 @@ def _waiting(
 ) -> list[Evidence]:
     if edge is None:
         return []
-    frame = states[edge.waiter].frame
     op = _operation_waited_for(run, edge)
     direct = sorted(waiter for waiter, awaited in chain if awaited == chain[0][1])
     others = f" (as do {len(direct) - 1} more)" if len(direct) > 1 else ""
     return [
-        Evidence(
+        Evidence.at(
+            states[edge.waiter].frame,
             text=f"waits in {op} #{edge.seq} of group {run.groups[edge.group]}{others}",
             rank=edge.waiter,
             source="flight recorder",
-            file=frame.file if frame else "",
-            line=frame.line if frame else 0,
         )
     ]
 

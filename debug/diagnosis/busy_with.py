@@ -6,32 +6,33 @@ import re
 from collections.abc import Sequence
 
 from titan_ckpt.debug.incident.frames import is_library
+from titan_ckpt.debug.incident.kinds import Subtype
 from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, StackSnapshot
 
 # What a busy rank is busy with, by words in its frames (function, file), source lines and last log lines.
-_BUSY: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+_BUSY: tuple[tuple[Subtype, re.Pattern[str]], ...] = tuple(
     (subtype, re.compile("|".join(words), re.IGNORECASE))
     for subtype, words in {
-        "checkpoint_io": (
+        Subtype.CHECKPOINT_IO: (
             "checkpoint", "ckpt", "torch[./]save", "serialization", "safetensors", "state_dict", "distcp", "fsync",
             r"\bs3\b", "upload", "filesystem",
         ),
-        "dataloader": (
+        Subtype.DATALOADER: (
             "data_?loader", "dataset", "_fetch", "fetch_", "next_batch", "_next_data", "get_batch", "read_shard",
             "__next__", "data_pipe", "prefetch", "utils/data/",
         ),
-        "python_lock": (
+        Subtype.PYTHON_LOCK: (
             r"\block\b", r"_lock\b", r"\.acquire\(", "lock_", "mutex", "semaphore", "rlock", "deadlock",
             "wait_for_tstate_lock", r"\bcondition\b",
         ),
-        "gc": (r"\bgc\.collect", "garbage"),
+        Subtype.GC: (r"\bgc\.collect", "garbage"),
     }.items()
 )  # fmt: skip
 PHASES = {
-    "data": "dataloader",
-    "ckpt_stage": "checkpoint_io",
-    "ckpt_upload": "checkpoint_io",
-    "ckpt_commit": "checkpoint_io",
+    "data": Subtype.DATALOADER,
+    "ckpt_stage": Subtype.CHECKPOINT_IO,
+    "ckpt_upload": Subtype.CHECKPOINT_IO,
+    "ckpt_commit": Subtype.CHECKPOINT_IO,
 }
 
 
@@ -40,16 +41,18 @@ def in_gc(stack: StackSnapshot) -> bool:
     return bool(stack.main and stack.main.state.startswith("Garbage"))
 
 
-def busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[str, Evidence | None]:
+def busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[Subtype, Evidence | None]:
     """Subtype of STUCK_ON_CPU, and what told it: garbage collection, the recorder's phase, the stack, the last log lines."""
     assert stack.main is not None
     if in_gc(stack):
-        return "gc", Evidence(text="the main thread is in garbage collection", rank=record.rank, source=stack.source)
+        return Subtype.GC, Evidence(
+            text="the main thread is in garbage collection", rank=record.rank, source=stack.source
+        )
     near = stack.main.frames[:8]
     inner = next((i for i, frame in enumerate(near) if not is_library(frame)), 0)
     is_locked = any(f.function in _LOCKED and f.file.endswith("threading.py") for f in near[:inner])
     if is_locked and not any(f.file.endswith(_HANDED_OVER) for f in near[:inner]):
-        return "python_lock", None
+        return Subtype.PYTHON_LOCK, None
     called = [frame for frame in near[:inner] if not (is_locked and frame.file.endswith("threading.py"))]
     for subtype in _words([f"{frame.text} {_neutral(frame.file)} {frame.function}" for frame in called]):
         return subtype, None
@@ -60,7 +63,7 @@ def busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[str, Evidence |
         return PHASES[record.heartbeat.phase], Evidence(text=text, rank=record.rank, source=record.heartbeat.source)
     for subtype in _words(_own_lines(record)[-1:]) + _words([_spoken(frame) for frame in near[inner + 1 : inner + 3]]):
         return subtype, None
-    return "python_lock" if is_locked else "user_code", None
+    return Subtype.PYTHON_LOCK if is_locked else Subtype.USER_CODE, None
 
 
 _LOCKED = ("acquire", "wait", "join", "_wait_for_tstate_lock")
@@ -73,20 +76,20 @@ def _neutral(path: str) -> str:
     return path.replace("titan_ckpt", "").replace("titan-ckpt", "")
 
 
-def busy_by_log(record: RankRecord) -> str:
-    """What the last line of its log says a rank was busy with; "" if nothing."""
-    return next(iter(_words(_own_lines(record)[-1:])), "")
+def busy_by_log(record: RankRecord) -> Subtype:
+    """What the last line of its log says a rank was busy with; NONE if nothing."""
+    return next(iter(_words(_own_lines(record)[-1:])), Subtype.NONE)
 
 
 def _spoken(frame: Frame) -> str:
     return f"{frame.text} {frame.function} {frame.file.rpartition('/')[2]}"
 
 
-def _words(texts: Sequence[str]) -> list[str]:
+def _words(texts: Sequence[str]) -> list[Subtype]:
     joined = "\n".join(texts)
     found = [subtype for subtype, words in _BUSY if words.search(joined)]
-    if "python_lock" in found and _FILE_LOCK.search(joined):  # which another process holds, no thread
-        found.remove("python_lock")
+    if Subtype.PYTHON_LOCK in found and _FILE_LOCK.search(joined):  # which another process holds, no thread
+        found.remove(Subtype.PYTHON_LOCK)
     return found
 
 

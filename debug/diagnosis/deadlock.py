@@ -3,54 +3,128 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from titan_ckpt.debug.diagnosis.rank_state import Situation
+from titan_ckpt.debug.diagnosis.confidence import Basis
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.records import Evidence, Operation, Run, Verdict
+from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
+from titan_ckpt.debug.incident.records import Evidence, Operation, Run, Situation, Verdict
 
 
-def deadlock(run: Run, cycle: tuple[int, ...], edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cycle:
+    """Ranks that wait for each other: the edges among them, and the ranks outside that wait for one of them."""
+
+    run: Run
+    ranks: tuple[int, ...]
+    inside: tuple[Edge, ...]
+    outside: tuple[int, ...]
+    states: Mapping[int, Situation]
+
+    def others(self, culprits: Sequence[int]) -> tuple[int, ...]:
+        """All ranks that wait, but the culprits."""
+        return tuple(sorted({*self.ranks, *self.outside} - set(culprits)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Finding:
+    """What a cycle is: the parts of the verdict that its edges do not give."""
+
+    verdict: VerdictKind
+    culprits: tuple[int, ...]
+    victims: tuple[int, ...]
+    basis: Basis
+    headline: str
+    advice: str
+    edges: tuple[Edge, ...]
+    subtype: Subtype = Subtype.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stray:
+    """A rank that called an operation alone on another group than the one where its peers wait for the same."""
+
+    rank: int
+    expected: Operation
+    called: Operation
+
+
+def deadlock(run: Run, ranks: tuple[int, ...], edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:
     """The verdict on ranks that wait for each other in a circle."""
-    inside = [edge for edge in edges if edge.waiter in cycle and edge.awaited in cycle]
-    outside = tuple(sorted({edge.waiter for edge in edges if edge.awaited in cycle} - set(cycle)))
-    if all(edge.is_p2p for edge in inside):
-        return _verdict(
-            run, "P2P_CYCLE", "", cycle, outside, inside, states, 0.9,
-            f"ranks {_list(cycle)} each wait for the other's half of a send/recv pair: a P2P cycle",
-            ("reverse the order on every second rank, or use batch_isend_irecv",),
-        )  # fmt: skip
+    inside = tuple(edge for edge in edges if edge.waiter in ranks and edge.awaited in ranks)
+    outside = tuple(sorted({edge.waiter for edge in edges if edge.awaited in ranks} - set(ranks)))
+    cycle = _Cycle(run=run, ranks=ranks, inside=inside, outside=outside, states=states)
+    finding = _p2p_cycle(cycle) or _half_missing(cycle) or _wrong_group(cycle) or _across_groups(cycle)
+    return _verdict(cycle, finding)
+
+
+def _p2p_cycle(cycle: _Cycle) -> _Finding | None:
+    if not all(edge.is_p2p for edge in cycle.inside):
+        return None
+    return _Finding(
+        verdict=VerdictKind.P2P_CYCLE,
+        culprits=cycle.ranks,
+        victims=cycle.outside,
+        basis=Basis.WAIT_CYCLE,
+        headline=f"ranks {_list(cycle.ranks)} each wait for the other's half of a send/recv pair: a P2P cycle",
+        advice="reverse the order on every second rank, or use batch_isend_irecv",
+        edges=cycle.inside,
+    )
+
+
+def _half_missing(cycle: _Cycle) -> _Finding | None:
+    """A send or recv whose other half the awaited rank left out, or addressed to another rank."""
+    inside = cycle.inside
     one_sided = [edge for edge in inside if edge.is_p2p]
-    if one_sided:
-        missing = tuple(sorted({edge.awaited for edge in one_sided if not _in_p2p(inside, edge.awaited)}))
-        stray = _misdirected(run, one_sided, missing)
-        missing = missing if stray is None else (stray,)
-        first = next((edge for edge in one_sided if edge.awaited in missing), one_sided[0])
-        return _verdict(
-            run, "P2P_MISSING_PEER", "", missing or (first.awaited,),
-            tuple(sorted((set(cycle) | set(outside)) - set(missing))), [*one_sided, *(e for e in inside if not e.is_p2p)],
-            states, 0.9,
-            f"rank {first.waiter} waits for rank {first.awaited}'s half of a send/recv pair, which rank {first.awaited} "
-            + ("left out: it waits elsewhere" if stray is None else "addressed to a rank that does not expect it"),
-            ("look for the branch that leaves the send or recv out on that rank, or gives it another peer",),
-        )  # fmt: skip
-    lost = _stray(run, cycle, inside)
-    if lost is not None:
-        rank, right, wrong = lost
-        victims = tuple(sorted((set(cycle) | set(outside)) - {rank}))
-        return _verdict(
-            run, "WRONG_GROUP", "", (rank,), victims, inside, states, 0.85,
-            f"rank {rank} called {wrong.op} on group {wrong.group}, where nobody joins it; its peers wait for the same "
-            f"operation on group {right.group}",
-            ("check which group the call site passes (group=...)",),
-        )  # fmt: skip
-    culprits, confidence = _out_of_order(cycle, inside)
-    return _verdict(
-        run, "ORDER_MISMATCH", "across_groups", culprits, tuple(sorted((set(cycle) | set(outside)) - set(culprits))),
-        inside, states, confidence,
-        f"ranks {_list(cycle)} entered operations of different groups in different orders and wait for each other",
-        ("make every rank issue the operations of its groups in the same order",),
-    )  # fmt: skip
+    if not one_sided:
+        return None
+    missing = tuple(sorted({edge.awaited for edge in one_sided if not _in_p2p(inside, edge.awaited)}))
+    stray = _misdirected(cycle.run, one_sided, missing)
+    missing = missing if stray is None else (stray,)
+    first = next((edge for edge in one_sided if edge.awaited in missing), one_sided[0])
+    why = "left out: it waits elsewhere" if stray is None else "addressed to a rank that does not expect it"
+    return _Finding(
+        verdict=VerdictKind.P2P_MISSING_PEER,
+        culprits=missing or (first.awaited,),
+        victims=cycle.others(missing),
+        basis=Basis.WAIT_CYCLE,
+        headline=f"rank {first.waiter} waits for rank {first.awaited}'s half of a send/recv pair, which rank {first.awaited} "
+        + why,
+        advice="look for the branch that leaves the send or recv out on that rank, or gives it another peer",
+        edges=(*one_sided, *(edge for edge in inside if not edge.is_p2p)),
+    )
+
+
+def _wrong_group(cycle: _Cycle) -> _Finding | None:
+    stray = _stray(cycle)
+    if stray is None:
+        return None
+    return _Finding(
+        verdict=VerdictKind.WRONG_GROUP,
+        culprits=(stray.rank,),
+        victims=cycle.others((stray.rank,)),
+        basis=Basis.ALONE_ON_GROUP,
+        headline=f"rank {stray.rank} called {stray.called.op} on group {stray.called.group}, where nobody joins it; its peers "
+        f"wait for the same operation on group {stray.expected.group}",
+        advice="check which group the call site passes (group=...)",
+        edges=cycle.inside,
+    )
+
+
+def _across_groups(cycle: _Cycle) -> _Finding:
+    culprits, basis = _minority(cycle)
+    return _Finding(
+        verdict=VerdictKind.ORDER_MISMATCH,
+        subtype=Subtype.ACROSS_GROUPS,
+        culprits=culprits,
+        victims=cycle.others(culprits),
+        basis=basis,
+        headline=f"ranks {_list(cycle.ranks)} entered operations of different groups in different orders and wait for each "
+        "other",
+        advice="make every rank issue the operations of its groups in the same order",
+        edges=cycle.inside,
+    )
 
 
 def _misdirected(run: Run, one_sided: Sequence[Edge], missing: Sequence[int]) -> int | None:
@@ -72,19 +146,16 @@ def _in_p2p(inside: Sequence[Edge], rank: int) -> bool:
     return any(edge.is_p2p and edge.waiter == rank for edge in inside)
 
 
-def _stray(run: Run, cycle: Sequence[int], inside: Sequence[Edge]) -> tuple[int, Operation, Operation] | None:
-    """(rank, what its peers wait in, what it called): the same operation, alone on another group.
-
-    Of two ranks each is alone on its own group: then the one whose own history led to the other group went astray.
-    """
-    found = [one for rank in cycle if (one := _alone(run, rank, inside)) is not None]
+def _stray(cycle: _Cycle) -> _Stray | None:
+    """The rank that is alone on its group. Of two ranks each is alone: then the one whose history led to the other group."""
+    found = [one for rank in cycle.ranks if (one := _alone(cycle, rank)) is not None]
     if len(found) > 1:
-        strange = [one for one in found if _left_its_path(run, one[0], one[2], one[1])]
-        found = strange or found
+        found = [one for one in found if _left_its_path(cycle.run, one)] or found
     return found[0] if found else None
 
 
-def _alone(run: Run, rank: int, inside: Sequence[Edge]) -> tuple[int, Operation, Operation] | None:
+def _alone(cycle: _Cycle, rank: int) -> _Stray | None:
+    run, inside = cycle.run, cycle.inside
     mine = next((edge for edge in inside if edge.waiter == rank and not edge.is_p2p), None)
     if mine is None or any(edge.group == mine.group for edge in inside if edge.waiter != rank) or _joined(run, mine):
         return None
@@ -92,18 +163,19 @@ def _alone(run: Run, rank: int, inside: Sequence[Edge]) -> tuple[int, Operation,
         if edge.awaited == rank and not edge.is_p2p and edge.group != mine.group:
             called, expected = _operation(run, mine), _operation(run, edge)
             if called and expected and _same(called, expected):
-                return rank, expected, called
+                return _Stray(rank=rank, expected=expected, called=called)
     return None
 
 
-def _left_its_path(run: Run, rank: int, called: Operation, expected: Operation) -> bool:
+def _left_its_path(run: Run, stray: _Stray) -> bool:
     """Whether the call site used the other group before, or the rank's own rhythm would have led to the other group."""
+    rank, called = stray.rank, stray.called
     table = run.ranks[rank].operations
     rows = [run.operation(rank, int(row)) for row in (table["p2p"] == 0).nonzero()[0][-64:]]
     path = [(str(op.group), op.op, op.sizes) for op in rows if op.created_ns < called.created_ns]
     for group, op, sizes in reversed(path):
         if (op, sizes) == (called.op, called.sizes):
-            return group == str(expected.group)
+            return group == str(stray.expected.group)
     return False
 
 
@@ -123,15 +195,15 @@ def _same(a: Operation, b: Operation) -> bool:
     return (a.op, a.sizes, a.dtypes) == (b.op, b.sizes, b.dtypes)
 
 
-def _out_of_order(cycle: Sequence[int], inside: Sequence[Edge]) -> tuple[tuple[int, ...], float]:
-    """The minority that waits on its own group; everybody where the parties are equal."""
+def _minority(cycle: _Cycle) -> tuple[tuple[int, ...], Basis]:
+    """The smallest party that waits on one group; all ranks if the parties are equal."""
     by_group: dict[int, set[int]] = {}
-    for edge in inside:
+    for edge in cycle.inside:
         by_group.setdefault(edge.group, set()).add(edge.waiter)
     parties = sorted(by_group.values(), key=len)
     if len(parties) > 1 and len(parties[0]) < len(parties[-1]):
-        return tuple(sorted(parties[0])), 0.75
-    return tuple(cycle), 0.6
+        return tuple(sorted(parties[0])), Basis.CYCLE_MINORITY
+    return cycle.ranks, Basis.CYCLE_TIE
 
 
 def _operation(run: Run, edge: Edge) -> Operation | None:
@@ -142,25 +214,31 @@ def _operation(run: Run, edge: Edge) -> Operation | None:
     return run.operation(edge.waiter, int(rows[-1])) if len(rows) else None
 
 
-def _verdict(
-    run: Run, name: str, subtype: str, culprits: tuple[int, ...], victims: tuple[int, ...], inside: Sequence[Edge],
-    states: Mapping[int, Situation], confidence: float, headline: str, advice: tuple[str, ...],
-) -> Verdict:  # fmt: skip
-    evidence = []
-    for edge in inside[:8]:
-        operation = _operation(run, edge)
-        frame = (user_frame(operation.frames, run.wrappers) if operation else None) or states[edge.waiter].frame
-        text = f"waits for rank {edge.awaited}" + (f" in {operation.op} on {operation.group}" if operation else "")
-        evidence.append(
-            Evidence(text=text, rank=edge.waiter, file=frame.file if frame else "", line=frame.line if frame else 0)
-        )
-    first = _operation(run, inside[0])
+def _verdict(cycle: _Cycle, finding: _Finding) -> Verdict:
+    first = finding.edges[0]
+    operation = _operation(cycle.run, first)
     return Verdict(
-        verdict=name, subtype=subtype, culprits=culprits, victims=victims, group=str(first.group) if first else "",
-        seq=inside[0].seq if inside[0].seq >= 0 else None, op=first.op if first else "", step=run.step_of(culprits[0]),
-        confidence=confidence, headline=headline, evidence=tuple(evidence),
-        chain=tuple((edge.waiter, edge.awaited) for edge in inside), next_steps=advice,
-    )  # fmt: skip
+        verdict=finding.verdict,
+        subtype=finding.subtype,
+        culprits=finding.culprits,
+        victims=finding.victims,
+        group=str(operation.group) if operation else "",
+        seq=first.seq if first.seq >= 0 else None,
+        op=operation.op if operation else "",
+        step=cycle.run.step_of(finding.culprits[0]),
+        confidence=finding.basis.confidence,
+        headline=finding.headline,
+        evidence=tuple(_wait(cycle, edge) for edge in finding.edges[:8]),
+        chain=tuple((edge.waiter, edge.awaited) for edge in finding.edges),
+        next_steps=(finding.advice,),
+    )
+
+
+def _wait(cycle: _Cycle, edge: Edge) -> Evidence:
+    operation = _operation(cycle.run, edge)
+    frame = user_frame(operation.frames, cycle.run.wrappers) if operation else None
+    text = f"waits for rank {edge.awaited}" + (f" in {operation.op} on {operation.group}" if operation else "")
+    return Evidence.at(frame or cycle.states[edge.waiter].frame, text=text, rank=edge.waiter)
 
 
 def _list(ranks: Sequence[int]) -> str:

@@ -7,36 +7,21 @@ from dataclasses import replace
 from signal import SIGABRT
 
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
-from titan_ckpt.debug.diagnosis.awaited_rank import stopped_ticking, verdict_of
+from titan_ckpt.debug.diagnosis.awaited_rank import cause_of_death, stopped_ticking, verdict_of
+from titan_ckpt.debug.diagnosis.confidence import DIED_FIRST, EXPLAINED, NAMED_TOGETHER, OTHER_FAULT, WEIGHTS, Basis
 from titan_ckpt.debug.diagnosis.deadlock import deadlock
-from titan_ckpt.debug.diagnosis.group_conflicts import group_conflicts
-from titan_ckpt.debug.diagnosis.group_creation import initialisation
 from titan_ckpt.debug.diagnosis.mismatch import mismatch
 from titan_ckpt.debug.diagnosis.no_culprit import healthy, looks_well, undecided, went_on
-from titan_ckpt.debug.diagnosis.rank_state import (
-    DEAD,
-    FROZEN,
-    GIL_HELD,
-    IN_COLLECTIVE,
-    IN_P2P,
-    ON_CPU,
-    SILENT,
-    UNKNOWN,
-    Situation,
-    has_other_death,
-    is_absent,
-    own_exception,
-    saw_peers_close,
-    saw_timeouts,
-    signal_of,
-    situations,
-)
+from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
+from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception, signal_of
+from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.transport import transport
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, roots, wait_edges
 from titan_ckpt.debug.diagnosis.without_dumps import by_witnesses, sizes_in_logs
 from titan_ckpt.debug.incident.gc_off import no_gc
-from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
+from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
+from titan_ckpt.debug.incident.records import Evidence, Run, Situation, Verdict
 
 MAX_VERDICTS = 8
 STALL = "stall"  # why a recorder dumped
@@ -67,16 +52,16 @@ def _faults(
     run: Run, found_lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]
 ) -> Iterable[Verdict]:
     progressed = went_on(run)
-    yield from initialisation(run, states)
+    yield from group_creation(run, states)
     mismatches = [found for lane in found_lanes if (found := mismatch(run, lane)) is not None]
     yield from (_unless_died_before(run, found) for found in mismatches)
     slow = find_straggler(
-        run, found_lanes, is_over=progressed or all(state.kind == ON_CPU for state in states.values())
+        run, found_lanes, is_over=progressed or all(state.kind == RankState.ON_CPU for state in states.values())
     )
     ends = roots(edges)
     if slow is not None:
         is_other = bool(edges) and not progressed and slow.culprits[0] not in ends.sinks
-        yield replace(slow, confidence=slow.confidence * 0.5) if is_other else slow
+        yield replace(slow, confidence=slow.confidence * OTHER_FAULT) if is_other else slow
     if progressed:
         return
     if edges:
@@ -91,18 +76,19 @@ def _faults(
         yield from by_witnesses(run, states)
     elif not mismatches:
         yield from sizes_in_logs(run)
-    if run.ranks and all(state.kind == IN_P2P for state in states.values()) and not ends.cycles:
+    if run.ranks and all(state.kind == RankState.IN_P2P for state in states.values()) and not ends.cycles:
         yield _everybody_in_p2p(states)
     waited_for = set(ends.sinks)
     for rank, state in states.items():
-        if state.kind in (DEAD, FROZEN, GIL_HELD) and rank not in waited_for:
+        if state.kind in (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD) and rank not in waited_for:
             yield verdict_of(run, rank, edges, states)
 
 
 def _without_reason(found: Sequence[Verdict], states: Mapping[int, Situation]) -> Iterator[Verdict]:
-    """Ranks that are only known not to have come are named together, and not at all where they are as many as those who wait
-    for them: then it is as likely that those went too far."""
-    unclear = [v for v in found if v.culprits and states[v.culprits[0]].kind in (UNKNOWN, SILENT) and not v.subtype]
+    """Name ranks whose absence is all that is known in one verdict, or not at all if no fewer ranks wait for them: then it
+    is as likely that those went too far."""
+    absent = (RankState.UNKNOWN, RankState.SILENT)
+    unclear = [v for v in found if v.culprits and states[v.culprits[0]].kind in absent and not v.subtype]
     yield from (verdict for verdict in found if verdict not in unclear)
     culprits = tuple(sorted(rank for verdict in unclear for rank in verdict.culprits))
     victims = tuple(sorted({rank for verdict in unclear for rank in verdict.victims} - set(culprits)))
@@ -111,7 +97,7 @@ def _without_reason(found: Sequence[Verdict], states: Mapping[int, Situation]) -
     elif unclear and len(culprits) < len(victims):
         first = max(unclear, key=lambda verdict: verdict.confidence)
         yield replace(
-            first, culprits=culprits, victims=victims, confidence=first.confidence * 0.9,
+            first, culprits=culprits, victims=victims, confidence=first.confidence * NAMED_TOGETHER,
             headline=f"{first.headline}; the same is true of ranks {', '.join(map(str, culprits[:8]))}",
             evidence=tuple(item for verdict in unclear[:4] for item in verdict.evidence[:2]),
         )  # fmt: skip
@@ -133,14 +119,16 @@ def _is_known_gone(run: Run, unseen: Sequence[int]) -> bool:
 def _fell_silent(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """Ranks that had joined the operation in which all wait, whose recorder ticked no more while the others' found the stall."""
     has_stall = any(dump.reason == STALL for record in run.ranks.values() for dump in record.dumps)
-    waiting = tuple(rank for rank, state in states.items() if state.kind in (IN_COLLECTIVE, IN_P2P))
+    waiting = tuple(rank for rank, state in states.items() if state.kind in (RankState.IN_COLLECTIVE, RankState.IN_P2P))
     if not has_stall or not waiting:
         return
     for rank, state in states.items():
         beat, silence_s = run.ranks[rank].heartbeat, stopped_ticking(run, rank)
-        if state.kind == UNKNOWN and beat is not None and silence_s > SILENCE_S:
+        if state.kind == RankState.UNKNOWN and beat is not None and silence_s > SILENCE_S:
             text = f"its recorder last ticked {silence_s:.0f} s before the others'"
-            silent = replace(state, kind=SILENT, evidence=(Evidence(text=text, rank=rank, source=beat.source),))
+            silent = replace(
+                state, kind=RankState.SILENT, evidence=(Evidence(text=text, rank=rank, source=beat.source),)
+            )
             yield replace(verdict_of(run, rank, edges, {**states, rank: silent}), victims=waiting)
 
 
@@ -148,9 +136,9 @@ def _everybody_in_p2p(states: Mapping[int, Situation]) -> Verdict:
     """All ranks sit in send or recv and nobody recorded with whom (gloo does not)."""
     ranks = tuple(states)
     return Verdict(
-        verdict="P2P_CYCLE",
+        verdict=VerdictKind.P2P_CYCLE,
         culprits=ranks,
-        confidence=0.7,
+        confidence=Basis.ALL_IN_P2P.confidence,
         headline="every rank waits in a send or recv at the same time: a P2P cycle",
         evidence=tuple(item for rank in ranks[:4] for item in states[rank].evidence[:1]),
         next_steps=(
@@ -165,49 +153,49 @@ def _unless_died_before(run: Run, verdict: Verdict) -> Verdict:
     for rank in verdict.culprits:
         error = own_exception(run.ranks[rank])
         if error is not None and len(verdict.culprits) == 1:
-            return replace(verdict, confidence=verdict.confidence * 0.8)
+            return replace(verdict, confidence=verdict.confidence * DIED_FIRST)
     return verdict
-
-
-def _merged(run: Run, found: Sequence[Verdict]) -> list[Verdict]:
-    """Ranks that all raised at the same line, or that the same signal killed at about the same time: one verdict."""
-    kept: dict[object, Verdict] = {}
-    first_s = min((ended for v in found if (ended := _killed_at(run, v)) is not None), default=0.0)
-    for number, verdict in enumerate(found):
-        key = _cause(run, verdict, first_s) or number
-        if key not in kept:
-            kept[key] = verdict
-            continue
-        culprits = tuple(sorted({*kept[key].culprits, *verdict.culprits}))
-        headline = verdict.headline.partition(" died: it ")[2].removeprefix("was ")
-        kept[key] = replace(
-            kept[key],
-            culprits=culprits,
-            victims=tuple(rank for rank in kept[key].victims if rank not in culprits),
-            evidence=(*kept[key].evidence[:4], *verdict.evidence[:1]),
-            headline=f"{len(culprits)} ranks ({', '.join(map(str, culprits[:8]))}) died: "
-            + (f"they were {headline}" if verdict.subtype == "signal" else f"they {headline}"),
-        )
-    return list(kept.values())
 
 
 TOGETHER_S = 2.0
 
 
+def _merged(run: Run, found: Sequence[Verdict]) -> list[Verdict]:
+    """One verdict for ranks that all raised at the same line, or that one signal killed within TOGETHER_S."""
+    kept: dict[object, Verdict] = {}
+    first_s = min((ended for v in found if (ended := _killed_at(run, v)) is not None), default=0.0)
+    for number, verdict in enumerate(found):
+        key = _cause(run, verdict, first_s) or number
+        kept[key] = _died_together(kept[key], verdict) if key in kept else verdict
+    return list(kept.values())
+
+
+def _died_together(first: Verdict, other: Verdict) -> Verdict:
+    culprits = tuple(sorted({*first.culprits, *other.culprits}))
+    where = f" at {other.file}:{other.line}" if other.file else ""
+    cause = cause_of_death(other.subtype, other.signal, are_many=True)
+    return replace(
+        first,
+        culprits=culprits,
+        victims=tuple(rank for rank in first.victims if rank not in culprits),
+        evidence=(*first.evidence[:4], *other.evidence[:1]),
+        headline=f"{len(culprits)} ranks ({', '.join(map(str, culprits[:8]))}) died: they {cause}{where}",
+    )
+
+
 def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
-    """What verdicts of one cause share; None where a verdict stands for itself."""
-    first = verdict.evidence[0] if verdict.evidence else None
-    if verdict.subtype == "python_exception" and first is not None and first.file:
-        return first.file, first.line
+    """Equal for verdicts of one cause; None for a verdict that stands for itself."""
+    if verdict.subtype == Subtype.PYTHON_EXCEPTION and verdict.file:
+        return verdict.subtype, verdict.file, verdict.line
     ended_s = _killed_at(run, verdict)
     if ended_s is not None and ended_s - first_s <= TOGETHER_S:
-        return verdict.headline.partition(" died: ")[2]
+        return verdict.subtype, verdict.signal, verdict.file, verdict.line
     return None
 
 
 def _killed_at(run: Run, verdict: Verdict) -> float | None:
     """When a signal killed the one culprit, where a launcher noted it."""
-    if (verdict.verdict, verdict.subtype) != ("RANK_DIED", "signal") or len(verdict.culprits) != 1:
+    if (verdict.verdict, verdict.subtype) != (VerdictKind.RANK_DIED, Subtype.SIGNAL) or len(verdict.culprits) != 1:
         return None
     ended = run.ranks[verdict.culprits[0]].exit
     return ended.time_s if ended is not None and signal_of(ended.code) else None
@@ -215,24 +203,16 @@ def _killed_at(run: Run, verdict: Verdict) -> float | None:
 
 def _ranked(found: Iterable[Verdict]) -> list[Verdict]:
     """By confidence; a verdict whose culprits an earlier one already explains as victims steps back."""
-    ordered = sorted(found, key=lambda v: -v.confidence * _WEIGHT.get(v.verdict, 1.0))
+    ordered = sorted(found, key=lambda v: -v.confidence * WEIGHTS.get(v.verdict, 1.0))
     if not ordered:
         return ordered
     top = ordered[0]
     explained = set(top.victims)
     rest = [
-        replace(v, confidence=v.confidence * 0.5) if v.culprits and set(v.culprits) <= explained else v
+        replace(v, confidence=v.confidence * EXPLAINED) if v.culprits and set(v.culprits) <= explained else v
         for v in ordered[1:]
     ]
     return [top, *sorted(rest, key=lambda v: -v.confidence)]
-
-
-# A cause goes before what follows from it: operations that do not match end in dead and waiting ranks.
-_WEIGHT = {
-    "SKIPPED_COLLECTIVE": 1.4, "ORDER_MISMATCH": 1.4, "OP_MISMATCH": 1.4, "SIZE_MISMATCH": 1.4, "DTYPE_MISMATCH": 1.4,
-    "CALLSITE_DIVERGENCE": 1.4, "P2P_SIZE_MISMATCH": 1.4, "PG_INIT_HANG": 1.3, "WRONG_GROUP": 1.4, "WAIT_CHAIN": 0.5,
-    "PG_CONFIG_CONFLICT": 1.4,
-}  # fmt: skip
 
 
 def _with_step(run: Run, verdict: Verdict) -> Verdict:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from titan_ckpt.debug.diagnosis.align import Lane, elements_of, first_disagreement, is_uneven
+from titan_ckpt.debug.diagnosis.confidence import SHIFTED, Basis
+from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.kinds import OperationState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Frame, Operation, Run, Verdict
 
 HISTORY = 256
+
+
+Key: TypeAlias = tuple[str, str, tuple[int, ...]]  # op, dtypes, numbers of elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +25,41 @@ class _Side:
 
     ranks: tuple[int, ...]
     operation: Operation
-    row: int
 
     @property
-    def key(self) -> tuple[str, str, tuple[int, ...]]:
-        op = self.operation
-        return op.op, op.dtypes, () if is_uneven(op.op) else elements_of(op.sizes)
+    def key(self) -> Key:
+        return _key(self.operation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Meeting:
+    """The first sequence number of a lane at which ranks issued different operations."""
+
+    run: Run
+    lane: Lane
+    seq: int
+
+    @property
+    def group(self) -> str:
+        return str(self.run.groups[self.lane.group])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blame:
+    """Who deviated, on what basis, and why in words."""
+
+    culprits: tuple[int, ...]
+    basis: Basis
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """What two sides that disagree mean, and the second-best reading."""
+
+    verdict: VerdictKind
+    alternative: VerdictKind
+    subtype: Subtype = Subtype.NONE
 
 
 def mismatch(run: Run, lane: Lane) -> Verdict | None:
@@ -31,15 +67,15 @@ def mismatch(run: Run, lane: Lane) -> Verdict | None:
     seq = first_disagreement(lane)
     if seq is None or _was_harmless(run, lane, seq):
         return None
+    meeting = _Meeting(run=run, lane=lane, seq=seq)
     sides = _sides(run, lane, seq)
-    culprits, certainty, why = _deviants(run, lane, seq, sides)
-    common = next((side for side in sides if not set(side.ranks) & set(culprits)), sides[0])
+    blame = _blame(meeting, sides)
+    common = next((side for side in sides if not set(side.ranks) & set(blame.culprits)), sides[0])
     deviant = next((side for side in sides if side is not common), sides[-1])
-    shift = _call_site_shift(run, lane, seq, culprits)
-    if shift is not None:
-        return _call_site_verdict(run, lane, shift, seq, culprits, certainty)
-    name, subtype, alternative = _name(run, lane, seq, common, deviant)
-    return _verdict(run, lane, seq, name, subtype, common, deviant, culprits, certainty, why, alternative)
+    start = _call_site_shift(run, lane, seq, blame.culprits)
+    if start is not None:
+        return _call_site_verdict(meeting, start, blame)
+    return _verdict(meeting, _reading(meeting, common, deviant), common, deviant, blame)
 
 
 def _was_harmless(run: Run, lane: Lane, seq: int) -> bool:
@@ -57,32 +93,35 @@ def _sides(run: Run, lane: Lane, seq: int) -> list[_Side]:
         if signature >= 0:
             parties.setdefault(int(signature), []).append(rank)
     rows = lane.seen_at(seq)
-    sides = [_Side(ranks=tuple(r), operation=run.operation(r[0], rows[r[0]]), row=rows[r[0]]) for r in parties.values()]
+    sides = [_Side(ranks=tuple(r), operation=run.operation(r[0], rows[r[0]])) for r in parties.values()]
     return sorted(sides, key=lambda side: (-len(side.ranks), side.ranks))
 
 
-def _deviants(run: Run, lane: Lane, seq: int, sides: Sequence[_Side]) -> tuple[tuple[int, ...], float, str]:
+def _blame(meeting: _Meeting, sides: Sequence[_Side]) -> _Blame:
     """Who deviated: a minority; between equal parties the one whose own history did not lead there."""
     first, rest = sides[0], sides[1:]
     if len(first.ranks) > len(rest[0].ranks):
         ranks = tuple(sorted(rank for side in rest for rank in side.ranks))
-        certainty = 0.95 if len(first.ranks) > len(ranks) else 0.75
-        return ranks, certainty, f"{len(first.ranks)} of {len(lane.members)} ranks agree with each other"
+        basis = Basis.CLEAR_MAJORITY if len(first.ranks) > len(ranks) else Basis.PLURALITY
+        why = f"{len(first.ranks)} of {len(meeting.lane.members)} ranks agree with each other"
+        return _Blame(culprits=ranks, basis=basis, why=why)
     tied = [side for side in sides if len(side.ranks) == len(first.ranks)]
-    scores = [_strangeness(run, lane, seq, side) for side in tied]
+    scores = [_strangeness(meeting, side) for side in tied]
     if max(scores) > min(scores):
         strange = tied[scores.index(max(scores))]
-        return strange.ranks, 0.85, "its own earlier operations led elsewhere"
+        why = "its own earlier operations led elsewhere"
+        return _Blame(culprits=strange.ranks, basis=Basis.BROKE_HISTORY, why=why)
     everyone = tuple(sorted(rank for side in sides for rank in side.ranks))
-    return everyone, 0.4, "both parties are equally large and neither breaks with its own history"
+    why = "both parties are equally large and neither breaks with its own history"
+    return _Blame(culprits=everyone, basis=Basis.TIE, why=why)
 
 
-def _strangeness(run: Run, lane: Lane, seq: int, side: _Side) -> int:
+def _strangeness(meeting: _Meeting, side: _Side) -> int:
     """How much an operation breaks with what the rank did before: not the predicted one, never issued, from a new line."""
-    history = _history(run, lane, side.ranks[0], seq)
+    history = _history(meeting, side.ranks[0])
     keys = [key for key, _ in history]
     sites = [site for _, site in history]
-    site = call_site(run, side.operation)
+    site = call_site(meeting.run, side.operation)
     score = 0
     predicted = predict(keys)
     if predicted is not None and predicted != side.key:
@@ -96,18 +135,19 @@ def _strangeness(run: Run, lane: Lane, seq: int, side: _Side) -> int:
     return score
 
 
-def _history(
-    run: Run, lane: Lane, rank: int, seq: int
-) -> list[tuple[tuple[str, str, tuple[int, ...]], tuple[Frame, ...]]]:
-    """(key, call site) of the rank's collectives on this group before `seq`, oldest first."""
-    i = lane.members.index(rank)
-    stop = seq - lane.first_seq
-    rows = [int(row) for row in lane.row[i, max(0, stop - HISTORY) : stop] if row >= 0]
-    found = []
-    for row in rows:
-        operation = run.operation(rank, row)
-        found.append((_Side(ranks=(rank,), operation=operation, row=row).key, call_site(run, operation)))
-    return found
+def _history(meeting: _Meeting, rank: int) -> list[tuple[Key, tuple[Frame, ...]]]:
+    """(key, call site) of the rank's collectives on this group before the meeting, oldest first."""
+    run, lane = meeting.run, meeting.lane
+    stop = meeting.seq - lane.first_seq
+    rows = [int(row) for row in lane.row[lane.members.index(rank), max(0, stop - HISTORY) : stop] if row >= 0]
+    operations = (run.operation(rank, row) for row in rows)
+    return [(_key(operation), call_site(run, operation)) for operation in operations]
+
+
+def _key(operation: Operation) -> Key:
+    """What must be equal where ranks meet."""
+    elements = () if is_uneven(operation.op) else elements_of(operation.sizes)
+    return operation.op, operation.dtypes, elements
 
 
 def predict(history: Sequence[object]) -> object | None:
@@ -135,66 +175,71 @@ def call_site(run: Run, operation: Operation) -> tuple[Frame, ...]:
 # ---------------------------------------------------------------------------------------------------------- naming
 
 
-def _name(run: Run, lane: Lane, seq: int, common: _Side, deviant: _Side) -> tuple[str, str, str]:
-    """(verdict, subtype, second-best verdict) for two sides that disagree."""
-    a, b = common.operation, deviant.operation
-    shift = _later_shift(lane, seq, common, deviant)
-    if shift:
+def _reading(meeting: _Meeting, common: _Side, deviant: _Side) -> _Reading:
+    """What two sides that disagree mean."""
+    shift = _later_shift(meeting, common, deviant)
+    if shift is not None:
         return shift
-    if a.op != b.op:
-        return _different_ops(run, lane, seq, common, deviant)
+    if common.operation.op != deviant.operation.op:
+        return _different_ops(meeting, common, deviant)
     if common.key[2] != deviant.key[2]:
-        if _is_extra(run, lane, seq, common, deviant):
-            return "SKIPPED_COLLECTIVE", "extra_collective", "SIZE_MISMATCH"
-        return "SIZE_MISMATCH", "", "CALLSITE_DIVERGENCE"
-    return "DTYPE_MISMATCH", "", "SIZE_MISMATCH"
+        if _is_extra(meeting, common, deviant):
+            return replace(_EXTRA, alternative=VerdictKind.SIZE_MISMATCH)
+        return _Reading(verdict=VerdictKind.SIZE_MISMATCH, alternative=VerdictKind.CALLSITE_DIVERGENCE)
+    return _Reading(verdict=VerdictKind.DTYPE_MISMATCH, alternative=VerdictKind.SIZE_MISMATCH)
 
 
-def _later_shift(lane: Lane, seq: int, common: _Side, deviant: _Side) -> tuple[str, str, str] | None:
-    """Where operations go on after the disagreement (NCCL, asynchronous calls), their order tells what happened."""
-    ours = _following(lane, common.ranks[0], seq, 6)
-    theirs = _following(lane, deviant.ranks[0], seq, 6)
+_SKIPPED = _Reading(verdict=VerdictKind.SKIPPED_COLLECTIVE, alternative=VerdictKind.ORDER_MISMATCH)
+_EXTRA = replace(_SKIPPED, subtype=Subtype.EXTRA_COLLECTIVE)
+_SWAPPED = _Reading(verdict=VerdictKind.ORDER_MISMATCH, alternative=VerdictKind.SKIPPED_COLLECTIVE)
+
+
+def _later_shift(meeting: _Meeting, common: _Side, deviant: _Side) -> _Reading | None:
+    """If operations went on after the disagreement (NCCL, asynchronous calls), their order shows what happened."""
+    ours = _following(meeting, common.ranks[0], 6)
+    theirs = _following(meeting, deviant.ranks[0], 6)
     if min(len(ours), len(theirs)) < 2:
         return None
     if ours[0] == theirs[1] and ours[1] == theirs[0] and ours[2:][: len(theirs) - 2] == theirs[2:][: len(ours) - 2]:
-        return "ORDER_MISMATCH", "", "SKIPPED_COLLECTIVE"
+        return _SWAPPED
     n = min(len(ours) - 1, len(theirs))
     if n >= 2 and ours[1 : 1 + n] == theirs[:n]:
-        return "SKIPPED_COLLECTIVE", "", "ORDER_MISMATCH"
+        return _SKIPPED
     n = min(len(theirs) - 1, len(ours))
     if n >= 2 and theirs[1 : 1 + n] == ours[:n]:
-        return "SKIPPED_COLLECTIVE", "extra_collective", "ORDER_MISMATCH"
+        return _EXTRA
     return None
 
 
-def _following(lane: Lane, rank: int, seq: int, count: int) -> list[int]:
-    values = lane.signature[lane.members.index(rank), seq - lane.first_seq :][:count]
+def _following(meeting: _Meeting, rank: int, count: int) -> list[int]:
+    lane = meeting.lane
+    values = lane.signature[lane.members.index(rank), meeting.seq - lane.first_seq :][:count]
     return [int(value) for value in values if value >= 0]
 
 
-def _different_ops(run: Run, lane: Lane, seq: int, common: _Side, deviant: _Side) -> tuple[str, str, str]:
-    a, b = common.operation, deviant.operation
-    history = [key for key, _ in _history(run, lane, common.ranks[0], seq)]
-    if elements_of(a.sizes) == elements_of(b.sizes) and deviant.key not in history:
-        return "OP_MISMATCH", "", "ORDER_MISMATCH"
-    if _is_extra(run, lane, seq, common, deviant):
-        return "SKIPPED_COLLECTIVE", "extra_collective", "ORDER_MISMATCH"
+def _different_ops(meeting: _Meeting, common: _Side, deviant: _Side) -> _Reading:
+    a, b, run = common.operation, deviant.operation, meeting.run
+    history = _history(meeting, common.ranks[0])
+    keys = [key for key, _ in history]
+    if elements_of(a.sizes) == elements_of(b.sizes) and deviant.key not in keys:
+        return _Reading(verdict=VerdictKind.OP_MISMATCH, alternative=VerdictKind.ORDER_MISMATCH)
+    if _is_extra(meeting, common, deviant):
+        return _EXTRA
     ours, theirs = user_frame(a.frames, run.wrappers), user_frame(b.frames, run.wrappers)
     if ours and theirs and (ours.file, ours.function) == (theirs.file, theirs.function):
-        seen = {site[:1] for _, site in _history(run, lane, common.ranks[0], seq)}
+        seen = {site[:1] for _, site in history}
         if (theirs,) not in seen:
-            return "ORDER_MISMATCH", "", "SKIPPED_COLLECTIVE"
-    if deviant.key in history or not history:
-        return "SKIPPED_COLLECTIVE", "", "ORDER_MISMATCH"
-    return "ORDER_MISMATCH", "", "SKIPPED_COLLECTIVE"
+            return _SWAPPED
+    return _SKIPPED if deviant.key in keys or not keys else _SWAPPED
 
 
-def _is_extra(run: Run, lane: Lane, seq: int, common: _Side, deviant: _Side) -> bool:
-    """The others do what they always do at this point; the deviant does what nobody ever did, from a line never seen."""
-    history = _history(run, lane, deviant.ranks[0], seq)
+def _is_extra(meeting: _Meeting, common: _Side, deviant: _Side) -> bool:
+    """The others do what they always do at this point; the deviant does what nobody ever did, from a new line."""
+    history = _history(meeting, deviant.ranks[0])
     keys, sites = [key for key, _ in history], [site[:1] for _, site in history]
     is_routine = predict(keys) == common.key or common.key in keys
-    return bool(is_routine and deviant.key not in keys and call_site(run, deviant.operation)[:1] not in sites and sites)
+    is_new_line = call_site(meeting.run, deviant.operation)[:1] not in sites
+    return bool(is_routine and deviant.key not in keys and is_new_line and sites)
 
 
 # ---------------------------------------------------------------------------------------------- diverged call sites
@@ -226,24 +271,24 @@ def _sites(run: Run, lane: Lane, rank: int) -> Mapping[int, Frame | None]:
     }
 
 
-def _call_site_verdict(
-    run: Run, lane: Lane, start: int, seq: int, culprits: tuple[int, ...], certainty: float
-) -> Verdict:
+def _call_site_verdict(meeting: _Meeting, start: int, blame: _Blame) -> Verdict:
+    run, lane, culprits = meeting.run, meeting.lane, blame.culprits
     rows = lane.seen_at(start)
     other = next(rank for rank in lane.members if rank not in culprits and rank in rows)
     mine, theirs = run.operation(culprits[0], rows[culprits[0]]), run.operation(other, rows[other])
+    victims = tuple(rank for rank in lane.members if rank not in culprits)
     return Verdict(
-        verdict="CALLSITE_DIVERGENCE",
+        verdict=VerdictKind.CALLSITE_DIVERGENCE,
         culprits=culprits,
-        victims=tuple(rank for rank in lane.members if rank not in culprits),
-        group=str(run.groups[lane.group]),
+        victims=victims,
+        group=meeting.group,
         seq=start,
         op=mine.op,
-        confidence=certainty * 0.95,
-        headline=f"{_who(culprits)} issued #{start} of group {run.groups[lane.group]} from another line than the others; "
-        f"since then all of its operations are one off, which shows at #{seq}",
+        confidence=blame.basis.confidence * SHIFTED,
+        headline=f"{rank_list(culprits)} issued #{start} of group {meeting.group} from another line than the others; "
+        f"since then all of its operations are one off, which shows at #{meeting.seq}",
         evidence=(_issued(run, culprits[0], mine), _issued(run, other, theirs)),
-        chain=tuple((rank, culprits[0]) for rank in lane.members if rank not in culprits),
+        chain=tuple((rank, culprits[0]) for rank in victims),
         next_steps=_advice(run, mine, theirs),
     )
 
@@ -251,76 +296,76 @@ def _call_site_verdict(
 # -------------------------------------------------------------------------------------------------------- verdicts
 
 
-_SAYS = {
-    "SKIPPED_COLLECTIVE": "{who} skipped {common} #{seq} of group {group}: it issued {deviant} while the others wait in {common}",
-    "ORDER_MISMATCH": "{who} issued {deviant} and {common} of group {group} in another order than the others (from #{seq})",
-    "OP_MISMATCH": "{who} called {deviant} where the others called {common} (#{seq} of group {group})",
-    "SIZE_MISMATCH": "{who} passed {deviant_sizes} elements to {common} #{seq} of group {group}, the others {common_sizes}",
-    "DTYPE_MISMATCH": "{who} passed {deviant_dtypes} to {common} #{seq} of group {group}, the others {common_dtypes}",
+_TEXT = {
+    VerdictKind.SKIPPED_COLLECTIVE: "{who} skipped {common} #{seq} of group {group}: it issued {deviant} while the others wait "
+    "in {common}",
+    VerdictKind.ORDER_MISMATCH: "{who} issued {deviant} and {common} of group {group} in another order than the others "
+    "(from #{seq})",
+    VerdictKind.OP_MISMATCH: "{who} called {deviant} where the others called {common} (#{seq} of group {group})",
+    VerdictKind.SIZE_MISMATCH: "{who} passed {deviant_sizes} elements to {common} #{seq} of group {group}, the others "
+    "{common_sizes}",
+    VerdictKind.DTYPE_MISMATCH: "{who} passed {deviant_dtypes} to {common} #{seq} of group {group}, the others "
+    "{common_dtypes}",
 }
-_EXTRA = (
+_EXTRA_TEXT = (
     "{who} issued an extra {deviant} (#{seq} of group {group}) that no other rank issues; the others are in {common}"
 )
 
 
-def _verdict(
-    run: Run, lane: Lane, seq: int, name: str, subtype: str, common: _Side, deviant: _Side,
-    culprits: tuple[int, ...], certainty: float, why: str, alternative: str,
-) -> Verdict:  # fmt: skip
-    a, b = common.operation, deviant.operation
-    is_tie = set(common.ranks) <= set(culprits)
-    text = (_EXTRA if subtype == "extra_collective" else _SAYS[name]).format(
-        who=_who(culprits), common=a.op, deviant=b.op, seq=seq, group=run.groups[lane.group],
-        common_sizes=a.sizes, deviant_sizes=b.sizes, common_dtypes=a.dtypes, deviant_dtypes=b.dtypes,
-    ) if not is_tie else (
-        f"{_who(common.ranks)} issued {_spelled(a)} where {_who(deviant.ranks)} issued {_spelled(b)} (#{seq} of group "
-        f"{run.groups[lane.group]}); the evidence does not tell which of them is wrong"
-    )  # fmt: skip
-    victims = tuple(rank for rank in lane.members if rank not in culprits)
+def _verdict(meeting: _Meeting, reading: _Reading, common: _Side, deviant: _Side, blame: _Blame) -> Verdict:
+    run, culprits = meeting.run, blame.culprits
+    victims = tuple(rank for rank in meeting.lane.members if rank not in culprits)
+    why = f"why {rank_list(culprits)}: {blame.why}; the other reading would be {reading.alternative}"
     return Verdict(
-        verdict=name,
-        subtype=subtype,
+        verdict=reading.verdict,
+        subtype=reading.subtype,
         culprits=culprits,
         victims=victims,
-        group=str(run.groups[lane.group]),
-        seq=seq,
-        op=a.op,
-        confidence=certainty,
-        headline=text,
+        group=meeting.group,
+        seq=meeting.seq,
+        op=common.operation.op,
+        confidence=blame.basis.confidence,
+        headline=_headline(meeting, reading, common, deviant, culprits),
         evidence=(
             *(_issued(run, side.ranks[0], side.operation, len(side.ranks)) for side in (deviant, common)),
-            Evidence(text=f"why {_who(culprits)}: {why}; the other reading would be {alternative}"),
+            Evidence(text=why),
         ),
         chain=tuple((rank, culprits[0]) for rank in victims),
-        next_steps=_advice(run, b, a),
+        next_steps=_advice(run, deviant.operation, common.operation),
     )
+
+
+def _headline(meeting: _Meeting, reading: _Reading, common: _Side, deviant: _Side, culprits: tuple[int, ...]) -> str:
+    a, b = common.operation, deviant.operation
+    if set(common.ranks) <= set(culprits):
+        return (
+            f"{rank_list(common.ranks)} issued {_spelled(a)} where {rank_list(deviant.ranks)} issued {_spelled(b)} "
+            f"(#{meeting.seq} of group {meeting.group}); the evidence does not tell which of them is wrong"
+        )
+    template = _EXTRA_TEXT if reading.subtype == Subtype.EXTRA_COLLECTIVE else _TEXT[reading.verdict]
+    return template.format(
+        who=rank_list(culprits), common=a.op, deviant=b.op, seq=meeting.seq, group=meeting.group,
+        common_sizes=a.sizes, deviant_sizes=b.sizes, common_dtypes=a.dtypes, deviant_dtypes=b.dtypes,
+    )  # fmt: skip
 
 
 def _spelled(operation: Operation) -> str:
     return f"{operation.op}({operation.sizes or 'nothing'}, {operation.dtypes or '-'})"
 
 
-def _who(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return "ranks " + ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
 def _issued(run: Run, rank: int, operation: Operation, count: int = 1) -> Evidence:
     frame = user_frame(operation.frames, run.wrappers)
     others = f" (and {count - 1} more ranks)" if count > 1 else ""
-    state = "returned" if operation.state == "completed" else "pending or failed"
-    return Evidence(
-        text=f"issued {operation.op}({operation.sizes or 'nothing'}, {operation.dtypes or '-'}) as #{operation.seq}{others}"
-        f", {state}"
-        + (f", in {frame.function}" if frame else ""),
-        rank=rank, source="flight recorder", file=frame.file if frame else "", line=frame.line if frame else 0,
-    )  # fmt: skip
+    state = "returned" if operation.state == OperationState.COMPLETED else "pending or failed"
+    text = f"issued {_spelled(operation)} as #{operation.seq}{others}, {state}" + (
+        f", in {frame.function}" if frame else ""
+    )
+    return Evidence.at(frame, text=text, rank=rank, source="flight recorder")
 
 
 def _advice(run: Run, deviant: Operation, common: Operation) -> tuple[str, ...]:
     here, there = user_frame(deviant.frames, run.wrappers), user_frame(common.frames, run.wrappers)
-    places = " and ".join(f"{frame.file}:{frame.line}" for frame in dict.fromkeys((here, there)) if frame)
+    places = " and ".join(frame.place for frame in dict.fromkeys((here, there)) if frame)
     return (
         f"compare the two call sites: {places}"
         if places

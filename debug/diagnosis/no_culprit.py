@@ -6,20 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.diagnosis.rank_state import (
-    IN_COLLECTIVE,
-    IN_INIT,
-    IN_P2P,
-    SILENT,
-    Situation,
-    is_absent,
-    own_exception,
-)
+from titan_ckpt.debug.diagnosis.confidence import Basis
+from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
-from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
+from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Situation, Verdict
 
 _TROUBLE = re.compile(r"error|except|abort|timeout|stall|fatal|hang", re.IGNORECASE)
-_FAILED = ("comm_", "watchdog", "store_wait", "fatal_signal", "oom", "exception")
 
 
 def went_on(run: Run) -> bool:
@@ -35,16 +29,15 @@ def went_on(run: Run) -> bool:
 
 def looks_well(run: Run, lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]) -> bool:
     """Whether the operations of all ranks agree and nothing at all speaks of trouble."""
-    is_stopped = any(state.kind in (IN_COLLECTIVE, IN_P2P, IN_INIT, SILENT) for state in states.values())
+    is_stopped = any(state.kind.is_waiting or state.kind == RankState.SILENT for state in states.values())
     return bool(lanes) and not edges and not is_stopped and not any(map(_had_trouble, run.ranks.values()))
 
 
 def _had_trouble(record: RankRecord) -> bool:
     """An exit code, a line of the log, or what its dump was written for."""
-    events = record.log.events if record.log else ()
     return (
         bool(record.exit and record.exit.code)
-        or any(event.kind.startswith(_FAILED) for event in events)
+        or any(event.kind != EventKind.SIGTERM for event in record.events)
         or any(_TROUBLE.search(dump.reason) for dump in record.dumps)
     )
 
@@ -53,9 +46,11 @@ def healthy(run: Run, lanes: Sequence[Lane], is_over: bool) -> Verdict:
     """HEALTHY: certain only where the job is known to have gone on."""
     newest = ", ".join(f"{run.groups[lane.group]} at #{int(lane.last.max())}" for lane in lanes[:3])
     heard = sum(bool(record.dumps) for record in run.ranks.values())
+    is_sure = is_over and heard == len(run.ranks)
+    basis = Basis.QUIET_LOGS if not lanes else Basis.ALL_DONE if is_sure else Basis.ALL_AGREE
     return Verdict(
-        verdict="HEALTHY",
-        confidence=0.6 if not lanes else 0.9 if is_over and heard == len(run.ranks) else 0.75,
+        verdict=VerdictKind.HEALTHY,
+        confidence=basis.confidence,
         headline="no fault found: all ranks issued the same operations" if lanes else "no fault found in the logs",
         evidence=(
             Evidence(
@@ -67,16 +62,16 @@ def healthy(run: Run, lanes: Sequence[Lane], is_over: bool) -> Verdict:
 
 def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:
     """INSUFFICIENT_DATA: nobody is accused; who waits, of whom nothing was collected, and what would decide."""
-    waiting = {rank for rank, state in states.items() if state.kind in (IN_COLLECTIVE, IN_P2P, IN_INIT)}
+    waiting = {rank for rank, state in states.items() if state.kind.is_waiting}
     waiting |= {edge.waiter for edge in edges}
     unseen = [rank for rank, record in run.ranks.items() if is_absent(record)]
     failed = [rank for rank, record in run.ranks.items() if record.exit and record.exit.code]
     chain = tuple(dict.fromkeys((edge.waiter, edge.awaited) for edge in edges if edge.awaited in unseen))
     counts = f"{len(waiting)} ranks wait, {len(unseen)} left nothing, {len(failed)} ended with an error"
     return Verdict(
-        verdict="INSUFFICIENT_DATA",
+        verdict=VerdictKind.INSUFFICIENT_DATA,
         victims=tuple(sorted(waiting)),
-        confidence=0.3,
+        confidence=Basis.UNDECIDED.confidence,
         headline=_headline(run, unseen, bool(waiting)),
         evidence=(
             Evidence(text=counts),
@@ -85,7 +80,7 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
         ),
         chain=chain[:64],
         next_steps=(
-            f"collect from {_who(unseen) if unseen else 'every rank'}: a Flight Recorder dump, the stack (py-spy dump --pid "
+            f"collect from {rank_list(unseen) if unseen else 'every rank'}: a Flight Recorder dump, the stack (py-spy dump --pid "
             "PID), the log, the exit code (torchrun's output), dmesg of the host",
             "turn the recorder on (titan_ckpt.debug.Recorder.start(folder, rank=..., world_size=...)) and run again",
         ),
@@ -94,10 +89,12 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
 
 def _headline(run: Run, unseen: Sequence[int], has_waiters: bool) -> str:
     if unseen and not has_waiters and len(unseen) < len(run.ranks):
-        return f"nothing was collected of {_who(unseen)}, and what the other ranks left does not show who is at fault"
+        return (
+            f"nothing was collected of {rank_list(unseen)}, and what the other ranks left does not show who is at fault"
+        )
     if unseen and len(unseen) < len(run.ranks):
         return (
-            f"the others wait, and nothing was collected of {_who(unseen)}: dead, frozen, stuck or elsewhere, the evidence "
+            f"the others wait, and nothing was collected of {rank_list(unseen)}: dead, frozen, stuck or elsewhere, the evidence "
             "does not tell"
         )
     return "the evidence does not show who is at fault"
@@ -113,8 +110,3 @@ def _aborted(run: Run) -> tuple[Evidence, ...]:
         for rank, record in run.ranks.items()
         if record.exit and record.exit.code in (-6, 134) and record.log is None
     )[:4]  # fmt: skip
-
-
-def _who(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {text}"

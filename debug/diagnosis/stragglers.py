@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.diagnosis.confidence import straggling
+from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.operation_table import column
 from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
 
@@ -21,6 +24,16 @@ MOST_OF_IT, HALF_OF_IT, CHANCE = 0.7, 0.5, 0.02
 MOST_SHARE = 1.0  # nobody can keep the others waiting for longer than it all took: that is a clock that is wrong
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Late:
+    """A rank that came last `times` times, by `lag_ns` in the median; `share`: of the time, that the others waited for it."""
+
+    rank: int
+    lag_ns: int
+    times: int
+    share: float
+
+
 def find_straggler(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict | None:
     """STRAGGLER when one rank came last again and again and the others' waiting for it is a large part of the time.
 
@@ -29,12 +42,11 @@ def find_straggler(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict
     for lane in lanes:
         found = _slowest(run, lane)
         if found is not None:
-            rank, lag_ns, times, share = found
-            return _verdict(run, lane, rank, lag_ns, times, share, is_over)
+            return _verdict(run, lane, found, is_over=is_over)
     return None
 
 
-def _slowest(run: Run, lane: Lane) -> tuple[int, int, int, float] | None:
+def _slowest(run: Run, lane: Lane) -> _Late | None:
     heard = np.flatnonzero(~lane.is_silent)
     complete = np.flatnonzero((lane.row[heard] >= 0).all(axis=0))[-MOST_COLUMNS:]
     if len(complete) < LEAST_TIMES or len(heard) < 2:
@@ -59,7 +71,7 @@ def _slowest(run: Run, lane: Lane) -> tuple[int, int, int, float] | None:
         or part < (MOST_OF_IT if is_chance else HALF_OF_IT)
     ):
         return None
-    return lane.members[int(heard[i])], int(np.median(mine)), len(mine), share
+    return _Late(rank=lane.members[int(heard[i])], lag_ns=int(np.median(mine)), times=len(mine), share=share)
 
 
 def _chance(times: int, of: int, ranks: int) -> float:
@@ -69,20 +81,21 @@ def _chance(times: int, of: int, ranks: int) -> float:
     return tail / whole
 
 
-def _verdict(run: Run, lane: Lane, rank: int, lag_ns: int, times: int, share: float, is_over: bool) -> Verdict:
-    group = run.groups[lane.group]
+def _verdict(run: Run, lane: Lane, late: _Late, *, is_over: bool) -> Verdict:
+    group, rank, lag_ms = str(run.groups[lane.group]), late.rank, late.lag_ns / 1e6
+    others = tuple(other for other in lane.members if other != rank)
     return Verdict(
-        verdict="STRAGGLER",
+        verdict=VerdictKind.STRAGGLER,
         culprits=(rank,),
-        victims=tuple(other for other in lane.members if other != rank),
-        group=str(group),
-        confidence=0.9 if is_over else 0.45 + 0.4 * min(share, 1.0) * (share > 0.6),
-        headline=f"rank {rank} is a straggler: it came last to {times} collectives of group {group}, by {lag_ns / 1e6:.0f} ms "
-        f"(median); the others spent {share:.0%} of the time waiting for it",
+        victims=others,
+        group=group,
+        confidence=straggling(late.share, is_over=is_over),
+        headline=f"rank {rank} is a straggler: it came last to {late.times} collectives of group {group}, by {lag_ms:.0f} ms "
+        f"(median); the others spent {late.share:.0%} of the time waiting for it",
         evidence=(
-            Evidence(text=f"late by {lag_ns / 1e6:.0f} ms at {times} collectives", rank=rank, source="flight recorder"),
+            Evidence(text=f"late by {lag_ms:.0f} ms at {late.times} collectives", rank=rank, source="flight recorder"),
         ),
-        chain=tuple((other, rank) for other in lane.members if other != rank),
+        chain=tuple((other, rank) for other in others),
         next_steps=(
             "compare that rank's data loading, CPU load, clocks and thermals with a healthy host's",
             "profile one step of that rank and of another",

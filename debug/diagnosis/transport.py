@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, elements_of
+from titan_ckpt.debug.diagnosis.confidence import Basis
 from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.kinds import DumpKind, VerdictKind
 from titan_ckpt.debug.incident.operation_table import operation_blocks
 from titan_ckpt.debug.incident.records import (
     COMPLETED,
@@ -49,46 +52,47 @@ def _not_finished(run: Run, lane: Lane) -> Iterator[Verdict]:
     waiting = tuple(lane.members[i] for i in np.flatnonzero(at == SCHEDULED))
     running = tuple(lane.members[i] for i in np.flatnonzero(at == STARTED))
     if waiting and len(waiting) < len(lane.members):
-        yield _verdict(run, lane, seq, "SCHEDULED_NOT_STARTED", waiting, 0.8, _NOT_STARTED)
+        yield _verdict(run, lane, seq, waiting, VerdictKind.SCHEDULED_NOT_STARTED, Basis.NOT_STARTED)
     elif running:
-        few = len(running) <= len(lane.members) // 2
-        yield _verdict(
-            run, lane, seq, "STARTED_NOT_COMPLETED", running if few else (), 0.7 if few else 0.6, _NOT_COMPLETED
-        )
+        is_few = len(running) <= len(lane.members) // 2
+        basis = Basis.FEW_NOT_COMPLETED if is_few else Basis.MANY_NOT_COMPLETED
+        yield _verdict(run, lane, seq, running if is_few else (), VerdictKind.STARTED_NOT_COMPLETED, basis)
 
 
 def _has_dump(run: Run, rank: int) -> bool:
-    return any(dump.kind == "flight_recorder" and dump.num_operations for dump in run.ranks[rank].dumps)
+    return any(dump.kind == DumpKind.FLIGHT_RECORDER and dump.num_operations for dump in run.ranks[rank].dumps)
 
 
-_NOT_STARTED = (
-    "put {op} #{seq} of group {group} on a stream, but the device never started it: something before it on that stream "
-    "does not end"
-)
-_NOT_COMPLETED = (
-    "started {op} #{seq} of group {group}, which never completed: the network or a device is at fault, not the program"
-)
+_TEXT = {
+    VerdictKind.SCHEDULED_NOT_STARTED: "put {what} on a stream, but the device never started it: something before it on that "
+    "stream does not end",
+    VerdictKind.STARTED_NOT_COMPLETED: "started {what}, which never completed: the network or a device is at fault, not the "
+    "program",
+}
 
 
-def _verdict(
-    run: Run, lane: Lane, seq: int, name: str, culprits: tuple[int, ...], confidence: float, says: str
-) -> Verdict:
+def _verdict(run: Run, lane: Lane, seq: int, culprits: tuple[int, ...], verdict: VerdictKind, basis: Basis) -> Verdict:
     rows = lane.seen_at(seq)
     ranks = culprits or lane.members
     operation = run.operation(ranks[0], rows[ranks[0]])
-    frame = user_frame(operation.frames, run.wrappers)
     who = ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(map(str, ranks[:8])) if culprits else "all ranks"
+    victims = tuple(rank for rank in lane.members if rank not in culprits)
     return Verdict(
-        verdict=name, culprits=culprits, victims=tuple(r for r in lane.members if r not in culprits),
-        group=str(operation.group), seq=seq, op=operation.op, confidence=confidence,
-        headline=f"{who} " + says.format(op=operation.op, seq=seq, group=operation.group),
+        verdict=verdict,
+        culprits=culprits,
+        victims=victims,
+        group=str(operation.group),
+        seq=seq,
+        op=operation.op,
+        confidence=basis.confidence,
+        headline=f"{who} " + _TEXT[verdict].format(what=f"{operation.op} #{seq} of group {operation.group}"),
         evidence=(
-            Evidence(
-                text=f"{operation.op} #{seq} is `{operation.state}`", rank=ranks[0], source="flight recorder",
-                file=frame.file if frame else "", line=frame.line if frame else 0,
+            Evidence.at(
+                user_frame(operation.frames, run.wrappers), text=f"{operation.op} #{seq} is `{operation.state}`",
+                rank=ranks[0], source="flight recorder",
             ),
         ),
-        chain=tuple((r, culprits[0]) for r in lane.members if r not in culprits) if culprits else (),
+        chain=tuple((rank, culprits[0]) for rank in victims) if culprits else (),
         next_steps=(
             "check the links and devices of these ranks (dmesg for Xid, ibstat, nvidia-smi)",
             "run nccl-tests over the same hosts",
@@ -111,55 +115,68 @@ def _p2p_sizes(run: Run) -> Iterator[Verdict]:
             receives = _pair(run.ranks[peer].operations, RECV, rank)
             found = _first_difference(run, rank, _pair(table, SEND, peer), peer, receives)
             if found is not None:
-                yield _p2p_verdict(run, rank, peer, *found)
+                yield _p2p_verdict(run, *found)
 
 
 def _pair(table: Array, direction: int, peer: int) -> list[int]:
     return [int(row) for row in np.flatnonzero((table["p2p"] == direction) & (table["peer"] == peer))]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Half:
+    """One side of a message: its rank, its operation, and whether that rank exchanged such a size with the other before."""
+
+    rank: int
+    operation: Operation
+    is_known_size: bool
+
+
 def _first_difference(
     run: Run, sender: int, sends: Sequence[int], receiver: int, receives: Sequence[int]
-) -> tuple[Operation, Operation, bool, bool] | None:
+) -> tuple[_Half, _Half] | None:
+    """The first send and receive of a pair whose sizes differ."""
     theirs, ours = run.ranks[receiver].operations, run.ranks[sender].operations
     by_seq = {(int(theirs["group"][row]), int(theirs["seq"][row])): row for row in receives}
-    sent_history: list[str] = []
-    received_history: list[str] = []
+    sent_sizes: set[str] = set()
+    received_sizes: set[str] = set()
     for row in sends:
         other = by_seq.get((int(ours["group"][row]), int(ours["seq"][row])))
         if other is None or ours["seq"][row] < 0:
             continue
         sent, received = run.operation(sender, row), run.operation(receiver, other)
         if sent.sizes and received.sizes and elements_of(sent.sizes) != elements_of(received.sizes):
-            return sent, received, sent.sizes in sent_history, received.sizes in received_history
-        sent_history.append(sent.sizes)
-        received_history.append(received.sizes)
+            return (
+                _Half(rank=sender, operation=sent, is_known_size=sent.sizes in sent_sizes),
+                _Half(rank=receiver, operation=received, is_known_size=received.sizes in received_sizes),
+            )
+        sent_sizes.add(sent.sizes)
+        received_sizes.add(received.sizes)
     return None
 
 
-def _p2p_verdict(
-    run: Run, sender: int, receiver: int, sent: Operation, received: Operation, sent_before: bool, received_before: bool
-) -> Verdict:
-    culprits: tuple[int, ...] = tuple(sorted((sender, receiver)))
-    confidence = 0.7
-    if sent_before != received_before:
-        culprits, confidence = ((receiver,) if sent_before else (sender,)), 0.9
-    frames = [
-        (sender, user_frame(sent.frames, run.wrappers), sent),
-        (receiver, user_frame(received.frames, run.wrappers), received),
-    ]
+def _p2p_verdict(run: Run, send: _Half, receive: _Half) -> Verdict:
+    ranks, basis = (send.rank, receive.rank), Basis.P2P_SIZE
+    culprits: tuple[int, ...] = tuple(sorted(ranks))
+    if send.is_known_size != receive.is_known_size:
+        culprits, basis = ((receive.rank if send.is_known_size else send.rank),), Basis.P2P_SIZE_NEW
+    sent, received = send.operation, receive.operation
     return Verdict(
-        verdict="P2P_SIZE_MISMATCH", culprits=culprits, victims=tuple(r for r in (sender, receiver) if r not in culprits),
-        group=str(sent.group), seq=sent.seq, op="send/recv", confidence=confidence,
-        headline=f"rank {sender} sent {sent.sizes} elements to rank {receiver}, which expects {received.sizes} "
+        verdict=VerdictKind.P2P_SIZE_MISMATCH,
+        culprits=culprits,
+        victims=tuple(rank for rank in ranks if rank not in culprits),
+        group=str(sent.group),
+        seq=sent.seq,
+        op="send/recv",
+        confidence=basis.confidence,
+        headline=f"rank {send.rank} sent {sent.sizes} elements to rank {receive.rank}, which expects {received.sizes} "
         f"(message {sent.seq} between them)",
-        evidence=tuple(
-            Evidence(
-                text=f"{op.op}({op.sizes}, {op.dtypes})", rank=rank, source="black box",
-                file=frame.file if frame else "", line=frame.line if frame else 0,
-            )
-            for rank, frame, op in frames
-        ),
-        chain=((receiver, sender),),
+        evidence=tuple(_spelled(run, half) for half in (send, receive)),
+        chain=((receive.rank, send.rank),),
         next_steps=("compare the shapes at the two call sites", "exchange shapes first where they depend on the data"),
-    )  # fmt: skip
+    )
+
+
+def _spelled(run: Run, half: _Half) -> Evidence:
+    operation = half.operation
+    text = f"{operation.op}({operation.sizes}, {operation.dtypes})"
+    return Evidence.at(user_frame(operation.frames, run.wrappers), text=text, rank=half.rank, source="black box")

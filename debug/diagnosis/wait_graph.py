@@ -10,18 +10,9 @@ from typing import TypeAlias
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.diagnosis.rank_state import (
-    DEAD,
-    FINISHED,
-    FROZEN,
-    GIL_HELD,
-    IN_COLLECTIVE,
-    IN_P2P,
-    ON_CPU,
-    Situation,
-)
+from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.debug.incident.operation_table import operation_blocks
-from titan_ckpt.debug.incident.records import COMPLETED, RECV, SEND, Array, Run
+from titan_ckpt.debug.incident.records import COMPLETED, RECV, SEND, Array, Run, Situation
 
 MAX_AWAITED = 32  # laggards kept per waiting rank: the furthest behind are the ones that matter
 
@@ -54,7 +45,7 @@ def _collective_edges(lane: Lane, states: Mapping[int, Situation]) -> list[Edge]
     behind: dict[int, list[int]] = {}
     for rank, seq, done in zip(lane.members, lane.last.tolist(), lane.done.tolist(), strict=True):
         state = states[rank]
-        if seq < 0 or not can_wait(state) or (done and state.kind != IN_COLLECTIVE):
+        if seq < 0 or not can_wait(state) or (done and state.kind != RankState.IN_COLLECTIVE):
             continue
         if seq < newest and done:
             continue  # this group is not where it waits
@@ -75,12 +66,12 @@ def _behind(lane: Lane, seq: int) -> list[int]:
 def can_wait(state: Situation) -> bool:
     """Whether a rank with a pending operation may be waiting for it. A stack that ends in user code may be at
     `work.wait()`, which leaves no frame of its own; the source line tells, where it was saved."""
-    if state.kind in (DEAD, FROZEN, GIL_HELD, FINISHED):
+    if state.kind in (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD, RankState.FINISHED):
         return False
-    if state.kind != ON_CPU:
+    if state.kind != RankState.ON_CPU:
         return True
     text = state.frame.text if state.frame else ""
-    return "wait" in text if text else state.detail == "user_code"
+    return "wait" in text if text else state.detail == Subtype.USER_CODE
 
 
 def _p2p_edges(run: Run, states: Mapping[int, Situation]) -> list[Edge]:
@@ -133,11 +124,11 @@ def _unknown_peers(run: Run, states: Mapping[int, Situation]) -> list[Edge]:
     """A rank inside send or recv whose peer nobody recorded (gloo's dumps never do): in a pipeline it is the rank with the
     same place in another group of the same size, if only one such rank is not itself in P2P."""
     edges = []
-    blocked = [rank for rank, state in states.items() if state.kind == IN_P2P]
+    blocked = [rank for rank, state in states.items() if state.kind == RankState.IN_P2P]
     for rank in blocked:
         if pending_p2p(run, rank):
             continue
-        peers = [peer for peer in _same_place(run, rank) if states[peer].kind != IN_P2P]
+        peers = [peer for peer in _same_place(run, rank) if states[peer].kind != RankState.IN_P2P]
         if len(peers) == 1:
             edges.append(Edge(waiter=rank, awaited=peers[0], group=-1, seq=-1, is_p2p=True, is_inferred=True))
     return edges

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from titan_ckpt.debug.incident.kinds import DumpKind, FlagKind
 from titan_ckpt.debug.incident.operation_table import operation_blocks, pairs_of
 from titan_ckpt.debug.incident.records import COMPLETED, Array, Flag, Run
 
@@ -51,7 +52,8 @@ def _conflict(run: Run, name: str, positions: list[int]) -> Conflict | None:
     return Conflict(name=name, users=users, shared=shared)
 
 
-def rank_list(ranks: tuple[int, ...]) -> str:
+def rank_list(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 1, 2`, of many the first eight."""
     text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 
@@ -60,18 +62,18 @@ def flags(run: Run) -> Iterator[Flag]:
     """PG_CONFIG_CONFLICT, DUMP_SKEW and CLOCK_SKEW."""
     for conflict in conflicts(run):
         text = f"ranks disagree about who belongs to group {conflict.name}: it is treated as several groups"
-        yield Flag(flag="PG_CONFIG_CONFLICT", ranks=conflict.shared, text=text)
+        yield Flag(flag=FlagKind.PG_CONFIG_CONFLICT, ranks=conflict.shared, text=text)
     behind = _dumped_too_early(run)
     if behind:
         text = "dumped before the others finished what they then finished together: they may have issued more since"
-        yield Flag(flag="DUMP_SKEW", ranks=behind, text=text)
+        yield Flag(flag=FlagKind.DUMP_SKEW, ranks=behind, text=text)
     elif (spread_s := _spread_of_dumps(run)) > DUMP_SKEW_S:
         text = f"the ranks' dumps were written up to {spread_s:.0f} s apart: earlier ones may lack later operations"
-        yield Flag(flag="DUMP_SKEW", text=text)
+        yield Flag(flag=FlagKind.DUMP_SKEW, text=text)
     skewed = _other_clocks(run)
     if skewed:
         text = "their clocks differ from the others' by more than all that was recorded took: times are not compared"
-        yield Flag(flag="CLOCK_SKEW", ranks=skewed, text=text)
+        yield Flag(flag=FlagKind.CLOCK_SKEW, ranks=skewed, text=text)
 
 
 def _spread_of_dumps(run: Run) -> float:
@@ -79,7 +81,7 @@ def _spread_of_dumps(run: Run) -> float:
     newest = [
         max(times)
         for record in run.ranks.values()
-        if (times := [d.time_s for d in record.dumps if d.kind == "flight_recorder" and d.time_s])
+        if (times := [d.time_s for d in record.dumps if d.kind == DumpKind.FLIGHT_RECORDER and d.time_s])
     ]
     return max(newest) - min(newest) if len(newest) > 1 else 0.0
 
@@ -90,7 +92,7 @@ def _dumped_too_early(run: Run) -> tuple[int, ...]:
     newest: defaultdict[int, dict[int, int]] = defaultdict(dict)
     finished: defaultdict[int, int] = defaultdict(lambda: -1)
     for rank, record in run.ranks.items():
-        if any(dump.kind == "flight_recorder" for dump in record.dumps):
+        if record.has_flight_recorder:
             _note_ends(record.operations, rank, meetings, newest, finished)
     return tuple(
         sorted({rank for group, ends in newest.items() for rank, end in ends.items() if end < finished[group]})

@@ -1,17 +1,27 @@
-"""Which thread of a process crashed, by what the interpreter's fault handler wrote."""
+"""What a stack shows: the user's frame, the thread that crashed, the call that the main thread waits in."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, StackSnapshot
+from titan_ckpt.debug.incident.kinds import RankState
+from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, StackSnapshot, Thread
 
 _LIBRARY = re.compile(
     r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<|importlib|/torch/(?:distributed|utils|nn|autograd|_|optim)"
 )
-
+# Files of the recorder itself, also where releases before 0.2 had them.
 _WRAPPER = re.compile(r"/debug/(?:record/)?(?:hooks|recorder|ring)\.py$")
+_RECORDER = ("/debug/record/recorder.py", "/debug/recorder.py", "debug\\recorder.py")
+_HOOKS = ("/debug/record/hooks.py", "/debug/hooks.py")
+
+_INIT = ("init_process_group", "_new_process_group_helper", "_store_based_barrier", "rendezvous", "new_group",
+         "_new_group_with_tag", "split_group", "_create_tcp_store", "next_rendezvous")  # fmt: skip
+_TEARDOWN = ("destroy_process_group", "_shutdown", "_exit_function", "_python_exit")
+_P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+_COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "_symmetric_memory/__init__.py")
+_WAITS = re.compile(r"\.wait\(|synchronize\(|\.item\(|\.cpu\(")
 
 
 def is_library(frame: Frame) -> bool:
@@ -20,9 +30,9 @@ def is_library(frame: Frame) -> bool:
 
 
 def user_frame(frames: Iterable[Frame], wrappers: frozenset[tuple[str, int]] = frozenset()) -> Frame | None:
-    """The innermost frame of the user's own program that is no wrapper (frames: most recent call first).
+    """The innermost frame of the user's program that is no wrapper (frames: most recent call first).
 
-    Where all are, the innermost of the user's; where none is the user's, the innermost of all.
+    If all of the user's frames are wrappers, the innermost of them; if no frame is the user's, the innermost frame.
     """
     first = own = None
     for frame in frames:
@@ -34,17 +44,87 @@ def user_frame(frames: Iterable[Frame], wrappers: frozenset[tuple[str, int]] = f
     return own or first
 
 
+def main_frame(stack: StackSnapshot | None) -> Frame | None:
+    """The user's frame in the main thread."""
+    return user_frame(stack.main.frames) if stack and stack.main else None
+
+
 def crash_frame(stack: StackSnapshot | None) -> Frame | None:
-    """The user's frame in the thread that crashed, in the main thread where that one runs no Python."""
+    """The user's frame in the thread that crashed, or in the main thread if that thread runs no Python."""
     thread = (stack.current or stack.main) if stack else None
     return user_frame(thread.frames) if thread else None
 
 
 def crashed_thread(record: RankRecord, stack: StackSnapshot | None) -> tuple[Evidence, ...]:
-    """Which thread crashed, where it was not the main one."""
+    """Which thread crashed, if it was not the main one."""
     if stack is None or not stack.threads or (stack.current is not None and stack.current.is_main):
         return ()
     text = "the thread that crashed runs no Python (gloo, NCCL, CUDA, a library's own): the line is where the main thread was"
     if stack.current is not None:
         text = f"it crashed in the thread {stack.current.name}"
     return (Evidence(text=text, rank=record.rank, source=stack.source),)
+
+
+def hang_stack(record: RankRecord) -> StackSnapshot | None:
+    """The earliest snapshot that shows where the main thread hung; not one that the main thread wrote itself."""
+    usable = [
+        s for s in record.stacks if s.main and s.main.frames and not s.main.is_current and not _is_dumping(s.main, s)
+    ]
+    return min(usable, key=lambda s: (_lateness(s.reason), s.source), default=None)
+
+
+def _is_dumping(main: Thread, stack: StackSnapshot) -> bool:
+    """Whether the main thread is past what it died of: in our recorder, in an excepthook, or in the function from which
+    another thread wrote this file."""
+    if any(frame.file.endswith(_RECORDER) for frame in main.frames[:4]):
+        return True
+    if any(frame.function.endswith(("excepthook", "_exitfunc")) for frame in main.frames):
+        return True
+    writer = next((thread for thread in stack.threads if thread.is_current), None)
+    inner = main.frames[0]
+    return writer is not None and not is_library(inner) and any(_is_alike(f, inner) for f in writer.frames[:4])
+
+
+def _is_alike(a: Frame, b: Frame) -> bool:
+    return (a.file, a.function) == (b.file, b.function)
+
+
+def _lateness(reason: str) -> int:
+    """How late in a hang a snapshot of this reason is taken."""
+    if not reason or reason.startswith("stall"):
+        return 0
+    return 1 if "gil" in reason or "term" in reason.lower() or "demand" in reason else 2
+
+
+def main_thread_state(main: Thread) -> tuple[RankState, str]:
+    """What a main thread is in, and the name of the library call it waits in."""
+    is_waiting = False
+    for frame in main.frames[:12]:
+        if frame.function == "wait" and frame.file.endswith(_HOOKS):
+            is_waiting = True  # our wrapper of Work.wait; a blocking call shows its own name further out
+        elif is_library(frame):
+            found = _library_call(main, frame)
+            if found is not None:
+                return found
+        elif is_waiting or (_WAITS.search(frame.text) and "work" in frame.text.lower()):
+            return RankState.IN_COLLECTIVE, "wait"
+        else:
+            return RankState.ON_CPU, ""
+    return RankState.ON_CPU, ""
+
+
+def _library_call(main: Thread, frame: Frame) -> tuple[RankState, str] | None:
+    name, file = frame.function, frame.file
+    if name in _TEARDOWN and ("torch/" in file or "threading" in file or "concurrent" in file):
+        return RankState.IN_TEARDOWN, name
+    if name in _INIT:
+        return RankState.IN_INIT, _outermost(main, _INIT) or name
+    if "torch/distributed" in file and name in _P2P:
+        return RankState.IN_P2P, name
+    if file.endswith(_COLLECTIVES) and name != "wrapper":
+        return RankState.IN_COLLECTIVE, name
+    return None
+
+
+def _outermost(main: Thread, names: Sequence[str]) -> str:
+    return next((frame.function for frame in reversed(main.frames) if frame.function in names), "")

@@ -1,4 +1,4 @@
-"""The records of the debugger: what was read (Run and below) and what was concluded (Verdict).
+"""The records of the debugger: the evidence (Run and its parts) and the conclusions (Situation, Verdict).
 
 Operations are columns, not objects: a job of 1,024 ranks leaves two million of them.
 """
@@ -11,16 +11,26 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from titan_ckpt.debug.incident.kinds import (
+    DumpKind,
+    EventKind,
+    FlagKind,
+    OperationState,
+    RankState,
+    Subtype,
+    VerdictKind,
+)
+
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 SCHEDULED, STARTED, COMPLETED = 0, 1, 2
-STATES = ("scheduled", "started", "completed")
+STATES = tuple(OperationState)  # by code
 SEND, RECV = 1, 2
 MAX_RANK = 131_072  # a larger number in a file is damage
 
 # One operation. group, op, sizes, dtypes and frames are positions in Run.groups and Run.names.
-# seq counts collectives per group (P2P: per pair); `p2p` is 0, SEND or RECV and then `peer` is a global rank (-1 unknown).
-# `retired` is what gloo knows: the work object is gone, which is also so after a failure. Times are 0 where unknown.
+# `seq` counts collectives per group, P2P per pair. `p2p` is 0, SEND or RECV; of P2P `peer` is the global rank (-1: unknown).
+# `retired`: the work object is gone. That is all gloo records, and it holds after a failure too. Times are 0 if unknown.
 OPERATION = np.dtype(
     [
         ("group", "i4"), ("seq", "i4"), ("op", "i2"), ("p2p", "i1"), ("state", "i1"), ("retired", "?"),
@@ -34,20 +44,25 @@ NO_OPERATIONS: Array = np.zeros(0, OPERATION)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One line of a call stack; `text` is the source line where somebody saved it."""
+    """One line of a call stack; `text` is the source line if it was recorded."""
 
     file: str
     line: int
     function: str
     text: str = ""
 
+    @property
+    def place(self) -> str:
+        """`file:line`."""
+        return f"{self.file}:{self.line}"
+
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
+        return f"{self.place} in {self.function}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thread:
-    """Frames of one thread, most recent call first; `is_current` = it wrote the dump; `state`: "Garbage-collecting" ..."""
+    """Frames of one thread, most recent call first. `is_current`: it wrote the dump. `state`: such as "Garbage-collecting"."""
 
     name: str
     frames: tuple[Frame, ...]
@@ -58,7 +73,7 @@ class Thread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSnapshot:
-    """All threads of a rank at one moment; `reason` is what the file's name or head says (stall, sigterm, gil ...)."""
+    """All threads of a rank at one moment; `reason` comes from the file's name or first line (stall, sigterm, gil ...)."""
 
     source: str
     reason: str
@@ -71,15 +86,15 @@ class StackSnapshot:
 
     @property
     def current(self) -> Thread | None:
-        """The thread that wrote it, or crashed; None where that runs no Python, as those of gloo, NCCL and CUDA do not."""
+        """The thread that wrote the dump or crashed; None if it runs no Python (a thread of gloo, NCCL or CUDA)."""
         return next((thread for thread in self.threads if thread.is_current), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEvent:
-    """A line of a log that means something; `kind` is one of `titan_ckpt.debug.read.logs.KINDS`."""
+    """A line of a log that was recognized."""
 
-    kind: str
+    kind: EventKind
     rank: int
     text: str
     source: str
@@ -91,7 +106,7 @@ class LogEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLog:
-    """What a rank's own log says."""
+    """What was recognized in a rank's own log; `tail` is its last lines."""
 
     source: str
     events: tuple[LogEvent, ...] = ()
@@ -104,7 +119,7 @@ class RankLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """How a process ended: negative code = killed by that signal. `was_told` = a launcher had sent it SIGTERM before."""
+    """How a process ended; a negative code is the signal that killed it. `was_told`: a launcher had sent it SIGTERM before."""
 
     rank: int
     code: int
@@ -118,7 +133,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """The recorder's last words: where the training loop was, and when its watching thread last ran (ns since epoch)."""
+    """The recorder's last entry: where the training loop was, and when its watching thread last ran (ns since epoch)."""
 
     step: int
     phase: str
@@ -133,7 +148,7 @@ class Dump:
     """One Flight Recorder dump or black box that was read."""
 
     source: str
-    kind: str
+    kind: DumpKind
     reason: str
     version: str
     num_operations: int
@@ -144,7 +159,7 @@ class Dump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A process group; it is the same group only if name and members agree. `members` is () where nobody says."""
+    """A process group, identified by name and members. `members` is () if nobody recorded them."""
 
     name: str
     description: str = ""
@@ -156,7 +171,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation spelled out, for people."""
+    """One row of a rank's operations with its codes resolved."""
 
     group: Group
     seq: int
@@ -165,7 +180,7 @@ class Operation:
     peer: int
     sizes: str
     dtypes: str
-    state: str
+    state: OperationState
     retired: bool
     frames: tuple[Frame, ...]
     created_ns: int
@@ -191,10 +206,20 @@ class RankRecord:
     process_state: str = ""
     has_recorder: bool = False
 
+    @property
+    def events(self) -> tuple[LogEvent, ...]:
+        """The events of its log."""
+        return self.log.events if self.log else ()
+
+    @property
+    def has_flight_recorder(self) -> bool:
+        """Whether a Flight Recorder dump of it was read."""
+        return any(dump.kind == DumpKind.FLIGHT_RECORDER for dump in self.dumps)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The tables that an operation's integers point into."""
+    """The tables that the codes of an operation index."""
 
     ops: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
@@ -204,9 +229,9 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """Something about the evidence itself that limits what can be concluded."""
+    """A defect of the evidence that limits what can be concluded."""
 
-    flag: str
+    flag: FlagKind
     text: str
     ranks: tuple[int, ...] = ()
     source: str = ""
@@ -214,7 +239,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """What torchrun (or our injector) said at the end; `code` is None when its log does not tell."""
+    """How torchrun (or a drill) ended; `code` is None if its log does not show it."""
 
     source: str
     code: int | None = None
@@ -223,8 +248,8 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One incident of one job. `wrappers` are (file, line) of the program's that call several kinds of operations: a
-    decorator or helper around torch.distributed, never the line to blame."""
+    """One incident of one job. `wrappers` are lines (file, line) of the program that issue several kinds of operations:
+    helpers around torch.distributed, never the line to blame."""
 
     url: str
     incident: str
@@ -238,7 +263,7 @@ class Run:
     wrappers: frozenset[tuple[str, int]] = frozenset()
 
     def members(self, group: int) -> tuple[int, ...]:
-        """Ranks of a group: as recorded, else everybody who ever used it."""
+        """Ranks of a group: as recorded, else all that used it."""
         known = self.groups[group].members
         return known or tuple(
             r for r, record in self.ranks.items() if bool((record.operations["group"] == group).any())
@@ -254,7 +279,7 @@ class Run:
         return record.log.last_step if record.log else None
 
     def operation(self, rank: int, row: int) -> Operation:
-        """Operation `row` (may be negative) of `rank`, spelled out."""
+        """Operation `row` (may be negative) of `rank`, with its codes resolved."""
         entry = self.ranks[rank].operations[row]
         return Operation(
             group=self.groups[entry["group"]],
@@ -284,13 +309,42 @@ class Evidence:
     file: str = ""
     line: int = 0
 
+    @classmethod
+    def at(cls, frame: Frame | None, *, text: str, rank: int | None, source: str = "") -> Evidence:
+        """A fact about the code at `frame`, if that is known."""
+        file, line = (frame.file, frame.line) if frame else ("", 0)
+        return cls(text=text, rank=rank, source=source, file=file, line=line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What one rank was doing. `frame` is the user's line, `call` the library call it waits in, `signal` what killed it;
+    `detail` is the subtype of a verdict on it."""
+
+    rank: int
+    kind: RankState
+    detail: Subtype = Subtype.NONE
+    frame: Frame | None = None
+    call: str = ""
+    signal: str = ""
+    evidence: tuple[Evidence, ...] = ()
+    confidence: float = 0.0
+
+    @property
+    def where(self) -> str:
+        """` at file:line`, or nothing."""
+        return f" at {self.frame.place}" if self.frame else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A possible cause. `chain` holds (waiting rank, rank it waits for); `confidence` is between 0 and 1."""
+    """A possible cause. `chain` holds pairs (waiting rank, rank it waits for); `confidence` is between 0 and 1.
 
-    verdict: str
-    subtype: str = ""
+    Of a rank that died: `signal` that killed it, `file` and `line` of the code that ended it.
+    """
+
+    verdict: VerdictKind
+    subtype: Subtype = Subtype.NONE
     culprits: tuple[int, ...] = ()
     victims: tuple[int, ...] = ()
     group: str = ""
@@ -302,3 +356,6 @@ class Verdict:
     evidence: tuple[Evidence, ...] = ()
     chain: tuple[tuple[int, int], ...] = ()
     next_steps: tuple[str, ...] = ()
+    signal: str = ""
+    file: str = ""
+    line: int = 0

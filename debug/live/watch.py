@@ -8,9 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.units import format_duration
+from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.records import Heartbeat
 from titan_ckpt.debug.read.discovery import evidence_files, find_incident_folders
 from titan_ckpt.debug.read.reader import read_box_heartbeat
@@ -19,11 +21,19 @@ from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
 
+class AlarmKind(StrEnum):
+    """What `watch` notices."""
+
+    SILENT = "SILENT"  # a recorder stopped ticking
+    STALLED = "STALLED"  # no rank changes its phase
+    BEHIND = "BEHIND"  # a rank stays in a step that others have left
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """One thing that is wrong now. `kind`: SILENT (its recorder stopped ticking), STALLED (nobody moves) or BEHIND."""
+    """A problem that a running job has now."""
 
-    kind: str
+    kind: AlarmKind
     ranks: tuple[int, ...]
     text: str
 
@@ -47,14 +57,14 @@ def alarms(beats: Mapping[int, Heartbeat], now_ns: int, *, after_s: float) -> li
     found = []
     if silent:
         age_s = max(now_ns - running[rank].alive_ns for rank in silent) / 1e9
-        text = f"{_who(silent)} silent for {format_duration(age_s)}: dead, stopped, or the GIL is held"
-        found.append(Alarm(kind="SILENT", ranks=silent, text=text))
+        text = f"{rank_list(silent)} silent for {format_duration(age_s)}: dead, stopped, or the GIL is held"
+        found.append(Alarm(kind=AlarmKind.SILENT, ranks=silent, text=text))
     ticking = {rank: beat for rank, beat in running.items() if rank not in silent}
     if ticking and all(now_ns - beat.phase_ns > limit_ns for beat in ticking.values()):
         last = max(ticking, key=lambda rank: ticking[rank].phase_ns)
         age = format_duration((now_ns - ticking[last].phase_ns) / 1e9)
         text = f"no rank changed its phase for {age}: {_phases(ticking)}; run `titan-ckpt debug` on it"
-        found.append(Alarm(kind="STALLED", ranks=tuple(ticking), text=text))
+        found.append(Alarm(kind=AlarmKind.STALLED, ranks=tuple(ticking), text=text))
     else:
         found += _behind(ticking, now_ns, limit_ns)
     return found
@@ -68,21 +78,19 @@ def _behind(ticking: Mapping[int, Heartbeat], now_ns: int, limit_ns: int) -> lis
     if not slow or len(slow) == len(ticking):
         return []
     first = ticking[slow[0]]
-    text = f"{_who(slow)} in step {first.step} ({first.phase or 'between phases'}) while others are in step {newest}"
-    return [Alarm(kind="BEHIND", ranks=slow, text=text)]
+    text = (
+        f"{rank_list(slow)} in step {first.step} ({first.phase or 'between phases'}) while others are in step {newest}"
+    )
+    return [Alarm(kind=AlarmKind.BEHIND, ranks=slow, text=text)]
 
 
 def _phases(beats: Mapping[int, Heartbeat]) -> str:
     by_place: dict[tuple[int, str], list[int]] = {}
     for rank, beat in beats.items():
         by_place.setdefault((beat.step, beat.phase or "between phases"), []).append(rank)
-    return "; ".join(f"{_who(ranks)} in step {step} {phase}" for (step, phase), ranks in sorted(by_place.items())[:6])
-
-
-def _who(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return "ranks " + ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return "; ".join(
+        f"{rank_list(ranks)} in step {step} {phase}" for (step, phase), ranks in sorted(by_place.items())[:6]
+    )
 
 
 def watch(

@@ -11,6 +11,7 @@ import numpy as np
 
 from titan_ckpt.debug.incident import contradictions as disagreement
 from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.kinds import DumpKind, FlagKind
 from titan_ckpt.debug.incident.operation_table import operation_blocks, with_blocks
 from titan_ckpt.debug.incident.records import (
     MAX_RANK,
@@ -70,7 +71,7 @@ class RunEvidence:
     def __post_init__(self) -> None:
         self.boxes = BoxReader(self.interner)
 
-    def flag(self, name: str, text: str, source: str, rank: int | None = None) -> None:
+    def flag(self, name: FlagKind, text: str, source: str, rank: int | None = None) -> None:
         self.flags.append(Flag(flag=name, text=text, ranks=() if rank is None else (rank,), source=source))
 
 
@@ -160,7 +161,7 @@ def _went_on(found: RankEvidence, box: Array) -> bool:
 def _box_dump(found: RankEvidence, box: BlackBox) -> Dump:
     return Dump(
         source=found.box_source,
-        kind="black_box",
+        kind=DumpKind.BLACK_BOX,
         reason="",
         version="1",
         num_operations=len(box.operations),
@@ -191,28 +192,30 @@ def _flags(evidence: RunEvidence, run: Run) -> Iterator[Flag]:
     only_boxes = {rank for rank, record in run.ranks.items() if record.dumps and _are_cut_boxes(record.dumps)}
     if only_boxes or evidence.first_record:
         ranks = tuple(sorted(only_boxes | set(evidence.first_record)))
-        yield Flag(flag="RING_TRUNCATED", ranks=ranks, text="the ring buffer was full: the oldest operations are gone")
+        yield Flag(
+            flag=FlagKind.RING_TRUNCATED, ranks=ranks, text="the ring buffer was full: the oldest operations are gone"
+        )
     with_dump = {rank for rank, record in run.ranks.items() if record.dumps}
     if with_dump and len(with_dump) < len(run.ranks):
         missing = tuple(rank for rank in run.ranks if rank not in with_dump)
-        yield Flag(flag="DUMP_MISSING", ranks=missing, text="no dump and no black box of these ranks")
+        yield Flag(flag=FlagKind.DUMP_MISSING, ranks=missing, text="no dump and no black box of these ranks")
     versions = {
-        dump.version for record in run.ranks.values() for dump in record.dumps if dump.kind == "flight_recorder"
+        dump.version for record in run.ranks.values() for dump in record.dumps if dump.kind == DumpKind.FLIGHT_RECORDER
     }
     if len(versions) > 1:
-        yield Flag(flag="VERSION_MIX", text=f"dumps of different versions: {', '.join(sorted(versions))}")
+        yield Flag(flag=FlagKind.VERSION_MIX, text=f"dumps of different versions: {', '.join(sorted(versions))}")
     yield from disagreement.flags(run)
     unusable = tuple(sorted(r for r in evidence.unusable_groups if _has_unknown_members(run, r)))
     if unusable:
         yield Flag(
-            flag="PG_CONFIG_UNUSABLE",
+            flag=FlagKind.PG_CONFIG_UNUSABLE,
             ranks=unusable,
             text="the dumps do not say who belongs to a group (gloo never does); members are those seen using it",
         )
 
 
 def _are_cut_boxes(dumps: Sequence[Dump]) -> bool:
-    return all(dump.kind == "black_box" and dump.is_truncated for dump in dumps)
+    return all(dump.kind == DumpKind.BLACK_BOX and dump.is_truncated for dump in dumps)
 
 
 def _has_unknown_members(run: Run, rank: int) -> bool:

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from titan_ckpt.debug.incident.kinds import OperationState
 from titan_ckpt.debug.incident.records import (
-    COMPLETED,
     MAX_RANK,
     OPERATION,
     RECV,
     SCHEDULED,
     SEND,
-    STARTED,
     Array,
     Group,
 )
@@ -30,7 +29,7 @@ from titan_ckpt.debug.read.name_tables import Interner
 from titan_ckpt.debug.read.plain_pickle import looks_like_pickle, plain_loads
 
 MAX_ENTRIES = 2_000_000
-_STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
+_STATES: Mapping[str, int] = {name: code for code, name in enumerate(OperationState)}
 _P2P = re.compile(r"\b(?:batch_)?(send|recv)\s*(\d+)\s*(?:->|<-)\s*(\d+)")
 _INT32 = (1 << 31) - 1
 

@@ -12,20 +12,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import Exit, Frame, Launcher, LogEvent, RankLog
-
-KINDS = (
-    "exception",  # a Python exception of the program's own
-    "comm_closed",  # a peer went away
-    "comm_timeout",  # a peer did not come
-    "comm_mismatch",  # what arrived has the wrong size
-    "comm_error",  # any other error of the communication library
-    "store_wait",  # a rank waits for a key of the rendezvous store
-    "fatal_signal",  # the interpreter's last cry
-    "oom",
-    "watchdog",  # NCCL's watchdog: group, sequence number, operation
-    "sigterm",
-)
 
 TAIL_LINES = 40
 MAX_EVENTS = 400
@@ -185,15 +173,15 @@ def _events_of(stream: _Stream, number: int, line: str) -> None:
     raised = _RAISED.match(line) if stream.frames is not None else None
     logged = None if raised else _LOGGED.search(line)
     values: dict[str, str] = {}
-    kind = ""
+    kind: EventKind | None = None
     if (match := _WATCHDOG.search(line)) or (match := _LAST_WORK.search(line)):
-        kind, values = "watchdog", {key: value for key, value in match.groupdict().items() if value}
+        kind, values = EventKind.WATCHDOG, {key: value for key, value in match.groupdict().items() if value}
     elif match := _STORE_KEY.search(line):
-        kind, values = "store_wait", {"key": match.group(1), **_awaited(match.group(1))}
+        kind, values = EventKind.STORE_WAIT, {"key": match.group(1), **_awaited(match.group(1))}
     elif match := _FATAL.search(line):
-        kind, values = "fatal_signal", {"error": match.group(1)}
+        kind, values = EventKind.FATAL_SIGNAL, {"error": match.group(1)}
     elif _MISMATCH.search(line):
-        kind = "comm_mismatch"
+        kind = EventKind.COMM_MISMATCH
     elif raised or logged:
         found = raised or logged
         assert found is not None
@@ -202,9 +190,9 @@ def _events_of(stream: _Stream, number: int, line: str) -> None:
             {"type": found.group(1), "message": found.group(2) or ""},
         )
     elif _OOM.search(line):
-        kind = "oom"
+        kind = EventKind.OOM
     elif _SIGTERM.search(line):
-        kind = "sigterm"
+        kind = EventKind.SIGTERM
     if kind and raised and (call := _torch_call(stream.frames or [])):
         values["call"] = call
     if kind and raised and stream.thread:
@@ -233,19 +221,19 @@ def _torch_call(frames: Sequence[Frame]) -> str:
     return next(calls, "")
 
 
-def kind_of_error(line: str) -> str:
+def kind_of_error(line: str) -> EventKind:
     """Whether an error is the program's own, or what a rank feels of its peers' trouble."""
     if _MISMATCH.search(line):
-        return "comm_mismatch"
+        return EventKind.COMM_MISMATCH
     if _ARGUMENT.search(line):
-        return "exception"
+        return EventKind.EXCEPTION
     if _OOM.search(line):
-        return "oom"
+        return EventKind.OOM
     if _CLOSED.search(line):
-        return "comm_closed"
+        return EventKind.COMM_CLOSED
     if _TIMEOUT.search(line):
-        return "comm_timeout"
-    return "comm_error" if _COMM.search(line) else "exception"
+        return EventKind.COMM_TIMEOUT
+    return EventKind.COMM_ERROR if _COMM.search(line) else EventKind.EXCEPTION
 
 
 def _awaited(key: str) -> dict[str, str]:

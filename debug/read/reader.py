@@ -9,6 +9,7 @@ from typing import Any
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, MAGIC, read_heartbeat
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.gc_off import no_gc
+from titan_ckpt.debug.incident.kinds import DumpKind, FlagKind
 from titan_ckpt.debug.incident.operation_table import MOST_OPERATIONS
 from titan_ckpt.debug.incident.records import (
     MAX_RANK,
@@ -133,18 +134,18 @@ _DAMAGE = (UnsafeContentError, StoreError, ValueError, KeyError, TypeError, Inde
 
 def _flag(evidence: RunEvidence, file: EvidenceFile, error: Exception) -> None:
     """A file that cannot be read or understood becomes a flag."""
-    name, text = "DUMP_CORRUPT", f"{error}"[:300]
+    name, text = FlagKind.DUMP_CORRUPT, f"{error}"[:300]
     if isinstance(error, UnsafeContentError):
         text = f"refused: {error}"
     elif isinstance(error, StoreError):
-        name, text = "DUMP_MISSING", f"cannot be read: {error}"[:300]
+        name, text = FlagKind.DUMP_MISSING, f"cannot be read: {error}"[:300]
     evidence.flag(name, text, file.path, file.rank)
 
 
 def _take(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     if file.suffix == ".svg" or not data:
         if file.rank is not None and not data and file.suffix in ("", ".pickle", ".pkl", ".json", ".box"):
-            evidence.flag("DUMP_CORRUPT", "is empty", file.path, file.rank)
+            evidence.flag(FlagKind.DUMP_CORRUPT, "is empty", file.path, file.rank)
         elif file.rank is None:
             _take_text(evidence, file, "")
         return
@@ -182,7 +183,7 @@ def _take_dump(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
 
 def _dump_record(file: EvidenceFile, parsed: ParsedDump) -> Dump:
     return Dump(
-        source=file.path, kind="flight_recorder", reason=file.reason, version=parsed.version,
+        source=file.path, kind=DumpKind.FLIGHT_RECORDER, reason=file.reason, version=parsed.version,
         num_operations=len(parsed.operations), first_record_id=parsed.first_record_id,
         time_s=file.modified_s, is_truncated=not parsed.is_whole,
     )  # fmt: skip

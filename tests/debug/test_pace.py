@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, RECORD, RETURNED
+from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.record.hooks import BoxWriter
 
 MS = 1_000_000
@@ -53,4 +54,4 @@ def test_chance_that_holds_up_one_or_another_hardly_ever_makes_a_straggler(tmp_p
         folder.mkdir()
         _write_boxes(folder, delays)
         verdicts.append(diagnose(open_run(str(folder)))[0].verdict)
-    assert verdicts.count("HEALTHY") >= 95
+    assert verdicts.count(VerdictKind.HEALTHY) >= 95

@@ -20,6 +20,7 @@ import zstandard
 from titan_ckpt.cli.main import main
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, HEARTBEAT, HEARTBEAT_AT, RECORD
+from titan_ckpt.debug.incident.kinds import FlagKind
 from titan_ckpt.debug.read.logs import parse_launcher, parse_mixed_log, parse_rank_log
 from titan_ckpt.debug.read.plain_pickle import plain_loads
 from titan_ckpt.debug.read.stacks import parse_stacks
@@ -278,7 +279,7 @@ def test_dump_taken_too_early_is_flagged(tmp_path: Path) -> None:
     for rank in range(3):
         (tmp_path / f"rank_{rank}.json").write_bytes(nccl_dump({"0": [0, 1, 2]}, "0", 5 if rank == 1 else 9))
     found = {flag.flag: flag.ranks for flag in open_run(str(tmp_path)).flags}
-    assert found["DUMP_SKEW"] == (1,)
+    assert found[FlagKind.DUMP_SKEW] == (1,)
 
 
 def test_dumps_written_long_apart_are_flagged(tmp_path: Path) -> None:

@@ -13,24 +13,37 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from titan_ckpt.debug.incident.kinds import VerdictKind
+
 FAULTS = (
     "none", "skip", "order", "op", "size", "dtype", "stuck", "died", "extra", "p2p_missing", "p2p_size", "not_started",
     "not_completed",
 )  # fmt: skip
 VERDICTS: Mapping[str, tuple[str, ...]] = {
-    "none": ("HEALTHY",),
-    "skip": ("SKIPPED_COLLECTIVE", "ORDER_MISMATCH", "SIZE_MISMATCH", "CALLSITE_DIVERGENCE", "STUCK_ON_CPU"),
-    "order": ("ORDER_MISMATCH", "SKIPPED_COLLECTIVE", "SIZE_MISMATCH", "CALLSITE_DIVERGENCE"),
-    "op": ("OP_MISMATCH",),
-    "size": ("SIZE_MISMATCH",),
-    "dtype": ("DTYPE_MISMATCH",),
-    "stuck": ("STUCK_ON_CPU",),
-    "died": ("RANK_DIED",),
-    "extra": ("SKIPPED_COLLECTIVE",),
-    "p2p_missing": ("P2P_MISSING_PEER", "STUCK_ON_CPU"),
-    "p2p_size": ("P2P_SIZE_MISMATCH",),
-    "not_started": ("SCHEDULED_NOT_STARTED",),
-    "not_completed": ("STARTED_NOT_COMPLETED",),
+    "none": (VerdictKind.HEALTHY,),
+    "skip": (
+        VerdictKind.SKIPPED_COLLECTIVE,
+        VerdictKind.ORDER_MISMATCH,
+        VerdictKind.SIZE_MISMATCH,
+        VerdictKind.CALLSITE_DIVERGENCE,
+        VerdictKind.STUCK_ON_CPU,
+    ),
+    "order": (
+        VerdictKind.ORDER_MISMATCH,
+        VerdictKind.SKIPPED_COLLECTIVE,
+        VerdictKind.SIZE_MISMATCH,
+        VerdictKind.CALLSITE_DIVERGENCE,
+    ),
+    "op": (VerdictKind.OP_MISMATCH,),
+    "size": (VerdictKind.SIZE_MISMATCH,),
+    "dtype": (VerdictKind.DTYPE_MISMATCH,),
+    "stuck": (VerdictKind.STUCK_ON_CPU,),
+    "died": (VerdictKind.RANK_DIED,),
+    "extra": (VerdictKind.SKIPPED_COLLECTIVE,),
+    "p2p_missing": (VerdictKind.P2P_MISSING_PEER, VerdictKind.STUCK_ON_CPU),
+    "p2p_size": (VerdictKind.P2P_SIZE_MISMATCH,),
+    "not_started": (VerdictKind.SCHEDULED_NOT_STARTED,),
+    "not_completed": (VerdictKind.STARTED_NOT_COMPLETED,),
 }
 
 

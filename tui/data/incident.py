@@ -8,41 +8,28 @@ from dataclasses import dataclass, field
 
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
-from titan_ckpt.debug.diagnosis.rank_state import (
-    DEAD,
-    FINISHED,
-    FROZEN,
-    GIL_HELD,
-    IN_COLLECTIVE,
-    IN_INIT,
-    IN_P2P,
-    IN_TEARDOWN,
-    ON_CPU,
-    SILENT,
-    UNKNOWN,
-    Situation,
-    situations,
-)
+from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
-from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Verdict
+from titan_ckpt.debug.incident.kinds import EventKind, RankState
+from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Situation, Verdict
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.tui.rows import Glyph, Role, TextSpan
 
 # Kinds of log events that no other rank's trouble brings about.
-OWN_ERRORS = ("exception", "oom", "fatal_signal")
+OWN_ERRORS = (EventKind.EXCEPTION, EventKind.OOM, EventKind.FATAL_SIGNAL)
 # A glyph and a role for each situation, gravest first.
-SITUATIONS: Mapping[str, Glyph] = {
-    DEAD: Glyph(char="x", role=Role.BAD, label="dead"),
-    FROZEN: Glyph(char="z", role=Role.BAD, label="frozen"),
-    GIL_HELD: Glyph(char="g", role=Role.BAD, label="GIL held"),
-    ON_CPU: Glyph(char="c", role=Role.WARN, label="busy on its CPU"),
-    SILENT: Glyph(char="?", role=Role.WARN, label="left nothing"),
-    IN_INIT: Glyph(char="i", role=Role.NOTE, label="in init"),
-    IN_P2P: Glyph(char="p", role=Role.GOOD, label="in send/recv"),
-    IN_COLLECTIVE: Glyph(char="w", role=Role.GOOD, label="waiting in a collective"),
-    IN_TEARDOWN: Glyph(char="t", role=Role.DIM, label="shutting down"),
-    FINISHED: Glyph(char="f", role=Role.DIM, label="finished"),
-    UNKNOWN: Glyph(char="-", role=Role.DIM, label="no stack"),
+SITUATIONS: Mapping[RankState, Glyph] = {
+    RankState.DEAD: Glyph(char="x", role=Role.BAD, label="dead"),
+    RankState.FROZEN: Glyph(char="z", role=Role.BAD, label="frozen"),
+    RankState.GIL_HELD: Glyph(char="g", role=Role.BAD, label="GIL held"),
+    RankState.ON_CPU: Glyph(char="c", role=Role.WARN, label="busy on its CPU"),
+    RankState.SILENT: Glyph(char="?", role=Role.WARN, label="left nothing"),
+    RankState.IN_INIT: Glyph(char="i", role=Role.NOTE, label="in init"),
+    RankState.IN_P2P: Glyph(char="p", role=Role.GOOD, label="in send/recv"),
+    RankState.IN_COLLECTIVE: Glyph(char="w", role=Role.GOOD, label="waiting in a collective"),
+    RankState.IN_TEARDOWN: Glyph(char="t", role=Role.DIM, label="shutting down"),
+    RankState.FINISHED: Glyph(char="f", role=Role.DIM, label="finished"),
+    RankState.UNKNOWN: Glyph(char="-", role=Role.DIM, label="no stack"),
 }
 
 
@@ -109,15 +96,15 @@ def first_error(incident: Incident) -> LogEvent | None:
 def _own_errors(log: RankLog) -> list[LogEvent]:
     """An abort after an error of the communication is that error's work."""
     kinds = [event.kind for event in log.events]
-    first_comm = next((i for i, kind in enumerate(kinds) if kind.startswith("comm_")), len(kinds))
+    first_comm = next((i for i, kind in enumerate(kinds) if kind.is_communication), len(kinds))
     return [
         event
         for i, event in enumerate(log.events)
-        if event.kind in OWN_ERRORS and not (event.kind == "fatal_signal" and i > first_comm)
+        if event.kind in OWN_ERRORS and not (event.kind == EventKind.FATAL_SIGNAL and i > first_comm)
     ]
 
 
-def state_counts(incident: Incident) -> list[tuple[str, int]]:
+def state_counts(incident: Incident) -> list[tuple[RankState, int]]:
     """(kind, how many ranks), gravest first."""
     counts = Counter(state.kind for state in incident.states.values())
     return [(kind, counts[kind]) for kind in SITUATIONS if counts[kind]]

@@ -15,6 +15,7 @@ from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.console.cut_picture import Pieces, draw
 from titan_ckpt.console.units import format_duration, format_size
+from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.format.manifest import TensorEntry
 from titan_ckpt.location import local_path, redact, scheme
@@ -261,7 +262,7 @@ def saving_rows(incident: Incident, width: int = 76) -> Iterator[Row]:
     for rank, beat in beats.items():
         if beat.phase in SAVE_PHASES:
             saving.setdefault((beat.phase, beat.step), []).append(rank)
-    io = [verdict for verdict in incident.verdicts if verdict.subtype == "checkpoint_io"]
+    io = [verdict for verdict in incident.verdicts if verdict.subtype == Subtype.CHECKPOINT_IO]
     if not saving and not io:
         return
     yield row()
@@ -284,7 +285,7 @@ def saving_rows(incident: Incident, width: int = 76) -> Iterator[Row]:
 
 def _place_rows(incident: Incident) -> Iterator[Row]:
     """Without heartbeats: where each rank stood, ranks at the same line together."""
-    places: dict[tuple[str, str], list[int]] = {}
+    places: dict[tuple[RankState, str], list[int]] = {}
     for rank, state in sorted(incident.states.items()):
         place = frame_text(state.frame) if state.frame is not None else "no stack"
         places.setdefault((state.kind, place), []).append(rank)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from titan_ckpt.debug.diagnosis.rank_state import IN_INIT
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.incident.kinds import RankState
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, head, row, truncate
 from titan_ckpt.tui.widgets.pane import Pane
@@ -96,7 +96,7 @@ def _tree(
 
 def _why(incident: Incident, edge: Edge) -> str:
     sure = " (inferred)" if edge.is_inferred else ""
-    if incident.states[edge.waiter].kind == IN_INIT and edge.seq < 0:
+    if incident.states[edge.waiter].kind == RankState.IN_INIT and edge.seq < 0:
         return f"waits in init{sure}"
     group = f"{incident.run.groups[edge.group]} " if edge.group >= 0 else ""
     kind = "send/recv" if edge.is_p2p else "collective"

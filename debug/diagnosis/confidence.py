@@ -1,0 +1,161 @@
+"""How sure each verdict is, and what that number rests on. All confidences of the project are in this table.
+
+`docs/hangs.md` shows it; a test compares the two. A number orders the verdicts of one incident; it is a judgement checked against
+recorded incidents, not a measured frequency.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from titan_ckpt.debug.incident.kinds import VerdictKind as V
+
+LEVELS = (
+    (
+        0.9,
+        "recorded directly: an exit code, the kernel's process state, an exception, a stack, or operations that disagree",
+    ),
+    (0.7, "the records agree on one reading, but one step of it is inferred"),
+    (0.6, "the evidence fits this verdict and at least one other: look here first, and check before you act"),
+    (0.5, "one of several readings: collect what the advice names"),
+    (0.0, "a lead, or the statement that the evidence does not decide"),
+)
+
+
+class Basis(Enum):
+    """What a verdict rests on: its confidence, the verdicts that use it, and the reason in words."""
+
+    confidence: float
+    verdicts: tuple[V, ...]
+    text: str
+
+    def __init__(self, confidence: float, verdicts: tuple[V, ...], text: str) -> None:
+        self.confidence, self.verdicts, self.text = confidence, verdicts, text
+
+    # ranks that died, froze or are stuck
+    PROCESS_STOPPED = 0.97, (V.RANK_FROZEN,), "the kernel's state of the process is `T` (stopped)"
+    OWN_EXCEPTION = 0.95, (V.RANK_DIED,), "its log holds an exception of its own"
+    KILLED = 0.95, (V.RANK_DIED,), "its exit code is a signal"
+    GIL_STACK = 0.95, (V.STUCK_ON_CPU,), "the C timer took a stack while Python could not run"
+    FATAL_LOG = 0.9, (V.RANK_DIED,), "its log holds the interpreter's fatal error"
+    FATAL_STACK = 0.9, (V.RANK_DIED,), "the interpreter's fault handler wrote its stack"
+    IGNORED_SIGTERM = 0.9, (V.RANK_FROZEN,), "no dump, no reaction to SIGTERM: the launcher needed SIGKILL"
+    MAIN_STACK = 0.9, (V.STUCK_ON_CPU,), "the stack of its main thread is outside of any collective"
+    PROCESS_GONE = 0.8, (V.RANK_DIED,), "its process is gone without an orderly end"
+    TICKS_STOPPED_CLOSED = 0.85, (V.RANK_DIED,), "its recorder stopped ticking and its connections closed"
+    TICKS_STOPPED_OPEN = 0.8, (V.RANK_FROZEN,), "its recorder stopped ticking and its connections stayed open"
+    ENDED_NORMALLY = 0.85, (V.SKIPPED_COLLECTIVE,), "it ended with exit code 0 while others wait for it"
+    STACK_IN_INIT = 0.75, (V.PG_INIT_HANG,), "its stack is in the creation of a process group"
+    STACK_IN_TEARDOWN = 0.7, (V.TEARDOWN_STUCK,), "its stack is in the shutdown of the process"
+    PHASE = 0.7, (V.STUCK_ON_CPU,), "no stack; the recorder's phase of the training loop"
+    CONNECTIONS_CLOSED = 0.7, (V.RANK_DIED,), "no stack; its peers' connections to it closed and none timed out"
+    DUMPED_FOR_EXCEPTION = 0.6, (V.RANK_DIED,), "its recorder dumped for an exception whose text is missing"
+    OTHER_CALL = (
+        0.6,
+        (V.SKIPPED_COLLECTIVE,),
+        "its stack is in another collective than the one it is awaited in; no dump",
+    )
+    STACK_IN_P2P = 0.6, (V.P2P_MISSING_PEER,), "its stack is in a send or recv whose peer nobody recorded"
+    CONNECTIONS_OPEN = 0.6, (V.RANK_FROZEN,), "left nothing; its peers' connections to it timed out instead of closing"
+    WAITS_FOR_UNRECORDED = 0.5, (V.P2P_MISSING_PEER,), "waits for something that its dump does not hold"
+    TICKS_STOPPED = 0.5, (V.RANK_FROZEN,), "its recorder stopped ticking; frozen, dead or without the GIL"
+    NOT_ISSUED = 0.5, (V.STUCK_ON_CPU,), "did not issue the operation; no stack"
+    UNKNOWN_WAIT = 0.5, (V.WAIT_CHAIN,), "waits itself, the evidence does not show for whom"
+    LEFT_NOTHING = 0.4, (V.RANK_DIED,), "left no dump and no stack"
+    NOT_ISSUED_GLOO = 0.4, (V.INSUFFICIENT_DATA,), "did not issue the operation; gloo's dumps hold no send or recv"
+
+    # operations that do not match
+    CLEAR_MAJORITY = (
+        0.95,
+        (V.SKIPPED_COLLECTIVE, V.ORDER_MISMATCH, V.OP_MISMATCH, V.SIZE_MISMATCH, V.DTYPE_MISMATCH),
+        "most ranks agree with each other, the culprits do not (`CALLSITE_DIVERGENCE`: times 0.95)",
+    )
+    BROKE_HISTORY = 0.85, CLEAR_MAJORITY[1], "equal parties; one broke with its own earlier operations"
+    PLURALITY = 0.75, CLEAR_MAJORITY[1], "the largest party agrees, but it is no majority"
+    TIE = 0.4, CLEAR_MAJORITY[1], "equal parties, and neither broke with its history: all are named"
+
+    # circles of waits
+    WAIT_CYCLE = 0.9, (V.P2P_CYCLE, V.P2P_MISSING_PEER), "the pending halves of send/recv pairs, recorded on both sides"
+    ALONE_ON_GROUP = 0.85, (V.WRONG_GROUP,), "the same operation, pending alone on another group"
+    CYCLE_MINORITY = 0.75, (V.ORDER_MISMATCH,), "a circle across groups; fewer ranks wait on the culprits' group"
+    CYCLE_TIE = 0.6, (V.ORDER_MISMATCH,), "a circle across groups of equal parties: all are named"
+    ALL_IN_P2P = 0.7, (V.P2P_CYCLE,), "every stack is in a send or recv; the pairs are not recorded"
+
+    # process groups
+    INIT_AWAITED = 0.95, (V.PG_INIT_HANG,), "the store key of the rank was waited for, or one rank alone is missing"
+    INIT_ABSENT = 0.75, (V.PG_INIT_HANG,), "several ranks are not where the others wait"
+    INIT_ALL = 0.5, (V.PG_INIT_HANG,), "all ranks wait, or nothing was collected of the missing ones"
+    GROUP_MINORITY = 0.9, (V.PG_CONFIG_CONFLICT,), "fewer ranks use the culprits' member list"
+    GROUP_TIE = 0.7, (V.PG_CONFIG_CONFLICT,), "equally many ranks use each member list"
+
+    # device and network
+    P2P_SIZE_NEW = 0.9, (V.P2P_SIZE_MISMATCH,), "the two halves differ, and one side never used that size before"
+    P2P_SIZE = 0.7, (V.P2P_SIZE_MISMATCH,), "the two halves differ, and history does not show whose size is new"
+    NOT_STARTED = 0.8, (V.SCHEDULED_NOT_STARTED,), "all ranks issued it alike; these devices did not start it"
+    FEW_NOT_COMPLETED = (
+        0.7,
+        (V.STARTED_NOT_COMPLETED,),
+        "all ranks issued it alike; at most half of the devices did not end it",
+    )
+    MANY_NOT_COMPLETED = (
+        0.6,
+        (V.STARTED_NOT_COMPLETED,),
+        "all ranks issued it alike; most devices did not end it: nobody named",
+    )
+
+    # logs and stacks without dumps
+    WITNESSES_AND_LINE = 0.75, (V.STUCK_ON_CPU,), "no dumps; the others waited and its stack shows another line"
+    WITNESSES = (
+        0.6,
+        (V.STUCK_ON_CPU, V.SKIPPED_COLLECTIVE, V.TEARDOWN_STUCK, V.RANK_FROZEN, V.RANK_DIED),
+        "no dumps; the others waited, it did not",
+    )
+    OTHER_WAIT = 0.65, (V.SKIPPED_COLLECTIVE,), "no dumps; all waited, a small minority in another call"
+    SIZE_IN_LOG = 0.75, (V.SIZE_MISMATCH,), "gloo's error in the log of a rank that received the wrong size; no culprit"
+
+    # no hang
+    STRAGGLER_DONE = 0.9, (V.STRAGGLER,), "one rank came last again and again; the job did not hang"
+    STRAGGLER_RUNNING = (
+        0.45,
+        (V.STRAGGLER,),
+        "the same in a job that may hang; up to 0.85 if the others waited most of the time",
+    )
+    ALL_DONE = 0.9, (V.HEALTHY,), "the job went on or ended well, and every rank left a dump"
+    ALL_AGREE = 0.75, (V.HEALTHY,), "the operations of all ranks agree, with no sign of trouble"
+    QUIET_LOGS = 0.6, (V.HEALTHY,), "logs only, with no sign of trouble"
+    UNDECIDED = 0.3, (V.INSUFFICIENT_DATA,), "no verdict fits"
+
+
+# What a second finding does to a confidence.
+EXPLAINED = 0.5  # its culprits are victims of the top verdict
+OTHER_FAULT = 0.5  # a straggler in a job that hangs for another reason
+DIED_FIRST = 0.8  # the culprit of a mismatch had raised an exception before
+NAMED_TOGETHER = 0.9  # several ranks of which only the absence is known
+SHIFTED = 0.95  # a mismatch traced back to an earlier line
+
+# Used only to order verdicts: a cause goes first, and mismatched operations end in dead or waiting ranks.
+WEIGHTS = {
+    V.SKIPPED_COLLECTIVE: 1.4, V.ORDER_MISMATCH: 1.4, V.OP_MISMATCH: 1.4, V.SIZE_MISMATCH: 1.4, V.DTYPE_MISMATCH: 1.4,
+    V.CALLSITE_DIVERGENCE: 1.4, V.P2P_SIZE_MISMATCH: 1.4, V.PG_INIT_HANG: 1.3, V.WRONG_GROUP: 1.4, V.WAIT_CHAIN: 0.5,
+    V.PG_CONFIG_CONFLICT: 1.4,
+}  # fmt: skip
+
+
+def straggling(share: float, *, is_over: bool) -> float:
+    """How sure a straggler is, by the share of the time that the others waited for it."""
+    if is_over:
+        return Basis.STRAGGLER_DONE.confidence
+    return Basis.STRAGGLER_RUNNING.confidence + 0.4 * min(share, 1.0) * (share > 0.6)
+
+
+def confidence_table() -> str:
+    """The levels in words and the table, as Markdown, most certain first."""
+    levels = ["| at least | means |", "|---|---|", *(f"| {least:.1f} | {text} |" for least, text in LEVELS)]
+    rows = sorted(Basis, key=lambda basis: -basis.confidence)
+    bases = ["| confidence | it rests on | verdicts |", "|---|---|---|"]
+    bases += [f"| {basis.confidence:.2f} | {basis.text} | {_names(basis)} |" for basis in rows]
+    return "\n".join([*levels, "", *bases])
+
+
+def _names(basis: Basis) -> str:
+    return ", ".join(f"`{verdict}`" for verdict in basis.verdicts)

@@ -1,0 +1,151 @@
+"""Whether a rank died, and what killed it: an exception of its own, a signal, a process that is gone. Pure."""
+
+from __future__ import annotations
+
+import signal
+
+from titan_ckpt.debug.diagnosis.busy_with import last_words
+from titan_ckpt.debug.diagnosis.confidence import Basis
+from titan_ckpt.debug.incident.frames import crash_frame, crashed_thread, hang_stack, main_frame
+from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype
+from titan_ckpt.debug.incident.records import Evidence, Exit, LogEvent, RankRecord, Situation
+
+_OWN = (EventKind.EXCEPTION, EventKind.OOM)
+_FAILURES = (
+    *_OWN, EventKind.COMM_CLOSED, EventKind.COMM_TIMEOUT, EventKind.COMM_ERROR, EventKind.COMM_MISMATCH,
+    EventKind.WATCHDOG, EventKind.STORE_WAIT,
+)  # fmt: skip
+_REQUESTED_ENDS = ("SignalException", "KeyboardInterrupt", "SystemExit")
+
+
+def dead(record: RankRecord) -> Situation | None:
+    """How a rank died; None if nothing shows that it did, or if a library aborted it because of its peers."""
+    found = _raised(record)
+    if found is not None or _is_unclear_abort(record):
+        return found
+    return _ended_by_signal(record) or _gone(record)
+
+
+def own_exception(record: RankRecord) -> LogEvent | None:
+    """The first error of the program's own, if this rank logged it before any error that its peers caused.
+
+    A traceback is preferred over the log line that announces it, because it has the line of code.
+    """
+    events = [event for event in record.events if not _was_survived(record, event)]
+    first = next((event for event in events if event.kind in _FAILURES), None)
+    if first is None or first.kind not in _OWN:
+        return None
+    if first.values.get("type", "").rpartition(".")[2] in _REQUESTED_ENDS:
+        return None
+    same = (event for event in events if event.frame and event.kind == first.kind)
+    return next(same, first)
+
+
+def lost_threads(record: RankRecord) -> list[Evidence]:
+    """The exceptions that ended threads of a process that lived on."""
+    return [event_evidence(event) for event in record.events if _was_survived(record, event)]
+
+
+def _was_survived(record: RankRecord, event: LogEvent) -> bool:
+    """Whether an exception ended only a thread: the main thread was seen to hang later, or a launcher had to stop it."""
+    has_lived = hang_stack(record) is not None or (record.exit is not None and record.exit.was_told)
+    return bool(event.values.get("thread")) and has_lived
+
+
+def _raised(record: RankRecord) -> Situation | None:
+    error = own_exception(record)
+    if error is None or (record.exit is not None and record.exit.code == 0):
+        return None
+    return Situation(
+        rank=record.rank,
+        kind=RankState.DEAD,
+        detail=Subtype.OOM if error.kind == EventKind.OOM else Subtype.PYTHON_EXCEPTION,
+        frame=error.frame,
+        confidence=Basis.OWN_EXCEPTION.confidence,
+        evidence=(event_evidence(error),),
+    )
+
+
+def _ended_by_signal(record: RankRecord) -> Situation | None:
+    number = signal_of(record.exit.code) if record.exit else 0
+    if record.exit and number and not record.exit.was_told and number not in (signal.SIGTERM, signal.SIGINT):
+        return _killed(record, record.exit, number)
+    fatal = next((event for event in record.events if event.kind == EventKind.FATAL_SIGNAL), None)
+    if fatal is not None and not ("Aborted" in fatal.text and _was_aborted(record)):
+        stack = next((s for s in record.stacks if s.reason.startswith("fatal")), None)
+        return Situation(
+            rank=record.rank, kind=RankState.DEAD, detail=Subtype.SIGNAL, frame=crash_frame(stack),
+            confidence=Basis.FATAL_LOG.confidence,
+            evidence=(event_evidence(fatal), *crashed_thread(record, stack), *last_words(record)),
+        )  # fmt: skip
+    crash = next((s for s in record.stacks if s.reason == "fatal" and s.threads), None)
+    if crash is not None:
+        text = "the interpreter's fault handler wrote its stack: a signal ended it"
+        wrote = Evidence(text=text, rank=record.rank, source=crash.source)
+        return Situation(
+            rank=record.rank, kind=RankState.DEAD, detail=Subtype.SIGNAL, frame=crash_frame(crash),
+            confidence=Basis.FATAL_STACK.confidence,
+            evidence=(wrote, *crashed_thread(record, crash), *last_words(record)),
+        )  # fmt: skip
+    return None
+
+
+def _is_unclear_abort(record: RankRecord) -> bool:
+    """Whether SIGABRT ended it, and its log does not rule out that a library did that."""
+    is_aborted = record.exit is not None and signal_of(record.exit.code) == signal.SIGABRT
+    return is_aborted and (_was_aborted(record) or record.log is None)
+
+
+def _killed(record: RankRecord, ended: Exit, number: int) -> Situation:
+    name = signal.Signals(number).name
+    is_oom = any(event.kind == EventKind.OOM for event in record.events)
+    stack = next((s for s in record.stacks if s.reason.startswith("fatal")), None)
+    killed = Evidence(text=f"exit code {ended.code}: killed by {name}", rank=record.rank, source=ended.source)
+    return Situation(
+        rank=record.rank,
+        kind=RankState.DEAD,
+        detail=Subtype.OOM if is_oom else Subtype.SIGNAL,
+        frame=main_frame(stack),
+        signal=name,
+        confidence=Basis.KILLED.confidence,
+        evidence=(killed, *last_words(record)),
+    )
+
+
+def _gone(record: RankRecord) -> Situation | None:
+    if record.process_state != "gone" or (record.heartbeat and record.heartbeat.is_stopped):
+        return None
+    gone = Evidence(text="its process is gone, and it did not end in good order", rank=record.rank)
+    return Situation(
+        rank=record.rank,
+        kind=RankState.DEAD,
+        confidence=Basis.PROCESS_GONE.confidence,
+        evidence=(gone, *last_words(record)),
+    )
+
+
+def is_absent(record: RankRecord) -> bool:
+    """Whether nothing was collected of a rank, except perhaps an exit code that victims have too."""
+    exit_ = record.exit
+    number = signal_of(exit_.code) if exit_ else 0
+    is_usual = exit_ is None or (exit_.was_told and number == signal.SIGTERM) or number == signal.SIGABRT
+    failed = exit_ is not None and exit_.code > 0 and not number
+    found = (record.dumps, record.stacks, record.log, record.heartbeat, record.has_recorder)
+    is_running = not record.process_state or record.process_state[:1] in "RSD"
+    return not any(found) and is_running and (is_usual or failed)
+
+
+def _was_aborted(record: RankRecord) -> bool:
+    """Whether the communication library aborted the process (NCCL's watchdog, gloo on a wrong size): then it is a victim."""
+    return any(event.kind.is_communication or event.kind == EventKind.WATCHDOG for event in record.events)
+
+
+def signal_of(code: int) -> int:
+    """The signal that an exit code stands for (-9 and 137 are SIGKILL), or 0."""
+    number = -code if code < 0 else code - 128 if 128 < code < 160 else 0
+    return number if number in {s.value for s in signal.Signals} else 0
+
+
+def event_evidence(event: LogEvent) -> Evidence:
+    """A line of a log as evidence."""
+    return Evidence.at(event.frame, text=event.text, rank=event.rank, source=f"{event.source}:{event.line}")

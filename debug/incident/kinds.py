@@ -1,0 +1,125 @@
+"""The closed sets of names in records and in the JSON output. Each is a `str`, so it prints and compares as its value."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class VerdictKind(StrEnum):
+    """What went wrong; `docs/hangs.md` explains each."""
+
+    HEALTHY = "HEALTHY"
+    INSUFFICIENT_DATA = "INSUFFICIENT_DATA"
+    SKIPPED_COLLECTIVE = "SKIPPED_COLLECTIVE"
+    ORDER_MISMATCH = "ORDER_MISMATCH"
+    OP_MISMATCH = "OP_MISMATCH"
+    SIZE_MISMATCH = "SIZE_MISMATCH"
+    DTYPE_MISMATCH = "DTYPE_MISMATCH"
+    CALLSITE_DIVERGENCE = "CALLSITE_DIVERGENCE"
+    WRONG_GROUP = "WRONG_GROUP"
+    RANK_DIED = "RANK_DIED"
+    RANK_FROZEN = "RANK_FROZEN"
+    STUCK_ON_CPU = "STUCK_ON_CPU"
+    P2P_MISSING_PEER = "P2P_MISSING_PEER"
+    P2P_SIZE_MISMATCH = "P2P_SIZE_MISMATCH"
+    P2P_CYCLE = "P2P_CYCLE"
+    SCHEDULED_NOT_STARTED = "SCHEDULED_NOT_STARTED"
+    STARTED_NOT_COMPLETED = "STARTED_NOT_COMPLETED"
+    STRAGGLER = "STRAGGLER"
+    PG_CONFIG_CONFLICT = "PG_CONFIG_CONFLICT"
+    PG_INIT_HANG = "PG_INIT_HANG"
+    TEARDOWN_STUCK = "TEARDOWN_STUCK"
+    WAIT_CHAIN = "WAIT_CHAIN"
+
+
+class Subtype(StrEnum):
+    """What kind of its verdict it is, where there are several."""
+
+    NONE = ""
+    # SKIPPED_COLLECTIVE
+    EXTRA_COLLECTIVE = "extra_collective"
+    FINISHED_EARLY = "finished_early"
+    # ORDER_MISMATCH
+    ACROSS_GROUPS = "across_groups"
+    # RANK_DIED
+    SIGNAL = "signal"
+    PYTHON_EXCEPTION = "python_exception"
+    OOM = "oom"
+    # STUCK_ON_CPU
+    DATALOADER = "dataloader"
+    CHECKPOINT_IO = "checkpoint_io"
+    PYTHON_LOCK = "python_lock"
+    GIL_HELD = "gil_held"
+    GC = "gc"
+    USER_CODE = "user_code"
+    # PG_INIT_HANG
+    NEW_GROUP = "new_group"
+
+
+class RankState(StrEnum):
+    """What a rank was doing when the evidence was taken."""
+
+    IN_COLLECTIVE = "in_collective"
+    IN_P2P = "in_p2p"
+    IN_INIT = "in_init"
+    IN_TEARDOWN = "in_teardown"
+    ON_CPU = "on_cpu"
+    DEAD = "dead"
+    FROZEN = "frozen"
+    GIL_HELD = "gil_held"
+    FINISHED = "finished"
+    SILENT = "silent"  # left nothing
+    UNKNOWN = "unknown"  # left operations, but nothing that shows what its main thread did
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waited for other ranks."""
+        return self in (RankState.IN_COLLECTIVE, RankState.IN_P2P, RankState.IN_INIT)
+
+
+class OperationState(StrEnum):
+    """How far the device got, in the order of the codes in the column `state`."""
+
+    SCHEDULED = "scheduled"
+    STARTED = "started"
+    COMPLETED = "completed"
+
+
+class FlagKind(StrEnum):
+    """Defects of the evidence itself."""
+
+    RING_TRUNCATED = "RING_TRUNCATED"
+    DUMP_MISSING = "DUMP_MISSING"
+    DUMP_CORRUPT = "DUMP_CORRUPT"
+    VERSION_MIX = "VERSION_MIX"
+    PG_CONFIG_UNUSABLE = "PG_CONFIG_UNUSABLE"
+    PG_CONFIG_CONFLICT = "PG_CONFIG_CONFLICT"
+    DUMP_SKEW = "DUMP_SKEW"
+    CLOCK_SKEW = "CLOCK_SKEW"
+
+
+class DumpKind(StrEnum):
+    """Where a rank's operations were read from."""
+
+    FLIGHT_RECORDER = "flight_recorder"
+    BLACK_BOX = "black_box"
+
+
+class EventKind(StrEnum):
+    """What a line of a log means."""
+
+    EXCEPTION = "exception"  # a Python exception of the program's own
+    COMM_CLOSED = "comm_closed"  # a peer went away
+    COMM_TIMEOUT = "comm_timeout"  # a peer did not come
+    COMM_MISMATCH = "comm_mismatch"  # the data that arrived has the wrong size
+    COMM_ERROR = "comm_error"  # any other error of the communication library
+    STORE_WAIT = "store_wait"  # a rank waits for a key of the rendezvous store
+    FATAL_SIGNAL = "fatal_signal"  # the interpreter's fault handler
+    OOM = "oom"
+    WATCHDOG = "watchdog"  # NCCL's watchdog: group, sequence number, operation
+    SIGTERM = "sigterm"
+
+    @property
+    def is_communication(self) -> bool:
+        """Whether the communication library reported it: mostly the trouble of a peer."""
+        return self.value.startswith("comm_")
