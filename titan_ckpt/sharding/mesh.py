@@ -1,6 +1,6 @@
-"""A mesh of ranks with named axes, pure arithmetic.
+"""A mesh of ranks with named axes.
 
-Ranks are numbered as torch's `init_device_mesh` does: `arange(world).view(degrees)`, the last axis fastest.
+Ranks are numbered as by torch's `init_device_mesh`: `arange(world).view(degrees)`, the last axis fastest.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ FOLD = "+"
 
 @dataclass(frozen=True, slots=True)
 class MeshSpec:
-    """Degrees of `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`, `ep`, outermost first; one that is not named has degree 1.
+    """Degrees of `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`, `ep`, outermost first.
 
-    Made by `parse` or `of`; both raise ConfigError for an unknown axis and for a degree below 1.
+    Create it by `parse` or `of`: omitted axes have degree 1; an unknown axis or a degree below 1 is a ConfigError.
     """
 
     degrees: tuple[int, ...] = (1,) * len(AXES)
 
     @staticmethod
     def of(degrees: Mapping[str, int]) -> MeshSpec:
-        """The mesh with these degrees.
+        """The mesh with these degrees by axis name.
 
         >>> MeshSpec.of({"tp": 2, "pp": 4}).world_size
         8
@@ -40,7 +40,7 @@ class MeshSpec:
 
     @staticmethod
     def parse(text: str) -> MeshSpec:
-        """The mesh written as `axis=degree,...`; the empty text and `1` are a single rank.
+        """Parse `axis=degree,...`; an empty text or `1` is a single rank.
 
         >>> str(MeshSpec.parse("tp=4,pp=2"))
         'pp=2,tp=4'
@@ -50,7 +50,7 @@ class MeshSpec:
             axis, _, degree = (part.strip() for part in item.partition("="))
             if not degree.isdigit():
                 raise ConfigError(
-                    f"mesh {text!r}: {item.strip()!r} is not axis=degree; write for example pp=2,dp_shard=4,tp=2"
+                    f"mesh {text!r}: {item.strip()!r} is not axis=degree; for example pp=2,dp_shard=4,tp=2"
                 )
             if axis in degrees:
                 raise ConfigError(f"mesh {text!r}: axis {axis!r} is given twice")
@@ -59,7 +59,7 @@ class MeshSpec:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return prod(self.degrees)
 
     def degree(self, axes: str) -> int:
@@ -67,28 +67,28 @@ class MeshSpec:
         return prod(self.degrees[_position(axis)] for axis in axes.split(FOLD))
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis."""
+        """Position of `rank` on each axis."""
         place = {}
         for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
             rank, place[axis] = divmod(rank, degree)
         return {axis: place[axis] for axis in AXES}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at `coordinate`; axes left out are 0."""
+        """The rank at `coordinate`; omitted axes are 0."""
         rank = 0
         for axis, degree in zip(AXES, self.degrees, strict=True):
             rank = rank * degree + coordinate.get(axis, 0)
         return rank
 
     def fold(self, axes: str, coordinate: Mapping[str, int]) -> int:
-        """Position on an axis, or on several folded into one (row-major in the order they are named)."""
+        """Position on an axis, or on several folded into one (row-major, in the order of `axes`)."""
         index = 0
         for axis in axes.split(FOLD):
             index = index * self.degrees[_position(axis)] + coordinate[axis]
         return index
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """(axis, degree) for the axes that have more than one rank."""
+        """(axis, degree) of the axes with more than one rank."""
         return ((axis, degree) for axis, degree in zip(AXES, self.degrees, strict=True) if degree > 1)
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ def _position(axis: str) -> int:
 
 
 def format_coordinate(coordinate: Mapping[str, int], axes: Iterable[str] = AXES) -> str:
-    """A coordinate for logs.
+    """Coordinate as text for logs.
 
     >>> format_coordinate({"dp_shard": 1, "tp": 0}, ["dp_shard", "tp"])
     'dp_shard1 tp0'

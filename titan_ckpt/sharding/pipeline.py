@@ -1,9 +1,8 @@
-"""Which tensor lives on which pipeline coordinate, from its FQN alone. No torch, no I/O.
+"""The pipeline coordinate of a tensor, from its FQN alone.
 
-A trainer records `PipelineSpec(...).to_dict()` as `SaveOptions.pipeline`, also where `pp` is 1 (so that a later reshard to
-`pp=2` knows how many layers there are); `stage_layers` and `coordinate_of_stage` are there for the trainer to cut by, so that an
-offline reshard and the trainer put every layer in the same place. A mismatch costs locality, never correctness: `load` finds
-every byte wherever it is.
+A trainer records `PipelineSpec(...).to_dict()` as `SaveOptions.pipeline`, even if `pp` is 1, since a later reshard to `pp=2`
+needs the number of layers. The trainer splits its model by `stage_layers` and `coordinate_of_stage`, so that it agrees with an
+offline reshard. A mismatch costs locality, not correctness: `load` finds every byte wherever it is.
 
     PipelineSpec(num_layers=32).to_dict()                              one stage per coordinate (GPipe, 1F1B)
     PipelineSpec(num_layers=32, stages_per_rank=2).to_dict()           interleaved: stage s is on coordinate s % pp
@@ -27,7 +26,7 @@ _LAST = re.compile(r"(?:^|\.)(?:norm|lm_head|output|ln_f)\.")
 
 
 class PipelineStyle(StrEnum):
-    """Order in which stages are dealt to pipeline coordinates: round and round, or there and back."""
+    """How stages are assigned to pipeline coordinates: in a loop (0, 1, 0, 1), or back and forth (0, 1, 1, 0)."""
 
     LOOP = "loop"
     V = "v"
@@ -35,9 +34,10 @@ class PipelineStyle(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
-    """How layers are dealt to pipeline stages. `layers_per_stage` None: evenly, earlier stages take one more where it is uneven.
+    """How layers are assigned to pipeline stages.
 
-    `has_tied_embeddings`: the first stage's embedding is the last stage's head too, so both hold it.
+    `layers_per_stage` None: evenly, with one more on the earlier stages if the division has a remainder. `has_tied_embeddings`:
+    the first stage's embedding is also the last stage's head, so both stages hold it.
     """
 
     num_layers: int
@@ -47,7 +47,7 @@ class PipelineSpec:
     has_tied_embeddings: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form that a manifest carries."""
+        """The JSON form stored in a manifest."""
         split = None if self.layers_per_stage is None else list(self.layers_per_stage)
         return {
             "num_layers": self.num_layers,
@@ -59,7 +59,7 @@ class PipelineSpec:
 
     @staticmethod
     def from_dict(content: Mapping[str, Any]) -> PipelineSpec:
-        """The spec that `to_dict` wrote; PlanError for anything else."""
+        """Parse the JSON form; PlanError if it is invalid."""
         try:
             split = content.get("layers_per_stage")
             spec = PipelineSpec(
@@ -89,13 +89,13 @@ def stage_layers(num_layers: int, num_stages: int, layers_per_stage: tuple[int, 
     base, more = divmod(num_layers, num_stages)
     counts = layers_per_stage or tuple(base + (stage < more) for stage in range(num_stages))
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 0:
-        raise PlanError(f"layers per stage {list(counts)} do not deal {num_layers} layers to {num_stages} stages")
+        raise PlanError(f"layers per stage {list(counts)} do not split {num_layers} layers into {num_stages} stages")
     starts = [sum(counts[:stage]) for stage in range(num_stages)]
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
 def coordinate_of_stage(stage: int, pp: int, style: str = PipelineStyle.LOOP) -> int:
-    """The `pp` coordinate that holds `stage`: round and round, or there and back for the V shape.
+    """The `pp` coordinate that holds `stage`: in a loop, or back and forth for the V shape.
 
     >>> [coordinate_of_stage(s, 2) for s in range(4)], [coordinate_of_stage(s, 2, "v") for s in range(4)]
     ([0, 1, 0, 1], [0, 1, 1, 0])
@@ -113,7 +113,7 @@ class StageTable:
     last: tuple[int, ...]
 
     def coordinates(self, fqn: str) -> tuple[int, ...] | None:
-        """The `pp` coordinates that hold `fqn`; None for what belongs to no stage (every coordinate has it).
+        """The `pp` coordinates that hold `fqn`; None if it belongs to no stage, so that all coordinates hold it.
 
         >>> stage_table(PipelineSpec(num_layers=4), pp=2).coordinates("model.model.layers.3.mlp.up_proj.weight")
         (1,)
@@ -130,7 +130,7 @@ class StageTable:
 
 
 def stage_table(spec: PipelineSpec, pp: int) -> StageTable:
-    """Where each layer goes on a mesh with `pp` pipeline coordinates."""
+    """The coordinates of all layers on a mesh with `pp` pipeline coordinates."""
     num_stages = pp * spec.stages_per_rank
     split = spec.layers_per_stage
     layers = stage_layers(spec.num_layers, num_stages, split if split and len(split) == num_stages else None)
@@ -141,5 +141,5 @@ def stage_table(spec: PipelineSpec, pp: int) -> StageTable:
 
 
 def count_layers(fqns: list[str]) -> int:
-    """The number of layers that these names speak of, 0 if none does."""
+    """The highest layer number in these names plus one; 0 if none has a layer number."""
     return max((int(match.group(1)) + 1 for fqn in fqns if (match := _LAYER.search(fqn))), default=0)

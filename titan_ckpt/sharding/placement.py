@@ -1,9 +1,9 @@
-"""How a tensor is cut over a mesh: boxes, shards, and the order of cuts. Pure arithmetic, torch's conventions.
+"""How a tensor is cut over a mesh: boxes, shards and the order of cuts, by torch's conventions.
 
-`Placements` maps an axis (or axes folded into one, `dp_shard+cp`) to `Shard(dim)`; an axis left out replicates. The order of
-the mapping is the order of the cuts: `{"tp": Shard(0), "dp_shard": Shard(0)}` cuts dimension 0 by tp first and each piece by
-dp_shard then, which is what FSDP2 over TP does and what DTensor writes as `(_StridedShard(0, split_factor=tp), Shard(0))`.
-A pipeline stage's tensors are on some coordinates of `pp` only: that is `stages`, kept beside the placements.
+`Placements` maps an axis (or axes folded into one, `dp_shard+cp`) to `Shard(dim)`; an omitted axis replicates. The order of
+the mapping is the order of the cuts: `{"tp": Shard(0), "dp_shard": Shard(0)}` cuts dimension 0 by tp, then each shard by
+dp_shard. This is what FSDP2 over TP does and what DTensor writes as `(_StridedShard(0, split_factor=tp), Shard(0))`. Placements
+do not include `pp`: the coordinates of `pp` that hold a tensor are its `stages`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ Placements: TypeAlias = Mapping[str, Shard]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor. Any size may be 0."""
+    """A rectangular region of a tensor. Sizes may be 0."""
 
     offsets: Shape
     sizes: Shape
 
     @property
     def num_elements(self) -> int:
-        """Elements in the box (1 for a scalar)."""
+        """Number of elements (1 for a scalar)."""
         return prod(self.sizes)
 
     @staticmethod
     def whole(global_shape: Shape) -> Box:
-        """The box that is the tensor itself."""
+        """The box of the whole tensor."""
         return Box((0,) * len(global_shape), global_shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """What both cover, None when nothing is."""
+        """The common box, None if the boxes do not overlap."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = tuple(
             min(o1 + s1, o2 + s2)
@@ -56,20 +56,21 @@ class Box:
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def relative_to(self, outer: Box) -> Box:
-        """The same box with `outer`'s corner as the origin."""
+        """The same box with the corner of `outer` as origin."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
 
 def shard_range(size: int, degree: int, index: int) -> tuple[int, int]:
-    """(start, length) of piece `index` when `size` elements are cut in `degree`, as `torch.chunk` cuts: equal pieces of
-    ceil(size / degree), then a shorter one, then empty ones.
+    """(start, length) of shard `index` of `degree`, cut as by `torch.chunk`.
+
+    Shards have ceil(size / degree) elements, then one may be shorter and the rest are empty.
 
     >>> [shard_range(6, 4, i) for i in range(4)]
     [(0, 2), (2, 2), (4, 2), (6, 0)]
     """
-    piece = -(-size // degree)
-    start = min(piece * index, size)
-    return start, min(piece, size - start)
+    full = -(-size // degree)
+    start = min(full * index, size)
+    return start, min(full, size - start)
 
 
 def shard_box(global_shape: Shape, placements: Placements, mesh: MeshSpec, rank: int) -> Box:
@@ -82,7 +83,7 @@ def shard_box(global_shape: Shape, placements: Placements, mesh: MeshSpec, rank:
 
 
 def box_at(global_shape: Shape, placements: Placements, mesh: MeshSpec, coordinate: Mapping[str, int]) -> Box:
-    """`shard_box` for a coordinate instead of a rank."""
+    """`shard_box` by coordinate instead of rank."""
     offsets, sizes = [0] * len(global_shape), list(global_shape)
     for axes, shard in placements.items():
         start, length = shard_range(sizes[shard.dim], mesh.degree(axes), mesh.fold(axes, coordinate))
@@ -92,7 +93,7 @@ def box_at(global_shape: Shape, placements: Placements, mesh: MeshSpec, coordina
 
 
 def shard_boxes(global_shape: Shape, placements: Placements, mesh: MeshSpec) -> Iterator[Box]:
-    """The distinct non-empty boxes of a tensor, each once, in the order of the cuts."""
+    """The distinct non-empty boxes of a tensor in the order of the cuts."""
     axes_list = list(placements)
 
     def cut(level: int, offsets: list[int], sizes: list[int]) -> Iterator[Box]:
@@ -117,7 +118,7 @@ def shard_boxes(global_shape: Shape, placements: Placements, mesh: MeshSpec) -> 
 
 
 def format_placements(placements: Placements) -> str:
-    """Placements for people.
+    """Placements as text.
 
     >>> format_placements({"tp": Shard(0), "dp_shard": Shard(0)}), format_placements({})
     ('tp:0 dp_shard:0', 'replicated')
@@ -131,7 +132,7 @@ def strides(sizes: Shape) -> Shape:
 
 
 def span(outer: Box, inner: Box) -> tuple[int, int]:
-    """(first, count): the row-major range of `outer`'s elements from the first to the last that `inner` holds."""
+    """(first, count) of the shortest row-major range of elements of `outer` that contains `inner`."""
     steps = strides(outer.sizes)
     place = inner.relative_to(outer)
     first = sum(offset * step for offset, step in zip(place.offsets, steps, strict=True))

@@ -1,7 +1,7 @@
-"""Long integer columns in which whole stretches repeat, each stretch held once. No torch, no I/O.
+"""Long integer columns that store repeated blocks once.
 
-A table of 31 million chunks says the same boxes, sizes and ranks for thousands of tensors of one shape and cut. A `SharedColumn`
-column has one block per tensor and equal blocks are one array, so that memory follows what differs.
+In a table of 31 million chunks, thousands of tensors of the same shape and placement have equal boxes, sizes and ranks. A
+`SharedColumn` has one block per tensor, and equal blocks are one array, so that memory grows with distinct blocks only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LARGEST = 2**63 - 1
 
 
 class SharedColumn:
-    """Blocks one after another, read as one array; `np.asarray` makes it one."""
+    """Concatenated blocks that read like one array; `np.asarray` copies them into one."""
 
     __slots__ = ("_blocks", "_starts")
 
@@ -46,15 +46,15 @@ class SharedColumn:
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if copy is False:
-            raise ValueError("a column in blocks becomes one array only by a copy")
+            raise ValueError("a SharedColumn cannot become one array without a copy")
         return np.concatenate([np.zeros(0, dtype=np.int64), *self._blocks]).astype(dtype or np.int64, copy=False)
 
     def min(self, *, initial: int = _LARGEST) -> int:
-        """The smallest value; `initial` where there is none smaller."""
+        """The smallest value or `initial`, whichever is smaller."""
         return min([initial, *(int(block.min()) for block in self._distinct() if len(block))])
 
     def max(self, *, initial: int = -_LARGEST) -> int:
-        """The largest value; `initial` where there is none larger."""
+        """The largest value or `initial`, whichever is larger."""
         return max([initial, *(int(block.max()) for block in self._distinct() if len(block))])
 
     def _distinct(self) -> Iterable[Int64s]:
@@ -77,7 +77,7 @@ Column: TypeAlias = Int64s | SharedColumn
 
 
 def shared_column(values: Int64s, lengths: Iterable[int]) -> SharedColumn:
-    """The same values in blocks of these lengths, equal ones held once."""
+    """`values` in blocks of these lengths, equal blocks stored once."""
     known: dict[bytes, Int64s] = {}
     blocks, start = [], 0
     for length in lengths:

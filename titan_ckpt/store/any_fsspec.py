@@ -1,9 +1,9 @@
-"""Any scheme that fsspec knows (`memory://`, `gs://`, `az://`, `sftp://`, ...), behind our protocol.
+"""Every scheme that fsspec knows: `memory://`, `gs://`, `az://`, `sftp://`, ...
 
-fsspec files publish themselves when they are closed, also by an exception or the garbage collector: here a write that fails
-is discarded and its file is marked closed, so that half an object never appears. fsspec has no conditional writes; only
-`memory://`, which lives in this process, honours them by a lock. fsspec's clients need not have time limits, so every call
-runs on a thread of its own and is given up after the deadline of the retry policy.
+An fsspec file is published when it is closed, even by an exception or the garbage collector. A failed write is therefore
+discarded and its file marked closed, so that half an object never appears. fsspec has no conditional writes; only `memory://`,
+which is local to this process, enforces them with a lock. An fsspec client may lack time limits, so each call runs on a thread
+of its own and is abandoned at the deadline of the retry policy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "modified", "
 
 
 class FsspecStore(Store):
-    """Objects below a URL of any fsspec file system; `options` go to that file system."""
+    """Objects under a URL of any fsspec file system; `options` are passed to that file system."""
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
@@ -66,7 +66,7 @@ class FsspecStore(Store):
         data = self._call(path, lambda: self._fs.cat_file(self._full(path), start=start, end=start + len(view)))
         if len(data) != len(view):
             raise StoreError(
-                f"{self.where(path)}: ends at byte {start + len(data)}; {len(view)} bytes from {start} were asked for"
+                f"{self.where(path)}: ends at byte {start + len(data)}, but {len(view)} bytes from byte {start} were requested"
             )
         view[:] = data
 
@@ -80,7 +80,10 @@ class FsspecStore(Store):
         return self.stat(path)
 
     def _take_head(self, parts: Iterator[Buffer]) -> tuple[bytes, Iterator[Buffer] | None]:
-        """The first bytes, and what is left (None when nothing is); all of them where the bytes stay in memory anyway."""
+        """Split off what one request can write: (the first bytes, the remaining parts or None).
+
+        On `memory://` the head is everything, since the bytes stay in memory anyway.
+        """
         head = bytearray()
         for part in parts:
             head += memoryview(part).cast("B")
@@ -96,7 +99,7 @@ class FsspecStore(Store):
             self._fs.pipe_file(full, data)
 
     def _stream(self, path: str, head: bytes, rest: Iterator[Buffer]) -> None:
-        """Not tried again: `rest` can be read only once, and the file systems that stream retry their own requests."""
+        """Write a large object without retries: `rest` can be read only once, and fsspec retries its own requests."""
         file = self._translated(path, lambda: self._open(self._full(path)))
         try:
             self._translated(path, lambda: file.write(head))
@@ -106,7 +109,7 @@ class FsspecStore(Store):
             self._translated(path, file.commit)
         except HungStoreError:
             _mark_closed(file)
-            on_a_thread(0, partial(_discard, file))  # not waited for: it may hang as well
+            on_a_thread(0, partial(_discard, file))  # do not wait: it may hang too
             raise
         except BaseException:
             _discard(file)
@@ -121,7 +124,7 @@ class FsspecStore(Store):
         with FsspecStore._lock:
             found = self.stat(path).version if self.exists(path) else None
             if found != version:
-                state = "exists already" if version is None else "was changed by somebody else"
+                state = "already exists" if version is None else "was changed by another writer"
                 raise ConditionFailedError(f"{self.where(path)}: {state}")
             return self.write(path, [data])
 
@@ -132,7 +135,8 @@ class FsspecStore(Store):
     def _honours_conditions(self) -> bool:
         if not self._in_memory:
             log.warning(
-                "%s: fsspec has no conditional writes: two jobs that commit one step at once cannot be told apart", self
+                "%s: fsspec has no conditional writes: if two jobs commit the same step at once, neither will notice",
+                self,
             )
         return self._in_memory
 
@@ -172,7 +176,7 @@ class FsspecStore(Store):
         return ObjectInfo(path=path, size_bytes=size, modified_s=modified_s, version=known or f"{modified_s!r}-{size}")
 
     def _call(self, path: str, action: Callable[[], T]) -> T:
-        """`action()` with our errors and retries."""
+        """Run `action` with retries, its errors translated to ours."""
         return retry(lambda: self._translated(path, action), self._policy, what=self.where(path))
 
     def _translated(self, path: str, action: Callable[[], T]) -> T:
@@ -194,14 +198,14 @@ class FsspecStore(Store):
 
 
 def _discard(file: Any) -> None:
-    """Drop a half-written file."""
+    """Discard a half-written file."""
     with suppress(Exception):
         file.discard()
     _mark_closed(file)
 
 
 def _mark_closed(file: Any) -> None:
-    """Or the garbage collector would close the file and so publish it."""
+    """Keep the garbage collector from closing, and so publishing, the file."""
     with suppress(AttributeError):
         file.closed = True
 

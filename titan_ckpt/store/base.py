@@ -1,7 +1,7 @@
-"""One small protocol over every place that holds bytes: local disk, memory, S3, and any other fsspec scheme.
+"""The protocol of a store, and the retries that its backends (`local`, `s3`, `any_fsspec`) share.
 
-A `path` is relative to the store's URL and never leaves it. A write is visible whole or not at all. Transient failures are
-retried here and nowhere else. The backends: `store_file`, `store_s3`, `store_fsspec`.
+A `path` is relative to the store's URL and never leaves it. A write becomes visible whole or not at all. Transient errors are
+retried here and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
-# What a client of an object store keeps of one streamed write: parts under way and the one that is being filled.
+# Memory that an object-store client needs for one streamed write: the parts in flight and the one being filled.
 BYTES_PER_WRITE = 96 << 20
-# Less than a part of a multipart upload, so that a store gathers such parts into buffers of its own.
+# Smaller than a part of a multipart upload, so a store copies such parts into buffers of its own.
 LARGEST_CHANGING_PART = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Parts for `Store.write` none of which changes before it returns: a store may send many of them in one call."""
+    """Parts for `Store.write` that stay unchanged until it returns, so that a store may send many in one call."""
 
     parts: Iterable[Buffer]
 
@@ -43,7 +43,7 @@ class Steady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """One stored object. `version` changes whenever its bytes do (an ETag, or a digest for local files)."""
+    """A stored object. `version` changes whenever its bytes do: an ETag, or inode, time and size of a local file."""
 
     path: str
     size_bytes: int
@@ -53,7 +53,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Exponential backoff with full jitter, bounded by tries and by a deadline for the whole operation."""
+    """Exponential backoff with full jitter, limited by a number of tries and a deadline for the whole operation."""
 
     tries: int = 6
     first_wait_s: float = 0.1
@@ -62,7 +62,7 @@ class RetryPolicy:
 
 
 def retry(action: Callable[[], T], policy: RetryPolicy, *, what: str, sleep: Callable[[float], None] = time.sleep) -> T:
-    """The result of `action()`, tried again on TransientStoreError only; the last such error when the tries are spent."""
+    """Return `action()`, retried on TransientStoreError only; after the last try, raise that error."""
     give_up_at = time.monotonic() + policy.deadline_s
     for attempt in range(1, policy.tries + 1):
         try:
@@ -90,48 +90,48 @@ class Store(ABC):
         return f"{type(self).__name__}({self._shown!r})"
 
     def where(self, path: str) -> str:
-        """`path` as a full URL for messages, without secrets."""
+        """The full URL of `path` for messages, without secrets."""
         return f"{self._shown}/{path}" if path else self._shown
 
     @abstractmethod
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of `path` from `start`. StoreError if the object ends before that."""
+        """Fill `buffer` with the bytes of `path` from byte `start`. StoreError if the object is too short."""
 
     @abstractmethod
     def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
-        """Write `parts` one after another as one object, streamed: memory does not grow with the size.
+        """Stream `parts` into one object; memory use does not depend on the object's size.
 
-        Large parts are sent as they stand, without a copy: none of more than LARGEST_CHANGING_PART may change before `write`
-        returns, a smaller one not before the next is asked for, and none at all of `Steady` parts. An exception from `parts`
-        leaves no object. An object that is there already is replaced whole.
+        Large parts are sent without a copy. A part of up to LARGEST_CHANGING_PART bytes may change once the next part is
+        requested, a larger one only after `write` returns; `Steady` parts never change before that. If `parts` raises, no
+        object is left behind. An existing object is replaced as a whole.
         """
 
     @abstractmethod
     def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:
         """Write a small object only if the one at `path` has `version` (None: only if there is none).
 
-        ConditionFailedError when somebody else was first. Only binding where `honours_conditions()`.
+        ConditionFailedError if another writer was first. Guaranteed only where `honours_conditions()`.
         """
 
     @abstractmethod
     def folders(self, prefix: str = "") -> list[str]:
-        """Names of the folders directly below folder `prefix`, sorted."""
+        """Names of the folders directly inside folder `prefix`, sorted."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object at or below folder `prefix`, in order of path; nothing if there is no such folder."""
+        """Objects in folder `prefix` and its subfolders, in order of path; none if there is no such folder."""
 
     @abstractmethod
     def stat(self, path: str) -> ObjectInfo:
-        """NotFoundError if there is no such object."""
+        """Size, time and version of an object. NotFoundError if there is none."""
 
     @abstractmethod
     def delete(self, paths: Iterable[str]) -> None:
-        """Remove objects (those already gone are fine) and, on a file system, folders that this leaves empty."""
+        """Remove objects, ignoring missing ones, and on a file system the folders that become empty."""
 
     @abstractmethod
     def honours_conditions(self) -> bool:
-        """Whether `write_if` really refuses on this store; probed once with an object of our own where unknown."""
+        """Whether this store enforces `write_if`; if unknown, probed once with a temporary object."""
 
     def free_bytes(self) -> int | None:
         """Bytes free where this store keeps its objects; None where that is unknown or not limited (object stores)."""
@@ -142,14 +142,14 @@ class Store(ABC):
         return num_files * BYTES_PER_WRITE
 
     def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
-        """`length` bytes from `start`, or all to the end."""
+        """`length` bytes from byte `start`, or all up to the end."""
         size = (self.stat(path).size_bytes - start) if length is None else length
         buffer = bytearray(max(size, 0))
         self.read_into(path, start, memoryview(buffer))
         return bytes(buffer)
 
     def opened(self, path: str) -> AbstractContextManager[Callable[[int, int], bytes]]:
-        """`read(start, length)` of one object, for several small reads that depend on each other."""
+        """A `read(start, length)` function for several small reads of one object."""
         return nullcontext(partial(self.read, path))
 
     def exists(self, path: str) -> bool:
@@ -162,7 +162,7 @@ class Store(ABC):
 
 
 def probe_conditions(store: Store) -> bool:
-    """Write an object of our own twice with "only if absent": True when the second write is refused."""
+    """Write a temporary object twice with "only if absent"; True if the store refuses the second write."""
     path = f".probe-{secrets.token_hex(8)}"
     store.write_if(path, b"probe", version=None)
     try:
@@ -171,12 +171,12 @@ def probe_conditions(store: Store) -> bool:
         return True
     finally:
         store.delete([path])
-    log.warning("%s ignores conditional writes: two jobs that commit the same step at once cannot be told apart", store)
+    log.warning("%s ignores conditional writes: if two jobs commit the same step at once, neither will notice", store)
     return False
 
 
 def digest_version(data: Buffer) -> str:
-    """A version for a small object on a store that has no ETags."""
+    """A version for a small object in a store without ETags."""
     return hashlib.sha256(data).hexdigest()[:32]
 
 

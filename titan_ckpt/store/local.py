@@ -1,4 +1,4 @@
-"""Local disk, and whatever is mounted as one: a write is on the disk (file and folder fsynced) when it returns."""
+"""Local disks and mounted file systems. A write is durable when it returns: file and folder are fsynced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_ckpt.location import check_relative, local_path, normalise, redact
 from titan_ckpt.store.base import Buffer, ObjectInfo, Steady, Store
 
 TEMPORARY_PREFIX = ".tmp-"
-# A file's bytes go to the disk in steps of this while more are written, so that the fsync has little left to wait for.
+# Start writeback after every so many bytes, so that the final fsync has little left to wait for.
 WRITE_BEHIND_BYTES = 16 << 20
 MAX_PARTS_A_CALL = 1024  # IOV_MAX of Linux and macOS
 
@@ -36,7 +36,7 @@ class FileStore(Store):
     def _folder(self, prefix: str) -> str:
         return self._full(prefix) if prefix else self._root
 
-    def held_by_writes(self, num_files: int) -> int:  # noqa: ARG002 - the kernel's pages are not ours
+    def held_by_writes(self, num_files: int) -> int:  # noqa: ARG002 - the page cache belongs to the kernel
         return 0
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
@@ -47,7 +47,8 @@ class FileStore(Store):
                 count = os.preadv(file.fileno(), [view[done:]], start + done)
                 if count == 0:
                     raise StoreError(
-                        f"{self.where(path)}: ends at byte {start + done}; {len(view)} bytes from {start} were asked for"
+                        f"{self.where(path)}: ends at byte {start + done}, "
+                        f"but {len(view)} bytes from byte {start} were requested"
                     )
                 done += count
 
@@ -69,13 +70,13 @@ class FileStore(Store):
             try:
                 os.link(temporary, target)
             except FileExistsError as error:
-                raise ConditionFailedError(f"{self.where(path)}: exists already") from error
+                raise ConditionFailedError(f"{self.where(path)}: already exists") from error
             os.unlink(temporary)
 
         def replace(temporary: str) -> None:
             with FileStore._lock, _exclusive_lock(f"{os.path.dirname(target)}/{TEMPORARY_PREFIX}lock"):
                 if not self.exists(path) or self.stat(path).version != version:
-                    raise ConditionFailedError(f"{self.where(path)}: was changed by somebody else")
+                    raise ConditionFailedError(f"{self.where(path)}: was changed by another writer")
                 os.replace(temporary, target)
 
         return self._publish(path, [data], create if version is None else replace)
@@ -108,7 +109,7 @@ class FileStore(Store):
         yield from self._below(folder, "" if folder == self._root else os.path.relpath(folder, self._root) + "/")
 
     def _below(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
-        """The files of one folder, then those of its folders. One `stat` a file: there may be tens of thousands."""
+        """The files of a folder, then those of its subfolders, with one `stat` per file: there may be tens of thousands."""
         try:
             with _os_errors(redact(folder)), os.scandir(folder) as found:
                 entries = sorted(found, key=lambda entry: entry.name)
@@ -172,14 +173,14 @@ class FileStore(Store):
 
 
 class _OpenFile:
-    """A local file that is read in parts."""
+    """An open local file, read with `pread`."""
 
     def __init__(self, store: FileStore, path: str, full: str) -> None:
         self._store, self._path, self._full = store, path, full
 
     def __enter__(self) -> _OpenFile:
         try:
-            self._descriptor = os.open(self._full, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not hold us
+            self._descriptor = os.open(self._full, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
             info = os.fstat(self._descriptor)
         except OSError:
             with _os_errors(self._store.where(self._path)):
@@ -201,7 +202,9 @@ class _OpenFile:
                 raise
         if len(data) >= length:
             return data
-        return Store.read(self._store, self._path, start, length)  # in parts, or the error that says where it ends
+        return Store.read(
+            self._store, self._path, start, length
+        )  # retry a short read, or raise the error for a short file
 
 
 def _entry(path: str, info: os.stat_result) -> ObjectInfo:
@@ -210,7 +213,7 @@ def _entry(path: str, info: os.stat_result) -> ObjectInfo:
 
 
 class _os_errors:  # noqa: N801  (a context manager reads as a verb)
-    """Turn OSError into the store's errors, with the URL."""
+    """Translate OSError to a StoreError that names the URL."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -232,7 +235,7 @@ class _os_errors:  # noqa: N801  (a context manager reads as a verb)
 
 
 class _exclusive_lock:  # noqa: N801
-    """An advisory lock between processes on one machine, held while a file is compared and replaced."""
+    """Advisory lock between processes of one machine, held while a file is compared and replaced."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -248,7 +251,7 @@ class _exclusive_lock:  # noqa: N801
 
 
 def _write_through(descriptor: int, parts: Iterable[Buffer]) -> None:
-    """Write `parts` and fsync them, the disk at work from the first step on."""
+    """Write `parts` and fsync them, with writeback running while more parts arrive."""
     written = begun = 0
     for batch in _batches(parts):
         while batch:
@@ -261,9 +264,9 @@ def _write_through(descriptor: int, parts: Iterable[Buffer]) -> None:
 
 
 def _batches(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
-    """What one call writes: of steady parts as many as make WRITE_BEHIND_BYTES, else one part or what fits of it.
+    """Buffers for one `writev` each, up to WRITE_BEHIND_BYTES: several steady parts, or (a piece of) one part that may change.
 
-    Every call gives the interpreter's lock away and must get it back from a training loop that holds it most of the time.
+    Fewer calls are faster: each one releases the GIL and must get it back from a busy training loop.
     """
     batch: list[memoryview] = []
     room = WRITE_BEHIND_BYTES
@@ -280,7 +283,7 @@ def _batches(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
 
 
 def _after(batch: list[memoryview], count: int) -> list[memoryview]:
-    """What of `batch` is left when its first `count` bytes are written."""
+    """The rest of `batch` after its first `count` bytes."""
     for number, view in enumerate(batch):
         if count < len(view):
             return [view[count:], *batch[number + 1 :]]
@@ -289,13 +292,13 @@ def _after(batch: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _begin_writeback(descriptor: int, start: int, length: int) -> None:
-    """Linux starts to write dirty pages that are said not to be needed; those under way stay in memory (mm/fadvise.c)."""
+    """Start writeback: on Linux, DONTNEED starts to write dirty pages and keeps those in flight (mm/fadvise.c)."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
 
 
 def _make_folders(folder: str) -> None:
-    """Create `folder` and fsync every parent that gained an entry, so that a crash cannot lose the path."""
+    """Create `folder` and fsync each parent that gained an entry, so that a crash cannot lose the path."""
     missing = []
     while not os.path.isdir(folder):
         missing.append(folder)

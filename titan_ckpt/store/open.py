@@ -1,4 +1,4 @@
-"""The store behind a URL, chosen by its scheme."""
+"""Open the store of a URL."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from titan_ckpt.store.base import RetryPolicy, Store
 
 
 def open_store(url: str, *, retry_policy: RetryPolicy | None = None, **options: Any) -> Store:
-    """The store for `url`, chosen by scheme; `options` go to the fsspec file system (secrets belong in its own config).
+    """The store for `url`. `options` are passed to the backend; secrets belong in its own configuration.
 
-    `file` and plain paths, `s3` and `s3a` have backends of their own; every other scheme is what fsspec knows.
+    Plain paths, `file`, `s3` and `s3a` have backends of their own; every other scheme goes to fsspec.
     """
     url = normalise(url)
     policy = retry_policy or RetryPolicy()
     if scheme(url) == "file":
-        from titan_ckpt.store.local import FileStore  # every backend stands on this module
+        from titan_ckpt.store.local import FileStore  # import only the backend that is needed
 
         return FileStore(url)
     if scheme(url) in ("s3", "s3a"):
         from titan_ckpt.store.s3 import S3Store  # botocore is an extra and slow to import
 
         return S3Store(url, policy, **options)
-    from titan_ckpt.store.any_fsspec import FsspecStore  # fsspec costs 0.1 s, which `debug` on local files need not pay
+    from titan_ckpt.store.any_fsspec import FsspecStore  # importing fsspec takes 0.1 s
 
     return FsspecStore(url, policy, **options)

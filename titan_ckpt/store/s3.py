@@ -1,8 +1,8 @@
-"""S3 and everything that speaks its protocol, by the synchronous botocore client.
+"""S3 and compatible servers, through the synchronous botocore client.
 
-A ranged GET is read from the socket into the caller's buffer, a multipart PUT sends slices of the caller's buffers, and the
-server checks a CRC32 of each request (figures beside other clients: docs/performance.md). Retries are those of `store.retry`;
-botocore's own are off, so that one place decides what is transient and one deadline holds.
+A ranged GET reads from the socket into the caller's buffer, a multipart upload sends slices of the caller's buffers, and the
+server checks a CRC32 of each request (measured against other clients in docs/performance.md). botocore's retries are off:
+`store.base.retry` alone decides what is transient and enforces one deadline.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from titan_ckpt.store.s3_parts import (
     PART_BYTES,
     PartBuffers,
     UploadPart,
-    answered_at,
     crc32_text,
     etag,
+    server_time_s,
     split_url,
     total_size,
     upload_parts,
@@ -43,8 +43,10 @@ DELETE_BATCH = 1000
 
 
 class S3Store(Store):
-    """Objects below `s3://bucket/prefix`. Credentials, region and endpoint come from the environment and the AWS config
-    files, or from the options that `S3Options` names."""
+    """Objects under `s3://bucket/prefix`.
+
+    Credentials, region and endpoint come from `options` (see `S3Options`), the environment or the AWS config files.
+    """
 
     def __init__(self, url: str, policy: RetryPolicy, **options: Any) -> None:
         super().__init__(normalise(url))
@@ -68,18 +70,18 @@ class S3Store(Store):
             for offset in range(0, len(view), PART_BYTES)
         ]
         if len(set(_all_results(jobs))) > 1:
-            raise StoreError(f"{self.where(path)}: was replaced while it was read; open the checkpoint again")
+            raise StoreError(f"{self.where(path)}: was replaced while it was being read; open the checkpoint again")
 
     def _get_range(self, path: str, start: int, view: memoryview) -> str:
-        """Fill `view`; the ETag of the object it came from."""
+        """Fill `view` from byte `start`; returns the object's ETag."""
         if len(view) == 0:
             return str(self._head(path)["ETag"])
 
         def get() -> str:
-            answer = self._client.get_object(
+            response = self._client.get_object(
                 Bucket=self._bucket, Key=self._key(path), Range=f"bytes={start}-{start + len(view) - 1}"
             )
-            body, done = answer["Body"], 0
+            body, done = response["Body"], 0
             give_up_at = time.monotonic() + self._policy.deadline_s
             try:
                 while done < len(view) and time.monotonic() < give_up_at:
@@ -91,16 +93,16 @@ class S3Store(Store):
                 body.close()
                 raise
             if done < len(view):
-                raise self._too_short(path, start, len(view), total_size(answer))
-            return str(answer["ETag"])
+                raise self._too_short(path, start, len(view), total_size(response))
+            return str(response["ETag"])
 
         return self._call(path, "read", get)
 
     def _too_short(self, path: str, start: int, wanted: int, size: int | None) -> StoreError:
         if size is not None and start + wanted <= size:
-            return TransientStoreError(f"{self.where(path)}: the connection ended before {wanted} bytes had come")
-        end = "" if size is None else f"ends at byte {size}; "
-        return StoreError(f"{self.where(path)}: {end}{wanted} bytes from {start} were asked for")
+            return TransientStoreError(f"{self.where(path)}: the connection closed before {wanted} bytes had arrived")
+        end = "" if size is None else f"ends at byte {size}, but "
+        return StoreError(f"{self.where(path)}: {end}{wanted} bytes from byte {start} were requested")
 
     # Writing
 
@@ -128,7 +130,7 @@ class S3Store(Store):
             except Exception as error:
                 lost = isinstance(self._translate(path, "write", error), ConditionFailedError | NotFoundError)
                 if lost and earlier_try and self._holds(path, view):
-                    return self.stat(path)  # an earlier try of ours arrived, only its answer was lost
+                    return self.stat(path)  # an earlier try succeeded, only its response was lost
                 earlier_try = True
                 raise
 
@@ -137,7 +139,7 @@ class S3Store(Store):
         except NotFoundError as error:
             if version is None:
                 raise
-            raise ConditionFailedError(f"{self.where(path)}: was deleted by somebody else") from error
+            raise ConditionFailedError(f"{self.where(path)}: was deleted by another writer") from error
 
     def _holds(self, path: str, view: memoryview) -> bool:
         try:
@@ -149,72 +151,72 @@ class S3Store(Store):
         return self._call(path, "write", lambda: self._put_once(path, view))
 
     def _put_once(self, path: str, view: memoryview, **condition: str) -> ObjectInfo:
-        answer = self._client.put_object(
+        response = self._client.put_object(
             Bucket=self._bucket, Key=self._key(path), Body=view, ChecksumCRC32=crc32_text(view), **condition
         )
-        return self._written(path, len(view), answer)
+        return self._written(path, len(view), response)
 
-    def _written(self, path: str, size_bytes: int, answer: Any) -> ObjectInfo:
-        return ObjectInfo(path=path, size_bytes=size_bytes, modified_s=answered_at(answer), version=etag(answer))
+    def _written(self, path: str, size_bytes: int, response: Any) -> ObjectInfo:
+        return ObjectInfo(path=path, size_bytes=size_bytes, modified_s=server_time_s(response), version=etag(response))
 
     def _write_multipart(self, path: str, parts: Iterator[UploadPart]) -> ObjectInfo:
-        place = {"Bucket": self._bucket, "Key": self._key(path)}
-        begin = lambda: self._client.create_multipart_upload(**place, ChecksumAlgorithm="CRC32")
-        place["UploadId"] = self._call(path, "start a multipart upload of", begin)["UploadId"]
+        upload = {"Bucket": self._bucket, "Key": self._key(path)}
+        begin = lambda: self._client.create_multipart_upload(**upload, ChecksumAlgorithm="CRC32")
+        upload["UploadId"] = self._call(path, "start a multipart upload of", begin)["UploadId"]
         in_flight: set[Future[dict[str, Any]]] = set()
         sent: list[dict[str, Any]] = []
         size = 0
         try:
             for number, part in enumerate(parts, start=1):
                 size += len(part.view)
-                in_flight.add(self._begin_part(path, place, number, part))
+                in_flight.add(self._begin_part(path, upload, number, part))
                 del part
                 if len(in_flight) >= PARTS_IN_FLIGHT:
                     done, in_flight = wait(in_flight, return_when=FIRST_COMPLETED)
                     sent += [job.result() for job in done]
             sent += [job.result() for job in in_flight]
-            sent.sort(key=lambda answer: int(answer["PartNumber"]))
-            return self._complete(path, place, sent, size)
+            sent.sort(key=lambda response: int(response["PartNumber"]))
+            return self._complete(path, upload, sent, size)
         except BaseException:
             _drop(in_flight)
-            self._abort(path, place)
+            self._abort(path, upload)
             raise
 
-    def _begin_part(self, path: str, place: dict[str, Any], number: int, part: UploadPart) -> Future[dict[str, Any]]:
-        """Start to upload a part, once fewer than `THREADS` are on their way: more would only wait in memory."""
+    def _begin_part(self, path: str, upload: dict[str, Any], number: int, part: UploadPart) -> Future[dict[str, Any]]:
+        """Submit a part for upload once fewer than THREADS are in flight; more would only wait in memory."""
 
         def end(_: Future[dict[str, Any]]) -> None:
             self._in_flight.release()
             self._buffers.give_back(part)
 
         self._in_flight.acquire()
-        job = self._pool.submit(self._upload_part, path, place, number, part.view)
+        job = self._pool.submit(self._upload_part, path, upload, number, part.view)
         job.add_done_callback(end)
         return job
 
-    def _upload_part(self, path: str, place: dict[str, Any], number: int, piece: memoryview) -> dict[str, Any]:
-        crc = crc32_text(piece)
-        send = partial(self._client_upload_part, piece, **place, PartNumber=number, ChecksumCRC32=crc)
-        answer = self._call(path, f"upload part {number} of", send)
-        return {"PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32": crc}
+    def _upload_part(self, path: str, upload: dict[str, Any], number: int, view: memoryview) -> dict[str, Any]:
+        crc = crc32_text(view)
+        send = partial(self._client_upload_part, view, **upload, PartNumber=number, ChecksumCRC32=crc)
+        response = self._call(path, f"upload part {number} of", send)
+        return {"PartNumber": number, "ETag": response["ETag"], "ChecksumCRC32": crc}
 
-    def _client_upload_part(self, piece: memoryview, **arguments: Any) -> Any:
-        return self._client.upload_part(**arguments, Body=piece)
+    def _client_upload_part(self, view: memoryview, **arguments: Any) -> Any:
+        return self._client.upload_part(**arguments, Body=view)
 
-    def _complete(self, path: str, place: dict[str, Any], parts: list[dict[str, Any]], size: int) -> ObjectInfo:
+    def _complete(self, path: str, upload: dict[str, Any], parts: list[dict[str, Any]], size: int) -> ObjectInfo:
         earlier_try = False
 
         def complete() -> ObjectInfo:
             nonlocal earlier_try
             try:
-                answer = self._client.complete_multipart_upload(**place, MultipartUpload={"Parts": parts})
+                response = self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
             except Exception as error:
                 is_gone = isinstance(self._translate(path, "complete", error), NotFoundError)
                 if is_gone and earlier_try and self._is_ours(path, size, len(parts)):
-                    return self.stat(path)  # an earlier try of ours completed it, only its answer was lost
+                    return self.stat(path)  # an earlier try succeeded, only its response was lost
                 earlier_try = True
                 raise
-            return self._written(path, size, answer)
+            return self._written(path, size, response)
 
         return self._call(path, "complete the upload of", complete)
 
@@ -225,11 +227,11 @@ class S3Store(Store):
             return False
         return entry.size_bytes == size and entry.version.endswith(f"-{num_parts}")
 
-    def _abort(self, path: str, place: dict[str, Any]) -> None:
+    def _abort(self, path: str, upload: dict[str, Any]) -> None:
         try:
-            self._call(path, "abort the upload of", lambda: self._client.abort_multipart_upload(**place))
+            self._call(path, "abort the upload of", lambda: self._client.abort_multipart_upload(**upload))
         except TitanError as error:
-            log.warning("an unfinished upload stays behind and may cost storage: %s", error)
+            log.warning("an unfinished multipart upload is left behind and may be billed: %s", error)
 
     # Listing, deleting
 
@@ -261,12 +263,12 @@ class S3Store(Store):
             query["ContinuationToken"] = page["NextContinuationToken"]
 
     def stat(self, path: str) -> ObjectInfo:
-        answer = self._head(path)
+        response = self._head(path)
         return ObjectInfo(
             path=path,
-            size_bytes=int(answer["ContentLength"]),
-            modified_s=answer["LastModified"].timestamp(),
-            version=etag(answer),
+            size_bytes=int(response["ContentLength"]),
+            modified_s=response["LastModified"].timestamp(),
+            version=etag(response),
         )
 
     def _head(self, path: str) -> Any:
@@ -274,7 +276,7 @@ class S3Store(Store):
         try:
             return self._call(path, "stat", lambda: self._client.head_object(Bucket=self._bucket, Key=key))
         except NotFoundError:
-            self._check_bucket()  # an answer to HEAD has no body to say which of the two is missing
+            self._check_bucket()  # a response to HEAD does not show whether bucket or object is missing
             raise
 
     def _check_bucket(self) -> None:
@@ -293,8 +295,8 @@ class S3Store(Store):
         objects = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
 
         def delete() -> None:
-            answer = self._client.delete_objects(Bucket=self._bucket, Delete=objects)
-            for failure in answer.get("Errors", []):
+            response = self._client.delete_objects(Bucket=self._bucket, Delete=objects)
+            for failure in response.get("Errors", []):
                 text = f"s3://{self._bucket}/{failure.get('Key')}: cannot delete: {failure.get('Code')}"
                 is_transient = failure.get("Code") in ("InternalError", "SlowDown", "ServiceUnavailable")
                 raise (TransientStoreError if is_transient else StoreError)(text)
@@ -309,20 +311,20 @@ class S3Store(Store):
         host = str(self._client.meta.endpoint_url).split("/")[2].partition(":")[0]
         return host.endswith(".amazonaws.com") or probe_conditions(self)
 
-    # One call
+    # Shared by all calls
 
     def _call(self, path: str, verb: str, action: Callable[[], T]) -> T:
-        """`action()` with our errors and retries."""
+        """Run `action` with retries, its errors translated to ours."""
 
         def attempt() -> T:
             try:
-                answer = action()
+                response = action()
             except TitanError:
                 raise
             except Exception as error:
                 raise self._translate(path, verb, error) from error
             self._bucket_seen = True
-            return answer
+            return response
 
         return retry(attempt, self._policy, what=f"{verb} {self.where(path)}")
 
@@ -338,7 +340,7 @@ class S3Store(Store):
 
 
 def _all_results(jobs: list[Future[T]]) -> list[T]:
-    """Results of all jobs; when one fails the rest are cancelled or waited for, since they write into the caller's memory."""
+    """Results of all jobs. If one fails, cancel or await the rest, since they write into the caller's memory."""
     try:
         return [job.result() for job in jobs]
     except BaseException:
@@ -347,6 +349,7 @@ def _all_results(jobs: list[Future[T]]) -> list[T]:
 
 
 def _drop(jobs: Iterable[Future[T]]) -> None:
+    """Cancel the jobs that have not started and await the others."""
     remaining = list(jobs)
     for job in remaining:
         job.cancel()

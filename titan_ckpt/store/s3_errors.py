@@ -1,4 +1,4 @@
-"""botocore's and S3's errors as ours: which are transient, which say that rights are missing, what to do next."""
+"""Translate errors of botocore and S3 to ours: not found, denied, transient, or permanent, with what to do next."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ SET_CREDENTIALS = (
 
 
 def translate(error: Exception, what: str, bucket: str = "") -> TitanError:
-    """`error` as one of ours. `what` says what failed and where; no text of a credential gets in."""
+    """`error` as one of ours, without secrets; `what` describes the operation and its URL."""
     if isinstance(error, TitanError):
         return error
     if isinstance(error, boto.ClientError):
-        return _of_answer(error, what, bucket)
+        return _translate_response(error, what, bucket)
     if isinstance(error, _NO_CREDENTIALS):
         return PermissionDeniedError(f"{what}: no usable credentials ({type(error).__name__}): {SET_CREDENTIALS}")
     if isinstance(error, boto.ProfileNotFound):
@@ -66,8 +66,8 @@ def _connection_text(error: Exception) -> str:
     return f"{type(error).__name__}: {redact(str(error))}"
 
 
-def _of_answer(error: boto.ClientError, what: str, bucket: str) -> TitanError:
-    """The server's answer: by its code where it has one, else by the HTTP status (answers to HEAD have no body)."""
+def _translate_response(error: boto.ClientError, what: str, bucket: str) -> TitanError:
+    """Translate a server response by its error code, or by its HTTP status (responses to HEAD have no body)."""
     code = str(error.response.get("Error", {}).get("Code", ""))
     message = str(error.response.get("Error", {}).get("Message", ""))
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
@@ -79,9 +79,9 @@ def _of_answer(error: boto.ClientError, what: str, bucket: str) -> TitanError:
     if code in _NOT_FOUND or status == 404:
         return NotFoundError(f"{what}: no such object")
     if code in ("412", "PreconditionFailed") or status == 412:
-        return ConditionFailedError(f"{what}: somebody else wrote it first")
+        return ConditionFailedError(f"{what}: another writer was first")
     if code in _DENIED or status in (401, 403):
-        return PermissionDeniedError(f"{text}; check the credentials and their rights: {SET_CREDENTIALS}")
+        return PermissionDeniedError(f"{text}; check the credentials and their permissions: {SET_CREDENTIALS}")
     if code in _TRANSIENT or status >= 500 or status == 429:
         return TransientStoreError(text)
     if status in (301, 307) or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):

@@ -1,4 +1,4 @@
-"""What goes over the wire to S3: parts of equal size, their checksums, and what the answers say."""
+"""Requests and responses of S3: parts of equal size, their checksums, and fields of a response."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import numpy.typing as npt
 from titan_ckpt.errors import UsageError
 from titan_ckpt.store.base import Buffer
 
-try:  # six times as fast as zlib's, on a processor that training wants too; every CRC is of the same kind
+try:  # the same CRC-32, six times as fast as zlib's: training needs the processor
     from isal.isal_zlib import crc32
-except ImportError:  # no wheel for this machine
+except ImportError:  # no wheel for this platform
     from zlib import crc32
 
 ByteArray: TypeAlias = npt.NDArray[np.uint8]
@@ -29,15 +29,17 @@ PARTS_BEFORE_DOUBLING = 1250
 
 @dataclass(frozen=True, slots=True)
 class UploadPart:
-    """A part's bytes: a slice of the caller's memory, or a buffer of ours that they were gathered in."""
+    """Bytes of one part: a slice of the caller's memory, or (part of) a `buffer` of ours."""
 
     view: memoryview
     buffer: ByteArray | None = None
 
 
 class PartBuffers:
-    """Buffers for parts, shared by all files that a store writes at a time and used again: to make the pages of a new one
-    takes the processor longer than to fill it. None is kept once nothing is written."""
+    """Reusable part buffers, shared by all concurrent writes of a store and freed after the last one.
+
+    To allocate the pages of a new buffer takes longer than to fill it.
+    """
 
     def __init__(self) -> None:
         self._free: list[ByteArray] = []
@@ -56,23 +58,23 @@ class PartBuffers:
                 self._free.clear()
 
     def take(self, size_bytes: int) -> ByteArray:
-        """The one that was given back last, which the processor may still know, or a new one."""
+        """The most recently returned buffer, which may still be in cache, or a new one."""
         with self._lock:
             buffer = self._free.pop() if self._free else None
         return buffer if buffer is not None and len(buffer) == size_bytes else np.empty(size_bytes, dtype=np.uint8)
 
     def give_back(self, part: UploadPart) -> None:
-        """A part was sent: its buffer, if it has one, may be taken again; from any thread."""
+        """Return the buffer, if any, of a part that was sent. Thread-safe."""
         with self._lock:
             if part.buffer is not None and self._writers:
                 self._free.append(part.buffer)
 
 
 def upload_parts(pieces: Iterable[Buffer], buffers: PartBuffers) -> Iterator[UploadPart]:
-    """The same bytes as parts of equal size (the last may be shorter), as S3 wants them.
+    """The same bytes as parts of equal size, the last one shorter, as S3 requires.
 
-    The size doubles every `PARTS_BEFORE_DOUBLING` parts, so that 10,000 parts hold 5 TiB. Buffers that fill a part are sliced,
-    only the pieces between them are copied (by numpy, which lets other threads run meanwhile).
+    The size doubles every PARTS_BEFORE_DOUBLING parts, so that 10,000 parts hold 5 TiB. Whatever fills a part is sliced, the
+    rest is copied (by numpy, which releases the GIL).
     """
     number, size, used = 1, PART_BYTES, 0
     buffer: ByteArray | None = None
@@ -98,34 +100,34 @@ def upload_parts(pieces: Iterable[Buffer], buffers: PartBuffers) -> Iterator[Upl
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Bucket and prefix of `s3://bucket/prefix`."""
+    """(bucket, prefix) of `s3://bucket/prefix`."""
     bucket, _, prefix = url.partition("://")[2].partition("/")
     if "@" in bucket or "?" in url:
         raise UsageError(
             "credentials and options do not belong in a URL; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ..."
         )
     if not bucket:
-        raise UsageError(f"{url}: names no bucket; write s3://bucket/folder")
+        raise UsageError(f"{url}: names no bucket; use s3://bucket/folder")
     return bucket, prefix
 
 
 def crc32_text(view: memoryview) -> str:
-    """The CRC32 of a body as `x-amz-checksum-crc32` wants it."""
+    """The CRC-32 of a body in the form of `x-amz-checksum-crc32`."""
     return base64.b64encode(crc32(view).to_bytes(4, "big")).decode("ascii")
 
 
-def etag(answer: Any) -> str:
+def etag(response: Any) -> str:
     """An object's ETag without its quotes."""
-    return str(answer["ETag"]).strip('"')
+    return str(response["ETag"]).strip('"')
 
 
-def answered_at(answer: Any) -> float:
-    """The server's own clock, for an object that it just took; ours when it does not say."""
-    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+def server_time_s(response: Any) -> float:
+    """The server's time in a response, or ours if it has none."""
+    date = response["ResponseMetadata"]["HTTPHeaders"].get("date")
     return parsedate_to_datetime(date).timestamp() if date else time.time()
 
 
-def total_size(answer: Any) -> int | None:
-    """The size of the whole object that a ranged GET's answer is a part of, if it says."""
-    total = str(answer.get("ContentRange", "")).rpartition("/")[2]
+def total_size(response: Any) -> int | None:
+    """Size of the whole object, from the response to a ranged GET; None if missing."""
+    total = str(response.get("ContentRange", "")).rpartition("/")[2]
     return int(total) if total.isdigit() else None

@@ -1,7 +1,7 @@
-"""Work on a store that is given up when the store hangs, and that comes back to nothing when it wakes.
+"""Run store calls with a time limit.
 
-The work runs on a daemon thread, so a call that never returns keeps neither its caller waiting nor the process from ending. Once
-given up, the work can call its stores no more: a save that hung on its manifest cannot commit an hour later.
+The calls run on a daemon thread, so one that never returns blocks neither its caller nor the end of the process. After the
+time limit, every further call of that work is refused: a save that hung on its manifest cannot commit an hour later.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class HungStoreError(StoreError):
-    """A store call did not return in time; what it did, nobody knows."""
+    """A store call did not return in time; whether it took effect is unknown."""
 
 
 class _Guarded(Store):
-    """`inner` until the work is given up; remembers the call that is under way, for the message."""
+    """`inner` until the work is abandoned; records the current call for the error message."""
 
     def __init__(self, inner: Store, work: _Work) -> None:
         super().__init__(inner.url)
@@ -30,7 +30,7 @@ class _Guarded(Store):
 
     def _call(self, verb: str, path: str) -> Store:
         if self._work.is_given_up:
-            raise HungStoreError(f"{self.where(path)}: this work was given up before it came to {verb}")
+            raise HungStoreError(f"{self.where(path)}: the time limit passed before this {verb}")
         self._work.last_call = f"{verb} {self.where(path)}"
         return self._inner
 
@@ -63,13 +63,15 @@ class _Guarded(Store):
 
 
 class _Work:
+    """State of one run of store calls, shared by its stores."""
+
     def __init__(self) -> None:
         self.is_given_up = False
         self.last_call = "no call yet"
 
 
 def on_a_thread(give_up_s: float, action: Callable[[], T]) -> Future[T] | None:
-    """`action` on a daemon thread, over; None when it is not after `give_up_s`, and the thread is left to itself."""
+    """Run `action` on a daemon thread; its finished future, or None if it takes longer than `give_up_s`."""
     done = Future[T]()
 
     def run() -> None:
@@ -83,7 +85,7 @@ def on_a_thread(give_up_s: float, action: Callable[[], T]) -> Future[T] | None:
 
 
 def run_until(give_up_s: float, action: Callable[..., T], *stores: Store, what: str) -> T:
-    """`action(*stores)`, or HungStoreError when it has not ended after `give_up_s`; errors of the action as they are."""
+    """Return `action(*stores)`; HungStoreError if it takes longer than `give_up_s`. Errors of `action` pass unchanged."""
     work = _Work()
     done = on_a_thread(give_up_s, lambda: action(*(_Guarded(store, work) for store in stores)))
     if done is None:
@@ -95,9 +97,9 @@ def run_until(give_up_s: float, action: Callable[..., T], *stores: Store, what: 
 
 
 def call_within(give_up_s: float, action: Callable[[], T], *, what: str) -> T:
-    """One call of a client that has no time limit of its own: its result, or HungStoreError after `give_up_s`.
+    """Return `action()`; HungStoreError after `give_up_s`. For clients without a time limit of their own.
 
-    Its thread is left behind, as nothing can stop it: what the call was doing may still happen when the client wakes.
+    The thread cannot be stopped, so an abandoned call may still take effect later.
     """
     done = on_a_thread(give_up_s, action)
     if done is None:
