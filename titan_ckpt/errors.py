@@ -1,18 +1,18 @@
-"""Every error this package raises on purpose, as one tree.
+"""All errors that this package raises, as one tree.
 
     TitanError                      exit code 3: the operation failed
-      UsageError                    exit code 2: what was asked for makes no sense
+      UsageError                    exit code 2: the request is invalid
         ConfigError                 a config file, a `--set`, a mesh
-        MissingExtraError           a library that an extra brings is not installed
-      StoreError                    an object store or file system said no
+        MissingExtraError           a library of an optional extra is not installed
+        PlanError                   a plan cannot be made (mesh, placements, mapping)
+      StoreError                    an operation of an object store or file system failed
         NotFoundError, AlreadyExistsError, PermissionDeniedError, TransientStoreError, ConditionFailedError
-      CheckpointError               a checkpoint is not what it should be
+      CheckpointError               a checkpoint is missing, damaged, too new or unsafe
         NotCommittedError, DamagedError, NewerFormatError, UnsafeContentError
       DataError                     training data that cannot be used
-      LoadContractError             checkpoint and model do not fit
-      PlanError                     a plan cannot be made (mesh, placements, mapping)
+      LoadContractError             checkpoint and model do not match
 
-A message says what failed, where (URL, FQN, rank), expected against found, and what to do next.
+A message names what failed, where (URL, FQN, rank), expected against found, and what to do next.
 """
 
 from __future__ import annotations
@@ -21,79 +21,79 @@ from typing import ClassVar
 
 
 class TitanError(Exception):
-    """An error the user can act on; the command line prints its text without a traceback."""
+    """An error that the user can act on; commands print its message without a traceback."""
 
     exit_code: ClassVar[int] = 3
 
 
 class UsageError(TitanError):
-    """The request itself is wrong; nothing was tried."""
+    """The request is invalid; nothing was attempted."""
 
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    """A config value, key or combination that cannot be used."""
+    """An invalid config key, value or combination."""
 
 
 class MissingExtraError(UsageError):
-    """A library is missing; the message is the pip command that brings it."""
+    """A library is missing; the message shows the pip command that installs it."""
 
     def __init__(self, library: str, extra: str, what: str) -> None:
         super().__init__(f"{what} needs {library}, which is not installed: pip install 'titan-ckpt[{extra}]'")
 
 
 class StoreError(TitanError):
-    """A store operation failed for good."""
+    """A store operation failed, and a retry will not help."""
 
 
 class NotFoundError(StoreError):
-    """Nothing at that path."""
+    """There is nothing at that path."""
 
 
 class AlreadyExistsError(StoreError):
-    """Something is at that path already."""
+    """There is already something at that path."""
 
 
 class PermissionDeniedError(StoreError):
-    """No credentials, wrong ones, or no right to do this."""
+    """Credentials are missing or wrong, or lack permission."""
 
 
 class TransientStoreError(StoreError):
-    """A failure that another try may cure; raised to callers only after the retries are spent."""
+    """A failure that a retry may cure; callers see it only after the last retry."""
 
 
 class ConditionFailedError(StoreError):
-    """A conditional write lost: somebody else wrote first."""
+    """A conditional write failed: another writer was first."""
 
 
 class CheckpointError(TitanError):
-    """A checkpoint is not what it should be."""
+    """A checkpoint is missing, damaged, too new or unsafe."""
 
 
 class NotCommittedError(CheckpointError):
-    """No COMMIT: the save never finished, or there is no checkpoint here."""
+    """There is no COMMIT: the save never finished, or there is no checkpoint here."""
 
 
 class DamagedError(CheckpointError):
-    """Stored bytes differ from what the manifest promises."""
+    """Stored bytes differ from the digests and sizes that were recorded."""
 
 
 class NewerFormatError(CheckpointError):
-    """A later release wrote it; this one can neither read it nor, where it is the newest, pass it over."""
+    """A later release wrote the checkpoint. If it is the newest one, it is not skipped for an older one either."""
 
 
 class UnsafeContentError(CheckpointError):
-    """A stored file asks for something that only code may do (a pickled class, a path outside the run)."""
+    """A stored file contains a pickled class that is not allowed, or a path outside the run."""
 
 
 class DataError(TitanError):
-    """Training data that are empty, binary, malformed, or not the ones a run was trained on."""
+    """Training data are empty, binary, malformed, or not those that the run was trained on."""
 
 
 class LoadContractError(TitanError):
-    """What the checkpoint holds and what the model wants differ in a way the policy does not allow."""
+    """Checkpoint and model differ in a way that the load policy does not allow."""
 
 
 class PlanError(UsageError):
-    """A mesh, placement or mapping from which no plan can be made."""
+    """No plan can be made from this mesh, placement or mapping."""

@@ -1,4 +1,4 @@
-"""Public names that are imported when they are first used, so that the command line starts without torch."""
+"""Import public names on first use, so that the command line starts without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of `package`. `homes`: each public name's module, below the package."""
+    """`__getattr__` and `__dir__` for `package`. `homes` maps each public name to its module, relative to the package."""
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -1,4 +1,4 @@
-"""URLs of runs and checkpoints: `URL`, `URL@STEP`, joining and hiding secrets. No I/O, but that symbolic links are followed."""
+"""URLs of runs and checkpoints: parse `URL@STEP`, join, hide secrets. No I/O, except to follow symbolic links."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Location:
 
 
 def parse_location(text: str) -> Location:
-    """Split `URL[@STEP]`; `@latest` and a bare URL mean the newest committed checkpoint.
+    """Parse `URL[@STEP]`; the step is None for `@latest` and a bare URL: the newest committed checkpoint.
 
     >>> parse_location("s3://bucket/run@1200")
     Location(url='s3://bucket/run', step=1200)
@@ -75,7 +75,7 @@ def normalise(url: str) -> str:
 
 
 def join(url: str, *parts: str) -> str:
-    """`url` with `parts` appended by single slashes.
+    """Append `parts` to `url` with single slashes.
 
     >>> join("s3://b/run/", "step-00000001", "COMMIT.json")
     's3://b/run/step-00000001/COMMIT.json'
@@ -84,7 +84,7 @@ def join(url: str, *parts: str) -> str:
 
 
 def is_inside(url: str, folder: str) -> bool:
-    """Whether `url` is `folder` or lies below it; symbolic links of local paths are followed.
+    """Whether `url` is `folder` or inside it; follows symbolic links of local paths.
 
     >>> is_inside("s3://b/run/copy", "s3://b/run/"), is_inside("s3://b/run-2", "s3://b/run")
     (True, False)
@@ -94,7 +94,7 @@ def is_inside(url: str, folder: str) -> bool:
 
 
 def redact(url: str) -> str:
-    """`url` without user info and query, which is where credentials hide.
+    """`url` with user info and query hidden, since they may contain credentials.
 
     >>> redact("s3://key:secret@bucket/run?token=1")
     's3://***@bucket/run?***'
@@ -103,7 +103,7 @@ def redact(url: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """`text` with the user info and the query of every URL in it hidden.
+    """`text` with user info and query hidden in every URL.
 
     >>> redact_text("PUT https://me:secret@host/a?token=1: refused")
     'PUT https://***@host/a?***: refused'
@@ -112,7 +112,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """A JSON value with the secrets of all URLs in its texts hidden."""
+    """A JSON value with user info and query hidden in every URL of its strings."""
     if isinstance(value, str):
         return redact_text(value)
     if isinstance(value, Mapping):
@@ -121,7 +121,7 @@ def redact_values(value: Any) -> Any:
 
 
 def check_relative(path: str) -> str:
-    """`path` if it stays inside its store, else UsageError: absolute paths, `..`, NUL and backslashes are refused."""
+    """Return `path` if it stays inside its store. UsageError for absolute paths, `..`, NUL and backslashes."""
     parts = path.split("/")
     if not path or path.startswith("/") or "\\" in path or "\0" in path or any(p in ("", ".", "..") for p in parts):
         raise UsageError(f"{path!r} is not a path inside the run's folder")

@@ -120,7 +120,7 @@ def test_a_url_without_a_bucket_and_an_unknown_option_are_refused() -> None:
         open_store("s3://b/run", endpoint="x")
     with pytest.raises(ConfigError, match="no-such-profile"):
         open_store("s3://b/run", profile="no-such-profile")
-    with pytest.raises(StoreError, match="cannot make an S3 client"):
+    with pytest.raises(StoreError, match="cannot create an S3 client"):
         open_store("s3://b/run", endpoint_url="not a url")
 
 

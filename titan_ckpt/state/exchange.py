@@ -1,4 +1,4 @@
-"""The ranks of a job as a checkpoint needs them: few, small exchanges on a gloo group of their own."""
+"""Small exchanges between the ranks of a job, over a gloo group of their own, and errors that cross ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """All ranks of the default process group, or this process alone where there is none. Made by all ranks together."""
+    """All ranks of the default process group, or this process alone if there is none. Creating it is a collective call."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._group: dist.ProcessGroup | None = None
@@ -31,7 +31,7 @@ class RankGroup:
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this rank commits."""
+        """Whether this is rank 0, which commits."""
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
@@ -51,7 +51,7 @@ class RankGroup:
         return values or []
 
     def scatter(self, values: list[T]) -> T:
-        """The coordinator's `values[rank]`."""
+        """The coordinator's `values[rank]`, on each rank."""
         if self._group is None:
             return values[0]
         received: list[Any] = [None]
@@ -60,7 +60,7 @@ class RankGroup:
         return result
 
     def broadcast(self, value: T) -> T:
-        """The coordinator's value."""
+        """The coordinator's value, on every rank."""
         if self._group is None:
             return value
         values = [value]
@@ -68,34 +68,34 @@ class RankGroup:
         return values[0]
 
     def close(self) -> None:
-        """Give the group back."""
+        """Destroy the process group."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
 
 class SaveError(TitanError):
-    """A save failed on some rank; nothing was committed. The text carries that rank's traceback."""
+    """A save failed on some rank and nothing was committed. The message includes that rank's traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error of one rank on its way to the others."""
+    """An error of one rank, as sent to the others; `text` is its traceback."""
 
     rank: int
     text: str
 
 
 def raise_failures(failures: list[Failure | None], what: str) -> None:
-    """SaveError if there is one, with the rank's own traceback."""
-    told = [failure for failure in failures if failure is not None]
-    if told:
-        ranks = ", ".join(str(failure.rank) for failure in told)
-        raise SaveError(f"{what} failed on rank {ranks}: {reason_of(told[0].text)}\n{told[0].text}")
+    """SaveError with the first traceback if any rank failed."""
+    found = [failure for failure in failures if failure is not None]
+    if found:
+        ranks = ", ".join(str(failure.rank) for failure in found)
+        raise SaveError(f"{what} failed on rank {ranks}: {reason_of(found[0].text)}\n{found[0].text}")
 
 
 def reason_of(text: str) -> str:
-    """The error itself in a traceback's text, without its class's module.
+    """The error line of a traceback, without the module of the error's class.
 
     >>> reason_of("Traceback (most recent call last):\\n  File ...\\ntitan_ckpt.errors.StoreError: s3://b: no room\\n")
     'StoreError: s3://b: no room'
@@ -108,5 +108,5 @@ def reason_of(text: str) -> str:
 
 
 def failure_on(ranks: RankGroup) -> Failure:
-    """The error being handled, with its traceback, for the other ranks."""
+    """The exception being handled as a Failure of this rank, without secrets."""
     return Failure(ranks.rank, redact_text(traceback.format_exc()))

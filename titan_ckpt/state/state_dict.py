@@ -1,4 +1,4 @@
-"""A state dict as the checkpoint sees it: flat names, and for each tensor what this rank holds of it."""
+"""Flatten a state dict, and find the box of each tensor that this rank holds."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class LocalShard:
 
     @property
     def box(self) -> Box:
-        """The part that is held."""
+        """The shard as a box of the global tensor."""
         return Box(self.offsets, self.sizes)
 
     @property
     def size_bytes(self) -> int:
-        """Raw bytes of the part."""
+        """Raw bytes of the shard."""
         return self.box.num_elements * ELEMENT_SIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatState:
-    """A state dict without nesting: tensors, other values, and where in the nesting each name stood."""
+    """A state dict without nesting: tensors, other values (objects), and the keys that led to each name."""
 
     tensors: dict[str, torch.Tensor]
     objects: dict[str, Any]
@@ -59,9 +59,9 @@ class FlatState:
 
 
 def flatten(state: Mapping[str, Any]) -> FlatState:
-    """Names joined with dots, as DCP flattens; dicts always, lists and tuples where they hold tensors.
+    """Flatten as DCP does, names joined with dots: always dicts, lists and tuples only if they contain tensors or dicts.
 
-    UsageError when two entries get the same name.
+    UsageError if two entries get the same name.
     """
     flat = FlatState(tensors={}, objects={}, paths={})
     for path, value in _walk((), state):
@@ -88,7 +88,7 @@ def _walk(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], 
 
 
 def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:
-    """What this rank holds of `tensor`. UsageError for what cannot be stored (partial sums, sparse, unknown dtypes)."""
+    """The shard of `tensor` on this rank. UsageError if it cannot be stored: partial sums, sparse, or an unknown dtype."""
     dtype = DTYPE_NAME.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided:
         raise UsageError(f"{fqn}: tensors of {tensor.dtype}, {tensor.layout} cannot be stored in a checkpoint")
@@ -119,7 +119,7 @@ def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:
 
 
 def cut_order(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> Placements | None:
-    """DTensor placements as axis -> Shard in the order of the cuts; None where a mesh dimension has no axis name of ours."""
+    """DTensor placements as axis -> Shard in the order of the cuts; None if a mesh dimension is not one of our axes."""
     names, cuts = mesh.mesh_dim_names or (), _cuts(mesh, placements)
     return {names[index]: Shard(dim) for index, dim in cuts} if _are_axes(names, cuts) else None
 
@@ -129,9 +129,9 @@ def _are_axes(names: tuple[str, ...], cuts: list[tuple[int, int]]) -> bool:
 
 
 def _cuts(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> list[tuple[int, int]]:
-    """(mesh dimension, tensor dimension) of each cut, in the order in which they are made.
+    """(mesh dimension, tensor dimension) of each cut, in the order of the cuts.
 
-    `_StridedShard(dim, split_factor=f)` cuts after those later mesh dimensions whose degrees multiply to `f`.
+    `_StridedShard(dim, split_factor=f)` cuts after the later mesh dimensions whose degrees have the product `f`.
     """
     cuts: list[tuple[int, int]] = []
     for index in reversed(range(len(placements))):
@@ -148,10 +148,10 @@ def _cuts(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> list[tupl
 
 
 def _own_box(fqn: str, tensor: DTensor, cuts: list[tuple[int, int]]) -> Box:
-    """The box of this rank's part, by the cuts that FSDP2 and TP really make: `torch.chunk` of what the cut before left.
+    """The box of this rank's shard, by the cuts of FSDP2 and TP: `torch.chunk` of the shard left by the cut before.
 
-    DTensor's own arithmetic is asked where that does not give the shape that is there; for some uneven sizes of FSDP over TP
-    the two differ, and then the chunks are right.
+    If the shape of the local tensor disagrees, use DTensor's own arithmetic. The two differ for some uneven sizes of FSDP over
+    TP, where `torch.chunk` is right.
     """
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
@@ -163,9 +163,7 @@ def _own_box(fqn: str, tensor: DTensor, cuts: list[tuple[int, int]]) -> Box:
         return Box(tuple(offsets), held)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if tuple(shape) != held:
-        raise TitanError(
-            f"{fqn}: this rank holds {held}; by its placements {tensor.placements} it should hold {tuple(sizes)}"
-        )
+        raise TitanError(f"{fqn}: the local tensor is {held}, but placements {tensor.placements} give {tuple(sizes)}")
     return Box(tuple(offset), held)
 
 
@@ -177,19 +175,19 @@ def _shard_dim(placement: TorchPlacement) -> int:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part as a plain tensor that shares its memory."""
+    """This rank's shard as a plain tensor that shares its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable."""
+    """Writable view of the memory of a contiguous CPU tensor."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def dump_object(value: Any) -> bytes:
-    """A non-tensor value as DCP stores it."""
+    """Serialize a non-tensor value as DCP does."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
