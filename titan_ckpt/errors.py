@@ -44,7 +44,7 @@ class MissingExtraError(UsageError):
 
 
 class StoreError(TitanError):
-    """A store operation failed, and a retry will not help."""
+    """A store operation failed."""
 
 
 class NotFoundError(StoreError):

@@ -132,7 +132,7 @@ def test_a_damaged_manifest_is_refused_or_still_consistent(data: st.DataObject) 
 def test_a_manifest_cannot_point_outside_its_run(path: str) -> None:
     content = json.loads(encode_manifest(_manifest(1, 1)).manifest)
     content["files"][0]["path"] = path
-    with pytest.raises(UnsafeContentError, match="not the name of a data file"):
+    with pytest.raises(UnsafeContentError, match="is not a data file of this run"):
         decode_manifest(json.dumps(content).encode(), where="m")
 
 
@@ -235,7 +235,7 @@ def test_a_table_past_the_limit_needs_as_many_digests_as_it_says(monkeypatch: py
     monkeypatch.setattr(manifest_module, "MAX_VALUES", 1000)
     text = encode_manifest(_manifest(10, 20)).manifest
     for stored in (0, 50):
-        with pytest.raises(DamagedError, match=f"values with {stored} digests beside it"):
+        with pytest.raises(DamagedError, match=f"values, but only {stored} stored digests"):
             decode_manifest(text, where="m", num_digests=lambda stored=stored: stored)  # type: ignore[misc]
     assert len(decode_manifest(text, where="m", num_digests=lambda: 200).chunks) == 200
     monkeypatch.setattr(manifest_module, "MOST_VALUES", 1500)

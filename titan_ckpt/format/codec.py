@@ -1,9 +1,9 @@
-"""`planes-zstd`: a lossless codec for tensor bytes that keeps ranged reads possible. No torch.
+"""`planes-zstd`: a lossless codec for tensor bytes that supports ranged reads.
 
-The raw payload is cut into frames of `FRAME_BYTES`. In each frame the bytes are regrouped by their place in the element (all
-first bytes, all second bytes, ...), which puts exponents beside exponents, and the result is one zstd frame. After the last
-frame stand their lengths, 4 bytes each. A blob is `header | prefix | suffix | frames | lengths`: prefix and suffix are those of
-the raw blob, so that a DCP extension can give plain DCP the blob it expects.
+The raw payload is split into pieces of FRAME_BYTES. Each is reordered into byte planes (all first bytes of its elements, all
+second bytes, ...), which groups the exponents, and compressed into one zstd frame. The frames are followed by their lengths, 4
+bytes each. A blob is `header | prefix | suffix | frames | lengths`: prefix and suffix are the raw blob's, so that a DCP extension
+can rebuild the blob that plain DCP expects.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _MAGIC = b"TCKPLZ1\0"
 
 
 def encode_head(envelope: Envelope, itemsize: int) -> bytes:
-    """What stands before the frames."""
+    """The bytes of a blob before its frames."""
     header = _HEADER.pack(_MAGIC, len(envelope.prefix), len(envelope.suffix), envelope.payload_length, itemsize)
     return header + envelope.prefix + envelope.suffix
 
 
 def encode(payload: memoryview, itemsize: int) -> Iterator[bytes]:
-    """The frames one after another, then their lengths."""
+    """The frames, then their lengths."""
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     lengths = []
     for start in range(0, len(payload), FRAME_BYTES):
@@ -79,7 +79,7 @@ def read_raw(store: Store, payload: EncodedPayload, first: int, out: memoryview)
 
 
 def decode_blob(blob: bytes, where: str) -> bytes:
-    """The raw blob, as plain torch reads it, of an encoded one."""
+    """Decode an encoded blob to the raw one that plain torch reads."""
     try:
         magic, prefix_length, suffix_length, raw_length, itemsize = _HEADER.unpack_from(blob)
     except struct.error as error:
@@ -111,18 +111,18 @@ def _frame_starts(store: Store, payload: EncodedPayload, where: str) -> list[int
 def _accumulate(lengths: bytes, payload_length: int, where: str) -> list[int]:
     starts = [0, *accumulate(struct.unpack(f"<{len(lengths) // 4}I", lengths))]
     if starts[-1] + len(lengths) != payload_length:
-        raise DamagedError(f"{where}: the lengths of its frames do not add up: not what was saved")
+        raise DamagedError(f"{where}: not what was saved: the lengths of its frames do not add up")
     return starts
 
 
 def _decode_frame(frame: memoryview, size: int, itemsize: int, where: str) -> memoryview:
     try:
-        # The size in the frame's own header is what would be made room for, whatever is asked for.
+        # zstandard allocates the size in the frame's header, whatever `max_output_size` is.
         found = zstandard.get_frame_parameters(frame).content_size
         planes = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size) if found == size else b""
     except zstandard.ZstdError as error:
         raise DamagedError(f"{where}: not what was saved: {error}") from error
     if len(planes) != size:
-        raise DamagedError(f"{where}: a frame says that it has {found} bytes, expected {size}: not what was saved")
+        raise DamagedError(f"{where}: not what was saved: a frame has {found} bytes, expected {size}")
     shuffled = np.frombuffer(planes, dtype=np.uint8).reshape(itemsize, -1)
     return memoryview(np.ascontiguousarray(shuffled.T).reshape(-1).data)

@@ -1,7 +1,7 @@
-"""The commit: the one small file whose presence makes a checkpoint exist, and the order in which files become visible.
+"""COMMIT.json, the small file whose presence makes a checkpoint exist, and the order in which files are written.
 
 Data first, then `manifest.json` (and `digests.bin`), then `.metadata` for plain DCP readers, then `COMMIT.json`. Each write is
-whole and durable when it returns, so whatever the moment of a crash, COMMIT names files that are all there.
+complete and durable when it returns, so after a crash at any moment, all files of a COMMIT exist.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_COMMIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """What COMMIT.json says. `version` is the store's version of that object, for a later conditional write."""
+    """The fields of COMMIT.json. `version` is the store's version of that object, for a later conditional write."""
 
     step: int
     attempt: str
@@ -49,15 +49,15 @@ class Commit:
 
 
 def commit_path(step: int) -> str:
-    """Path of a step's COMMIT, relative to the run."""
+    """Path of a step's COMMIT.json, relative to the run."""
     return f"{step_folder(step)}/{COMMIT}"
 
 
 def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces: str | None) -> Commit:
-    """Make a checkpoint exist whose data files are all written.
+    """Commit a checkpoint whose data files are all written.
 
-    `replaces` is the `commit_version` when the save began (None: there was no commit). ConditionFailedError when another
-    job committed this step meanwhile; where the store cannot tell (`Store.honours_conditions`), the last writer wins.
+    `replaces` is the `commit_version` when the save began (None: there was no commit). ConditionFailedError if another job
+    committed this step meanwhile; on a store without conditional writes (`Store.honours_conditions`) the last writer wins.
     """
     folder = step_folder(manifest.step)
     encoded = encode_manifest(manifest)
@@ -81,29 +81,29 @@ def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces:
     try:
         entry = store.write_if(path, _encode(content), version=replaces)
     except StoreError as error:
-        # An answer that got lost on its way back leaves a commit that is ours, whatever the store said on the next try.
-        standing = _standing(store, manifest.step)
-        if standing is not None and standing.attempt == manifest.attempt:
-            return standing
+        # If only the response was lost, the commit is ours, whatever error the retry got.
+        current = _readable_commit(store, manifest.step)
+        if current is not None and current.attempt == manifest.attempt:
+            return current
         if not isinstance(error, ConditionFailedError):
             raise
         raise ConditionFailedError(
             f"{store.where(path)}: another job committed step {manifest.step} while this one was saving it; this save "
-            f"(attempt {manifest.attempt}) was not made visible. Stop one of the two jobs, or give them different URLs."
+            f"(attempt {manifest.attempt}) was not committed. Stop one of the two jobs, or give them different URLs."
         ) from error
     return _decode(content, version=entry.version, where=store.where(path))
 
 
 def read_commit(store: Store, step: int) -> Commit:
-    """The commit of `step`. NotCommittedError if there is none, DamagedError if it cannot be understood.
+    """The commit of `step`.
 
-    NewerFormatError for one of a later format version.
+    NotCommittedError if there is none, DamagedError if it is invalid, NewerFormatError if a later release wrote it.
     """
     path = commit_path(step)
     try:
         entry = store.stat(path)
         if entry.size_bytes > MAX_COMMIT_BYTES:
-            raise DamagedError(f"{store.where(path)}: {entry.size_bytes} bytes are no commit")
+            raise DamagedError(f"{store.where(path)}: {entry.size_bytes} bytes are too many for a commit")
         data = store.read(path, 0, entry.size_bytes)
     except NotFoundError as error:
         raise NotCommittedError(f"{store.where(step_folder(step))} is not committed: it has no {COMMIT}") from error
@@ -114,16 +114,16 @@ def read_commit(store: Store, step: int) -> Commit:
     if not isinstance(content, dict) or content.get("format") != COMMIT_FORMAT:
         raise DamagedError(f"{store.where(path)}: not a commit of titan-ckpt")
     if _encode({key: value for key, value in content.items() if key != DIGEST}) != data:
-        raise DamagedError(f"{store.where(path)}: not what was committed (its own digest differs)")
+        raise DamagedError(f"{store.where(path)}: its content does not match its digest")
     check_version(content.get("version"), COMMIT_VERSION, store.where(path))
     commit = _decode(content, version=entry.version, where=store.where(path))
     if commit.step != step:
-        raise DamagedError(f"{store.where(path)}: is the commit of step {commit.step}; it was moved or copied here")
+        raise DamagedError(f"{store.where(path)}: is the commit of step {commit.step}, moved or copied here")
     return commit
 
 
 def commit_version(store: Store, step: int) -> str | None:
-    """The store's version of a step's COMMIT, also of one that cannot be read; None when there is none."""
+    """The store's version of a step's COMMIT, even if its content is invalid; None if there is none."""
     try:
         return store.stat(commit_path(step)).version
     except NotFoundError:
@@ -131,14 +131,14 @@ def commit_version(store: Store, step: int) -> str | None:
 
 
 def find_commit(store: Store, step: int) -> Commit | None:
-    """The commit of `step`, None when there is none."""
+    """The commit of `step`, None if there is none."""
     try:
         return read_commit(store, step)
     except NotCommittedError:
         return None
 
 
-def _standing(store: Store, step: int) -> Commit | None:
+def _readable_commit(store: Store, step: int) -> Commit | None:
     try:
         return find_commit(store, step)
     except CheckpointError:
@@ -146,7 +146,7 @@ def _standing(store: Store, step: int) -> Commit | None:
 
 
 def _encode(content: Mapping[str, Any]) -> bytes:
-    """The file: JSON whose last entry is the digest of the JSON without it, so that no byte can change unseen."""
+    """JSON whose last entry is the digest of the JSON without that entry, so that any changed byte is detected."""
     body = json.dumps(content, indent=1).encode()
     return json.dumps({**content, DIGEST: digest(body).hex()}, indent=1).encode()
 
@@ -168,5 +168,5 @@ def _decode(content: Mapping[str, Any], *, version: str, where: str) -> Commit:
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"{where}: {type(error).__name__}: {error}: the commit is damaged") from error
     if not is_attempt(commit.attempt):
-        raise UnsafeContentError(f"{where}: attempt {commit.attempt!r} is not a name that a save makes")
+        raise UnsafeContentError(f"{where}: {commit.attempt!r} is not a valid attempt name")
     return commit

@@ -1,7 +1,7 @@
-"""DCP's own index, `.metadata`: written for plain `dcp.load`, read from checkpoints that others wrote. No torch.
+"""DCP's own index, `.metadata`: written for plain `dcp.load`, read from foreign checkpoints.
 
-It is a pickle, so it is read by an unpickler that knows DCP's own record classes and nothing else: each becomes a plain
-stand-in, no code of the pickle runs. Format: torch/distributed/checkpoint/metadata.py and filesystem.py (torch 2.3 to 2.13).
+It is a pickle. The unpickler here accepts DCP's record classes alone and replaces each by a plain stand-in, so no code of the
+pickle runs. Format: torch/distributed/checkpoint/metadata.py and filesystem.py (torch 2.3 to 2.13).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ Opcodes: TypeAlias = bytes | npt.NDArray[np.uint8]
 
 
 class _Writer:
-    """Pickle opcodes of one Metadata record; classes, dtypes, names and paths are said once, in a preamble, then referred to."""
+    """Pickle opcodes of one Metadata record. Classes, dtypes, names and paths are in a preamble, memoized once each."""
 
     def __init__(self) -> None:
         self._memo: dict[bytes, int] = {}
         self._preamble: list[bytes] = []
 
     def once(self, opcodes: bytes) -> bytes:
-        """A reference to the value of `opcodes`, which the preamble makes and remembers."""
+        """A reference to the value of `opcodes`, memoized in the preamble."""
         return get(self.index(opcodes))
 
     def index(self, opcodes: bytes) -> int:
-        """The number under which the preamble remembers the value of `opcodes`."""
+        """The memo index of the value of `opcodes`."""
         index = self._memo.get(opcodes)
         if index is None:
             index = self._memo[opcodes] = len(self._memo)
@@ -53,18 +53,18 @@ class _Writer:
         return index
 
     def finish(self, body: bytes) -> bytes:
-        """The whole pickle."""
+        """The complete pickle."""
         return b"\x80\x02" + b"".join(self._preamble) + body + b"."
 
     def text(self, value: str) -> bytes:
         return self.once(text(value))
 
     def size(self, *numbers: Opcodes) -> list[Opcodes]:
-        """A torch.Size of numbers that are given as opcodes."""
+        """A torch.Size; `numbers` are given as opcodes."""
         return [self.once(get_global("torch", "Size")), b"(", *numbers, b"t\x85R"]
 
     def record(self, module: str, name: str, fields: Mapping[str, list[Opcodes]]) -> list[Opcodes]:
-        """An instance made without calling its class, its `__dict__` set to `fields`."""
+        """An instance with `__dict__` set to `fields`; its `__init__` is not called."""
         pieces: list[Opcodes] = [self.once(get_global(module, name)), b")\x81}("]
         for key, value in fields.items():
             pieces += [self.text(key), *value]
@@ -81,9 +81,9 @@ def _one(pieces: list[Opcodes]) -> bytes:
 
 
 def dcp_metadata(manifest: Manifest, *, paths: Mapping[str, tuple[str, ...]] | None = None) -> bytes:
-    """The `.metadata` that lets a stock DCP reader open the step's folder.
+    """The `.metadata` with which any DCP reader can open the step's folder.
 
-    `paths` say where each FQN stood in a nested state dict (DCP's `planner_data`); an FQN that is not in it was at the top.
+    `paths` are the keys of each FQN in the nested state dict (DCP's `planner_data`); by default the FQN is a top-level key.
     """
     writer, paths = _Writer(), paths or {}
     file_names = np.array([writer.index(text(file.path)) for file in manifest.files], dtype=np.int64)
@@ -138,7 +138,7 @@ def _storage_of_tensor(writer: _Writer, manifest: Manifest, tensor: TensorEntry,
 
 
 def _descriptors(writer: _Writer, codec: str) -> int:
-    """The list of DCP extensions that a blob goes through, as the preamble remembers it; None for a raw one."""
+    """Memo index of the DCP extensions of a blob: a list, or None for a raw one."""
     return writer.index(b"N" if codec == RAW else b"](" + text(codec) + b"e")
 
 
@@ -181,7 +181,7 @@ _RECORDS[("torch.distributed.checkpoint.hf_storage", "_HFStorageInfo")] = _stand
 
 
 class _Reader(pickle.Unpickler):
-    """Knows DCP's records, torch.Size, dtypes and layouts, and nothing else."""
+    """Accepts DCP's records, torch.Size, dtypes and layouts, and nothing else."""
 
     def __init__(self, data: bytes, where: str) -> None:
         check_pickle(data, where=where)
@@ -195,11 +195,11 @@ class _Reader(pickle.Unpickler):
         if module == "torch" and name in ELEMENT_SIZE:
             return name
         raise UnsafeContentError(
-            f"{self._where}: asks for {module}.{name}, which DCP's own index never needs; it was not loaded"
+            f"{self._where}: contains {module}.{name}, which is not part of a DCP index; nothing was loaded"
         )
 
     def persistent_load(self, _pid: Any) -> Any:
-        raise UnsafeContentError(f"{self._where}: refers to something outside the file; it was not loaded")
+        raise UnsafeContentError(f"{self._where}: contains a reference to another file; nothing was loaded")
 
 
 def _plain_tuple(values: Any = ()) -> tuple[Any, ...]:
@@ -215,7 +215,7 @@ def _join(*parts: str) -> str:
 
 
 class _Function:
-    """A function that a pickle may call but, unlike a plain one, cannot set attributes of."""
+    """A function that a pickle can call, but whose attributes it cannot set."""
 
     __slots__ = ("_call",)
 
@@ -226,7 +226,7 @@ class _Function:
         return self._call(*arguments)
 
     def __setstate__(self, _: Any) -> None:
-        raise UnsafeContentError("a DCP index tries to change the code that reads it; it was not loaded")
+        raise UnsafeContentError("the DCP index tries to modify the code that reads it; nothing was loaded")
 
 
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
@@ -246,8 +246,8 @@ _MALFORMED = (
 def read_dcp_metadata(data: bytes, *, sizes: Mapping[str, int], step: int, where: str) -> Manifest:
     """The manifest of a checkpoint that plain DCP (torchtitan, any trainer) wrote, from its `.metadata`.
 
-    `sizes` are the bytes of each data file. There are no digests, no mesh and no placements in such a checkpoint, and the
-    payload's place inside a blob is not known: `payload_offset` is -1 and the ZIP in the blob says where it is.
+    `sizes` are the bytes of each data file. The manifest has no digests, mesh or placements. `payload_offset` is -1: it must be
+    read from the ZIP directory of each blob (see `foreign_blob.locate_payload`).
     """
     try:
         root = _Reader(data, where).load()
@@ -257,7 +257,7 @@ def read_dcp_metadata(data: bytes, *, sizes: Mapping[str, int], step: int, where
 
 
 def dcp_paths(data: bytes, *, where: str) -> dict[str, tuple[str, ...]]:
-    """Where each FQN stood in the nested state dict, from the `planner_data` of a `.metadata`; empty where it has none."""
+    """Keys of each FQN in the nested state dict, from the `planner_data` of a `.metadata`; empty if it has none."""
     try:
         planner = _Reader(data, where).load().state.get("planner_data") or {}
         return {str(fqn): tuple(map(str, path)) for fqn, path in planner.items()}
@@ -326,7 +326,7 @@ def _foreign_tensor(fqn: str, entry: Any, *, first_chunk: int, num_chunks: int) 
 def _check_foreign_room(tensor: TensorEntry, lengths: Int64s, where: str) -> None:
     stored = int(lengths[tensor.first_chunk : tensor.first_chunk + tensor.num_chunks].sum())
     if min(tensor.global_shape, default=0) < 0 or tensor.size_bytes > stored * MAX_RATIO:
-        raise DamagedError(f"{where}: {tensor.fqn}: shape {tensor.global_shape} cannot stand in {stored} bytes")
+        raise DamagedError(f"{where}: {tensor.fqn}: {stored} bytes cannot hold shape {tensor.global_shape}")
 
 
 def _foreign_object(fqn: str, info: Any) -> ObjectEntry:
@@ -339,6 +339,6 @@ def _codec(info: Any, fqn: str, where: str) -> int:
     extensions = (info.state or {}).get("transform_descriptors")
     if extensions:
         raise DamagedError(
-            f"{where}: {fqn} is stored through the DCP extension {list(extensions)}; only plain storage can be read"
+            f"{where}: {fqn} is stored with the DCP extensions {list(extensions)}; only plain storage can be read"
         )
     return 0

@@ -1,4 +1,4 @@
-"""The hash of everything that a checkpoint stores: xxh3-128."""
+"""The hash of all bytes in a checkpoint: xxh3-128."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import xxhash
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
-    """xxh3-128 of `data`, 16 bytes, big-endian as the reference prints it."""
+    """xxh3-128 of `data`: 16 bytes in the canonical big-endian order."""
     return xxhash.xxh3_128_digest(data)

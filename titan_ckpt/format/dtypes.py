@@ -1,4 +1,4 @@
-"""Tensor bytes as numpy values without torch: bfloat16 by bit shift, the float8 formats by table.
+"""Element sizes of torch dtypes, and their bytes as numpy values: bfloat16 by bit shift, the float8 formats by table.
 
 Formats: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscaling 1.0 (E8M0), and the "fnuz" forms of
 Noune et al. 2022 (no infinities, no negative zero, one NaN).
@@ -28,12 +28,12 @@ _STORED = {"bfloat16": "<u2", "bool": "?", **dict.fromkeys([*_FLOAT8, "float8_e8
 
 
 def storage_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy dtype in which the bytes of a tensor of `dtype` can be held."""
+    """The numpy dtype that can hold the bytes of a tensor of `dtype`."""
     return np.dtype(_STORED.get(dtype) or np.dtype(dtype).newbyteorder("<"))
 
 
 def decode(stored: Array, dtype: str) -> Array:
-    """The values: float64 for every float, complex and integers as they are, bool as uint8.
+    """The values: floats as float64, bool as uint8, integers and complex unchanged.
 
     >>> decode(np.array([0x3F80, 0xC000], dtype="<u2"), "bfloat16").tolist()
     [1.0, -2.0]

@@ -1,7 +1,7 @@
-"""Inside a blob that others wrote: where the bytes are, and whether they are whole. No torch, nothing of the pickle runs.
+"""Locate and check the tensor in a foreign blob, without torch and without running its pickle.
 
-A blob is what `torch.save(tensor)` writes: a ZIP whose `data.pkl` names storage, offset and strides, and whose `data/0` is the
-storage. DCP stores dense tensors in whatever order of dimensions they have in memory.
+A blob is the output of `torch.save(tensor)`: a ZIP archive whose `data.pkl` has storage, offset and strides, and whose `data/0`
+is the storage. DCP stores a dense tensor in its memory order, which need not be row-major.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOT_A_TENSOR = (KeyError, pickle.UnpicklingError, TypeError, IndexError, Attrib
 
 
 class _Range(io.RawIOBase):
-    """A part of a stored object as a read-only file."""
+    """A byte range of a stored object as a read-only file."""
 
     def __init__(self, store: Store, path: str, start: int, length: int) -> None:
         self._store, self._path, self._start, self._length, self._at = store, path, start, length, 0
@@ -58,7 +58,7 @@ class _Range(io.RawIOBase):
 
 
 class _TensorReader(pickle.Unpickler):
-    """Understands the pickle of one tensor: the arguments of `_rebuild_tensor_v2/v3`, as plain values."""
+    """Reads the pickle of one tensor as the arguments of `_rebuild_tensor_v2/v3`, in plain values."""
 
     def __init__(self, data: bytes, where: str) -> None:
         check_pickle(data, where=where)
@@ -73,7 +73,7 @@ class _TensorReader(pickle.Unpickler):
         if module in ("torch", "torch.storage") and (name.endswith("Storage") or name in ELEMENT_SIZE):
             return f"{module}.{name}"
         raise UnsafeContentError(
-            f"{self._where}: asks for {module}.{name}, which a plain tensor never needs; it was not loaded"
+            f"{self._where}: contains {module}.{name}, which is not part of a plain tensor; nothing was loaded"
         )
 
     def persistent_load(self, pid: Any) -> Any:
@@ -82,7 +82,7 @@ class _TensorReader(pickle.Unpickler):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes `[start, end)` of a file that are not what torch.save wrote, and why."""
+    """Bytes `[start, end)` of a file that differ from what torch.save wrote."""
 
     start: int
     end: int
@@ -90,7 +90,7 @@ class Damage:
 
 
 def check_records(store: Store, path: str, start: int, length: int) -> tuple[list[Damage], int]:
-    """Re-read a blob: what its records' CRC-32 find wrong, and how many records carry none (torch can leave them out)."""
+    """Check the CRC-32 of each record of a blob: (damages, number of records without CRC, which torch may omit)."""
     damages, unchecked = [], 0
     if length > WINDOW_BYTES:
         file: Any = _Range(store, path, start, length)
@@ -113,7 +113,7 @@ def check_records(store: Store, path: str, start: int, length: int) -> tuple[lis
 
 def _record_problem(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str | None:
     if info.compress_type or info.flag_bits & 1:
-        return "is packed, which torch.save never does"
+        return "is compressed or encrypted, which torch.save never does"
     try:
         with archive.open(info) as record:
             while record.read(WINDOW_BYTES):
@@ -124,17 +124,19 @@ def _record_problem(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str | No
 
 
 def locate_payload(store: Store, path: str, chunk: Chunk) -> Chunk:
-    """`chunk` with payload and strides read from its blob. DamagedError where that is not a plain tensor."""
+    """`chunk` with payload and strides as found in its blob. DamagedError if the blob is not a plain tensor."""
     where = f"{store.where(path)}: {chunk.fqn} at byte {chunk.offset}"
     try:
         with zipfile.ZipFile(_Range(store, path, chunk.offset, chunk.length)) as archive:
             names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             data = names["data/0"]
             if names["data.pkl"].file_size > _PICKLE_BYTES or any(i.compress_type for i in names.values()):
-                raise DamagedError(f"{where}: not a tensor that torch.save wrote: packed, or too large a pickle")
+                raise DamagedError(
+                    f"{where}: not a tensor that torch.save wrote: compressed, or its pickle is too large"
+                )
             pickled = names["data.pkl"]
             code = store.read(path, chunk.offset + _start_of(store, path, chunk, pickled, where), pickled.file_size)
-            if pickled.CRC not in (0, zlib.crc32(code)):  # 0: torch was told to leave it out
+            if pickled.CRC not in (0, zlib.crc32(code)):  # 0: torch was configured to omit it
                 raise DamagedError(f"{where}: record {pickled.filename!r} is not what was saved: its CRC-32 differs")
             strides = _strides(_TensorReader(code, where).load(), chunk, where)
             start = _start_of(store, path, chunk, data, where)
@@ -144,7 +146,7 @@ def locate_payload(store: Store, path: str, chunk: Chunk) -> Chunk:
 
 
 def _start_of(store: Store, path: str, chunk: Chunk, info: zipfile.ZipInfo, where: str) -> int:
-    """Where a record's bytes begin in its blob; DamagedError for one that reaches past it."""
+    """Offset of a record's bytes in its blob; DamagedError if they reach past its end."""
     if not 0 <= info.header_offset <= chunk.length - _LOCAL_HEADER_BYTES:
         raise DamagedError(f"{where}: not a tensor that torch.save wrote: {info.filename!r} is not inside the blob")
     header = store.read(path, chunk.offset + info.header_offset, _LOCAL_HEADER_BYTES)
@@ -156,7 +158,7 @@ def _start_of(store: Store, path: str, chunk: Chunk, info: zipfile.ZipInfo, wher
 
 
 def _strides(arguments: Any, chunk: Chunk, where: str) -> Shape | None:
-    """The stored strides, None for row-major; refuses a tensor that is not the whole of its storage."""
+    """The stored strides, None for row-major. DamagedError if the tensor is not all of its storage."""
     storage, offset, found, strides = arguments[:4]
     num_elements = storage[4] // (ELEMENT_SIZE[arguments[6][6:]] if storage[1].endswith("UntypedStorage") else 1)
     if tuple(found) != chunk.box.sizes or offset != 0 or num_elements != chunk.box.num_elements:
@@ -166,6 +168,8 @@ def _strides(arguments: Any, chunk: Chunk, where: str) -> Shape | None:
     pairs = zip(strides, row_major(chunk.box.sizes), found, strict=True)
     reach = sum((size - 1) * stride for size, stride in zip(found, strides, strict=True)) if 0 not in found else -1
     if min(strides, default=0) < 0 or reach >= max(num_elements, 1):
-        raise DamagedError(f"{where}: stored with strides {tuple(strides)}, which leave its {num_elements} elements")
+        raise DamagedError(
+            f"{where}: stored with strides {tuple(strides)}, which reach past its {num_elements} elements"
+        )
     is_row_major = 0 in found or all(a == b for a, b, size in pairs if size > 1)
     return None if is_row_major else tuple(strides)

@@ -1,7 +1,7 @@
-"""The index of a checkpoint: which bytes of which file are which box of which tensor. No torch, no I/O.
+"""The index of a checkpoint: which bytes of which file hold which box of which tensor. No I/O.
 
-`Manifest` is what `manifest.json` says. Its chunk table is columnar (numpy), because a large checkpoint has a million chunks
-and one Python object for each would take longer to make than the data to read. The JSON form is in `manifest.py`.
+`Manifest` is the content of `manifest.json`; `manifest_json` has the JSON form. The chunk table is a set of numpy columns: a
+large checkpoint has a million chunks, and to create that many Python objects would take longer than to read the data.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ RAW = "raw"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor and where its chunks stand in the chunk table.
+    """A tensor and its rows in the chunk table.
 
-    `placements` is None where the writer did not say how it cut (a foreign checkpoint). `stages` are the `pp` coordinates
-    that hold the tensor, None for all of them.
+    `placements` is None if unknown (a foreign checkpoint). `stages` are the `pp` coordinates that hold the tensor, None for all.
     """
 
     fqn: str
@@ -40,7 +39,7 @@ class TensorEntry:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole tensor, raw."""
+        """Raw bytes of the whole tensor."""
         return Box.whole(self.global_shape).num_elements * ELEMENT_SIZE[self.dtype]
 
 
@@ -48,10 +47,9 @@ class TensorEntry:
 class Chunk:
     """One stored box of a tensor.
 
-    The blob is `[offset, offset + length)` of the file, in the format plain DCP reads; the bytes that matter, after `codec`,
-    are `[offset + payload_offset, + payload_length)`. `digest` is xxh3-128 of the raw (decoded) payload, None in checkpoints
-    that others wrote. All sizes in bytes. `strides` (in elements) are given where
-    another writer stored a dense tensor that is not row-major.
+    The blob is `[offset, offset + length)` of the file, in the format that plain DCP reads. `payload_offset` is relative to the
+    blob; `payload_length` is as stored, after `codec`. `digest` is xxh3-128 of the raw (decoded) payload, None in foreign
+    checkpoints. All sizes are in bytes. `strides` (in elements) are set if a foreign dense tensor is not row-major.
     """
 
     fqn: str
@@ -68,7 +66,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectEntry:
-    """A value that is not a tensor: its blob (a torch zip file), xxh3-128 digest of the whole blob."""
+    """A value that is not a tensor, stored as one blob by `torch.save`. `digest` is xxh3-128 of the blob."""
 
     fqn: str
     file: str
@@ -79,7 +77,7 @@ class ObjectEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """A data file, its path relative to the step's folder; xxh3-128 digest of all its bytes (None: not known)."""
+    """A data file, `path` relative to the step's folder. `digest` is xxh3-128 of the file, None if unknown."""
 
     path: str
     size_bytes: int
@@ -88,9 +86,9 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTable:
-    """One row per chunk, tensor after tensor. Boxes are ragged: a tensor of `d` dimensions with `n` chunks has `n * d` values.
+    """One row per chunk, tensor by tensor. Boxes are ragged: a tensor of `d` dimensions with `n` chunks has `n * d` values.
 
-    Columns are arrays, or `SharedColumn` where a table is so long that equal stretches of it are held once.
+    Columns are arrays, or in very long tables `SharedColumn`, which stores repeated blocks once.
     """
 
     file: Column
@@ -109,7 +107,7 @@ class ChunkTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything a tool needs to know about a checkpoint without torch and without pickle."""
+    """Everything that a tool needs to know about a checkpoint, without torch and pickle."""
 
     step: int
     attempt: str
@@ -140,7 +138,7 @@ class Manifest:
 
     @cached_property
     def _first_coordinate(self) -> Int64s:
-        """Where each tensor's boxes begin in the ragged box columns."""
+        """Offset of each tensor's boxes in the ragged box columns."""
         widths = [tensor.num_chunks * len(tensor.global_shape) for tensor in self.tensors]
         return np.concatenate([[0], np.cumsum(widths, dtype=np.int64)]).astype(np.int64)
 
@@ -149,7 +147,7 @@ class Manifest:
         return {tensor.fqn: index for index, tensor in enumerate(self.tensors)}
 
     def boxes(self, tensor: TensorEntry) -> tuple[Int64s, Int64s]:
-        """(offsets, sizes) of a tensor's chunks, each of shape [num_chunks, ndim]."""
+        """(offsets, sizes) of a tensor's chunks, each `[num_chunks, ndim]`."""
         start = int(self._first_coordinate[self._tensor_index[tensor.fqn]])
         ndim = len(tensor.global_shape)
         stop = start + tensor.num_chunks * ndim
@@ -174,11 +172,11 @@ class Manifest:
         )
 
     def chunks_of(self, tensor: TensorEntry) -> Iterator[Chunk]:
-        """Every chunk of a tensor."""
+        """All chunks of a tensor."""
         return (self.chunk(tensor, index) for index in range(tensor.num_chunks))
 
     def chunks_touching(self, tensor: TensorEntry, box: Box) -> list[Chunk]:
-        """The chunks that share elements with `box`."""
+        """The chunks that overlap `box`."""
         offsets, sizes = self.boxes(tensor)
         starts = np.maximum(offsets, np.array(box.offsets, dtype=np.int64))
         ends = np.minimum(offsets + sizes, np.array(box.offsets, dtype=np.int64) + np.array(box.sizes, dtype=np.int64))

@@ -1,8 +1,8 @@
-"""`manifest.json`: the JSON form of `Manifest`, strict both ways. The contract is docs/format.md.
+"""`manifest.json`: the JSON form of `Manifest`, checked strictly. The contract is docs/format.md.
 
-Columns of the chunk table are plain lists while they are short, so that a person can read the file; longer ones are
-`{"count": n, "zstd": base64}` of the little-endian int64 differences, which shrink to almost nothing where ranks repeat.
-Digests are base64 in the manifest; past `MAX_INLINE_DIGESTS` they stand beside it in `digests.bin`, 16 bytes a chunk.
+Short columns of the chunk table are plain lists, readable by people; longer ones are `{"count": n, "zstd": base64}` of the
+little-endian int64 differences, which compress to almost nothing if ranks repeat. Digests are base64 in the manifest; past
+MAX_INLINE_DIGESTS they are in a file beside it, `digests.bin`, 16 bytes per chunk.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _INT_COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedManifest:
-    """What to store: the JSON text and, for large checkpoints, the digest table that goes beside it."""
+    """Content of `manifest.json` and, for large checkpoints, of `digests.bin`."""
 
     manifest: bytes
     digests: bytes | None
 
 
 def encode_manifest(manifest: Manifest) -> EncodedManifest:
-    """The files that say what `manifest` says."""
+    """Encode `manifest` as the files to store."""
     table: list[Placements | None] = []
     rows = [_encode_tensor(tensor, table) for tensor in manifest.tensors]
     digests = manifest.chunks.digests
@@ -89,13 +89,14 @@ def encode_manifest(manifest: Manifest) -> EncodedManifest:
 
 
 def decode_manifest(data: bytes, *, where: str, num_digests: Callable[[], int] = lambda: 0) -> Manifest:
-    """The manifest in `data`; digests that stand beside it are left out (see `digests_beside`).
+    """The manifest in `data`, without the digests of a separate file (see `digests_beside`).
 
-    Packed columns can claim to be huge: a table of more than MAX_VALUES is only made where `num_digests`, which is then asked,
-    says that so many chunks have digests stored. Those do not shrink: memory stays within a few times what somebody wrote.
+    A few compressed bytes can claim to be a huge column. A table of more than MAX_VALUES is therefore accepted only if
+    `num_digests()`, called in that case, shows as many stored digests. Digests do not compress, so memory stays within a small
+    multiple of the stored bytes.
 
-    Raises DamagedError for anything that is not a manifest, NewerFormatError for one of a later format version,
-    UnsafeContentError for paths that leave the run.
+    DamagedError if it is not a manifest, NewerFormatError if a later release wrote it, UnsafeContentError for a path outside the
+    run.
     """
     content = _parse(data, where)
     try:
@@ -105,7 +106,7 @@ def decode_manifest(data: bytes, *, where: str, num_digests: Callable[[], int] =
 
 
 def digests_beside(data: bytes) -> str | None:
-    """Hex digest of the `digests.bin` that belongs to this manifest, None where the digests stand in the manifest."""
+    """Hex digest of this manifest's `digests.bin`, None if the digests are in the manifest itself."""
     digests = json.loads(data)["digests"]
     return digests["xxh3_128"] if isinstance(digests, dict) else None
 
@@ -122,7 +123,7 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
 
 
 def check_version(found: Any, known: int, where: str) -> None:
-    """Pass for the format version this release reads. NewerFormatError for a later one, DamagedError for none at all."""
+    """Check a format version: NewerFormatError if it is later than `known`, DamagedError if it is anything else."""
     if found == known:
         return
     if isinstance(found, int) and found > known:
@@ -141,10 +142,10 @@ def _decode(content: Mapping[str, Any], where: str, num_digests: Callable[[], in
     )
     tensors = _decode_tensors(content["tensors"], placements)
     if not is_attempt(content["attempt"]):
-        raise UnsafeContentError(f"{where}: attempt {content['attempt']!r} is not a name that a save makes")
+        raise UnsafeContentError(f"{where}: {content['attempt']!r} is not a valid attempt name")
     count = sum(_count(content["chunks"][name]) for name in _INT_COLUMNS)
     if count > MAX_VALUES and count > min(MOST_VALUES, VALUES_PER_CHUNK * (stored := num_digests())):
-        raise ValueError(f"a chunk table of {count} values with {stored} digests beside it")
+        raise ValueError(f"a chunk table of {count} values, but only {stored} stored digests")
     columns = {name: _decode_shared(name, content["chunks"][name], tensors) for name in _INT_COLUMNS}
     manifest = Manifest(
         step=int(content["step"]),
@@ -178,7 +179,7 @@ def _decode(content: Mapping[str, Any], where: str, num_digests: Callable[[], in
 
 
 def _check(manifest: Manifest, where: str) -> None:
-    """Refuse a manifest whose parts contradict each other, before anything trusts an offset of it."""
+    """Refuse a manifest that contradicts itself, before any of its offsets is used."""
     table, sizes = manifest.chunks, np.array([f.size_bytes for f in manifest.files] or [0], dtype=np.int64)
     rows = sum(t.num_chunks for t in manifest.tensors)
     coordinates = sum(t.num_chunks * len(t.global_shape) for t in manifest.tensors)
@@ -196,10 +197,8 @@ def _check(manifest: Manifest, where: str) -> None:
     if int(table.file.max()) >= len(manifest.files) or int(table.codec.max()) >= len(manifest.codecs):
         _damaged(where, "a chunk names a file or codec that is not listed")
     if unknown := set(manifest.codecs) - set(CODECS):
-        raise DamagedError(
-            f"{where}: stored by {sorted(unknown)}, codecs that this release does not know: upgrade titan-ckpt"
-        )
-    # Differences, since a sum of two huge numbers wraps around to a small one.
+        raise DamagedError(f"{where}: uses the codecs {sorted(unknown)}, unknown to this release: upgrade titan-ckpt")
+    # Compare differences: a sum of two huge numbers would overflow.
     for start in range(0, rows, CHECKED_AT_ONCE):
         at = slice(start, start + CHECKED_AT_ONCE)
         if bool((table.length[at] > sizes[table.file[at]] - table.offset[at]).any()):
@@ -217,15 +216,15 @@ def _check_objects(manifest: Manifest, where: str) -> None:
     sizes = {file.path: file.size_bytes for file in manifest.files}
     for entry in manifest.objects:
         if entry.offset < 0 or not 0 <= entry.length <= sizes.get(entry.file, -1) - entry.offset:
-            _damaged(where, f"{entry.fqn}: the value does not lie inside a listed file")
+            _damaged(where, f"{entry.fqn}: the value is not inside a listed file")
 
 
 def _check_room(manifest: Manifest, tensor: TensorEntry, where: str) -> None:
-    """A tensor is not larger than its stored bytes can explain, so that nobody makes room for one that cannot be there."""
+    """Refuse a tensor larger than its stored bytes can decode to, before a reader allocates memory for it."""
     rows = slice(tensor.first_chunk, tensor.first_chunk + tensor.num_chunks)
     stored = int(manifest.chunks.payload_length[rows].sum())
     if tensor.size_bytes > stored * (1 if manifest.codecs == (RAW,) else MAX_RATIO):
-        _damaged(where, f"{tensor.fqn}: {tensor.size_bytes} bytes cannot stand in {stored}")
+        _damaged(where, f"{tensor.fqn}: {stored} stored bytes cannot hold {tensor.size_bytes}")
 
 
 def _damaged(where: str, text: str) -> NoReturn:
@@ -266,7 +265,7 @@ def _decode_tensors(rows: list[dict[str, Any]], placements: list[Any]) -> tuple[
         )
         first += int(row["chunks"])
     if any(a.fqn >= b.fqn for a, b in pairwise(tensors)):
-        raise ValueError("tensors are not in order of name, or one is listed twice")
+        raise ValueError("tensors are not in order of name, or one is repeated")
     return tuple(tensors)
 
 
@@ -279,7 +278,7 @@ def _encode_column(values: Int64s) -> list[int] | dict[str, Any]:
 
 
 def _decode_shared(name: str, column: list[int] | dict[str, Any], tensors: tuple[TensorEntry, ...]) -> Column:
-    """A column; in blocks per tensor where the table is so long that holding what repeats once pays."""
+    """A column; in a long table as a SharedColumn with one block per tensor."""
     values = _decode_column(column)
     widths = [t.num_chunks * (len(t.global_shape) if name.startswith("box_") else 1) for t in tensors]
     is_long = sum(t.num_chunks for t in tensors) >= MIN_SHARED_ROWS and sum(widths) == len(values)
@@ -292,7 +291,7 @@ def _decode_column(column: list[int] | dict[str, Any]) -> Int64s:
     count = _count(column)
     packed = base64.b64decode(column["zstd"], validate=True)
     if zstandard.get_frame_parameters(packed).content_size != count * 8:
-        raise ValueError(f"a column of {count} values is packed as something else")
+        raise ValueError(f"a column of {count} values is compressed with another size")
     raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=count * 8)
     if len(raw) != count * 8:
         raise ValueError(f"a column has {len(raw)} bytes for {count} values")
@@ -320,7 +319,7 @@ def _decode_digests(value: str | dict[str, str] | None) -> bytes | None:
 
 def _safe_path(path: str, where: str) -> str:
     if not is_data_file(path):
-        raise UnsafeContentError(f"{where}: {path!r} is not the name of a data file of this run")
+        raise UnsafeContentError(f"{where}: {path!r} is not a data file of this run")
     return path
 
 
@@ -328,7 +327,7 @@ def _safe_asset(name: str, where: str) -> str:
     try:
         return check_relative(name)
     except UsageError as error:
-        raise UnsafeContentError(f"{where}: asset {name!r} is not a name inside the checkpoint") from error
+        raise UnsafeContentError(f"{where}: asset {name!r} is not a path inside the checkpoint") from error
 
 
 def _hex(value: bytes | None) -> str | None:

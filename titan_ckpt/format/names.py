@@ -1,4 +1,4 @@
-"""Names of the files and folders of a run; the on-disk contract is docs/format.md."""
+"""Names of the files and folders of a run (docs/format.md)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step_folder(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """The step of a canonical folder name, None for every other name (`step-1200`, `step-00001200-keep`).
+    """The step of a folder named by `step_folder`, None for any other name (`step-1200`, `step-00001200-keep`).
 
     >>> parse_step("step-00001200"), parse_step("step-1200"), parse_step("step-00001200-keep")
     (1200, None, None)
@@ -41,12 +41,12 @@ def parse_step(name: str) -> int | None:
 
 
 def foreign_folder(step: int) -> str:
-    """The folder of a step as torchtitan names it."""
+    """torchtitan's folder name of a step."""
     return f"step-{step}"
 
 
 def parse_foreign_step(name: str) -> int | None:
-    """The step of a folder that torchtitan or another trainer made, None for other names.
+    """The step of a folder named by torchtitan or another trainer, None for any other name.
 
     >>> parse_foreign_step("step-1200"), parse_foreign_step("best-step-1200")
     (1200, None)
@@ -56,20 +56,20 @@ def parse_foreign_step(name: str) -> int | None:
 
 
 def new_attempt(now_s: float | None = None) -> str:
-    """A folder name for one save attempt: its UTC start, which ages garbage, and 32 random bits."""
+    """A folder name for one save attempt: its UTC start, from which the age of garbage is known, and 32 random bits."""
     return time.strftime("a-%Y%m%dT%H%M%SZ-", time.gmtime(now_s)) + secrets.token_hex(4)
 
 
 def is_attempt(name: str) -> bool:
-    """Whether `name` is a folder that a save attempt made."""
+    """Whether `name` is a valid attempt name."""
     return _ATTEMPT.fullmatch(name) is not None
 
 
 def data_file(attempt: str, rank: int, number: int = 0) -> str:
-    """Path of a data file relative to the step's folder, in DCP's naming."""
+    """Path of a data file relative to the step's folder, named as by DCP."""
     return f"{attempt}/__{rank}_{number}.distcp"
 
 
 def is_data_file(path: str) -> bool:
-    """Whether `path` may stand in a manifest: a data file of this step, or of another step of the same run."""
+    """Whether a manifest may contain `path`: a data file of this step, or of another step of the same run."""
     return _DATA_FILE.fullmatch(path) is not None

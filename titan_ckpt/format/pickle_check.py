@@ -1,7 +1,7 @@
-"""Walk the opcodes of a pickle without executing them, so that a small file cannot make the unpickler take all memory.
+"""Scan the opcodes of a pickle without executing them, so that a small file cannot make the unpickler exhaust memory.
 
-CPython's unpickler makes room for a memo index, and for a bytearray, of whatever size the pickle says. An honest pickle never
-speaks of more than its own length.
+CPython's unpickler allocates whatever memo index or bytearray size a pickle contains. In a genuine pickle neither is larger than
+the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _UNKNOWN = -9
 _WIDTHS = [_UNKNOWN] * 256
 for _opcode in pickletools.opcodes:
     _WIDTHS[ord(_opcode.code)] = 0 if _opcode.arg is None else _opcode.arg.n
-# Bytes to the next opcode where nothing is to be looked at, 0 for all others.
+# Bytes to the next opcode if this one needs no check, else 0.
 _STEPS = [width + 1 if width >= 0 and code not in (_STOP, _LONG_BINPUT) else 0 for code, width in enumerate(_WIDTHS)]
 _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -28,7 +28,7 @@ _TWO_LINES = frozenset(b"ci")
 
 
 def check_pickle(data: bytes, *, where: str) -> None:
-    """DamagedError for a pickle that is cut off, has unknown opcodes, or speaks of more than it has bytes."""
+    """DamagedError for a pickle that is truncated, has unknown opcodes, or requests more memory than the file's length."""
     at, end, steps = 0, len(data), _STEPS
     while at < end:
         if step := steps[data[at]]:
@@ -40,14 +40,14 @@ def check_pickle(data: bytes, *, where: str) -> None:
         if code != _LONG_BINPUT:
             at = _after(data, at, code, _WIDTHS[code], where)
         elif int.from_bytes(data[at + 1 : at + 5], "little") > end:
-            raise DamagedError(f"{where}: byte {at} asks for more memory than the file explains; it was not loaded")
+            raise DamagedError(f"{where}: byte {at} requests more memory than the file's length; nothing was loaded")
         else:
             at += 5
-    raise DamagedError(f"{where}: the pickle is cut off after {end} bytes")
+    raise DamagedError(f"{where}: the pickle is truncated after {end} bytes")
 
 
 def _after(data: bytes, at: int, code: int, width: int, where: str) -> int:
-    """Where the opcode after the one at `at` begins."""
+    """Offset of the opcode after the one at `at`."""
     if width == pickletools.UP_TO_NEWLINE:
         line_end = data.find(b"\n", at)
         if code in _TWO_LINES and line_end >= 0:
@@ -59,7 +59,7 @@ def _after(data: bytes, at: int, code: int, width: int, where: str) -> int:
         length = int.from_bytes(data[at + 1 : at + 1 + size], "little")
         if length <= len(data) - at:
             return at + 1 + size + length
-    raise DamagedError(f"{where}: byte {at} is no opcode, or one that reaches past the end; it was not loaded")
+    raise DamagedError(f"{where}: byte {at} is not an opcode, or reaches past the end; nothing was loaded")
 
 
 def _is_beyond(index: bytes, end: int) -> bool:

@@ -1,6 +1,6 @@
-"""The few pickle (protocol 2) opcodes we write, as functions that return bytes.
+"""The pickle (protocol 2) opcodes that we write, as functions that return bytes.
 
-Writing the opcodes ourselves needs no torch, and writes a million records as fast as bytes can be joined.
+This needs no torch, and writes a million records as fast as bytes can be joined.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 POP = b"0"
-FEW_ROWS = 16  # up to here one `bytes.join` is quicker than numpy's set-up
+FEW_ROWS = 16  # up to here `bytes.join` is faster than numpy
 
 
 def INT(value: int) -> bytes:  # noqa: N802  (named like the opcode family)
@@ -32,12 +32,12 @@ def text(value: str) -> bytes:
 
 
 def tuple_of(*items: bytes) -> bytes:
-    """A tuple of values that are given as opcodes."""
+    """A tuple; `items` are given as opcodes."""
     return b"(" + b"".join(items) + b"t"
 
 
 def get_global(module: str, name: str) -> bytes:
-    """A class, function or dtype by its name."""
+    """A class, function or dtype by name."""
     return f"c{module}\n{name}\n".encode()
 
 
@@ -47,29 +47,29 @@ def call_global(module: str, name: str, *arguments: bytes) -> bytes:
 
 
 def put(index: int) -> bytes:
-    """Remember the top of the stack as `index`."""
+    """Store the top of the stack in the memo at `index`."""
     return struct.pack("<cB", b"q", index) if index < 256 else struct.pack("<cI", b"r", index)
 
 
 def get(index: int) -> bytes:
-    """What was remembered as `index`."""
+    """The memo's value at `index`."""
     return struct.pack("<cB", b"h", index) if index < 256 else struct.pack("<cI", b"j", index)
 
 
 def ints(values: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    """A column of integers, one row of opcodes each, all of one width."""
+    """A column of integers: one row of opcodes each, all of one width."""
     if values.size == 0 or (int(values.max()) < 1 << 31 and int(values.min()) >= -(1 << 31)):
         return _column(b"J", values.astype("<i4"))
     return _column(b"\x8a\x08", values.astype("<i8"))
 
 
 def gets(indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    """A column of references to what was remembered."""
+    """A column of references to memo values."""
     return _column(b"j", indices.astype("<u4"))
 
 
 def rows(count: int, pieces: Sequence[bytes | npt.NDArray[np.uint8]]) -> bytes:
-    """`count` records, each made of `pieces`: bytes stand in all of them, a column gives each its own row."""
+    """`count` records: bytes in `pieces` are part of every record, a column gives each record its own row."""
     if count <= FEW_ROWS:
         return b"".join(p if isinstance(p, bytes) else p[row].tobytes() for row in range(count) for p in pieces)
     columns, shared = [], b""
