@@ -27,7 +27,8 @@ from titan_ckpt.trainer.data.hub import PREFIX
 from titan_ckpt.trainer.data.sample_order import SampleOrder, SampleRef, SourceSize
 from titan_ckpt.trainer.data.token_files import TokenFile, cached_tokens, is_tokens, open_tokens
 from titan_ckpt.trainer.data.tokenizer import Tokenizer
-from titan_ckpt.trainer.model.loss import IGNORED
+
+IGNORED = -100  # label of masked tokens, as in Hugging Face; model.loss ignores it
 
 
 @dataclass(frozen=True, slots=True)

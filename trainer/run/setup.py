@@ -11,7 +11,6 @@ from dataclasses import asdict
 
 import torch
 
-from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.location import redact
 from titan_ckpt.saving.options import no_steps
@@ -78,13 +77,13 @@ def run_rank(config: TrainConfig, process: RankProcess) -> Outcome:
                 recorder = start_recorder(context, stop)
                 if recorder is not None:
                     phases.hook = stack.enter_context(recorder).phase
-                return _train(context, stop, phases, logging_.bar)
+                return _train(context, stop, phases, logging_)
         except BaseException:
             log.info("training ends with an error", exc_info=True)
             raise
 
 
-def _train(context: RankContext, stop: StopRequest, phases: Phases, bar: ProgressLine | None) -> Outcome:
+def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: RankLogging) -> Outcome:
     config, mesh, folder = context.config, context.mesh, context.folder
     launched_s = launched_at_s()
     with ExitStack() as stack:
@@ -92,7 +91,7 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, bar: Progres
         tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
         check_vocabulary(tokenizer, config.model.vocab_size)
         dataset = _open_data(config, tokenizer, control, is_writer=context.process.local_rank == 0)
-        metrics = _open_metrics(context, bar)
+        metrics = _open_metrics(context, logging_)
         stack.callback(metrics.close)
         names = [os.path.basename(folder.log(context.rank))] + ([METRICS, TRACE] if context.rank == 0 else [])
         stack.callback(lambda: upload_logs(folder, config.save.tiers, names))
@@ -211,14 +210,14 @@ def _open_data(config: TrainConfig, tokenizer: Tokenizer, control: ControlGroup,
     return dataset or open_it(False)
 
 
-def _open_metrics(context: RankContext, bar: ProgressLine | None) -> MetricsLog:
+def _open_metrics(context: RankContext, logging_: RankLogging) -> MetricsLog:
     config = context.config
     if context.rank != 0:
         return MetricsLog([], total_steps=config.train.steps)
     fetch_history(context.folder, config.save.tiers)
     return open_metrics_log(
         context.folder, tensorboard=config.log.tensorboard, wandb=config.log.wandb, config=as_dict(config),
-        total_steps=config.train.steps, bar=bar,
+        total_steps=config.train.steps, bar=logging_.bar,
     )  # fmt: skip
 
 
