@@ -23,7 +23,7 @@ DASHES = re.compile(r"[\s|:-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class SectionRow:
     """A line of a section's table."""
 
     what: str
@@ -153,27 +153,27 @@ PROMISES = (
 )  # fmt: skip
 
 
-def read_sections(text: str) -> dict[str, list[Row]]:
+def read_sections(text: str) -> dict[str, list[SectionRow]]:
     """The rows of every section's table.
 
     >>> read_sections("<!-- begin a -->\\n|what|measured|bar|holds|peer|\\n|--|--|--|--|--|\\n|x|1|< 2|yes||\\n<!-- end a -->")
-    {'a': [Row(what='x', figure='1', bar='< 2', holds='yes')]}
+    {'a': [SectionRow(what='x', figure='1', bar='< 2', holds='yes')]}
     """
     found = re.findall(r"<!-- begin ([^>]*?) -->(.*?)<!-- end \1 -->", text, re.DOTALL)
     return {name: _rows(body) for name, body in found if name != SUMMARY}
 
 
-def _rows(body: str) -> list[Row]:
+def _rows(body: str) -> list[SectionRow]:
     lines = [line for line in body.splitlines() if line.startswith("|") and not DASHES.fullmatch(line)]
     rows = []
     for line in lines[1:]:
         # A bar within the first cell, as in "|x| over 512 tokens", is not one between cells: there are always four after it.
         what, figure, bar, holds, _ = (cell.strip() for cell in line.strip()[1:-1].rsplit("|", 4))
-        rows.append(Row(what=what, figure=figure, bar=bar, holds=holds))
+        rows.append(SectionRow(what=what, figure=figure, bar=bar, holds=holds))
     return rows
 
 
-def judge(promise: Promise, sections: dict[str, list[Row]]) -> tuple[str, str, str]:
+def judge(promise: Promise, sections: dict[str, list[SectionRow]]) -> tuple[str, str, str]:
     """(measured, whether it holds, where it stands)."""
     if promise.tests:
         return "shown by a test", "in `make test`", f"tests/{promise.tests}"

@@ -128,7 +128,7 @@ SUITES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class SuiteResult:
     """How a suite ended; `problem` empty when it wrote its section, or cannot run here."""
 
     name: str
@@ -136,7 +136,7 @@ class Result:
     problem: str
 
 
-def run_suite(suite: Suite) -> Result:
+def run_suite(suite: Suite) -> SuiteResult:
     """Run one with its limit; all its processes are gone afterwards."""
     started, before = time.monotonic(), _written_ns()
     log = OUTPUT / f"{suite.name}.log"
@@ -154,7 +154,7 @@ def run_suite(suite: Suite) -> Result:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     problem = _problem(code, _written_ns() != before, suite.limit_s, log)
-    return Result(name=suite.name, seconds=time.monotonic() - started, problem=problem)
+    return SuiteResult(name=suite.name, seconds=time.monotonic() - started, problem=problem)
 
 
 def _written_ns() -> int:
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _tell(_run_all(chosen))
 
 
-def _run_all(chosen: Sequence[Suite]) -> list[Result]:
+def _run_all(chosen: Sequence[Suite]) -> list[SuiteResult]:
     results = []
     for number, suite in enumerate(chosen, 1):
         sys.stdout.write(f"[{number}/{len(chosen)}] {suite.name} ... ")
@@ -227,13 +227,13 @@ def _run_all(chosen: Sequence[Suite]) -> list[Result]:
     return results
 
 
-def _run_or_skip(suite: Suite) -> Result:
+def _run_or_skip(suite: Suite) -> SuiteResult:
     missing = suite.missing()
     if not missing and suite.needs_titan:
         missing = make_titan_environment()
     if missing:
         sys.stdout.write(f"not run here: {missing}\n")
-        return Result(name=suite.name, seconds=0.0, problem="")
+        return SuiteResult(name=suite.name, seconds=0.0, problem="")
     result = run_suite(suite)
     sys.stdout.write(f"{result.problem or 'done'} ({format_duration(result.seconds)})\n")
     if not result.problem:
@@ -241,7 +241,7 @@ def _run_or_skip(suite: Suite) -> Result:
     return result
 
 
-def _tell(results: Sequence[Result]) -> int:
+def _tell(results: Sequence[SuiteResult]) -> int:
     """The last lines: how many ran, which failed and why."""
     failed = [result for result in results if result.problem]
     ran = [result for result in results if result.seconds]

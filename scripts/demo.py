@@ -44,7 +44,7 @@ Facts: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class DemoContext:
     """What every act needs: where files go, how long runs are, the server, and a shell that uses it."""
 
     folder: Path
@@ -95,13 +95,13 @@ def expect(is_true: bool, otherwise: str) -> None:
         raise DemoError(otherwise)
 
 
-def serve(stage: Stage) -> Act:
+def serve(stage: DemoContext) -> Act:
     """A real S3 server, on loopback, with credentials."""
     endpoint = stage.server.endpoint
     return Act(facts={"endpoint": endpoint, "bucket": "demo"}, lines=(f"SeaweedFS answers at {endpoint}, bucket demo",))
 
 
-def train_and_kill(stage: Stage) -> tuple[Act, Act]:
+def train_and_kill(stage: DemoContext) -> tuple[Act, Act]:
     """Train to the last save, and kill every process of the job as soon as a twentieth of that save has reached the server."""
     arguments = stage.train(RUN, "dp_shard=2,tp=2", f"log.folder={stage.folder / 'first'}")
     last, num_saves = stage.steps, stage.steps // stage.save_every - 1
@@ -118,11 +118,11 @@ def train_and_kill(stage: Stage) -> tuple[Act, Act]:
     return _trained(stage), _killed(stage, len(victims), stage.server_bytes() - before)
 
 
-def _is_saving(stage: Stage, step: int) -> bool:
+def _is_saving(stage: DemoContext, step: int) -> bool:
     return any(record["event"] == "save" and record["step"] == step for record in stage.metrics("first"))
 
 
-def _trained(stage: Stage) -> Act:
+def _trained(stage: DemoContext) -> Act:
     losses = stage.losses("first")
     entropy = unigram_entropy()
     settled = [loss for step, loss in losses.items() if step > stage.steps - 10]
@@ -141,7 +141,7 @@ def _trained(stage: Stage) -> Act:
     return Act(facts=facts, lines=(line,))
 
 
-def _killed(stage: Stage, num_processes: int, arrived_bytes: int) -> Act:
+def _killed(stage: DemoContext, num_processes: int, arrived_bytes: int) -> Act:
     rows = stage.shell.json("ls", RUN)
     committed = [row["step"] for row in rows if row["state"] == "committed"]
     last, previous = stage.steps, stage.steps - stage.save_every
@@ -173,7 +173,7 @@ def unigram_entropy() -> float:
     return -sum(n / total * math.log(n / total) for n in counts.values())
 
 
-def resume(stage: Stage) -> Act:
+def resume(stage: DemoContext) -> Act:
     """Go on with half the ranks; the steps that the first run did without interruption come out the same."""
     stage.shell.finish(*stage.train(RUN, "dp_shard=2", f"log.folder={stage.folder / 'resumed'}"))
     first, difference = _compare(stage, "resumed")
@@ -183,7 +183,7 @@ def resume(stage: Stage) -> Act:
     return Act(facts=facts, lines=(f"2 ranks, mesh dp_shard=2, go on at step {first}: {_as_text(difference)}",))
 
 
-def _compare(stage: Stage, name: str) -> tuple[int, Facts]:
+def _compare(stage: DemoContext, name: str) -> tuple[int, Facts]:
     """First step and largest relative difference of a later job's losses from the first job's."""
     reference, losses = stage.losses("first"), _own_losses(stage, name)
     first = stage.steps - stage.save_every + 1
@@ -199,7 +199,7 @@ def _compare(stage: Stage, name: str) -> tuple[int, Facts]:
     return first, {"compared_steps": len(losses), "max_relative_difference": largest, "bound": MESH_BOUND}
 
 
-def _own_losses(stage: Stage, name: str) -> dict[int, float]:
+def _own_losses(stage: DemoContext, name: str) -> dict[int, float]:
     """Losses since the job's own start: its metrics begin with the history of the run it goes on with."""
     records = stage.metrics(name)
     start = max(number for number, record in enumerate(records) if record["event"] == "start")
@@ -213,7 +213,7 @@ def _as_text(difference: Facts) -> str:
     )
 
 
-def reshard(stage: Stage) -> Act:
+def reshard(stage: DemoContext) -> Act:
     """Rewrite the checkpoint for a pipeline, in one process without a process group, and go on from it on 4 ranks."""
     source = f"{RUN}@{stage.steps - stage.save_every}"
     report = stage.shell.json("reshard", source, RESHARDED, "--mesh", "pp=2,dp_shard=2")
@@ -229,7 +229,7 @@ def reshard(stage: Stage) -> Act:
     )
 
 
-def convert(stage: Stage) -> Act:
+def convert(stage: DemoContext) -> Act:
     """Export to Hugging Face; transformers and our own decoder must compute the same."""
     folder = stage.folder / "hf"
     report = stage.shell.json("convert", "to-hf", RUN, str(folder), "--verify")
@@ -248,7 +248,7 @@ def convert(stage: Stage) -> Act:
     return Act(facts=facts, lines=lines)
 
 
-def hang(stage: Stage) -> Act:
+def hang(stage: DemoContext) -> Act:
     """Hang a small real job, then ask who did it."""
     folder = stage.folder / "incident"
     stage.shell.run("debug", "inject", "skip", "--ranks", "2", "--out", str(folder))
@@ -278,7 +278,7 @@ def hang(stage: Stage) -> Act:
     return Act(facts=facts, lines=lines)
 
 
-def look(stage: Stage) -> Act:
+def look(stage: DemoContext) -> Act:
     """The terminal program, opened on that incident."""
     picture = stage.folder / "incident.svg"
     stage.shell.run("tui", str(stage.folder / "incident"), "--screenshot", str(picture))
@@ -287,7 +287,7 @@ def look(stage: Stage) -> Act:
     return Act(facts={"screenshot": str(picture)}, lines=(f"the incident on the screen: {shown(picture)}",))
 
 
-class Story:
+class StoryLog:
     """Prints acts as they come and keeps their facts in DIR/facts.json."""
 
     def __init__(self, path: Path, *, is_quiet: bool) -> None:
@@ -317,13 +317,13 @@ class Story:
         self._path.write_text(json.dumps(self.facts, indent=1) + "\n")
 
 
-def play(stage: Stage, story: Story) -> None:
+def play(stage: DemoContext, story: StoryLog) -> None:
     """All acts, in order; DemoError from the first that does not hold."""
     story.tell(1, "serve", serve(stage))
     trained, killed = train_and_kill(stage)
     story.tell(2, "train", trained)
     story.tell(3, "kill", killed)
-    acts: list[Callable[[Stage], Act]] = [resume, reshard, convert, hang, look]
+    acts: list[Callable[[DemoContext], Act]] = [resume, reshard, convert, hang, look]
     for number, act in enumerate(acts, start=4):
         story.tell(number, act.__name__, act(stage))
 
@@ -353,12 +353,14 @@ def main() -> int:
         prepare(folder)
     except DemoError as error:
         parser.error(str(error))
-    story = Story(folder / "facts.json", is_quiet=options.json)
+    story = StoryLog(folder / "facts.json", is_quiet=options.json)
     try:
         with running_server(folder / "s3", ["demo"]) as server:
             shell = Shell(server.environment, folder / "commands.log", story.command)
             play(
-                Stage(folder=folder, steps=options.steps, save_every=options.save_every, server=server, shell=shell),
+                DemoContext(
+                    folder=folder, steps=options.steps, save_every=options.save_every, server=server, shell=shell
+                ),
                 story,
             )
     except (DemoError, TitanError) as error:

@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -40,9 +40,9 @@ from titan_ckpt.format.codec import CODECS
 from titan_ckpt.loading.load import load, open_checkpoint
 from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.upkeep.retention import RetentionPolicy
-from tools.faults.cases import KINDS, Case, Seen, all_cases, count_calls, run_case
+from tools.faults.cases import KINDS, FaultCase, RankOutcome, all_cases, count_calls, run_case
 from tools.faults.damage import damage_table
-from tools.faults.store import How
+from tools.faults.store import FaultMode
 from tools.rank_pool import RankPool
 from tools.s3_server import running_server
 
@@ -191,7 +191,7 @@ class MatrixOutcome:
     by_kind: dict[str, int] = field(default_factory=dict)
 
 
-def matrix(folder: Path, hows: tuple[How, ...], *, num_ranks: int, num_pools: int) -> MatrixOutcome:
+def matrix(folder: Path, hows: tuple[FaultMode, ...], *, num_ranks: int, num_pools: int) -> MatrixOutcome:
     """Every case of every kind; `num_pools` jobs at once, since those that hang do nothing but wait."""
     outcome, started = MatrixOutcome(ranks=num_ranks), time.monotonic()
     with ExitStack() as stack:
@@ -225,7 +225,9 @@ def damage(folder: Path, flips: int, *, seed: int) -> int:
     return 0 if is_good else 1
 
 
-def _run_pooled(pools: queue.SimpleQueue[RankPool], folder: Path, case: Case) -> tuple[Case, list[str], Seen]:
+def _run_pooled(
+    pools: queue.SimpleQueue[RankPool], folder: Path, case: FaultCase
+) -> tuple[FaultCase, list[str], RankOutcome]:
     pool = pools.get()
     try:
         found, seen, _ = run_case(pool, folder, case)
@@ -235,7 +237,7 @@ def _run_pooled(pools: queue.SimpleQueue[RankPool], folder: Path, case: Case) ->
     return case, found, seen
 
 
-def _add(outcome: MatrixOutcome, case: Case, found: list[str], seen: Seen) -> None:
+def _add(outcome: MatrixOutcome, case: FaultCase, found: list[str], seen: RankOutcome) -> None:
     outcome.cases += 1
     outcome.hit += bool(seen.call)
     outcome.failed += bool(seen.failed or seen.mirror_errors)
@@ -261,7 +263,7 @@ def main() -> int:
         if arguments.damage:
             return damage(Path(folder), arguments.damage, seed=arguments.seed)
         if arguments.matrix:
-            hows = tuple(cast(How, how) for how in arguments.hows.split(","))
+            hows = tuple(FaultMode(how) for how in arguments.hows.split(","))
             seen = matrix(Path(folder), hows, num_ranks=arguments.ranks, num_pools=arguments.pools)
             sys.stdout.write(json.dumps({"matrix": arguments.hows, **asdict(seen)}) + "\n")
             return 1 if seen.wrong else 0

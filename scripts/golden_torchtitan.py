@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.trainer.model.decoder import ModelConfig
-from tools.training.torchtitan_model import Progress, build, token_loss
+from tools.training.torchtitan_model import TitanTrainState, build, token_loss
 from tools.training.torchtitan_runs import AFTER, BATCH, BEFORE, LENGTH, MODELS, OPTIMIZER, tokens
 
 
@@ -71,7 +71,7 @@ def train(name: str, folder: Path) -> list[float]:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     model = build(spec_of(name, MODELS[name]), local_batch_size=BATCH // world, seq_len=LENGTH)
-    loss_fn, progress = token_loss(MODELS[name].vocab_size), Progress()
+    loss_fn, progress = token_loss(MODELS[name].vocab_size), TitanTrainState()
     asked = {"lr": OPTIMIZER.lr, "betas": OPTIMIZER.betas, "eps": OPTIMIZER.eps, "weight_decay": OPTIMIZER.weight_decay}
     optimizer = default_adamw(**asked).build(model_parts=model.parts)
     data = ParallelAwareDataloader(Samples(rank, world), rank, world, batch_size=BATCH // world)

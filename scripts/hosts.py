@@ -31,7 +31,7 @@ from scripts.hosts_attempts import Attempt, read_attempts
 from scripts.hosts_network import STORAGE, Network, enter
 from scripts.soak_report import RELIABILITY
 from titan_ckpt.store.open import open_store
-from tools.faults.proxy import Fault, FaultyProxy, Request
+from tools.faults.proxy import FaultyProxy, HttpRequest, RequestFault, RequestFaultKind
 from tools.paths import DEBUG_CONFIG
 from tools.report import replace_section
 from tools.s3_server import Server, running_server
@@ -56,7 +56,7 @@ CONF = (
 
 
 @dataclass(slots=True)
-class Story:
+class ScenarioResult:
     """What a job went through."""
 
     name: str
@@ -147,7 +147,7 @@ class Scene:
     proxy: FaultyProxy
     job: Job
     run: Path
-    story: Story
+    story: ScenarioResult
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Watch the job until `condition`."""
@@ -177,11 +177,11 @@ class Scene:
         """Until a data file of `client` is on its way, which is then held up, so that the cut comes while it is."""
         on_its_way = threading.Event()
 
-        def rule(request: Request) -> Fault | None:
+        def rule(request: HttpRequest) -> RequestFault | None:
             if request.method != "PUT" or ".distcp" not in request.path or request.client != client:
                 return None
             on_its_way.set()
-            return Fault(kind="slow", seconds=2.0)
+            return RequestFault(kind=RequestFaultKind.SLOW, seconds=2.0)
 
         self.proxy.rule = rule
         self.until(on_its_way.is_set, f"an upload from {client}")
@@ -229,17 +229,17 @@ def store_away_for_long(scene: Scene) -> None:
         scene.until(lambda: "nothing was committed" in scene.job.output(), "a save that fails")
 
 
-STORIES = (
+SCENARIOS = (
     short_cut_in_a_step, long_cut_in_a_step, long_cut_in_a_save, store_away_for_a_moment, store_away_for_long,
 )  # fmt: skip
 
 
 def tell(
     story: Callable[[Scene], None], folder: Path, network: Network, server: Server, reference: list[float]
-) -> Story:
+) -> ScenarioResult:
     """One job through one story, and what the books say afterwards."""
     name = story.__name__
-    told = Story(name=name, what=(story.__doc__ or "").strip())
+    told = ScenarioResult(name=name, what=(story.__doc__ or "").strip())
     host, _, port = server.endpoint.removeprefix("http://").partition(":")
     (folder / name).mkdir()
     ledger = Ledger(
@@ -264,7 +264,7 @@ def tell(
     return told
 
 
-def _judge(told: Story, attempts: list[Attempt], ledger: Ledger, url: str) -> None:
+def _judge(told: ScenarioResult, attempts: list[Attempt], ledger: Ledger, url: str) -> None:
     losses: dict[int, float] = {}
     for number, attempt in enumerate(attempts):
         ledger.check_losses(0, f"attempt {number}", url, attempt.start, f"step {attempt.start}", attempt.steps)
@@ -310,7 +310,7 @@ def make_reference(folder: Path) -> list[float]:
     return [losses[step] for step in sorted(losses)]
 
 
-def publish(stories: Sequence[Story]) -> None:
+def publish(stories: Sequence[ScenarioResult]) -> None:
     """Write the section of docs/reliability.md."""
     rows = [
         (s.what, f"{s.cut_s:.0f} s", " -> ".join(map(str, s.attempts)), s.again, f"{s.pause_s:.0f} s" if s.pause_s else "-",
@@ -344,14 +344,14 @@ of silence. Every job came to its end with the losses of a run that nothing inte
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=[story.__name__ for story in STORIES])
+    parser.add_argument("--only", action="append", choices=[story.__name__ for story in SCENARIOS])
     parser.add_argument("--folder", type=Path, help="keep everything here (default: a temporary folder)")
     arguments = parser.parse_args()
     code = enter("scripts.hosts", sys.argv[1:])
     if code is not None:
         return code
     torch.set_num_threads(1)
-    chosen = [story for story in STORIES if not arguments.only or story.__name__ in arguments.only]
+    chosen = [story for story in SCENARIOS if not arguments.only or story.__name__ in arguments.only]
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)

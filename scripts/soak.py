@@ -32,8 +32,8 @@ from titan_ckpt.store.open import open_store
 from tools.faults.proxy import FaultyProxy
 from tools.paths import DEBUG_CONFIG
 from tools.s3_server import Server, running_server
-from tools.soak.jobs import Ended, Kill, Told, Whom, read_told, run_job
-from tools.soak.ledger import Counts, Ledger
+from tools.soak.jobs import JobResult, Kill, TrainingLog, Victim, read_training_log, run_job
+from tools.soak.ledger import Ledger, LedgerCounts
 from tools.soak.weather import CALM, Climate, Weather, draw_weather
 
 BUCKET = "soak"
@@ -44,12 +44,12 @@ MESHES = (
 # At 3e-3 rounding alone, in a run that nothing interrupts, grows to 1e-2 of the loss within 100 steps; at 3e-4 it stays at 1e-7.
 GENERATION_STEPS = 240  # a run without interruption is made first, and the soak's own must follow it that far
 COPIES = 3  # resharded and copied runs that are kept
-WHOM: tuple[Whom, ...] = ("rank", "launcher", "all")
+VICTIMS = tuple(Victim)
 ACTIONS = {"train": 10, "reshard": 3, "fork": 2, "copy": 2, "prune": 2, "verify": 2}
 
 
 @dataclass(slots=True)
-class Seen:
+class SoakRecord:
     """What a soak did and met."""
 
     seed: int
@@ -62,7 +62,7 @@ class Seen:
     faults: Counter[str] = field(default_factory=Counter)
     steps: int = 0
     generations: int = 0
-    counts: Counts = field(default_factory=Counts)
+    counts: LedgerCounts = field(default_factory=LedgerCounts)
     problems: list[str] = field(default_factory=list)
 
 
@@ -70,7 +70,7 @@ class Soak:
     """One soak: `rng` chooses, jobs act through the proxy, the ledger looks from behind it."""
 
     def __init__(self, folder: Path, server: Server, proxy: FaultyProxy, seed: int) -> None:
-        self.folder, self.proxy, self.rng, self.seen = folder, proxy, random.Random(seed), Seen(seed=seed)
+        self.folder, self.proxy, self.rng, self.seen = folder, proxy, random.Random(seed), SoakRecord(seed=seed)
         self.climate = Climate(seed)
         proxy.rule = self.climate
         self.environment = {**server.environment, "AWS_ENDPOINT_URL": proxy.endpoint, "OMP_NUM_THREADS": "1"}
@@ -79,7 +79,7 @@ class Soak:
         self.seed, self.url = seed, ""
         self.copies: list[tuple[str, str]] = []  # (URL, mesh) of runs made by reshard and cp
 
-    def run(self, minutes: float) -> Seen:
+    def run(self, minutes: float) -> SoakRecord:
         """Act until the time is over."""
         started, actions = time.monotonic(), {name: getattr(self, f"_{name}") for name in ACTIONS}
         self._begin_generation()
@@ -107,7 +107,7 @@ class Soak:
         name, folder = self._name("reference")
         sets = self._sets(folder, GENERATION_STEPS)
         ended = run_job(_titan("train", DEBUG_CONFIG, *sets), self.environment, self.folder / name, self.rng)
-        losses = read_told(folder).losses
+        losses = read_training_log(folder).losses
         if not ended.is_done or len(losses) != GENERATION_STEPS:
             raise RuntimeError(f"the run without interruption failed:\n{ended.text[-3000:]}")
         self.ledger.references[self.seed] = [losses[step] for step in sorted(losses)]
@@ -178,7 +178,7 @@ class Soak:
 
     def _train_job(
         self, action: str, url: str, mesh: str, steps: int, more: list[str], *, may_be_killed: bool
-    ) -> tuple[Ended, Told]:
+    ) -> tuple[JobResult, TrainingLog]:
         name, folder = self._name(action)
         since_s, world, every = time.time(), MeshSpec.parse(mesh).world_size, self.rng.choice((3, 4, 5))
         sets = self._sets(folder, steps, f"save.url={url}", f"save.every={every}", "save.timeout_s=100", *more)
@@ -189,17 +189,17 @@ class Soak:
             command = _torchrun(world) + command[1:]
         kill = self._draw_kill(folder, world, since_s) if may_be_killed and self.rng.random() < 0.6 else None
         ended = self._act(action, name, command, kill=kill)
-        told = read_told(folder, since_s=since_s)
+        told = read_training_log(folder, since_s=since_s)
         self.seen.steps += len(told.losses)
         return ended, told
 
     def _draw_kill(self, folder: Path, world: int, since_s: float) -> Kill:
         if self.rng.random() < 0.25:
-            return Kill(whom="all", after_s=self.rng.uniform(0.0, 12.0))  # wherever it is then
+            return Kill(victim=Victim.ALL, after_s=self.rng.uniform(0.0, 12.0))  # wherever it is then
         first = self.rng.randint(1, 25)
-        moment = lambda: len(read_told(folder, since_s=since_s).losses) >= first
-        whom: Whom = self.rng.choice(WHOM) if world > 1 else "all"
-        return Kill(whom=whom, moment=moment, after_s=self.rng.uniform(0.0, 1.0))
+        moment = lambda: len(read_training_log(folder, since_s=since_s).losses) >= first
+        victim = self.rng.choice(VICTIMS) if world > 1 else Victim.ALL
+        return Kill(victim=victim, moment=moment, after_s=self.rng.uniform(0.0, 1.0))
 
     def _make_copy(self, action: str, command: list[str], source: str) -> None:
         """Run what makes the newest of `copies`, again until it has; then both hold the same values."""
@@ -214,7 +214,7 @@ class Soak:
 
     def _until_done(self, action: str, command: list[str], after_each: Callable[[], object] = lambda: None) -> bool:
         """In bad weather and killed it may fail; in a calm it has to end well. False where it did not."""
-        kill = Kill(whom="all", after_s=self.rng.uniform(0.5, 8.0)) if self.rng.random() < 0.4 else None
+        kill = Kill(victim=Victim.ALL, after_s=self.rng.uniform(0.5, 8.0)) if self.rng.random() < 0.4 else None
         ended = self._act(action, self._name(action)[0], command, kill=kill)
         after_each()
         if not ended.is_done:
@@ -226,7 +226,7 @@ class Soak:
 
     def _act(
         self, action: str, name: str, command: list[str], *, kill: Kill | None = None, weather: Weather | None = None
-    ) -> Ended:
+    ) -> JobResult:
         chosen = weather or draw_weather(self.rng)
         self.climate.set(chosen)
         ended = run_job(command, self.environment, self.folder / name, self.rng, kill=kill)
@@ -240,7 +240,7 @@ class Soak:
             self._complain(f"{name} under {chosen.name}: {ended.problem}\n{ended.text[-3000:]}")
         return ended
 
-    def _judge(self, url: str, mesh: str, start: int, values: str, told: Told) -> None:
+    def _judge(self, url: str, mesh: str, start: int, values: str, told: TrainingLog) -> None:
         if told.start is None:
             return
         if told.start != start:
@@ -286,7 +286,7 @@ class Soak:
         self.seen.requests, self.seen.faults = self.proxy.num_requests, Counter(self.proxy.faults)
 
 
-def _is_torchrun_saying_1(command: list[str], ended: Ended) -> bool:
+def _is_torchrun_saying_1(command: list[str], ended: JobResult) -> bool:
     """torchrun ends with 1 and a table of its own whatever its ranks said; the ledger judges those."""
     return "torch.distributed.run" in command and ended.code in (0, 1, 3) and not ended.outlived
 
@@ -311,7 +311,7 @@ def _say(text: str) -> None:
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
 
-def soak(folder: Path, *, minutes: float, seed: int) -> Seen:
+def soak(folder: Path, *, minutes: float, seed: int) -> SoakRecord:
     """A soak with a server and a proxy of its own, its files in `folder`."""
     with running_server(folder / "s3", [BUCKET]) as server:
         host, _, port = server.endpoint.removeprefix("http://").partition(":")

@@ -25,7 +25,7 @@ PERFORMANCE = DOCS / "performance.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
+class Measurement:
     """One row: what was measured, as a ratio, against the bar it must reach."""
 
     what: str
@@ -87,7 +87,7 @@ def machine() -> str:
     return f"{day}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
 
 
-def write_section(name: str, title: str, bars: list[Bar], notes: str = "") -> None:
+def write_section(name: str, title: str, bars: list[Measurement], notes: str = "") -> None:
     """Print the table and put it into docs/performance.md, in place of the section's former one."""
     rows = [(b.what, b.figure, b.bar, "yes" if b.holds else "NO", b.peer) for b in bars]
     table = tabulate(rows, headers=["what", "measured", "bar", "holds", "peer in the same run"], tablefmt="github")

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 from titan_ckpt.format.codec import encode
 from titan_ckpt.state.state_dict import as_bytes
-from tools.report import Bar, timed, write_section
+from tools.report import Measurement, timed, write_section
 
 
 def trained_state(steps: int) -> dict[str, list[torch.Tensor]]:
@@ -70,7 +70,7 @@ def main() -> None:
         peer_s = timed(partial(_dcp_zstd_all, tensors, theirs))
         ratio = raw / sum(sizes)
         bars.append(
-            Bar(
+            Measurement(
                 what=name,
                 figure=f"{ratio:.2f} x smaller at {raw / seconds / 1e9:.2f} GB/s",
                 bar="smaller than DCP's extension",

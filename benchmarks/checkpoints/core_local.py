@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from titan_ckpt.loading.load import load, open_checkpoint
 from titan_ckpt.saving.saver import Saver, save
 from titan_ckpt.state.state_dict import as_bytes
-from tools.report import TAKEN_NOTE, Bar, interleave, median, spread, take_memory, timed, write_section
+from tools.report import TAKEN_NOTE, Measurement, interleave, median, spread, take_memory, timed, write_section
 
 
 def make_state(size_gb: float) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def clear_steps(run: Path) -> None:
         shutil.rmtree(path)
 
 
-def bench_stall(state: dict[str, Any], folder: Path, rounds: int) -> list[Bar]:
+def bench_stall(state: dict[str, Any], folder: Path, rounds: int) -> list[Measurement]:
     """How long `save` keeps the loop, against a copy of the same bytes into warm buffers."""
     tensors = tensors_of(state)
     buffers = [torch.empty_like(tensor) for tensor in tensors]
@@ -111,7 +111,7 @@ def bench_stall(state: dict[str, Any], folder: Path, rounds: int) -> list[Bar]:
     base = median(result["copy"])
     ratio = {name: median(values) / base for name, values in result.items()}
     return [
-        Bar(
+        Measurement(
             what="stall of an async save / copy into warm buffers",
             figure=f"{ratio['ours']:.2f} x ({spread(result['ours'])})",
             bar="<= 1.25 x",
@@ -121,7 +121,7 @@ def bench_stall(state: dict[str, Any], folder: Path, rounds: int) -> list[Bar]:
     ]
 
 
-def bench_disk(state: dict[str, Any], folder: Path, rounds: int) -> list[Bar]:
+def bench_disk(state: dict[str, Any], folder: Path, rounds: int) -> list[Measurement]:
     """Sync save with fsync and load, against plain writes and reads of the same bytes."""
     tensors = tensors_of(state)
     target = {part: {name: torch.zeros_like(t) for name, t in inner.items()} for part, inner in state.items()}
@@ -163,11 +163,11 @@ def timed_in_new(path: Path, action: Callable[[Path], object], size_bytes: int) 
     return seconds
 
 
-def _disk_bars(result: dict[str, list[float]]) -> list[Bar]:
+def _disk_bars(result: dict[str, list[float]]) -> list[Measurement]:
     times = {name: median(values) for name, values in result.items()}
     saved, loaded = times["our save"] / times["raw write"], times["our load"] / times["raw read"]
     return [
-        Bar(
+        Measurement(
             what="sync save, local disk / raw write + fsync",
             figure=f"{saved:.2f} x ({spread(result['our save'])})",
             bar="<= 1.2 x",
@@ -175,7 +175,7 @@ def _disk_bars(result: dict[str, list[float]]) -> list[Bar]:
             peer=f"dcp.save {times['dcp save'] / times['raw write']:.2f} x, two threads "
             f"{times['dcp save t2'] / times['raw write']:.2f} x",
         ),
-        Bar(
+        Measurement(
             what="load, local, digests verified / raw readinto",
             figure=f"{loaded:.2f} x ({spread(result['our load'])})",
             bar="<= 1.5 x",
@@ -185,7 +185,7 @@ def _disk_bars(result: dict[str, list[float]]) -> list[Bar]:
     ]
 
 
-def bench_rate(size_gb: float, folder: Path) -> list[Bar]:
+def bench_rate(size_gb: float, folder: Path) -> list[Measurement]:
     """Steps of a one-thread training loop while a save uploads, against idle; each mode in a process of its own."""
     rates = {}
     for mode in ("ours", "dcp"):
@@ -206,7 +206,7 @@ def bench_rate(size_gb: float, folder: Path) -> list[Bar]:
         ]
         rates[mode] = median(samples)
     return [
-        Bar(
+        Measurement(
             what="training rate while uploading / idle (1 training thread)",
             figure=f"{rates['ours']:.2f}",
             bar=">= 0.80",
@@ -265,7 +265,7 @@ def rate(mode: str, state: dict[str, Any], folder: Path) -> float:
     return median(ratios)
 
 
-def bench_memory(size_gb: float, folder: Path) -> list[Bar]:
+def bench_memory(size_gb: float, folder: Path) -> list[Measurement]:
     """Peak and growth of resident memory over 50 async saves, in a process of its own."""
     command = [
         sys.executable,
@@ -281,7 +281,7 @@ def bench_memory(size_gb: float, folder: Path) -> list[Bar]:
     state_mb, after_first_mb, peak_mb = map(float, text.split()[-3:])
     growth = peak_mb - after_first_mb
     return [
-        Bar(
+        Measurement(
             what=f"memory over 50 async saves of {state_mb:.0f} MB",
             figure=f"peak {peak_mb / state_mb:.2f} x the state beyond the job's own, {growth:.0f} MB of it after the first save",
             bar="flat; peak <= state + 64 MB",

@@ -28,7 +28,7 @@ from benchmarks.checkpoints.core_local import make_state, tensors_of
 from titan_ckpt.loading.load import LoadReport, load
 from titan_ckpt.saving.saver import save
 from titan_ckpt.state.state_dict import as_bytes
-from tools.report import Bar, interleave, median, spread, timed, write_section
+from tools.report import Measurement, interleave, median, spread, timed, write_section
 from tools.s3_server import Server, running_server
 
 BUCKET = "bench"
@@ -87,7 +87,7 @@ def main() -> None:
     )
 
 
-def bench(server: Server, state: dict[str, Any], target: dict[str, Any], rounds: int) -> list[Bar]:
+def bench(server: Server, state: dict[str, Any], target: dict[str, Any], rounds: int) -> list[Measurement]:
     plain = Plain(server, state)
     url = f"s3://{BUCKET}"
     connector = {
@@ -115,7 +115,7 @@ def bench(server: Server, state: dict[str, Any], target: dict[str, Any], rounds:
     saved, loaded = times["our save"] / times["plain put"], times["our load"] / times["plain get"]
     fetched = reports[-1].fetched_bytes / reports[-1].needed_bytes
     return [
-        Bar(
+        Measurement(
             what="S3 save / the best client's plain multipart put (obstore)",
             figure=f"{saved:.2f} x ({spread(result['our save'])})",
             bar="<= 1.15 x",
@@ -123,7 +123,7 @@ def bench(server: Server, state: dict[str, Any], target: dict[str, Any], rounds:
             peer=f"FsspecWriter {times['FsspecWriter'] / times['plain put']:.2f} x, "
             f"s3torchconnector {times['s3torchconnector save'] / times['plain put']:.2f} x",
         ),
-        Bar(
+        Measurement(
             what="S3 load, digests verified / plain ranged GETs",
             figure=f"{loaded:.2f} x ({spread(result['our load'])})",
             bar="<= 1.3 x",
@@ -131,7 +131,7 @@ def bench(server: Server, state: dict[str, Any], target: dict[str, Any], rounds:
             peer=f"FsspecReader {times['FsspecReader'] / times['plain get']:.2f} x, "
             f"s3torchconnector {times['s3torchconnector load'] / times['plain get']:.2f} x",
         ),
-        Bar(what="bytes fetched / needed", figure=f"{fetched:.3f}", bar="<= 1.05", holds=fetched <= 1.05),
+        Measurement(what="bytes fetched / needed", figure=f"{fetched:.3f}", bar="<= 1.05", holds=fetched <= 1.05),
     ]
 
 

@@ -28,7 +28,7 @@ from titan_ckpt.saving.writers import Share, divide
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.state.state_dict import LocalShard
 from titan_ckpt.store.local import FileStore
-from tools.report import Bar, median, spread, timed, write_section
+from tools.report import Measurement, median, spread, timed, write_section
 
 
 def items_of(rank: int, ranks: int, tensors: int) -> list[LocalShard]:
@@ -96,7 +96,7 @@ def measure(saved: Saved, parts: list[Part], share: Share, rounds: int) -> tuple
     return times, manifest, metadata
 
 
-def bars_of(times: Times, manifest: Manifest, metadata: bytes) -> list[Bar]:
+def bars_of(times: Times, manifest: Manifest, metadata: bytes) -> list[Measurement]:
     """The rows, beside the pickle that DCP writes and reads."""
     peers: list[Metadata] = []
     peer_open_s = timed(lambda: peers.append(pickle.loads(metadata)))  # noqa: S301  (written by this script)
@@ -105,15 +105,15 @@ def bars_of(times: Times, manifest: Manifest, metadata: bytes) -> list[Bar]:
     steps = median(times.merges), median(times.pickles), median(times.commits)
     commit_s = sum(steps)
     return [
-        Bar(
+        Measurement(
             what="opening it", figure=spread(times.opens), bar="<= 0.3 s", holds=median(times.opens) <= 0.3,
             peer=f"pickle.load of .metadata {peer_open_s:.1f} s",
         ),
-        Bar(
+        Measurement(
             what="manifest", figure=f"{size_mb:.2f} MB", bar="<= 10 MB", holds=size_mb <= 10,
             peer=f".metadata {len(metadata) / 1e6:.0f} MB",
         ),
-        Bar(
+        Measurement(
             what="commit on the coordinator: merge, .metadata, files",
             figure=f"{commit_s:.2f} s ({steps[0]:.2f} + {steps[1]:.2f} + {steps[2]:.2f})",
             bar="<= 2 s", holds=commit_s <= 2, peer=f"pickle.dump of .metadata alone {peer_dump_s:.1f} s",

@@ -27,7 +27,7 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.loading.load import load
 from tools.paths import ROOT
 from tools.ports import free_port
-from tools.report import Bar, write_section
+from tools.report import Measurement, write_section
 
 WORLD, STEP = 2, 3
 MESH = "dp_shard=2,tp=2"
@@ -99,12 +99,12 @@ def found_by_verify(folder: Path, fqn: str) -> bool:
     return [problem["fqn"] for problem in facts["problems"]] == [fqn]
 
 
-def row(what: str, figure: object, bar: object, holds: bool, peer: str = "") -> Bar:
+def row(what: str, figure: object, bar: object, holds: bool, peer: str = "") -> Measurement:
     """One row of the table."""
-    return Bar(what=what, figure=str(figure), bar=str(bar), holds=holds, peer=peer)
+    return Measurement(what=what, figure=str(figure), bar=str(bar), holds=holds, peer=peer)
 
 
-def look(run: Path, expected: dict[str, Any]) -> list[Bar]:
+def look(run: Path, expected: dict[str, Any]) -> list[Measurement]:
     """Listing, reading and verifying torchtitan's own folder, against what plain DCP reads of it."""
     saved = run / f"step-{STEP}"
     names = [fqn for fqn, value in expected.items() if isinstance(value, torch.Tensor)]
@@ -125,7 +125,9 @@ def look(run: Path, expected: dict[str, Any]) -> list[Bar]:
     ]
 
 
-def copy(python: str, folder: Path, name: str, expected: dict[str, Any], losses: list[list[float]]) -> list[Bar]:
+def copy(
+    python: str, folder: Path, name: str, expected: dict[str, Any], losses: list[list[float]]
+) -> list[Measurement]:
     """A copy that a tool makes: as plain DCP reads it, as `diff` sees it, as torchtitan goes on from it."""
     run, saved = folder / "checkpoint", folder / "checkpoint" / f"step-{STEP}"
     if name == "`cp`":
@@ -149,7 +151,7 @@ def copy(python: str, folder: Path, name: str, expected: dict[str, Any], losses:
     ]
 
 
-def measure(python: str, folder: Path) -> list[Bar]:
+def measure(python: str, folder: Path) -> list[Measurement]:
     """The rows of the table."""
     losses = torchtitan(python, folder)
     expected = by_dcp(folder / "checkpoint" / f"step-{STEP}")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from tools.training.torchtitan_model import VOCABULARY, Progress, build, debug_spec, token_loss
+from tools.training.torchtitan_model import VOCABULARY, TitanTrainState, build, debug_spec, token_loss
 
 BATCH, LENGTH, STEPS, MORE = 4, 64, 3, 2
 
@@ -53,7 +53,7 @@ def main(folder: str, resume_from: str | None) -> None:
     optimizer = default_adamw(lr=1e-3).build(model_parts=model.parts)
     schedule = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizer, training_steps=10)
     data = ParallelAwareDataloader(Tokens(rank, world), rank, world, batch_size=BATCH)
-    progress = Progress()
+    progress = TitanTrainState()
     config = CheckpointManager.Config(
         enable=True, interval=STEPS, keep_latest_k=0, initial_load_path=resume_from, initial_load_model_only=False
     )

@@ -17,7 +17,7 @@ import s3fs
 from obstore.store import S3Store as ObstoreS3
 
 from titan_ckpt.store.open import open_store
-from tools.report import Bar, interleave, median, spread, timed, write_section
+from tools.report import Measurement, interleave, median, spread, timed, write_section
 from tools.s3_server import Server, running_server
 
 BUCKET = "bench"
@@ -88,10 +88,10 @@ def run(action: Callable[[], object], processor: list[float]) -> float:
     return seconds
 
 
-def bar(times: dict[str, list[float]], processor: dict[str, list[float]], verb: str, limit: float) -> Bar:
+def bar(times: dict[str, list[float]], processor: dict[str, list[float]], verb: str, limit: float) -> Measurement:
     """One direction beside obstore and s3fs."""
     ratio = median(times[verb]) / median(times[f"{verb} obstore"])
-    return Bar(
+    return Measurement(
         what=f"{verb.upper()} / obstore",
         figure=f"{ratio:.2f} x ({spread(times[verb])}; client's processor {median(processor[verb]):.2f} s)",
         bar=f"<= {limit} x",

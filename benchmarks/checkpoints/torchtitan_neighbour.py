@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from tools.paths import ROOT
-from tools.training.torchtitan_model import VOCABULARY, Progress, build, debug_spec, token_loss
+from tools.training.torchtitan_model import VOCABULARY, TitanTrainState, build, debug_spec, token_loss
 
 RANKS, STEPS, BATCH, LENGTH = 2, 2, 2, 32
 
@@ -40,7 +40,7 @@ def train(folder: str) -> None:
     model = build(debug_spec(), local_batch_size=BATCH, seq_len=LENGTH)
     loss_fn = token_loss()
     optimizers = default_adamw(lr=1e-3).build(model_parts=model.parts)
-    progress = Progress()
+    progress = TitanTrainState()
     schedulers = LRSchedulersContainer.Config().build(optimizers=optimizers, training_steps=STEPS)
     manager = CheckpointManager(
         CheckpointManager.Config(enable=True, interval=STEPS), dataloader=None, model_parts=model.parts,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.paths import ROOT
-from tools.report import TAKEN_NOTE, Bar, interleave, median, spread, take_memory, timed, write_section
+from tools.report import TAKEN_NOTE, Measurement, interleave, median, spread, take_memory, timed, write_section
 
 LAYOUTS = {"1 rank": "one", "4 ranks by rows": "rows", "4 ranks by columns": "columns"}
 BASE_MIB = 270
@@ -230,7 +230,7 @@ def measure(folder: Path, mib: int, rounds: int) -> None:
     bars = [bar for title in LAYOUTS for bar in _bars(title, seconds, peaks, largest_mib)]
     share = median(seconds["import"]) / median(seconds["copy of the model"])
     bars.append(
-        Bar(
+        Measurement(
             what="import / copy of the bytes",
             figure=f"{share:.2f} ({spread(seconds['import'])}, {peaks['import']:.0f} MiB)",
             bar="1.3",
@@ -242,20 +242,22 @@ def measure(folder: Path, mib: int, rounds: int) -> None:
     write_section(f"convert {mib}", title, bars, f"{NOTES}{TAKEN_NOTE}\n{taken}")
 
 
-def _bars(title: str, seconds: dict[str, list[float]], peaks: dict[str, float], largest_mib: float) -> list[Bar]:
+def _bars(
+    title: str, seconds: dict[str, list[float]], peaks: dict[str, float], largest_mib: float
+) -> list[Measurement]:
     mine, theirs, plain = (seconds[f"{case}, {title}"] for case in ("ours", "torchtitan", "copy"))
     eager = seconds[f"eager copy, {title}"]
     peak, most = peaks[f"ours, {title}"], BASE_MIB + 2.5 * largest_mib
     against_peer, against_copy = median(mine) / median(theirs), median(mine) / median(plain)
     bars = [
-        Bar(
+        Measurement(
             what=f"export, {title}: time / the torchtitan way",
             figure=f"{against_peer:.2f} ({spread(mine)})",
             bar="0.4",
             holds=against_peer <= 0.4,
             peer=spread(theirs),
         ),
-        Bar(
+        Measurement(
             what=f"export, {title}: peak RSS",
             figure=f"{peak:.0f} MiB",
             bar=f"{most:.0f} MiB",
@@ -265,14 +267,14 @@ def _bars(title: str, seconds: dict[str, list[float]], peaks: dict[str, float], 
     ]
     by_columns = "columns" in title
     return bars + [
-        Bar(
+        Measurement(
             what=f"export, {title}: time / copy of the bytes",
             figure=f"{against_copy:.2f}",
             bar="-" if by_columns else "1.3",
             holds=by_columns or against_copy <= 1.3,
             peer=spread(plain),
         ),
-        Bar(
+        Measurement(
             what=f"export, {title}: time / a copy that writes as it reads",
             figure=f"{median(mine) / median(eager):.2f}",
             bar="-",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.paths import ROOT
-from tools.report import Bar, timed, write_section
+from tools.report import Measurement, timed, write_section
 
 PROMPT, ANSWER = "The capital of France is", " Paris"
 
@@ -93,17 +93,19 @@ def main() -> None:
         has_template = (folder / "out" / "chat_template.jinja").exists()
         said = generate(folder / "out")
     bars = [
-        Bar(what="from-hf, the whole command", figure=f"{into_s:.1f} s", bar="-", holds=True),
-        Bar(what="to-hf, the whole command", figure=f"{out_s:.1f} s", bar="-", holds=True),
-        Bar(what="every file back byte for byte", figure=str(is_same), bar="True", holds=is_same),
-        Bar(
+        Measurement(what="from-hf, the whole command", figure=f"{into_s:.1f} s", bar="-", holds=True),
+        Measurement(what="to-hf, the whole command", figure=f"{out_s:.1f} s", bar="-", holds=True),
+        Measurement(what="every file back byte for byte", figure=str(is_same), bar="True", holds=is_same),
+        Measurement(
             what=f"after {arguments.steps} steps on 2 ranks: largest logit difference over {logits['tokens']} tokens",
             figure=f"{logits['max_abs_difference']:.2g}",
             bar="1e-3",
             holds=logits["max_abs_difference"] <= 1e-3,
         ),
-        Bar(what="chat template kept through training", figure=str(has_template), bar="True", holds=has_template),
-        Bar(what=f'"{PROMPT}"', figure=repr(said), bar=repr(ANSWER), holds=said.startswith(ANSWER)),
+        Measurement(
+            what="chat template kept through training", figure=str(has_template), bar="True", holds=has_template
+        ),
+        Measurement(what=f'"{PROMPT}"', figure=repr(said), bar=repr(ANSWER), holds=said.startswith(ANSWER)),
     ]
     write_section("convert smollm2", "SmolLM2-135M: imported, trained, exported", bars)
 

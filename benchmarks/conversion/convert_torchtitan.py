@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tools.report import Bar, write_section
+from tools.report import Measurement, write_section
 
 MODELS = (("llama3", "debugmodel"), ("qwen3", "debugmodel"), ("qwen3", "debugmodel_non_fused_qkv"))
 FAMILY = {"llama3": "llama", "qwen3": "qwen3"}
@@ -63,7 +63,7 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return [n for n in names if n not in expected or n not in found or not torch.equal(expected[n], found[n])]
 
 
-def check(folder: Path, name: str, flavor: str) -> list[Bar]:
+def check(folder: Path, name: str, flavor: str) -> list[Measurement]:
     """One model there and back."""
     import torch
     import torch.distributed.checkpoint as dcp
@@ -85,13 +85,13 @@ def check(folder: Path, name: str, flavor: str) -> list[Bar]:
     model.load_state_dict(loaded)
     kind = type(model.layers["0"].attention.qkv_linear).__name__
     return [
-        Bar(
+        Measurement(
             what=f"{name} {flavor} ({kind}): export differs from torchtitan's adapter",
             figure=f"{len(out)} of {len(theirs)} tensors",
             bar="0",
             holds=not out,
         ),
-        Bar(
+        Measurement(
             what=f"{name} {flavor}: differs after the import, read by plain dcp.load",
             figure=f"{len(back)} of {len(state)} tensors",
             bar="0",
@@ -105,7 +105,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if importlib.util.find_spec("torchtitan") is None:
         sys.exit("torchtitan is not installed: pip install torchtitan==0.3.0")
-    bars: list[Bar] = []
+    bars: list[Measurement] = []
     with tempfile.TemporaryDirectory() as name:
         for number, (model, flavor) in enumerate(MODELS):
             bars += check(Path(name) / str(number), model, flavor)

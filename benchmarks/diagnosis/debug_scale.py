@@ -42,7 +42,7 @@ from titan_ckpt.debug.incident.black_box import (
     file_size,
     pack_members,
 )
-from tools.report import Bar, write_section
+from tools.report import Measurement, write_section
 
 GROUP = ("0", "default_pg")
 
@@ -255,24 +255,24 @@ def main() -> int:
     return 0
 
 
-def _dump_bars(given: argparse.Namespace, dumps: Figures, many: Figures, peer: Figures | None) -> list[Bar]:
+def _dump_bars(given: argparse.Namespace, dumps: Figures, many: Figures, peer: Figures | None) -> list[Measurement]:
     size, larger = f"{given.ranks:,} ranks x {given.entries:,}", f"{given.many:,} ranks x {given.entries:,}"
     return [
-        Bar(what=f"full dumps, {size}: time", figure=str(dumps), bar="<= 8 s", holds=dumps.seconds <= 8,
+        Measurement(what=f"full dumps, {size}: time", figure=str(dumps), bar="<= 8 s", holds=dumps.seconds <= 8,
             peer=str(peer or "not run")),
-        Bar(what=f"full dumps, {size}: memory", figure=f"{dumps.megabytes:.0f} MB", bar="<= 200 MB",
+        Measurement(what=f"full dumps, {size}: memory", figure=f"{dumps.megabytes:.0f} MB", bar="<= 200 MB",
             holds=dumps.megabytes <= 200, peer=f"{peer.megabytes:.0f} MB" if peer else "not run"),
-        Bar(what=f"full dumps, {larger}: time", figure=str(many), bar="<= 60 s", holds=many.seconds <= 60),
+        Measurement(what=f"full dumps, {larger}: time", figure=str(many), bar="<= 60 s", holds=many.seconds <= 60),
     ]  # fmt: skip
 
 
-def _box_bars(given: argparse.Namespace, boxes: Figures, cost: tuple[float, float]) -> list[Bar]:
+def _box_bars(given: argparse.Namespace, boxes: Figures, cost: tuple[float, float]) -> list[Measurement]:
     size = f"{given.boxes:,} ranks"
     return [
-        Bar(what=f"black boxes, {size}: time, warm", figure=str(boxes), bar="<= 1 s", holds=boxes.seconds <= 1),
-        Bar(what=f"black boxes, {size}: memory", figure=f"{boxes.megabytes:.0f} MB", bar="<= 150 MB",
+        Measurement(what=f"black boxes, {size}: time, warm", figure=str(boxes), bar="<= 1 s", holds=boxes.seconds <= 1),
+        Measurement(what=f"black boxes, {size}: memory", figure=f"{boxes.megabytes:.0f} MB", bar="<= 150 MB",
             holds=boxes.megabytes <= 150),
-        Bar(what="the box's cost of one operation, its end included", figure=f"{cost[1]:.2f} us", bar="<= 1 us",
+        Measurement(what="the box's cost of one operation, its end included", figure=f"{cost[1]:.2f} us", bar="<= 1 us",
             holds=cost[1] <= 1, peer=f"torch's own Python code of all_reduce: {cost[0]:.2f} us"),
     ]  # fmt: skip
 

@@ -47,7 +47,7 @@ from titan_ckpt.tui.data.log_files import LogFiles
 from titan_ckpt.tui.data.log_index import HEAD_BYTES, LogFilter, LogIndex, cheap_mask, load_logs, search
 from titan_ckpt.tui.screenshot import settled
 from tools.paths import INCIDENTS
-from tools.report import Bar, timed, write_section
+from tools.report import Measurement, timed, write_section
 
 FIXTURE = INCIDENTS / "skip"
 START_NS = 1_795_226_821_000_000_000
@@ -254,37 +254,38 @@ def main() -> int:
     return 0
 
 
-def _screen_bars(size: str, screens: list[ScreenFigures], aligned_mb: float, screens_mb: float) -> list[Bar]:
+def _screen_bars(size: str, screens: list[ScreenFigures], aligned_mb: float, screens_mb: float) -> list[Measurement]:
     first = {figure.name: figure for figure in reversed(screens)}.values()
-    bars = [Bar(what=f"{f.name}: first paint", figure=f"{f.first_s * 1e3:.0f} ms", bar="< 500 ms", holds=f.first_s < 0.5)
+    bars = [Measurement(what=f"{f.name}: first paint", figure=f"{f.first_s * 1e3:.0f} ms", bar="< 500 ms", holds=f.first_s < 0.5)
             for f in first]  # fmt: skip
-    bars += [Bar(what=f"{f.name}: a key, p95", figure=f"{f.p95_s * 1e3:.0f} ms", bar="< 50 ms", holds=f.p95_s < 0.05)
+    bars += [Measurement(what=f"{f.name}: a key, p95", figure=f"{f.p95_s * 1e3:.0f} ms", bar="< 50 ms", holds=f.p95_s < 0.05)
              for f in screens[1:]]  # fmt: skip
     total = aligned_mb + screens_mb
     figure = f"{total:.0f} MB ({aligned_mb:.0f} MB of them before the screens)"
-    return [*bars, Bar(what=f"memory, {size}", figure=figure, bar="< 300 MB", holds=total < 300)]
+    return [*bars, Measurement(what=f"memory, {size}", figure=figure, bar="< 300 MB", holds=total < 300)]
 
 
-def _log_bars(logs: LogFigures) -> list[Bar]:
+def _log_bars(logs: LogFigures) -> list[Measurement]:
     return [
-        Bar(what=f"logs, {logs.lines:,} lines: first page", figure=f"{logs.first_page_s:.2f} s", bar="< 1 s",
+        Measurement(what=f"logs, {logs.lines:,} lines: first page", figure=f"{logs.first_page_s:.2f} s", bar="< 1 s",
             holds=logs.first_page_s < 1),
-        Bar(what="logs: jump to a time, page read", figure=f"{logs.jump_s * 1e3:.1f} ms", bar="< 300 ms",
+        Measurement(what="logs: jump to a time, page read", figure=f"{logs.jump_s * 1e3:.1f} ms", bar="< 300 ms",
             holds=logs.jump_s < 0.3),
-        Bar(what="logs: first match, whole search", figure=f"{logs.first_match_s:.2f} s, {logs.search_s:.2f} s",
+        Measurement(what="logs: first match, whole search", figure=f"{logs.first_match_s:.2f} s, {logs.search_s:.2f} s",
             bar="streams", holds=logs.first_match_s < logs.search_s),
-        Bar(what="logs: all lines merged, in the background", figure=f"{logs.whole_s:.1f} s, {logs.index_mb:.0f} MB",
+        Measurement(what="logs: all lines merged, in the background", figure=f"{logs.whole_s:.1f} s, {logs.index_mb:.0f} MB",
             bar="< 300 MB", holds=logs.index_mb < 300),
-        Bar(what="logs: a key, p95", figure=f"{logs.screen.p95_s * 1e3:.0f} ms", bar="< 50 ms", holds=logs.screen.p95_s < 0.05),
+        Measurement(what="logs: a key, p95", figure=f"{logs.screen.p95_s * 1e3:.0f} ms", bar="< 50 ms",
+                    holds=logs.screen.p95_s < 0.05),
     ]  # fmt: skip
 
 
-def _start_bars(starts: list[float]) -> list[Bar]:
+def _start_bars(starts: list[float]) -> list[Measurement]:
     best = min(starts)
     figure = f"{best:.2f} s (median of {len(starts)}: {statistics.median(starts):.2f} s)"
     loaded = imports_torch()
     return [
-        Bar(
+        Measurement(
             what="command to first paint, fastest; torch not imported",
             figure=figure,
             bar="< 1.2 s",

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.report import TAKEN_NOTE, Bar, median, take_memory, write_section
+from tools.report import TAKEN_NOTE, Measurement, median, take_memory, write_section
 
 COPY = """
 import os, sys
@@ -149,7 +149,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     write_section(f"reshard-local {arguments.gb:g}", title, bars(results, floors, arguments.memory), notes)
 
 
-def bars(results: dict[str, list[Run]], floors: dict[str, int], memory: int) -> list[Bar]:
+def bars(results: dict[str, list[Run]], floors: dict[str, int], memory: int) -> list[Measurement]:
     """The figures against what they must reach."""
     walls = {name: median([run.wall_s for run in runs]) for name, runs in results.items()}
     peaks = {name: max(r.peak_bytes for r in runs) - floors.get(name, floors["ours"]) for name, runs in results.items()}
@@ -167,14 +167,14 @@ def bars(results: dict[str, list[Run]], floors: dict[str, int], memory: int) -> 
     for name in (ROWS, COLUMNS):
         bar = memory + 64e6
         figure, limit = f"{peaks[name] / 1e6:.0f} MB", f"<= {bar / 1e6:.0f} MB"
-        found.append(Bar(what=f"{name}: peak memory", figure=figure, bar=limit, holds=peaks[name] <= bar))
+        found.append(Measurement(what=f"{name}: peak memory", figure=figure, bar=limit, holds=peaks[name] <= bar))
     return found
 
 
-def _ratio(what: str, ours: float, theirs: float, bar: float | None, peer: str) -> Bar:
+def _ratio(what: str, ours: float, theirs: float, bar: float | None, peer: str) -> Measurement:
     ratio = ours / theirs
     limit, holds = ("-", True) if bar is None else (f"<= {bar} x", ratio <= bar)
-    return Bar(what=what, figure=f"{ratio:.2f} x ({ours:.2f} s)", bar=limit, holds=holds, peer=peer)
+    return Measurement(what=what, figure=f"{ratio:.2f} x ({ours:.2f} s)", bar=limit, holds=holds, peer=peer)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from tools.rank_pool import RankPool
-from tools.report import Bar, write_section
+from tools.report import Measurement, write_section
 from tools.training.curves import relative_error
 from tools.training.resume_matrix import STEPS_AFTER, Resumed, reshard, resume, train_and_save
 
@@ -101,26 +101,26 @@ def run(folder: Path) -> list[Pair]:
     return pairs
 
 
-def bars(pairs: list[Pair]) -> list[Bar]:
+def bars(pairs: list[Pair]) -> list[Measurement]:
     """The figures, with the largest distance from a job that never changed its mesh."""
     stayed = {pair.source: pair.losses for pair in pairs if pair.source == pair.target}
     distance = max(relative_error(pair.losses, stayed[pair.source]) for pair in pairs)
     states, losses = (sum(pair.is_state_equal for pair in pairs), sum(pair.are_losses_equal for pair in pairs))
     total = len(pairs)
     return [
-        Bar(
+        Measurement(
             what="pairs whose ranks hold the same bytes as after an online load",
             figure=f"{states} of {total}",
             bar="all",
             holds=states == total,
         ),
-        Bar(
+        Measurement(
             what=f"pairs whose next {STEPS_AFTER} losses are bit-equal to an online resume's",
             figure=f"{losses} of {total}",
             bar="all",
             holds=losses == total,
         ),
-        Bar(
+        Measurement(
             what="largest relative difference of a loss from the job that stayed on its mesh",
             figure=f"{distance:.1e}",
             bar=f"<= {OTHER_MESH_BAR:.0e}",

@@ -27,7 +27,7 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec, stage_table
 from titan_ckpt.sharding.placement import Shape, Shard
 from titan_ckpt.store.local import FileStore
-from tools.report import Bar, write_section
+from tools.report import Measurement, write_section
 
 LAYERS, DIM, HIDDEN, VOCABULARY, KV_DIM = 126, 16384, 53248, 128256, 1024
 CASES = {
@@ -147,11 +147,11 @@ def main() -> None:
     write_section("reshard-plan-scale", TITLE, bars, NOTES)
 
 
-def bar_of(facts: Mapping[str, Any]) -> Bar:
+def bar_of(facts: Mapping[str, Any]) -> Measurement:
     """A case against what it must reach."""
     limit_s = 60 if facts["case"].startswith("16384") else 5
     holds = facts["total_s"] <= limit_s and facts["peak_rss_gb"] <= LIMIT_GB
-    return Bar(
+    return Measurement(
         what=facts["case"], figure=f"{facts['total_s']:.1f} s, {facts['peak_rss_gb']:.2f} GB",
         bar=f"<= {limit_s} s, <= {LIMIT_GB} GB", holds=holds,
         peer=f"{facts['source_chunks']:,} -> {facts['target_chunks']:,} chunks, {facts['requests']:,} requests",

@@ -29,7 +29,7 @@ from titan_ckpt.resharding.reshard import ReshardReport, plan_reshard, run_plan
 from titan_ckpt.saving.saver import SaveOptions, save
 from titan_ckpt.sharding.mesh import MeshSpec
 from tools.rank_pool import RankPool
-from tools.report import Bar, interleave, median, spread, timed, write_section
+from tools.report import Measurement, interleave, median, spread, timed, write_section
 from tools.s3_server import Server, running_server
 
 URL = f"s3://{BUCKET}"
@@ -88,7 +88,7 @@ def main() -> None:
     write_section("reshard-s3", f"Resharding from S3 to S3, SeaweedFS on loopback, {size:.2f} GB", bars)
 
 
-def measure(server: Server, state: dict[str, Any], rounds: int) -> list[Bar]:
+def measure(server: Server, state: dict[str, Any], rounds: int) -> list[Measurement]:
     """Reshards beside the plain copies."""
     plain, reports = Plain(server, state), dict[str, ReshardReport]()
     target = {part: {fqn: torch.zeros_like(t) for fqn, t in inner.items()} for part, inner in state.items()}
@@ -110,7 +110,7 @@ def measure(server: Server, state: dict[str, Any], rounds: int) -> list[Bar]:
     for mesh, what in ((ROWS, "rows"), (COLUMNS, "columns")):
         ratio, fetched = median(times[mesh]) / floor, reports[mesh].traffic.read_bytes / needed
         bars.append(
-            Bar(
+            Measurement(
                 what=f"{what}, {SOURCE} -> {mesh} / the slower of plain GET and PUT",
                 figure=f"{ratio:.2f} x ({spread(times[mesh])})",
                 bar="<= 1.3 x",
@@ -119,12 +119,14 @@ def measure(server: Server, state: dict[str, Any], rounds: int) -> list[Bar]:
             )
         )
         bars.append(
-            Bar(what=f"{what}: bytes fetched / needed", figure=f"{fetched:.4f}", bar="<= 1.05", holds=fetched <= 1.05)
+            Measurement(
+                what=f"{what}: bytes fetched / needed", figure=f"{fetched:.4f}", bar="<= 1.05", holds=fetched <= 1.05
+            )
         )
     return bars
 
 
-def loads(rounds: int) -> list[Bar]:
+def loads(rounds: int) -> list[Measurement]:
     """What four ranks on the target mesh gain."""
     like = f"{URL}/target"
     reshard(COLUMNS, like)
@@ -137,7 +139,7 @@ def loads(rounds: int) -> list[Bar]:
     fetched = {n: sum(r[1] for r in found[0]) / sum(r[2] for r in found[0]) for n, found in runs.items()}
     ratio = median(seconds["resharded"]) / median(seconds["source"])
     return [
-        Bar(
+        Measurement(
             what=f"load on {COLUMNS} by 4 ranks: resharded / not",
             figure=f"{ratio:.2f} x ({spread(seconds['resharded'])}, fetched / needed {fetched['resharded']:.2f})",
             bar="shown",

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from tools.rank_pool import RankPool
-from tools.report import Bar, write_section
-from tools.training.curves import SMALL, Curve, Run, relative_error, single, train
+from tools.report import Measurement, write_section
+from tools.training.curves import SMALL, Curve, CurveCase, relative_error, single, train
 from tools.training.mesh_cases import MEMORY, PRECISIONS, SCHEDULES
 from tools.training.mesh_cases import MESHES as MESHES_OF_4
 
@@ -52,19 +52,21 @@ MESHES: dict[int, list[ParallelConfig]] = {
 
 
 NARROW = [(parallel, 2 * bar) for parallel, bar in PRECISIONS.values()]  # the tests' bars are for 4 steps
-BASE = Run(model=DEEP, steps=20, batch_size=16)
+BASE = CurveCase(model=DEEP, steps=20, batch_size=16)
 NOTES = """Largest relative difference to the curve of one process over 20 steps: 8 layers, dim 64, 16 samples of 48 tokens,
 AdamW at 3e-3, gradient clipping; the loss goes from {first:.2f} to {last:.2f}. Real processes over gloo on this machine."""
 
 
-def row(pool: RankPool, parallel: ParallelConfig, expected: Curve, world: int, bar: float) -> Bar:
+def row(pool: RankPool, parallel: ParallelConfig, expected: Curve, world: int, bar: float) -> Measurement:
     """One mesh's curve against the single process's."""
     start = time.monotonic()
     found = pool.run(train, replace(BASE, parallel=parallel))[0]
     loss, norm = relative_error(found.losses, expected.losses), relative_error(found.norms, expected.norms)
     what = describe(parallel, world)
     sys.stderr.write(f"{what:70} loss {loss:.1e}  norm {norm:.1e}  {time.monotonic() - start:5.1f} s\n")
-    return Bar(what=what, figure=f"loss {loss:.1e}, norm {norm:.1e}", bar=f"loss <= {bar:.2g}", holds=loss <= bar)
+    return Measurement(
+        what=what, figure=f"loss {loss:.1e}, norm {norm:.1e}", bar=f"loss <= {bar:.2g}", holds=loss <= bar
+    )
 
 
 def describe(parallel: ParallelConfig, world: int) -> str:

@@ -20,7 +20,7 @@ from benchmarks.training.turns import Job
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.report.metrics import FLOAT8_PEAK_RATIO, PEAK_FLOPS, flops_per_token
 from tools.ports import free_port
-from tools.report import Bar, median, spread, write_section
+from tools.report import Measurement, median, spread, write_section
 from tools.training.hf_shapes import LLAMA3_SCALING
 
 OURS, THEIRS, SAVING = (
@@ -83,7 +83,7 @@ def measure(name: str, options: dict[str, Any], titan: str | None, rounds: int) 
             return pairs(ours, theirs, rounds)
 
 
-def stall(options: dict[str, Any], rounds: int) -> Bar:
+def stall(options: dict[str, Any], rounds: int) -> Measurement:
     """How long a save keeps training, against the copy to pinned memory alone."""
     copies, saves = options | {"what": "copy"}, options | {"what": "save"}
     found: list[tuple[float, float]] = []
@@ -96,13 +96,15 @@ def stall(options: dict[str, Any], rounds: int) -> Bar:
             ours.step()  # waits for the upload, which is not the stall
     kept, copied = ([pair[side] for pair in found[1:]] for side in (0, 1))  # the first save makes the buffers
     ratio = median([save / copy for save, copy in found[1:]])
-    return Bar(
+    return Measurement(
         what="a save keeps training for, over the copy alone", figure=f"{ratio:.2f} x ({spread(kept)})",
         bar=f"<= {STALL_BAR} x", holds=ratio <= STALL_BAR, peer=spread(copied),
     )  # fmt: skip
 
 
-def rows(seconds: dict[str, tuple[list[float], list[float]]], options: dict[str, Any], peak: float | None) -> list[Bar]:
+def rows(
+    seconds: dict[str, tuple[list[float], list[float]]], options: dict[str, Any], peak: float | None
+) -> list[Measurement]:
     """Tokens per second, MFU and ratios."""
     tokens = options["samples"] * options["seq_len"]
     flops = flops_per_token(TINY if options["is_tiny"] else LARGE, options["seq_len"])
@@ -117,11 +119,11 @@ def rows(seconds: dict[str, tuple[list[float], list[float]]], options: dict[str,
         bar, peer = (
             (">= 1.0 x", f"{tokens / median(theirs):,.0f} tok/s") if theirs else ("-", "torchtitan not installed")
         )
-        bars.append(Bar(what=name, figure=figure, bar=bar, holds=ratio is None or ratio >= 1.0, peer=peer))
+        bars.append(Measurement(what=name, figure=figure, bar=bar, holds=ratio is None or ratio >= 1.0, peer=peer))
     compiled, narrow = (median(seconds[name][0]) for name in ("bf16, compiled", "Float8 rowwise, compiled"))
     gain = compiled / narrow
     bars.append(
-        Bar(
+        Measurement(
             what="Float8 over bf16, both compiled",
             figure=f"{gain:.2f} x",
             bar=f">= {FLOAT8_BAR} x",

@@ -20,7 +20,7 @@ from titan_ckpt.trainer.data.tokenizer import open_tokenizer
 from titan_ckpt.trainer.run.rank_process import RankProcess
 from titan_ckpt.trainer.run.setup import run_rank
 from tools.paths import CONFIGS
-from tools.report import Bar, median, spread, timed, write_section
+from tools.report import Measurement, median, spread, timed, write_section
 
 CONFIG = str(CONFIGS / "tiny.toml")
 FAR, FAR_BAR_S, RATE_BAR = 10**9, 1.0, 2.0
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dataset = open_demo(config)
         found = median([rate(dataset, shape, batches) for _ in range(ROUNDS)])
         bars.append(
-            Bar(
+            Measurement(
                 what=f"{what}: over the demo's {demo:,.0f} tok/s",
                 figure=f"{found / demo:,.0f} x ({found:,.0f} tok/s)",
                 bar=f">= {RATE_BAR} x",
@@ -103,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     far = [timed(lambda: begin_far(mixed, whole)) for _ in range(ROUNDS)]
     bars.append(
-        Bar(what="resuming at position 10^9", figure=spread(far), bar=f"< {FAR_BAR_S} s", holds=max(far) < FAR_BAR_S)
+        Measurement(
+            what="resuming at position 10^9", figure=spread(far), bar=f"< {FAR_BAR_S} s", holds=max(far) < FAR_BAR_S
+        )
     )
     write_section("trainer loader", TITLE, bars, NOTES.format(steps=STEPS - 2))
     return int(not all(bar.holds for bar in bars))

@@ -32,7 +32,7 @@ from titan_ckpt.trainer.run.rank_process import RankProcess
 from titan_ckpt.trainer.run.setup import run_rank
 from titan_ckpt.trainer.run.stop_signals import StopCode
 from tools.paths import DEBUG_CONFIG
-from tools.report import Bar, interleave, median, write_section
+from tools.report import Measurement, interleave, median, write_section
 
 STEP_MS, BAR, WARMUP = 100.0, 0.01, 20
 PHASES, COLLECTIVES, CALLS = 5, 100, 2000
@@ -142,12 +142,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{PHASES} phases, {found['phase']:.1f} us each": PHASES * found["phase"],
         f"{COLLECTIVES} collectives, {added_us:.1f} us more each": COLLECTIVES * added_us,
     }
-    bars = [Bar(what=what, figure=f"{us / 1e3:.3f} ms", bar="-", holds=True) for what, us in parts_us.items()]
+    bars = [Measurement(what=what, figure=f"{us / 1e3:.3f} ms", bar="-", holds=True) for what, us in parts_us.items()]
     total_ms = sum(parts_us.values()) / 1e3
     share = total_ms / STEP_MS
     figure = f"{total_ms:.2f} ms: {share:.2%}"
     bars.append(
-        Bar(what=f"together, of a step of {STEP_MS:.0f} ms", figure=figure, bar=f"<= {BAR:.0%}", holds=share <= BAR)
+        Measurement(
+            what=f"together, of a step of {STEP_MS:.0f} ms", figure=figure, bar=f"<= {BAR:.0%}", holds=share <= BAR
+        )
     )
     notes = NOTES.format(steps=asked.steps, rounds=asked.rounds, collectives=COLLECTIVES)
     write_section("trainer overhead", TITLE, bars, notes)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.conversion.convert_smollm2 import unpack
 from titan_ckpt.trainer.model.decoder import Decoder, ModelConfig
-from tools.report import Bar, write_section
+from tools.report import Measurement, write_section
 from tools.training.hf_shapes import from_hf
 
 BAR = 1e-3
@@ -36,7 +36,7 @@ def decoder_of(reference: Any, config: ModelConfig) -> Decoder:
 
 
 @torch.no_grad()
-def compare(reference: Any, tokens_BS: Tensor) -> list[Bar]:
+def compare(reference: Any, tokens_BS: Tensor) -> list[Measurement]:
     """Largest difference of a logit, the losses, and the difference that a theta 1 % off would make."""
     config = from_hf(reference.config.to_dict())
     expected_BSV = reference(tokens_BS).logits
@@ -50,12 +50,14 @@ def compare(reference: Any, tokens_BS: Tensor) -> list[Bar]:
     agree = (found_BSV.argmax(-1) == expected_BSV.argmax(-1)).float().mean().item()
     count = tokens_BS.numel()
     return [
-        Bar(
+        Measurement(
             what=f"largest logit difference over {count} tokens", figure=f"{off:.1e}", bar=f"{BAR:g}", holds=off <= BAR
         ),
-        Bar(what="the same with rope_theta 1 % off", figure=f"{wrong:.1e}", bar=f"> {BAR:g}", holds=wrong > BAR),
-        Bar(what="next token agrees", figure=f"{agree:.2%}", bar="100%", holds=agree == 1.0),
-        Bar(
+        Measurement(
+            what="the same with rope_theta 1 % off", figure=f"{wrong:.1e}", bar=f"> {BAR:g}", holds=wrong > BAR
+        ),
+        Measurement(what="next token agrees", figure=f"{agree:.2%}", bar="100%", holds=agree == 1.0),
+        Measurement(
             what="loss per token",
             figure=f"{losses[0]:.6f}",
             bar="equal to 1e-5",

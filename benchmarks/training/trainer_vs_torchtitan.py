@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from benchmarks.training.turns import Job
 from tools.ports import free_port
-from tools.report import Bar, median, spread, write_section
+from tools.report import Measurement, median, spread, write_section
 
 WARMUP = 2
 TITLE = "A training step against torchtitan 0.3.0, 6.2 M parameters, gloo"
@@ -34,7 +34,7 @@ puts FSDP around one rank too, as its own `parallelize` does; its attention is S
 Four ranks share two cores."""
 
 
-def compare(name: str, titan: str, rounds: int) -> Bar:
+def compare(name: str, titan: str, rounds: int) -> Measurement:
     """One mesh's row."""
     options = MESHES[name] | {"batch_size": 8, "seq_len": 256, "threads": 1}
     world_size = options["pp"] * options["dp_shard"] * options["tp"]
@@ -48,7 +48,7 @@ def compare(name: str, titan: str, rounds: int) -> Bar:
     wall, cpu = (median([getattr(b, f) / getattr(a, f) for a, b in pairs]) for f in ("wall_s", "cpu_s"))
     mine, other = ([pair[side].wall_s for pair in pairs] for side in (0, 1))
     sys.stderr.write(f"{name:14} {wall:.2f} x   processor {cpu:.2f} x   {spread(mine)}   {spread(other)}\n")
-    return Bar(
+    return Measurement(
         what=name,
         figure=f"{wall:.2f} x (processor time {cpu:.2f} x; a step {spread(mine)})",
         bar=">= 1.0 x",
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", choices=list(MESHES), action="append")
     options = parser.parse_args(arguments)
-    bars: list[Bar] = []
+    bars: list[Measurement] = []
     for name in options.only or MESHES:
         bars.append(compare(name, options.titan, options.rounds))
         if not options.only:  # each time, so that a run that is cut short leaves what it has

@@ -22,7 +22,7 @@ ANSWER = '{"wall_s"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class StepTime:
     """What one step took: seconds until the slowest rank had it, processor seconds of all ranks."""
 
     wall_s: float
@@ -60,14 +60,14 @@ class Job:
             for rank in range(world_size)
         ]
 
-    def step(self) -> Taken:
+    def step(self) -> StepTime:
         """Let all ranks do one step."""
         for rank in self.ranks:
             assert rank.stdin is not None
             rank.stdin.write("\n")
             rank.stdin.flush()
         answers = [self._answer(rank) for rank in self.ranks]
-        return Taken(wall_s=max(a["wall_s"] for a in answers), cpu_s=sum(a["cpu_s"] for a in answers))
+        return StepTime(wall_s=max(a["wall_s"] for a in answers), cpu_s=sum(a["cpu_s"] for a in answers))
 
     def _answer(self, rank: subprocess.Popen[str]) -> dict[str, float]:
         assert rank.stdout is not None

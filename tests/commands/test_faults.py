@@ -19,7 +19,7 @@ from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.copy import copy_checkpoint
 from titan_ckpt.upkeep.deletion import delete
 from titan_ckpt.upkeep.retention import RetentionPolicy
-from tools.faults.store import ERRORS, Fault, FaultyStore, How, no_space
+from tools.faults.store import ERRORS, FaultMode, FaultyStore, StoreFault, no_space
 
 
 @pytest.fixture
@@ -37,15 +37,15 @@ def number_of_calls(action: Callable[[FaultyStore], object], url: str) -> int:
     return len(store.calls)
 
 
-@pytest.mark.parametrize("how", ["before", "after", "torn"])
+@pytest.mark.parametrize("how", [FaultMode.BEFORE, FaultMode.AFTER, FaultMode.TORN])
 def test_a_copy_that_fails_at_any_call_commits_nothing_wrong_and_the_next_one_ends_it(
-    run: str, tmp_path: Path, how: How
+    run: str, tmp_path: Path, how: FaultMode
 ) -> None:
     source = open_checkpoint(run)
     calls = number_of_calls(lambda store: copy_checkpoint(source, store), str(tmp_path / "counted"))
     for number in range(1, calls + 1):
         url = str(tmp_path / f"copy-{number}")
-        store = FaultyStore(FileStore(url), [Fault(number=number, how=how, error=ERRORS[number % len(ERRORS)])])
+        store = FaultyStore(FileStore(url), [StoreFault(number=number, how=how, error=ERRORS[number % len(ERRORS)])])
         with suppress(TitanError, OSError):  # "not there" is an answer that a fault after the call does not reach
             copy_checkpoint(source, store)
         assert store.hit
@@ -57,7 +57,7 @@ def test_a_copy_that_fails_at_any_call_commits_nothing_wrong_and_the_next_one_en
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
-def test_a_prune_that_fails_at_any_call_leaves_every_listed_checkpoint_whole(tmp_path: Path, how: How) -> None:
+def test_a_prune_that_fails_at_any_call_leaves_every_listed_checkpoint_whole(tmp_path: Path, how: FaultMode) -> None:
     def prune(store: FaultyStore) -> None:
         for item in plan_removal(store, store.url, RetentionPolicy(keep_last=1), now_s=time.time()):
             delete(store, item)
@@ -72,7 +72,7 @@ def test_a_prune_that_fails_at_any_call_leaves_every_listed_checkpoint_whole(tmp
     for number in range(1, number_of_calls(prune, fresh("counted")) + 1):
         url = fresh(f"run-{number}")
         with pytest.raises((TitanError, OSError)):
-            prune(FaultyStore(FileStore(url), [Fault(number=number, how=how, error=no_space)]))
+            prune(FaultyStore(FileStore(url), [StoreFault(number=number, how=how, error=no_space)]))
         committed = [info.step for info in list_checkpoints(url) if info.state == "committed"]
         assert 3 in committed
         for step in committed:

@@ -22,11 +22,11 @@ DOCTESTED = (
 )
 
 
-def test_the_printed_reference_is_what_the_docstrings_say() -> None:
+def test_the_python_reference_matches_the_docstrings() -> None:
     assert (DOCS / "api.md").read_text() == reference(), "run `make docs`"
 
 
-def test_every_public_name_has_an_entry_with_words() -> None:
+def test_every_public_name_is_described() -> None:
     entries = dict(
         re.findall(r"^### (\S+)\n\n```python\n.*?```\n\n(.*?)\n(?:\n|\Z)", reference(), re.MULTILINE | re.DOTALL)
     )

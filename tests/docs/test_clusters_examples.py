@@ -111,9 +111,7 @@ def test_slurm_example_is_understood_by_torchrun_and_by_us(
     assert given.shutdown_timeout < int(notice_s.group(1))
 
 
-def test_slurm_example_saves_and_queues_itself_again_before_the_time_limit(
-    tools: dict[str, str], tmp_path: Path
-) -> None:
+def test_slurm_example_requeues_itself_before_the_time_limit(tools: dict[str, str], tmp_path: Path) -> None:
     said = tmp_path / "said"
     # A step that lasts until SIGTERM, as torchrun does; scancel finds it by its id, as Slurm does.
     (tmp_path / "srun").write_text(f"#!/bin/bash\ntrap 'echo committed >> {said}; exit 0' TERM\necho $$ > {tmp_path}/step\n"

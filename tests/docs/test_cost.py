@@ -46,7 +46,7 @@ def _state(size_bytes: int, num_tensors: int) -> dict[str, torch.Tensor]:
     return {f"w{n}": torch.randn(size_bytes // 4 // num_tensors) for n in range(num_tensors)}
 
 
-def test_a_save_makes_the_requests_that_the_page_counts(s3_url: str, counted: Callable[[], Any]) -> None:
+def test_a_save_makes_the_documented_requests(s3_url: str, counted: Callable[[], Any]) -> None:
     with counted() as opening, Saver(s3_url) as saver:
         pass
     assert opening == [1, 0]
@@ -59,7 +59,7 @@ def test_a_save_makes_the_requests_that_the_page_counts(s3_url: str, counted: Ca
     assert small == [1 + 4, 3]
 
 
-def test_an_incremental_save_of_what_has_not_changed_writes_no_data(s3_url: str, counted: Callable[[], Any]) -> None:
+def test_an_incremental_save_without_changes_writes_no_data(s3_url: str, counted: Callable[[], Any]) -> None:
     state = _state(1 << 20, 4)
     with Saver(s3_url, SaveOptions(incremental=True)) as saver:
         saver.save_now(state, step=1)
@@ -68,7 +68,7 @@ def test_an_incremental_save_of_what_has_not_changed_writes_no_data(s3_url: str,
     assert again == [4, 3]
 
 
-def test_opening_and_loading_make_the_requests_that_the_page_counts(s3_url: str, counted: Callable[[], Any]) -> None:
+def test_open_and_load_make_the_documented_requests(s3_url: str, counted: Callable[[], Any]) -> None:
     state = _state(40 << 20, 4)
     with Saver(s3_url) as saver:
         saver.save_now(state, step=1)

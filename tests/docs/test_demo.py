@@ -46,13 +46,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.s3, pytest.mark.hf, pytest.mark.timeout(LIMIT_S + 60)]
 
 
-def test_all_eight_acts_are_told_and_kept(demo: tuple[Path, dict[str, Any]]) -> None:
+def test_all_eight_acts_are_reported_and_recorded(demo: tuple[Path, dict[str, Any]]) -> None:
     folder, facts = demo
     assert [facts[name]["act"] for name in ACTS] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert json.loads((folder / "facts.json").read_text()) == facts
 
 
-def test_the_story_is_told_in_the_words_of_the_readme(demo: tuple[Path, dict[str, Any]]) -> None:
+def test_the_demo_prints_the_story_of_the_readme(demo: tuple[Path, dict[str, Any]]) -> None:
     shown = STORY.search((ROOT / "README.md").read_text())
     assert shown is not None
     assert story_words((demo[0] / "story.txt").read_text()) == story_words(shown[1])
@@ -62,7 +62,7 @@ def test_the_loss_falls(demo: tuple[Path, dict[str, Any]]) -> None:
     assert demo[1]["train"]["last_loss"] < demo[1]["train"]["first_loss"] - 1.0
 
 
-def test_the_kill_came_in_the_middle_of_an_upload_and_the_commit_before_it_is_whole(
+def test_a_kill_during_an_upload_keeps_the_last_commit(
     demo: tuple[Path, dict[str, Any]],
 ) -> None:
     kill = demo[1]["kill"]
@@ -73,7 +73,7 @@ def test_the_kill_came_in_the_middle_of_an_upload_and_the_commit_before_it_is_wh
 
 
 @pytest.mark.parametrize("act", ["resume", "reshard"])
-def test_losses_go_on_as_if_nothing_had_happened(demo: tuple[Path, dict[str, Any]], act: str) -> None:
+def test_losses_continue_those_of_the_killed_run(demo: tuple[Path, dict[str, Any]], act: str) -> None:
     assert demo[1][act]["compared_steps"] == 2
     assert demo[1][act]["max_relative_difference"] <= 1e-5
 
@@ -85,14 +85,14 @@ def test_transformers_computes_the_same_logits(demo: tuple[Path, dict[str, Any]]
     assert (demo[0] / "hf" / "config.json").exists()
 
 
-def test_the_guilty_rank_and_its_line_are_named_and_shown(demo: tuple[Path, dict[str, Any]]) -> None:
+def test_the_culprit_rank_and_line_are_found_and_shown(demo: tuple[Path, dict[str, Any]]) -> None:
     hang = demo[1]["hang"]
     assert (hang["verdict"], hang["rank"]) == ("SKIPPED_COLLECTIVE", 1)
     assert hang["source"] in Path(hang["file"]).read_text()
     assert Path(demo[1]["look"]["screenshot"]).read_text().startswith("<svg")
 
 
-def test_nothing_that_the_demo_started_is_left(demo: tuple[Path, dict[str, Any]]) -> None:
+def test_the_demo_leaves_no_process_behind(demo: tuple[Path, dict[str, Any]]) -> None:
     if not Path("/proc").exists():
         pytest.skip("looks at /proc")
     left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(demo[0]).encode() in _read(path)]

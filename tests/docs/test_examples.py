@@ -97,7 +97,7 @@ def test_the_fsdp2_example_repeats_the_killed_job_bit_for_bit(fsdp2: Story) -> N
     assert {step: fsdp2.resumed.losses[step] for step in both} == {step: fsdp2.killed.losses[step] for step in both}
 
 
-def test_what_the_fsdp2_example_saved_is_whole_and_says_how_it_is_cut(fsdp2: Story) -> None:
+def test_the_fsdp2_checkpoint_is_whole_and_records_its_mesh(fsdp2: Story) -> None:
     checkpoint = open_checkpoint(fsdp2.url)
     assert verify(checkpoint, read_data=True) == []
     assert checkpoint.manifest.mesh == MeshSpec.parse("dp_shard=2")

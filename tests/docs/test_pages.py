@@ -34,7 +34,7 @@ def readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.dist
 @pytest.mark.hf
 @pytest.mark.timeout(LIMIT_S)
-def test_every_block_of_the_readme_runs_and_prints_what_it_shows(readme: Path) -> None:
+def test_every_readme_block_prints_what_the_page_shows(readme: Path) -> None:
     assert (readme / "my-model" / "config.json").exists()
 
 
@@ -54,14 +54,14 @@ def test_tensorboard_reads_the_numbers_of_the_readmes_run(readme: Path) -> None:
 @pytest.mark.s3
 @pytest.mark.hf
 @pytest.mark.timeout(LIMIT_S)
-def test_every_block_of_the_tutorial_runs_and_prints_what_it_shows(
+def test_every_tutorial_block_prints_what_the_page_shows(
     tmp_path: Path, s3_server: Server, s3_environment: dict[str, str]
 ) -> None:
     s3_server.create_bucket("bucket")
     assert run(TUTORIAL, tmp_path, s3_environment) >= 8
 
 
-def test_the_page_on_neighbours_prints_what_it_shows(tmp_path: Path) -> None:
+def test_the_neighbours_block_prints_what_the_page_shows(tmp_path: Path) -> None:
     assert run(DOCS / "neighbours.md", tmp_path, {}) == 1
 
 
@@ -103,7 +103,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert not slug or _section(found, slug) is not None, f"{page.name}: {target}: no such heading"
 
 
-def test_every_measured_figure_of_the_readme_stands_in_the_section_it_links_to() -> None:
+def test_readme_figures_stand_in_the_sections_they_link_to() -> None:
     performance = DOCS / "performance.md"
     for text, target in LINK.findall(README.read_text()):
         path, _, slug = target.partition("#")
@@ -124,7 +124,7 @@ def test_every_measured_figure_of_the_readme_stands_in_the_section_it_links_to()
         ("rank 1 at .../x.py:62", "rank 1 at\n /srv/lib/x.py:7"),
     ],
 )
-def test_figures_and_gaps_may_differ(page: str, printed: str) -> None:
+def test_measured_figures_and_gaps_may_differ(page: str, printed: str) -> None:
     assert first_difference(page, printed) is None
 
 
@@ -132,5 +132,5 @@ def test_figures_and_gaps_may_differ(page: str, printed: str) -> None:
     ("page", "printed"),
     [("step 20", "step 30"), ("a b", "a b c"), ("a\n...\nd", "a b c"), ("a b", "a"), ("rank 1", "rank 0")],
 )
-def test_words_and_counts_may_not(page: str, printed: str) -> None:
+def test_words_and_counts_may_not_differ(page: str, printed: str) -> None:
     assert first_difference(page, printed) is not None

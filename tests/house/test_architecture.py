@@ -69,7 +69,7 @@ def _fresh(code: str) -> str:
         "titan_ckpt.tui.data.incident, titan_ckpt.tui.session.session",
     ],
 )
-def test_what_runs_on_a_laptop_loads_nothing_heavy(modules: str) -> None:
+def test_laptop_commands_import_nothing_heavy(modules: str) -> None:
     code = f"import sys, json, {modules}; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
     assert json.loads(_fresh(code)) == []
 
@@ -79,7 +79,7 @@ def test_the_exported_names_are_these() -> None:
     assert all(getattr(titan_ckpt, name) is not None for name in PUBLIC)
 
 
-def test_another_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'saev'"):
         titan_ckpt.saev  # noqa: B018
 
@@ -101,7 +101,7 @@ def test_the_version_stands_in_one_module() -> None:
 
 
 @pytest.mark.parametrize("room", ["trainer", "debug", "tui", "converters"])
-def test_a_room_imported_by_its_bare_name_says_its_real_one(room: str) -> None:
+def test_a_bare_sub_package_import_names_the_full_one(room: str) -> None:
     code = f"try:\n import {room}\nexcept ImportError as error: print(error)"
     assert f"import titan_ckpt.{room}" in _fresh(code)
 
@@ -115,18 +115,18 @@ def _modules_with_examples() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("module", _modules_with_examples())
-def test_examples_in_docstrings_hold(module: str) -> None:
+def test_docstring_examples_hold(module: str) -> None:
     assert doctest.testmod(importlib.import_module(module)).failed == 0
 
 
-def test_the_floors_are_kept() -> None:
+def test_the_import_contracts_hold() -> None:
     done = subprocess.run(
         [str(Path(sys.executable).with_name("lint-imports"))], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout
 
 
-def test_the_printed_reference_is_what_help_says() -> None:
+def test_the_command_reference_matches_help() -> None:
     assert (DOCS / "cli.md").read_text() == reference(), "run `make docs`"
 
 
@@ -164,7 +164,7 @@ def _violations(value: Any, schema: dict[str, Any], where: str = "") -> Iterator
             yield from _violations(item, schema["items"], f"{where}/{number}")
 
 
-def test_what_a_save_writes_is_what_the_format_page_says(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_fits_the_documented_schema(tmp_path: Path) -> None:
     state = {"model": {"weight": torch.ones(3, 4), "scale": torch.tensor(1.0)}, "note": {"a": 1}}
     options = titan_ckpt.SaveOptions(mesh=titan_ckpt.MeshSpec.parse("dp_shard=1"))
     titan_ckpt.save(str(tmp_path), state, step=3, options=options, training={"step": 3}, user={"who": "me"})
@@ -174,6 +174,6 @@ def test_what_a_save_writes_is_what_the_format_page_says(tmp_path: Path) -> None
     assert list(_violations(json.loads(manifest.read_text()), _schema("manifest"))) == []
 
 
-def test_the_schema_of_the_format_page_refuses_what_it_does_not_name() -> None:
+def test_the_documented_schema_refuses_unknown_fields() -> None:
     found = list(_violations({"format": "other", "more": 1}, _schema("manifest")))
     assert {"/format: 'other' is not 'titan-ckpt'", ": more is not in the schema", ": step is missing"} <= set(found)

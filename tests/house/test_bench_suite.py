@@ -29,16 +29,16 @@ def row(table: str, what: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("holds", "expected"), [("yes", "yes"), ("NO", "**no**")])
-def test_a_bar_is_what_its_section_says(holds: str, expected: str) -> None:
+def test_a_bar_is_read_from_its_section(holds: str, expected: str) -> None:
     cells = row(summary(SECTION.format(holds=holds)), "stall of an async save")
     assert cells == ["<= 1.25 x", "1.09 x (0.1 s (0.1 to 0.2))", expected, "core-local"]
 
 
-def test_a_bar_without_a_run_says_so_and_what_it_needs() -> None:
+def test_a_bar_without_a_run_shows_what_it_needs() -> None:
     assert row(summary(""), "tokens/s against torchtitan on one GPU")[1:] == ["not run here", "-", "needs a GPU"]
 
 
-def test_a_bar_inside_a_first_cell_is_no_border() -> None:
+def test_a_vertical_bar_in_the_first_cell_is_text() -> None:
     text = SECTION.format(holds="yes").replace("async save", "async |save|")
     assert read_sections(text)["core-local"][0].what == "stall of an async |save| / copy"
 
@@ -53,7 +53,7 @@ def test_every_bar_of_the_committed_page_is_read_from_it() -> None:
         assert not promise.file or (ROOT / promise.file).is_file(), promise
 
 
-def test_every_suite_is_a_module_and_every_benchmark_is_in_a_suite() -> None:
+def test_suites_and_benchmark_modules_match() -> None:
     modules = {suite.module for suite in SUITES}
     assert all(find_spec(f"benchmarks.{name}") for name in modules)
     folder = ROOT / "benchmarks"
@@ -64,12 +64,12 @@ def test_every_suite_is_a_module_and_every_benchmark_is_in_a_suite() -> None:
     assert scripts <= modules, f"not in benchmarks/suite.py: {scripts - modules}"
 
 
-def test_list_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_prints_a_line_per_suite(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(SUITES)
 
 
-def test_a_suite_that_hangs_is_ended_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_that_hangs_is_ended_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "OUTPUT", tmp_path)
     monkeypatch.setattr(suite, "ROOT", tmp_path)
     waits = [sys.executable, "-c", "import threading; threading.Event().wait()"]
@@ -77,7 +77,7 @@ def test_a_suite_that_hangs_is_ended_and_told(tmp_path: Path, monkeypatch: pytes
     assert "out of time" in run_suite(Suite(name="hangs", module="checkpoints.core_local", limit_s=0.5)).problem
 
 
-def test_a_suite_that_fails_is_told_with_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_suite_is_reported_with_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "OUTPUT", tmp_path)
     monkeypatch.setattr(suite, "ROOT", tmp_path)
     monkeypatch.setattr(Suite, "command", lambda _: [sys.executable, "-c", "raise SystemExit('no room')"])
@@ -86,7 +86,7 @@ def test_a_suite_that_fails_is_told_with_its_last_line(tmp_path: Path, monkeypat
                           capture_output=True).returncode == 2  # fmt: skip
 
 
-def test_a_suite_that_fails_is_named_at_the_end_and_the_others_run(
+def test_a_failed_suite_is_listed_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "performance.md"
@@ -114,7 +114,7 @@ def test_a_suite_that_fails_is_named_at_the_end_and_the_others_run(
     assert main(["--quick", "--only", "writes"]) == 0
 
 
-def test_quick_leaves_out_what_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_leaves_out_long_suites(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--list"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert "core_scale" in names

@@ -58,7 +58,7 @@ def _sources() -> Iterator[str]:
                 yield f"{package}/{path.relative_to(ROOT / folder)}"
 
 
-def test_the_wheel_adds_one_name_to_site_packages_and_holds_every_module(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_under_one_top_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     tops = {name.partition("/")[0] for name in names}
@@ -67,7 +67,7 @@ def test_the_wheel_adds_one_name_to_site_packages_and_holds_every_module(wheel: 
     assert modules == set(_sources())
 
 
-def test_the_wheel_holds_the_type_marker_the_styles_and_the_licence(wheel: Path) -> None:
+def test_the_wheel_holds_type_marker_styles_and_licence(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "titan_ckpt/py.typed" in names
@@ -75,7 +75,7 @@ def test_the_wheel_holds_the_type_marker_the_styles_and_the_licence(wheel: Path)
     assert any(name.endswith("/LICENSE") for name in names)
 
 
-def test_the_wheel_holds_the_compiled_ring_and_without_a_compiler_only_the_one_in_python(
+def test_the_compiled_ring_is_optional_in_the_wheel(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rings(built: Path) -> list[str]:
@@ -120,7 +120,7 @@ def test_the_source_archive_holds_every_file_and_link(tmp_path: Path) -> None:
     assert wanted.items() <= held.items()
 
 
-def test_an_editable_install_follows_the_sources_and_adds_one_name(tmp_path: Path) -> None:
+def test_an_editable_install_follows_the_sources(tmp_path: Path) -> None:
     python = _environment(tmp_path / "venv")
     source = tmp_path / "source"
     _copy_sources(source)
@@ -197,7 +197,7 @@ def _installed_files(names: tuple[str, ...]) -> Iterator[Path]:
     yield from map(Path, json.loads(_run(Path(sys.executable), "-c", code, *names).stdout))
 
 
-def test_the_laptop_install_needs_what_pyproject_says_and_nothing_else() -> None:
+def test_the_laptop_install_needs_only_its_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {text.split(">")[0] for text in project["dependencies"]} == set(LAPTOP)
 
@@ -237,9 +237,7 @@ def test_tui_draws_an_incident_without_torch(laptop: Path, tmp_path: Path) -> No
         (["debug", "inject", "skip"], "titan-ckpt[torch]"),
     ],
 )
-def test_a_missing_extra_is_the_pip_command_that_brings_it(
-    laptop: Path, tmp_path: Path, arguments: list[str], pip: str
-) -> None:
+def test_a_missing_extra_prints_its_pip_command(laptop: Path, tmp_path: Path, arguments: list[str], pip: str) -> None:
     words = [word.format(run=tmp_path / "run", out=tmp_path / "out") for word in arguments]
     if "{run}" in " ".join(arguments):
         _save_checkpoint(tmp_path / "run")
@@ -248,7 +246,7 @@ def test_a_missing_extra_is_the_pip_command_that_brings_it(
     assert "Traceback" not in said
 
 
-def test_the_command_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"titan-ckpt {titan_ckpt.__version__}\n"

@@ -17,8 +17,8 @@ from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.time_limit import HungStoreError, run_until
-from tools.faults.cases import KINDS, Case, all_cases, count_calls, run_case
-from tools.faults.store import Fault, FaultyStore
+from tools.faults.cases import KINDS, FaultCase, all_cases, count_calls, run_case
+from tools.faults.store import FaultMode, FaultyStore, StoreFault
 from tools.rank_pool import RankPool
 
 
@@ -33,7 +33,9 @@ def pool() -> Iterator[RankPool]:
 def test_a_fault_at_a_sample_of_calls_loses_nothing_and_is_heard_of_on_every_rank(
     pool: RankPool, tmp_path: Path, kind: str
 ) -> None:
-    cases = all_cases(kind, count_calls(pool, tmp_path / "count", kind), ("before", "after", "torn"))
+    cases = all_cases(
+        kind, count_calls(pool, tmp_path / "count", kind), (FaultMode.BEFORE, FaultMode.AFTER, FaultMode.TORN)
+    )
     hit = 0
     for number, case in enumerate(random.Random(f"7-{kind}").sample(cases, 10)):
         found, seen, _ = run_case(pool, tmp_path / f"case-{number}", case)
@@ -43,16 +45,16 @@ def test_a_fault_at_a_sample_of_calls_loses_nothing_and_is_heard_of_on_every_ran
 
 
 HANGS = (
-    Case(kind="async", store="first", rank=1, number=1, how="hang"),  # a data file
-    Case(kind="sync", store="first", rank=0, number=9, how="hang"),  # COMMIT.json
-    Case(kind="mirror", store="second", rank=1, number=2, how="hang"),
+    FaultCase(kind="async", store="first", rank=1, number=1, how=FaultMode.HANG),  # a data file
+    FaultCase(kind="sync", store="first", rank=0, number=9, how=FaultMode.HANG),  # COMMIT.json
+    FaultCase(kind="mirror", store="second", rank=1, number=2, how=FaultMode.HANG),
 )
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("case", HANGS, ids=str)
 def test_a_hang_on_one_rank_ends_in_an_error_on_all_within_the_timeout(
-    pool: RankPool, tmp_path: Path, case: Case
+    pool: RankPool, tmp_path: Path, case: FaultCase
 ) -> None:
     found, seen, _ = run_case(pool, tmp_path, case)
     assert found == []
@@ -77,7 +79,7 @@ def test_ranks_that_save_different_steps_are_told_so(pool: RankPool, tmp_path: P
 
 def _hear_at_different_moments(rank: int, url: str) -> tuple[str, int]:
     """Rank 0 hears of the failure by its handle, rank 1 only when it saves again."""
-    store = FaultyStore(FileStore(url), [Fault(call="write", number=1)] if rank == 1 else [])
+    store = FaultyStore(FileStore(url), [StoreFault(call="write", number=1)] if rank == 1 else [])
     with Saver(store, SaveOptions(timeout_s=60)) as saver:
         handle, text = saver.save({"w": torch.ones(9), "v": torch.ones(9)}, step=1), ""
         if rank == 0:
@@ -102,11 +104,11 @@ def test_ranks_that_hear_of_a_failure_at_different_moments_stay_together(pool: R
 EXIT = """
 import sys
 import torch
-from tools.faults.store import Fault, FaultyStore
+from tools.faults.store import FaultMode, StoreFault, FaultyStore
 from titan_ckpt.errors import StoreError
 from titan_ckpt import SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
-store = FaultyStore(FileStore(sys.argv[1]), [Fault(call="write", number=2, how="hang")])
+store = FaultyStore(FileStore(sys.argv[1]), [StoreFault(call="write", number=2, how=FaultMode.HANG)])
 with Saver(store, SaveOptions(timeout_s=0.5)) as saver:
     try:
         saver.save({"w": torch.zeros(3)}, step=1).wait()
@@ -123,7 +125,7 @@ def test_a_call_that_never_returns_does_not_keep_the_process_from_ending(tmp_pat
 
 
 def test_work_that_was_given_up_can_do_nothing_when_it_wakes(tmp_path: Path) -> None:
-    store = FaultyStore(FileStore(str(tmp_path)), [Fault(call="write", number=1, how="hang")])
+    store = FaultyStore(FileStore(str(tmp_path)), [StoreFault(call="write", number=1, how=FaultMode.HANG)])
     ended: list[BaseException] = []
     over = threading.Event()
 
@@ -149,7 +151,7 @@ def test_a_mirror_copies_what_was_committed_even_when_the_last_save_failed(tmp_p
     store = FaultyStore(FileStore(str(tmp_path / "fast")))
     saver = Saver(store, SaveOptions(mirror=str(tmp_path / "safe")))
     saver.save({"w": torch.zeros(3)}, step=1).wait()
-    store.arm([Fault(call="write", number=1)])
+    store.arm([StoreFault(call="write", number=1)])
     saver.save({"w": torch.zeros(3)}, step=2)
     with pytest.raises(OSError, match="No space"):
         saver.close()

@@ -18,7 +18,7 @@ from titan_ckpt.store.base import RetryPolicy
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.s3_client import S3Options
-from tools.faults.store import Fault, FaultyStore
+from tools.faults.store import FaultyStore, StoreFault
 
 SECRETS = ("hunter2", "AKIAEXAMPLE", "tokentoken")
 URL = "https://AKIAEXAMPLE:hunter2@host/bucket?token=tokentoken"
@@ -69,7 +69,7 @@ def test_secrets_of_urls_are_hidden_in_any_text(text: str, expected: str) -> Non
 
 
 def test_the_error_of_a_library_reaches_the_other_ranks_without_secrets(tmp_path: Path) -> None:
-    fault = Fault(call="write", number=2, error=lambda: StoreError(f"cannot connect to {URL}"))
+    fault = StoreFault(call="write", number=2, error=lambda: StoreError(f"cannot connect to {URL}"))
     store = FaultyStore(FileStore(str(tmp_path)), [fault])
     with Saver(store, SaveOptions(is_exclusive=False)) as saver:
         with pytest.raises(SaveError) as caught:

@@ -17,12 +17,12 @@ from titan_ckpt.format.names import step_folder
 from titan_ckpt.saving.saver import save
 from titan_ckpt.store.base import RetryPolicy, Store
 from titan_ckpt.store.open import open_store
-from tools.faults.proxy import Fault, FaultyProxy, Kind, Request
+from tools.faults.proxy import FaultyProxy, HttpRequest, RequestFault, RequestFaultKind
 from tools.processes import marked_processes
 from tools.s3_server import Server
-from tools.soak.jobs import Kill, read_told, run_job
+from tools.soak.jobs import Kill, Victim, read_training_log, run_job
 from tools.soak.ledger import Ledger
-from tools.soak.weather import CALM, KINDS, STORM, Climate, draw_weather
+from tools.soak.weather import CALM, FREQUENCIES, STORM, Climate, draw_weather
 
 DATA = bytes(range(256)) * 4096
 QUICK = RetryPolicy(tries=3, first_wait_s=0.01, longest_wait_s=0.05, deadline_s=20)
@@ -32,17 +32,19 @@ def through(proxy: FaultyProxy, url: str) -> Store:
     return open_store(url, retry_policy=QUICK, endpoint_url=proxy.endpoint, read_timeout_s=2.0)
 
 
-def break_once(proxy: FaultyProxy, method: str, fault: Fault) -> None:
+def break_once(proxy: FaultyProxy, method: str, fault: RequestFault) -> None:
     """The next request of `method` is broken, the others pass."""
     left = [fault]
     proxy.rule = lambda request: left.pop() if left and request.method == method else None
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_fault_is_outlived_by_reads_and_writes(s3_server: Server, s3_url: str, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", FREQUENCIES)
+def test_every_kind_of_fault_is_outlived_by_reads_and_writes(
+    s3_server: Server, s3_url: str, kind: RequestFaultKind
+) -> None:
     host, _, port = s3_server.endpoint.removeprefix("http://").partition(":")
-    fault = Fault(kind=kind, after_bytes=5000, seconds=5.0 if kind == "hang" else 0.1)
+    fault = RequestFault(kind=kind, after_bytes=5000, seconds=5.0 if kind == RequestFaultKind.HANG else 0.1)
     with FaultyProxy(host, int(port)) as proxy:
         store = through(proxy, s3_url)
         break_once(proxy, "PUT", fault)
@@ -56,19 +58,19 @@ def test_every_kind_of_fault_is_outlived_by_reads_and_writes(s3_server: Server, 
 def test_faults_without_end_are_told_after_the_last_try(s3_server: Server, s3_url: str) -> None:
     host, _, port = s3_server.endpoint.removeprefix("http://").partition(":")
     with FaultyProxy(host, int(port)) as proxy:
-        proxy.rule = lambda _: Fault(kind="busy")
+        proxy.rule = lambda _: RequestFault(kind=RequestFaultKind.BUSY)
         with pytest.raises(TransientStoreError, match=r"given up after 3 tries.*SlowDown"):
             through(proxy, s3_url).write("a", [DATA])
 
 
 def test_weather_is_the_same_for_the_same_seed() -> None:
-    request = Request(method="PUT", path="/a", body_bytes=100, client="127.0.0.1")
+    request = HttpRequest(method="PUT", path="/a", body_bytes=100, client="127.0.0.1")
     first, second = Climate(7), Climate(7)
     for climate in (first, second):
         climate.set(STORM)
     faults = [first(request) for _ in range(500)]
     assert faults == [second(request) for _ in range(500)]
-    assert {fault.kind for fault in faults if fault is not None} == set(KINDS)
+    assert {fault.kind for fault in faults if fault is not None} == set(FREQUENCIES)
     first.set(CALM)
     assert not any(first(request) for _ in range(100))
     assert [draw_weather(random.Random(1)).name for _ in range(2)] == [draw_weather(random.Random(1)).name] * 2
@@ -103,7 +105,7 @@ def test_a_step_that_was_said_to_be_committed_is_missed(tmp_path: Path, ledger: 
     assert ledger.counts.lost == 1
 
 
-def test_a_step_that_is_written_again_with_other_values_is_noticed(tmp_path: Path, ledger: Ledger) -> None:
+def test_a_step_rewritten_with_other_values_is_noticed(tmp_path: Path, ledger: Ledger) -> None:
     save(str(tmp_path), {"w": torch.zeros(1000)}, step=2)
     ledger.look(str(tmp_path))
     assert (ledger.counts.lost, ledger.counts.wrong) == (0, 1)
@@ -119,7 +121,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, ledger: Ledger, complaints: li
     assert "cannot be read" in complaints[0]
 
 
-def test_losses_are_held_against_the_reference_and_against_what_followed_before(tmp_path: Path, ledger: Ledger) -> None:
+def test_losses_are_compared_with_reference_and_earlier_runs(tmp_path: Path, ledger: Ledger) -> None:
     url = str(tmp_path)
     ledger.references[0] = [4.0, 3.0, 2.0, 1.0]
     ledger.check_losses(0, "tp=2", url, 0, "the beginning", {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0})
@@ -135,12 +137,12 @@ def test_a_job_is_killed_with_all_its_processes(tmp_path: Path) -> None:
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {'import signal; signal.pause()'!r}])"
     moment = tmp_path / "began"
     code = f"open({str(moment)!r}, 'w').close(); {child}"
-    kill = Kill(whom="all", number=signal.SIGKILL, moment=moment.exists)
+    kill = Kill(victim=Victim.ALL, number=signal.SIGKILL, moment=moment.exists)
     ended = run_job([sys.executable, "-c", code], {}, tmp_path / "out", random.Random(0), kill=kill)
     assert (ended.was_killed, ended.outlived, ended.problem) == (True, 0, "")
 
 
-def test_a_process_that_has_no_environment_yet_is_the_jobs_whose_session_it_is_in() -> None:
+def test_a_process_without_environment_belongs_to_its_session() -> None:
     with subprocess.Popen(
         ["env", "-i", "sleep", "60"], start_new_session=True
     ) as process:  # as in the midst of an exec
@@ -164,6 +166,6 @@ def test_a_cut_line_of_metrics_is_passed_over(tmp_path: Path) -> None:
         '{"event": "start", "step": 3, "time_s": 5.0}\n{"event": "step", "step": 4, "loss": 1.5, "time_s": 6.0, "commi'
     )
     (tmp_path / "logs" / "metrics.jsonl").write_text(lines)
-    told = read_told(tmp_path)
+    told = read_training_log(tmp_path)
     assert (told.start, told.losses, told.committed) == (3, {}, None)
-    assert read_told(tmp_path, since_s=5.5).start is None
+    assert read_training_log(tmp_path, since_s=5.5).start is None

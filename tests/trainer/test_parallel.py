@@ -25,7 +25,7 @@ from titan_ckpt.trainer.parallel.config import (
 )
 from titan_ckpt.trainer.parallel.precision import apply_float8
 from tools.rank_pool import RankPool
-from tools.training.curves import EVERYTHING, SMALL, Curve, Run, relative_error, single, train
+from tools.training.curves import EVERYTHING, SMALL, Curve, CurveCase, relative_error, single, train
 from tools.training.mesh_cases import MEMORY, MESHES, PRECISIONS, SCHEDULES, mesh
 
 FP32_BAR = 1e-5
@@ -39,11 +39,11 @@ def ranks() -> Iterator[RankPool]:
 
 
 @cache
-def expected(run: Run) -> Curve:
+def expected(run: CurveCase) -> Curve:
     return single(replace(run, parallel=ParallelConfig()))
 
 
-def assert_same_curve(pool: RankPool, run: Run, bar: float = FP32_BAR) -> None:
+def assert_same_curve(pool: RankPool, run: CurveCase, bar: float = FP32_BAR) -> None:
     curves = pool.run(train, run)
     assert all(curve == curves[0] for curve in curves), "ranks disagree about the loss"
     reference = expected(run)
@@ -67,13 +67,13 @@ UNUSUAL = {
 @pytest.mark.dist
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_gives_the_single_process_curve(ranks: RankPool, name: str) -> None:
-    assert_same_curve(ranks, Run(parallel=MESHES[name]))
+    assert_same_curve(ranks, CurveCase(parallel=MESHES[name]))
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_an_unusual_mesh_gives_the_single_process_curve_too(ranks: RankPool, name: str) -> None:
-    assert_same_curve(ranks, Run(parallel=UNUSUAL[name]))
+    assert_same_curve(ranks, CurveCase(parallel=UNUSUAL[name]))
 
 
 @pytest.mark.dist
@@ -81,33 +81,33 @@ def test_an_unusual_mesh_gives_the_single_process_curve_too(ranks: RankPool, nam
     "parallel", [mesh(), mesh(tp=2, sequence_parallel=False), mesh(pp=2), mesh(pp=4, pp_schedule="GPipe")], ids=named
 )
 def test_an_odd_sequence_fits_where_it_is_not_cut(ranks: RankPool, parallel: ParallelConfig) -> None:
-    assert_same_curve(ranks, Run(parallel=parallel, seq_len=47))
+    assert_same_curve(ranks, CurveCase(parallel=parallel, seq_len=47))
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("schedule", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"])
 def test_three_stages_per_rank_give_the_single_process_curve(ranks: RankPool, schedule: PipelineSchedule) -> None:
     parallel = mesh(pp=2, pp_schedule=schedule, pp_layers_per_stage=(1,) * 6)
-    assert_same_curve(ranks, Run(model=replace(SMALL, n_layers=6), parallel=parallel, batch_size=12))
+    assert_same_curve(ranks, CurveCase(model=replace(SMALL, n_layers=6), parallel=parallel, batch_size=12))
 
 
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_blocks_recompute_under_tensor_parallelism(ranks: RankPool) -> None:
     parallel = mesh(tp=2, compile=True, activation_checkpoint="full")
-    assert_same_curve(ranks, Run(model=replace(SMALL, n_layers=2), steps=1, parallel=parallel))
+    assert_same_curve(ranks, CurveCase(model=replace(SMALL, n_layers=2), steps=1, parallel=parallel))
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_gives_the_single_process_curve(ranks: RankPool, name: str) -> None:
-    assert_same_curve(ranks, Run(parallel=SCHEDULES[name]))
+    assert_same_curve(ranks, CurveCase(parallel=SCHEDULES[name]))
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", MEMORY)
 def test_recomputing_activations_changes_nothing(ranks: RankPool, name: str) -> None:
-    assert_same_curve(ranks, Run(parallel=MEMORY[name]))
+    assert_same_curve(ranks, CurveCase(parallel=MEMORY[name]))
 
 
 @pytest.mark.dist
@@ -117,7 +117,7 @@ def test_recomputing_activations_changes_nothing(ranks: RankPool, name: str) -> 
     ids=named,
 )
 def test_biases_norms_windows_and_documents_follow(ranks: RankPool, parallel: ParallelConfig) -> None:
-    assert_same_curve(ranks, Run(model=EVERYTHING, parallel=parallel, has_documents=True))
+    assert_same_curve(ranks, CurveCase(model=EVERYTHING, parallel=parallel, has_documents=True))
 
 
 @pytest.mark.dist
@@ -125,18 +125,18 @@ def test_biases_norms_windows_and_documents_follow(ranks: RankPool, parallel: Pa
     "parallel", [mesh(dp_shard=4), mesh(tp=4), mesh(tp=2), mesh(pp=4), mesh(pp=2), mesh(pp=2, tp=2)], ids=named
 )
 def test_tied_embeddings_stay_one_weight(ranks: RankPool, parallel: ParallelConfig) -> None:
-    assert_same_curve(ranks, Run(model=replace(SMALL, tied_embeddings=True), parallel=parallel))
+    assert_same_curve(ranks, CurveCase(model=replace(SMALL, tied_embeddings=True), parallel=parallel))
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("parallel", [mesh(tp=2), mesh(pp=2)], ids=named)
 def test_accumulated_parts_add_up_to_the_batch(ranks: RankPool, parallel: ParallelConfig) -> None:
-    assert_same_curve(ranks, Run(parallel=parallel, accumulate=2))
+    assert_same_curve(ranks, CurveCase(parallel=parallel, accumulate=2))
 
 
 @pytest.mark.dist
 def test_a_curve_is_bit_equal_when_run_again(ranks: RankPool) -> None:
-    run = Run(parallel=mesh(pp=2, tp=2))
+    run = CurveCase(parallel=mesh(pp=2, tp=2))
     assert ranks.run(train, run) == ranks.run(train, run)
 
 
@@ -144,7 +144,7 @@ def test_a_curve_is_bit_equal_when_run_again(ranks: RankPool) -> None:
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_narrow_numbers_stay_near_the_float32_curve(ranks: RankPool, name: str) -> None:
     parallel, bar = PRECISIONS[name]
-    run = Run(parallel=parallel)
+    run = CurveCase(parallel=parallel)
     found = ranks.run(train, run)[0]
     assert 0.0 < relative_error(found.losses, expected(run).losses) <= bar
 
@@ -213,7 +213,7 @@ def test_tied_embeddings_are_refused_on_v_shaped_schedules() -> None:
 
 def test_flex_attention_is_refused_where_it_has_no_backward() -> None:
     with pytest.raises(ConfigError, match=r"attention=flex on a CPU"):
-        single(Run(parallel=mesh(attention="flex")))
+        single(CurveCase(parallel=mesh(attention="flex")))
 
 
 def test_mxfp8_is_refused_on_an_accelerator_that_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_a_v_schedule_brings_first_and_last_stage_together() -> None:
 def test_blocks_are_compiled_once_and_change_nothing() -> None:
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
-    run = Run(model=replace(SMALL, n_layers=3), steps=2)
+    run = CurveCase(model=replace(SMALL, n_layers=3), steps=2)
     compiled = single(replace(run, parallel=mesh(compile=True, activation_checkpoint="selective")))
     assert relative_error(compiled.losses, expected(run).losses) <= FP32_BAR
     assert counters["stats"]["unique_graphs"] - before == 2  # with and without gradients, not one per block

@@ -25,7 +25,7 @@ from titan_ckpt.loading.load import load
 from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.retention import RetentionPolicy
-from tools.faults.store import ERRORS, Fault, FaultyStore, How
+from tools.faults.store import ERRORS, FaultMode, FaultyStore, StoreFault
 from tools.rank_pool import RankPool
 
 HANG_TIMEOUT_S, TIMEOUT_S = 4.0, 60.0
@@ -34,19 +34,19 @@ STEPS = (2, 3, 4, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class FaultCase:
     """`store` is the one saved to (first) or the mirror (second); `number` counts its calls on `rank` from step 2 on."""
 
     kind: str
     store: str
     rank: int
     number: int
-    how: How
+    how: FaultMode
     error: int = 0
 
 
 @dataclass(slots=True)
-class Seen:
+class RankOutcome:
     """What one rank saw. `wrong` is what rank 0 found amiss in the run after a step."""
 
     call: str = ""
@@ -75,14 +75,14 @@ def options_of(kind: str, mirror: FaultyStore, timeout_s: float) -> SaveOptions:
     return SaveOptions(timeout_s=timeout_s)
 
 
-def run_on_rank(rank: int, folder: str, case: Case) -> Seen:
+def run_on_rank(rank: int, folder: str, case: FaultCase) -> RankOutcome:
     """The job, on each rank; the fault is on one of them."""
     stores = {"first": FaultyStore(FileStore(f"{folder}/run")), "second": FaultyStore(FileStore(f"{folder}/mirror"))}
-    seen, timeout_s = Seen(), HANG_TIMEOUT_S if case.how == "hang" else TIMEOUT_S
+    seen, timeout_s = RankOutcome(), HANG_TIMEOUT_S if case.how == FaultMode.HANG else TIMEOUT_S
     with _warnings(seen):
         saver = Saver(stores["first"], options_of(case.kind, stores["second"], timeout_s))
         _save(saver, case.kind, 1)
-        faults = [Fault(number=case.number, how=case.how, error=ERRORS[case.error % len(ERRORS)])]
+        faults = [StoreFault(number=case.number, how=case.how, error=ERRORS[case.error % len(ERRORS)])]
         for name, store in stores.items():
             store.arm(faults if rank == case.rank and name == case.store else [])
         for step in STEPS:
@@ -108,7 +108,7 @@ def _save(saver: Saver, kind: str, step: int) -> None:
         saver.save(make_state(step), **arguments).wait()
 
 
-def _try_step(saver: Saver, kind: str, step: int, seen: Seen) -> None:
+def _try_step(saver: Saver, kind: str, step: int, seen: RankOutcome) -> None:
     try:
         _save(saver, kind, step)
     except Exception as error:  # noqa: BLE001  (whatever a loop would see)
@@ -116,7 +116,7 @@ def _try_step(saver: Saver, kind: str, step: int, seen: Seen) -> None:
     _try(seen, saver.check)
 
 
-def _try(seen: Seen, action: Any) -> None:
+def _try(seen: RankOutcome, action: Any) -> None:
     """`check` or `close`: what a mirror has to say."""
     try:
         action()
@@ -125,7 +125,7 @@ def _try(seen: Seen, action: Any) -> None:
 
 
 @contextmanager
-def _warnings(seen: Seen) -> Iterator[None]:
+def _warnings(seen: RankOutcome) -> Iterator[None]:
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             seen.warnings.append(record.getMessage())
@@ -138,7 +138,7 @@ def _warnings(seen: Seen) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def problems(url: str, seen: Seen, step: int) -> list[str]:
+def problems(url: str, seen: RankOutcome, step: int) -> list[str]:
     """What is wrong with the newest checkpoint after `step` was tried."""
     newest = open_checkpoint(url)
     good = [1, *(tried for tried in STEPS if tried <= step and tried not in seen.failed)]
@@ -157,7 +157,7 @@ def _content_problems(url: str, step: int) -> list[str]:
     return [] if is_right else [f"step {step} holds other values than were saved"]
 
 
-def judge(folder: Path, case: Case, ranks: list[Seen]) -> list[str]:
+def judge(folder: Path, case: FaultCase, ranks: list[RankOutcome]) -> list[str]:
     """Everything that is wrong with the outcome of a case."""
     found = [text for seen in ranks for text in seen.wrong]
     failed = [set(seen.failed) for seen in ranks]
@@ -175,9 +175,9 @@ def judge(folder: Path, case: Case, ranks: list[Seen]) -> list[str]:
     return [f"{case} ({ranks[case.rank].call}): {text}" for text in found]
 
 
-def _is_harmless(case: Case, call: str) -> bool:
+def _is_harmless(case: FaultCase, call: str) -> bool:
     """A commit whose answer was lost is found to stand."""
-    return case.how == "after" and call.endswith("COMMIT.json")
+    return case.how == FaultMode.AFTER and call.endswith("COMMIT.json")
 
 
 def _final_problems(url: str) -> list[str]:
@@ -188,27 +188,27 @@ def _final_problems(url: str) -> list[str]:
     return found if newest == STEPS[-1] else [*found, f"{url}: the newest is {newest}, not {STEPS[-1]}"]
 
 
-def count_calls(pool: RankPool, folder: Path, kind: str) -> list[Seen]:
+def count_calls(pool: RankPool, folder: Path, kind: str) -> list[RankOutcome]:
     """A job of that kind without a fault; says what each rank calls on each store."""
-    case = Case(kind=kind, store="first", rank=0, number=0, how="before")
+    case = FaultCase(kind=kind, store="first", rank=0, number=0, how=FaultMode.BEFORE)
     ranks = pool.run(run_on_rank, str(folder), case)
     assert judge(folder, case, ranks) == []
     return list(ranks)
 
 
-def all_cases(kind: str, counted: list[Seen], hows: tuple[How, ...]) -> list[Case]:
+def all_cases(kind: str, counted: list[RankOutcome], hows: tuple[FaultMode, ...]) -> list[FaultCase]:
     """Every call of the first two of these saves on every rank and store, in each way, the errors in turn."""
     return [
-        Case(kind=kind, store=store, rank=rank, number=number, how=how, error=number)
+        FaultCase(kind=kind, store=store, rank=rank, number=number, how=how, error=number)
         for rank, seen in enumerate(counted)
         for store, calls in seen.calls.items()
         for number, verb in enumerate(calls[: len(calls) // 2], start=1)
         for how in hows
-        if how != "torn" or verb == "write"
+        if how != FaultMode.TORN or verb == "write"
     ]
 
 
-def run_case(pool: RankPool, folder: Path, case: Case) -> tuple[list[str], Seen, float]:
+def run_case(pool: RankPool, folder: Path, case: FaultCase) -> tuple[list[str], RankOutcome, float]:
     """Problems, what the faulty rank saw, and seconds."""
     started = time.monotonic()
     ranks = pool.run(run_on_rank, str(folder), case)

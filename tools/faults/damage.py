@@ -31,7 +31,7 @@ HOWS = ("flip", "truncate", "swap", "delete")
 
 
 @dataclass(slots=True)
-class Row:
+class DamageRow:
     """One line of the table: a kind of file, a kind of damage, and what was said how often."""
 
     file: str
@@ -63,13 +63,13 @@ def make_run(folder: Path, codec: str) -> Path:
     return folder
 
 
-def damage_table(folder: Path, *, seed: int, flips: int, codec: str) -> list[Row]:
+def damage_table(folder: Path, *, seed: int, flips: int, codec: str) -> list[DamageRow]:
     """A row for each kind of file and damage; flips and truncations are tried `flips` times, at random places."""
     pristine, rng = make_run(folder / "pristine", codec), random.Random(seed)
     rows = []
     for file, pattern in FILES.items():
         for how in HOWS:
-            row = Row(file, how)
+            row = DamageRow(file, how)
             for _ in range(flips if how in ("flip", "truncate") else 1):
                 run = Path(shutil.copytree(pristine, folder / "run"))
                 fqns = _damage(run, pattern, how, rng)
@@ -112,7 +112,7 @@ def _places(run: Path) -> Iterator[tuple[str, int, int]]:
         yield entry.fqn, entry.offset, entry.offset + entry.length
 
 
-def _judge(run: Path, hit: set[str], row: Row) -> None:
+def _judge(run: Path, hit: set[str], row: DamageRow) -> None:
     row.cases += 1
     try:
         problems = verify(f"{run}@2", read_data=True)

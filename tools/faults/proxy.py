@@ -1,10 +1,10 @@
-"""An HTTP proxy on loopback that breaks requests to the S3 server behind it, as networks and busy services do.
+"""An HTTP proxy on loopback that injects faults into requests to an S3 server: resets, timeouts, 503s.
 
 with FaultyProxy("127.0.0.1", port) as proxy:
-    proxy.rule = lambda request: Fault(kind="busy") if request.method == "PUT" else None
+    proxy.rule = lambda request: RequestFault(kind=RequestFaultKind.BUSY) if request.method == "PUT" else None
     proxy.heal()
 
-Requests are signed for the address that the client sees, so the server behind takes them as they are.
+Requests are signed for the proxy's address and forwarded with their Host header, so their signatures stay valid.
 """
 
 from __future__ import annotations
@@ -19,44 +19,51 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 CHUNK_BYTES = 1 << 16
 SERVER_TIMEOUT_S = 120.0
-Kind: TypeAlias = Literal["busy", "cut", "lost", "truncated", "slow", "hang"]
 BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 
 
+class RequestFaultKind(StrEnum):
+    """What goes wrong with a request."""
+
+    BUSY = "busy"  # 503 SlowDown
+    CUT = "cut"  # reset once `after_bytes` of the request have passed
+    LOST = "lost"  # the server handles it, its answer is reset
+    TRUNCATED = "truncated"  # the answer's body ends after `after_bytes`
+    SLOW = "slow"  # the answer is `seconds` late
+    HANG = "hang"  # no answer for `seconds`, then a reset
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What a rule sees of a request."""
+class HttpRequest:
+    """A request as rules see it."""
 
     method: str
     path: str
     body_bytes: int
-    client: str  # its address
+    client: str  # IP address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """What happens to one request.
+class RequestFault:
+    """One request's fault; `RequestFaultKind` describes when `after_bytes` and `seconds` apply."""
 
-    busy: 503 SlowDown. cut: reset once `after_bytes` of it have passed. lost: the server does it, the answer is reset.
-    truncated: the answer's body ends after `after_bytes`. slow: it is answered `seconds` late. hang: nothing for `seconds`.
-    """
-
-    kind: Kind
+    kind: RequestFaultKind
     after_bytes: int = 0
     seconds: float = 0.0
 
 
-Rule: TypeAlias = Callable[[Request], Fault | None]
+Rule: TypeAlias = Callable[[HttpRequest], RequestFault | None]
 
 
 class FaultyProxy:
-    """Forwards what its `rule` lets pass; `faults` counts by kind what it did, `num_requests` all that came."""
+    """Forwards requests unless its `rule` returns a fault; counts faults by kind, and all requests."""
 
     def __init__(self, host: str, port: int, *, listen: str = "127.0.0.1") -> None:
         self.target = (host, port)
@@ -72,34 +79,34 @@ class FaultyProxy:
 
     @property
     def endpoint(self) -> str:
-        """What AWS_ENDPOINT_URL must be to come through here."""
+        """The proxy's URL, for AWS_ENDPOINT_URL."""
         return f"http://{self._server.server_address[0]!s}:{self.port}"
 
     @property
     def num_cut(self) -> int:
-        """Requests that were reset on their way."""
-        return self.faults["cut"]
+        """Requests that were cut."""
+        return self.faults[RequestFaultKind.CUT]
 
     def cut_after(self, num_bytes: int, *, times: int = 1 << 30) -> None:
-        """Reset requests, `times` of them, once `num_bytes` of each have passed; smaller ones pass."""
+        """Reset up to `times` requests once `num_bytes` of each have passed; smaller requests pass."""
         left = times
 
-        def rule(request: Request) -> Fault | None:
+        def rule(request: HttpRequest) -> RequestFault | None:
             nonlocal left
             with self._lock:
                 if left <= 0 or request.body_bytes < num_bytes - 1:
                     return None
                 left -= 1
-            return Fault(kind="cut", after_bytes=num_bytes)
+            return RequestFault(kind=RequestFaultKind.CUT, after_bytes=num_bytes)
 
         self.rule = rule
 
     def heal(self) -> None:
-        """Forward everything from now on."""
+        """Stop injecting faults."""
         self.rule = _fine
 
-    def choose(self, request: Request) -> Fault | None:
-        """The rule's word on a request, counted."""
+    def choose(self, request: HttpRequest) -> RequestFault | None:
+        """Apply the rule to a request and count the result."""
         fault = self.rule(request)
         with self._lock:
             self.num_requests += 1
@@ -127,7 +134,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__((listen, 0), _Handler)
 
     def handle_error(self, *_: object) -> None:
-        """A client that went away, killed perhaps, is what this proxy is for: no traceback."""
+        """Print no traceback: clients are expected to disconnect, for instance when killed."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -137,20 +144,20 @@ class _Handler(BaseHTTPRequestHandler):
     connection: socket.socket
 
     def log_message(self, format: str, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _answer(self) -> None:
         size = int(self.headers.get("Content-Length", 0))
-        request = Request(method=self.command, path=self.path, body_bytes=size, client=str(self.client_address[0]))
+        request = HttpRequest(method=self.command, path=self.path, body_bytes=size, client=str(self.client_address[0]))
         fault = self.server.proxy.choose(request)
         if fault is None:
             self._forward(size)
-        elif fault.kind == "busy":
+        elif fault.kind == RequestFaultKind.BUSY:
             self._send_busy(size)
-        elif fault.kind == "hang":
+        elif fault.kind == RequestFaultKind.HANG:
             self._wait(fault.seconds)
             self._reset()
-        elif fault.kind == "slow":
+        elif fault.kind == RequestFaultKind.SLOW:
             self._wait(fault.seconds)
             self._forward(size)
         else:
@@ -172,26 +179,26 @@ class _Handler(BaseHTTPRequestHandler):
             size -= len(data)
 
     def _wait(self, seconds: float) -> None:
-        """Until the client gives up, the proxy ends or the time is over."""
+        """Wait until the client disconnects, the proxy closes or `seconds` have passed."""
         give_up_at = time.monotonic() + seconds
         while time.monotonic() < give_up_at and not self.server.proxy.is_closing.wait(0.05):
             readable, _, _ = select.select([self.connection], [], [], 0)
             if readable and not self.connection.recv(1, socket.MSG_PEEK):
                 return
 
-    def _forward(self, size: int, fault: Fault | None = None) -> None:
+    def _forward(self, size: int, fault: RequestFault | None = None) -> None:
         upstream = http.client.HTTPConnection(*self.server.proxy.target, timeout=SERVER_TIMEOUT_S)
         try:
             if self._send(upstream, size, fault):
                 self._relay(upstream.getresponse(), fault)
         except (OSError, http.client.HTTPException):
-            self._reset()  # the server is gone, or the client is
+            self._reset()  # server or client disconnected
         finally:
             upstream.close()
 
-    def _send(self, upstream: http.client.HTTPConnection, size: int, fault: Fault | None) -> bool:
-        """Pass the request on; False if it was cut."""
-        limit = fault.after_bytes if fault is not None and fault.kind == "cut" else None
+    def _send(self, upstream: http.client.HTTPConnection, size: int, fault: RequestFault | None) -> bool:
+        """Forward the request; False if it was cut."""
+        limit = fault.after_bytes if fault is not None and fault.kind == RequestFaultKind.CUT else None
         if limit is not None and limit <= 1:
             return self._reset()
         upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -210,9 +217,9 @@ class _Handler(BaseHTTPRequestHandler):
             upstream.send(data)
         return limit is None or self._reset()
 
-    def _relay(self, answer: http.client.HTTPResponse, fault: Fault | None) -> None:
+    def _relay(self, answer: http.client.HTTPResponse, fault: RequestFault | None) -> None:
         body = answer.read()
-        if fault is not None and (fault.kind == "lost" or len(body) <= 1):
+        if fault is not None and (fault.kind == RequestFaultKind.LOST or len(body) <= 1):
             self._reset()
             return
         self.send_response_only(answer.status, answer.reason)
@@ -230,7 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _reset(self) -> bool:
-        """Close with RST, so that the client sees a connection reset and not an end; always False."""
+        """Close with RST, so that the client sees a reset instead of an end of file; always False."""
         self.close_connection = True
         with contextlib.suppress(OSError):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -238,5 +245,5 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
 
-def _fine(_: Request) -> None:
+def _fine(_: HttpRequest) -> None:
     return None

@@ -1,9 +1,9 @@
-"""A store that fails on purpose: at the n-th call of a kind, before or after the real one, torn or hanging until released.
+"""A store that fails at the n-th call of a kind: before or after it takes effect, halfway, or by hanging until released.
 
-    store = FaultyStore(FileStore(url), [Fault(call="write", number=3, how="after")])
+    store = FaultyStore(FileStore(url), [StoreFault(call="write", number=3, how=FaultMode.AFTER)])
 
 Calls are counted from 1 per kind (`read_into`, `write`, `write_if`, `list`, `folders`, `stat`, `delete`) over all threads;
-`call="any"` counts every call. `store.calls` tells what was called, so that a test can first count and then fail each in turn.
+`call="any"` counts every call. `store.calls` records them, so that a test can count first and then fail each in turn.
 """
 
 from __future__ import annotations
@@ -12,32 +12,41 @@ import errno
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from enum import StrEnum
+from typing import TypeVar
 
 from titan_ckpt.errors import StoreError, TransientStoreError
 from titan_ckpt.store.base import Buffer, ObjectInfo, Store
 
 T = TypeVar("T")
-How = Literal["before", "after", "torn", "hang"]
+
+
+class FaultMode(StrEnum):
+    """When and how a call fails."""
+
+    BEFORE = "before"  # the call does nothing
+    AFTER = "after"  # it succeeds, but raises
+    TORN = "torn"  # a write gets half of its parts
+    HANG = "hang"  # it blocks until `FaultyStore.released` is set, then succeeds
 
 
 def no_space() -> BaseException:
-    """What a full disk raises."""
+    """Full disk."""
     return OSError(errno.ENOSPC, "No space left on device")
 
 
 def unavailable() -> BaseException:
-    """What is left of a 503 after all retries."""
+    """A 503 after all retries."""
     return TransientStoreError("given up after 6 tries: SlowDown: reduce your request rate")
 
 
 def reset() -> BaseException:
-    """A connection that the other side closed."""
+    """Connection reset by the server."""
     return ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
 
 
 def refused() -> BaseException:
-    """Bytes that the server found damaged on the way."""
+    """Checksum mismatch reported by the server."""
     return StoreError("BadDigest: the checksum did not match")
 
 
@@ -45,32 +54,31 @@ ERRORS: tuple[Callable[[], BaseException], ...] = (no_space, unavailable, reset,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """`before`: the call does nothing. `after`: it works, but reports failure. `torn`: a write gets part of its bytes.
-    `hang`: it waits for `FaultyStore.released`, and then does it after all."""
+class StoreFault:
+    """A fault at call `number` (from 1) of the kind `call`."""
 
     number: int
-    how: How = "before"
+    how: FaultMode = FaultMode.BEFORE
     call: str = "any"
     error: Callable[[], BaseException] = field(default=no_space)
 
 
 class FaultyStore(Store):
-    """`inner` with faults."""
+    """A wrapper of `inner` that injects faults."""
 
-    def __init__(self, inner: Store, faults: Sequence[Fault] = ()) -> None:
+    def __init__(self, inner: Store, faults: Sequence[StoreFault] = ()) -> None:
         super().__init__(inner.url)
         self.inner, self.faults = inner, list(faults)
         self.calls: list[tuple[str, str]] = []
-        self.hit: list[Fault] = []
+        self.hit: list[StoreFault] = []
         self.released = threading.Event()
         self.is_hanging = threading.Event()
         self.is_over = threading.Event()
         self.is_preempted = False
         self._lock = threading.Lock()
 
-    def arm(self, faults: Sequence[Fault]) -> None:
-        """Forget the calls so far and count for these faults from now on."""
+    def arm(self, faults: Sequence[StoreFault]) -> None:
+        """Reset the count of calls and arm these faults."""
         with self._lock:
             self.faults, self.calls = list(faults), []
 
@@ -78,28 +86,28 @@ class FaultyStore(Store):
         fault = self._count(call, path)
         if fault is None:
             return action()
-        if fault.how == "hang":
+        if fault.how == FaultMode.HANG:
             self.is_hanging.set()
             assert self.released.wait(120), "the test never released the store"
             try:
                 return action()
             finally:
                 self.is_over.set()
-        elif fault.how == "after":
+        elif fault.how == FaultMode.AFTER:
             self._run_first(action)
-        elif fault.how == "torn" and torn is not None:
+        elif fault.how == FaultMode.TORN and torn is not None:
             torn()
         raise fault.error()
 
     def _run_first(self, action: Callable[[], object]) -> None:
-        """A call that fails by itself ("not there") is no place for a fault after it."""
+        """Run the real call; note if it fails by itself (file not found), so that no fault can follow it."""
         try:
             action()
         except BaseException:
             self.is_preempted = True
             raise
 
-    def _count(self, call: str, path: str) -> Fault | None:
+    def _count(self, call: str, path: str) -> StoreFault | None:
         with self._lock:
             self.calls.append((call, path))
             same = sum(1 for name, _ in self.calls if name == call)
@@ -115,7 +123,7 @@ class FaultyStore(Store):
         self._run("read_into", path, lambda: self.inner.read_into(path, start, buffer))
 
     def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
-        """A torn write fails when half of the parts were taken: a store must then leave nothing of it."""
+        """A torn write fails halfway through its parts; the store must then leave nothing of it."""
 
         def torn() -> None:
             held = list(parts)

@@ -1,4 +1,4 @@
-"""Jobs of a soak: a command with all its processes, killed as a whole or in part, and waited for to the last one."""
+"""Jobs of a soak: run a command, signal some or all of its processes, and wait for the last one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from tools.processes import marked_processes, send_signal
 
@@ -20,26 +21,33 @@ JOB = "TITAN_CKPT_SOAK_JOB"
 LIMIT_S = 420.0
 OUTLIVE_S = 60.0
 POLL_S = 0.02
-Whom: TypeAlias = Literal["rank", "launcher", "all"]
 TRACEBACK, OUR_ERROR = "Traceback (most recent call last)", "titan-ckpt: error:"
+
+
+class Victim(StrEnum):
+    """The processes of a job that a signal goes to."""
+
+    RANK = "rank"  # one at random
+    LAUNCHER = "launcher"
+    ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A signal for one rank, the launcher alone, or all processes at once, `after_s` from when `moment` has come."""
+    """A signal to a job, sent `after_s` after `moment` first holds."""
 
-    whom: Whom
+    victim: Victim
     number: signal.Signals = signal.SIGKILL
     after_s: float = 0.0
     moment: Callable[[], bool] = field(default=lambda: True)
 
     def __str__(self) -> str:
-        return f"{self.number.name} to {self.whom}"
+        return f"{self.number.name} to {self.victim}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How a job ended. `code` None: it was given up after `LIMIT_S`. `outlived`: processes that stayed behind."""
+class JobResult:
+    """How a job ended. `code` is None if it ran past `LIMIT_S`; `outlived` counts processes that stayed behind."""
 
     code: int | None
     was_killed: bool
@@ -48,26 +56,26 @@ class Ended:
 
     @property
     def is_done(self) -> bool:
-        """Whether it did what it was for."""
+        """Whether the job succeeded."""
         return self.code == 0
 
     @property
     def problem(self) -> str:
-        """What no weather excuses: a hang, a process left behind, an exit code or a traceback that explains nothing."""
+        """A failure that no injected fault excuses: a hang, a leftover process, an unknown exit code, a bare traceback."""
         if self.code is None:
-            return f"gave no sign of an end for {LIMIT_S:.0f} s"
+            return f"did not end within {LIMIT_S:.0f} s"
         if self.outlived:
             return f"left {self.outlived} processes behind"
         if self.was_killed or self.code in (0, 3, 130):
             is_clear = self.was_killed or OUR_ERROR in self.text or TRACEBACK not in self.text
-            return "" if is_clear else "a traceback without a word of ours"
+            return "" if is_clear else "a traceback without an error message of titan-ckpt"
         return f"exit code {self.code}"
 
 
 def run_job(
     command: Sequence[str], environment: dict[str, str], output: Path, rng: random.Random, *, kill: Kill | None = None
-) -> Ended:
-    """Run `command` until all its processes are gone."""
+) -> JobResult:
+    """Run `command` and wait until all its processes have ended."""
     token = f"{os.getpid()}-{output.name}"
     mark = f"{JOB}={token}"
     with open(output, "wb") as file:
@@ -83,11 +91,11 @@ def run_job(
         send_signal([job.pid, *marked_processes(mark, job.pid)], signal.SIGKILL)
         job.wait()
     outlived = _wait_for_the_last(mark, job.pid)
-    return Ended(code=code, was_killed=was_killed, outlived=outlived, text=output.read_text(errors="replace"))
+    return JobResult(code=code, was_killed=was_killed, outlived=outlived, text=output.read_text(errors="replace"))
 
 
 def _kill(kill: Kill, job: subprocess.Popen[bytes], mark: str, rng: random.Random) -> bool:
-    """Wait for the moment and send the signal; False where the job ended before."""
+    """Wait for the moment and send the signal; False if the job ended first."""
     while job.poll() is None and not kill.moment():
         time.sleep(POLL_S)
     give_up_at = time.monotonic() + kill.after_s
@@ -95,16 +103,16 @@ def _kill(kill: Kill, job: subprocess.Popen[bytes], mark: str, rng: random.Rando
         time.sleep(POLL_S)
     if job.poll() is not None:
         return False
-    if kill.whom == "all":
+    if kill.victim == Victim.ALL:
         _signal_all(mark, job.pid, kill.number)
         return True
     ranks = sorted(pid for pid, is_rank in marked_processes(mark, job.pid).items() if is_rank)
-    send_signal([rng.choice(ranks)] if kill.whom == "rank" and ranks else [job.pid], kill.number)
+    send_signal([rng.choice(ranks)] if kill.victim == Victim.RANK and ranks else [job.pid], kill.number)
     return True
 
 
 def _signal_all(mark: str, session: int, number: signal.Signals) -> None:
-    """Once to each process of the job, those included that were forked while the others got theirs."""
+    """Signal each process of the job once, including those forked meanwhile."""
     done: set[int] = set()
     while left := set(marked_processes(mark, session)) - done:
         send_signal(sorted(left), number)
@@ -112,7 +120,7 @@ def _signal_all(mark: str, session: int, number: signal.Signals) -> None:
 
 
 def _wait_for_the_last(mark: str, session: int) -> int:
-    """0 once nothing of the job is left; else how many did not end by themselves and were killed here."""
+    """Wait until no process of the job is left; kill and count those that remain after `OUTLIVE_S`."""
     give_up_at = time.monotonic() + OUTLIVE_S
     while left := marked_processes(mark, session):
         if time.monotonic() > give_up_at:
@@ -123,17 +131,19 @@ def _wait_for_the_last(mark: str, session: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a training job said of itself in its metrics. `start` None: it never came to train."""
+class TrainingLog:
+    """A training job's metrics; `start` is None if it never began to train."""
 
     start: int | None
     losses: dict[int, float]
     committed: int | None
 
 
-def read_told(folder: Path, *, since_s: float = 0.0) -> Told:
-    """The metrics of a job whose log.folder this is, from `since_s` on: before them stand those that the run's earlier jobs
-    left in its store. A last line that was cut is passed over."""
+def read_training_log(folder: Path, *, since_s: float = 0.0) -> TrainingLog:
+    """Read the metrics in a job's `log.folder`, from `since_s` on; earlier records are those of the run's earlier jobs.
+
+    A truncated last line is skipped.
+    """
     path = folder / "logs" / "metrics.jsonl"
     records: list[dict[str, Any]] = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -141,6 +151,6 @@ def read_told(folder: Path, *, since_s: float = 0.0) -> Told:
             records.append(json.loads(line))
     records = [record for record in records if record["time_s"] >= since_s]
     starts = [int(record["step"]) for record in records if record["event"] == "start"]
-    said = [int(record["committed_step"]) for record in records if record.get("committed_step") is not None]
+    committed = [int(record["committed_step"]) for record in records if record.get("committed_step") is not None]
     losses = {int(record["step"]): float(record["loss"]) for record in records if record["event"] == "step"}
-    return Told(start=starts[0] if starts else None, losses=losses, committed=max(said, default=None))
+    return TrainingLog(start=starts[0] if starts else None, losses=losses, committed=max(committed, default=None))

@@ -23,7 +23,7 @@ Kept: TypeAlias = Callable[[set[int]], set[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class CommittedStep:
     """A checkpoint as it was when it was first seen; it must stay that."""
 
     step: int
@@ -32,7 +32,7 @@ class Committed:
 
 
 @dataclass(slots=True)
-class Counts:
+class LedgerCounts:
     """What the ledger looked at, and what it found; `lost` and `wrong` must stay 0."""
 
     committed: int = 0
@@ -53,9 +53,9 @@ class Ledger:
 
     open_direct: Callable[[str], Store]
     complain: Callable[[str], None]
-    runs: dict[str, dict[int, Committed]] = field(default_factory=dict)
+    runs: dict[str, dict[int, CommittedStep]] = field(default_factory=dict)
     references: dict[int, list[float]] = field(default_factory=dict)
-    counts: Counts = field(default_factory=Counts)
+    counts: LedgerCounts = field(default_factory=LedgerCounts)
     _followed: dict[tuple[int, str, str], dict[int, float]] = field(default_factory=dict)
 
     def newest(self, url: str) -> int:
@@ -83,10 +83,12 @@ class Ledger:
             if info.state == "damaged":
                 self._wrong(f"{url}@{step} is damaged: {info.problem}")
             elif info.commit is not None and info.state == "committed":
-                self._enter(store, url, Committed(step=step, manifest_digest=info.commit.manifest_digest, values=""))
+                self._enter(
+                    store, url, CommittedStep(step=step, manifest_digest=info.commit.manifest_digest, values="")
+                )
         return committed
 
-    def _enter(self, store: Store, url: str, seen: Committed) -> None:
+    def _enter(self, store: Store, url: str, seen: CommittedStep) -> None:
         """Read a checkpoint whole; enter it where it is new."""
         old = self.runs[url].get(seen.step)
         try:
@@ -103,7 +105,7 @@ class Ledger:
                 self._wrong(f"{url}@{seen.step} is not whole: {problems}")
         elif (old.manifest_digest, old.values) != (seen.manifest_digest, values):
             self._wrong(f"{url}@{seen.step} is no longer what it was")
-        self.runs[url][seen.step] = Committed(step=seen.step, manifest_digest=seen.manifest_digest, values=values)
+        self.runs[url][seen.step] = CommittedStep(step=seen.step, manifest_digest=seen.manifest_digest, values=values)
 
     def check_losses(self, seed: int, mesh: str, url: str, start: int, values: str, losses: dict[int, float]) -> None:
         """Losses that followed from `values` on `mesh`: near those of the run without interruption, and equal in every bit to

@@ -1,4 +1,4 @@
-"""What the network and the S3 service do to the requests of a soak: how often something breaks, and in which way."""
+"""Faults of a soak's requests to S3: how often they come, and of which kind."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import threading
 import time
 from dataclasses import dataclass
 
-from tools.faults.proxy import Fault, Kind, Request
+from tools.faults.proxy import HttpRequest, RequestFault, RequestFaultKind
 
-# How often each kind comes, of 100. A hang outlives the client's own limit of 30 s for an answer.
-KINDS: dict[Kind, int] = {"busy": 28, "cut": 20, "lost": 15, "truncated": 15, "slow": 20, "hang": 2}
+# Percent of all faults. A hang outlasts the client's own read timeout of 30 s.
+FREQUENCIES: dict[RequestFaultKind, int] = {
+    RequestFaultKind.BUSY: 28, RequestFaultKind.CUT: 20, RequestFaultKind.LOST: 15, RequestFaultKind.TRUNCATED: 15,
+    RequestFaultKind.SLOW: 20, RequestFaultKind.HANG: 2,
+}  # fmt: skip
 HANG_S = 45.0
 SLOWEST_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weather:
-    """`fault_rate` of all requests break; between `outage` (seconds from now) every one is reset."""
+    """Share of requests that get a fault; within `outage` (seconds from now) all are cut."""
 
     name: str
     fault_rate: float
@@ -31,7 +34,7 @@ STORM = Weather(name="storm", fault_rate=0.4)
 
 
 def draw_weather(rng: random.Random) -> Weather:
-    """The weather of one action."""
+    """Draw the weather of one action."""
     name = rng.choices(("calm", "breeze", "gale", "storm", "outage"), (15, 35, 25, 10, 15))[0]
     if name == "outage":
         begin = rng.uniform(0.0, 15.0)
@@ -40,7 +43,7 @@ def draw_weather(rng: random.Random) -> Weather:
 
 
 class Climate:
-    """The rule of a proxy, under the weather of the moment."""
+    """A proxy's rule that follows the current weather."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -48,27 +51,27 @@ class Climate:
         self._weather, self._since = CALM, time.monotonic()
 
     def set(self, weather: Weather) -> None:
-        """From now on it is this."""
+        """Change the weather."""
         with self._lock:
             self._weather, self._since = weather, time.monotonic()
 
-    def __call__(self, request: Request) -> Fault | None:
-        """What becomes of a request."""
+    def __call__(self, request: HttpRequest) -> RequestFault | None:
+        """Draw the fault of a request, None for most."""
         with self._lock:
             begin, end = self._weather.outage
             if begin <= time.monotonic() - self._since < end:
-                return Fault(kind="cut")
+                return RequestFault(kind=RequestFaultKind.CUT)
             if self._rng.random() >= self._weather.fault_rate:
                 return None
-            kind = self._rng.choices(list(KINDS), list(KINDS.values()))[0]
+            kind = self._rng.choices(list(FREQUENCIES), list(FREQUENCIES.values()))[0]
             share = self._rng.random()
         return _fault(kind, share, request)
 
 
-def _fault(kind: Kind, share: float, request: Request) -> Fault:
-    """A fault of this kind; `share` in [0, 1) says where in the request or how late."""
-    if kind == "cut":
-        return Fault(kind=kind, after_bytes=int(share * request.body_bytes))
-    if kind == "truncated":
-        return Fault(kind=kind, after_bytes=int(share * (1 << 18)))
-    return Fault(kind=kind, seconds=HANG_S if kind == "hang" else share * SLOWEST_S)
+def _fault(kind: RequestFaultKind, share: float, request: HttpRequest) -> RequestFault:
+    """A fault of this kind; `share` in [0, 1) places it in the request or sets its delay."""
+    if kind == RequestFaultKind.CUT:
+        return RequestFault(kind=kind, after_bytes=int(share * request.body_bytes))
+    if kind == RequestFaultKind.TRUNCATED:
+        return RequestFault(kind=kind, after_bytes=int(share * (1 << 18)))
+    return RequestFault(kind=kind, seconds=HANG_S if kind == RequestFaultKind.HANG else share * SLOWEST_S)

@@ -20,7 +20,7 @@ EVERYTHING = ModelConfig(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class CurveCase:
     """What to train; the batch is `batch_size` samples in all, whatever the mesh, in `accumulate` parts."""
 
     model: ModelConfig = SMALL
@@ -42,7 +42,7 @@ class Curve:
     norms: list[float]
 
 
-def single(run: Run) -> Curve:
+def single(run: CurveCase) -> Curve:
     """The curve of one process, computed in this one."""
     try:
         return train(0, run)
@@ -50,7 +50,7 @@ def single(run: Run) -> Curve:
         dist.destroy_process_group()
 
 
-def train(rank: int, run: Run) -> Curve:  # noqa: ARG001 - the pool passes the rank
+def train(rank: int, run: CurveCase) -> Curve:  # noqa: ARG001 - the pool passes the rank
     """The curve as this rank sees it."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_spec(run.parallel, world_size)

@@ -105,7 +105,7 @@ def _started(parts: list[nn.Module]) -> list[nn.Module]:
     return parts
 
 
-class Progress:
+class TitanTrainState:
     """What torchtitan's trainer keeps beside the model, under its names."""
 
     step = ntokens_seen = 0
