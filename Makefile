@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 QUICK := not dist and not s3 and not hf and not e2e
 
-# A rank is one process: more math threads than that only make ranks wait for each other.
+# One math thread per rank: more only make ranks wait for each other.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
@@ -16,16 +16,16 @@ export OMP_NUM_THREADS ?= 1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# torch goes first and by its exact version, so that no other package brings another build of it.
+# Install torch first, at its exact version, so that no dependency pulls in another build.
 $(READY): pyproject.toml constraints.txt setup.py debug/record/_ring.c
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("titan-ckpt needs Python >= 3.11: make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) what constraints.txt names ..."
+	@echo "installing the versions of constraints.txt into $(VENV) ..."
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-setup: $(READY) ## make .venv with everything in it (the others do it when needed)
+setup: $(READY) ## create .venv with all dependencies (other targets do so when needed)
 
 check: $(READY) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
@@ -34,14 +34,14 @@ check: $(READY) ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy tests tools scripts benchmarks examples
 	$(BIN)/lint-imports
 
-fix: $(READY) ## format, and mend what ruff can mend
+fix: $(READY) ## format, and apply ruff's automatic fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: $(READY) ## all tests, real processes and a real S3 server included (ARGS="-k name")
+test: $(READY) ## all tests, including real processes and a real S3 server (ARGS="-k name")
 	$(BIN)/python -m pytest $(ARGS)
 
-test-dist: $(READY) ## only the tests that start several processes or a server
+test-dist: $(READY) ## only tests that start several processes or a server
 	$(BIN)/python -m pytest -m "dist or s3 or e2e" $(ARGS)
 
 coverage: $(READY) ## the quick tests under coverage.py; fails below the floor in pyproject.toml
@@ -59,33 +59,33 @@ release: $(READY) ## check, build and try out a release; publishes nothing (ARGS
 reshard-matrix: $(READY) ## train on each of 11 meshes, reshard to each, resume: bit-equal losses (minutes)
 	$(BIN)/python -m benchmarks.resharding.reshard_matrix
 
-fuzz: $(READY) ## an hour of damaged dumps, logs and black boxes into the debugger (ARGS="--minutes 5")
+fuzz: $(READY) ## an hour of the debugger on damaged dumps, logs and black boxes (ARGS="--minutes 5")
 	$(BIN)/python -m scripts.fuzz_debug $(ARGS)
 
-faults: $(READY) ## kill, fail every store call, damage every file: docs/reliability.md (20 minutes)
+faults: $(READY) ## kill saves, fail every store call, damage every file: docs/reliability.md (20 minutes)
 	$(BIN)/python -m scripts.faults --kills 200
 	$(BIN)/python -m scripts.faults --kills 100 --s3
 	$(BIN)/python -m scripts.faults --matrix
 	$(BIN)/python -m scripts.faults --damage 150
 
-faults-debug: $(READY) ## hang a real job in every way there is, and diagnose each (ARGS="--ranks 2,4,8 --runs 3")
+faults-debug: $(READY) ## hang real jobs in every known way and diagnose each (ARGS="--ranks 2,4,8 --runs 3")
 	$(BIN)/python -m titan_ckpt.debug.drill.campaign $(ARGS)
 
-soak: $(READY) ## an hour of training, kills, reshards and prunes through a network that breaks (ARGS="--minutes 5 --seed 1")
+soak: $(READY) ## an hour of training, kills, reshards and prunes over a faulty network (ARGS="--minutes 5 --seed 1")
 	$(BIN)/python -m scripts.soak $(ARGS)
 
-bench: $(READY) ## measure everything that fits this machine, peers beside us: docs/performance.md (ARGS="--quick" or "--only core_local")
+bench: $(READY) ## run all benchmarks that fit this machine, with peers: docs/performance.md (ARGS="--quick" or "--only core_local")
 	$(BIN)/python -m benchmarks.suite $(ARGS)
 
-demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug on real text (ARGS=--json for the facts)
+demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug on real text (ARGS=--json for results as JSON)
 	$(BIN)/python -m scripts.demo $(ARGS)
 
 docs: $(READY) ## write docs/cli.md, docs/api.md and the picture of the rooms
 	$(BIN)/python -m scripts.write_docs
 	$(BIN)/python -m tools.architecture.picture
 
-wheel: $(READY) ## build dist/*.whl and the source archive
+wheel: $(READY) ## build the wheel and the source archive in dist/
 	$(BIN)/python -m build --quiet --outdir dist
 
-clean: ## remove what make made, the environment excepted
+clean: ## remove build products and caches, keep .venv
 	rm -rf build dist .demo .matrix .mutants .release .coverage *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

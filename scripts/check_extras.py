@@ -1,9 +1,9 @@
-"""Weights & Biases and Hugging Face's `datasets`, the real libraries, offline: does what we write and read come through?
+"""Check the extras `wandb` and `datasets` against the real libraries, offline.
 
     pip install 'titan-ckpt[wandb,datasets]'
     python -m scripts.check_extras
 
-They are no part of the development install, so CI tests what happens without them; this is for those who have them.
+Neither is part of the development install; CI tests the behaviour without them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def history(path: Path) -> list[dict[str, Any]]:
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log, which is what the file is behind its own 7 bytes of header.
+    """The records of the file, a LevelDB log behind a header of 7 bytes.
 
     Format: blocks of 32 KiB; pieces of (checksum 4, length 2, kind 1), kind 1 whole, 2 first, 3 middle, 4 last.
     """
@@ -74,7 +74,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 
 def check_wandb(folder: Path) -> str:
-    """Every loss is in the offline run, under the step it is of."""
+    """Every loss is in the offline run under its step."""
     os.environ["WANDB_MODE"] = "offline"
     losses = train(folder, "log.wandb=check")
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -85,7 +85,7 @@ def check_wandb(folder: Path) -> str:
 
 
 def check_datasets(folder: Path) -> str:
-    """A dataset saved to disk trains as the same texts in JSONL do."""
+    """A dataset saved to disk trains bit-equal to the same texts in JSONL."""
     import datasets
 
     texts = [f"document {number}: " + "so it goes, " * (number % 50 + 1) for number in range(2000)]

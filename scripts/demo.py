@@ -1,11 +1,10 @@
-"""The main job on real input, in eight acts, by the commands a user would type: `make demo`.
+"""The whole workflow on real input in eight acts, by the commands that a user would type: `make demo`.
 
     python -m scripts.demo [--json] [--dir .demo] [--steps 60] [--save-every 20]
 
-A small Llama learns the Python standard library's sources on 4 ranks and saves to a real S3 server. The job is killed while it
-uploads, goes on with 2 ranks, is resharded offline, goes on again on another mesh, and becomes a Hugging Face model; last, a job
-that hangs is explained. Every act checks what it says; all facts are in DIR/facts.json. Whatever happens, everything that was
-started is stopped.
+A small Llama learns the Python standard library's sources on 4 ranks and saves to a real S3 server. The job is killed during an
+upload, resumes on 2 ranks, is resharded offline, resumes on another mesh, and is exported to Hugging Face; last, a hanging job is
+diagnosed. Every act checks its claims and records its facts in DIR/facts.json. All processes are stopped on exit.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from tools.s3_server import Server, running_server
 
 CONFIG = CONFIGS / "tiny.toml"
 RUN, RESHARDED = "s3://demo/run", "s3://demo/run-pp"
-# docs/design.md derives it: the same samples on another mesh differ by the order of float32 sums alone.
+# Derived in docs/design.md: on another mesh only the order of float32 sums differs.
 MESH_BOUND = 1e-5
 LOGITS_BOUND, NUM_TOKENS = 1e-3, 512
 JOB_TIMEOUT_S = 900.0
-# From here on a run must have learned more than how often each byte occurs.
+# Runs of at least this length must beat the unigram entropy.
 LEARNING_STEPS = 50
 Facts: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoContext:
-    """What every act needs: where files go, how long runs are, the server, and a shell that uses it."""
+    """Shared by all acts: the folder, the length of runs, the server, and a shell that uses it."""
 
     folder: Path
     steps: int
@@ -62,77 +61,77 @@ class DemoContext:
         return ["train", str(CONFIG), *(part for text in sets for part in ("--set", text))]
 
     def server_bytes(self) -> int:
-        """What the server keeps on its disk, objects that are still being uploaded included."""
+        """Bytes on the server's disk, including unfinished uploads."""
         return sum(path.stat().st_size for path in (self.folder / "s3" / "data").glob("*.dat"))
 
     def metrics(self, name: str) -> list[Facts]:
-        """The records that a job with `log.folder=DIR/name` wrote so far."""
+        """The metrics so far of a job with `log.folder=DIR/name`."""
         path = self.folder / name / "logs" / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def losses(self, name: str) -> dict[int, float]:
-        """Loss by step, the last one said."""
+        """The latest loss of each step."""
         return {record["step"]: record["loss"] for record in self.metrics(name) if record["event"] == "step"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
-    """Facts for machines, a line or two for people."""
+    """The result of an act: facts for facts.json, lines for the terminal."""
 
     facts: Facts
     lines: tuple[str, ...]
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be said from here."""
+    """A path relative to the working directory if it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def expect(is_true: bool, otherwise: str) -> None:
-    """DemoError with `otherwise` unless it is so."""
+    """DemoError with the message `otherwise` unless `is_true`."""
     if not is_true:
         raise DemoError(otherwise)
 
 
-def serve(stage: DemoContext) -> Act:
-    """A real S3 server, on loopback, with credentials."""
-    endpoint = stage.server.endpoint
+def serve(demo: DemoContext) -> Act:
+    """Report the S3 server, on loopback, with credentials."""
+    endpoint = demo.server.endpoint
     return Act(facts={"endpoint": endpoint, "bucket": "demo"}, lines=(f"SeaweedFS answers at {endpoint}, bucket demo",))
 
 
-def train_and_kill(stage: DemoContext) -> tuple[Act, Act]:
-    """Train to the last save, and kill every process of the job as soon as a twentieth of that save has reached the server."""
-    arguments = stage.train(RUN, "dp_shard=2,tp=2", f"log.folder={stage.folder / 'first'}")
-    last, num_saves = stage.steps, stage.steps // stage.save_every - 1
-    with stage.shell.job(*arguments) as process:
-        wait_for(lambda: last - 1 in stage.losses("first"), process, what=f"step {last - 1}", timeout_s=JOB_TIMEOUT_S)
-        victims, before = process_tree(process), stage.server_bytes()
+def train_and_kill(demo: DemoContext) -> tuple[Act, Act]:
+    """Train to the last save; kill all processes of the job once a twentieth of that save has reached the server."""
+    arguments = demo.train(RUN, "dp_shard=2,tp=2", f"log.folder={demo.folder / 'first'}")
+    last, num_saves = demo.steps, demo.steps // demo.save_every - 1
+    with demo.shell.job(*arguments) as process:
+        wait_for(lambda: last - 1 in demo.losses("first"), process, what=f"step {last - 1}", timeout_s=JOB_TIMEOUT_S)
+        victims, before = process_tree(process), demo.server_bytes()
         enough = before + before // num_saves // 20
         wait_for(
-            lambda: stage.server_bytes() >= enough and _is_saving(stage, last), process, what=f"the upload of step {last}",
+            lambda: demo.server_bytes() >= enough and _is_saving(demo, last), process, what=f"the upload of step {last}",
             timeout_s=JOB_TIMEOUT_S, poll_s=WATCH_S,
         )  # fmt: skip
         send_signal(victims)
         process.wait()
-    return _trained(stage), _killed(stage, len(victims), stage.server_bytes() - before)
+    return _trained(demo), _killed(demo, len(victims), demo.server_bytes() - before)
 
 
-def _is_saving(stage: DemoContext, step: int) -> bool:
-    return any(record["event"] == "save" and record["step"] == step for record in stage.metrics("first"))
+def _is_saving(demo: DemoContext, step: int) -> bool:
+    return any(record["event"] == "save" and record["step"] == step for record in demo.metrics("first"))
 
 
-def _trained(stage: DemoContext) -> Act:
-    losses = stage.losses("first")
+def _trained(demo: DemoContext) -> Act:
+    losses = demo.losses("first")
     entropy = unigram_entropy()
-    settled = [loss for step, loss in losses.items() if step > stage.steps - 10]
+    settled = [loss for step, loss in losses.items() if step > demo.steps - 10]
     mean = sum(settled) / len(settled)
-    stalls = [record["stall_s"] for record in stage.metrics("first") if record["event"] == "save"]
+    stalls = [record["stall_s"] for record in demo.metrics("first") if record["event"] == "save"]
     facts = {
         "mesh": "dp_shard=2,tp=2", "ranks": 4, "steps": max(losses), "first_loss": losses[1], "last_loss": losses[max(losses)],
         "mean_loss_of_last_10": mean, "unigram_entropy": entropy, "stall_s": stalls,
     }  # fmt: skip
-    if stage.steps >= LEARNING_STEPS:
+    if demo.steps >= LEARNING_STEPS:
         expect(mean < 0.92 * entropy, f"the loss {mean:.3f} is not well below the unigram entropy {entropy:.3f}")
     line = (
         f"4 ranks, mesh dp_shard=2,tp=2: {max(losses)} steps, loss {losses[1]:.2f} -> {mean:.2f} nats "
@@ -141,16 +140,16 @@ def _trained(stage: DemoContext) -> Act:
     return Act(facts=facts, lines=(line,))
 
 
-def _killed(stage: DemoContext, num_processes: int, arrived_bytes: int) -> Act:
-    rows = stage.shell.json("ls", RUN)
+def _killed(demo: DemoContext, num_processes: int, arrived_bytes: int) -> Act:
+    rows = demo.shell.json("ls", RUN)
     committed = [row["step"] for row in rows if row["state"] == "committed"]
-    last, previous = stage.steps, stage.steps - stage.save_every
+    last, previous = demo.steps, demo.steps - demo.save_every
     expect(last not in committed, f"step {last} was committed before the kill came; run the demo again")
     expect(
         bool(committed) and committed[-1] == previous,
         f"committed steps are {committed}, expected {previous} to be the last",
     )
-    found = stage.shell.json("verify", RUN, "--data")
+    found = demo.shell.json("verify", RUN, "--data")
     expect(found["is_ok"] and found["step"] == previous, f"verify says {found}")
     facts = {
         "killed_processes": num_processes, "uploading_step": last, "arrived_bytes": arrived_bytes, "newest_committed": previous,
@@ -164,7 +163,7 @@ def _killed(stage: DemoContext, num_processes: int, arrived_bytes: int) -> Act:
 
 
 def unigram_entropy() -> float:
-    """Nats per byte of the text, each byte alone: what a model reaches that knows frequencies only."""
+    """Nats per byte under byte frequencies alone."""
     counts: Counter[int] = Counter()
     for file in list_files(STDLIB):
         if isinstance(file, File):
@@ -173,22 +172,22 @@ def unigram_entropy() -> float:
     return -sum(n / total * math.log(n / total) for n in counts.values())
 
 
-def resume(stage: DemoContext) -> Act:
-    """Go on with half the ranks; the steps that the first run did without interruption come out the same."""
-    stage.shell.finish(*stage.train(RUN, "dp_shard=2", f"log.folder={stage.folder / 'resumed'}"))
-    first, difference = _compare(stage, "resumed")
-    committed = [row["step"] for row in stage.shell.json("ls", RUN) if row["state"] == "committed"]
-    expect(committed[-1] == stage.steps, f"after the resume step {committed[-1]} is the newest, expected {stage.steps}")
-    facts = {"mesh": "dp_shard=2", "ranks": 2, "from_step": first - 1, "to_step": stage.steps, **difference}
+def resume(demo: DemoContext) -> Act:
+    """Resume on half the ranks; the losses must match the uninterrupted steps of the first run."""
+    demo.shell.finish(*demo.train(RUN, "dp_shard=2", f"log.folder={demo.folder / 'resumed'}"))
+    first, difference = _compare(demo, "resumed")
+    committed = [row["step"] for row in demo.shell.json("ls", RUN) if row["state"] == "committed"]
+    expect(committed[-1] == demo.steps, f"after the resume step {committed[-1]} is the newest, expected {demo.steps}")
+    facts = {"mesh": "dp_shard=2", "ranks": 2, "from_step": first - 1, "to_step": demo.steps, **difference}
     return Act(facts=facts, lines=(f"2 ranks, mesh dp_shard=2, go on at step {first}: {_as_text(difference)}",))
 
 
-def _compare(stage: DemoContext, name: str) -> tuple[int, Facts]:
-    """First step and largest relative difference of a later job's losses from the first job's."""
-    reference, losses = stage.losses("first"), _own_losses(stage, name)
-    first = stage.steps - stage.save_every + 1
+def _compare(demo: DemoContext, name: str) -> tuple[int, Facts]:
+    """A later job's first step, and the largest relative difference of its losses from the first job's."""
+    reference, losses = demo.losses("first"), _own_losses(demo, name)
+    first = demo.steps - demo.save_every + 1
     expect(
-        sorted(losses) == list(range(first, stage.steps + 1)),
+        sorted(losses) == list(range(first, demo.steps + 1)),
         f"{name} did steps {sorted(losses)}, expected from {first}",
     )
     largest = max(abs(loss - reference[step]) / reference[step] for step, loss in losses.items())
@@ -199,9 +198,9 @@ def _compare(stage: DemoContext, name: str) -> tuple[int, Facts]:
     return first, {"compared_steps": len(losses), "max_relative_difference": largest, "bound": MESH_BOUND}
 
 
-def _own_losses(stage: DemoContext, name: str) -> dict[int, float]:
-    """Losses since the job's own start: its metrics begin with the history of the run it goes on with."""
-    records = stage.metrics(name)
+def _own_losses(demo: DemoContext, name: str) -> dict[int, float]:
+    """Losses since the job's own start; its metrics begin with the history of the run."""
+    records = demo.metrics(name)
     start = max(number for number, record in enumerate(records) if record["event"] == "start")
     return {record["step"]: record["loss"] for record in records[start:] if record["event"] == "step"}
 
@@ -213,12 +212,12 @@ def _as_text(difference: Facts) -> str:
     )
 
 
-def reshard(stage: DemoContext) -> Act:
-    """Rewrite the checkpoint for a pipeline, in one process without a process group, and go on from it on 4 ranks."""
-    source = f"{RUN}@{stage.steps - stage.save_every}"
-    report = stage.shell.json("reshard", source, RESHARDED, "--mesh", "pp=2,dp_shard=2")
-    stage.shell.finish(*stage.train(RESHARDED, "pp=2,dp_shard=2", f"log.folder={stage.folder / 'resharded'}"))
-    first, difference = _compare(stage, "resharded")
+def reshard(demo: DemoContext) -> Act:
+    """Reshard the checkpoint for a pipeline mesh, in one process without a process group, and resume on 4 ranks."""
+    source = f"{RUN}@{demo.steps - demo.save_every}"
+    report = demo.shell.json("reshard", source, RESHARDED, "--mesh", "pp=2,dp_shard=2")
+    demo.shell.finish(*demo.train(RESHARDED, "pp=2,dp_shard=2", f"log.folder={demo.folder / 'resharded'}"))
+    first, difference = _compare(demo, "resharded")
     facts = {"source": source, "mesh": "pp=2,dp_shard=2", "ranks": 4, "reshard": report, **difference}
     moved = (
         f"{source} rewritten from dp_shard=2,tp=2 to pp=2,dp_shard=2 in {report['seconds']:.1f} s "
@@ -229,11 +228,11 @@ def reshard(stage: DemoContext) -> Act:
     )
 
 
-def convert(stage: DemoContext) -> Act:
-    """Export to Hugging Face; transformers and our own decoder must compute the same."""
-    folder = stage.folder / "hf"
-    report = stage.shell.json("convert", "to-hf", RUN, str(folder), "--verify")
-    compared = json.loads(stage.shell.python("scripts.demo_logits", RUN, str(folder), str(NUM_TOKENS)))
+def convert(demo: DemoContext) -> Act:
+    """Export to Hugging Face; transformers and the trainer's decoder must compute the same logits."""
+    folder = demo.folder / "hf"
+    report = demo.shell.json("convert", "to-hf", RUN, str(folder), "--verify")
+    compared = json.loads(demo.shell.python("scripts.demo_logits", RUN, str(folder), str(NUM_TOKENS)))
     largest = compared["max_logit_difference"]
     expect(
         compared["tokens"] >= NUM_TOKENS, f"the text has {compared['tokens']} tokens, at least {NUM_TOKENS} are needed"
@@ -248,12 +247,12 @@ def convert(stage: DemoContext) -> Act:
     return Act(facts=facts, lines=lines)
 
 
-def hang(stage: DemoContext) -> Act:
-    """Hang a small real job, then ask who did it."""
-    folder = stage.folder / "incident"
-    stage.shell.run("debug", "inject", "skip", "--ranks", "2", "--out", str(folder))
+def hang(demo: DemoContext) -> Act:
+    """Hang a small real job and diagnose it."""
+    folder = demo.folder / "incident"
+    demo.shell.run("debug", "inject", "skip", "--ranks", "2", "--out", str(folder))
     truth = json.loads((folder / "truth.json").read_text())
-    verdict = stage.shell.json("debug", str(folder), expected=1)["verdicts"][0]
+    verdict = demo.shell.json("debug", str(folder), expected=1)["verdicts"][0]
     expect(verdict["verdict"] == truth["verdict"], f"debug says {verdict['verdict']}, the truth is {truth['verdict']}")
     expect(
         verdict["culprits"] == truth["culprits"],
@@ -278,58 +277,58 @@ def hang(stage: DemoContext) -> Act:
     return Act(facts=facts, lines=lines)
 
 
-def look(stage: DemoContext) -> Act:
-    """The terminal program, opened on that incident."""
-    picture = stage.folder / "incident.svg"
-    stage.shell.run("tui", str(stage.folder / "incident"), "--screenshot", str(picture))
+def look(demo: DemoContext) -> Act:
+    """Open the incident in the terminal screens."""
+    picture = demo.folder / "incident.svg"
+    demo.shell.run("tui", str(demo.folder / "incident"), "--screenshot", str(picture))
     drawn = picture.read_text()
     expect(drawn.startswith("<svg") and "SKIPPED" in drawn, f"{picture} does not show the verdict")
     return Act(facts={"screenshot": str(picture)}, lines=(f"the incident on the screen: {shown(picture)}",))
 
 
 class StoryLog:
-    """Prints acts as they come and keeps their facts in DIR/facts.json."""
+    """Print acts as they finish and record their facts in DIR/facts.json."""
 
     def __init__(self, path: Path, *, is_quiet: bool) -> None:
         self._path, self._is_quiet, self.facts = path, is_quiet, Facts()
         self._started = self._act_started = time.monotonic()
 
-    def say(self, text: str) -> None:
-        """A line for people; on stderr where stdout is for JSON."""
+    def print(self, text: str) -> None:
+        """Print a line; to stderr if stdout is for JSON."""
         print(text, file=sys.stderr if self._is_quiet else sys.stdout, flush=True)
 
     def command(self, text: str) -> None:
-        """A command that is about to run."""
-        self.say(f"         {text}")
+        """Print a command before it runs."""
+        self.print(f"         {text}")
 
-    def tell(self, number: int, name: str, act: Act) -> None:
-        """An act that is over."""
+    def add(self, number: int, name: str, act: Act) -> None:
+        """Print and record a finished act."""
         now = time.monotonic()
         self.facts[name] = {"act": number, "seconds": round(now - self._act_started, 2), **act.facts}
         self._act_started = now
         for row, line in enumerate(act.lines):
-            self.say(f"{f'{number} {name}' if row == 0 else '':<11}{line}")
+            self.print(f"{f'{number} {name}' if row == 0 else '':<11}{line}")
         self.write()
 
     def write(self, **more: Any) -> None:
-        """Keep what is known so far."""
+        """Write the facts so far."""
         self.facts |= {"seconds": round(time.monotonic() - self._started, 1), **more}
         self._path.write_text(json.dumps(self.facts, indent=1) + "\n")
 
 
-def play(stage: DemoContext, story: StoryLog) -> None:
-    """All acts, in order; DemoError from the first that does not hold."""
-    story.tell(1, "serve", serve(stage))
-    trained, killed = train_and_kill(stage)
-    story.tell(2, "train", trained)
-    story.tell(3, "kill", killed)
+def play(demo: DemoContext, story: StoryLog) -> None:
+    """Run all acts in order; DemoError from the first that fails."""
+    story.add(1, "serve", serve(demo))
+    trained, killed = train_and_kill(demo)
+    story.add(2, "train", trained)
+    story.add(3, "kill", killed)
     acts: list[Callable[[DemoContext], Act]] = [resume, reshard, convert, hang, look]
     for number, act in enumerate(acts, start=4):
-        story.tell(number, act.__name__, act(stage))
+        story.add(number, act.__name__, act(demo))
 
 
 def prepare(folder: Path) -> None:
-    """An empty folder; what an earlier demo left is removed, anything else is not."""
+    """Create an empty folder; DemoError if it holds anything but an earlier demo."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "facts.json").exists():
         raise DemoError(f"{folder} is not empty and no earlier demo made it; give another --dir")
     shutil.rmtree(folder, ignore_errors=True)
@@ -338,12 +337,12 @@ def prepare(folder: Path) -> None:
 
 
 def main() -> int:
-    """Play the demo; 0 when every act held, 1 when one did not."""
+    """Run the demo; 0 if every act holds, else 1."""
     parser = argparse.ArgumentParser(prog="python -m scripts.demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--dir", type=Path, default=ROOT / ".demo", help="where everything goes (default .demo)")
+    parser.add_argument("--dir", type=Path, default=ROOT / ".demo", help="folder of all files (default .demo)")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of the run (default 60)")
     parser.add_argument("--save-every", type=int, default=20, help="steps between saves; divides --steps (default 20)")
-    parser.add_argument("--json", action="store_true", help="the facts on stdout, the story on stderr")
+    parser.add_argument("--json", action="store_true", help="print the facts to stdout, the story to stderr")
     options = parser.parse_args()
     if options.save_every < 1 or options.steps % options.save_every or options.steps < 2 * options.save_every:
         parser.error("--steps must be a multiple of --save-every, at least twice it")
@@ -365,9 +364,9 @@ def main() -> int:
             )
     except (DemoError, TitanError) as error:
         story.write(failed=str(error))
-        story.say(f"FAILED: {error}")
+        story.print(f"FAILED: {error}")
         return 1
-    story.say(f"all eight acts held in {story.facts['seconds']:.0f} s; facts: {shown(folder / 'facts.json')}")
+    story.print(f"all eight acts held in {story.facts['seconds']:.0f} s; facts: {shown(folder / 'facts.json')}")
     if options.json:
         sys.stdout.write(json.dumps(story.facts, indent=1) + "\n")
     return 0

@@ -1,12 +1,12 @@
-"""Reliability campaigns on the checkpoint core: a real job is killed with SIGKILL at random moments of its saves.
+"""Reliability campaigns on the checkpoint core: kills during saves, store faults, damaged files.
 
-    python -m scripts.faults --kills 200                 local disk
-    python -m scripts.faults --kills 100 --s3            the real S3 server, started here
-    python -m scripts.faults --matrix                    a fault at every store call of every rank (see tools/faults/cases.py)
-    python -m scripts.faults --damage 200                damage of every kind to every kind of file (see tools/faults/damage.py)
+    python -m scripts.faults --kills 200                 SIGKILL a real job at random moments of its saves, local disk
+    python -m scripts.faults --kills 100 --s3            the same on a real S3 server, started here
+    python -m scripts.faults --matrix                    a fault at every store call of every rank (tools/faults/cases.py)
+    python -m scripts.faults --damage 200                damage of every kind to every kind of file (tools/faults/damage.py)
 
-After every kill: the newest committed checkpoint is the last one that was known to be committed or a later one, each of its
-bytes is right, and the next job goes on from it. Prints one JSON line; exit code 1 if anything was lost or wrong.
+After every kill the newest committed checkpoint must be the last known one or a later one, with correct bytes, and the next job
+resumes from it. Prints one JSON line; exit code 1 if anything was lost or wrong.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from tools.s3_server import running_server
 
 @dataclass(slots=True)
 class Outcome:
-    """What a campaign saw. `lost` and `wrong` must be 0; `partial` counts steps that a kill left without a commit,
-    `during_save` the kills that fell between the begin of a save and its commit (the others came just after one)."""
+    """Results of a campaign; `lost` and `wrong` must be 0. `partial` counts steps left without a commit, `during_save` the kills
+    between the start of a save and its commit (the others came right after a commit)."""
 
     kills: int = 0
     during_save: int = 0
@@ -63,20 +63,20 @@ class Outcome:
 
 
 def make_state(step: int) -> dict[str, Any]:
-    """Some 9 MB, every element of which says the step, but for a part that never changes."""
+    """About 9 MB of tensors whose elements equal the step, and one tensor that never changes."""
     changing = {f"w{n}": torch.full((50_000 + n,), float(step)) for n in range(40)}
     return {"model": changing, "frozen": torch.arange(200_000.0), "step": step}
 
 
-def run_job(url: str, options: SaveOptions, tell: Callable[[int], object]) -> None:
-    """A training job: resume, then save for ever. `tell` hears -step as a save begins, step once it is committed."""
+def run_job(url: str, options: SaveOptions, report: Callable[[int], object]) -> None:
+    """A training job: resume, then save for ever. Calls `report` with -step when a save begins, step when it is committed."""
     with Saver(url, options) as saver:
         step = newest_step(url)
         while True:
             step += 1
-            tell(-step)
+            report(-step)
             saver.save(make_state(step), step=step).wait()
-            tell(step)
+            report(step)
 
 
 def newest_step(url: str) -> int:
@@ -88,52 +88,54 @@ def newest_step(url: str) -> int:
 
 
 def kill_once(url: str, options: SaveOptions, rng: random.Random, outcome: Outcome) -> int:
-    """Run a job in a forked process and kill it within one of its first three saves, at a random moment of up to 1.2 times
-    the longest save seen so far; the last step that it said was committed (0: none)."""
-    told, tells = multiprocessing.Pipe(duplex=False)
+    """Fork a job and kill it in one of its first three saves, after a random share of up to 1.2 times the longest save so far.
+
+    Returns the last step that it reported as committed (0: none).
+    """
+    reader, writer = multiprocessing.Pipe(duplex=False)
     child = os.fork()
     if child == 0:
         try:
-            run_job(url, options, tells.send)
-        except BaseException:  # noqa: BLE001 - the child has no caller to tell
+            run_job(url, options, writer.send)
+        except BaseException:  # noqa: BLE001 - the child has no caller
             traceback.print_exc()
         finally:
             os._exit(1)
-    tells.close()
+    writer.close()
     committed = 0
     for _ in range(rng.randint(0, 2)):
-        committed = _watch_save(told, outcome)
-    begun = told.recv()
+        committed = _watch_save(reader, outcome)
+    begun = reader.recv()
     assert begun < 0, begun
-    time.sleep(rng.uniform(0.0, 1.2 * outcome.longest_save_s))  # the fault's moment, not a synchronisation
+    time.sleep(rng.uniform(0.0, 1.2 * outcome.longest_save_s))  # when to kill, not a synchronisation
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with told:
-        rest = _drain(told)
+    with reader:
+        rest = _drain(reader)
     outcome.during_save += not rest or rest[-1] < 0
     return max([committed, *rest])
 
 
-def _watch_save(told: Connection[int, int], outcome: Outcome) -> int:
-    """Sit through one save, and remember how long it took; its step."""
-    begun, started = told.recv(), time.monotonic()
-    committed = told.recv()
+def _watch_save(reader: Connection[int, int], outcome: Outcome) -> int:
+    """Wait for one save, record its duration, return its step."""
+    begun, started = reader.recv(), time.monotonic()
+    committed = reader.recv()
     assert committed == -begun, (begun, committed)
     outcome.longest_save_s = max(outcome.longest_save_s, time.monotonic() - started)
     return committed
 
 
-def _drain(told: Connection[int, int]) -> list[int]:
+def _drain(reader: Connection[int, int]) -> list[int]:
     rest = []
     try:
         while True:
-            rest.append(told.recv())
+            rest.append(reader.recv())
     except EOFError:
         return rest
 
 
 def check(url: str, known: int, outcome: Outcome) -> int:
-    """Look at what the kill left, from a process of its own so that this one can go on forking; the newest step."""
+    """Check what the kill left; return the newest step. Runs in a child process, so that this one stays safe to fork."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -142,8 +144,8 @@ def check(url: str, known: int, outcome: Outcome) -> int:
         os._exit(0)
     os.close(writer)
     os.waitpid(child, 0)
-    with os.fdopen(reader, "rb") as told:
-        seen = json.loads(told.read())
+    with os.fdopen(reader, "rb") as answer:
+        seen = json.loads(answer.read())
     outcome.lost += seen["newest"] < known
     outcome.wrong += seen["problems"]
     outcome.committed, outcome.partial = max(outcome.committed, seen["newest"]), max(outcome.partial, seen["partial"])
@@ -165,12 +167,12 @@ def _look(url: str) -> dict[str, int]:
 
 
 def campaign(url: str, kills: int, *, seed: int) -> Outcome:
-    """`kills` jobs one after another on one run, with plain and incremental saves and retention in turn."""
+    """Kill `kills` jobs, one after another on one run, alternating plain and incremental saves, with retention."""
     rng, outcome, started, known = random.Random(seed), Outcome(), time.monotonic(), 0
     for number in range(kills):
         options = SaveOptions(incremental=number % 2 == 1, retention=RetentionPolicy(keep_last=3))
-        said = kill_once(url, options, rng, outcome)
-        known = max(check(url, max(known, said), outcome), known)
+        committed = kill_once(url, options, rng, outcome)
+        known = max(check(url, max(known, committed), outcome), known)
         outcome.kills += 1
         sys.stderr.write(f"\rkill {number + 1}/{kills}: step {known}, lost {outcome.lost}, wrong {outcome.wrong} ")
     sys.stderr.write("\n")
@@ -180,7 +182,7 @@ def campaign(url: str, kills: int, *, seed: int) -> Outcome:
 
 @dataclass(slots=True)
 class MatrixOutcome:
-    """What the fault matrix saw; `wrong` must be 0. `hit` cases reached their call, `failed` a save or mirror."""
+    """Results of the fault matrix; `wrong` must be 0. `hit` cases reached their call, `failed` ones failed a save or mirror."""
 
     ranks: int
     cases: int = 0
@@ -192,7 +194,7 @@ class MatrixOutcome:
 
 
 def matrix(folder: Path, hows: tuple[FaultMode, ...], *, num_ranks: int, num_pools: int) -> MatrixOutcome:
-    """Every case of every kind; `num_pools` jobs at once, since those that hang do nothing but wait."""
+    """Run every case of every kind, `num_pools` at once, since hanging jobs only wait."""
     outcome, started = MatrixOutcome(ranks=num_ranks), time.monotonic()
     with ExitStack() as stack:
         pools: queue.SimpleQueue[RankPool] = queue.SimpleQueue()
@@ -216,7 +218,7 @@ def matrix(folder: Path, hows: tuple[FaultMode, ...], *, num_ranks: int, num_poo
 
 
 def damage(folder: Path, flips: int, *, seed: int) -> int:
-    """The table of damage, one JSON line a row; exit code 1 if any was missed or loaded."""
+    """Print the damage table, one JSON line per row; 1 if any damage was missed or loaded."""
     is_good = True
     for codec in CODECS:
         for row in damage_table(folder / codec, seed=seed, flips=flips, codec=codec):

@@ -1,8 +1,8 @@
-"""Feed the debugger damaged evidence until time is up: `python -m scripts.fuzz_debug --minutes 60` (or `make fuzz`).
+"""Feed the debugger damaged evidence until the time is up: `python -m scripts.fuzz_debug --minutes 60` (or `make fuzz`).
 
 Real incidents (dumps, logs, stacks, black boxes) are copied with bytes flipped, cut, doubled, packed or swapped between files,
-and diagnosed. Any exception that is no TitanError, any diagnosis that takes longer than 20 s of processor time (or 10 minutes
-by the clock), and memory that grows beyond 1 GB end the run with the seed; `--seed S --rounds 1` does it again.
+and diagnosed. An exception other than TitanError, a diagnosis of more than 20 s of CPU time (or 10 minutes of wall time), or
+more than 1 GB of memory ends the run and prints the seed; `--seed S --rounds 1` reproduces it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from titan_ckpt.debug.record.hooks import BoxWriter
 from titan_ckpt.errors import TitanError
 from tools.paths import INCIDENTS
 
-LONGEST_S = 20  # of this process's own time: others may use the machine as well
+LONGEST_S = 20  # CPU time, independent of other load
 LONGEST_BY_CLOCK_S = 600
 MOST_BYTES = 1 << 30
 MAX_FILES = 12
 
 
 def main() -> int:
-    """Fuzz until time is up or something breaks."""
+    """Fuzz until the time is up or a check fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=0, help="stop after that many rounds (default: when time is up)")
-    parser.add_argument("--seed", type=int, default=0, help="the first round's seed; each round has the next one")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round; each round adds 1")
     given = parser.parse_args()
     started = time.monotonic()
     give_up = started + 60 * given.minutes
@@ -62,7 +62,7 @@ def _cases() -> list[Path]:
 
 
 def _boxes(folder: Path) -> list[tuple[str, bytes]]:
-    """Four ranks' black boxes in a broadcast that one of them has not issued."""
+    """Black boxes of four ranks; rank 2 lacks the last operation."""
     found = []
     for rank in range(4):
         box = BoxWriter(folder / f"rank_{rank:05d}.box", rank=rank, world_size=4, capacity=64)
@@ -110,7 +110,7 @@ def _round(seed: int, incidents: list[list[tuple[str, bytes]]], folder: Path) ->
 
 
 def _too_long(_number: int, _frame: object) -> None:
-    raise TimeoutError(f"a diagnosis took longer than {LONGEST_S} s of processor time or {LONGEST_BY_CLOCK_S} s")
+    raise TimeoutError(f"a diagnosis took longer than {LONGEST_S} s of CPU time or {LONGEST_BY_CLOCK_S} s of wall time")
 
 
 def _write(rng: random.Random, folder: Path, name: str, data: bytes, files: list[tuple[str, bytes]]) -> str:
@@ -142,7 +142,7 @@ def _splice(rng: random.Random, data: bytes) -> bytes:
 
 
 def _digits(rng: random.Random, data: bytes) -> bytes:
-    """Some number in the text becomes another: huge, negative, empty."""
+    """Replace digits in the text: huge, negative, empty."""
     places = [i for i in range(len(data)) if 48 <= data[i] <= 57]
     if not places:
         return _flip(rng, data)

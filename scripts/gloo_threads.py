@@ -1,10 +1,9 @@
-"""Does a rank die of torch's gloo threads? Waited functional collectives in one process, until a time or a crash.
+"""Reproduce the crash of a rank in torch's gloo threads: functional collectives in one process until a time or the crash.
 
-    python -m scripts.gloo_threads 240            # groups as torch makes them
-    python -m scripts.gloo_threads 240 --one      # groups as titan-ckpt's trainer makes them
+    python -m scripts.gloo_threads 240            # process groups as torch creates them
+    python -m scripts.gloo_threads 240 --one      # process groups as the trainer creates them
 
-Exit code 0 and the number of collectives, or the signal that ended the process.
-`one_thread_groups` in trainer/device_mesh.py explains why.
+Prints the number of collectives, or dies by a signal. `one_thread_groups` in trainer/device_mesh.py explains the cause.
 """
 
 from __future__ import annotations

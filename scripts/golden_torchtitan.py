@@ -1,9 +1,9 @@
-"""Have torchtitan 0.3.0 train tiny models and save them, for the tests of starting points: what it wrote, and how it went on.
+"""Train and save tiny models with torchtitan 0.3.0: the data of the tests that resume from its checkpoints.
 
     torchrun --nproc-per-node 2 -m scripts.golden_torchtitan tests/data/torchtitan    # in an environment that has torchtitan
 
-Under its FSDP2, its AdamW and its CheckpointManager: llama with q, k and v fused, qwen3 without and with a tied head. Beside
-each run lies what torchtitan's own next steps lost (`after.json`).
+Uses torchtitan's FSDP2, AdamW and CheckpointManager: llama with q, k and v fused; qwen3 unfused with a tied head.
+`after.json` beside each run holds the losses of torchtitan's own next steps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Samples(IterableDataset[torch.Tensor]):
 
 
 def train(name: str, folder: Path) -> list[float]:
-    """Train, save, go on; the losses after the save."""
+    """Train, save, train on; the losses after the save."""
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.components.optimizer import default_adamw
@@ -101,16 +101,16 @@ def train(name: str, folder: Path) -> list[float]:
 
 
 def main() -> int:
-    """Write into the folder given, which must not exist yet."""
+    """Write into a new folder."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.golden_torchtitan", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
     if folder.exists():
-        parser.error(f"{folder} exists; golden checkpoints are never written again")
+        parser.error(f"{folder} exists; golden checkpoints are never rewritten")
     dist.init_process_group("gloo")
-    dist.barrier()  # nobody writes before everybody has looked
+    dist.barrier()  # no rank writes before all ranks have checked
     for name in MODELS:
         losses = train(name, folder / name)
         if dist.get_rank() == 0:

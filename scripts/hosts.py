@@ -1,10 +1,10 @@
-"""A job over three hosts whose cables are pulled and put back, while it steps and while it saves: what is lost, what it costs.
+"""A job over three hosts whose links are cut and restored, during steps and saves: what is lost, and what it costs.
 
     python -m scripts.hosts [--only NAME]        the table goes to docs/reliability.md
 
 The hosts are network namespaces on a switch (hosts_network.py), each with an elastic agent and one rank; the rendezvous has a
-host of its own, and so has the S3 server. A cable that is pulled loses packets and tells nobody. An agent that fails is started
-again, as Slurm and Kubernetes do. Each job must come to its end with the losses of a run that was never interrupted.
+host of its own, and so has the S3 server. A cut link drops packets silently. Agents that fail are restarted, as Slurm and
+Kubernetes do. Each job must finish with the losses of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ STORE = (
     "import sys, time, torch.distributed as d; "
     f"s = d.TCPStore(sys.argv[1], {RENDEZVOUS_PORT}, is_master=True, wait_for_workers=False); time.sleep(1e9)"
 )
-# An agent that is silent for 6 s is gone; two of three hosts are enough. `read_timeout` is how long an agent waits for the
-# rendezvous before it fails, and one that fails on its own closes it for all who come later: longer than a cable is out.
+# An agent is dropped after 6 s of silence; two of three hosts are enough. An agent whose rendezvous read times out fails and
+# closes the rendezvous for all later agents, so `read_timeout` must exceed every cut.
 CONF = (
     "is_host=false,join_timeout=120,last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=3,read_timeout=150"
 )
@@ -57,7 +57,7 @@ CONF = (
 
 @dataclass(slots=True)
 class ScenarioResult:
-    """What a job went through."""
+    """Results of one scenario."""
 
     name: str
     what: str = ""
@@ -71,8 +71,8 @@ class ScenarioResult:
     problems: list[str] = field(default_factory=list)
 
 
-class Job:
-    """Agents on the hosts, kept running until the job has come to its end."""
+class ElasticJob:
+    """Elastic agents on the hosts, kept running until the job has finished."""
 
     def __init__(self, folder: Path, network: Network, endpoint: str, server: Server, sets: Sequence[str]) -> None:
         self.folder, self.network = folder, network
@@ -108,7 +108,7 @@ class Job:
             )
 
     def watch(self) -> bool:
-        """Do what a cluster does: start an agent that failed again, and the whole job where none is left; True at its end."""
+        """Restart failed agents, or the whole job if none is left, as a cluster does; True once the job has finished."""
         codes = {host: agent.poll() for host, agent in self._agents.items()}
         if all(code is not None for code in codes.values()):
             if 0 in codes.values():
@@ -124,15 +124,15 @@ class Job:
         return False
 
     def _is_shut_out(self, host: str) -> bool:
-        """Whether the rendezvous takes nobody any more: an agent that fails on its own closes it for all who come later."""
+        """Whether the rendezvous is closed: an agent that fails on its own closes it for all later agents."""
         return "RendezvousClosedError" in self._outputs[host].read_text(errors="replace")
 
     def output(self) -> str:
-        """The last words of all agents."""
+        """The end of each agent's output."""
         return "\n".join(f"{p.name}: {p.read_text()[-1500:]}" for p in sorted(self.folder.glob("agent-*")))
 
     def close(self) -> None:
-        """End what is left."""
+        """Kill all agents and the rendezvous."""
         for agent in [*self._agents.values(), self._head]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL) if agent is not self._head else agent.kill()
@@ -140,17 +140,17 @@ class Job:
 
 
 @dataclass(slots=True, kw_only=True)
-class Scene:
-    """All that a story needs."""
+class Scenario:
+    """Everything that a scenario acts on."""
 
     network: Network
     proxy: FaultyProxy
-    job: Job
+    job: ElasticJob
     run: Path
     story: ScenarioResult
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Watch the job until `condition`."""
+        """Watch the job until `condition` holds; TimeoutError after `LIMIT_S`."""
         give_up_at = time.monotonic() + LIMIT_S
         while not condition():
             self.job.watch()
@@ -159,12 +159,12 @@ class Scene:
             time.sleep(POLL_S)
 
     def comes_to(self, step: int, *, attempt: int) -> Callable[[], bool]:
-        """Whether the attempt with this number has made that step."""
+        """A condition: the attempt of this number has reached `step`."""
         return lambda: len(found := read_attempts(self.run)) > attempt and max(found[attempt].steps, default=0) >= step
 
     @contextlib.contextmanager
     def cable_pulled(self, host: str) -> Iterator[None]:
-        """The time for which a host is away."""
+        """Cut a host's link for the duration of the block."""
         self.network.cut(host)
         started = time.monotonic()
         try:
@@ -174,7 +174,7 @@ class Scene:
             self.network.restore(host)
 
     def wait_for_upload(self, client: str) -> None:
-        """Until a data file of `client` is on its way, which is then held up, so that the cut comes while it is."""
+        """Wait until `client` uploads a data file, and delay that upload so that the cut falls into it."""
         on_its_way = threading.Event()
 
         def rule(request: HttpRequest) -> RequestFault | None:
@@ -188,24 +188,24 @@ class Scene:
         self.proxy.heal()
 
 
-# The stories
+# Scenarios; their docstrings are rows of docs/reliability.md
 
 
-def short_cut_in_a_step(scene: Scene) -> None:
+def short_cut_in_a_step(scene: Scenario) -> None:
     """a host's cable for 4 s while it steps"""
     scene.until(scene.comes_to(2 * EVERY + 5, attempt=0), "training")
     with scene.cable_pulled("three"):
-        time.sleep(4.0)  # how long the cable is out
+        time.sleep(4.0)  # length of the cut
 
 
-def long_cut_in_a_step(scene: Scene) -> None:
+def long_cut_in_a_step(scene: Scenario) -> None:
     """a host's cable while it steps, until the others go on without it"""
     scene.until(scene.comes_to(2 * EVERY + 5, attempt=0), "training")
     with scene.cable_pulled("three"):
         scene.until(scene.comes_to(1, attempt=1), "going on with two hosts")
 
 
-def long_cut_in_a_save(scene: Scene) -> None:
+def long_cut_in_a_save(scene: Scenario) -> None:
     """a host's cable while it uploads, until the others go on without it"""
     scene.until(scene.comes_to(2 * EVERY + 5, attempt=0), "training")
     scene.wait_for_upload(scene.network.addresses["three"])
@@ -213,15 +213,15 @@ def long_cut_in_a_save(scene: Scene) -> None:
         scene.until(scene.comes_to(1, attempt=1), "going on with two hosts")
 
 
-def store_away_for_a_moment(scene: Scene) -> None:
+def store_away_for_a_moment(scene: Scenario) -> None:
     """the S3 server's cable for 10 s while all upload"""
     scene.until(scene.comes_to(2 * EVERY + 5, attempt=0), "training")
     scene.wait_for_upload(scene.network.addresses["one"])
     with scene.cable_pulled(STORAGE):
-        time.sleep(10.0)  # how long the cable is out
+        time.sleep(10.0)  # length of the cut
 
 
-def store_away_for_long(scene: Scene) -> None:
+def store_away_for_long(scene: Scenario) -> None:
     """the S3 server's cable while all upload, until the save has failed on every host"""
     scene.until(scene.comes_to(2 * EVERY + 5, attempt=0), "training")
     scene.wait_for_upload(scene.network.addresses["one"])
@@ -234,51 +234,55 @@ SCENARIOS = (
 )  # fmt: skip
 
 
-def tell(
-    story: Callable[[Scene], None], folder: Path, network: Network, server: Server, reference: list[float]
+def run_scenario(
+    story: Callable[[Scenario], None], folder: Path, network: Network, server: Server, reference: list[float]
 ) -> ScenarioResult:
-    """One job through one story, and what the books say afterwards."""
+    """Run one job through one scenario, and check its checkpoints and losses."""
     name = story.__name__
-    told = ScenarioResult(name=name, what=(story.__doc__ or "").strip())
+    result = ScenarioResult(name=name, what=(story.__doc__ or "").strip())
     host, _, port = server.endpoint.removeprefix("http://").partition(":")
     (folder / name).mkdir()
     ledger = Ledger(
-        open_direct=lambda url: open_store(url, endpoint_url=server.endpoint), complain=told.problems.append
+        open_direct=lambda url: open_store(url, endpoint_url=server.endpoint), complain=result.problems.append
     )
     ledger.references[0] = reference
     url, run = f"s3://{BUCKET}/{name}", folder / name / "run"
     with FaultyProxy(host, int(port), listen=network.addresses[STORAGE]) as proxy:
-        job = Job(folder / name, network, proxy.endpoint, server, _sets(folder, f"save.url={url}", f"log.folder={run}"))
-        scene = Scene(network=network, proxy=proxy, job=job, run=run, story=told)
+        job = ElasticJob(
+            folder / name, network, proxy.endpoint, server, _sets(folder, f"save.url={url}", f"log.folder={run}")
+        )
+        scene = Scenario(network=network, proxy=proxy, job=job, run=run, story=result)
         try:
             story(scene)
             ledger.look(url, promised=_promised(run))
             scene.until(job.watch, "the end")
         except TimeoutError as error:
-            told.problems.append(str(error))
+            result.problems.append(str(error))
         finally:
-            told.agents_restarted, told.jobs_restarted = job.agents_restarted, job.jobs_restarted
+            result.agents_restarted, result.jobs_restarted = job.agents_restarted, job.jobs_restarted
             job.close()
     ledger.look(url, promised=_promised(run))
-    _judge(told, read_attempts(run), ledger, url)
-    return told
+    _judge(result, read_attempts(run), ledger, url)
+    return result
 
 
-def _judge(told: ScenarioResult, attempts: list[Attempt], ledger: Ledger, url: str) -> None:
+def _judge(result: ScenarioResult, attempts: list[Attempt], ledger: Ledger, url: str) -> None:
     losses: dict[int, float] = {}
     for number, attempt in enumerate(attempts):
         ledger.check_losses(0, f"attempt {number}", url, attempt.start, f"step {attempt.start}", attempt.steps)
         losses |= attempt.steps
     for before, after in itertools.pairwise(attempts):
-        told.again += max(before.steps, default=after.start) - after.start
-        told.pause_s = max(told.pause_s, after.began_s - max(before.ended_s, before.began_s))
+        result.again += max(before.steps, default=after.start) - after.start
+        result.pause_s = max(result.pause_s, after.began_s - max(before.ended_s, before.began_s))
         if max(before.steps, default=after.start) - after.start > 2 * EVERY:
-            told.problems.append(f"{told.again} steps were made again, more than two intervals")
-    told.attempts, told.lost = [attempt.ranks for attempt in attempts], ledger.counts.lost
+            result.problems.append(
+                f"{result.again} steps were repeated, more than two save intervals after one interruption"
+            )
+    result.attempts, result.lost = [attempt.ranks for attempt in attempts], ledger.counts.lost
     if sorted(losses) != list(range(1, STEPS + 1)):
-        told.problems.append(f"steps {sorted(set(range(1, STEPS + 1)) - set(losses))[:5]} ... were never made")
+        result.problems.append(f"steps {sorted(set(range(1, STEPS + 1)) - set(losses))[:5]} ... were never made")
     if ledger.newest(url) != STEPS:
-        told.problems.append(f"the newest checkpoint is of step {ledger.newest(url)}, not {STEPS}")
+        result.problems.append(f"the newest checkpoint is of step {ledger.newest(url)}, not {STEPS}")
 
 
 def _promised(run: Path) -> list[int]:
@@ -296,7 +300,7 @@ def _sets(folder: Path, *more: str) -> tuple[str, ...]:
 
 
 def make_reference(folder: Path) -> list[float]:
-    """The losses of one process that nothing interrupts."""
+    """The losses of an uninterrupted run in one process."""
     arguments = [
         part for text in _sets(folder, f"log.folder={folder / 'alone'}", "save.every=0") for part in ("--set", text)
     ]
@@ -305,7 +309,7 @@ def make_reference(folder: Path) -> list[float]:
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(f"the run without interruption failed:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"the uninterrupted run failed:\n{done.stderr[-3000:]}")
     losses = read_attempts(folder / "alone")[0].steps
     return [losses[step] for step in sorted(losses)]
 
@@ -361,7 +365,7 @@ def main() -> int:
             os.environ.update(server.environment)
             stories = []
             for story in chosen:
-                stories.append(tell(story, folder, network, server, reference))
+                stories.append(run_scenario(story, folder, network, server, reference))
                 sys.stderr.write(f"{stories[-1]}\n")
     if not arguments.only:
         publish(stories)

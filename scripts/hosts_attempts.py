@@ -1,4 +1,4 @@
-"""The times that a job was formed, read from its metrics."""
+"""Read the attempts of an elastic job from its metrics; one attempt per formation of its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One time that the job was formed."""
+    """One formation of the job: its ranks, first step, losses by step, and times."""
 
     ranks: int
     start: int
@@ -21,7 +21,7 @@ class Attempt:
 
 
 def read_attempts(run: Path) -> list[Attempt]:
-    """What the metrics say, attempt by attempt."""
+    """The attempts in the metrics of `run`, in order."""
     path = run / "logs" / "metrics.jsonl"
     groups: list[list[dict[str, Any]]] = []
     for line in path.read_text().splitlines() if path.exists() else []:

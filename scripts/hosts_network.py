@@ -1,7 +1,7 @@
-"""Several hosts on one machine: network namespaces on a switch, whose cables can be pulled. Linux, no rights needed where user
-namespaces are allowed.
+"""Several hosts on one machine: network namespaces on a virtual switch, with links that can be cut. Linux; needs no privileges
+where user namespaces are allowed.
 
-Everything stands in namespaces that end with the process that made them: nothing of the machine's own network is touched.
+The namespaces end with the process that created them; the machine's own network is not touched.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 INSIDE = "TITAN_CKPT_HOSTS_INSIDE"
 SWITCH, BRIDGE = "switch", "br0"
-STORAGE = "storage"  # the host that this process is on
+STORAGE = "storage"  # the host of this process
 NETWORK = "10.77.0"
 
 
 def enter(module: str, arguments: Sequence[str]) -> int | None:
-    """Run `python -m module arguments` in namespaces of its own and return its exit code; None where we are inside already."""
+    """Run `python -m module arguments` in new namespaces and return its exit code; None if already inside."""
     if os.environ.get(INSIDE):
         return None
     missing = [tool for tool in ("unshare", "ip", "mount") if shutil.which(tool) is None]
@@ -45,7 +45,7 @@ def enter(module: str, arguments: Sequence[str]) -> int | None:
 
 
 class Network:
-    """A switch, this process as the host `storage` on it, and the other hosts."""
+    """A switch with this process as the host `storage`, and the other hosts."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         _run("mount", "-t", "tmpfs", "tmpfs", "/run")
@@ -59,19 +59,19 @@ class Network:
             self._connect(host)
 
     def on(self, host: str, command: Sequence[str]) -> list[str]:
-        """`command` as it runs on a host."""
+        """`command` wrapped to run on a host."""
         return ["ip", "netns", "exec", host, *command]
 
     def cut(self, host: str) -> None:
-        """Pull a host's cable: from now on its packets vanish, and nobody is told."""
+        """Cut a host's link: its packets are dropped silently."""
         _run("ip", "-n", SWITCH, "link", "set", f"port-{host}", "down")
 
     def restore(self, host: str) -> None:
-        """Put the cable back."""
+        """Restore a host's link."""
         _run("ip", "-n", SWITCH, "link", "set", f"port-{host}", "up")
 
     def _connect(self, host: str) -> None:
-        """A cable from the host's eth0 to a port of the switch."""
+        """Link the host's eth0 to a port of the switch."""
         there = []
         if host != STORAGE:
             _run("ip", "netns", "add", host)

@@ -1,6 +1,6 @@
-"""The pictures of the screens in the documentation: `python scripts/screenshots.py`.
+"""Write the screenshots of the documentation: `python -m scripts.screenshots`.
 
-All are of real data: the recordings of hung jobs and of a run that the tests use. The clock is fixed.
+They show the recorded incidents and the run that the tests use, with a fixed clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CLOCK_S = 1_795_250_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A screen of a recording after some keys."""
+    """A screen of a recording after `keys` were pressed."""
 
     name: str
     case: str

@@ -1,11 +1,11 @@
 """Train, kill, resume on other meshes, reshard, copy, prune and verify in random order, for as long as you like.
 
-    python -m scripts.soak --minutes 60 --seed 0        what it saw goes to docs/reliability.md, and as JSON to --json FILE
+    python -m scripts.soak --minutes 60 --seed 0        results go to docs/reliability.md, and as JSON to --json FILE
     python -m scripts.soak --publish FILE               write the section from such a file
 
 Real ranks over gloo, a real S3 server, and between them a proxy that answers 503, resets, loses, truncates, delays and hangs
-requests. After every action the ledger (soak_ledger.py) reads the server directly: nothing that was committed may be lost or
-changed, and resumed losses must be those of a run without interruption. Exit code 1 if anything was lost or wrong.
+requests. After every action the ledger (tools/soak/ledger.py) reads the server directly: no committed checkpoint may be
+lost or changed, and losses after a resume must be those of an uninterrupted run. Exit code 1 if anything was lost or wrong.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ MESHES = (
     "1", "dp_shard=2", "dp_shard=3", "dp_replicate=2", "tp=2", "cp=2", "pp=2", "dp_shard=2,tp=2", "pp=2,dp_shard=2",
     "dp_replicate=2,dp_shard=2",
 )  # fmt: skip
-# At 3e-3 rounding alone, in a run that nothing interrupts, grows to 1e-2 of the loss within 100 steps; at 3e-4 it stays at 1e-7.
-GENERATION_STEPS = 240  # a run without interruption is made first, and the soak's own must follow it that far
+# Learning rate 3e-4: at 3e-3 rounding alone changes the loss of an uninterrupted run by 1e-2 within 100 steps, at 3e-4 by 1e-7.
+GENERATION_STEPS = 240  # length of the uninterrupted run that each generation is compared with
 COPIES = 3  # resharded and copied runs that are kept
 VICTIMS = tuple(Victim)
 ACTIONS = {"train": 10, "reshard": 3, "fork": 2, "copy": 2, "prune": 2, "verify": 2}
@@ -50,7 +50,7 @@ ACTIONS = {"train": 10, "reshard": 3, "fork": 2, "copy": 2, "prune": 2, "verify"
 
 @dataclass(slots=True)
 class SoakRecord:
-    """What a soak did and met."""
+    """Actions, faults and findings of a soak."""
 
     seed: int
     minutes: float = 0.0
@@ -67,7 +67,7 @@ class SoakRecord:
 
 
 class Soak:
-    """One soak: `rng` chooses, jobs act through the proxy, the ledger looks from behind it."""
+    """One soak: `rng` chooses actions, jobs reach the server through the proxy, the ledger reads it directly."""
 
     def __init__(self, folder: Path, server: Server, proxy: FaultyProxy, seed: int) -> None:
         self.folder, self.proxy, self.rng, self.seen = folder, proxy, random.Random(seed), SoakRecord(seed=seed)
@@ -80,7 +80,7 @@ class Soak:
         self.copies: list[tuple[str, str]] = []  # (URL, mesh) of runs made by reshard and cp
 
     def run(self, minutes: float) -> SoakRecord:
-        """Act until the time is over."""
+        """Act until the time is up."""
         started, actions = time.monotonic(), {name: getattr(self, f"_{name}") for name in ACTIONS}
         self._begin_generation()
         while time.monotonic() < started + 60 * minutes:
@@ -96,7 +96,7 @@ class Soak:
         return self.seen
 
     def _begin_generation(self) -> None:
-        """A run of its own seed, and the losses that it must have."""
+        """Start a run with a new seed, and train its uninterrupted reference."""
         for url in [*self.ledger.runs]:
             self.ledger.forget(url)
         self.copies.clear()
@@ -109,26 +109,26 @@ class Soak:
         ended = run_job(_titan("train", DEBUG_CONFIG, *sets), self.environment, self.folder / name, self.rng)
         losses = read_training_log(folder).losses
         if not ended.is_done or len(losses) != GENERATION_STEPS:
-            raise RuntimeError(f"the run without interruption failed:\n{ended.text[-3000:]}")
+            raise RuntimeError(f"the uninterrupted run failed:\n{ended.text[-3000:]}")
         self.ledger.references[self.seed] = [losses[step] for step in sorted(losses)]
 
     # Actions
 
     def _train(self) -> None:
-        """Some steps on some mesh, to their end or to that of one of its processes."""
+        """Train some steps on a random mesh; the job may be killed."""
         mesh, keep_last = self.rng.choice(MESHES), self.rng.randint(2, 5)
         start = self.ledger.newest(self.url)
         values = self.ledger.values(self.url, start)
         steps = min(GENERATION_STEPS, start + self.rng.randint(8, 40))
         more = [f"save.keep_last={keep_last}", f"save.incremental={_toml(self.rng.random() < 0.4)}"]
         more += [f'save.codec="{self.rng.choice(("raw", "planes-zstd"))}"']
-        _, told = self._train_job("train", self.url, mesh, steps, more, may_be_killed=True)
-        promised = [told.committed] if told.committed else []
+        _, log = self._train_job("train", self.url, mesh, steps, more, may_be_killed=True)
+        promised = [log.committed] if log.committed else []
         self.ledger.look(self.url, promised=promised, kept=lambda steps: set(sorted(steps)[-keep_last:]))
-        self._judge(self.url, mesh, start, values, told)
+        self._judge(self.url, mesh, start, values, log)
 
     def _fork(self) -> None:
-        """A new run from a checkpoint that was resharded or copied."""
+        """Start a new run from a resharded or copied checkpoint."""
         if not self.copies:
             self._reshard()
             return
@@ -136,12 +136,12 @@ class Soak:
         url, start = f"s3://{BUCKET}/fork-{self.numbers}", self.ledger.newest(source)
         steps = min(GENERATION_STEPS, start + 6)
         values = self.ledger.values(source, start)
-        ended, told = self._train_job("fork", url, mesh, steps, [f"resume.from={source}"], may_be_killed=False)
-        self.ledger.look(url, promised=[told.committed] if told.committed else [])
-        if told.start is not None:
-            self.ledger.check_losses(self.seed, mesh, url, start, values, told.losses)
+        ended, log = self._train_job("fork", url, mesh, steps, [f"resume.from={source}"], may_be_killed=False)
+        self.ledger.look(url, promised=[log.committed] if log.committed else [])
+        if log.start is not None:
+            self.ledger.check_losses(self.seed, mesh, url, start, values, log.losses)
         if ended.is_done and self.ledger.newest(url) != steps:
-            self._complain(f"{url}: ended well at step {steps}, but {self.ledger.newest(url)} is the newest commit")
+            self._complain(f"{url}: ended at step {steps}, but {self.ledger.newest(url)} is the newest commit")
         self.ledger.forget(url)
 
     def _reshard(self) -> None:
@@ -189,31 +189,31 @@ class Soak:
             command = _torchrun(world) + command[1:]
         kill = self._draw_kill(folder, world, since_s) if may_be_killed and self.rng.random() < 0.6 else None
         ended = self._act(action, name, command, kill=kill)
-        told = read_training_log(folder, since_s=since_s)
-        self.seen.steps += len(told.losses)
-        return ended, told
+        log = read_training_log(folder, since_s=since_s)
+        self.seen.steps += len(log.losses)
+        return ended, log
 
     def _draw_kill(self, folder: Path, world: int, since_s: float) -> Kill:
         if self.rng.random() < 0.25:
-            return Kill(victim=Victim.ALL, after_s=self.rng.uniform(0.0, 12.0))  # wherever it is then
+            return Kill(victim=Victim.ALL, after_s=self.rng.uniform(0.0, 12.0))  # at any point of the job
         first = self.rng.randint(1, 25)
         moment = lambda: len(read_training_log(folder, since_s=since_s).losses) >= first
         victim = self.rng.choice(VICTIMS) if world > 1 else Victim.ALL
         return Kill(victim=victim, moment=moment, after_s=self.rng.uniform(0.0, 1.0))
 
     def _make_copy(self, action: str, command: list[str], source: str) -> None:
-        """Run what makes the newest of `copies`, again until it has; then both hold the same values."""
+        """Make the newest of `copies`, retrying until it is done; then compare its values with the source."""
         url, _ = self.copies[-1]
         run, _, step = source.rpartition("@")
         is_done = self._until_done(action, command, after_each=lambda: self.ledger.look(url))
         made = self.ledger.runs.get(url, {}).get(int(step))
         if is_done and (made is None or made.values != self.ledger.values(run, int(step))):
-            self._complain(f"{action} {source} -> {url} said that it was done: {made}")
+            self._complain(f"{action} {source} -> {url} reported success: {made}")
         if made is None:
             self.copies.pop()
 
     def _until_done(self, action: str, command: list[str], after_each: Callable[[], object] = lambda: None) -> bool:
-        """In bad weather and killed it may fail; in a calm it has to end well. False where it did not."""
+        """Run under random weather and perhaps a kill, where it may fail; then retry under calm, where it must succeed."""
         kill = Kill(victim=Victim.ALL, after_s=self.rng.uniform(0.5, 8.0)) if self.rng.random() < 0.4 else None
         ended = self._act(action, self._name(action)[0], command, kill=kill)
         after_each()
@@ -221,7 +221,7 @@ class Soak:
             ended = self._act(f"{action} again", self._name(action)[0], command, weather=CALM)
             after_each()
             if not ended.is_done:
-                self._complain(f"{' '.join(command[1:])} fails without a fault:\n{ended.text[-2000:]}")
+                self._complain(f"{' '.join(command[1:])} fails without an injected fault:\n{ended.text[-2000:]}")
         return ended.is_done
 
     def _act(
@@ -235,21 +235,21 @@ class Soak:
         self.seen.weather[chosen.name] += 1
         self.seen.kills[str(kill)] += ended.was_killed
         self.seen.failed[action] += not ended.is_done and not ended.was_killed
-        _say(f"{name:<16} {chosen.name:<7} {'killed' if ended.was_killed else ended.code}")
-        if ended.problem and not _is_torchrun_saying_1(command, ended):
+        _log(f"{name:<16} {chosen.name:<7} {'killed' if ended.was_killed else ended.code}")
+        if ended.problem and not _is_torchruns_exit_code(command, ended):
             self._complain(f"{name} under {chosen.name}: {ended.problem}\n{ended.text[-3000:]}")
         return ended
 
-    def _judge(self, url: str, mesh: str, start: int, values: str, told: TrainingLog) -> None:
-        if told.start is None:
+    def _judge(self, url: str, mesh: str, start: int, values: str, log: TrainingLog) -> None:
+        if log.start is None:
             return
-        if told.start != start:
-            self._complain(f"{url} on {mesh} went on from step {told.start}, {start} was the newest committed")
+        if log.start != start:
+            self._complain(f"{url} on {mesh} resumed from step {log.start}, {start} was the newest committed")
         else:
-            self.ledger.check_losses(self.seed, mesh, url, start, values, told.losses)
+            self.ledger.check_losses(self.seed, mesh, url, start, values, log.losses)
 
     def _audit(self) -> None:
-        """Nothing has changed where nothing acted: all other runs, whole."""
+        """Check every run, also those that no action touched."""
         for url in [*self.ledger.runs]:
             self.ledger.look(url)
 
@@ -258,7 +258,7 @@ class Soak:
         return f"{url}@{self.rng.choice(sorted(self.ledger.runs[url]))}"
 
     def _new_copy(self, mesh: str) -> str:
-        """The URL of one more copy; the oldest may go for it, so it is asked for before a source is chosen."""
+        """The URL of a new copy. May delete the oldest copy, so call it before choosing a source."""
         if len(self.copies) >= COPIES:
             self.ledger.forget(self.copies.pop(0)[0])
         self.copies.append((f"s3://{BUCKET}/copy-{self.numbers}", mesh))
@@ -279,15 +279,15 @@ class Soak:
 
     def _complain(self, text: str) -> None:
         self.seen.problems.append(text)
-        _say(f"PROBLEM {text}")
+        _log(f"PROBLEM {text}")
 
     def _count(self, started: float) -> None:
         self.seen.minutes = (time.monotonic() - started) / 60
         self.seen.requests, self.seen.faults = self.proxy.num_requests, Counter(self.proxy.faults)
 
 
-def _is_torchrun_saying_1(command: list[str], ended: JobResult) -> bool:
-    """torchrun ends with 1 and a table of its own whatever its ranks said; the ledger judges those."""
+def _is_torchruns_exit_code(command: list[str], ended: JobResult) -> bool:
+    """torchrun exits with 1 and its own table for any failure of a rank; the ledger judges those."""
     return "torch.distributed.run" in command and ended.code in (0, 1, 3) and not ended.outlived
 
 
@@ -307,12 +307,12 @@ def _toml(flag: bool) -> str:
     return "true" if flag else "false"
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
 
 def soak(folder: Path, *, minutes: float, seed: int) -> SoakRecord:
-    """A soak with a server and a proxy of its own, its files in `folder`."""
+    """Run a soak with its own server and proxy; files go to `folder`."""
     with running_server(folder / "s3", [BUCKET]) as server:
         host, _, port = server.endpoint.removeprefix("http://").partition(":")
         os.environ.update(server.environment)
@@ -325,8 +325,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep the jobs' output here (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen there")
-    parser.add_argument("--publish", type=Path, metavar="FILE", help="only write the docs' section from such a file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--publish", type=Path, metavar="FILE", help="only write the section of the docs from such a file"
+    )
     arguments = parser.parse_args()
     if arguments.publish:
         publish(json.loads(arguments.publish.read_text()))

@@ -1,4 +1,4 @@
-"""The section of docs/reliability.md that says what a soak did and met."""
+"""Write the results of a soak into docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ that must come; what follows from the same values on the same mesh must repeat b
 
 
 def publish(facts: Mapping[str, Any]) -> None:
-    """Write the section `soak` from a soak's facts; a `note` among them is what a person found out about its problems."""
+    """Write the section `soak` from a soak's facts; an optional `note` explains its problems."""
     replace_section(RELIABILITY, "soak", section(facts))
 
 

@@ -1,6 +1,6 @@
-"""Write the pages that come from the code itself, and the table of confidences in docs/hangs.md. Tests compare them.
+"""Generate docs/cli.md from `--help`, docs/api.md from the docstrings, and the table of confidences in docs/hangs.md.
 
-docs/cli.md comes from `--help`, docs/api.md from the docstrings.
+Tests hold the pages to the code.
 
 python -m scripts.write_docs
 """

@@ -1,4 +1,4 @@
-"""Fixtures that every room shares: a real S3 server, started once and only when a test asks for it."""
+"""Shared fixtures: a real S3 server, started once on first use, and run URLs that no other test uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def s3_environment(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The variables that make `s3://` mean our server, set in this process and returned for children."""
+    """Environment variables that point `s3://` at the test server; set in this process, returned for child processes."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_PROFILE", raising=False)
@@ -33,14 +33,14 @@ def s3_environment(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 @pytest.fixture
 def s3_url(s3_environment: dict[str, str]) -> str:
-    """A run URL on our server that no other test uses."""
+    """A unique run URL on the test server."""
     assert s3_environment
     return f"s3://{BUCKET}/run-{next(_numbers)}"
 
 
 @pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.s3)])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A run URL that no other test uses, on each kind of store."""
+    """A unique run URL, on each kind of store."""
     if request.param == "s3":
         return str(request.getfixturevalue("s3_url"))
     return str(tmp_path / "run") if request.param == "file" else f"memory://run-{next(_numbers)}"

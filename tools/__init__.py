@@ -1,0 +1,1 @@
+"""Shared by tests, scripts and benchmarks; imports none of them."""

@@ -1,4 +1,4 @@
-"""Running `titan-ckpt` as a user does, for the demo: commands, jobs that run beside us, and the end of every process of a job."""
+"""Run `titan-ckpt` as a user does, for the demo: commands, background jobs, and the cleanup of their processes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ WATCH_S = 0.002
 
 
 class DemoError(Exception):
-    """The demo did not show what it says."""
+    """An act of the demo failed."""
 
 
 class Shell:
-    """Runs `titan-ckpt` commands with `environment`; each is shown before it starts, its words go to `log`."""
+    """Run `titan-ckpt` commands with `environment`; `show` gets each command line, `log` each one's stderr."""
 
     def __init__(self, environment: dict[str, str], log: Path, show: Callable[[str], None]) -> None:
         self._environment, self._log, self._show = {**os.environ, **environment}, log, show
 
     def run(self, *arguments: str, expected: int = 0) -> str:
-        """The command's stdout; DemoError for another exit code than `expected`."""
+        """Return the command's stdout; DemoError if its exit code is not `expected`."""
         self._announce(arguments)
         return self.python("titan_ckpt", *arguments, expected=expected)
 
     def python(self, module: str, *arguments: str, expected: int = 0) -> str:
-        """The stdout of a module run as a program."""
+        """Run a module as a program and return its stdout."""
         with open(self._log, "ab") as log:
             done = subprocess.run(
                 [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
@@ -48,12 +48,12 @@ class Shell:
         return done.stdout.decode()
 
     def json(self, *arguments: str, expected: int = 0) -> Any:
-        """What a command with `--json` says."""
+        """Return the JSON that a command prints with `--json`."""
         return json.loads(self.run(*arguments, "--json", expected=expected))
 
     @contextmanager
     def job(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A command that runs beside us; whatever is left of it is killed on the way out."""
+        """Run a command in the background; kill all its processes on exit."""
         self._announce(arguments)
         with open(self._log, "ab") as log:
             process = subprocess.Popen(
@@ -67,7 +67,7 @@ class Shell:
             process.wait()
 
     def finish(self, *arguments: str) -> None:
-        """Run a job to its end; on the way out nothing of it is left."""
+        """Run a job to its end; DemoError if it fails."""
         with self.job(*arguments) as process:
             if process.wait():
                 raise DemoError(
@@ -89,7 +89,7 @@ def wait_for(
     timeout_s: float,
     poll_s: float = POLL_S,
 ) -> None:
-    """Return as soon as `condition` holds; DemoError when the process ended before or the time is over."""
+    """Poll until `condition` holds; DemoError if the process ends first or the time is up."""
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         if process.poll() is not None:

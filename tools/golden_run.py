@@ -1,9 +1,9 @@
-"""Write the golden checkpoints of the present format version: tiny, of two real ranks, kept in the tests for ever.
+"""Write the golden checkpoints of the current format version: tiny, saved by two real ranks, kept for good.
 
     torchrun --nproc-per-node 2 -m tools.golden_run tests/data/golden/v1
 
-Step 1 is raw, step 2 refers to what step 1 holds already, step 3 is encoded with planes-zstd. A version that was released is not
-written again: a later format gets a folder of its own, and `tests/docs/test_golden.py` reads all of them.
+Step 1 is raw, step 2 incremental on step 1, step 3 encoded with planes-zstd. Released versions are never rewritten: each format
+version has a folder of its own, and `tests/docs/test_golden.py` reads all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ASSET = b'{"golden": true}\n'
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
-    """What a golden checkpoint holds at `step`, whole; every value is exact in its dtype."""
+    """The full tensors at `step`; every value is exact in its dtype."""
     return {
         "model.weight": torch.arange(15, dtype=torch.float32).reshape(5, 3) / 8 + step,
         "model.frozen": torch.arange(6, dtype=torch.float32).reshape(3, 2) / 4,
@@ -65,14 +65,14 @@ def write(folder: Path) -> None:
 
 
 def main() -> int:
-    """Write into the folder given, which must not exist yet."""
+    """Write into a new folder."""
     parser = argparse.ArgumentParser(prog="python -m tools.golden_run", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
     if folder.exists():
-        parser.error(f"{folder} exists; golden checkpoints are never written again")
+        parser.error(f"{folder} exists; golden checkpoints are never rewritten")
     dist.init_process_group("gloo")
-    dist.barrier()  # nobody writes before everybody has looked
+    dist.barrier()  # no rank writes before all ranks have checked
     write(folder)
     dist.destroy_process_group()
     return 0

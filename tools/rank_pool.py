@@ -3,7 +3,7 @@
     with RankPool(4) as pool:
         results = pool.run(function, argument)     # function(rank, argument) on every rank, results in order of rank
 
-`function` is a module-level function of a test module. An exception on a rank is raised here with its traceback.
+`function` is a module-level function of a test module. An exception on a rank is raised in the caller with its traceback.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMEOUT_S = 120.0
 
 
 class RankPool:
-    """`world_size` processes that form one gloo process group; each answers within `timeout_s`."""
+    """`world_size` processes in one gloo process group; each must answer within `timeout_s`."""
 
     def __init__(self, world_size: int, *, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -44,7 +44,7 @@ class RankPool:
         self.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(rank, *arguments)` on every rank; their results in order of rank."""
+        """Run `function(rank, *arguments)` on every rank; results in rank order."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
         answers = [self._receive(rank) for rank in range(len(self._pipes))]

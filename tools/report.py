@@ -1,4 +1,4 @@
-"""What every benchmark here shares: interleaved runs, medians, ratios, and a section of docs/performance.md each."""
+"""Shared by all benchmarks: interleaved runs, medians, and sections of docs/performance.md."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TAKEN_NOTE = (
     "Before each measure that writes, twice the bytes that it is about to take are written and deleted: to get memory back from\n"
     "the host of a virtual machine can cost more than all the rest."
 )
-LET_GO_S = 3.0  # the kernel waits 2 s after memory was freed
+LET_GO_S = 3.0  # the kernel returns freed memory after 2 s
 PERFORMANCE = DOCS / "performance.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One row: what was measured, as a ratio, against the bar it must reach."""
+    """One row of a section: a measured figure and the bar it must reach."""
 
     what: str
     figure: str
@@ -36,7 +36,7 @@ class Measurement:
 
 
 def interleave(cases: Mapping[str, Callable[[], float]], *, rounds: int) -> dict[str, list[float]]:
-    """Run each case once per round, in turn, so that a noisy moment hits all of them alike; what each returned."""
+    """Run each case once per round, in turn, so that noise hits all alike; the returned values by case."""
     results: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds):
         for name, case in cases.items():
@@ -47,19 +47,18 @@ def interleave(cases: Mapping[str, Callable[[], float]], *, rounds: int) -> dict
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds that `action` takes."""
+    """Run `action`; the seconds it took."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
 
 
 def take_memory(folder: Path, size_bytes: int) -> None:
-    """Write and delete a file of twice `size_bytes` in `folder`: whoever is measured next finds `size_bytes` of memory in hand.
+    """Write and delete a file of twice `size_bytes` in `folder`, so that the next measurement finds `size_bytes` of free memory.
 
-    A virtual machine gives freed memory back to its host within seconds (Linux: mm/page_reporting.c). Taking it again was seen
-    here to cost up to ten times a copy, so that a write right after the deletion of a file beats one that begins a second later.
-    What was freed before is let go first, so that the kernel does not come back for more in the midst of the measure; of what
-    is deleted it takes a part at once.
+    A virtual machine returns freed memory to its host within seconds (Linux: mm/page_reporting.c), and getting it back can cost
+    ten times a copy. The wait lets the kernel return earlier memory before the measurement instead of during it; twice the size,
+    because the kernel returns part of the deleted file at once.
     """
     time.sleep(LET_GO_S)
     block, path = bytes(4 << 20), folder / "memory"
@@ -88,14 +87,14 @@ def machine() -> str:
 
 
 def write_section(name: str, title: str, bars: list[Measurement], notes: str = "") -> None:
-    """Print the table and put it into docs/performance.md, in place of the section's former one."""
+    """Print the table and put it into docs/performance.md, replacing the section's old one."""
     rows = [(b.what, b.figure, b.bar, "yes" if b.holds else "NO", b.peer) for b in bars]
     table = tabulate(rows, headers=["what", "measured", "bar", "holds", "peer in the same run"], tablefmt="github")
     replace_section(PERFORMANCE, name, f"## {title}\n\n{machine()}\n\n{table}\n\n{notes}")
 
 
 def replace_section(page: Path, name: str, text: str) -> None:
-    """Print `text` and put it into `page` in place of the section `name`, or at the end where there is none."""
+    """Print `text` and replace the section `name` of `page` by it; append if there is none."""
     text = f"<!-- begin {name} -->\n{text}\n<!-- end {name} -->"
     sys.stdout.write(text + "\n")
     old = page.read_text() if page.exists() else f"# {page.stem.capitalize()}\n"
@@ -104,7 +103,7 @@ def replace_section(page: Path, name: str, text: str) -> None:
 
 
 def write_page(page: Path, text: str) -> None:
-    """Replace a page in one piece: whoever is stopped half way leaves the old one."""
+    """Replace a page atomically."""
     new = page.with_suffix(".new")
     new.write_text(text)
     os.replace(new, page)

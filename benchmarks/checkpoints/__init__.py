@@ -1,0 +1,1 @@
+"""Save, load and store speed beside DCP, obstore, s3fs and torchtitan."""

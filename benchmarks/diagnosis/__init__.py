@@ -1,0 +1,1 @@
+"""The debugger and the terminal screens on large jobs."""

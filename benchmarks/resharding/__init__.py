@@ -1,0 +1,1 @@
+"""Resharding time, memory and planning, and resuming across meshes."""

@@ -1,0 +1,1 @@
+"""The trainer beside torchtitan and transformers, across meshes, and its own overhead."""

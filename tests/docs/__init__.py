@@ -1,0 +1,1 @@
+"""Tests that the pages, examples and golden files are true."""

@@ -1,0 +1,1 @@
+"""Tests of the code base itself: imports, sizes, packaging, the benchmark suite."""

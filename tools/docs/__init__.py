@@ -1,0 +1,1 @@
+"""Generators of the reference pages docs/api.md and docs/cli.md."""

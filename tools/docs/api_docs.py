@@ -1,4 +1,4 @@
-"""The Python reference, written from the public names' own signatures and docstrings."""
+"""Generate docs/api.md from the signatures and docstrings of the public names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 WIDTH = 110
 PACKAGES = ("titan_ckpt", "titan_ckpt.debug", "titan_ckpt.converters")
-# What public functions return or raise, by module; not exported from a package because nobody makes one.
+# Types that public functions return or raise, by module; not exported, since users never construct them.
 RECORDS = {
     "titan_ckpt.saving.options": ("SaveHandle", "SaverMetrics"),
     "titan_ckpt.state.exchange": ("SaveError",),
@@ -65,12 +65,12 @@ def _entry(name: str, value: Any, *, where: str | None = None) -> Iterator[str]:
 
 
 def _is_called_by_others(value: type, attribute: str) -> bool:
-    """Whether another library's base class asks for this method: it calls it, a user does not."""
+    """Whether the method overrides one of another library's base class, which calls it instead of the user."""
     return any(attribute in base.__dict__ for base in value.__mro__ if not base.__module__.startswith("titan_ckpt"))
 
 
 def _member(label: str, member: Any) -> str:
-    """A method or property with its docstring; nothing for a field, which the class's signature has."""
+    """A method or property with its docstring; empty for a field, which the class's signature shows."""
     function = getattr(member, "__func__", member)
     if isinstance(member, property) or hasattr(member, "func"):
         getter = member.fget if isinstance(member, property) else member.func
@@ -92,7 +92,7 @@ def _doc(value: Any) -> str:
 
 
 def _signature(label: str, function: Callable[..., Any]) -> str:
-    """`label(parameters) -> type` in a fence, a parameter a line where one line is too short."""
+    """`label(parameters) -> type` in a fence, one parameter per line if it is too long."""
     signature = inspect.signature(function)
     words = list(_parameters(signature))
     returned = "" if inspect.isclass(function) else f" -> {_annotation(signature.return_annotation)}"
@@ -123,7 +123,7 @@ def _annotation(annotation: Any) -> str:
 
 
 def _default(value: Any) -> str:
-    """A default as it would be typed; `...` for one that is made anew each time."""
+    """A default as source text; `...` for one from a factory."""
     if inspect.isfunction(value):
         return str(value.__name__)
     text = repr(value)

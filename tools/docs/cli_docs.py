@@ -1,4 +1,4 @@
-"""The command line's reference, written from the commands' own `--help`."""
+"""Generate docs/cli.md from the commands' `--help`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Written by `make docs` from the commands' own `--help`.
 def reference() -> str:
     """The whole page."""
     os.environ["COLUMNS"] = str(WIDTH)
-    from titan_ckpt.cli.main import build_parser  # after COLUMNS, which argparse reads when a parser is made
+    from titan_ckpt.cli.main import build_parser  # argparse reads COLUMNS when a parser is created
 
     sections = [HEAD]
     for parser in (*walk(build_parser()), *verbs()):
@@ -26,7 +26,7 @@ def reference() -> str:
 
 
 def walk(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A parser and those below it, in order."""
+    """A parser and all its subparsers, in order."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -35,7 +35,7 @@ def walk(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 def verbs() -> Iterator[argparse.ArgumentParser]:
-    """The verbs of `debug`, which parse their own words."""
+    """The verbs of `debug`, which have parsers of their own."""
     from titan_ckpt.debug.cli import verb_parsers
 
     yield from verb_parsers()

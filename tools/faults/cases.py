@@ -1,10 +1,10 @@
-"""One fault at one store call of one rank, in the middle of a job of real ranks: what each rank saw, and what was left.
+"""One fault at one store call of one rank in a job of real ranks: what each rank observed, and what remains in the store.
 
-A case saves a first step on a healthy store, arms the fault and saves four more. `judge` says what is wrong with the outcome:
+A case saves one step on a healthy store, arms the fault and saves four more. `judge` lists violations of:
 
-  a step fails on every rank or on none; at most one does; the ones after it succeed
-  after each step the newest checkpoint is the last one that succeeded or the one just tried, whole and right
-  what hung and was let go at the end changes nothing of that
+  a step fails on all ranks or on none; at most one step fails; later steps succeed
+  after each step the newest checkpoint is the last successful one or the one just tried, complete and correct
+  a hanging call that is released at the end changes none of this
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS = (2, 3, 4, 5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultCase:
-    """`store` is the one saved to (first) or the mirror (second); `number` counts its calls on `rank` from step 2 on."""
+    """`store` is the primary ("first") or the mirror ("second"); `number` counts its calls on `rank` from step 2 on."""
 
     kind: str
     store: str
@@ -47,7 +47,7 @@ class FaultCase:
 
 @dataclass(slots=True)
 class RankOutcome:
-    """What one rank saw. `wrong` is what rank 0 found amiss in the run after a step."""
+    """Observations of one rank; `wrong` lists what rank 0 found wrong in the run after each step."""
 
     call: str = ""
     calls: dict[str, list[str]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class RankOutcome:
 
 
 def make_state(step: int) -> dict[str, Any]:
-    """Some tensors that say the step, spread over the ranks, and two that never change."""
+    """Tensors whose values encode the step, and two that never change."""
     changing = {f"w{n}": torch.full((300 + n,), float(step)) for n in range(4)}
     return {"model": changing, "frozen": {"a": torch.arange(500.0), "b": torch.arange(100.0)}, "step": step}
 
@@ -76,7 +76,7 @@ def options_of(kind: str, mirror: FaultyStore, timeout_s: float) -> SaveOptions:
 
 
 def run_on_rank(rank: int, folder: str, case: FaultCase) -> RankOutcome:
-    """The job, on each rank; the fault is on one of them."""
+    """The job on each rank; one rank gets the fault."""
     stores = {"first": FaultyStore(FileStore(f"{folder}/run")), "second": FaultyStore(FileStore(f"{folder}/mirror"))}
     seen, timeout_s = RankOutcome(), HANG_TIMEOUT_S if case.how == FaultMode.HANG else TIMEOUT_S
     with _warnings(seen):
@@ -96,7 +96,7 @@ def run_on_rank(rank: int, folder: str, case: FaultCase) -> RankOutcome:
             seen.call = ":".join(store.calls[case.number - 1])
             store.released.set()
             if store.is_hanging.is_set() and not store.is_over.wait(30):
-                seen.wrong.append("the call that hung never came back")
+                seen.wrong.append("the hanging call never returned")
     return seen
 
 
@@ -117,7 +117,7 @@ def _try_step(saver: Saver, kind: str, step: int, seen: RankOutcome) -> None:
 
 
 def _try(seen: RankOutcome, action: Any) -> None:
-    """`check` or `close`: what a mirror has to say."""
+    """Run `check` or `close`, which raise a mirror's errors."""
     try:
         action()
     except Exception:  # noqa: BLE001  (whatever a loop would see)
@@ -139,7 +139,7 @@ def _warnings(seen: RankOutcome) -> Iterator[None]:
 
 
 def problems(url: str, seen: RankOutcome, step: int) -> list[str]:
-    """What is wrong with the newest checkpoint after `step` was tried."""
+    """Problems of the newest checkpoint after `step` was tried."""
     newest = open_checkpoint(url)
     good = [1, *(tried for tried in STEPS if tried <= step and tried not in seen.failed)]
     allowed = {max(good), step}
@@ -154,29 +154,29 @@ def _content_problems(url: str, step: int) -> list[str]:
     is_right = state["step"] == step and all(
         torch.equal(state[top][name], tensor) for top in ("model", "frozen") for name, tensor in expected[top].items()
     )
-    return [] if is_right else [f"step {step} holds other values than were saved"]
+    return [] if is_right else [f"step {step} does not hold the values that were saved"]
 
 
 def judge(folder: Path, case: FaultCase, ranks: list[RankOutcome]) -> list[str]:
-    """Everything that is wrong with the outcome of a case."""
+    """All problems with the outcome of a case."""
     found = [text for seen in ranks for text in seen.wrong]
     failed = [set(seen.failed) for seen in ranks]
     if any(steps != failed[0] for steps in failed):
         found.append(f"ranks saw different steps fail: {failed}")
     if len(failed[0]) > 1:
-        found.append(f"steps {failed[0]} failed, by one fault: {ranks[0].failed}")
+        found.append(f"steps {failed[0]} failed from one fault: {ranks[0].failed}")
     if any(bool(seen.mirror_errors) != bool(ranks[0].mirror_errors) for seen in ranks):
-        found.append("only some ranks heard of the mirror's error")
-    is_said = failed[0] or ranks[0].mirror_errors or any(seen.warnings for seen in ranks)
-    if ranks[case.rank].call and not is_said and not _is_harmless(case, ranks[case.rank].call):
-        found.append("nothing was said")
+        found.append("only some ranks got the mirror's error")
+    is_reported = failed[0] or ranks[0].mirror_errors or any(seen.warnings for seen in ranks)
+    if ranks[case.rank].call and not is_reported and not _is_harmless(case, ranks[case.rank].call):
+        found.append("no rank reported the fault")
     for name in ["run", *(["mirror"] if case.kind == "mirror" else [])]:
         found += _final_problems(f"{folder}/{name}")
     return [f"{case} ({ranks[case.rank].call}): {text}" for text in found]
 
 
 def _is_harmless(case: FaultCase, call: str) -> bool:
-    """A commit whose answer was lost is found to stand."""
+    """A commit whose response was lost is detected as committed."""
     return case.how == FaultMode.AFTER and call.endswith("COMMIT.json")
 
 
@@ -189,7 +189,7 @@ def _final_problems(url: str) -> list[str]:
 
 
 def count_calls(pool: RankPool, folder: Path, kind: str) -> list[RankOutcome]:
-    """A job of that kind without a fault; says what each rank calls on each store."""
+    """Run a job of that kind without a fault, to count each rank's calls on each store."""
     case = FaultCase(kind=kind, store="first", rank=0, number=0, how=FaultMode.BEFORE)
     ranks = pool.run(run_on_rank, str(folder), case)
     assert judge(folder, case, ranks) == []
@@ -197,7 +197,7 @@ def count_calls(pool: RankPool, folder: Path, kind: str) -> list[RankOutcome]:
 
 
 def all_cases(kind: str, counted: list[RankOutcome], hows: tuple[FaultMode, ...]) -> list[FaultCase]:
-    """Every call of the first two of these saves on every rank and store, in each way, the errors in turn."""
+    """A case per call of the first two saves, on every rank and store, in each mode, with the errors in turn."""
     return [
         FaultCase(kind=kind, store=store, rank=rank, number=number, how=how, error=number)
         for rank, seen in enumerate(counted)

@@ -1,7 +1,7 @@
-"""Damage of every kind to every kind of file of a checkpoint, and what `verify --data` and `load` say of it.
+"""Damage every kind of file of a checkpoint in every way, and record what `verify --data` and `load` report.
 
-The run has two steps alike; the second is damaged. `load` must refuse what is wrong or give exactly what was saved: what it never
-reads (`.metadata`, the frames around payloads) may be damaged without harm to it, and `verify` still says so.
+The run has two similar steps; the second is damaged. `load` must either refuse or return exactly what was saved. It never reads
+`.metadata` and the framing around payloads, so damage there does not affect it; `verify` must still report it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOWS = ("flip", "truncate", "swap", "delete")
 
 @dataclass(slots=True)
 class DamageRow:
-    """One line of the table: a kind of file, a kind of damage, and what was said how often."""
+    """One row of the table: a kind of file, a kind of damage, and counts of the outcomes."""
 
     file: str
     how: str
@@ -46,13 +46,13 @@ class DamageRow:
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Tensors and a value that say the step."""
+    """Tensors and a value that encode the step."""
     tensors = {f"layers.{n}.w": torch.full((50, 10 + n), float(step * 10 + n)) for n in range(4)}
     return {"model": tensors, "note": f"of step {step}"}
 
 
 def make_run(folder: Path, codec: str) -> Path:
-    """A run of two steps, its digests beside the manifest."""
+    """Save a run of two steps, with digests in a file beside the manifest."""
     limit, manifest_module.MAX_INLINE_DIGESTS = manifest_module.MAX_INLINE_DIGESTS, 2
     try:
         with Saver(str(folder), SaveOptions(codec=codec)) as saver:
@@ -64,7 +64,7 @@ def make_run(folder: Path, codec: str) -> Path:
 
 
 def damage_table(folder: Path, *, seed: int, flips: int, codec: str) -> list[DamageRow]:
-    """A row for each kind of file and damage; flips and truncations are tried `flips` times, at random places."""
+    """One row per kind of file and damage; flips and truncations are tried `flips` times at random offsets."""
     pristine, rng = make_run(folder / "pristine", codec), random.Random(seed)
     rows = []
     for file, pattern in FILES.items():
@@ -80,7 +80,7 @@ def damage_table(folder: Path, *, seed: int, flips: int, codec: str) -> list[Dam
 
 
 def _damage(run: Path, pattern: str, how: str, rng: random.Random) -> set[str]:
-    """Damage the file; the names of the tensors and values whose bytes it hits, where it is a data file that is still there."""
+    """Damage the file; return the names of tensors and values whose bytes changed, for a data file that still exists."""
     (path,) = run.glob(f"{STEP}/{pattern}")
     data = bytearray(path.read_bytes())
     hit: set[str] = set()

@@ -1,0 +1,1 @@
+"""Parts of scripts/soak.py: jobs that are killed, a ledger of checkpoints, and weather (how often requests fail)."""

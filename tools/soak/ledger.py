@@ -1,4 +1,4 @@
-"""A soak's own books: which checkpoints exist, what their values are, which losses must follow. Reads the server directly."""
+"""A soak's own record of checkpoints, their values and the losses that must follow. Reads the server directly."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from titan_ckpt.errors import TitanError
 from titan_ckpt.loading.load import load
 from titan_ckpt.store.base import Store
 
-ON_ANOTHER_MESH = 1e-4  # of a loss, relative, over a few hundred steps: sums are taken in another order there
+ON_ANOTHER_MESH = 1e-4  # relative, over a few hundred steps: another mesh sums in another order
 
 Kept: TypeAlias = Callable[[set[int]], set[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStep:
-    """A checkpoint as it was when it was first seen; it must stay that."""
+    """A checkpoint as first seen; it must not change."""
 
     step: int
     manifest_digest: str
@@ -33,7 +33,7 @@ class CommittedStep:
 
 @dataclass(slots=True)
 class LedgerCounts:
-    """What the ledger looked at, and what it found; `lost` and `wrong` must stay 0."""
+    """Counts of checks and findings; `lost` and `wrong` must stay 0."""
 
     committed: int = 0
     looks: int = 0
@@ -49,7 +49,7 @@ class LedgerCounts:
 
 @dataclass(slots=True)
 class Ledger:
-    """`runs` by URL; `references` are the losses of uninterrupted runs by seed."""
+    """Known checkpoints by run URL and step; `references` holds the losses of uninterrupted runs by seed."""
 
     open_direct: Callable[[str], Store]
     complain: Callable[[str], None]
@@ -59,16 +59,18 @@ class Ledger:
     _followed: dict[tuple[int, str, str], dict[int, float]] = field(default_factory=dict)
 
     def newest(self, url: str) -> int:
-        """The newest committed step, 0 without one."""
+        """The newest committed step, 0 if there is none."""
         return max(self.runs.get(url, {}), default=0)
 
     def values(self, url: str, step: int) -> str:
-        """The digest of a checkpoint's values; of none, where the run began."""
+        """The digest of a checkpoint's values; a fixed label for step 0."""
         return self.runs[url][step].values if step else "the beginning"
 
     def look(self, url: str, *, promised: Iterable[int] = (), kept: Kept = set) -> set[int]:
-        """Compare a run with the books, reading every value: of all steps that were ever said or seen to be committed, those in
-        `kept` of them are there, unchanged; the others may be gone. Returns the steps that are there."""
+        """Compare a run with the ledger, reading every value; return the committed steps.
+
+        Of all steps ever promised or seen as committed, those that `kept` selects must exist unchanged; others may be gone.
+        """
         store, known = self.open_direct(url), self.runs.setdefault(url, {})
         present = {info.step: info for info in list_checkpoints(store)}
         committed = {step for step, info in present.items() if info.state == "committed"}
@@ -89,7 +91,7 @@ class Ledger:
         return committed
 
     def _enter(self, store: Store, url: str, seen: CommittedStep) -> None:
-        """Read a checkpoint whole; enter it where it is new."""
+        """Read a whole checkpoint; add it to the ledger, or compare it with its entry."""
         old = self.runs[url].get(seen.step)
         try:
             checkpoint = open_checkpoint(url, step=seen.step, store=store, on_damage="error")
@@ -104,12 +106,12 @@ class Ledger:
             if problems:
                 self._wrong(f"{url}@{seen.step} is not whole: {problems}")
         elif (old.manifest_digest, old.values) != (seen.manifest_digest, values):
-            self._wrong(f"{url}@{seen.step} is no longer what it was")
+            self._wrong(f"{url}@{seen.step} has changed")
         self.runs[url][seen.step] = CommittedStep(step=seen.step, manifest_digest=seen.manifest_digest, values=values)
 
     def check_losses(self, seed: int, mesh: str, url: str, start: int, values: str, losses: dict[int, float]) -> None:
-        """Losses that followed from `values` on `mesh`: near those of the run without interruption, and equal in every bit to
-        what followed from the same values on the same mesh before. What followed from later checkpoints is kept."""
+        """Check the losses after `values` on `mesh`: near the uninterrupted run's, and bit-equal to earlier ones from the same
+        values on the same mesh. Record the losses that followed each later checkpoint of the run."""
         self.counts.resumes += bool(start)
         reference = self.references[seed]
         for step, loss in losses.items():
@@ -118,7 +120,7 @@ class Ledger:
             self.counts.losses += 1
             self.counts.worst_loss = max(self.counts.worst_loss, error)
             if not error <= ON_ANOTHER_MESH:
-                self._wrong(f"{url} on {mesh}: loss {loss} at step {step}, {expected} without interruption")
+                self._wrong(f"{url} on {mesh}: loss {loss} at step {step}, {expected} in the uninterrupted run")
         before = self._followed.setdefault((seed, values, mesh), {})
         for step in before.keys() & losses.keys():
             self.counts.losses_bit_equal += 1
@@ -133,7 +135,7 @@ class Ledger:
                 self._followed.setdefault((seed, committed.values, mesh), {}).update(later)
 
     def forget(self, url: str) -> None:
-        """Delete a run that has served its turn."""
+        """Delete a run and its entries."""
         self.runs.pop(url, None)
         store = self.open_direct(url)
         store.delete([entry.path for entry in store.list()])
@@ -144,7 +146,7 @@ class Ledger:
 
 
 def values_digest(checkpoint: Checkpoint) -> str:
-    """One digest of all tensors, in order of name, and of the training state; every byte is read and its own digest checked."""
+    """One digest of all tensors, by name, and of the training state; reads every byte and verifies its digest."""
     tensors = {
         fqn: torch.empty(entry.global_shape, dtype=getattr(torch, entry.dtype))
         for fqn, entry in sorted(checkpoint.manifest.by_fqn.items())

@@ -1,0 +1,1 @@
+"""Models, meshes and short training runs that tests and benchmarks compare."""

@@ -1,4 +1,4 @@
-"""A short training run of a small model, the same on every mesh: what the trainer's tests and campaign compare."""
+"""A short training run of a small model, comparable across meshes; used by the trainer's tests and campaign."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERYTHING = ModelConfig(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveCase:
-    """What to train; the batch is `batch_size` samples in all, whatever the mesh, in `accumulate` parts."""
+    """What to train. The global batch is `batch_size` samples on any mesh, split into `accumulate` microbatches."""
 
     model: ModelConfig = SMALL
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -36,14 +36,14 @@ class CurveCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Loss per token and gradient norm of every step, then the loss without an update."""
+    """Loss per token and gradient norm of every step; one more loss after the last update."""
 
     losses: list[float]
     norms: list[float]
 
 
 def single(run: CurveCase) -> Curve:
-    """The curve of one process, computed in this one."""
+    """The curve of a single process, computed in this one."""
     try:
         return train(0, run)
     finally:
@@ -51,7 +51,7 @@ def single(run: CurveCase) -> Curve:
 
 
 def train(rank: int, run: CurveCase) -> Curve:  # noqa: ARG001 - the pool passes the rank
-    """The curve as this rank sees it."""
+    """The curve on this rank."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_spec(run.parallel, world_size)
     model = build_parallel_model(run.model, run.parallel, mesh, device=torch.device("cpu"), seed=run.seed)
@@ -62,7 +62,7 @@ def train(rank: int, run: CurveCase) -> Curve:  # noqa: ARG001 - the pool passes
     losses, norms = [], []
     for step in range(run.steps + 1):
         tokens = torch.randint(0, run.model.vocab_size, (run.batch_size, run.seq_len + 1), generator=generator)
-        tokens[:, 1::2] = tokens[:, :-1:2]  # something to learn: every second token repeats the one before
+        tokens[:, 1::2] = tokens[:, :-1:2]  # learnable: every second token repeats the one before
         labels = tokens[:, 1:].clone()
         labels[: run.batch_size // 2, :5] = -100
         valid = int((labels != -100).sum())
@@ -87,5 +87,5 @@ def train(rank: int, run: CurveCase) -> Curve:  # noqa: ARG001 - the pool passes
 
 
 def relative_error(found: list[float], expected: list[float]) -> float:
-    """The largest one over a curve."""
+    """The largest relative error along a curve."""
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))

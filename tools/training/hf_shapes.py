@@ -19,7 +19,7 @@ _HIDDEN_ACTS = ("silu", "swish")
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The model that a `config.json` describes; an unknown family, activation or scaling is refused."""
+    """The model of a `config.json`; ConfigError for an unknown family, activation or scaling."""
     family = config.get("model_type")
     if family not in ARCHITECTURES:
         raise ConfigError(f"model_type {family!r} is not one of {', '.join(ARCHITECTURES)}")
@@ -52,7 +52,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def to_hf(model: ModelConfig) -> dict[str, Any]:
-    """The `config.json` under which transformers opens this model; refused when the family has no such option."""
+    """The `config.json` of this model for transformers; ConfigError if the family lacks an option."""
     _check_expressible(model)
     out: dict[str, Any] = {
         "architectures": [ARCHITECTURES[model.family]],

@@ -1,6 +1,6 @@
-"""Train on one mesh, reshard offline, go on on another: what the test of some pairs and the campaign of all of them share.
+"""Train on one mesh, reshard offline, resume on another; shared by the test (some pairs) and the campaign (all).
 
-Each mesh is built once per pool; loading writes over all of its state, so that one model serves every source.
+Each mesh's model is built once per pool; loading overwrites its whole state, so one model serves every source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titan_ckpt.trainer.run.control_group import ControlGroup
 from titan_ckpt.trainer.run.resume import Start, TrainingProgress, live_state, pipeline_record, restore, training_record
 from tools.training.curves import SMALL
 
-# Sizes that neither two times two nor four divides, so that shards are uneven.
+# Sizes not divisible by 4, so that shards are uneven.
 MODEL = replace(SMALL, vocab_size=130, ffn_dim=98)
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=4)
 BATCH, SEQ_LEN, SEED = 8, 24, 1
@@ -35,7 +35,7 @@ _FINGERPRINT = "random tokens by position"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """The next steps after a load: their losses, and a digest of this rank's state as it was loaded."""
+    """Losses of the steps after a load, and a digest of this rank's loaded state."""
 
     losses: list[float]
     start: TrainingProgress
@@ -49,7 +49,7 @@ class _Job:
     control: ControlGroup
 
     def steps(self, progress: TrainingProgress, count: int) -> tuple[list[float], TrainingProgress]:
-        """`count` steps from `progress`; the data and the rate follow from it."""
+        """Train `count` steps from `progress`, which determines the data and the learning rate."""
         losses = []
         for _ in range(count):
             losses.append(self._step(progress))
@@ -59,7 +59,7 @@ class _Job:
     def _step(self, progress: TrainingProgress) -> float:
         generator = torch.Generator().manual_seed(progress.samples)
         tokens = torch.randint(0, MODEL.vocab_size, (BATCH, SEQ_LEN + 1), generator=generator)
-        tokens[:, 1::2] = tokens[:, :-1:2]  # something to learn: every second token repeats the one before
+        tokens[:, 1::2] = tokens[:, :-1:2]  # learnable: every second token repeats the one before
         size = BATCH // self.parallelized.data_degree
         mine = tokens[self.parallelized.data_rank * size :][:size]
         loss = self.parallelized.forward_backward(
@@ -71,7 +71,7 @@ class _Job:
         return float(self.parallelized.reduce_loss(loss)) / (BATCH * SEQ_LEN)
 
     def digest(self) -> str:
-        """Of the bytes that this rank holds."""
+        """A digest of this rank's state."""
         hasher = hashlib.sha256()
         for part in live_state(self.parallelized, self.optimizer).values():
             for fqn, tensor in sorted(part.items()):
@@ -84,7 +84,7 @@ _jobs: dict[ParallelConfig, _Job] = {}
 
 
 def _job(parallel: ParallelConfig) -> _Job:
-    """The model on this mesh, built once in this process."""
+    """The model on this mesh, built once per process."""
     if parallel not in _jobs:
         world_size = torch.distributed.get_world_size()
         parallelized = build_parallel_model(
@@ -96,7 +96,7 @@ def _job(parallel: ParallelConfig) -> _Job:
 
 
 def train_and_save(_rank: int, parallel: ParallelConfig, url: str) -> None:
-    """Some steps from scratch, then a checkpoint as the trainer writes it. To be called before any load on this mesh."""
+    """Train from scratch and save as the trainer does. Call it before any load on this mesh."""
     job = _job(parallel)
     _, progress = job.steps(TrainingProgress(), STEPS_BEFORE)
     mesh = job.parallelized.mesh
@@ -112,12 +112,12 @@ def train_and_save(_rank: int, parallel: ParallelConfig, url: str) -> None:
 
 
 def reshard(source: str, url: str, mesh: str) -> None:
-    """Offline, in the process that calls it."""
+    """Reshard offline, in this process."""
     run_plan(plan_reshard(open_checkpoint(source), MeshSpec.parse(mesh)), url, memory_bytes=MEMORY)
 
 
 def resume(_rank: int, parallel: ParallelConfig, url: str) -> Resumed:
-    """Load what `url` has into this mesh, and go on."""
+    """Load `url` on this mesh and continue training."""
     job = _job(parallel)
     start = Start(checkpoint=open_checkpoint(url), is_own=True)
     progress = restore(

@@ -1,8 +1,8 @@
-"""torchtitan 0.3.0's models on CPU and gloo, for everything here that runs it; needs an environment that has it.
+"""torchtitan 0.3.0's models on CPU and gloo; needs an environment with torchtitan.
 
-torchtitan takes the accelerator's name from torch at import, so torch is told "cpu" first. FlexAttention has no backward on CPU,
-so its own ScaledDotProductAttention stands in; of its SPMD backends "partial_dtensor" is the one that gets through FSDP
-here. All else is its public path: model registry, parallelize, pipeline.
+torchtitan reads the accelerator's name from torch at import, so this module patches it to "cpu" first. FlexAttention has no
+backward on CPU, so torchtitan's ScaledDotProductAttention replaces it; of its SPMD backends only "partial_dtensor" works with
+FSDP here. Everything else is its public API: model registry, parallelize, pipeline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCABULARY = 2048  # of its debug models
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TitanModel:
-    """This rank's parts; every step runs in a `context()`. `schedule` runs a pipeline's microbatches, None without one."""
+    """This rank's model parts. Every step runs in `context()`; `schedule` runs a pipeline's microbatches (None without one)."""
 
     parts: list[nn.Module]
     dims: Any
@@ -35,14 +35,14 @@ class TitanModel:
 
 
 def debug_spec() -> Any:
-    """Its Llama "debugmodel": 6 layers, dim 256."""
+    """torchtitan's Llama "debugmodel": 6 layers, dim 256."""
     from torchtitan.models.llama3 import model_registry
 
     return model_registry("debugmodel")
 
 
 def token_loss(vocabulary: int = VOCABULARY) -> Any:
-    """Its plain loss on whole logits."""
+    """torchtitan's plain loss on full logits."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.config import CompileConfig
 
@@ -73,7 +73,7 @@ def build(
         "parallel_dims": dims, "training": training, "parallelism": parallelism, "compile_config": CompileConfig(),
         "ac_config": None, "dump_folder": "",
     }  # fmt: skip
-    # what of its whole config the model reads
+    # the fields of torchtitan's config that the model reads
     spec.model.update_from_config(
         config=argparse.Namespace(training=training, parallelism=parallelism, debug=DebugConfig())
     )
@@ -92,7 +92,7 @@ def build(
 
 
 def _started(parts: list[nn.Module]) -> list[nn.Module]:
-    """The parts in memory, with their first weights."""
+    """Materialise the parts and initialise their weights."""
     torch.manual_seed(0)
     for part in parts:
         for module in part.modules():
@@ -106,7 +106,7 @@ def _started(parts: list[nn.Module]) -> list[nn.Module]:
 
 
 class TitanTrainState:
-    """What torchtitan's trainer keeps beside the model, under its names."""
+    """The trainer state of torchtitan, under its names."""
 
     step = ntokens_seen = 0
 

@@ -1,4 +1,4 @@
-"""The tiny models that torchtitan trained for tests/data/torchtitan (by scripts/golden_torchtitan.py), and the tokens it saw."""
+"""Models and tokens of the torchtitan runs in tests/data/torchtitan, which scripts/golden_torchtitan.py writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.paths import DATA
 
 TORCHTITAN_RUNS = DATA / "torchtitan"
 RANKS, BATCH, LENGTH = 2, 4, 16
-BEFORE, AFTER = 3, 3  # steps until torchtitan saved, and its own next ones
+BEFORE, AFTER = 3, 3  # steps before and after the save
 OPTIMIZER = OptimizerConfig(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 LLAMA = ModelConfig(
     vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, rope_theta=500_000.0, max_seq_len=128,
@@ -26,6 +26,6 @@ MODELS = {"llama": LLAMA, "qwen3": QWEN3}
 
 
 def tokens(step: int) -> Tensor:
-    """What the step after `step` finished ones is trained on, [BATCH, LENGTH + 1]: the same on any torch."""
+    """The batch of the step after `step`, [BATCH, LENGTH + 1]; computed, so equal under any torch version."""
     numbers = torch.arange(BATCH * (LENGTH + 1)).reshape(BATCH, -1)
     return (numbers * numbers * (step + 3) + numbers * 7 + step) % 61
