@@ -1,4 +1,4 @@
-"""Compare the trainer's decoder with transformers on one text, as JSON: `python -m scripts.demo_logits RUN HF_FOLDER NUM_TOKENS`."""
+"""Compare the trainer's logits with transformers', as JSON: `python -m scripts.demo_logits RUN HF_FOLDER NUM_TOKENS`."""
 
 from __future__ import annotations
 
