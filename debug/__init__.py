@@ -12,9 +12,9 @@ The data model (all in `titan_ckpt.debug.incident.records`, frozen):
       .stacks       StackSnapshot -> Thread -> Frame(file, line, function), most recent call first
       .log          RankLog: events (errors, tracebacks, watchdog lines), the last lines, steps seen
       .heartbeat    step and phase that the in-process recorder last wrote
-    Group           name, description, members (empty when nobody recorded them)
+    Group           name, description, members (empty if not recorded)
     Verdict         verdict, subtype, culprits, victims, group, seq, op, step, confidence, evidence, chain, next_steps
-    Flag            what was wrong with the evidence itself (RING_TRUNCATED, DUMP_MISSING, DUMP_CORRUPT, ...)
+    Flag            a defect of the evidence itself (RING_TRUNCATED, DUMP_MISSING, DUMP_CORRUPT, ...)
 
 `Recorder` (in `titan_ckpt.debug.record.recorder`, which needs torch) is what a training process runs to leave this evidence.
 """

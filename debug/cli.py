@@ -17,7 +17,7 @@ _EPILOG = """\
   titan-ckpt debug PATH [--json]          diagnose a run, an incident folder, or any folder of dumps and logs
   titan-ckpt debug collect [OPTIONS]      gather dumps, stacks and states of a job on this host into one folder
   titan-ckpt debug inject CASE [OPTIONS]  hang a small real job on purpose and leave its incident (a drill)
-  titan-ckpt debug watch URL [OPTIONS]    follow a running job; say when it stops or a rank falls behind
+  titan-ckpt debug watch URL [OPTIONS]    follow a running job; report when it stops or a rank falls behind
 
 A folder that is named like a verb is given as ./collect. Each verb has its own --help.
 exit codes: 0 healthy, 1 a fault was found, 2 usage, 3 nothing readable

@@ -161,7 +161,7 @@ def _places(members: Array, ranks: Array) -> Array:
 
 
 def _users(run: Run, group: int, seen: Array) -> tuple[int, ...]:
-    """Members of a group that nobody recorded: the world for the default group, else those who used it."""
+    """Members of a group, if not recorded: the world for the default group, else those who used it."""
     return tuple(run.ranks) if run.groups[group].description == "default_pg" else tuple(seen.tolist())
 
 
@@ -244,7 +244,7 @@ def first_disagreement(lane: Lane) -> int | None:
     for start in range(0, lane.signature.shape[1], BLOCK):
         block = lane.signature[:, start : start + BLOCK]
         seen = block >= 0
-        largest = block.max(axis=0)  # not seen is -1: never the largest where somebody was
+        largest = block.max(axis=0)  # -1 is "not seen": never the largest of several
         smallest = np.where(seen, block, np.iinfo(block.dtype).max).min(axis=0)
         columns = np.flatnonzero((seen.sum(axis=0) > 1) & (largest != smallest))
         if len(columns):

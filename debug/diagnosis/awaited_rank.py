@@ -56,7 +56,7 @@ _ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
     ),
     (VerdictKind.PG_INIT_HANG, Subtype.NEW_GROUP): ("call new_group on every rank, members or not, in the same order",),
     (VerdictKind.INSUFFICIENT_DATA, Subtype.NONE): (
-        "take the stack of that rank: `py-spy dump --pid PID`; it tells a send or recv from a hang of its own",
+        "take the stack of that rank: `py-spy dump --pid PID`; it shows whether it is in a send or recv or hangs by itself",
         "turn the recorder on (titan_ckpt.debug.Recorder.start(folder, rank=..., world_size=...)) and run again",
     ),
     (VerdictKind.P2P_MISSING_PEER, Subtype.NONE): (
@@ -197,7 +197,7 @@ def _has_pending(run: Run, rank: int) -> bool:
 
 
 def _possible_peers(run: Run, waiting: int) -> tuple[int, ...]:
-    """Who owes `waiting` the other half, where nobody recorded it: certain only if there is one other rank."""
+    """Who owes `waiting` the other half, if it is not recorded: certain only if there is one other rank."""
     others = tuple(rank for rank in run.ranks if rank != waiting)
     return others if len(others) == 1 else ()
 
@@ -207,7 +207,7 @@ def _last_seen(where: str) -> str:
 
 
 def _without_stack(run: Run, state: Situation) -> _Reason:
-    """A rank that left no stack and no exit code: its peers' errors tell whether it was still connected."""
+    """A rank that left no stack and no exit code: its peers' errors show whether it was still connected."""
     closed, timeouts = saw_peers_close(run), saw_timeouts(run)
     if has_other_death(run, state.rank):
         closed = []
@@ -222,7 +222,7 @@ def _without_stack(run: Run, state: Situation) -> _Reason:
     if _had_exception(record):
         return _Reason(
             verdict=VerdictKind.RANK_DIED, subtype=Subtype.PYTHON_EXCEPTION, confidence=Basis.DUMPED_FOR_EXCEPTION.confidence,
-            text="died of an exception: its recorder dumped for one, whose text is not here",
+            text="died of an exception: its recorder dumped for one; the text of it was not collected",
         )  # fmt: skip
     if record.heartbeat is not None:
         return _by_phase(record.heartbeat.phase)
@@ -240,7 +240,7 @@ def _without_stack(run: Run, state: Situation) -> _Reason:
 
 
 def _ticks_stopped(stopped_s: float, *, is_closed: bool, is_open: bool) -> _Reason:
-    """A rank whose recorder fell silent; its peers' connections tell whether the process still existed."""
+    """A rank whose recorder fell silent; its peers' connections show whether the process still existed."""
     ticks = f"its recorder stopped ticking {stopped_s:.0f} s before the others'"
     if is_closed:
         text = f"died: {ticks} and its connections closed"

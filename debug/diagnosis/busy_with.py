@@ -1,4 +1,4 @@
-"""What a rank that runs, but waits in no collective, is busy with: told by its stack, its phase, its last log line. Pure."""
+"""What a running rank outside of any collective is busy with, by its stack, phase and last log line. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def in_gc(stack: StackSnapshot) -> bool:
 
 
 def busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[Subtype, Evidence | None]:
-    """Subtype of STUCK_ON_CPU, and what told it: garbage collection, the recorder's phase, the stack, the last log lines."""
+    """Subtype of STUCK_ON_CPU and its evidence: garbage collection, the stack, the recorder's phase, the last log line."""
     assert stack.main is not None
     if in_gc(stack):
         return Subtype.GC, Evidence(
@@ -77,7 +77,7 @@ def _neutral(path: str) -> str:
 
 
 def busy_by_log(record: RankRecord) -> Subtype:
-    """What the last line of its log says a rank was busy with; NONE if nothing."""
+    """What a rank was busy with by the last line of its log; NONE if nothing."""
     return next(iter(_words(_own_lines(record)[-1:])), Subtype.NONE)
 
 

@@ -1,4 +1,4 @@
-"""All detectors in order, and the ranking of what they say. Pure: a Run in, verdicts out."""
+"""Run all detectors in order and rank their verdicts. Pure: a Run in, verdicts out."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _without_reason(found: Sequence[Verdict], states: Mapping[int, Situation]) -
 
 
 def _is_known_gone(run: Run, unseen: Sequence[int]) -> bool:
-    """Whether connections that closed tell that the one rank of which nothing was collected ended."""
+    """Whether closed connections show that the one rank of which nothing was collected has ended."""
     ended = run.ranks[unseen[0]].exit if unseen else None
     if ended is not None and ended.code in (-SIGABRT, 128 + SIGABRT):
         return False
@@ -133,7 +133,7 @@ def _fell_silent(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation
 
 
 def _everybody_in_p2p(states: Mapping[int, Situation]) -> Verdict:
-    """All ranks sit in send or recv and nobody recorded with whom (gloo does not)."""
+    """All ranks are in a send or recv whose peers are not recorded (gloo does not)."""
     ranks = tuple(states)
     return Verdict(
         verdict=VerdictKind.P2P_CYCLE,

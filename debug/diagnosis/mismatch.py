@@ -79,7 +79,7 @@ def mismatch(run: Run, lane: Lane) -> Verdict | None:
 
 
 def _was_harmless(run: Run, lane: Lane, seq: int) -> bool:
-    """All went on past it and nobody is waiting: sizes may differ legally, for example between steps of an uneven gather."""
+    """All went on past it and no rank is waiting: sizes may differ legally, for example between steps of an uneven gather."""
     went_on = all(last > seq for last, silent in zip(lane.last, lane.is_silent, strict=True) if not silent)
     failed = any(record.exit and record.exit.code for record in run.ranks.values())
     return bool(went_on and lane.done.all() and not failed)
@@ -234,7 +234,7 @@ def _different_ops(meeting: _Meeting, common: _Side, deviant: _Side) -> _Reading
 
 
 def _is_extra(meeting: _Meeting, common: _Side, deviant: _Side) -> bool:
-    """The others do what they always do at this point; the deviant does what nobody ever did, from a new line."""
+    """The others do what they always do at this point; the deviant issues an operation that is new to it, from a new line."""
     history = _history(meeting, deviant.ranks[0])
     keys, sites = [key for key, _ in history], [site[:1] for _, site in history]
     is_routine = predict(keys) == common.key or common.key in keys
@@ -340,7 +340,7 @@ def _headline(meeting: _Meeting, reading: _Reading, common: _Side, deviant: _Sid
     if set(common.ranks) <= set(culprits):
         return (
             f"{rank_list(common.ranks)} issued {_spelled(a)} where {rank_list(deviant.ranks)} issued {_spelled(b)} "
-            f"(#{meeting.seq} of group {meeting.group}); the evidence does not tell which of them is wrong"
+            f"(#{meeting.seq} of group {meeting.group}); the evidence does not show which of them is wrong"
         )
     template = _EXTRA_TEXT if reading.subtype == Subtype.EXTRA_COLLECTIVE else _TEXT[reading.verdict]
     return template.format(

@@ -1,4 +1,4 @@
-"""When no detector accuses anybody: the job is well, or the evidence does not decide, and what to collect then. Pure."""
+"""No detector found a fault: the job is healthy, or the evidence does not decide and more must be collected. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TROUBLE = re.compile(r"error|except|abort|timeout|stall|fatal|hang", re.IGNOREC
 
 
 def went_on(run: Run) -> bool:
-    """Whether the job is known to have ended well, or to have run on after the dumps: then nobody hung."""
+    """Whether the job ended well or went on after the dumps: then nothing hung."""
     if run.launcher is not None and run.launcher.code == 0:
         return True
     beats = [record.heartbeat for record in run.ranks.values()]
@@ -28,7 +28,7 @@ def went_on(run: Run) -> bool:
 
 
 def looks_well(run: Run, lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]) -> bool:
-    """Whether the operations of all ranks agree and nothing at all speaks of trouble."""
+    """Whether the operations of all ranks agree and nothing indicates trouble."""
     is_stopped = any(state.kind.is_waiting or state.kind == RankState.SILENT for state in states.values())
     return bool(lanes) and not edges and not is_stopped and not any(map(_had_trouble, run.ranks.values()))
 
@@ -61,7 +61,7 @@ def healthy(run: Run, lanes: Sequence[Lane], is_over: bool) -> Verdict:
 
 
 def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:
-    """INSUFFICIENT_DATA: nobody is accused; who waits, of whom nothing was collected, and what would decide."""
+    """INSUFFICIENT_DATA: no culprit; lists waiting ranks, missing ranks, and what evidence would decide."""
     waiting = {rank for rank, state in states.items() if state.kind.is_waiting}
     waiting |= {edge.waiter for edge in edges}
     unseen = [rank for rank, record in run.ranks.items() if is_absent(record)]
@@ -104,7 +104,7 @@ def _aborted(run: Run) -> tuple[Evidence, ...]:
     """Ranks that SIGABRT ended: mostly a library's doing, on a rank whose peers went wrong."""
     return tuple(
         Evidence(
-            text="was ended by SIGABRT: mostly a library's doing on a rank whose peers went wrong; its log would tell",
+            text="was ended by SIGABRT: mostly a library's doing on a rank whose peers went wrong; its log would show that",
             rank=rank, source=record.exit.source,
         )
         for rank, record in run.ranks.items()

@@ -26,7 +26,7 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
     if len(culprits) > 1 and not seen:
         culprits = ()  # nothing was collected of any of them
     if any(states[rank].kind == RankState.DEAD for rank in culprits) or (has_run and not culprits):
-        return  # the death is the cause; the graph says so
+        return  # the death is the cause, which the wait graph finds
     first = states[waiting[0]]
     call = first.call or "init_process_group"
     evidence = [item for rank in (*culprits[:3], waiting[0]) for item in states[rank].evidence[:2]]

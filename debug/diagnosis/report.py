@@ -1,4 +1,4 @@
-"""A verdict for a tired person: what, where, why, what to do, in about twenty lines; and the same as JSON."""
+"""Verdicts as text (what, where, why, what to do, in about twenty lines) and as JSON."""
 
 from __future__ import annotations
 

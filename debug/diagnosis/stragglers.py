@@ -21,7 +21,7 @@ LEAST_SHARE = 0.2
 # Of all waiting, what must be for one rank: so much, or half where chance would hardly make it last so often. (A busy host
 # holds any rank up now and then, seldom and long.)
 MOST_OF_IT, HALF_OF_IT, CHANCE = 0.7, 0.5, 0.02
-MOST_SHARE = 1.0  # nobody can keep the others waiting for longer than it all took: that is a clock that is wrong
+MOST_SHARE = 1.0  # more than the whole time means that a clock is wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ def _behind(lane: Lane, seq: int) -> list[int]:
 
 def can_wait(state: Situation) -> bool:
     """Whether a rank with a pending operation may be waiting for it. A stack that ends in user code may be at
-    `work.wait()`, which leaves no frame of its own; the source line tells, where it was saved."""
+    `work.wait()`, which leaves no frame of its own; the source line shows it, if recorded."""
     if state.kind in (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD, RankState.FINISHED):
         return False
     if state.kind != RankState.ON_CPU:
@@ -121,7 +121,7 @@ def _is_pending(table: Array) -> Array:
 
 
 def _unknown_peers(run: Run, states: Mapping[int, Situation]) -> list[Edge]:
-    """A rank inside send or recv whose peer nobody recorded (gloo's dumps never do): in a pipeline it is the rank with the
+    """A rank inside send or recv whose peer is not recorded (as in gloo's dumps): in a pipeline it is the rank with the
     same place in another group of the same size, if only one such rank is not itself in P2P."""
     edges = []
     blocked = [rank for rank, state in states.items() if state.kind == RankState.IN_P2P]
@@ -149,7 +149,7 @@ def _same_place(run: Run, rank: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roots:
-    """`sinks`: awaited ranks that wait for nobody. `cycles`: sets of ranks that wait for each other and nobody else."""
+    """`sinks`: awaited ranks that wait for no rank. `cycles`: sets of ranks that wait only for each other."""
 
     sinks: tuple[int, ...]
     cycles: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""Verdicts without dumps: the ranks whose logs or stacks say that they waited are witnesses; who did not wait is suspect.
+"""Verdicts without dumps: ranks whose logs or stacks show that they waited are witnesses; the others are suspects.
 
 What most people have is logs. A timeout or a closed connection in a rank's log means that this rank was waiting; the call
 in its traceback (or NCCL's watchdog line) says for what. Pure.
@@ -29,7 +29,7 @@ _SYMPTOMS = (
 
 
 def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
-    """What the ranks' own words allow to say; nothing where all or none waited alike."""
+    """Verdicts from logs and stacks; none if all ranks or no rank waited."""
     witnesses = [rank for rank, state in states.items() if state.kind.is_waiting]
     yield from sizes_in_logs(run)
     if not witnesses or any(state.kind == RankState.DEAD for state in states.values()):
@@ -57,7 +57,7 @@ def sizes_in_logs(run: Run) -> Iterator[Verdict]:
                 confidence=Basis.SIZE_IN_LOG.confidence,
                 step=run.step_of(record.rank),
                 headline=f"rank {record.rank} received more or less data than its call expects: ranks disagree about a size or a "
-                "dtype (the logs do not say which of its peers is wrong; this rank is only where it showed)",
+                "dtype (the logs do not show which peer is wrong; this rank is only the one that noticed)",
                 evidence=(_said(event),),
                 next_steps=("turn the recorder on, or set TORCH_FR_BUFFER_SIZE=2000 and dump: dumps name the rank",),
             )
@@ -82,7 +82,7 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation) 
         text = "is shutting down while the others wait for it"
         return _Suspicion(verdict=VerdictKind.TEARDOWN_STUCK, subtype=state.detail, text=text)
     if state.kind == RankState.FROZEN or _alone_needed_sigkill(run, record, witnesses):
-        text = "is frozen: it neither waited nor spoke, and did not react to SIGTERM"
+        text = "is frozen: it neither waited nor logged anything, and did not react to SIGTERM"
         return _Suspicion(verdict=VerdictKind.RANK_FROZEN, text=text)
     if not is_on_cpu and saw_peers_close(run) and not saw_timeouts(run) and not has_other_death(run, rank):
         text = "is gone: its peers' connections to it were closed, and its log just ends"
@@ -126,7 +126,7 @@ def _alone_needed_sigkill(run: Run, record: RankRecord, witnesses: Sequence[int]
 
 
 def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_closed: bool) -> bool:
-    """Whether something speaks against a rank that did not say that it waited. That its log is without an error does not,
+    """Whether there is evidence against a rank that did not log a wait. A log without an error is none,
     where it went on after its peers' connections closed, or where another rank is not known at all."""
     record = run.ranks[rank]
     if state.kind in (
@@ -145,7 +145,7 @@ def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_c
 
 
 def _ended_first(run: Run, record: RankRecord) -> bool:
-    """Whether a rank ended by itself, with an error code, before all others (whose log tells of no peer's end, as theirs do)."""
+    """Whether a rank ended by itself, with an error code, before all others."""
     ended = record.exit
     if ended is None or ended.code <= 0 or ended.was_told or signal_of(ended.code):
         return False

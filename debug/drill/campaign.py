@@ -69,7 +69,7 @@ def run_campaign(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         root = given.keep or Path(scratch)
         results = [
-            _told(run_case(case, ranks, root / f"{case}-{ranks}-{number}"))
+            _reported(run_case(case, ranks, root / f"{case}-{ranks}-{number}"))
             for ranks in map(int, given.ranks.split(","))
             for number in range(given.runs)
             for case in given.cases or CASES
@@ -82,7 +82,7 @@ def run_campaign(words: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def _told(result: CaseResult) -> CaseResult:
+def _reported(result: CaseResult) -> CaseResult:
     mark = "ok   " if result.is_right else "WRONG"
     sys.stdout.write(f"{mark} {result.case:18} {result.ranks} ranks {result.seconds:5.1f} s  {result.found}\n")
     sys.stdout.flush()

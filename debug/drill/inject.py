@@ -229,7 +229,7 @@ def _is_newest(dump: Path, box: Path, least: int) -> bool:
 
 
 def _process_state(pid: int) -> str:
-    """What the kernel says of a process, for example `S (sleeping)`; empty where it cannot be asked."""
+    """The kernel's state of a process, such as `S (sleeping)`; empty if unknown."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -27,7 +27,7 @@ COUNT = struct.Struct("<Q")
 HEARTBEAT = struct.Struct("<qqqqq")
 HEARTBEAT_AT, TEXT_USED_AT = 128, 192
 TEXT_USED = struct.Struct("<q")
-# Then 16 bytes that are equal where the texts are, so that readers of thousands of boxes read each text once; 0: not known
+# Then 16 bytes, equal for equal texts, so that a reader of thousands of boxes reads each text once; 0: not known
 TEXT_DIGEST_AT, TEXT_END = 200, 216
 
 # created, ended, elements, seq, site, peer, group, op, dtype, p2p, outcome, number (from 1, modulo 2**32)
@@ -84,7 +84,7 @@ def pack_members(members: Sequence[int]) -> list[int] | dict[str, int]:
 
 
 def unpack_members(packed: Any) -> tuple[int, ...]:
-    """What `pack_members` packed; () for anything else."""
+    """Inverse of `pack_members`; () for malformed input."""
     if isinstance(packed, list):
         return tuple(rank for rank in packed if isinstance(rank, int))
     if not isinstance(packed, dict) or not all(isinstance(packed.get(key), int) for key in ("from", "to", "by")):

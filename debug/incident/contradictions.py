@@ -87,7 +87,7 @@ def _spread_of_dumps(run: Run) -> float:
 
 
 def _dumped_too_early(run: Run) -> tuple[int, ...]:
-    """BlockedRanks whose dump lacks a collective that a peer's dump says all of them completed."""
+    """Ranks whose dump lacks a collective that all of them completed by a peer's dump."""
     meetings = np.array([name in MEETINGS for name in run.names.ops], bool)
     newest: defaultdict[int, dict[int, int]] = defaultdict(dict)
     finished: defaultdict[int, int] = defaultdict(lambda: -1)
@@ -103,7 +103,7 @@ def _note_ends(
     table: Array, rank: int, meetings: Array, newest: dict[int, dict[int, int]], finished: dict[int, int]
 ) -> None:
     collectives = table[table["p2p"] == 0]
-    # a black box says `completed` of calls that returned; only a dump knows when the device started
+    # in a black box `completed` means that the call returned; only a dump records when the device started
     done = meetings[collectives["op"]] & (collectives["state"] == COMPLETED) & (collectives["started_ns"] > 0)
     for group in np.unique(collectives["group"]).tolist():
         of_group = collectives["group"] == group
@@ -112,7 +112,7 @@ def _note_ends(
 
 
 def _other_clocks(run: Run) -> tuple[int, ...]:
-    """BlockedRanks whose whole record of collectives that others issued too lies before or after the others' record of them."""
+    """Ranks whose whole record of collectives that others issued too lies before or after the others' record of them."""
     spans = _spans(run)
     lowest, highest = np.zeros(len(run.groups), np.int64), np.full(len(run.groups), -1, np.int64)
     for group in np.flatnonzero(np.bincount(spans.group, minlength=len(run.groups)) > 1).tolist():

@@ -1,4 +1,4 @@
-"""Hold the cycle collector back while many records are made: none of them is garbage, and it would look at all of them again."""
+"""Pause the cycle collector while many records are made: none is garbage, and it would traverse all of them again."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Dump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A process group, identified by name and members. `members` is () if nobody recorded them."""
+    """A process group, identified by name and members. `members` is () if not recorded."""
 
     name: str
     description: str = ""

@@ -1,4 +1,4 @@
-"""`debug watch URL`: follow the heartbeats of a running job; say when progress stops or a rank falls behind."""
+"""`debug watch URL`: follow the heartbeats of a running job; report when progress stops or a rank falls behind."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def watch(
                 f"{store}: no black box (*.box) here; the recorder writes them where the trainer's log says"
             )
         found = alarms(beats, clock_ns(), after_s=after_s)
-        _tell(beats, found, as_json)
+        _print(beats, found, as_json)
         if found:
             return 1
         if once or all(beat.is_stopped for beat in beats.values()):
@@ -120,7 +120,7 @@ def watch(
         time.sleep(every_s)
 
 
-def _tell(beats: Mapping[int, Heartbeat], found: Sequence[Alarm], as_json: bool) -> None:
+def _print(beats: Mapping[int, Heartbeat], found: Sequence[Alarm], as_json: bool) -> None:
     if as_json:
         value = {"ranks": {str(r): asdict(b) for r, b in beats.items()}, "alarms": [asdict(alarm) for alarm in found]}
         sys.stdout.write(json.dumps(value) + "\n")

@@ -1,4 +1,4 @@
-"""From all files that were read to one Run, and the flags that say what limits it."""
+"""From all files that were read to one Run, with flags for what limits it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from titan_ckpt.store.base import Store
 
 @dataclass(slots=True)
 class RankEvidence:
-    """What was read of one rank so far."""
+    """What was read of one rank so far; `sidecar` is the JSON that its recorder wrote."""
 
     dumps: list[tuple[Dump, Array]] = field(default_factory=list)
     known_groups: dict[str, Group] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class RankEvidence:
 
 @dataclass(slots=True)
 class RunEvidence:
-    """State of one `open_run`."""
+    """What one `open_run` has read so far: by rank, and of the job as a whole."""
 
     store: Store
     interner: Interner = field(default_factory=Interner)
@@ -76,7 +76,7 @@ class RunEvidence:
 
 
 def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -> Run:
-    """One Run out of all that was read."""
+    """Build the Run."""
     exits = group_by_rank(evidence.exits)
     numbers = set(evidence.ranks) | set(exits)
     largest = max((max(group.members) for group in evidence.interner.groups if group.members), default=-1)
@@ -103,7 +103,7 @@ def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -
 
 
 def _home(found: RankEvidence, record: RankRecord) -> tuple[Array, int] | None:
-    """The table that a rank's operations are a part of, where they are those of its black box and nothing else."""
+    """The table that a rank's operations are a slice of, if all of them come from its black box."""
     return found.box.home if found.box and record.operations is found.box.operations else None
 
 
@@ -151,7 +151,7 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
 
 
 def _went_on(found: RankEvidence, box: Array) -> bool:
-    """Whether the black box has collectives from after the dump of a stall: the rank got over it, and its stack misleads."""
+    """Whether the black box has collectives newer than the dump of a stall: the rank went on, so that stack misleads."""
     stalls = [table for dump, table in found.dumps if dump.reason == "stall"]
     collectives = box["created_ns"][box["p2p"] == 0]
     newest = max((int(table["created_ns"].max(initial=0)) for table in stalls), default=0)
@@ -171,7 +171,7 @@ def _box_dump(found: RankEvidence, box: BlackBox) -> Dump:
 
 
 def _with_known_groups(table: Array, known: Mapping[str, Group], interner: Interner) -> Array:
-    """Operations whose groups carry members wherever this rank's own process knew them (gloo's dumps do not)."""
+    """Operations with the members of their groups filled in as this rank's process knew them (gloo's dumps lack them)."""
     if not len(table) or not known:
         return table
     for position in np.unique(table["group"]):

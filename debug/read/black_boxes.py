@@ -57,7 +57,7 @@ class BlackBox:
 
 
 class _Head(NamedTuple):
-    """What the first bytes of a box say; `issued` operations as of the last tick."""
+    """The header of a box; `issued`: operations as of the last tick."""
 
     magic: bytes
     rank: int
@@ -70,7 +70,7 @@ class _Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Words:
-    """What a box's text says, as arrays from the records' numbers to positions; the last element is "not known"."""
+    """A box's text as arrays from the records' numbers to positions; the last element is "not known"."""
 
     columns: Mapping[str, Array]
     groups: tuple[Group, ...]
@@ -78,10 +78,10 @@ class _Words:
 
 @dataclass(slots=True, kw_only=True)  # as BlackBox
 class RawBox:
-    """A box as it stands in the file: its head, what that says, (a part of) its ring, and what its text says."""
+    """A box as stored: the bytes of its header and the header parsed, its ring or a part of it, its text parsed."""
 
     head: bytes
-    says: _Head
+    header: _Head
     ring: Buffer
     words: _Words
     source: str
@@ -98,23 +98,23 @@ class BoxReader:
 
     def parse(self, data: bytes, source: str) -> BlackBox:
         """A whole box. ValueError when it is none or is damaged."""
-        says = _read_head(data)
-        ring_end = HEADER_BYTES + says.capacity * RECORD.size
+        header = _read_head(data)
+        ring_end = HEADER_BYTES + header.capacity * RECORD.size
         if len(data) < ring_end:
             raise ValueError(
-                f"is cut off: a ring of {says.capacity} records needs {ring_end} bytes, there are {len(data)}"
+                f"is cut off: a ring of {header.capacity} records needs {ring_end} bytes, there are {len(data)}"
             )
         words = self._words(data[ring_end : ring_end + _text_used(data)])
         ring = memoryview(data)[HEADER_BYTES:ring_end]
-        raw = RawBox(head=data[:HEADER_BYTES], says=says, ring=ring, words=words, source=source)
-        return self.finish([raw], says.capacity)[0]
+        raw = RawBox(head=data[:HEADER_BYTES], header=header, ring=ring, words=words, source=source)
+        return self.finish([raw], header.capacity)[0]
 
     def read_tail(self, store: Store, path: str, keep: int) -> RawBox:
-        """The newest operations of a box, at least `keep` of them, by two or three small reads; `finish` makes sense of them."""
+        """The newest operations of a box, at least `keep` of them, by two or three small reads; `finish` parses them."""
         with store.opened(path) as read:
             head = read(0, HEADER_BYTES)
-            says = _read_head(head)
-            capacity, count = says.capacity, says.issued
+            header = _read_head(head)
+            capacity, count = header.capacity, header.issued
             words = self._known.get(head[TEXT_USED_AT:TEXT_END])
             if words is None:
                 words = self._words(read(HEADER_BYTES + capacity * RECORD.size, _text_used(head)))
@@ -126,8 +126,8 @@ class BoxReader:
                 start, length = 0, capacity
             ring = read(HEADER_BYTES + start * RECORD.size, length * RECORD.size)
             if length < capacity and NUMBER.unpack_from(ring, len(ring) - NUMBER.size)[0] > count:
-                ring = read(HEADER_BYTES, capacity * RECORD.size)  # it ticked too long ago
-        return RawBox(head=head, says=says, ring=ring, words=words, source=path)
+                ring = read(HEADER_BYTES, capacity * RECORD.size)  # the count is too old
+        return RawBox(head=head, header=header, ring=ring, words=words, source=path)
 
     def finish(self, raw: Sequence[RawBox], keep: int) -> list[BlackBox]:
         """The boxes, with at most their `keep` newest operations: parts of one table, in the order of the boxes."""
@@ -187,13 +187,13 @@ class BoxReader:
 
 
 def _box(raw: RawBox, count: int, table: Array, start: int, stop: int) -> BlackBox:
-    says = raw.says
+    header = raw.header
     return BlackBox(
-        rank=says.rank,
-        world_size=says.world_size,
-        pid=says.pid,
+        rank=header.rank,
+        world_size=header.world_size,
+        pid=header.pid,
         count=count,
-        capacity=says.capacity,
+        capacity=header.capacity,
         operations=table[start:stop],
         home=(table, start),
         groups=raw.words.groups,
@@ -202,7 +202,7 @@ def _box(raw: RawBox, count: int, table: Array, start: int, stop: int) -> BlackB
 
 
 def _alike(words: Sequence[_Words]) -> tuple[list[_Words], Array]:
-    """The different ones, and of each which one it is."""
+    """Distinct tables of words, and the index of each box's own."""
     places = {id(one): place for place, one in enumerate(words)}
     numbers = {key: number for number, key in enumerate(places)}
     which = np.fromiter((numbers[id(one)] for one in words), np.int64, len(words))
@@ -212,12 +212,12 @@ def _alike(words: Sequence[_Words]) -> tuple[list[_Words], Array]:
 def _read_head(head: bytes) -> _Head:
     if len(head) < HEADER_BYTES or not head.startswith(MAGIC):
         raise ValueError("is no black box (wrong magic)")
-    says = _Head._make(HEADER.unpack_from(head))
-    if not 0 < says.capacity <= 1 << 24:
-        raise ValueError(f"says that its ring has {says.capacity} records: damaged")
-    if says.world_size > 1 << 24 or says.rank > 1 << 24:
-        raise ValueError(f"says that it is of rank {says.rank} of {says.world_size}: damaged")
-    return says
+    header = _Head._make(HEADER.unpack_from(head))
+    if not 0 < header.capacity <= 1 << 24:
+        raise ValueError(f"damaged header: a ring of {header.capacity} records")
+    if header.world_size > 1 << 24 or header.rank > 1 << 24:
+        raise ValueError(f"damaged header: rank {header.rank} of {header.world_size}")
+    return header
 
 
 def _text_used(head: bytes) -> int:

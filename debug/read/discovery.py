@@ -1,4 +1,4 @@
-"""Which files of a folder are evidence: their kind, rank and snapshot, by name first and by content where names say nothing."""
+"""Find the evidence files of a folder; their names give kind, rank and snapshot."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def read_evidence_file(store: Store, file: EvidenceFile) -> bytes:
         head = store.read(file.path, 0, HEAD_OF_LOG)
         return head + b"\n" + store.read(file.path, file.size_bytes - TAIL_OF_LOG, TAIL_OF_LOG)
     if file.size_bytes > MAX_FILE_BYTES:
-        raise ValueError(f"{file.size_bytes} bytes are more than one piece of evidence ever has")
+        raise ValueError(f"{file.size_bytes} bytes: larger than any evidence file")
     try:
         data = store.read(file.path)
     except NotFoundError as error:
@@ -130,7 +130,7 @@ def read_evidence_file(store: Store, file: EvidenceFile) -> bytes:
 
 
 def _unzip(data: bytes) -> bytes:
-    """All members of a gzip file; what a cut-off file still holds is given back."""
+    """All members of a gzip file, or the readable part of one that is cut off."""
     parts: list[bytes] = []
     total = 0
     while data:

@@ -1,7 +1,7 @@
 """Flight Recorder dumps (pickle and JSON, versions 2.3 to 2.10) as columns.
 
-Format: torch/csrc/distributed/c10d/FlightRecorder. What gloo leaves out (states, P2P, a usable pg_config) is left unknown
-here, never guessed.
+Format: torch/csrc/distributed/c10d/FlightRecorder. What gloo leaves out (states, P2P, a usable pg_config) stays unknown;
+nothing is guessed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _INT32 = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedDump:
-    """One dump: its operations as columns, and what it says of the groups."""
+    """One dump: its operations as columns, and the groups that it describes."""
 
     version: str
     operations: Array
@@ -91,7 +91,7 @@ def _parse_json(data: bytes) -> Any:
 
 
 def _configured_groups(raw: Any, interner: Interner) -> dict[str, Group]:
-    """pg_config by group name; members as a tuple. What is not understood is dropped."""
+    """pg_config by group name; members as a tuple. Malformed entries are dropped."""
     groups: dict[str, Group] = {}
     for key, value in raw.items() if isinstance(raw, dict) else ():
         if isinstance(value, dict):
@@ -114,7 +114,7 @@ def _members(ranks: Any) -> tuple[int, ...]:
 
 
 def _group_of(pair: Any, rank: int, configured: Mapping[str, Group]) -> Group:
-    """The group of an entry's `process_group`, with its members where pg_config can be believed."""
+    """The group of an entry's `process_group`, with its members if pg_config is usable."""
     name, description = (str(part)[:200] for part in (pair if isinstance(pair, list | tuple) else (pair, "")))
     known = configured.get(name)
     if known is None and description == "default_pg" and len(configured) == 1:
@@ -224,7 +224,7 @@ def _find(row: _Lasting, distinct: list[_Lasting], places: dict[Any, list[int]])
 
 
 def _check_size(value: Sequence[Any], most: int) -> None:
-    """ValueError when lists within lists, told in few bytes, hold so much that to compare or print them would not end."""
+    """ValueError when nested lists of few bytes expand to so much that comparing or printing them would not end."""
     left = most
     inside: list[Any] = [value]
     while inside:
@@ -241,7 +241,7 @@ def _check_size(value: Sequence[Any], most: int) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Words:
-    """What the names in one dump's entries mean: each is looked up once."""
+    """The names in one dump's entries, each looked up once."""
 
     rank: int
     configured: Mapping[str, Group]
@@ -258,14 +258,14 @@ class _Words:
         return self.groups[key]
 
     def kind(self, name: str) -> _Kind:
-        """What `profiling_name` says."""
+        """The operation that `profiling_name` names."""
         if name not in self.kinds:
             self.kinds[name] = _operation_name(name, self.interner)
         return self.kinds[name]
 
 
 def _row(one: _Lasting, words: _Words) -> tuple[int, ...]:
-    """What an entry says but for its numbers and times, as a row of OPERATION."""
+    """An entry without its numbers and times, as a row of OPERATION."""
     pair, name, state, retired, dtypes, sizes, output_sizes, frames, timeout_ms = one
     position, group = words.group(pair)
     kind, interner = words.kind(str(name)), words.interner
@@ -279,7 +279,8 @@ def _row(one: _Lasting, words: _Words) -> tuple[int, ...]:
 
 
 class _Kind(NamedTuple):
-    """What an operation's name says: p2p is 0, SEND or RECV; peer its place in the group; whose sizes all ranks share."""
+    """An operation parsed from its name: `p2p` is 0, SEND or RECV, `peer` its position in the group; `has_output_sizes`: the
+    output is what all ranks size alike."""
 
     op: int
     p2p: int = 0

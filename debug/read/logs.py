@@ -1,6 +1,6 @@
-"""What logs say: errors that kill, errors that are only symptoms, watchdog lines, exit codes, the last words.
+"""Parse logs: fatal errors, errors that are only symptoms, watchdog lines, exit codes, the last lines.
 
-A rank that says "connection closed by peer" or "timed out" is a witness, not a suspect.
+A rank that logs "connection closed by peer" or "timed out" is a witness, not a suspect.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Stream:
 
 
 def parse_rank_log(text: str, source: str, rank: int, *, since_s: float | None = None) -> RankLog:
-    """The log of one rank; only what it says from `since_s` on (by the log's own clock), if its lines have times at all."""
+    """The log of one rank, from `since_s` on (by the log's own clock) if its lines have times."""
     stream = _Stream(rank=rank, source=source)
     lines = text.splitlines()
     first = _first_line_since(lines, since_s) if since_s is not None else 0
@@ -113,7 +113,7 @@ def parse_mixed_log(text: str, source: str) -> dict[int, RankLog]:
 
 
 def merge_logs(logs: Iterable[RankLog]) -> RankLog | None:
-    """One log of several files of the same rank (stdout and stderr, or restarts); the last to say something ends it."""
+    """One log of several files of the same rank (stdout and stderr, or restarts); the newest one gives its end."""
     known = sorted(logs, key=lambda log: (log.last_time_s or 0.0, bool(log.events), len(log.tail)))
     if not known:
         return None
@@ -222,7 +222,7 @@ def _torch_call(frames: Sequence[Frame]) -> str:
 
 
 def kind_of_error(line: str) -> EventKind:
-    """Whether an error is the program's own, or what a rank feels of its peers' trouble."""
+    """Classify an error: the program's own, or the symptom of a peer's trouble."""
     if _MISMATCH.search(line):
         return EventKind.COMM_MISMATCH
     if _ARGUMENT.search(line):
@@ -265,7 +265,7 @@ def looks_like_launcher(text: str) -> bool:
 
 
 def parse_launcher(text: str, source: str) -> tuple[Launcher, list[Exit]]:
-    """Exit codes by rank. Whom the agent told to stop (SIGTERM) did not end by itself."""
+    """Exit codes by rank. A rank that the agent stopped (SIGTERM) did not end by itself."""
     told = {int(pid) for pid in _TOLD.findall(text)}
     codes = [int(match.group(1)) for line in text.splitlines()[-5:] if (match := _RC.match(line[:200]))]
     exits = list(_exits(text, source, told))

@@ -79,7 +79,7 @@ def _bounded_memory(more_bytes: int) -> Iterator[None]:
 
 
 def _address_space() -> int:
-    """Bytes of this process's address space; 0 where the kernel does not say."""
+    """Bytes of this process's address space; 0 if unknown."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
             return int(file.read(64).split()[0]) * mmap.PAGESIZE

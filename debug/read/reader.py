@@ -170,7 +170,7 @@ def _rank(evidence: RunEvidence, rank: int) -> RankEvidence:
 
 def _take_dump(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     if file.rank is None:
-        raise ValueError("the file's name does not tell the rank (expected rank_N or ..._rank_N)")
+        raise ValueError("the file's name has no rank (expected rank_N or ..._rank_N)")
     parsed = parse_dump(data, file.rank, evidence.interner)
     record = _rank(evidence, file.rank)
     evidence.read_stems.add((file.rank, file.stem))
@@ -206,14 +206,14 @@ def _take_box(evidence: RunEvidence, file: EvidenceFile, box: BlackBox) -> None:
 
 def _take_json(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     if file.rank is not None and (file.rank, file.stem) in evidence.read_stems:
-        return  # the pickle of the same snapshot says all of it and the call stacks too
+        return  # the pickle of the same snapshot has the same, with call stacks
     try:
         value = json.loads(data)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     except ValueError as error:
         if file.rank is None:
-            return  # somebody else's file
+            return  # not written by the recorder
         raise ValueError(f"damaged JSON: {error}") from error
     kind = value.get("titan_ckpt") if isinstance(value, dict) else None
     if kind == "sidecar":
@@ -292,7 +292,7 @@ SLACK_S = 10.0  # from a launch to the start of the recorder
 
 
 def _log_starts_s(evidence: RunEvidence) -> float | None:
-    """When this incident's process started, by the clock of logs (local time); None where no recorder told."""
+    """When this incident's process started, by the clock of logs (local time); None if no recorder ran."""
     starts = [
         float(side["started_s"]) + float(side.get("utc_offset_s", 0))
         for found in evidence.ranks.values()

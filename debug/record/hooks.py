@@ -3,8 +3,8 @@
 The methods of torch's `ProcessGroup` class are wrapped, not the functions of `torch.distributed`: so `from torch.distributed
 import all_reduce`, `batch_isend_irecv`, FSDP and pipelines are all seen, whenever they were imported. (Functional
 collectives are issued from C++ and stay in the Flight Recorder only; sequence numbers come from the group itself, so both
-agree.) What every operation goes through is in `debug.record.ring`, in C where it could be compiled; what can be said once
-(of a group, a dtype, a call site) is said once, here.
+agree.) What every operation goes through is in `debug.record.ring`, in C if it was compiled; what happens
+once (for a group, a dtype, a call site) is here.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class BoxWriter:
         return self._step, self._phase
 
     def beat(self) -> None:
-        """Say that this process still runs, and how many operations there are."""
+        """Record that this process still runs, and its number of operations."""
         COUNT.pack_into(self.map, COUNT_AT, self.count)
         HEARTBEAT.pack_into(
             self.map, HEARTBEAT_AT, self._step, self._phase, self._phase_ns, time.time_ns(), self._stopped
@@ -146,7 +146,7 @@ class Hooks:
         self._ring = new_ring(box.map, box.capacity, self, self._dtypes, layers)
 
     def progress(self) -> int:
-        """A number that changes whenever an operation is issued or waited for; the box is told how many there are."""
+        """A number that changes whenever an operation is issued or waited for; updates the box's count."""
         self._box.count = self._ring.count
         return self._box.count + self._ring.ended_ns
 
@@ -201,7 +201,7 @@ class Hooks:
         return issue
 
     def _wait(self, original: Any) -> Callable[..., Any]:
-        # In Python, and by this name: `titan_ckpt.debug.diagnosis.rank_state` finds a rank that waits by this frame in its stack.
+        # In Python, and by this name: `titan_ckpt.debug.incident.frames` finds a rank that waits by this frame in its stack.
         take, ended, raised = self._ring.take, self._ring.ended, self._ring.raised
 
         def wait(work: Any, *timeout: Any, **named: Any) -> Any:

@@ -125,7 +125,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Say in the heartbeat where the loop is: data, forward, backward, optimizer, ckpt_stage, ckpt_upload, ckpt_commit."""
+        """Record in the heartbeat where the loop is: data, forward, backward, optimizer, ckpt_stage, ckpt_upload, ckpt_commit."""
         before = self._box.phase
         self._box.set_phase(step, phase_number(name))
         try:
@@ -340,7 +340,7 @@ class Recorder:
                 self.dump("demand")
 
     def _die(self, number: int) -> None:
-        """End as the signal would have, had nobody listened."""
+        """End as the signal would have without our handler."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(128 + number)

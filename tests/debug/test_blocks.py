@@ -40,7 +40,7 @@ def test_three_keys_give_the_order_of_the_one_that_does_not_fit() -> None:
     assert np.array_equal(few, many)
 
 
-def test_values_are_numbered_in_the_order_of_their_first_appearance() -> None:
+def test_values_are_numbered_by_first_appearance() -> None:
     known = Distinct()
     known.add(np.array([7, 3, 7, 5]))
     known.add(np.array([1, 5]))
@@ -61,7 +61,7 @@ def _box(folder: Path, rank: int, world_size: int, operations: int) -> None:
     box.map.close()
 
 
-def test_many_boxes_with_different_texts_share_tables_and_keep_their_own_groups(tmp_path: Path) -> None:
+def test_boxes_of_different_texts_keep_their_own_groups(tmp_path: Path) -> None:
     for rank in range(300):
         _box(tmp_path, rank, 300, rank % 50)
     kept = open_run(str(tmp_path))
@@ -78,7 +78,7 @@ def test_many_boxes_with_different_texts_share_tables_and_keep_their_own_groups(
     )
 
 
-def test_operations_that_lie_in_another_order_than_the_ranks_are_no_blocks(tmp_path: Path) -> None:
+def test_operations_out_of_rank_order_are_no_blocks(tmp_path: Path) -> None:
     for rank in range(20):
         _box(tmp_path, rank, 20, 3)
     ranks = open_run(str(tmp_path)).ranks

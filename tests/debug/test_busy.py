@@ -61,9 +61,7 @@ Thread 0x1 [MainThread] (most recent call first):
 
 
 @pytest.mark.parametrize("has_lived", [True, False])
-def test_exception_of_a_thread_did_not_kill_the_rank_that_still_waits_for_its_work(
-    has_lived: bool, tmp_path: Path
-) -> None:
+def test_exception_of_a_thread_does_not_kill_a_waiting_rank(has_lived: bool, tmp_path: Path) -> None:
     (tmp_path / "rank_0.log").write_text(TIMEOUT)
     (tmp_path / "rank_1.log").write_text(THREAD)
     if has_lived:

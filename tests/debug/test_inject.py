@@ -72,7 +72,7 @@ def test_odd_number_of_ranks_is_refused_where_pairs_are_needed(
 
 @pytest.mark.dist
 @pytest.mark.s3
-def test_live_job_is_collected_into_an_object_store_and_diagnosed_there(s3_url: str, tmp_path: Path) -> None:
+def test_live_job_is_collected_to_a_store_and_diagnosed(s3_url: str, tmp_path: Path) -> None:
     folder = tmp_path / "box"
     folder.mkdir()
     job = [_start("python_lock", rank, 2, folder, tmp_path / "store", 1.5) for rank in range(2)]

@@ -132,9 +132,7 @@ def test_truncated_dump_falls_back_to_its_json_twin(tmp_path: Path) -> None:
     assert diagnose(run)[0].culprits == (1,)
 
 
-def test_folder_of_nothing_but_damage_is_an_error_with_exit_code_three(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_of_damaged_files_exits_with_three(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank_0").write_bytes(b"\x80\x02garbage")
     assert main(["debug", str(tmp_path)]) == 3
     assert "nothing readable" in capsys.readouterr().err
@@ -238,7 +236,7 @@ def test_ranks_that_disagree_about_a_group_are_the_verdict(tmp_path: Path) -> No
 FROZEN_INSIDE = DATA / "frozen_inside"
 
 
-def test_rank_that_freezes_inside_a_collective_that_it_joined_is_the_verdict() -> None:
+def test_rank_frozen_inside_its_collective_is_the_verdict() -> None:
     """A real incident: SIGSTOP met rank 1 of 2 between entering an all_reduce and leaving it."""
     top = diagnose(open_run(str(FROZEN_INSIDE)))[0]
     assert (top.verdict, top.culprits, top.victims) == ("RANK_FROZEN", (1,), (0,))
@@ -246,13 +244,13 @@ def test_rank_that_freezes_inside_a_collective_that_it_joined_is_the_verdict() -
 
 
 @pytest.mark.parametrize("gone", ["rank_00000.stall.pickle.zst", "rank_00000.box.zst"])
-def test_without_the_others_dump_or_heartbeat_nobody_is_said_to_be_frozen(gone: str, tmp_path: Path) -> None:
+def test_without_dump_or_heartbeat_no_rank_is_frozen(gone: str, tmp_path: Path) -> None:
     folder = shutil.copytree(FROZEN_INSIDE, tmp_path / "incident")
     (folder / gone).unlink()
     assert "RANK_FROZEN" not in [verdict.verdict for verdict in diagnose(open_run(str(folder)))]
 
 
-def test_rank_whose_dump_alone_is_missing_is_not_said_to_be_frozen(tmp_path: Path) -> None:
+def test_rank_with_only_its_dump_missing_is_not_frozen(tmp_path: Path) -> None:
     """Its recorder ticked as long as the other's: it is there."""
     folder = shutil.copytree(FROZEN_INSIDE, tmp_path / "incident")
     boxes = [zstandard.ZstdDecompressor().decompress(path.read_bytes()) for path in sorted(folder.glob("*.box.zst"))]
@@ -326,7 +324,7 @@ WATCHDOG = (
 )
 
 
-def test_watchdog_lines_alone_name_the_rank_in_another_collective(tmp_path: Path) -> None:
+def test_watchdog_lines_name_the_rank_in_another_call(tmp_path: Path) -> None:
     for rank in range(4):
         op = "BROADCAST" if rank == 2 else "ALLREDUCE"
         (tmp_path / f"rank_{rank}.log").write_text(WATCHDOG.format(rank=rank, seq=81, op=op))
@@ -356,7 +354,7 @@ def test_analyzer_runs_without_torch() -> None:
 
 @pytest.mark.parametrize("field", ["input_sizes", "process_group", "frames", "state", "profiling_name", "p2p_seq_id"])
 @pytest.mark.parametrize("pair", [list, tuple])
-def test_lists_that_hold_each_other_many_times_are_refused_at_once(field: str, pair: type, tmp_path: Path) -> None:
+def test_lists_nested_exponentially_are_refused_at_once(field: str, pair: type, tmp_path: Path) -> None:
     bomb: Any = pair([1, 2])
     for _ in range(50):
         bomb = pair([bomb, bomb])  # 2**50 numbers in a few hundred bytes

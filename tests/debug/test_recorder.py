@@ -357,7 +357,7 @@ CALLS = """
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_call_sites_are_right_and_numbers_are_the_flight_recorders(kind: str, tmp_path: Path) -> None:
+def test_call_sites_and_numbers_match_the_flight_recorder(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(CALLS))
     variables = {**os.environ, **environment(100)}

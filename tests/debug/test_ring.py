@@ -111,9 +111,7 @@ def test_every_function_that_calls_is_a_site_of_its_own(box: BoxWriter) -> None:
     assert len(set(records(box)["site"].tolist())) == 32
 
 
-def test_code_that_is_made_and_dropped_is_not_taken_for_other_code(
-    box: BoxWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_code_at_a_reused_address_gets_its_own_site(box: BoxWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_ckpt.debug.record.hooks.MAX_CODES", 40)  # forgets every few calls
     for number in range(330):
         made(number)()  # the next code object may lie where this one lay

@@ -73,11 +73,11 @@ def test_rank_of_which_nothing_was_collected_is_asked_for(tmp_path: Path) -> Non
     assert "collect from rank 2" in top.next_steps[0]
 
 
-def test_launcher_alone_does_not_blame_the_rank_that_a_library_aborted(tmp_path: Path) -> None:
+def test_launcher_alone_does_not_blame_an_aborted_rank(tmp_path: Path) -> None:
     assert _top("size", "launcher", tmp_path).verdict == "INSUFFICIENT_DATA"
 
 
-def test_stack_in_another_collective_than_the_awaited_one_names_its_rank(tmp_path: Path) -> None:
+def test_stack_in_another_collective_names_its_rank(tmp_path: Path) -> None:
     for path in (INCIDENTS / "skip").iterdir():
         if _rank_of(path.name) != 2 or path.suffix in (".stacks", ".log"):
             shutil.copy(path, tmp_path / path.name)
@@ -85,7 +85,7 @@ def test_stack_in_another_collective_than_the_awaited_one_names_its_rank(tmp_pat
     assert (top.verdict, top.culprits) == ("SKIPPED_COLLECTIVE", (2,))
 
 
-def test_dumps_that_were_written_for_an_error_are_not_called_healthy(tmp_path: Path) -> None:
+def test_dumps_written_for_an_error_are_not_healthy(tmp_path: Path) -> None:
     assert _top("pydeadlock", "later snapshots", tmp_path).verdict != "HEALTHY"
 
 
@@ -147,7 +147,7 @@ def test_batches_of_sends_that_ended_are_waits_of_nobody(first: int, tmp_path: P
 
 
 @pytest.mark.parametrize("first", [0, 5_000])
-def test_batch_whose_other_half_was_never_issued_waits_for_the_peer(first: int, tmp_path: Path) -> None:
+def test_batch_without_its_other_half_waits_for_the_peer(first: int, tmp_path: Path) -> None:
     steps = [[*batch(0, n, state="completed", seq=n), all_reduce(n + 1)] for n in range(3)]
     waiting = [entry for step in steps for entry in step] + batch(0, 3, state="started", seq=3)
     steps = [[*batch(1, n, state="completed", seq=n), all_reduce(n + 1)] for n in range(3)]
@@ -158,7 +158,7 @@ def test_batch_whose_other_half_was_never_issued_waits_for_the_peer(first: int, 
     assert (top.verdict, top.culprits) == ("P2P_MISSING_PEER", (1,))
 
 
-def test_gloo_dumps_alone_do_not_accuse_the_rank_that_may_wait_in_a_send_or_recv(tmp_path: Path) -> None:
+def test_gloo_dumps_alone_do_not_accuse_a_rank_in_p2p(tmp_path: Path) -> None:
     gloo = {
         "state": "scheduled",
         "retired": True,
@@ -200,20 +200,20 @@ def _leave(folder: Path, codes: list[int], times: list[float], dead: set[int]) -
     return diagnose(open_run(str(folder)))[0]
 
 
-def test_rank_that_ended_first_with_an_error_code_and_no_word_is_the_one_that_died(tmp_path: Path) -> None:
+def test_rank_that_silently_failed_first_is_the_dead_one(tmp_path: Path) -> None:
     top = _leave(tmp_path, [1, 1, 3, 1], [13.0, 13.0, 10.0, 13.0], {2})
     assert (top.verdict, top.culprits) == ("RANK_DIED", (2,))
     assert "exit code 3" in top.headline
 
 
-def test_ranks_that_one_signal_killed_together_are_one_verdict_and_later_ones_are_not(tmp_path: Path) -> None:
+def test_ranks_killed_together_are_one_verdict_later_ones_not(tmp_path: Path) -> None:
     top = _leave(tmp_path, [1, -9, -9, -9], [13.0, 10.0, 10.5, 40.0], {1, 2, 3})
     assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "signal", (1, 2))
     assert "they were killed by SIGKILL" in top.headline
 
 
 @pytest.mark.parametrize(("earlier", "culprit"), [(0, 1), (2, 2)])
-def test_send_to_a_rank_never_sent_to_before_went_to_the_wrong_peer(earlier: int, culprit: int, tmp_path: Path) -> None:
+def test_first_send_to_a_rank_went_to_the_wrong_peer(earlier: int, culprit: int, tmp_path: Path) -> None:
     """Rank 0 waits for rank 1, which sends to rank 2, which is in a collective: who is wrong tells whether 1 ever did so."""
     recv, send, reduce, out = (1, RECV), (0, SEND), (2, 0), 1
     whole = [[], [(*send, 2, n + 1, out) for n in range(earlier)], [(*recv, 1, n + 1, out) for n in range(earlier)]]
