@@ -22,8 +22,9 @@ from titan_ckpt.format.manifest import FileEntry, Manifest
 from titan_ckpt.format.manifest_json import encode_manifest
 from titan_ckpt.format.names import data_file, new_attempt, step_folder
 from titan_ckpt.format.torch_blob import align, envelope
-from titan_ckpt.saving.merge_parts import Saved, merge
-from titan_ckpt.saving.upload import Part
+from titan_ckpt.saving.merge_parts import merge_parts
+from titan_ckpt.saving.options import SaveAttempt, SaveRequest
+from titan_ckpt.saving.upload import RankPart
 from titan_ckpt.saving.writers import Share, divide
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.state.state_dict import LocalShard
@@ -47,13 +48,13 @@ def items_of(rank: int, ranks: int, tensors: int) -> list[LocalShard]:
     ]
 
 
-def part_of(rank: int, items: list[LocalShard], attempt: str) -> Part:
+def part_of(rank: int, items: list[LocalShard], attempt: str) -> RankPart:
     rows, end = [], 0
     for item in items:
         around = envelope(item.dtype, item.sizes)
         rows.append((0, align(end), around.length, len(around.prefix), around.payload_length, 0))
         end = align(end) + around.length
-    return Part(
+    return RankPart(
         files=(FileEntry(path=data_file(attempt, rank), size_bytes=end, digest=bytes(16)),),
         columns=np.array(rows, dtype=np.int64), digests=np.random.default_rng(rank).bytes(16 * len(items)), objects=(),
         all_object_digests={}, written_bytes=end, raw_bytes=end,
@@ -70,7 +71,7 @@ class Times:
     opens: list[float] = field(default_factory=list)
 
 
-def make_files(folder: str, parts: list[Part]) -> None:
+def make_files(folder: str, parts: list[RankPart]) -> None:
     """Sparse files of the right size: a whole checkpoint as far as `open` can see."""
     for part in parts:
         path = Path(folder, step_folder(1), part.files[0].path)
@@ -79,15 +80,15 @@ def make_files(folder: str, parts: list[Part]) -> None:
             file.truncate(part.written_bytes)
 
 
-def measure(saved: Saved, parts: list[Part], share: Share, rounds: int) -> tuple[Times, Manifest, bytes]:
+def measure(attempt: SaveAttempt, parts: list[RankPart], share: Share, rounds: int) -> tuple[Times, Manifest, bytes]:
     """Commit and open `rounds` times; the times, and what was committed last."""
     times = Times()
     with tempfile.TemporaryDirectory() as folder:
         make_files(folder, parts)
         store = FileStore(folder)
         for _ in range(rounds):
-            manifest = merge(saved, parts, share)
-            times.merges.append(timed(lambda: merge(saved, parts, share)))
+            manifest = merge_parts(attempt, parts, share)
+            times.merges.append(timed(lambda: merge_parts(attempt, parts, share)))
             times.pickles.append(timed(partial(dcp_metadata, manifest)))
             metadata = dcp_metadata(manifest)
             times.commits.append(timed(partial(write_commit, store, manifest, metadata, replaces=None)))
@@ -134,8 +135,8 @@ def main() -> None:
     divide_s = timed(lambda: shares.append(divide(held, [[]] * arguments.ranks, mesh)))
     attempt = new_attempt()
     parts = [part_of(rank, items, attempt) for rank, items in enumerate(held)]
-    saved = Saved(step=1, attempt=attempt, kind="full", mesh=mesh)
-    times, manifest, metadata = measure(saved, parts, shares[0], arguments.rounds)
+    save_attempt = SaveAttempt(name=attempt, request=SaveRequest(step=1), mesh=mesh)
+    times, manifest, metadata = measure(save_attempt, parts, shares[0], arguments.rounds)
     bars = bars_of(times, manifest, metadata)
     notes = f"Division of the work, once per shape of the state: {divide_s:.1f} s. `.metadata` is {len(metadata) / 1e6:.0f} MB."
     title = f"The index of {arguments.ranks:,} ranks x {arguments.tensors} sharded tensors"

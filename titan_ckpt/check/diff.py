@@ -1,7 +1,7 @@
-"""What differs between two checkpoints, on any meshes, without torch.
+"""Compare two checkpoints, on any meshes, without torch.
 
-Names, shapes, dtypes and placements come from the manifests. Where both cut a tensor alike, their digests say whether its bytes
-are equal, without reading one. `values` reads what the digests leave open and measures the difference, block by block.
+Names, shapes, dtypes and placements come from the manifests. If both shard a tensor alike, comparing digests decides whether its
+bytes are equal without reading them. `values` reads the remaining tensors block by block and measures the difference.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import Choice
 from titan_ckpt.checkpoint.read import read_box
 from titan_ckpt.format.dtypes import Array, decode
 from titan_ckpt.format.manifest import DIGEST_BYTES, TensorEntry
@@ -22,16 +23,31 @@ from titan_ckpt.sharding.placement import Box, Placements, format_placements
 BLOCK_ELEMENTS = 4 << 20
 
 
+class DifferenceKind(Choice):
+    """What differs: a tensor's presence, shape, dtype or content, a value, the training state, or the layout."""
+
+    ONLY_A = "only_a"
+    ONLY_B = "only_b"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    BYTES = "bytes"
+    VALUES = "values"
+    OBJECT = "object"
+    TRAINING = "training"
+    MESH = "mesh"
+    PLACEMENT = "placement"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing that is not the same. `kind`: only_a, only_b, shape, dtype, bytes, values, object, training, mesh or placement.
+    """One difference. `kind`: only_a, only_b, shape, dtype, bytes, values, object, training, mesh or placement.
 
-    mesh and placement are how a checkpoint is stored, not what it holds: see `is_layout`. `max_abs` and `max_rel` (relative to
-    the larger of the two) are over all elements; `num_different` counts those outside the tolerance.
+    mesh and placement are about the layout, not the content: see `is_layout`. `max_abs` and `max_rel` (relative to the larger of
+    the two) are over all elements; `num_different` counts those outside the tolerance.
     """
 
     fqn: str
-    kind: str
+    kind: DifferenceKind
     a: str = ""
     b: str = ""
     max_abs: float | None = None
@@ -40,13 +56,13 @@ class Difference:
 
     @property
     def is_layout(self) -> bool:
-        """Whether it is only about how the same content is cut."""
-        return self.kind in ("mesh", "placement")
+        """Whether only the layout of the same content differs."""
+        return self.kind in (DifferenceKind.MESH, DifferenceKind.PLACEMENT)
 
 
 @dataclass(slots=True)
 class Comparison:
-    """`equal` and `unknown` (cut differently, so that only `values` could tell) name tensors."""
+    """`equal` and `unknown` are tensor names; unknown ones are sharded differently, so that only `values` can compare them."""
 
     differences: list[Difference] = field(default_factory=list)
     equal: list[str] = field(default_factory=list)
@@ -54,10 +70,10 @@ class Comparison:
 
 
 def diff(a: Checkpoint, b: Checkpoint, *, values: bool = False, rtol: float = 0.0) -> list[Difference]:
-    """What differs between two checkpoints on any meshes, tensors first; empty if nothing does.
+    """The differences of two checkpoints on any meshes, tensors first; empty if there are none.
 
-    Digests say whether tensors that both cut alike are equal. What they leave open is compared with `values`, which reads the
-    elements: they may differ by `rtol` times the larger of two, and two NaN are equal.
+    Tensors that both shard alike are compared by digest. `values` reads the elements of the others, which may differ by `rtol`
+    times the larger of the two; two NaN are equal.
     """
     return compare(a, b, values=values, rtol=rtol).differences
 
@@ -77,15 +93,15 @@ def compare(
         if left is None or right is None:
             result.differences.append(_only(fqn, left, right))
         else:
-            _compare_tensor(_Pair(a, left), _Pair(b, right), result, values, rtol, on_bytes or (lambda _: None))
+            _compare_tensor(_Stored(a, left), _Stored(b, right), result, values, rtol, on_bytes or (lambda _: None))
     result.differences += _compare_objects(a, b)
     result.differences += _compare_state(a, b)
     return result
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """A tensor and the checkpoint that holds it."""
+class _Stored:
+    """A tensor and its checkpoint."""
 
     checkpoint: Checkpoint
     tensor: TensorEntry
@@ -93,23 +109,25 @@ class _Pair:
 
 def _only(fqn: str, left: TensorEntry | None, right: TensorEntry | None) -> Difference:
     text = [f"{t.dtype} {t.global_shape}" if t else "-" for t in (left, right)]
-    return Difference(fqn=fqn, kind="only_b" if left is None else "only_a", a=text[0], b=text[1])
+    return Difference(
+        fqn=fqn, kind=DifferenceKind.ONLY_B if left is None else DifferenceKind.ONLY_A, a=text[0], b=text[1]
+    )
 
 
 def _compare_tensor(
-    a: _Pair, b: _Pair, result: Comparison, values: bool, rtol: float, on_bytes: Callable[[int], None]
+    a: _Stored, b: _Stored, result: Comparison, values: bool, rtol: float, on_bytes: Callable[[int], None]
 ) -> None:
     fqn, left, right = a.tensor.fqn, a.tensor, b.tensor
     cuts = _cuts(a), _cuts(b)
     if None not in cuts and cuts[0] != cuts[1]:
         texts = [format_placements(placements or {}) for placements in cuts]
-        result.differences.append(Difference(fqn=fqn, kind="placement", a=texts[0], b=texts[1]))
+        result.differences.append(Difference(fqn=fqn, kind=DifferenceKind.PLACEMENT, a=texts[0], b=texts[1]))
     if left.global_shape != right.global_shape:
         shapes = str(left.global_shape), str(right.global_shape)
-        result.differences.append(Difference(fqn=fqn, kind="shape", a=shapes[0], b=shapes[1]))
+        result.differences.append(Difference(fqn=fqn, kind=DifferenceKind.SHAPE, a=shapes[0], b=shapes[1]))
         return
     if left.dtype != right.dtype:
-        result.differences.append(Difference(fqn=fqn, kind="dtype", a=left.dtype, b=right.dtype))
+        result.differences.append(Difference(fqn=fqn, kind=DifferenceKind.DTYPE, a=left.dtype, b=right.dtype))
     is_same = _by_digest(a, b)
     if is_same:
         result.equal.append(fqn)
@@ -122,29 +140,29 @@ def _compare_tensor(
     elif is_same is None:
         result.unknown.append(fqn)
     else:
-        result.differences.append(Difference(fqn=fqn, kind="bytes", a="digest", b="differs"))
+        result.differences.append(Difference(fqn=fqn, kind=DifferenceKind.BYTES, a="digest", b="differs"))
 
 
-def _cuts(pair: _Pair) -> Placements | None:
-    """How a tensor is cut, without the axes of one rank, which cut nothing."""
-    placements, mesh = pair.tensor.placements, pair.checkpoint.manifest.mesh
+def _cuts(stored: _Stored) -> Placements | None:
+    """A tensor's placements without the axes of degree 1, which shard nothing."""
+    placements, mesh = stored.tensor.placements, stored.checkpoint.manifest.mesh
     if placements is None or mesh is None:
         return placements
     return {axis: shard for axis, shard in placements.items() if mesh.degree(axis) > 1}
 
 
-def _by_digest(a: _Pair, b: _Pair) -> bool | None:
-    """Whether the bytes are equal; None where the digests cannot say."""
+def _by_digest(a: _Stored, b: _Stored) -> bool | None:
+    """Whether the bytes are equal; None if the digests cannot decide it."""
     digests = a.checkpoint.digests, b.checkpoint.digests
     if digests[0] is None or digests[1] is None or a.tensor.dtype != b.tensor.dtype:
         return None
-    tables = [_digest_by_box(pair, table) for pair, table in zip((a, b), digests, strict=True) if table is not None]
+    tables = [_digest_by_box(stored, table) for stored, table in zip((a, b), digests, strict=True) if table is not None]
     return tables[0] == tables[1] if tables[0].keys() == tables[1].keys() else None
 
 
-def _digest_by_box(pair: _Pair, digests: bytes) -> dict[tuple[int, ...], bytes]:
-    offsets, sizes = pair.checkpoint.manifest.boxes(pair.tensor)
-    first = pair.tensor.first_chunk
+def _digest_by_box(stored: _Stored, digests: bytes) -> dict[tuple[int, ...], bytes]:
+    offsets, sizes = stored.checkpoint.manifest.boxes(stored.tensor)
+    first = stored.tensor.first_chunk
     places = np.concatenate([offsets, sizes], axis=1).tolist()
     return {
         tuple(place): digests[(first + n) * DIGEST_BYTES : (first + n + 1) * DIGEST_BYTES]
@@ -153,7 +171,7 @@ def _digest_by_box(pair: _Pair, digests: bytes) -> dict[tuple[int, ...], bytes]:
     }
 
 
-def _compare_values(a: _Pair, b: _Pair, rtol: float, on_bytes: Callable[[int], None]) -> Difference | None:
+def _compare_values(a: _Stored, b: _Stored, rtol: float, on_bytes: Callable[[int], None]) -> Difference | None:
     max_abs = max_rel = 0.0
     num_different = 0
     for box in _blocks(a.tensor.global_shape):
@@ -167,13 +185,13 @@ def _compare_values(a: _Pair, b: _Pair, rtol: float, on_bytes: Callable[[int], N
     if num_different == 0:
         return None
     return Difference(
-        fqn=a.tensor.fqn, kind="values", a=a.tensor.dtype, b=b.tensor.dtype, max_abs=max_abs, max_rel=max_rel,
+        fqn=a.tensor.fqn, kind=DifferenceKind.VALUES, a=a.tensor.dtype, b=b.tensor.dtype, max_abs=max_abs, max_rel=max_rel,
         num_different=num_different,
     )  # fmt: skip
 
 
 def _errors(left: Array, right: Array) -> tuple[Array, Array]:
-    """(absolute, relative) errors; infinite where one is NaN and the other is not, or infinities differ."""
+    """(absolute, relative) errors; infinite where only one is NaN or infinities differ."""
     if left.dtype.kind in "iu" or right.dtype.kind in "iu":
         is_equal = left == right
         # Subtraction as float64 may round for int64, so equality is decided on the integers themselves.
@@ -190,7 +208,7 @@ def _errors(left: Array, right: Array) -> tuple[Array, Array]:
 
 
 def _blocks(global_shape: tuple[int, ...]) -> Iterator[Box]:
-    """Boxes of whole rows with at most `BLOCK_ELEMENTS` elements where a row is not larger than that."""
+    """Boxes of whole rows: at most `BLOCK_ELEMENTS` elements, or one row if it is larger."""
     if 0 in global_shape:
         return
     if not global_shape:
@@ -207,11 +225,15 @@ def _compare_objects(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
     left, right = a.manifest.objects_by_fqn, b.manifest.objects_by_fqn
     for fqn in sorted({*left, *right}):
         if fqn not in left or fqn not in right:
-            yield Difference(fqn=fqn, kind="only_b" if fqn not in left else "only_a", a="value", b="value")
+            yield Difference(
+                fqn=fqn, kind=DifferenceKind.ONLY_B if fqn not in left else DifferenceKind.ONLY_A, a="value", b="value"
+            )
         elif left[fqn].digest is None or right[fqn].digest is None or left[fqn].digest != right[fqn].digest:
             data = [_object_bytes(c, fqn) for c in (a, b)]
             if data[0] != data[1]:
-                yield Difference(fqn=fqn, kind="object", a=f"{len(data[0])} bytes", b=f"{len(data[1])} bytes")
+                yield Difference(
+                    fqn=fqn, kind=DifferenceKind.OBJECT, a=f"{len(data[0])} bytes", b=f"{len(data[1])} bytes"
+                )
 
 
 def _object_bytes(checkpoint: Checkpoint, fqn: str) -> bytes:
@@ -220,13 +242,13 @@ def _object_bytes(checkpoint: Checkpoint, fqn: str) -> bytes:
 
 
 def _compare_state(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
-    """Step, tokens and the rest of the training state, and the mesh."""
+    """Differences of the training state (step, tokens, ...) and the mesh."""
     left, right = dict(a.manifest.training), dict(b.manifest.training)
     for key in sorted({*left, *right}):
         if left.get(key) != right.get(key):
-            yield Difference(fqn=key, kind="training", a=_short(left.get(key)), b=_short(right.get(key)))
+            yield Difference(fqn=key, kind=DifferenceKind.TRAINING, a=_short(left.get(key)), b=_short(right.get(key)))
     if a.manifest.mesh != b.manifest.mesh:
-        yield Difference(fqn="", kind="mesh", a=str(a.manifest.mesh), b=str(b.manifest.mesh))
+        yield Difference(fqn="", kind=DifferenceKind.MESH, a=str(a.manifest.mesh), b=str(b.manifest.mesh))
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""Read every byte of a checkpoint once, in bounded memory, and say which are not what was saved. No torch.
+"""Read every byte of a checkpoint once, in bounded memory, and find the bytes that are not what was saved. No torch.
 
-Windows of all files are fetched ahead by a few threads and hashed here in order: the file as a whole, and each chunk and value
-in it. Checkpoints that others wrote have no digests; there each record of a blob must have the CRC-32 that torch.save gave it.
+A few threads read windows of all files ahead; they are hashed in order, for the whole file and for each chunk and value in it.
+Foreign checkpoints have no digests; there each record of a blob must match the CRC-32 that torch.save wrote.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AHEAD = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something that is not what was saved: which file, and where it is known which tensor and which bytes of the file."""
+    """Something that is not what was saved: the file and, if known, the tensor and the byte range in the file."""
 
     path: str
     message: str
@@ -47,13 +47,13 @@ class Problem:
         return f"{self.path}:{f' {self.fqn}:' if self.fqn else ''}{place} {self.message}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON says it."""
+        """The problem as a JSON object."""
         return {"path": self.path, "fqn": self.fqn, "start": self.start, "end": self.end, "message": self.message}
 
 
 @dataclass(slots=True)
 class _Span:
-    """Bytes `[start, end)` of a file that have a digest of their own."""
+    """Byte range `[start, end)` of a file with a digest of its own."""
 
     start: int
     end: int
@@ -63,7 +63,7 @@ class _Span:
     done: int = 0
 
     def feed(self, view: memoryview, at: int) -> None:
-        """The part of a window that begins at byte `at` of the file which is ours."""
+        """Hash the overlap with a window that starts at byte `at` of the file."""
         part = view[max(self.start - at, 0) : max(self.end - at, 0)]
         self.hash.update(part)
         self.done += len(part)
@@ -77,7 +77,7 @@ class _Window:
 
 
 def scan_files(checkpoint: Checkpoint, digests: bytes | None, on_bytes: Callable[[int], None]) -> list[Problem]:
-    """The damage in all data files. `digests` is the chunks' digest table, None where there is none."""
+    """The damage in all data files. `digests` is the chunks' digest table, None if there is none."""
     if checkpoint.manifest.kind == CheckpointKind.FOREIGN:
         return check_blobs(checkpoint, on_bytes)
     problems: list[Problem] = []
@@ -94,7 +94,7 @@ def scan_files(checkpoint: Checkpoint, digests: bytes | None, on_bytes: Callable
                 on_bytes(len(answer))
         found = scan.finish()
         if digests is not None and (found or file.digest is None):
-            named = _check_coded(checkpoint, number, digests)
+            named = _check_encoded(checkpoint, number, digests)
             found = named + [problem for problem in found if problem.fqn is not None or not named]
         problems += found
     return problems
@@ -107,7 +107,7 @@ def _windows(checkpoint: Checkpoint) -> Iterator[_Window]:
 
 
 def fetch_ahead(store: Store, windows: Iterable[_Window]) -> Iterator[memoryview | TitanError]:
-    """The bytes of each window in order, or the error of reading it; `AHEAD` of them are under way."""
+    """The bytes of each window in order, or the error of reading it, with up to `AHEAD` reads in flight."""
 
     def fetch(window: _Window) -> memoryview | TitanError:
         buffer = memoryview(bytearray(window.length))
@@ -131,7 +131,7 @@ def fetch_ahead(store: Store, windows: Iterable[_Window]) -> Iterator[memoryview
 
 
 class _FileScan:
-    """One file, window by window."""
+    """Checks one file, window by window."""
 
     def __init__(self, path: str, file: FileEntry, spans: list[_Span]) -> None:
         self.at = 0
@@ -143,7 +143,7 @@ class _FileScan:
         self._error: TitanError | None = None
 
     def feed(self, view: memoryview) -> None:
-        """The next window."""
+        """Hash the next window."""
         if self._error is None:
             self._hash.update(view)
         self._open_spans(self.at + len(view))
@@ -153,7 +153,7 @@ class _FileScan:
         self._close_spans()
 
     def skip(self, length: int, error: TitanError) -> None:
-        """A window that could not be read."""
+        """Skip a window that could not be read."""
         self._error = self._error or error
         self._open_spans(self.at + length)
         self.at += length
@@ -180,7 +180,7 @@ class _FileScan:
         self._problems.append(Problem(path=self._path, fqn=span.fqn, start=span.start, end=span.end, message=message))
 
     def finish(self) -> list[Problem]:
-        """What was found, once every window was fed."""
+        """The problems found, after the last window."""
         is_other = self._error is None and self._file.digest is not None and self._hash.digest() != self._file.digest
         if self._error is not None and not self._problems:
             self._problems.append(Problem(path=self._path, message=f"cannot be read: {self._error}"))
@@ -191,7 +191,7 @@ class _FileScan:
 
 
 def _spans(manifest: Manifest, digests: bytes | None) -> dict[int, list[_Span]]:
-    """By number of the file: its chunks' payloads and its values' blobs. A coded chunk is covered by its file's digest alone."""
+    """Spans by file number: raw chunks' payloads and values' blobs. Encoded chunks are covered by the file's digest alone."""
     found: dict[int, list[_Span]] = {}
     number = {file.path: n for n, file in enumerate(manifest.files)}
     table = manifest.chunks
@@ -210,8 +210,8 @@ def _spans(manifest: Manifest, digests: bytes | None) -> dict[int, list[_Span]]:
     return found
 
 
-def _check_coded(checkpoint: Checkpoint, number: int, digests: bytes) -> list[Problem]:
-    """The chunks of a file that are stored by a codec and do not decode to what was saved."""
+def _check_encoded(checkpoint: Checkpoint, number: int, digests: bytes) -> list[Problem]:
+    """Decode the encoded chunks of a file and check their digests."""
     manifest, problems = checkpoint.manifest, []
     file, codec = np.asarray(manifest.chunks.file), np.asarray(manifest.chunks.codec)
     rows = np.flatnonzero((file == number) & (codec != _raw(manifest))).tolist()
@@ -235,7 +235,7 @@ def _check_coded(checkpoint: Checkpoint, number: int, digests: bytes) -> list[Pr
 
 
 def decoded_digest(checkpoint: Checkpoint, chunk: Chunk, itemsize: int) -> bytes:
-    """xxh3-128 of a coded chunk's raw bytes, decoded window by window."""
+    """xxh3-128 of an encoded chunk's raw bytes, decoded window by window."""
     whole = xxhash.xxh3_128()
     raw_length = chunk.box.num_elements * itemsize
     for first in range(0, raw_length, WINDOW_BYTES):
@@ -259,7 +259,7 @@ class _Blob:
 
 
 def check_blobs(checkpoint: Checkpoint, on_bytes: Callable[[int], None]) -> list[Problem]:
-    """Re-read a foreign checkpoint: each record's CRC-32 as torch.save wrote it, each chunk a tensor of the right size."""
+    """Read a foreign checkpoint: each record must match its CRC-32, each chunk must be a tensor of the right size."""
     problems, unchecked = list[Problem](), 0
     blobs = list(_blobs(checkpoint))
     with ThreadPoolExecutor(AHEAD, thread_name_prefix="scan") as pool:

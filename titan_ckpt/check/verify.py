@@ -1,8 +1,7 @@
-"""Is a checkpoint what was saved? Structure from a few small files, data by reading every byte once. No torch.
+"""Verify a checkpoint: its structure from a few small files, its data by reading every byte once. No torch.
 
-Structure: COMMIT, manifest, digest table, `.metadata` and assets agree with each other; every data file is there in its size;
-every tensor's chunks cover it exactly once. Data: the digest of every chunk, every value and every file; a wrong byte is named by
-tensor and byte range.
+Structure: COMMIT, manifest, digest table, `.metadata` and assets agree; every data file exists with its size; the chunks of every
+tensor cover it exactly once. Data: the digests of every chunk, value and file; damage is reported by tensor and byte range.
 """
 
 from __future__ import annotations
@@ -30,39 +29,39 @@ from titan_ckpt.store.open import open_store
 def verify(
     checkpoint: Checkpoint | str, *, read_data: bool = False, on_bytes: Callable[[int], None] | None = None
 ) -> list[Problem]:
-    """What is wrong with a checkpoint, an empty list if nothing is.
+    """The problems of a checkpoint; an empty list if there are none.
 
-    A URL names it as everywhere, but a damaged newest checkpoint is judged, not skipped. `read_data` reads every byte; `on_bytes`
-    is told how many as they pass. NotCommittedError where there is no checkpoint at all.
+    `URL[@STEP]` as everywhere, except that a damaged newest checkpoint is verified, not skipped. `read_data` reads every byte and
+    calls `on_bytes` with the size of each read. NotCommittedError if there is no checkpoint at all.
     """
-    tell = on_bytes or (lambda _: None)
+    on_bytes = on_bytes or (lambda _: None)
     if isinstance(checkpoint, Checkpoint):
         store, step, url = checkpoint.store, checkpoint.step, checkpoint.url
         if checkpoint.manifest.kind == CheckpointKind.FOREIGN:
-            return _verify_foreign(checkpoint, read_data, tell)
+            return _verify_foreign(checkpoint, read_data, on_bytes)
     else:
         location = parse_location(checkpoint)
         store, url = open_store(location.url), location.url
         found = newest_committed(store) if location.step is None else location.step
         if found is None or not store.exists(commit_path(found)):
-            return _verify_foreign(open_checkpoint(url, step=found, store=store), read_data, tell)
+            return _verify_foreign(open_checkpoint(url, step=found, store=store), read_data, on_bytes)
         step = found
-    return _Verification(store, url, step).run(read_data, tell)
+    return _Verification(store, url, step).run(read_data, on_bytes)
 
 
 def newest_committed(store: Store) -> int | None:
-    """The newest step that has a COMMIT, also one that cannot be read."""
+    """The newest step that has a COMMIT, even an unreadable one."""
     return max((info.step for info in list_checkpoints(store) if info.state != CheckpointState.PARTIAL), default=None)
 
 
 class _Verification:
-    """The checks of one committed checkpoint, in order; each adds to `problems` and only what nothing can follow ends it."""
+    """The checks of one committed checkpoint, in order. Each adds to `problems`; an unreadable COMMIT or manifest ends them."""
 
     def __init__(self, store: Store, url: str, step: int) -> None:
         self._store, self._url, self._step, self._folder = store, url, step, step_folder(step)
         self.problems: list[Problem] = []
 
-    def run(self, read_data: bool, tell: Callable[[int], None]) -> list[Problem]:
+    def run(self, read_data: bool, on_bytes: Callable[[int], None]) -> list[Problem]:
         try:
             commit = read_commit(self._store, self._step)
         except NotCommittedError:
@@ -78,11 +77,11 @@ class _Verification:
         )
         self._check_identity(commit, manifest)
         self._check_assets(checkpoint)
-        self.problems += check_tensors(checkpoint)
+        self.problems += check_coverage(checkpoint)
         self._check_sizes(checkpoint)
         digests = self._digests(checkpoint)
         if read_data:
-            self.problems += scan_files(checkpoint, digests, tell)
+            self.problems += scan_files(checkpoint, digests, on_bytes)
         return self.problems
 
     def _add(self, path: str, message: str) -> None:
@@ -155,8 +154,8 @@ class _Verification:
             return None
 
 
-def check_tensors(checkpoint: Checkpoint) -> list[Problem]:
-    """Tensors that their chunks do not cover exactly once, and chunks whose payload has not the size of their box."""
+def check_coverage(checkpoint: Checkpoint) -> list[Problem]:
+    """Find tensors that their chunks do not cover exactly once, and chunks whose payload has another size than their box."""
     manifest = checkpoint.manifest
     path = (
         checkpoint.path(f"{manifest.attempt}/{MANIFEST}")
@@ -185,9 +184,9 @@ def _tensor_problem(manifest: Manifest, tensor: TensorEntry) -> str | None:
     return None
 
 
-def _verify_foreign(checkpoint: Checkpoint, read_data: bool, tell: Callable[[int], None]) -> list[Problem]:
-    """A checkpoint that others wrote has no digests, but torch.save gives each record a CRC-32."""
-    problems = check_tensors(checkpoint)
+def _verify_foreign(checkpoint: Checkpoint, read_data: bool, on_bytes: Callable[[int], None]) -> list[Problem]:
+    """A foreign checkpoint has no digests, but torch.save writes a CRC-32 for each record."""
+    problems = check_coverage(checkpoint)
     if read_data:
-        problems += scan_files(checkpoint, None, tell)
+        problems += scan_files(checkpoint, None, on_bytes)
     return problems

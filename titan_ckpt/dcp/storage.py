@@ -3,7 +3,7 @@
     dcp.save(state, storage_writer=titan_ckpt.StorageWriter("s3://bucket/run@1200", mesh=mesh))
     dcp.load(state, storage_reader=titan_ckpt.StorageReader("s3://bucket/run"))
 
-What is written is a checkpoint like `Saver`'s: committed last, with digests, and whole or not there.
+The result is a checkpoint like `Saver`'s, with digests and an atomic commit.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, decode_blob
 from titan_ckpt.format.commit import commit_version, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.manifest import DIGEST_BYTES, ChunkTable, Manifest, ObjectEntry, TensorEntry
-from titan_ckpt.format.names import data_file, new_attempt, step_folder
+from titan_ckpt.format.names import new_attempt, step_folder
 from titan_ckpt.loading.load import LoadPolicy, LoadReport, ReadPlan, read_object_bytes
 from titan_ckpt.location import parse_location
 from titan_ckpt.saving.merge_parts import created, versions
 from titan_ckpt.saving.staging import Direct
-from titan_ckpt.saving.upload import Part, upload
+from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, upload
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, Placements
 from titan_ckpt.state.state_dict import DTYPE_NAME, LocalShard, cut_order
@@ -63,16 +63,16 @@ class PlanesZstd(StreamTransformExtension):
 
     @staticmethod
     def registry_name() -> str:
-        """The name in `.metadata`."""
+        """The codec's name in `.metadata`."""
         return PLANES_ZSTD
 
     @staticmethod
     def from_descriptor(_version: str) -> PlanesZstd:
-        """There is one version."""
+        """The codec has one version."""
         return PlanesZstd()
 
     def get_descriptor(self) -> str:
-        """The name in `.metadata`."""
+        """The codec's name in `.metadata`."""
         return PLANES_ZSTD
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:
@@ -86,7 +86,7 @@ class PlanesZstd(StreamTransformExtension):
 
 @dataclass(frozen=True, slots=True)
 class _Assignment:
-    """What the coordinator tells each rank through the plan."""
+    """Sent from the coordinator to each rank in the plan."""
 
     attempt: str
     rank: int
@@ -94,9 +94,9 @@ class _Assignment:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """One item of a rank's file; `row` is its place among the tensors of `part`, -1 for a value that is not a tensor."""
+    """One item of a rank's file; `row` is its index among the tensors of `part`, -1 for a non-tensor value."""
 
-    part: Part
+    part: RankPart
     row: int
     placements: Placements | None
 
@@ -104,8 +104,8 @@ class _Written:
 class StorageWriter(TorchStorageWriter):
     """Writes one step of a run. The step is part of the URL (`URL@STEP`), given, or in `dcp.save(checkpoint_id="URL@STEP")`.
 
-    Name the mesh's axes by `mesh`, so that the checkpoint can be resharded. `training`, `config` and `user` must be JSON. The
-    commit is conditional, as `Saver`'s is: ConditionFailedError where another job committed the step meanwhile.
+    `mesh` names the axes, so that the checkpoint can be resharded. `training`, `config` and `user` must be JSON. The commit is
+    conditional, as `Saver`'s is: ConditionFailedError if another job committed the step meanwhile.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class StorageWriter(TorchStorageWriter):
             self.reset()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called by DCP before each save."""
+        """DCP calls this before each save."""
         location = parse_location(str(checkpoint_id or self._url or ""))
         step = location.step if location.step is not None else self._step
         if step is None:
@@ -132,7 +132,7 @@ class StorageWriter(TorchStorageWriter):
         self._store, self._at = open_store(location.url), step
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Note the commit that this save will replace."""
+        """Remember the version of the commit that this save will replace."""
         self._previous = commit_version(self._store, self._at) if is_coordinator else None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -145,27 +145,24 @@ class StorageWriter(TorchStorageWriter):
         return [replace(plan, storage_data=_Assignment(self._attempt, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Stream this rank's file; tensors are sent from where they are."""
+        """Stream this rank's file, without copying the tensors first."""
         assignment: _Assignment = plan.storage_data
-        path = data_file(assignment.attempt, assignment.rank)
-        if self._store.exists(f"{step_folder(self._at)}/{path}"):
+        target = RankFile(step=self._at, attempt=assignment.attempt, rank=assignment.rank)
+        if self._store.exists(f"{step_folder(self._at)}/{target.path}"):
             raise AlreadyExistsError(
-                f"{self._store.where(path)}: exists already; DCP gave a cached plan of an earlier save. "
+                f"{self._store.where(target.path)}: exists already; DCP gave a cached plan of an earlier save. "
                 f"Use a planner without enable_plan_caching"
             )
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        part = upload(
-            self._store,
-            [_item(item) for item in tensors],
-            Direct([cast(torch.Tensor, planner.resolve_data(item)) for item in tensors]),
-            step=self._at,
-            attempt=assignment.attempt,
-            rank=assignment.rank,
-            objects={item.index.fqn: cast(io.BytesIO, planner.resolve_data(item)).getvalue() for item in values},
-            mine=[item.index.fqn for item in values],
-            sent=lambda _: None,
+        objects = {item.index.fqn: cast(io.BytesIO, planner.resolve_data(item)).getvalue() for item in values}
+        contents = RankContents(
+            items=[_item(item) for item in tensors],
+            source=Direct([cast(torch.Tensor, planner.resolve_data(item)) for item in tensors]),
+            objects=objects,
+            own_objects=list(objects),
         )
+        part = upload(self._store, contents, target)
         results = [
             *(_result(item, part, row, _placements(planner, item)) for row, item in enumerate(tensors)),
             *(_result(item, part, -1, None) for item in values),
@@ -175,18 +172,18 @@ class StorageWriter(TorchStorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit; called by DCP on the coordinator alone, after every rank has written."""
+        """Commit; DCP calls this on the coordinator only, after every rank has written."""
         manifest = self._manifest(metadata, [result for rank in results for result in rank])
         paths = {fqn: tuple(map(str, path)) for fqn, path in (metadata.planner_data or {}).items()}
         write_commit(self._store, manifest, dcp_metadata(manifest, paths=paths), replaces=self._previous)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether the URL names a step."""
+        """Whether the URL has a step."""
         return parse_location(str(checkpoint_id)).step is not None
 
     def storage_meta(self) -> StorageMeta:
-        """Where the checkpoint will be."""
+        """The checkpoint's location, for DCP's metadata."""
         return StorageMeta(checkpoint_id=f"{self._store.url}@{self._at}")
 
     def _manifest(self, metadata: Metadata, results: list[WriteResult]) -> Manifest:
@@ -229,8 +226,8 @@ class StorageWriter(TorchStorageWriter):
 class StorageReader(TorchStorageReader):
     """Reads `URL[@STEP]` (the newest whole checkpoint without a step), ours or any DCP's, without unpickling it.
 
-    `policy.verify` decides which digests are checked; what fits what is the planner's business. `report` says afterwards how many
-    bytes were needed, fetched and not verified. DamagedError for bytes that are not what was saved.
+    `policy.verify` selects the digests to check; the planner decides what fits the state. Afterwards `report` counts the bytes
+    needed, fetched and not verified. DamagedError if stored bytes differ from what was saved.
     """
 
     def __init__(self, url: str | None = None, *, policy: LoadPolicy | None = None) -> None:
@@ -239,21 +236,21 @@ class StorageReader(TorchStorageReader):
         self.report = LoadReport()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called by DCP before each load."""
+        """DCP calls this before each load."""
         self._checkpoint = open_checkpoint(str(checkpoint_id or self._url or ""))
         self.report = LoadReport()
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is being read."""
+        """The checkpoint being read."""
         if self._checkpoint is None:
             self.reset()
         assert self._checkpoint is not None
         return self._checkpoint
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The manifest as DCP's own record."""
-        # Made by dcp_metadata from a checked manifest a moment ago: nothing of a store is unpickled here.
+        """The manifest as DCP's `Metadata`."""
+        # The bytes come from dcp_metadata and a checked manifest; nothing from a store is unpickled here.
         metadata: Metadata = pickle.loads(dcp_metadata(self.checkpoint.manifest))  # noqa: S301
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint))
         return metadata
@@ -270,7 +267,7 @@ class StorageReader(TorchStorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read ranges straight into the planner's tensors, digests checked by the policy."""
+        """Read ranges straight into the planner's tensors, checking digests as the policy asks."""
         reads = ReadPlan(self.checkpoint, self._policy, self.report)
         targets = []
         for item in plan.items:
@@ -292,7 +289,7 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any URL may be tried."""
+        """Whether a URL was given; opening it shows whether it is a checkpoint."""
         return bool(str(checkpoint_id))
 
 
@@ -311,12 +308,12 @@ def _item(write: WriteItem) -> LocalShard:
 
 
 def _placements(planner: SavePlanner, write: WriteItem) -> Placements | None:
-    """How the tensor is cut, where the planner still has the DTensor (torch's default planner does)."""
+    """The tensor's placements, if the planner still has the DTensor (torch's default planner does)."""
     value = getattr(planner, "state_dict", {}).get(write.index.fqn)
     return cut_order(value.device_mesh, tuple(value.placements)) if isinstance(value, DTensor) else None
 
 
-def _result(write: WriteItem, part: Part, row: int, placements: Placements | None) -> WriteResult:
+def _result(write: WriteItem, part: RankPart, row: int, placements: Placements | None) -> WriteResult:
     size_bytes = int(part.columns[row][2]) if row >= 0 else 0
     return WriteResult(index=write.index, size_in_bytes=size_bytes, storage_data=_Written(part, row, placements))
 

@@ -1,4 +1,4 @@
-"""Read once, send to the replicas: of the ranks that hold equal copies along `dp_replicate`, the first reads from the store."""
+"""Read once, broadcast to the replicas: along `dp_replicate`, only the first rank reads from the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AXIS = "dp_replicate"
 
 
 def replica_group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """The ranks that hold copies of this rank's part along `dp_replicate`; None where there is no such axis or no copies."""
+    """The ranks with replicas of this rank's shard along `dp_replicate`; None if there are none."""
     if not isinstance(tensor, DTensor) or AXIS not in (tensor.device_mesh.mesh_dim_names or ()):
         return None
     dim = (tensor.device_mesh.mesh_dim_names or ()).index(AXIS)
@@ -32,25 +32,25 @@ def is_reader(tensor: torch.Tensor) -> bool:
 
 
 def read_and_send(tensors: Mapping[str, torch.Tensor], read: Callable[[], None]) -> None:
-    """Run `read`, which fills the tensors whose reader this rank is, then send each to its replicas.
+    """Run `read`, which fills the tensors that this rank reads, then send each to its replicas.
 
-    An error of any reader is raised on every rank of its group: nobody waits for bytes that do not come.
+    If a reader fails, every rank of its group raises, so that none waits for bytes that never come.
     """
     groups = {id(group): group for t in tensors.values() if (group := replica_group(t)) is not None}
     error: BaseException | None = None
     failure: Failure | None = None
     try:
         read()
-    except Exception as caught:  # noqa: BLE001  (raised below, after the replicas have been told)
+    except Exception as caught:  # noqa: BLE001  (raised below, once the replicas know)
         error, failure = caught, Failure(dist.get_rank() if dist.is_initialized() else 0, traceback.format_exc())
-    told: list[Failure | None] = [failure]
+    failures: list[Failure | None] = [failure]
     for group in groups.values():
         answers: list[Failure | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(answers, failure, group=group)
-        told += answers
+        failures += answers
     if error is not None:
         raise error
-    raise_failures(told, "loading")
+    raise_failures(failures, "loading")
     for name in sorted(tensors):
         group = replica_group(tensors[name])
         if group is not None:

@@ -1,4 +1,4 @@
-"""Loading: ranged reads straight into the destination tensors, any source mesh to any target mesh, under a strict contract."""
+"""Loading: ranged reads straight into the destination tensors, from any mesh to any mesh, with strict checks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import Choice
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, UnsafeContentError
 from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
@@ -26,34 +27,55 @@ from titan_ckpt.sharding.placement import strides as row_major
 from titan_ckpt.state.state_dict import DTYPE_NAME, TORCH_DTYPE, as_bytes, flatten, local_shard, local_tensor
 
 log = logging.getLogger(__name__)
-Answer = Literal["error", "warn", "allow"]
+
+
+class OnMismatch(Choice):
+    """What to do with a difference between checkpoint and state."""
+
+    ERROR = "error"
+    WARN = "warn"
+    ALLOW = "allow"
+
+
+class VerifyReads(Choice):
+    """Which digests to check: of chunks that are read whole, of all (reading them whole), or none."""
+
+    READ = "read"
+    ALL = "all"
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPolicy:
-    """What to do where checkpoint and state differ. Another global shape is always an error.
+    """What to do if checkpoint and state differ: "error", "warn" or "allow". A different global shape is always an error.
 
-    `missing`: the state has it, the checkpoint does not. `extra`: the checkpoint has it, the state does not (judged only below
-    the state's own top-level names). `cast`: another dtype that holds every value; `lossy_cast`: one that may not.
-    `verify` checks the digest of every chunk that is read whole, and reads whole those that are not with `verify="all"`.
-    `broadcast` reads once for all copies along `dp_replicate` and sends the bytes between the ranks; all ranks must load.
+    `missing`: names that only the state has. `extra`: names that only the checkpoint has, below the state's own top-level names.
+    `cast`: a dtype that can represent every stored value; `lossy_cast`: one that may not.
+    `verify="read"` checks the digest of every chunk that is read whole; "all" reads every chunk whole; "none" checks nothing.
+    `broadcast` reads once for all replicas along `dp_replicate` and sends the bytes between ranks; then all ranks must load.
+    UsageError for any other word.
     """
 
-    missing: Answer = "error"
-    extra: Answer = "error"
-    cast: Answer = "error"
-    lossy_cast: Answer = "error"
-    verify: Literal["read", "all", "none"] = "read"
+    missing: OnMismatch | str = OnMismatch.ERROR
+    extra: OnMismatch | str = OnMismatch.ERROR
+    cast: OnMismatch | str = OnMismatch.ERROR
+    lossy_cast: OnMismatch | str = OnMismatch.ERROR
+    verify: VerifyReads | str = VerifyReads.READ
     broadcast: bool = False
     threads: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("missing", "extra", "cast", "lossy_cast"):
+            object.__setattr__(self, name, OnMismatch.parse(getattr(self, name), name))
+        object.__setattr__(self, "verify", VerifyReads.parse(self.verify, "verify"))
 
 
 @dataclass(slots=True)
 class LoadReport:
-    """What happened on this rank, by name; `objects` are the values that are not tensors.
+    """What a load did on this rank, by name; `objects` are the values that are not tensors.
 
-    `needed_bytes` are those of the tensors, `fetched_bytes` what was read for them, `unverified_bytes` those of the needed
-    that came from chunks of which only a part was read.
+    `needed_bytes` is the size of the tensors, `fetched_bytes` what was read for them, `unverified_bytes` the part of the needed
+    bytes whose digest was not checked, because their chunks were read in part.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -67,8 +89,8 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A box of a stored tensor that lies in one chunk, and the memory for it."""
+class _Region:
+    """A box of a stored tensor within one chunk, and the tensor to fill."""
 
     entry: TensorEntry
     chunk: Chunk
@@ -79,14 +101,14 @@ class _Part:
 def load(
     checkpoint: Checkpoint | str, state: MutableMapping[str, Any], *, policy: LoadPolicy | None = None
 ) -> LoadReport:
-    """Fill the tensors of `state` in place and replace its other values; each rank reads just what it holds.
+    """Fill the tensors of `state` in place and replace its other values; each rank reads only its own shards.
 
     `state` is nested mappings of tensors and plain values, as `Saver.save` takes them; keys joined by dots are the names in the
-    checkpoint, and a DTensor, on any mesh, gets the part that this rank holds. Ranks need not load together, unless the policy
-    broadcasts. A URL opens the newest whole checkpoint, `URL@STEP` that one.
+    checkpoint, and a DTensor, on any mesh, gets this rank's shard. Ranks need not load together unless the policy broadcasts.
+    A URL opens the newest whole checkpoint, `URL@STEP` that step.
 
-    LoadContractError, before anything is read, for a difference that `policy` does not allow; DamagedError for bytes that are
-    not what was saved (the tensors' contents are undefined then).
+    LoadContractError, before anything is read, for a difference that `policy` does not allow. DamagedError if stored bytes differ
+    from what was saved; the contents of the tensors are then undefined.
     """
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
     policy = policy or LoadPolicy()
@@ -110,20 +132,20 @@ def load(
 
 
 def read_tensor(checkpoint: Checkpoint, fqn: str, box: Box | None = None) -> torch.Tensor:
-    """A tensor, or the part in `box`, in CPU memory; every chunk it touches is verified. NotFoundError for an unknown name."""
+    """Read a tensor, or `box` of it, into CPU memory; verifies every chunk it touches. NotFoundError for an unknown name."""
     entry = checkpoint.manifest.by_fqn.get(fqn)
     if entry is None:
         raise NotFoundError(f"{checkpoint}: no tensor {fqn!r}; `titan-ckpt inspect` lists them")
     box = box or Box.whole(entry.global_shape)
     tensor = torch.empty(box.sizes, dtype=TORCH_DTYPE[entry.dtype])
-    plan = ReadPlan(checkpoint, LoadPolicy(verify="all"), LoadReport())
+    plan = ReadPlan(checkpoint, LoadPolicy(verify=VerifyReads.ALL), LoadReport())
     plan.add_box(entry, box, tensor)
     plan.run()
     return tensor
 
 
 def read_object(checkpoint: Checkpoint, fqn: str) -> Any:
-    """A non-tensor value, by torch's weights-only rules: a blob that asks for code is refused."""
+    """Unpickle a non-tensor value by torch's weights-only rules. UnsafeContentError for a blob that needs code to run."""
     data = read_object_bytes(checkpoint, fqn)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -136,7 +158,7 @@ def read_object(checkpoint: Checkpoint, fqn: str) -> Any:
 
 
 def read_object_bytes(checkpoint: Checkpoint, fqn: str) -> bytes:
-    """The blob of a non-tensor value, its digest checked."""
+    """The verified blob of a non-tensor value."""
     entry = checkpoint.manifest.objects_by_fqn.get(fqn)
     if entry is None:
         raise NotFoundError(f"{checkpoint}: no value {fqn!r}")
@@ -167,7 +189,7 @@ def _apply_contract(
     policy: LoadPolicy,
     report: LoadReport,
 ) -> None:
-    """Sort every name into the report; raise for what the policy forbids, all of it at once."""
+    """Sort every name into the report, then raise one error for all differences that the policy forbids."""
     stored = checkpoint.manifest
     errors: list[str] = []
     for fqn, tensor in tensors.items():
@@ -192,10 +214,10 @@ def _apply_contract(
         raise LoadContractError(f"{checkpoint} does not fit the state:\n  {shown}")
 
 
-def _judge(answer: Answer, what: str, fqns: list[str], errors: list[str]) -> None:
-    if not fqns or answer == "allow":
+def _judge(answer: str, what: str, fqns: list[str], errors: list[str]) -> None:
+    if not fqns or answer == OnMismatch.ALLOW:
         return
-    if answer == "error":
+    if answer == OnMismatch.ERROR:
         errors.extend(f"{fqn}: {what}" for fqn in fqns)
     else:
         log.warning("%d entries are %s: %s", len(fqns), what, ", ".join(fqns[:10]))
@@ -214,16 +236,16 @@ def _judge_dtype(
 
 
 class ReadPlan:
-    """The reads that fill some tensors."""
+    """Plans and runs the reads that fill some tensors."""
 
     def __init__(self, checkpoint: Checkpoint, policy: LoadPolicy, report: LoadReport) -> None:
         self._checkpoint, self._policy, self._report = checkpoint, policy, report
-        self._parts: list[_Part] = []
+        self._regions: list[_Region] = []
         self._reads: list[Request] = []
         self._afterwards: list[Callable[[], None]] = []
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        """Fill this rank's part of `tensor`."""
+        """Fill this rank's shard of `tensor`."""
         self.add_local(entry, local_shard(entry.fqn, tensor).box, local_tensor(tensor))
 
     def add_local(self, entry: TensorEntry, box: Box, local: torch.Tensor) -> None:
@@ -244,24 +266,24 @@ class ReadPlan:
             part = chunk.box.intersect(box)
             if part is not None:
                 covered += part.num_elements
-                self._parts.append(_Part(entry, chunk, part, _narrow(target, part.relative_to(box))))
+                self._regions.append(_Region(entry, chunk, part, _narrow(target, part.relative_to(box))))
         if covered != box.num_elements:
             raise DamagedError(
                 f"{self._checkpoint}: {entry.fqn}: chunks hold {covered} of the {box.num_elements} elements of {box}"
             )
 
     def _located(self, pool: ThreadPoolExecutor) -> Iterable[Chunk]:
-        """The chunks of all parts. In a blob that others wrote the place takes some small reads, which run side by side."""
-        chunks = [part.chunk for part in self._parts]
+        """The regions' chunks with payload offsets. In foreign blobs that takes small reads, which run in parallel."""
+        chunks = [region.chunk for region in self._regions]
         if all(chunk.payload_offset >= 0 for chunk in chunks):
             return chunks
         return pool.map(partial(self._checkpoint.locate, row_major=False), chunks)
 
-    def _add_chunk(self, wanted: _Part, chunk: Chunk) -> None:
-        """Read what is wanted of a chunk whose payload's place is known."""
-        entry, part, view = wanted.entry, wanted.box, wanted.target
+    def _add_chunk(self, region: _Region, chunk: Chunk) -> None:
+        """Plan the read of a region from its chunk, whose payload offset is known."""
+        entry, part, view = region.entry, region.box, region.target
         inner = part.relative_to(chunk.box)
-        needs_whole = self._policy.verify == "all" and part != chunk.box
+        needs_whole = self._policy.verify == VerifyReads.ALL and part != chunk.box
         inner_read = Box.whole(chunk.box.sizes) if needs_whole else inner
         size = view.element_size()
         strides = chunk.strides or row_major(chunk.box.sizes)
@@ -298,14 +320,14 @@ class ReadPlan:
             self._report.unverified_bytes += part.num_elements * size
 
     def _digest(self, chunk: Chunk, entry: TensorEntry) -> bytes | None:
-        return None if self._policy.verify == "none" else self._checkpoint.digest_of(entry, chunk)
+        return None if self._policy.verify == VerifyReads.NONE else self._checkpoint.digest_of(entry, chunk)
 
     def run(self) -> None:
-        """Read everything, in parallel; the first error ends it."""
+        """Read everything in parallel; stops at the first error."""
         store = self._checkpoint.store
         with ThreadPoolExecutor(max_workers=self._policy.threads, thread_name_prefix="titan-ckpt-load") as pool:
-            for part, chunk in zip(self._parts, self._located(pool), strict=True):
-                self._add_chunk(part, chunk)
+            for region, chunk in zip(self._regions, self._located(pool), strict=True):
+                self._add_chunk(region, chunk)
             futures = [pool.submit(fetch, store, group) for group in grouped(self._reads)]
             try:
                 for future in futures:
@@ -318,7 +340,7 @@ class ReadPlan:
 
 
 def _span(inner: Box, strides: tuple[int, ...]) -> tuple[int, int]:
-    """[first, last) in elements of the run that covers `inner` of a chunk that lies in memory by `strides`."""
+    """Element range [first, last) that covers the box `inner` of a chunk stored with `strides`."""
     first = sum(offset * stride for offset, stride in zip(inner.offsets, strides, strict=True))
     return first, first + sum((size - 1) * stride for size, stride in zip(inner.sizes, strides, strict=True)) + 1
 
@@ -330,7 +352,7 @@ def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _copy_box(data: memoryview, inner: Box, first: int, strides: tuple[int, ...], view: torch.Tensor) -> None:
-    """Copy `inner` of a chunk out of the run that starts at element `first` of it."""
+    """Copy the box `inner` of a chunk into `view`; `data` starts at element `first` of the chunk."""
     offset = sum(o * s for o, s in zip(inner.offsets, strides, strict=True)) - first
     flat = torch.frombuffer(data, dtype=view.dtype)
     view.copy_(flat.as_strided(inner.sizes, strides, storage_offset=offset))

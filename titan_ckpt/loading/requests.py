@@ -1,10 +1,11 @@
-"""Reads of a load: neighbours are one request, each read goes straight to its destination where it can. No torch."""
+"""Byte-range requests of a load: neighbours are read together, large ones straight into their destination. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+
+from titan_ckpt.store.base import Store
 
 SMALL_BYTES = 1 << 20
 GAP_BYTES = 64 << 10
@@ -13,9 +14,9 @@ GROUP_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One range of one file, and what to do with its bytes; `target` is filled in place where it can be.
+    """One range of one file. `target` is filled in place if given; `done` then gets the bytes.
 
-    `source` fills a buffer where the bytes are not in the file as they are (a codec).
+    `source` fills the buffer instead of the store if the file has the bytes encoded.
     """
 
     path: str
@@ -26,8 +27,8 @@ class Request:
     source: Callable[[memoryview], None] | None
 
 
-def fetch(store: Any, group: list[Request]) -> None:
-    """Read one group: a single read straight into its target, several neighbours through one scratch buffer."""
+def fetch(store: Store, group: list[Request]) -> None:
+    """Read one group: a single request straight into its target, several through one scratch buffer."""
     first = group[0]
     if len(group) == 1:
         memory = first.target if first.target is not None else memoryview(bytearray(first.length))
@@ -47,7 +48,7 @@ def fetch(store: Any, group: list[Request]) -> None:
 
 
 def grouped(reads: Iterable[Request]) -> list[list[Request]]:
-    """Neighbouring small reads of a file together, and those that share bytes, in order of place; other large ones alone."""
+    """Group requests of a file that overlap, and small ones that are neighbours; other requests stay alone."""
     groups: list[list[Request]] = []
     for read in sorted(reads, key=lambda read: (read.path, read.start)):
         if groups and _is_near(groups[-1], read):

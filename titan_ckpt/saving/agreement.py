@@ -1,6 +1,6 @@
-"""What all ranks agree on before a save: that all take part, in the same step, and which of them writes what.
+"""Agreement of all ranks before a save: that every rank takes part, in the same step, and which rank writes what.
 
-The division is kept for as long as every rank's state keeps its shape, so that a usual save costs one small exchange.
+The division is reused while every rank's state keeps its shape, so that a usual save costs one small exchange.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from titan_ckpt.errors import TitanError
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.names import new_attempt
+from titan_ckpt.saving.options import SaveRequest
 from titan_ckpt.saving.writers import Share, divide
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_on, raise_failures
@@ -21,7 +22,7 @@ from titan_ckpt.state.state_dict import FlatState, LocalShard, flatten, local_sh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """One agreed division: what this rank writes. `share` is the coordinator's."""
+    """The agreed division: what this rank writes. `share` is set on the coordinator only."""
 
     signature: bytes
     items: list[LocalShard]
@@ -31,24 +32,34 @@ class SavePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """The flat state of this rank, the plan all ranks share and the attempt's name."""
+    """This rank's flat state, the plan, and the attempt's name that all ranks share."""
 
     flat: FlatState
     plan: SavePlan
     attempt: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Readiness:
+    """A rank's contribution to the agreement; only the coordinator's `attempt` counts."""
+
+    failure: Failure | None
+    has_current_plan: bool
+    attempt: str
+    step: int
+
+
 class Agreement:
-    """The plan that all ranks share, made anew when the state of any of them changes its shape."""
+    """The save plan of all ranks, made anew when the state of any rank changes its shape."""
 
     def __init__(self, ranks: RankGroup, mesh: MeshSpec | None) -> None:
         self._ranks, self._mesh = ranks, mesh
         self._plan: SavePlan | None = None
 
-    def reach(self, state: Mapping[str, Any], step: int, earlier: BaseException | None) -> Agreed:
+    def reach(self, state: Mapping[str, Any], request: SaveRequest, earlier: BaseException | None) -> Agreed:
         """Agree on a save; an error on one rank is raised on all.
 
-        So is an `earlier` one that only some have been told of: all leave this save out, or all take part in it.
+        That includes an `earlier` error that only some ranks know of yet: either all ranks skip this save, or all take part.
         """
         flat: FlatState | None = None
         items: list[LocalShard] = []
@@ -57,23 +68,25 @@ class Agreement:
         try:
             if earlier is not None:
                 raise earlier
+            request.check()
             flat = flatten(state)
             items = [local_shard(fqn, tensor) for fqn, tensor in flat.tensors.items()]
             signature = digest(pickle.dumps((items, sorted(flat.objects))))
-        except Exception:  # noqa: BLE001  (it is raised below, on every rank)
+        except Exception:  # noqa: BLE001  (raised below, on every rank)
             failure = failure_on(self._ranks)
         is_current = self._plan is not None and self._plan.signature == signature
-        answers = self._ranks.all_gather((failure, is_current, new_attempt(), step))
+        mine = _Readiness(failure=failure, has_current_plan=is_current, attempt=new_attempt(), step=request.step)
+        ranks = self._ranks.all_gather(mine)
         if earlier is not None:
             raise earlier
-        raise_failures([answer[0] for answer in answers], f"nothing was committed: the save of step {step}")
-        if len(steps := {answer[3] for answer in answers}) > 1:
-            told = ", ".join(f"rank {rank}: {answer[3]}" for rank, answer in enumerate(answers))
-            raise SaveError(f"nothing was committed: the ranks save {len(steps)} different steps at once ({told})")
+        raise_failures([each.failure for each in ranks], f"nothing was committed: the save of step {request.step}")
+        if len(steps := {each.step for each in ranks}) > 1:
+            shown = ", ".join(f"rank {rank}: {each.step}" for rank, each in enumerate(ranks))
+            raise SaveError(f"nothing was committed: the ranks save {len(steps)} different steps at once ({shown})")
         assert flat is not None
-        if self._plan is None or not all(answer[1] for answer in answers):
-            self._plan = self._divide(items, flat, signature, step)
-        return Agreed(flat=flat, plan=self._plan, attempt=answers[0][2])
+        if self._plan is None or not all(each.has_current_plan for each in ranks):
+            self._plan = self._divide(items, flat, signature, request.step)
+        return Agreed(flat=flat, plan=self._plan, attempt=ranks[0].attempt)
 
     def _divide(self, items: list[LocalShard], flat: FlatState, signature: bytes, step: int) -> SavePlan:
         held = self._ranks.gather((items, sorted(flat.objects)))

@@ -1,19 +1,54 @@
-"""Chunks that an earlier checkpoint of the run holds, so that an incremental save refers to them instead of writing them."""
+"""Incremental saves: chunks of an earlier checkpoint that a save can refer to instead of writing them again."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.errors import CheckpointError, NotCommittedError
 from titan_ckpt.format.manifest import DIGEST_BYTES, FileEntry
 from titan_ckpt.format.names import step_folder
-from titan_ckpt.saving.upload import ChunkKey, Known, StoredChunk, chunk_key
+from titan_ckpt.saving.upload import ChunkKey, Known, RankPart, StoredChunk, chunk_key, part_chunks
 from titan_ckpt.state.state_dict import LocalShard
+from titan_ckpt.store.base import Store
+
+log = logging.getLogger(__name__)
+
+
+class KnownChunks:
+    """The chunks of a run's last checkpoint that match this rank's shards; always empty if the saver is not incremental."""
+
+    def __init__(self, *, is_incremental: bool) -> None:
+        self._is_incremental = is_incremental
+        self._known: Known | None = None
+
+    def find(self, store: Store, items: list[LocalShard]) -> Known:
+        """Those of this saver's last save, or on its first save those of the newest checkpoint in the run."""
+        if self._is_incremental and self._known is None:
+            try:
+                self._known = known_of_checkpoint(open_checkpoint(store.url, store=store), items)
+            except NotCommittedError:
+                self._known = {}
+            except CheckpointError as error:
+                log.warning("every chunk is written, none is reused: %s", error)
+                self._known = {}
+        return self._known or {}
+
+    def remember(self, items: Sequence[LocalShard], part: RankPart, step: int) -> None:
+        """Keep what a save has just committed as `step`."""
+        if self._is_incremental:
+            self._known = known_of_save(items, part_chunks(part), step)
+
+    def forget(self) -> None:
+        """Look again at the next save: after a failure, chunks of the earlier checkpoint may be the cause."""
+        self._known = None
 
 
 def known_of_checkpoint(checkpoint: Checkpoint, items: Iterable[LocalShard]) -> Known:
-    """Those of `items` that `checkpoint` holds in the same boxes; the others have to be written."""
+    """The chunks of `checkpoint` for those `items` that it stores in the same boxes."""
     manifest, digests = checkpoint.manifest, checkpoint.digests
     files = {file.path: file for file in manifest.files}
     known: dict[ChunkKey, StoredChunk] = {}
@@ -35,7 +70,7 @@ def known_of_checkpoint(checkpoint: Checkpoint, items: Iterable[LocalShard]) -> 
 
 
 def known_of_save(items: Sequence[LocalShard], chunks: Sequence[StoredChunk], step: int) -> Known:
-    """What a save of ours has just committed as `step`."""
+    """The chunks that a save has just committed as `step`."""
     return {
         chunk_key(item): replace(chunk, file=from_elsewhere(chunk.file, step))
         for item, chunk in zip(items, chunks, strict=True)
@@ -43,5 +78,5 @@ def known_of_save(items: Sequence[LocalShard], chunks: Sequence[StoredChunk], st
 
 
 def from_elsewhere(file: FileEntry, step: int) -> FileEntry:
-    """A file of `step` as another step of the run names it."""
+    """A file of `step`, with its path relative to another step of the run."""
     return file if file.path.startswith("../") else replace(file, path=f"../{step_folder(step)}/{file.path}")

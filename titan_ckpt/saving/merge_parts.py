@@ -1,43 +1,27 @@
-"""The coordinator's merge: every rank's part list into one manifest, in the order that the share fixed."""
+"""Merge every rank's part into one manifest, in the order that the share defines. Runs on the coordinator."""
 
 from __future__ import annotations
 
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
 from titan_ckpt.errors import TitanError
 from titan_ckpt.format.codec import CODECS
+from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import ChunkTable, FileEntry, Manifest, ObjectEntry
-from titan_ckpt.saving.upload import Part
+from titan_ckpt.saving.options import SaveAttempt
+from titan_ckpt.saving.upload import RankPart
 from titan_ckpt.saving.writers import Share
-from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.repeating_columns import Int64s
 from titan_ckpt.version import __version__
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """What a manifest says that is not about bytes."""
-
-    step: int
-    attempt: str
-    kind: str
-    mesh: MeshSpec | None
-    pipeline: Mapping[str, Any] | None = None
-    training: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    assets: Mapping[str, str] = field(default_factory=dict)
-    user: Mapping[str, Any] = field(default_factory=dict)
-
-
 def versions() -> dict[str, str]:
-    """Of what wrote a checkpoint."""
+    """Versions recorded in the manifest."""
     return {
         "titan_ckpt": __version__,
         "torch": torch.__version__,
@@ -46,13 +30,14 @@ def versions() -> dict[str, str]:
 
 
 def created() -> str:
-    """Now, in UTC, as manifests write it."""
+    """The current UTC time in the manifest's format."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def merge(saved: Saved, parts: Sequence[Part], share: Share) -> Manifest:
-    """The manifest of a save, `parts` in order of rank. TitanError where ranks hold different values of one name."""
-    _check_objects(parts, saved.step)
+def merge_parts(attempt: SaveAttempt, parts: Sequence[RankPart], share: Share) -> Manifest:
+    """The manifest of a save; `parts` in rank order. TitanError if ranks have different values under one name."""
+    request = attempt.request
+    _check_objects(parts, attempt.step)
     files = sorted(dict.fromkeys(file for part in parts for file in part.files), key=lambda file: file.path)
     number = {file: n for n, file in enumerate(files)}
     columns = np.concatenate([_global_columns(part, number) for part in parts])[share.rows].T
@@ -63,13 +48,13 @@ def merge(saved: Saved, parts: Sequence[Part], share: Share) -> Manifest:
         for o in part.objects
     ]
     return Manifest(
-        step=saved.step,
-        attempt=saved.attempt,
-        kind=saved.kind,
+        step=attempt.step,
+        attempt=attempt.name,
+        kind=request.kind,
         created=created(),
         versions=versions(),
-        mesh=saved.mesh,
-        pipeline=saved.pipeline,
+        mesh=attempt.mesh,
+        pipeline=attempt.pipeline,
         tensors=share.tensors,
         chunks=ChunkTable(
             file=columns[0],
@@ -85,22 +70,22 @@ def merge(saved: Saved, parts: Sequence[Part], share: Share) -> Manifest:
         codecs=CODECS,
         objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
         files=tuple(files),
-        training=saved.training,
-        config=saved.config,
-        assets=saved.assets,
-        user=saved.user,
+        training=request.training or {},
+        config=request.config or {},
+        assets={name: digest(data).hex() for name, data in (request.assets or {}).items()},
+        user=request.user or {},
     )
 
 
-def _global_columns(part: Part, number: Mapping[FileEntry, int]) -> Int64s:
-    """The part's columns with its file numbers replaced by the manifest's."""
+def _global_columns(part: RankPart, number: Mapping[FileEntry, int]) -> Int64s:
+    """The part's columns with the manifest's file numbers in place of its own."""
     columns = part.columns.copy()
     columns[:, 0] = np.array([number[file] for file in part.files] or [0], dtype=np.int64)[columns[:, 0]]
     return columns
 
 
-def _check_objects(parts: Sequence[Part], step: int) -> None:
-    """A value that several ranks hold must be one value; DCP would silently keep one of them."""
+def _check_objects(parts: Sequence[RankPart], step: int) -> None:
+    """A value that several ranks have must be the same on all of them; DCP would silently keep one."""
     seen: dict[str, tuple[int, bytes]] = {}
     for rank, part in enumerate(parts):
         for fqn, found in part.all_object_digests.items():

@@ -1,4 +1,4 @@
-"""The records of saving: options, what a save reports, and the handle of one under way."""
+"""The records of saving: options, the request for a save, its handle while it runs, and its report."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.errors import UsageError
 from titan_ckpt.format.codec import CODECS
 from titan_ckpt.format.manifest import RAW
+from titan_ckpt.location import redact_values
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.store.base import Store
 from titan_ckpt.upkeep.retention import RetentionPolicy
 
-Kind = Literal["full", "model"]
 PhaseHook = Callable[[str, int], AbstractContextManager[Any]]
+# Fractions of `timeout_s`: a rank whose store hangs must report it before the other ranks stop waiting for that rank.
+GIVE_UP_AT, COMMIT_BY = 0.8, 0.9
 
 
 def no_steps() -> frozenset[int]:
-    """Nobody reads any."""
+    """The default of `SaveOptions.in_use`."""
     return frozenset()
 
 
@@ -28,16 +31,15 @@ def no_steps() -> frozenset[int]:
 class SaveOptions:
     """How a run is saved.
 
-    `mesh` names the axes, so that the checkpoint can be resharded; `pipeline` says which layers are on which stage (see
-    `sharding.pipeline`). `codec` is `raw` or `planes-zstd` (lossless; weights shrink little, moments more). `incremental`
-    refers to chunks of earlier checkpoints that have not changed instead of writing them again. `retention` deletes old
-    checkpoints after each commit. `mirror` is a second, safer store to which every commit is copied in the background: the URL
-    that is saved to is then the fast tier, and `retention` its own; a step that is not copied yet is never deleted.
-    `in_use()` names steps that retention must leave because somebody reads them now.
-    `is_exclusive` claims the run: a job that saved there before can commit no more.
-    `timeout_s` bounds a save: a store call that hangs is given up in time for every rank to hear of it. It must exceed
-    the longest upload by a quarter. `phase(name, step)` is entered around
-    ckpt_stage, ckpt_upload and ckpt_commit, for a recorder of hangs.
+    `mesh` names the axes, so that the checkpoint can be resharded; `pipeline` maps layers to stages (see `sharding.pipeline`).
+    `codec` is `raw` or `planes-zstd` (lossless; weights shrink little, moments more). `incremental` refers to unchanged chunks of
+    earlier checkpoints instead of writing them again. `retention` deletes old checkpoints after each commit. `mirror` is a
+    second, safer store to which every commit is copied in the background; the URL that is saved to is then the fast tier,
+    `retention` applies to it alone, and a step that is not copied yet is never deleted. `in_use()` returns steps that retention
+    must keep because they are being read. `is_exclusive` claims the run: jobs that saved there before can no longer commit.
+    `timeout_s` bounds a save: a store call that hangs is abandoned early enough for every rank to learn of it. It must exceed the
+    longest upload by a quarter. `phase(name, step)` is entered around ckpt_stage, ckpt_upload and ckpt_commit, for a recorder of
+    hangs.
     """
 
     mesh: MeshSpec | None = None
@@ -57,11 +59,50 @@ class SaveOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """Everything a save stores beside the state. `training`, `config` and `user` must be JSON; `assets` are small files."""
+
+    step: int
+    kind: str = CheckpointKind.FULL
+    training: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | None = None
+    assets: Mapping[str, bytes] | None = None
+    user: Mapping[str, Any] | None = None
+
+    def check(self) -> None:
+        """UsageError for a kind that cannot be saved."""
+        if CheckpointKind.parse(self.kind, "kind") == CheckpointKind.FOREIGN:
+            raise UsageError("kind is 'foreign'; only full and model checkpoints can be saved")
+
+    def redacted(self) -> SaveRequest:
+        """The request without secrets and without None."""
+        return SaveRequest(
+            step=self.step, kind=self.kind, assets=self.assets or {}, training=redact_values(self.training or {}),
+            config=redact_values(self.config or {}), user=redact_values(self.user or {}),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveAttempt:
+    """One try at saving a step: its name, which all ranks share, and what goes into the manifest beside the chunks."""
+
+    name: str
+    request: SaveRequest
+    mesh: MeshSpec | None
+    pipeline: Mapping[str, Any] | None = None
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps done."""
+        return self.request.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
     """A committed save; bytes and times are this rank's.
 
-    `written_bytes` is what went to the store, `raw_bytes` what it stands for: they differ by frames, by the codec and by chunks
-    that an earlier checkpoint holds.
+    `written_bytes` went to the store; `raw_bytes` is the size of the tensors. They differ by the frames around the payloads, the
+    codec, and chunks that an earlier checkpoint already has.
     """
 
     step: int
@@ -74,7 +115,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaverMetrics:
-    """Where a saver stands: bytes this rank has sent since it was made; how long the last `save` kept the training loop."""
+    """Counters of a saver: bytes this rank has uploaded in all, and how long the last `save` blocked the training loop."""
 
     uploaded_bytes: int
     last_committed_step: int | None
@@ -85,17 +126,17 @@ class SaverMetrics:
 
 @dataclass(slots=True)
 class SaveHandle:
-    """A save under way. `stall_s` is how long `save` kept the training loop."""
+    """A save in progress. `stall_s` is how long `save` blocked the training loop."""
 
     step: int
     stall_s: float
     future: Future[SaveReport]
-    is_told: bool = False
+    is_reported: bool = False
 
     def wait(self, timeout_s: float | None = None) -> SaveReport:
-        """The report once it is committed; raises what went wrong, on whichever rank. TimeoutError after `timeout_s`."""
+        """Wait for the commit. Raises the error of the save, whichever rank it was on; TimeoutError after `timeout_s`."""
         error = self.future.exception(timeout_s)
-        self.is_told = True
+        self.is_reported = True
         if error is not None:
             raise error
         return self.future.result()

@@ -1,7 +1,7 @@
-"""Two tiers: checkpoints go to a fast store first and are mirrored from there to a safe one, behind the training.
+"""Two tiers: checkpoints are saved to a fast store and mirrored from there to a safe one in the background.
 
-The fast tier is what `Saver` writes. `Mirror` copies each of its commits, every rank its own files, and the coordinator commits
-the copy when all are there. A resumption takes the nearest tier that holds the newest checkpoint whole on every rank.
+`Saver` writes the fast tier. `Mirror` copies each commit, every rank its own files, and the coordinator commits the copy when all
+ranks are done. A job resumes from the nearest tier in which every rank finds the newest checkpoint whole.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from titan_ckpt.errors import NotCommittedError, TitanError
 from titan_ckpt.format.commit import find_commit, read_commit
 from titan_ckpt.format.names import data_file
 from titan_ckpt.location import redact_text
+from titan_ckpt.saving.options import GIVE_UP_AT
 from titan_ckpt.state.exchange import Failure, RankGroup, raise_failures
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
@@ -29,19 +30,18 @@ from titan_ckpt.upkeep.copy import Copier
 
 log = logging.getLogger(__name__)
 MAX_BEHIND = 2
-GIVE_UP_AT = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorMetrics:
-    """Where the mirror stands: the last step that is safe in the second tier, and how many wait."""
+    """Counters of a mirror: the last step that is committed in the second tier, and the number of steps waiting."""
 
     last_mirrored_step: int | None
     waiting: int
 
 
 class Mirror:
-    """Copies commits of one store to another. Made, fed and closed by all ranks together, each commit fed on every rank."""
+    """Copies commits from one store to another. Made, used and closed by all ranks together; every rank adds every commit."""
 
     def __init__(self, source: Store, target: str | Store, *, timeout_s: float) -> None:
         self._source, self._target = source, target if isinstance(target, Store) else open_store(target)
@@ -55,15 +55,15 @@ class Mirror:
         self._thread.start()
 
     def add(self, step: int) -> None:
-        """Mirror a committed step; waits while `MAX_BEHIND` others are still to be done.
+        """Mirror a committed step; blocks while `MAX_BEHIND` others are waiting.
 
-        It raises nothing, since one rank may know of an error before another does, and all of them must mirror the same steps.
+        Never raises: one rank may know of an error before the others, and all of them must mirror the same steps.
         """
         self._waiting.add(step)
         self._steps.put(step)
 
     def check(self) -> None:
-        """Raise the first error of the mirror, once; it goes on with the next step."""
+        """Raise the mirror's first error, once; mirroring continues with the next step."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -73,11 +73,11 @@ class Mirror:
         return MirrorMetrics(last_mirrored_step=self._last, waiting=len(self._waiting))
 
     def waiting(self) -> frozenset[int]:
-        """The steps that the first tier must keep until they are copied."""
+        """Steps that the first tier must keep because they are not copied yet."""
         return frozenset(self._waiting)
 
     def close(self) -> None:
-        """Mirror what waits, raise the first error, give the thread and the group back."""
+        """Mirror the waiting steps, release the thread and the process group, raise the first error."""
         self._steps.put(None)
         self._thread.join()
         self._ranks.close()
@@ -102,7 +102,7 @@ class Mirror:
         log.info("step %d is mirrored to %s (%.1f s)", step, self._target, time.perf_counter() - started)
 
     def _in_time(self, action: Callable[[int, Store, Store], None], step: int) -> Failure | None:
-        """`action` on the two stores, or the failure that the other ranks are to hear of."""
+        """Run `action` on the two stores; an error becomes a Failure for the other ranks."""
         what = f"mirroring step {step}"
         try:
             run_until(self._give_up_s, partial(action, step), self._source, self._target, what=what)
@@ -118,7 +118,7 @@ class Mirror:
                 copier.copy_file(file, trust_size=True)
 
     def _commit(self, step: int, source: Store, target: Store) -> None:
-        """Commit the copy; files of ranks that are no more, which an incremental save may refer to, come along here."""
+        """Commit the copy, after copying the files that no current rank owns (an incremental save may refer to them)."""
         checkpoint = open_checkpoint(source.url, step=step, store=source)
         copier = Copier(checkpoint, target, lambda _: None)
         for file in checkpoint.manifest.files:
@@ -128,10 +128,10 @@ class Mirror:
 
 
 def open_nearest(urls: Sequence[str], *, all_steps: Callable[[int], list[int]] | None = None) -> Checkpoint:
-    """The newest checkpoint of several tiers that is whole, from the first tier that has it.
+    """Open the newest whole checkpoint of several tiers, from the first tier that has it.
 
-    `all_steps` gathers every rank's answer, so that all ranks of a job take the same one: a tier whose newest checkpoint is not
-    the same one on each of them (a disk of one machine) is passed over. NotCommittedError when no tier is left.
+    `all_steps` gathers every rank's newest step, so that all ranks of a job open the same checkpoint: a tier whose newest step
+    differs between ranks (say, a machine's local disk) is skipped. NotCommittedError if no tier is left.
     """
     found: list[Checkpoint] = []
     problems: list[str] = []

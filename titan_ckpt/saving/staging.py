@@ -1,9 +1,9 @@
-"""Staging: from the tensors of a training job into one host buffer that is reused by every save.
+"""Staging: copy the tensors of a training job into one host buffer that every save reuses.
 
-`Arena` holds this rank's tensors one after another, so that staging is one copy per tensor and an upload sends slices of it
-without another copy. With a GPU it is pinned and the copies run on a stream of their own: `stage` returns when they are
-launched, and work that is queued after it waits for them on the device. `Direct` reads the tensors where they are, for a
-save that the caller waits for anyway.
+`Arena` lays this rank's tensors out one after another, so that staging is one copy per tensor and an upload sends slices of the
+buffer without another copy. With a GPU the buffer is pinned and the copies run on a stream of their own: `stage` returns when
+they are launched, and work queued after it waits for them on the device. `Direct` reads the tensors in place, for a save
+that blocks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from titan_ckpt.format.torch_blob import align
 from titan_ckpt.state.state_dict import LocalShard, as_bytes, local_tensor
 
 
-class Source(Protocol):
-    """Where an upload finds the bytes of each item."""
+class PayloadSource(Protocol):
+    """Gives an upload the bytes of each item."""
 
     def payload(self, index: int) -> memoryview:
         """The raw bytes of the `index`-th item."""
@@ -38,7 +38,7 @@ class Arena:
         self._copied: torch.cuda.Event | None = None
 
     def stage(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors' local parts, one per item; they may be changed as soon as this returns."""
+        """Copy the tensors' local shards, one per item; the caller may change them as soon as this returns."""
         if self._stream is None:
             self._copy(tensors, non_blocking=False)
             return
@@ -58,14 +58,14 @@ class Arena:
         return self._buffer[start : start + self.items[index].size_bytes]
 
     def payload(self, index: int) -> memoryview:
-        """The bytes of item `index`; waits until a copy from a GPU is really there."""
+        """The bytes of item `index`; waits for a pending copy from a GPU."""
         if self._copied is not None:
             self._copied.synchronize()
         return as_bytes(self._bytes(index))
 
 
 class Direct:
-    """The tensors themselves; one that is not contiguous in CPU memory is copied while it is sent."""
+    """Reads the tensors in place; one that is not contiguous in CPU memory is copied when it is sent."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors

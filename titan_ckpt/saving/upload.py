@@ -1,4 +1,4 @@
-"""Upload: one rank's file to its store, digests on the way, and what the coordinator must know about it."""
+"""Upload one rank's file, computing digests on the way, and record what the coordinator needs for the manifest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import RAW, FileEntry
 from titan_ckpt.format.names import data_file, step_folder
 from titan_ckpt.format.torch_blob import align, envelope
-from titan_ckpt.saving.staging import Source
+from titan_ckpt.saving.staging import PayloadSource
 from titan_ckpt.sharding.placement import Shape
 from titan_ckpt.sharding.repeating_columns import Int64s
 from titan_ckpt.state.state_dict import LocalShard
@@ -27,7 +27,7 @@ SMALL_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunk:
-    """Where a chunk stands: `file` is a path relative to the step's folder, the rest as in `titan_ckpt.format.manifest.Chunk`."""
+    """Location of a chunk: `file` is relative to the step's folder, the rest as in `titan_ckpt.format.manifest.Chunk`."""
 
     file: FileEntry
     offset: int
@@ -44,7 +44,7 @@ Known = Mapping[ChunkKey, StoredChunk]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """Where a non-tensor value stands in its rank's file."""
+    """Location of a non-tensor value in its rank's file."""
 
     fqn: str
     offset: int
@@ -53,11 +53,12 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What a rank wrote, or referred to where an earlier checkpoint holds the same bytes.
+class RankPart:
+    """A rank's part of a checkpoint: what it wrote, and references to equal chunks of earlier checkpoints.
 
-    `files` are those its chunks are in, its own (if it wrote one) first. `columns` have a row per chunk: number in `files`,
-    offset, length, payload offset, payload length, number in CODECS. Bytes are of its own file, and raw.
+    `files` contain its chunks; its own file (if it wrote one) is first. `columns` has a row per chunk: index in `files`, offset,
+    length, payload offset, payload length, index in CODECS. `written_bytes` is the size of its own file, `raw_bytes` that of its
+    tensors.
     """
 
     files: tuple[FileEntry, ...]
@@ -70,57 +71,70 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankContents:
+    """What a rank has to save: `items` with the `source` of their bytes, and non-tensor values by name.
+
+    `objects` are all values of this rank; `own_objects` names those that it writes.
+    """
+
+    items: Sequence[LocalShard]
+    source: PayloadSource
+    objects: dict[str, bytes]
+    own_objects: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFile:
+    """The data file that one rank writes in one attempt."""
+
+    step: int
+    attempt: str
+    rank: int
+
+    @property
+    def path(self) -> str:
+        """Relative to the step's folder."""
+        return data_file(self.attempt, self.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UploadOptions:
-    """How chunks are stored: their codec, and `known` ones that need not be written again."""
+    """`codec` of the chunks, `known` ones that need not be written again, and a callback for the bytes of each buffer sent."""
 
     codec: str = RAW
     known: Known = field(default_factory=dict)
+    on_bytes: Callable[[int], None] = lambda _: None
 
 
 def chunk_key(item: LocalShard) -> ChunkKey:
-    """What makes a chunk the same place of the same tensor in another checkpoint."""
+    """Identifies the same box of the same tensor across checkpoints."""
     return (item.fqn, item.dtype, item.offsets, item.sizes)
 
 
-def upload(
-    store: Store,
-    items: Sequence[LocalShard],
-    source: Source,
-    *,
-    step: int,
-    attempt: str,
-    rank: int,
-    objects: dict[str, bytes],
-    mine: list[str],
-    sent: Callable[[int], None],
-    options: UploadOptions | None = None,
-) -> Part:
-    """Write this rank's file (none if it has nothing to write). `sent` is told the bytes of each piece handed over.
-
-    `objects` are the values this rank holds, `mine` the names of those it writes.
-    """
-    path = data_file(attempt, rank)
-    writing = _Writing(items, source, {name: objects[name] for name in mine}, sent, options or UploadOptions())
-    pieces = writing.pieces()
-    first = next(pieces, None)
+def upload(store: Store, contents: RankContents, target: RankFile, options: UploadOptions | None = None) -> RankPart:
+    """Write this rank's file, or none if it has nothing to write."""
+    items, objects = contents.items, contents.objects
+    writer = _FileWriter(contents, options or UploadOptions())
+    buffers = writer.buffers()
+    first = next(buffers, None)
     if first is not None:
-        store.write(f"{step_folder(step)}/{path}", Steady(chain([first], pieces)))
-    own = FileEntry(path=path, size_bytes=writing.end, digest=writing.file_hash.digest())
-    chunks = [replace(chunk, file=own) if chunk.file is _OWN else chunk for chunk in writing.chunks]
-    files = tuple(dict.fromkeys([*([own] if writing.end else []), *(chunk.file for chunk in chunks)]))
-    return Part(
+        store.write(f"{step_folder(target.step)}/{target.path}", Steady(chain([first], buffers)))
+    own = FileEntry(path=target.path, size_bytes=writer.end, digest=writer.file_hash.digest())
+    chunks = [replace(chunk, file=own) if chunk.file is _OWN else chunk for chunk in writer.chunks]
+    files = tuple(dict.fromkeys([*([own] if writer.end else []), *(chunk.file for chunk in chunks)]))
+    return RankPart(
         files=files,
         columns=_columns(chunks, files),
         digests=b"".join(chunk.digest for chunk in chunks),
-        objects=tuple(writing.objects),
+        objects=tuple(writer.objects),
         all_object_digests={fqn: digest(data) for fqn, data in objects.items()},
-        written_bytes=writing.end,
+        written_bytes=writer.end,
         raw_bytes=sum(item.size_bytes for item in items),
     )
 
 
-def part_chunks(part: Part) -> list[StoredChunk]:
-    """A part's chunks, one per item, as records."""
+def part_chunks(part: RankPart) -> list[StoredChunk]:
+    """A part's chunks as records, one per item."""
     return [
         StoredChunk(
             file=part.files[row[0]], offset=row[1], length=row[2], payload_offset=row[3], payload_length=row[4],
@@ -133,47 +147,40 @@ def part_chunks(part: Part) -> list[StoredChunk]:
 _OWN = FileEntry(path="", size_bytes=0, digest=None)
 
 
-class _Writing:
-    """The bytes of a file in order, hashed as they pass, and where each chunk came to stand."""
+class _FileWriter:
+    """Yields the bytes of a rank's file in order, hashes them, and records the location of each chunk."""
 
-    def __init__(
-        self,
-        items: Sequence[LocalShard],
-        source: Source,
-        values: Mapping[str, bytes],
-        sent: Callable[[int], None],
-        options: UploadOptions,
-    ) -> None:
-        self._items, self._source, self._values, self._sent, self._options = items, source, values, sent, options
+    def __init__(self, contents: RankContents, options: UploadOptions) -> None:
+        self._contents, self._options = contents, options
         self.file_hash = xxhash.xxh3_128()
         self.chunks: list[StoredChunk] = []
         self.objects: list[StoredObject] = []
         self.end = 0
 
-    def pieces(self) -> Iterator[Buffer]:
-        """Small pieces gathered, large ones as they are: no copy of what is large."""
+    def buffers(self) -> Iterator[Buffer]:
+        """The file in order: small buffers gathered into one, large ones passed on without a copy."""
         gathered = bytearray()
-        for piece in self._raw_pieces():
-            self.file_hash.update(piece)
-            self.end += len(piece)
-            if len(piece) <= SMALL_BYTES:
-                gathered += piece
+        for buffer in self._file_bytes():
+            self.file_hash.update(buffer)
+            self.end += len(buffer)
+            if len(buffer) <= SMALL_BYTES:
+                gathered += buffer
                 if len(gathered) < WINDOW_BYTES:
                     continue
-                piece = b""
+                buffer = b""
             yield from self._send(gathered)
-            yield from self._send(piece)
+            yield from self._send(buffer)
             gathered = bytearray()
         yield from self._send(gathered)
 
-    def _send(self, piece: Buffer) -> Iterator[Buffer]:
-        if len(piece):
-            yield piece
-            self._sent(len(piece))
+    def _send(self, buffer: Buffer) -> Iterator[Buffer]:
+        if len(buffer):
+            yield buffer
+            self._options.on_bytes(len(buffer))
 
-    def _raw_pieces(self) -> Iterator[Buffer]:
-        for index, item in enumerate(self._items):
-            payload = self._source.payload(index)
+    def _file_bytes(self) -> Iterator[Buffer]:
+        for index, item in enumerate(self._contents.items):
+            payload = self._contents.source.payload(index)
             known = self._options.known.get(chunk_key(item))
             if known is not None and known.digest == digest(payload):
                 self.chunks.append(known)
@@ -181,7 +188,8 @@ class _Writing:
                 yield from self._encoded(item, payload)
             else:
                 yield from self._plain(item, payload)
-        for fqn, data in self._values.items():
+        for fqn in self._contents.own_objects:
+            data = self._contents.objects[fqn]
             self.objects.append(StoredObject(fqn=fqn, offset=self.end, length=len(data), digest=digest(data)))
             yield data
 

@@ -1,4 +1,4 @@
-"""Who writes what: each box once, replicas spread evenly by bytes over the ranks that hold them. Pure, no torch."""
+"""Choose the rank that writes each box: every box once, replicas spread evenly by bytes. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from titan_ckpt.sharding.placement import Box, Shape, Shard
 from titan_ckpt.sharding.repeating_columns import Int64s
 
 
-class Held(Protocol):
-    """What a rank holds of a tensor (`titan_ckpt.state.state_dict.LocalShard`)."""
+class HeldShard(Protocol):
+    """A rank's shard of a tensor (`titan_ckpt.state.state_dict.LocalShard`, without its torch)."""
 
     @property
     def fqn(self) -> str: ...
@@ -41,8 +41,8 @@ class Held(Protocol):
 class Share:
     """The division of one state over the ranks.
 
-    `items[rank]` are indices into that rank's list of what it holds, in the order in which they stand in its file;
-    `rows[i]` says which of all ranks' items, one rank after another, is row `i` of the chunk table.
+    `items[rank]` are indices into that rank's list of shards, in file order. `rows[i]` is the index, in all ranks' items
+    concatenated, of row `i` of the chunk table.
     """
 
     items: list[list[int]]
@@ -55,16 +55,16 @@ class Share:
 
 @dataclass(slots=True)
 class _Tensor:
-    first: Held
+    first: HeldShard
     first_rank: int
     boxes: dict[tuple[Shape, Shape], list[tuple[int, int]]] = field(default_factory=dict)
     ranks: list[int] = field(default_factory=list)
 
 
-def divide(held: Sequence[Sequence[Held]], objects: Sequence[Sequence[str]], mesh: MeshSpec | None) -> Share:
-    """Decide the writer of every box from what each rank holds.
+def divide(held: Sequence[Sequence[HeldShard]], objects: Sequence[Sequence[str]], mesh: MeshSpec | None) -> Share:
+    """Choose the writer of every box from the shards of each rank.
 
-    TitanError when ranks disagree about a tensor, or when together they do not hold all of it.
+    TitanError if ranks disagree about a tensor, or if together they do not hold all of it.
     """
     tensors = _collect(held)
     for tensor in tensors.values():
@@ -94,7 +94,7 @@ def divide(held: Sequence[Sequence[Held]], objects: Sequence[Sequence[str]], mes
     )
 
 
-def _collect(held: Sequence[Sequence[Held]]) -> dict[str, _Tensor]:
+def _collect(held: Sequence[Sequence[HeldShard]]) -> dict[str, _Tensor]:
     tensors: dict[str, _Tensor] = {}
     for rank, items in enumerate(held):
         for index, item in enumerate(items):
@@ -106,7 +106,7 @@ def _collect(held: Sequence[Sequence[Held]]) -> dict[str, _Tensor]:
     return tensors
 
 
-def _check_agreement(tensor: _Tensor, item: Held, rank: int) -> None:
+def _check_agreement(tensor: _Tensor, item: HeldShard, rank: int) -> None:
     first = tensor.first
     for name in ("dtype", "global_shape", "placements"):
         expected, found = getattr(first, name), getattr(item, name)
@@ -115,7 +115,7 @@ def _check_agreement(tensor: _Tensor, item: Held, rank: int) -> None:
 
 
 def _check_complete(tensor: _Tensor) -> None:
-    """The boxes must tile the tensor: sizes that sum up, and no two boxes that share elements."""
+    """The boxes must tile the tensor: sizes add up, and no two boxes overlap."""
     whole = Box.whole(tensor.first.global_shape)
     boxes = [Box(*box) for box in tensor.boxes]
     total = sum(box.num_elements for box in boxes)
@@ -136,7 +136,7 @@ def _some(ranks: list[int]) -> str:
 
 
 def _assign(
-    held: Sequence[Sequence[Held]], tensors: dict[str, _Tensor]
+    held: Sequence[Sequence[HeldShard]], tensors: dict[str, _Tensor]
 ) -> dict[tuple[str, tuple[Shape, Shape]], tuple[int, int]]:
     """The (rank, index) that writes each box: its only holder, else the holder with the fewest bytes so far."""
     load = [0] * len(held)
@@ -157,9 +157,9 @@ def _assign(
 
 
 def _file_order(
-    held: Sequence[Sequence[Held]], writers: dict[tuple[str, tuple[Shape, Shape]], tuple[int, int]]
+    held: Sequence[Sequence[HeldShard]], writers: dict[tuple[str, tuple[Shape, Shape]], tuple[int, int]]
 ) -> tuple[list[list[int]], dict[tuple[int, int], int]]:
-    """Items per rank in order of name, and the place of each (rank, index) in that order."""
+    """Items per rank in order of name, and the position of each (rank, index) in that order."""
     items: list[list[int]] = [[] for _ in held]
     for rank, index in writers.values():
         items[rank].append(index)
@@ -190,7 +190,7 @@ def _stages(ranks: list[int], mesh: MeshSpec | None) -> tuple[int, ...] | None:
 
 
 def _divide_objects(objects: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Each value by the lowest rank that has it."""
+    """Assign each value to the lowest rank that has it."""
     mine: dict[int, list[str]] = defaultdict(list)
     seen: set[str] = set()
     for rank, names in enumerate(objects):

@@ -1,0 +1,123 @@
+"""Commit a save on all ranks together. Everything that the coordinator writes here has a time limit.
+
+`Committer` claims the run, commits uploads and applies retention. A store call that hangs is abandoned early enough for the
+coordinator to report it to the other ranks while they still wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.open import check_files
+from titan_ckpt.errors import TitanError
+from titan_ckpt.format.commit import write_commit
+from titan_ckpt.format.dcp_metadata import dcp_metadata
+from titan_ckpt.format.names import step_folder
+from titan_ckpt.location import redact_text
+from titan_ckpt.saving.merge_parts import merge_parts
+from titan_ckpt.saving.options import COMMIT_BY, GIVE_UP_AT, SaveAttempt, SaveOptions
+from titan_ckpt.saving.upload import RankPart
+from titan_ckpt.saving.writers import Share
+from titan_ckpt.state.exchange import Failure, RankGroup, failure_on, raise_failures
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.time_limit import run_until
+from titan_ckpt.upkeep.deletion import apply_retention
+from titan_ckpt.upkeep.ownership import check_claim, claim
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """This rank's finished upload, or the error that ended it.
+
+    `share` is set on the coordinator only, as is `replaces`, the version of the commit that the new one replaces (None: no commit
+    before). `paths` maps names to their keys in the nested state, for `.metadata`. `started_s` is a `time.perf_counter()`.
+    """
+
+    attempt: SaveAttempt
+    part: RankPart | Failure
+    share: Share | None
+    paths: dict[str, tuple[str, ...]]
+    replaces: str | None
+    started_s: float
+
+
+class Committer:
+    """Claims a run and commits its saves. Made and called by all ranks together; only the coordinator writes.
+
+    `not_mirrored()` returns the steps that retention must keep until they are mirrored.
+    """
+
+    def __init__(
+        self, store: Store, ranks: RankGroup, options: SaveOptions, *, not_mirrored: Callable[[], frozenset[int]]
+    ) -> None:
+        self._store, self._ranks, self._options, self._not_mirrored = store, ranks, options, not_mirrored
+        self._claim = self._claim_run() if options.is_exclusive else None
+
+    def _claim_run(self) -> str | None:
+        """The coordinator's claim. A store that cannot be written fails here, on every rank."""
+        token: str | None = None
+        failure: Failure | None = None
+        error: Exception | None = None
+        if self._ranks.is_coordinator:
+            try:
+                token = run_until(GIVE_UP_AT * self._options.timeout_s, claim, self._store, what="claiming the run")
+            except Exception as caught:  # noqa: BLE001  (raised below, once the other ranks know)
+                error, failure = caught, Failure(self._ranks.rank, redact_text(str(caught)))
+        outcome = self._ranks.broadcast(failure)
+        if error is not None:
+            raise error
+        raise_failures([outcome], f"the first write to {self._store}")
+        return token
+
+    def commit(self, upload: Upload) -> Failure | None:
+        """Commit once every rank has uploaded, then apply retention.
+
+        If any rank failed, nothing is committed and every rank gets the failure.
+        """
+        parts = self._ranks.gather(upload.part)
+        is_coordinator = self._ranks.is_coordinator
+        outcome = self._ranks.broadcast(self._commit_in_time(upload, parts) if is_coordinator else None)
+        if outcome is None and is_coordinator:
+            self._apply_retention(upload.attempt.step)
+        return outcome
+
+    def _commit_in_time(self, upload: Upload, parts: list[RankPart | Failure]) -> Failure | None:
+        """Commit in what is left of the time limit; an error is returned, so that every rank learns of it."""
+        timeout_s = self._options.timeout_s
+        used_s = time.perf_counter() - upload.started_s
+        rest_s = max(COMMIT_BY * timeout_s - used_s, (COMMIT_BY - GIVE_UP_AT) * timeout_s)
+        what = f"committing step {upload.attempt.step}, which may still appear"
+        try:
+            return run_until(rest_s, partial(self._commit, upload, parts), self._store, what=what)
+        except Exception:  # noqa: BLE001  (reported to every rank)
+            return failure_on(self._ranks)
+
+    def _commit(self, upload: Upload, parts: list[RankPart | Failure], store: Store) -> Failure | None:
+        failures = [part for part in parts if isinstance(part, Failure)]
+        if failures:
+            return Failure(failures[0].rank, "\n".join(failure.text for failure in failures))
+        assert upload.share is not None
+        step = upload.attempt.step
+        manifest = merge_parts(upload.attempt, [part for part in parts if isinstance(part, RankPart)], upload.share)
+        check_files(Checkpoint(store=store, url=store.url, step=step, folder=step_folder(step), manifest=manifest))
+        if self._claim is not None:
+            check_claim(store, self._claim)
+        write_commit(store, manifest, dcp_metadata(manifest, paths=upload.paths), replaces=upload.replaces)
+        return None
+
+    def _apply_retention(self, step: int) -> None:
+        if self._options.retention is None:
+            return
+        keep = self._not_mirrored() | self._options.in_use() | {step}
+        action = partial(apply_retention, policy=self._options.retention, keep=keep)
+        try:
+            run_until(GIVE_UP_AT * self._options.timeout_s, action, self._store, what="deleting old checkpoints")
+        except TitanError as error:
+            log.warning("step %d was saved, but deleting old checkpoints failed: %s", step, error)
