@@ -110,9 +110,7 @@ def test_ls_shows_committed_partial_and_damaged(run: str, capsys: pytest.Capture
     assert "step 30: " in out.splitlines()[-1]
 
 
-def test_ls_check_finds_a_lost_file_that_plain_ls_does_not_look_for(
-    run: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_check_finds_a_lost_file_that_plain_ls_misses(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     next(Path(run, "step-00000010").glob("a-*/*.distcp")).unlink()
     assert call(capsys, "ls", run)[0] == 0
     code, rows = call_json(capsys, "ls", run, "--check")
@@ -198,7 +196,7 @@ def test_diff_tells_equal_from_different_and_by_how_much(
     assert found["values", "model.w"]["num_different"] == 1
 
 
-def test_diff_within_a_tolerance_is_equal_and_a_nan_is_not_a_number(tmp_path: Path) -> None:
+def test_diff_within_tolerance_is_equal_but_nan_differs(tmp_path: Path) -> None:
     urls = [str(tmp_path / name) for name in "abc"]
     base = torch.ones(10)
     for url, tensor in zip(urls, [base, base * (1 + 1e-6), base.clone().fill_(float("nan"))], strict=True):
@@ -297,7 +295,7 @@ def test_the_tools_know_codecs_and_incremental_saves(tmp_path: Path, options: Sa
     assert [p.fqn for p in verify(copy, read_data=True)] == ["model.w"]
 
 
-def test_prune_keeps_a_file_that_an_incremental_checkpoint_refers_to(tmp_path: Path) -> None:
+def test_prune_keeps_files_of_incremental_checkpoints(tmp_path: Path) -> None:
     run, content = str(tmp_path), state(1)
     with Saver(run, SaveOptions(incremental=True)) as saver:
         for step in (1, 2, 3):
@@ -312,9 +310,7 @@ def test_prune_keeps_a_file_that_an_incremental_checkpoint_refers_to(tmp_path: P
     assert plan_removal(store, run, policy, now_s=time.time() + DAY_S) == []
 
 
-def test_prune_previews_then_deletes_and_never_the_newest_whole_one(
-    run: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_previews_and_keeps_the_newest_whole_checkpoint(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "add --yes" in call(capsys, "prune", run, "--keep-last", "1")[1]
     assert [i.step for i in list_checkpoints(run)] == [10, 20, 30]
     next(Path(run, "step-00000030").glob("a-*/*.distcp")).unlink()
@@ -326,9 +322,7 @@ def test_prune_previews_then_deletes_and_never_the_newest_whole_one(
     assert call(capsys, "verify", f"{run}@20", "--data")[0] == 0
 
 
-def test_prune_keeps_pins_exports_and_everything_without_a_canonical_name(
-    run: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_keeps_pins_exports_and_foreign_names(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     save_steps(run, 25, kind="model")
     shutil.copytree(Path(run, "step-00000010"), Path(run, "best-step-10-keep"))
     shutil.copytree(Path(run, "step-00000010"), Path(run, "step-10"))
@@ -341,7 +335,7 @@ def test_prune_keeps_pins_exports_and_everything_without_a_canonical_name(
     assert call(capsys, "prune", run, "--keep-last", "1", "--yes")[0] == 2
 
 
-def test_prune_takes_attempts_that_were_never_committed_only_when_old(run: str) -> None:
+def test_prune_deletes_only_old_uncommitted_attempts(run: str) -> None:
     store, now = open_store(run), time.time()
     young, old = new_attempt(now), new_attempt(now - 3 * DAY_S)
     for path in [

@@ -38,9 +38,7 @@ def number_of_calls(action: Callable[[FaultyStore], object], url: str) -> int:
 
 
 @pytest.mark.parametrize("how", [FaultMode.BEFORE, FaultMode.AFTER, FaultMode.TORN])
-def test_a_copy_that_fails_at_any_call_commits_nothing_wrong_and_the_next_one_ends_it(
-    run: str, tmp_path: Path, how: FaultMode
-) -> None:
+def test_a_copy_that_fails_anywhere_is_finished_by_the_next(run: str, tmp_path: Path, how: FaultMode) -> None:
     source = open_checkpoint(run)
     calls = number_of_calls(lambda store: copy_checkpoint(source, store), str(tmp_path / "counted"))
     for number in range(1, calls + 1):
@@ -57,7 +55,7 @@ def test_a_copy_that_fails_at_any_call_commits_nothing_wrong_and_the_next_one_en
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
-def test_a_prune_that_fails_at_any_call_leaves_every_listed_checkpoint_whole(tmp_path: Path, how: FaultMode) -> None:
+def test_a_prune_that_fails_anywhere_leaves_whole_checkpoints(tmp_path: Path, how: FaultMode) -> None:
     def prune(store: FaultyStore) -> None:
         for item in plan_removal(store, store.url, RetentionPolicy(keep_last=1), now_s=time.time()):
             delete(store, item)

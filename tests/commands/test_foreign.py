@@ -60,9 +60,7 @@ def call_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_run_of_torchtitans_is_listed_and_its_newest_step_opens(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_torchtitan_run_is_listed_and_its_newest_step_opens(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, rows = call_json(capsys, "ls", str(run))
     assert code == 0
     assert [(row["step"], row["state"], row["size_bytes"] > 0) for row in rows] == [

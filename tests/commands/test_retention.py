@@ -42,7 +42,7 @@ def test_a_damaged_checkpoint_neither_counts_as_kept_nor_goes() -> None:
     assert gone([info(100), info(200), info(300, "damaged")], keep_last=1) == [100]
 
 
-def test_what_was_never_committed_goes_only_when_asked_for_and_old() -> None:
+def test_uncommitted_attempts_go_only_on_request_and_when_old() -> None:
     infos, ages = (
         [info(100), info(50, "partial"), info(200, "partial"), info(300, "partial")],
         {50: 2e5, 200: 9e4, 300: 60.0},

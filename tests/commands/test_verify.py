@@ -120,7 +120,7 @@ def test_two_tensors_with_their_bytes_swapped_are_both_named(run: Path) -> None:
     assert [p.fqn for p in verify(str(run), read_data=True)] == ["model.layers.0.w", "model.layers.2.w"]
 
 
-def test_a_commit_that_cannot_be_read_is_a_problem_not_an_older_checkpoint(run: Path) -> None:
+def test_an_unreadable_commit_is_a_problem_not_skipped(run: Path) -> None:
     only(run, "COMMIT.json").write_text("{")
     (problem,) = verify(str(run))
     assert problem.path == f"{STEP}/COMMIT.json"
@@ -153,9 +153,7 @@ def test_problems_say_it_in_text_and_in_json() -> None:
     }
 
 
-def test_a_store_that_fails_while_data_are_read_is_a_problem_of_each_tensor(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_failure_is_a_problem_of_each_tensor_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = FileStore.read_into
 
     def fail(self: FileStore, path: str, start: int, buffer: memoryview) -> None:

@@ -85,9 +85,7 @@ def test_cast_of_experts_is_torchs_bit_for_bit(tmp_path: Path, family: str) -> N
 
 @pytest.mark.hf
 @pytest.mark.parametrize("family", MIXTURES)
-def test_model_that_transformers_saved_comes_back_byte_for_byte_and_computes_the_same(
-    tmp_path: Path, family: str
-) -> None:
+def test_transformers_model_comes_back_byte_equal(tmp_path: Path, family: str) -> None:
     transformers = importlib.import_module("transformers")
     made = _transformers_model(family)
     made.save_pretrained(str(tmp_path / "in"))
@@ -104,7 +102,7 @@ def test_model_that_transformers_saved_comes_back_byte_for_byte_and_computes_the
 
 @pytest.mark.hf
 @pytest.mark.parametrize("family", MIXTURES)
-def test_state_dict_of_transformers_module_is_exported_with_a_new_config(tmp_path: Path, family: str) -> None:
+def test_transformers_state_dict_is_exported_with_a_new_config(tmp_path: Path, family: str) -> None:
     made = _transformers_model(family)
     spec = spec_from_hf(made.config.to_dict(), "test")
     save(str(tmp_path / "run"), {"model": made.state_dict()}, step=7, config={"model": spec_to_config(spec)})
@@ -172,7 +170,7 @@ def test_stack_of_another_shape_is_named(tmp_path: Path) -> None:
         plan_export(open_checkpoint(str(tmp_path / "run")), dtype=None, config=config("mixtral", num_local_experts=8))
 
 
-def test_experts_of_different_dtypes_are_stacked_only_when_told_how(tmp_path: Path) -> None:
+def test_experts_of_mixed_dtypes_stack_only_with_a_dtype_given(tmp_path: Path) -> None:
     of = config("qwen3_moe")
     content = tensors(of)
     name = "model.layers.0.mlp.experts.1.up_proj.weight"

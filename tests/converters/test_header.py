@@ -46,7 +46,7 @@ def _entry(start: int, stop: int, shape: list[int] | None = None, dtype: str = "
 
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES)
-def test_reference_library_reads_what_we_write_and_we_read_what_it_writes(tmp_path: Path, dtype: str) -> None:
+def test_safetensors_and_our_reader_read_each_others_files(tmp_path: Path, dtype: str) -> None:
     safetensors = importlib.import_module("safetensors.torch")
     values = torch.arange(16, dtype=torch.uint8).view(torch.bool if dtype == "bool" else torch.uint8)
     tensor = values.ne(0) if dtype == "bool" else values.view(getattr(torch, dtype))
@@ -142,7 +142,7 @@ def test_other_kinds_of_file_are_recognised(tmp_path: Path, start: bytes, said: 
 
 
 @pytest.mark.parametrize("length", [0x280, 0x380, 0x480, 0x580, int.from_bytes(b"<ht", "little")])
-def test_a_header_whose_length_spells_another_kind_of_file_is_read(tmp_path: Path, length: int) -> None:
+def test_a_header_length_that_looks_like_another_magic_is_read(tmp_path: Path, length: int) -> None:
     text = json.dumps({"a": _entry(0, 8)}).encode().ljust(length)
     assert [
         tensor.name for tensor in read_header(open_store(str(tmp_path)), _file(tmp_path, text, bytes(8)).name).tensors

@@ -68,7 +68,7 @@ def test_logits_are_equal_after_the_way_there_and_back(tmp_path: Path, layout: s
 
 
 @pytest.mark.parametrize("family", DENSE)
-def test_config_written_from_the_training_config_means_the_same_model(tmp_path: Path, family: str) -> None:
+def test_config_from_the_training_config_is_the_same_model(tmp_path: Path, family: str) -> None:
     of = config(family, rope_scaling=LLAMA3)
     model = write_model(tmp_path / "in", of, tensors(of))
     save(

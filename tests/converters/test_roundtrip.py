@@ -216,7 +216,7 @@ def test_torchtitans_llama_has_its_rotary_pairs_side_by_side(tmp_path: Path) -> 
         assert torch.equal(ours[head * 8 + 1 : head * 8 + 8 : 2], theirs[head * 8 + 4 : head * 8 + 8])
 
 
-def test_foreign_torchtitan_checkpoint_needs_a_config_and_then_converts(tmp_path: Path) -> None:
+def test_foreign_torchtitan_checkpoint_converts_with_a_config(tmp_path: Path) -> None:
     content = tensors(config())
     model = write_model(tmp_path / "in", config(), content)
     import_hf(str(model), str(tmp_path / "run"), layout="torchtitan")
@@ -259,7 +259,7 @@ def test_large_tensors_are_stored_in_bands_of_rows(tmp_path: Path, monkeypatch: 
     _same(_read(out), content)
 
 
-def test_shards_hold_at_most_what_was_asked_and_the_index_finds_all(tmp_path: Path) -> None:
+def test_shards_respect_the_size_limit_and_are_all_indexed(tmp_path: Path) -> None:
     model = write_model(tmp_path / "in", config(), tensors(config()))
     out = _there_and_back(tmp_path, model, max_shard_bytes=20_000)
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -305,9 +305,7 @@ def test_hub_cache_is_read_through_its_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", ["bfloat16", None])
-def test_config_that_announces_another_dtype_than_the_files_hold_stays_as_it_is(
-    tmp_path: Path, said: str | None
-) -> None:
+def test_config_dtype_that_differs_from_the_files_is_kept(tmp_path: Path, said: str | None) -> None:
     of = config(torch_dtype=said)
     import_hf(str(write_model(tmp_path / "in", of, tensors(of))), str(tmp_path / "run"))
     export_hf(str(tmp_path / "run"), str(tmp_path / "out"))

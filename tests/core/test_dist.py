@@ -91,7 +91,7 @@ def _load_on_other_meshes(_rank: int, url: str) -> None:
             assert torch.equal(state[name].full_tensor(), whole), (shape, name)
 
 
-def test_fsdp_over_tp_is_recorded_as_it_is_cut_and_loads_on_any_mesh(pool: RankPool, tmp_path: Path) -> None:
+def test_fsdp_over_tp_records_its_cut_and_loads_on_any_mesh(pool: RankPool, tmp_path: Path) -> None:
     for boxes in pool.run(_save_fsdp_tp, str(tmp_path)):
         assert all(recorded == held for _, recorded, held in boxes), boxes
     pool.run(_load_on_other_meshes, str(tmp_path))
@@ -135,7 +135,7 @@ def _save_with_a_failing_rank(_rank: int, url: str) -> str:
     return message
 
 
-def test_a_failure_on_one_rank_is_raised_on_all_and_commits_nothing(pool: RankPool, tmp_path: Path) -> None:
+def test_a_failed_rank_raises_on_all_and_commits_nothing(pool: RankPool, tmp_path: Path) -> None:
     for rank, message in enumerate(pool.run(_save_with_a_failing_rank, str(tmp_path))):
         assert "No space left on device" in message.splitlines()[0], rank
     with pytest.raises(NotCommittedError, match="committed steps: 1, 3"):

@@ -90,7 +90,7 @@ def test_an_encoded_checkpoint_is_bit_exact_and_smaller(tmp_path: Path) -> None:
     assert torch.equal(part, _state()["w"][100:800, 3:903])
 
 
-def test_plain_dcp_reads_an_encoded_checkpoint_through_its_extension_registry(tmp_path: Path) -> None:
+def test_plain_dcp_reads_an_encoded_checkpoint_by_extension(tmp_path: Path) -> None:
     save(str(tmp_path), _state(), step=1, options=ENCODED)
     registry = ExtensionRegistry()
     registry.register(PlanesZstd)
@@ -135,7 +135,7 @@ def test_an_unchanged_chunk_is_not_written_again(tmp_path: Path) -> None:
     _assert_equal(plain, state)
 
 
-def test_an_incremental_save_of_a_new_job_builds_on_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_new_jobs_incremental_save_builds_on_the_newest(tmp_path: Path) -> None:
     state = {"frozen": torch.randn(300_000)}
     for step in (1, 2, 3):
         with Saver(str(tmp_path), SaveOptions(incremental=True)) as saver:
@@ -153,7 +153,7 @@ def test_an_incremental_save_of_other_ranks_shapes_writes_all(tmp_path: Path) ->
     assert loaded["w"].tolist() == list(range(8))
 
 
-def test_a_reference_whose_file_has_gone_is_found_before_the_commit(tmp_path: Path) -> None:
+def test_a_reference_to_a_lost_file_is_found_before_the_commit(tmp_path: Path) -> None:
     state = {"frozen": torch.randn(3000)}
     with Saver(str(tmp_path), SaveOptions(incremental=True)) as saver:
         saver.save(state, step=1).wait()
@@ -163,7 +163,7 @@ def test_a_reference_whose_file_has_gone_is_found_before_the_commit(tmp_path: Pa
     assert [info.step for info in list_checkpoints(str(tmp_path)) if info.state == "committed"] == [1]
 
 
-def test_retention_keeps_what_the_policy_and_later_checkpoints_need(tmp_path: Path) -> None:
+def test_retention_keeps_what_policy_and_later_steps_need(tmp_path: Path) -> None:
     state = {"frozen": torch.randn(3000), "w": torch.zeros(3)}
     options = SaveOptions(incremental=True, retention=RetentionPolicy(keep_last=2, keep_every=4))
     with Saver(str(tmp_path), options) as saver:
@@ -207,7 +207,7 @@ def test_every_commit_reaches_the_second_tier_and_either_resumes(tmp_path: Path)
         _assert_equal(loaded, state)
 
 
-def test_a_resumption_takes_the_nearest_tier_that_every_rank_sees_whole(tmp_path: Path) -> None:
+def test_resuming_takes_the_nearest_tier_whole_on_every_rank(tmp_path: Path) -> None:
     fast, safe = str(tmp_path / "fast"), str(tmp_path / "safe")
     with Saver(fast, SaveOptions(mirror=safe)) as saver:
         saver.save({"w": torch.zeros(3)}, step=1)
@@ -223,7 +223,7 @@ def test_a_resumption_takes_the_nearest_tier_that_every_rank_sees_whole(tmp_path
         open_nearest([str(tmp_path / "none")])
 
 
-def test_a_mirror_that_fails_is_heard_of_and_the_next_step_is_mirrored(tmp_path: Path) -> None:
+def test_a_failed_mirror_is_reported_and_the_next_step_mirrored(tmp_path: Path) -> None:
     fast, safe = tmp_path / "fast", tmp_path / "safe"
     safe.mkdir()
     (safe / "step-00000001").write_text("a file where a folder must be")

@@ -139,7 +139,7 @@ def test_a_model_export_never_shadows_a_resumable_checkpoint(tmp_path: Path) -> 
     assert open_checkpoint(str(tmp_path), step=20).manifest.kind == "model"
 
 
-def test_a_re_save_replaces_the_step_and_keeps_the_old_one_until_then(tmp_path: Path) -> None:
+def test_a_re_save_keeps_the_old_step_until_it_replaces_it(tmp_path: Path) -> None:
     save(str(tmp_path), {"w": torch.zeros(2)}, step=1)
     before = open_checkpoint(str(tmp_path))
     save(str(tmp_path), {"w": torch.ones(2)}, step=1)
@@ -207,7 +207,7 @@ def _torn(parts: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("how", ["before", "torn", "after"])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_failure_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, at: int, how: str) -> None:
+def test_a_failed_write_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, at: int, how: str) -> None:
     save(str(tmp_path), {"w": torch.zeros(2), "v": 1}, step=1)
     with Saver(Failing(str(tmp_path), at, how)) as saver:
         is_committed = (at, how) == (4, "after")  # the commit's answer was lost, but it stands

@@ -38,7 +38,7 @@ def test_a_step_whose_commit_is_damaged_can_be_saved_again(tmp_path: Path) -> No
     assert torch.equal(open_checkpoint(str(tmp_path)).read("w"), torch.ones(4))
 
 
-def test_an_incremental_save_goes_on_when_what_it_referred_to_is_damaged(tmp_path: Path) -> None:
+def test_an_incremental_save_survives_a_damaged_reference(tmp_path: Path) -> None:
     with Saver(str(tmp_path), SaveOptions(incremental=True)) as saver:
         saver.save({"w": torch.ones(4000)}, step=1).wait()
         (path,) = tmp_path.glob("step-00000001/a-*/*.distcp")
@@ -64,9 +64,7 @@ def test_a_claim_that_is_gone_or_damaged_stops_the_job(tmp_path: Path, content: 
     assert open_checkpoint(str(tmp_path)).step == 1
 
 
-def test_a_folder_that_cannot_be_listed_is_an_error_not_an_empty_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unlistable_folder_is_an_error_not_an_empty_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_path: str) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 

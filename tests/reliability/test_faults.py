@@ -30,9 +30,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_at_a_sample_of_calls_loses_nothing_and_is_heard_of_on_every_rank(
-    pool: RankPool, tmp_path: Path, kind: str
-) -> None:
+def test_a_fault_loses_nothing_and_is_reported_on_every_rank(pool: RankPool, tmp_path: Path, kind: str) -> None:
     cases = all_cases(
         kind, count_calls(pool, tmp_path / "count", kind), (FaultMode.BEFORE, FaultMode.AFTER, FaultMode.TORN)
     )
@@ -53,9 +51,7 @@ HANGS = (
 
 @pytest.mark.dist
 @pytest.mark.parametrize("case", HANGS, ids=str)
-def test_a_hang_on_one_rank_ends_in_an_error_on_all_within_the_timeout(
-    pool: RankPool, tmp_path: Path, case: FaultCase
-) -> None:
+def test_a_hang_on_one_rank_fails_all_within_the_timeout(pool: RankPool, tmp_path: Path, case: FaultCase) -> None:
     found, seen, _ = run_case(pool, tmp_path, case)
     assert found == []
     assert seen.failed or seen.mirror_errors, seen.call
@@ -94,7 +90,7 @@ def _hear_at_different_moments(rank: int, url: str) -> tuple[str, int]:
 
 
 @pytest.mark.dist
-def test_ranks_that_hear_of_a_failure_at_different_moments_stay_together(pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_learn_of_a_failure_late_stay_together(pool: RankPool, tmp_path: Path) -> None:
     for text, step in pool.run(_hear_at_different_moments, str(tmp_path)):
         assert "No space left" in text
         assert step == 3
@@ -117,7 +113,7 @@ with Saver(store, SaveOptions(timeout_s=0.5)) as saver:
 """
 
 
-def test_a_call_that_never_returns_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+def test_a_call_that_never_returns_lets_the_process_end(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", EXIT, str(tmp_path)], capture_output=True, text=True, timeout=55, check=True
     )
@@ -147,7 +143,7 @@ def test_work_that_was_given_up_can_do_nothing_when_it_wakes(tmp_path: Path) -> 
     assert [entry.path for entry in store.inner.list()] == ["first"]
 
 
-def test_a_mirror_copies_what_was_committed_even_when_the_last_save_failed(tmp_path: Path) -> None:
+def test_a_mirror_copies_the_commit_before_a_failed_save(tmp_path: Path) -> None:
     store = FaultyStore(FileStore(str(tmp_path / "fast")))
     saver = Saver(store, SaveOptions(mirror=str(tmp_path / "safe")))
     saver.save({"w": torch.zeros(3)}, step=1).wait()

@@ -56,9 +56,7 @@ def test_a_connection_that_is_reset_now_and_then_costs_a_retry(proxy: FaultyProx
 
 
 @pytest.mark.parametrize("num_bytes", [1, 3000, 8 << 20])
-def test_a_network_that_stays_down_loses_the_save_under_way_and_no_other(
-    proxy: FaultyProxy, s3_url: str, num_bytes: int
-) -> None:
+def test_a_network_outage_loses_only_the_save_under_way(proxy: FaultyProxy, s3_url: str, num_bytes: int) -> None:
     with Saver(store_through(proxy, s3_url), SaveOptions(timeout_s=60)) as saver:
         saver.save(state_of(1), step=1).wait()
         proxy.cut_after(num_bytes)

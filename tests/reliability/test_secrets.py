@@ -68,7 +68,7 @@ def test_secrets_of_urls_are_hidden_in_any_text(text: str, expected: str) -> Non
     assert redact_values({"a": [text, 1, None]}) == {"a": [expected, 1, None]}
 
 
-def test_the_error_of_a_library_reaches_the_other_ranks_without_secrets(tmp_path: Path) -> None:
+def test_a_librarys_error_reaches_other_ranks_without_secrets(tmp_path: Path) -> None:
     fault = StoreFault(call="write", number=2, error=lambda: StoreError(f"cannot connect to {URL}"))
     store = FaultyStore(FileStore(str(tmp_path)), [fault])
     with Saver(store, SaveOptions(is_exclusive=False)) as saver:
@@ -79,7 +79,7 @@ def test_the_error_of_a_library_reaches_the_other_ranks_without_secrets(tmp_path
 
 
 @pytest.mark.parametrize("url", [URL, "s3://AKIAEXAMPLE:hunter2@bucket/run", "ftp://AKIAEXAMPLE:hunter2@127.0.0.1:1/x"])
-def test_a_url_that_cannot_be_used_is_refused_without_its_secrets(
+def test_an_unusable_url_is_refused_without_its_secrets(
     url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -126,9 +126,7 @@ def random_rules(names: Iterable[str], shapes: dict[str, tuple[int, ...]], chanc
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("seed", range(40))
-def test_random_tensors_are_bit_equal_to_dcp_and_byte_equal_after_a_way_there_and_back(
-    tmp_path: Path, seed: int
-) -> None:
+def test_random_tensors_equal_dcps_and_survive_a_round_trip(tmp_path: Path, seed: int) -> None:
     """13 tensors a seed, each of another dtype: 520 cases of (shape, dtype, source mesh and cut, target mesh and cut)."""
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     sizes = [0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17, 23]
@@ -327,7 +325,7 @@ def test_workers_share_the_files_and_meet_in_the_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_under_torchrun_each_worker_writes_its_share_and_one_commits(tmp_path: Path) -> None:
+def test_under_torchrun_workers_write_shares_and_one_commits(tmp_path: Path) -> None:
     source = saved(str(tmp_path / "whole"), llama())
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
@@ -396,9 +394,7 @@ def test_only_the_model_in_bfloat16_under_new_names(tmp_path: Path, capsys: pyte
     assert torch.equal(made.read("m.2.up_proj.weight"), up.bfloat16())
 
 
-def test_a_model_that_no_table_knows_wants_placements_and_takes_them_from_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_model_takes_its_placements_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(str(tmp_path / "whole"), {"model": {"conv.kernel": torch.arange(24.0).reshape(4, 6)}})
     command = ["reshard", str(tmp_path / "whole"), str(tmp_path / "out"), "--mesh", "tp=2"]
     assert main(command) == 2
@@ -438,7 +434,7 @@ def test_bad_requests_are_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_destinations_that_exist_or_lie_inside_the_source_are_refused(tmp_path: Path) -> None:
+def test_existing_or_nested_destinations_are_refused(tmp_path: Path) -> None:
     whole = saved(str(tmp_path / "whole"), llama())
     plan = plan_reshard(whole, MeshSpec.parse("dp_shard=2"))
     with pytest.raises(TitanError, match="lies inside the source"):
@@ -451,9 +447,7 @@ def test_destinations_that_exist_or_lie_inside_the_source_are_refused(tmp_path: 
         run_plan(plan, str(tmp_path / "out"))
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = saved(str(tmp_path / "whole"), llama())
     monkeypatch.setattr(FileStore, "free_bytes", lambda _self: 1000)
     with pytest.raises(StoreError, match="are to be written, 1 kB are free"):

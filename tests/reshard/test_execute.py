@@ -128,7 +128,7 @@ def test_a_column_cut_in_one_wave_reads_each_source_byte_once(tmp_path: Path) ->
     assert execution.traffic.read_bytes == array.nbytes
 
 
-def test_a_transform_gets_whole_groups_of_rows_and_its_result_is_cropped(tmp_path: Path) -> None:
+def test_a_transform_gets_whole_row_groups_and_is_cropped(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path))
     array = bits((24, 5), "bfloat16")
     pieces = shard_columns((24, 5), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=5"))
@@ -173,7 +173,7 @@ def test_a_source_with_a_hole_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.s3
-def test_eight_tensor_parallel_files_are_open_at_once_on_s3_within_the_default_budget(
+def test_eight_tp_files_are_open_at_once_on_s3_in_the_budget(
     s3_environment: dict[str, str],
 ) -> None:
     assert s3_environment

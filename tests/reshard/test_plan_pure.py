@@ -37,7 +37,7 @@ def test_embeddings_and_head_are_at_the_ends() -> None:
     assert v_shaped.coordinates("rng.cpu") is None
 
 
-def test_a_recorded_pipeline_survives_json_and_nonsense_is_refused() -> None:
+def test_a_pipeline_survives_json_and_nonsense_is_refused() -> None:
     spec = PipelineSpec(num_layers=6, stages_per_rank=2, style="v", has_tied_embeddings=True)
     assert PipelineSpec.from_dict(spec.to_dict()) == spec
     with pytest.raises(PlanError, match="cannot be understood"):

@@ -51,7 +51,7 @@ def sources(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_a_resharded_checkpoint_goes_on_as_its_source_does_online(
+def test_a_resharded_checkpoint_resumes_as_an_online_load(
     pool: RankPool, sources: dict[str, str], tmp_path: Path, source: str, target: str
 ) -> None:
     reshard(sources[source], str(tmp_path), target)
