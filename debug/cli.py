@@ -9,7 +9,6 @@ import sys
 from titan_ckpt.console.command import Command
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.diagnosis.report import report_json, report_text
-from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.errors import UsageError
 
@@ -88,7 +87,7 @@ def _diagnose(path: str, *, as_text: bool) -> int:
         sys.stdout.write(report_text(evidence, verdicts))
     else:
         sys.stdout.write(json.dumps(report_json(evidence, verdicts), indent=1) + "\n")
-    return 0 if verdicts[0].verdict == VerdictKind.HEALTHY else 1
+    return 0 if verdicts[0].is_healthy else 1
 
 
 DEBUG = Command(configure=configure, run=run)

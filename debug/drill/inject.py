@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from titan_ckpt.console.command import Command
-from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
 from titan_ckpt.debug.read.black_boxes import BoxReader
 from titan_ckpt.debug.read.name_tables import Interner
 from titan_ckpt.debug.record.environment import environment
@@ -33,8 +32,8 @@ class Truth:
     """What an analyzer must find. `subtype` None = any; `everyone` = all ranks are part of it. `operations`: how many a rank
     issues at least before anything goes wrong; a stall before that is only a slow start."""
 
-    verdict: VerdictKind
-    subtype: Subtype | None = None
+    verdict: str
+    subtype: str | None = None
     everyone: bool = False
     least_ranks: int = 2
     is_even: bool = False
@@ -43,11 +42,11 @@ class Truth:
 
     @property
     def is_hang(self) -> bool:
-        return self.verdict not in (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
+        return self.verdict not in ("HEALTHY", "STRAGGLER")
 
     def culprits(self, size: int) -> tuple[int, ...]:
         """The guilty ranks in a job of `size` ranks."""
-        if self.verdict == VerdictKind.HEALTHY:
+        if self.verdict == "HEALTHY":
             return ()
         return tuple(range(size)) if self.everyone else (culprit_of(size),)
 
@@ -58,59 +57,51 @@ def culprit_of(size: int) -> int:
 
 
 CASES: Mapping[str, Truth] = {
-    "ok": Truth(verdict=VerdictKind.HEALTHY, text="nothing goes wrong"),
-    "gc_pause": Truth(verdict=VerdictKind.HEALTHY, text="a pause of one rank that ends"),
-    "subset_groups": Truth(verdict=VerdictKind.HEALTHY, text="groups that only some ranks use, legally"),
-    "async_not_waited": Truth(verdict=VerdictKind.HEALTHY, text="an asynchronous handle that nobody waits for"),
-    "skip": Truth(verdict=VerdictKind.SKIPPED_COLLECTIVE, text="a rank leaves a collective out"),
-    "order": Truth(verdict=VerdictKind.ORDER_MISMATCH, text="a rank swaps two collectives"),
-    "op_type": Truth(verdict=VerdictKind.OP_MISMATCH, text="all_gather against all_reduce"),
-    "size": Truth(verdict=VerdictKind.SIZE_MISMATCH, text="a rank passes another size"),
-    "dtype": Truth(verdict=VerdictKind.DTYPE_MISMATCH, text="a rank passes another dtype"),
+    "ok": Truth(verdict="HEALTHY", text="nothing goes wrong"),
+    "gc_pause": Truth(verdict="HEALTHY", text="a pause of one rank that ends"),
+    "subset_groups": Truth(verdict="HEALTHY", text="groups that only some ranks use, legally"),
+    "async_not_waited": Truth(verdict="HEALTHY", text="an asynchronous handle that nobody waits for"),
+    "skip": Truth(verdict="SKIPPED_COLLECTIVE", text="a rank leaves a collective out"),
+    "order": Truth(verdict="ORDER_MISMATCH", text="a rank swaps two collectives"),
+    "op_type": Truth(verdict="OP_MISMATCH", text="all_gather against all_reduce"),
+    "size": Truth(verdict="SIZE_MISMATCH", text="a rank passes another size"),
+    "dtype": Truth(verdict="DTYPE_MISMATCH", text="a rank passes another dtype"),
     "extra_collective": Truth(
-        verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.EXTRA_COLLECTIVE, text="a collective under `if rank`"
+        verdict="SKIPPED_COLLECTIVE", subtype="extra_collective", text="a collective under `if rank`"
     ),
     "finished_early": Truth(
-        verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.FINISHED_EARLY, text="a rank has fewer batches and ends"
+        verdict="SKIPPED_COLLECTIVE", subtype="finished_early", text="a rank has fewer batches and ends"
     ),
-    "wrong_group": Truth(verdict=VerdictKind.WRONG_GROUP, text="the right collective on the wrong group"),
-    "dataloader": Truth(
-        verdict=VerdictKind.STUCK_ON_CPU, subtype=Subtype.DATALOADER, text="storage behind the data is gone"
-    ),
-    "checkpoint_io": Truth(
-        verdict=VerdictKind.STUCK_ON_CPU, subtype=Subtype.CHECKPOINT_IO, text="a checkpoint write never ends"
-    ),
-    "python_lock": Truth(verdict=VerdictKind.STUCK_ON_CPU, subtype=Subtype.PYTHON_LOCK, text="a lock taken twice"),
-    "gil_held": Truth(verdict=VerdictKind.STUCK_ON_CPU, subtype=Subtype.GIL_HELD, text="C code that keeps the GIL"),
-    "user_code": Truth(verdict=VerdictKind.STUCK_ON_CPU, subtype=Subtype.USER_CODE, text="a loop without an end"),
-    "gc_storm": Truth(verdict=VerdictKind.STUCK_ON_CPU, subtype=Subtype.GC, text="garbage collection over and over"),
-    "teardown": Truth(verdict=VerdictKind.TEARDOWN_STUCK, text="a rank ends, and waits for a thread that does not"),
+    "wrong_group": Truth(verdict="WRONG_GROUP", text="the right collective on the wrong group"),
+    "dataloader": Truth(verdict="STUCK_ON_CPU", subtype="dataloader", text="storage behind the data is gone"),
+    "checkpoint_io": Truth(verdict="STUCK_ON_CPU", subtype="checkpoint_io", text="a checkpoint write never ends"),
+    "python_lock": Truth(verdict="STUCK_ON_CPU", subtype="python_lock", text="a lock taken twice"),
+    "gil_held": Truth(verdict="STUCK_ON_CPU", subtype="gil_held", text="C code that keeps the GIL"),
+    "user_code": Truth(verdict="STUCK_ON_CPU", subtype="user_code", text="a loop without an end"),
+    "gc_storm": Truth(verdict="STUCK_ON_CPU", subtype="gc", text="garbage collection over and over"),
+    "teardown": Truth(verdict="TEARDOWN_STUCK", text="a rank ends, and waits for a thread that does not"),
     "ring_overflow": Truth(
-        verdict=VerdictKind.STUCK_ON_CPU, operations=160, text="more operations than the rings hold, then a stop"
+        verdict="STUCK_ON_CPU", operations=160, text="more operations than the rings hold, then a stop"
     ),
     "chain": Truth(
-        verdict=VerdictKind.STUCK_ON_CPU,
-        subtype=Subtype.DATALOADER,
+        verdict="STUCK_ON_CPU",
+        subtype="dataloader",
         is_even=True,
         operations=3,
         text="one stop, felt in TP and PP",
     ),
-    "sigkill": Truth(verdict=VerdictKind.RANK_DIED, subtype=Subtype.SIGNAL, text="SIGKILL"),
-    "segfault": Truth(verdict=VerdictKind.RANK_DIED, subtype=Subtype.SIGNAL, text="a segmentation fault"),
-    "sigstop": Truth(verdict=VerdictKind.RANK_FROZEN, text="SIGSTOP"),
-    "exception": Truth(
-        verdict=VerdictKind.RANK_DIED, subtype=Subtype.PYTHON_EXCEPTION, text="an exception on one rank"
-    ),
-    "out_of_memory": Truth(verdict=VerdictKind.RANK_DIED, subtype=Subtype.OOM, text="one rank runs out of memory"),
-    "p2p_missing": Truth(verdict=VerdictKind.P2P_MISSING_PEER, text="a recv without its send"),
-    "p2p_size": Truth(verdict=VerdictKind.P2P_SIZE_MISMATCH, text="a send larger than its recv"),
-    "p2p_cycle": Truth(verdict=VerdictKind.P2P_CYCLE, everyone=True, text="everybody receives before sending"),
-    "p2p_batch": Truth(verdict=VerdictKind.P2P_MISSING_PEER, text="a batch that lacks one send"),
-    "subset_new_group": Truth(
-        verdict=VerdictKind.PG_INIT_HANG, subtype=Subtype.NEW_GROUP, text="new_group not called by one rank"
-    ),
-    "init_hang": Truth(verdict=VerdictKind.PG_INIT_HANG, operations=0, text="a rank never joins"),
-    "straggler": Truth(verdict=VerdictKind.STRAGGLER, text="one rank is always late"),
+    "sigkill": Truth(verdict="RANK_DIED", subtype="signal", text="SIGKILL"),
+    "segfault": Truth(verdict="RANK_DIED", subtype="signal", text="a segmentation fault"),
+    "sigstop": Truth(verdict="RANK_FROZEN", text="SIGSTOP"),
+    "exception": Truth(verdict="RANK_DIED", subtype="python_exception", text="an exception on one rank"),
+    "out_of_memory": Truth(verdict="RANK_DIED", subtype="oom", text="one rank runs out of memory"),
+    "p2p_missing": Truth(verdict="P2P_MISSING_PEER", text="a recv without its send"),
+    "p2p_size": Truth(verdict="P2P_SIZE_MISMATCH", text="a send larger than its recv"),
+    "p2p_cycle": Truth(verdict="P2P_CYCLE", everyone=True, text="everybody receives before sending"),
+    "p2p_batch": Truth(verdict="P2P_MISSING_PEER", text="a batch that lacks one send"),
+    "subset_new_group": Truth(verdict="PG_INIT_HANG", subtype="new_group", text="new_group not called by one rank"),
+    "init_hang": Truth(verdict="PG_INIT_HANG", operations=0, text="a rank never joins"),
+    "straggler": Truth(verdict="STRAGGLER", text="one rank is always late"),
 }
 
 

@@ -359,3 +359,8 @@ class Verdict:
     signal: str = ""
     file: str = ""
     line: int = 0
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether no fault was found."""
+        return self.verdict == VerdictKind.HEALTHY

@@ -11,6 +11,7 @@ from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.drill.cases import CASES as PROGRAMS
 from titan_ckpt.debug.drill.inject import CASES, _end, _is_newest, _start, _wait_until_settled, culprit_of, inject
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, HEARTBEAT, HEARTBEAT_AT, RECORD
+from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
 from titan_ckpt.debug.record.hooks import BoxWriter
 from titan_ckpt.store.open import open_store
 
@@ -112,3 +113,8 @@ def test_heartbeats_are_watched_in_an_object_store(
         box.stop()
     assert watched() == 0
     assert "all ranks ended in good order" in capsys.readouterr().out
+
+
+def test_every_case_expects_a_verdict_that_exists() -> None:
+    assert {truth.verdict for truth in CASES.values()} <= set(VerdictKind)
+    assert {truth.subtype for truth in CASES.values() if truth.subtype} <= set(Subtype)
