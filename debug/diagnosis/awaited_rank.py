@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titan_ckpt.debug.diagnosis.busy_with import PHASES
-from titan_ckpt.debug.diagnosis.confidence import Basis
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, shortest_chain
+from titan_ckpt.debug.incident.busy_with import PHASES
+from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import COMPLETED, Evidence, RankRecord, Run, Situation, Verdict
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titan_ckpt.debug.diagnosis.confidence import Basis
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Operation, Run, Situation, Verdict

@@ -8,7 +8,6 @@ from signal import SIGABRT
 
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
 from titan_ckpt.debug.diagnosis.awaited_rank import cause_of_death, stopped_ticking, verdict_of
-from titan_ckpt.debug.diagnosis.confidence import DIED_FIRST, EXPLAINED, NAMED_TOGETHER, OTHER_FAULT, WEIGHTS, Basis
 from titan_ckpt.debug.diagnosis.deadlock import deadlock
 from titan_ckpt.debug.diagnosis.mismatch import mismatch
 from titan_ckpt.debug.diagnosis.no_culprit import healthy, looks_well, undecided, went_on
@@ -19,6 +18,7 @@ from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.transport import transport
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, roots, wait_edges
 from titan_ckpt.debug.diagnosis.without_dumps import by_witnesses, sizes_in_logs
+from titan_ckpt.debug.incident.confidence import DIED_FIRST, EXPLAINED, NAMED_TOGETHER, OTHER_FAULT, WEIGHTS, Basis
 from titan_ckpt.debug.incident.gc_off import no_gc
 from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run, Situation, Verdict

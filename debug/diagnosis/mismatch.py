@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from titan_ckpt.debug.diagnosis.align import Lane, elements_of, first_disagreement, is_uneven
-from titan_ckpt.debug.diagnosis.confidence import SHIFTED, Basis
+from titan_ckpt.debug.incident.confidence import SHIFTED, Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import OperationState, Subtype, VerdictKind

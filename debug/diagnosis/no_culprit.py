@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.diagnosis.confidence import Basis
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Situation, Verdict

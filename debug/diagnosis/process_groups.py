@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from titan_ckpt.debug.diagnosis.confidence import Basis
 from titan_ckpt.debug.diagnosis.rank_death import is_absent
+from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import conflicts, rank_list
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run, Situation, Verdict

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from titan_ckpt.debug.diagnosis.busy_with import last_words
-from titan_ckpt.debug.diagnosis.confidence import Basis
+from titan_ckpt.debug.incident.busy_with import last_words
+from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import crash_frame, crashed_thread, hang_stack, main_frame
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, Exit, LogEvent, RankRecord, Situation

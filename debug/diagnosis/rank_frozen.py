@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 
-from titan_ckpt.debug.diagnosis.busy_with import in_gc, last_words
-from titan_ckpt.debug.diagnosis.confidence import Basis
 from titan_ckpt.debug.diagnosis.rank_death import signal_of
+from titan_ckpt.debug.incident.busy_with import in_gc, last_words
+from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import hang_stack, main_frame, main_thread_state, user_frame
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, Run, Situation, StackSnapshot

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from titan_ckpt.debug.diagnosis.busy_with import busy_with, last_words
-from titan_ckpt.debug.diagnosis.confidence import Basis
 from titan_ckpt.debug.diagnosis.rank_death import dead, event_evidence, lost_threads
 from titan_ckpt.debug.diagnosis.rank_frozen import frozen
+from titan_ckpt.debug.incident.busy_with import busy_with, last_words
+from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import hang_stack, main_thread_state, user_frame
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Situation

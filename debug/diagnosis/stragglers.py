@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.diagnosis.confidence import straggling
+from titan_ckpt.debug.incident.confidence import straggling
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.operation_table import column
 from titan_ckpt.debug.incident.records import Evidence, Run, Verdict

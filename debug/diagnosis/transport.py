@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, elements_of
-from titan_ckpt.debug.diagnosis.confidence import Basis
+from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import DumpKind, VerdictKind
 from titan_ckpt.debug.incident.operation_table import operation_blocks

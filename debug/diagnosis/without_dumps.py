@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from signal import SIGKILL
 
 from titan_ckpt.debug.diagnosis.awaited_rank import advice
-from titan_ckpt.debug.diagnosis.busy_with import busy_by_log, has_recorder_talk
-from titan_ckpt.debug.diagnosis.confidence import Basis
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
+from titan_ckpt.debug.incident.busy_with import busy_by_log, has_recorder_talk
+from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation, Verdict
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titan_ckpt.debug import diagnose, open_run
-from titan_ckpt.debug.diagnosis.busy_with import busy_with
+from titan_ckpt.debug.incident.busy_with import busy_with
 from titan_ckpt.debug.incident.records import Frame, RankRecord, StackSnapshot, Thread
 
 PYTHON = "/usr/lib/python3.11"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from titan_ckpt.debug.diagnosis.confidence import Basis
+from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from tools.docs.confidence_docs import with_table
 from tools.paths import DOCS

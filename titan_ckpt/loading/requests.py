@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from titan_ckpt.store.base import Store
+if TYPE_CHECKING:
+    from titan_ckpt.store.base import Store
 
 SMALL_BYTES = 1 << 20
 GAP_BYTES = 64 << 10

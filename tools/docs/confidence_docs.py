@@ -1,10 +1,10 @@
-"""The table of confidences in docs/hangs.md, written from `titan_ckpt.debug.diagnosis.confidence`."""
+"""The table of confidences in docs/hangs.md, written from `titan_ckpt.debug.incident.confidence`."""
 
 from __future__ import annotations
 
 import re
 
-from titan_ckpt.debug.diagnosis.confidence import confidence_table
+from titan_ckpt.debug.incident.confidence import confidence_table
 
 _BLOCK = re.compile(r"(<!-- begin confidence -->\n).*?(<!-- end confidence -->)", re.DOTALL)
 
