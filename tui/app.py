@@ -1,4 +1,4 @@
-"""The application: eight numbered screens over one session, a prompt line, a bottom line, help and palette."""
+"""The application: eight numbered screens over one session, a prompt, a status line, help and a command palette."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TitanApp(App[None]):
     def __init__(self, content: Content, *, clock: Callable[[], float] = time.time, first_screen: int = 0) -> None:
         super().__init__()
         self.session = Session(content=content, clock=clock)
-        self._loader = SessionLoader(self, self.session, self._on_loaded, self.say)
+        self._loader = SessionLoader(self, self.session, self._on_loaded, self.show_status)
         self._history: list[int] = []
         self._above: list[tuple[Session, int]] = []
         self._first_screen = first_screen or (
@@ -59,7 +59,7 @@ class TitanApp(App[None]):
         )
         self._answer: Callable[[str], None] | None = None
         self._working: list[str] = []
-        self._said = ""
+        self._status_text = ""
 
     def compose(self) -> ComposeResult:
         yield Static("", id="tabs", markup=False)
@@ -83,21 +83,21 @@ class TitanApp(App[None]):
 
     @property
     def pane(self) -> Pane:
-        """The screen that is shown."""
+        """The current screen."""
         return self.query_one(f"#{self.query_one('#panes', ContentSwitcher).current}", Pane)
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is being read or computed."""
+        """Whether all loading and computing is done."""
         return not self._loader.is_busy and not self._working
 
     def show_number(self, number: int) -> None:
-        """Show a screen, without a note in the history."""
+        """Show a screen without adding to the history."""
         self.query_one("#panes", ContentSwitcher).current = f"pane-{number}"
         self.pane.update_rows()
         self.pane.body.focus()
         self._paint_tabs()
-        self.say("")
+        self.show_status("")
 
     def action_screen_number(self, number: int) -> None:
         if number != self.pane.number:
@@ -108,7 +108,7 @@ class TitanApp(App[None]):
         self.go(message.link)
 
     def go(self, link: RowLink) -> None:
-        """Show what `target` names."""
+        """Show the item of `link`."""
         self.session.select(link.group, link.seq)
         self.action_screen_number(link.screen)
         self.pane.select(link)
@@ -123,7 +123,7 @@ class TitanApp(App[None]):
         elif self._above:
             await self._show_session(*self._above.pop())
 
-    # ----------------------------------------------------------------------------------------- a run of several
+    # ----------------------------------------------------------------------------------------- a folder of runs
 
     def on_pane_open(self, message: Pane.Open) -> None:
         what, url = f"opening {redact(message.url)}", message.url
@@ -135,10 +135,10 @@ class TitanApp(App[None]):
         self.call_next(self._show_session, Session(content=content, clock=self.session.clock), None)
 
     async def _show_session(self, session: Session, cursor: int | None) -> None:
-        """All screens anew, over another session: one shown before, with its cursor, or a new one, which has none yet."""
+        """Rebuild all screens over another session. `cursor` is None for a new session, which still has to be loaded."""
         self._loader.close()
         self.session, self._history = session, []
-        self._loader = SessionLoader(self, session, self._on_loaded, self.say)
+        self._loader = SessionLoader(self, session, self._on_loaded, self.show_status)
         panes = self.query_one("#panes", ContentSwitcher)
         with self.batch_update():
             panes.current = None
@@ -148,15 +148,15 @@ class TitanApp(App[None]):
             if cursor is None:
                 self._loader.load_all()
             self.show_number(CheckpointsPane.number)
-        if cursor is not None:  # a new list finds its first line by itself, perhaps before this
+        if cursor is not None:  # a new list places its own cursor
             self.call_after_refresh(self.pane.body.move_to, cursor)
 
     # -------------------------------------------------------------------------------------------------- loading
 
     async def on_event(self, event: events.Event) -> None:
-        """What was said of one key goes with the next."""
-        if isinstance(event, events.Key) and self._said:
-            self.say("")
+        """Clear the message of the previous key."""
+        if isinstance(event, events.Key) and self._status_text:
+            self.show_status("")
         await super().on_event(event)
 
     def _on_loaded(self) -> None:
@@ -169,7 +169,7 @@ class TitanApp(App[None]):
 
     def action_follow(self) -> None:
         self.session.is_following = not self.session.is_following
-        self.say("following: what grows is read every 2 s" if self.session.is_following else "not following")
+        self.show_status("following: new data is loaded every 2 s" if self.session.is_following else "not following")
         if self.session.is_following:
             self.pane.followed()
         self._follow()
@@ -177,7 +177,7 @@ class TitanApp(App[None]):
     def on_pane_work(self, message: Pane.Work) -> None:
         self._working.append(message.what)
         self._paint_status()
-        tasks.start(self, message.what, message.work, message.done, self.say)
+        tasks.start(self, message.what, message.work, message.done, self.show_status)
 
     def on_finished(self, message: tasks.Finished) -> None:
         if message.what in self._working:
@@ -199,7 +199,7 @@ class TitanApp(App[None]):
     def action_copy(self) -> None:
         text = self.pane.copied_text()
         self.copy_to_clipboard(text)
-        self.say(f"copied: {text[:60]}" if text else "nothing to copy")
+        self.show_status(f"copied: {text[:60]}" if text else "nothing to copy")
 
     async def action_help(self) -> None:
         await self.push_screen(HelpScreen(self.pane))
@@ -209,7 +209,7 @@ class TitanApp(App[None]):
 
     def action_export(self) -> None:
         if self.session.incident.value is None:
-            self.say(f"no report to export: {self.session.incident.text}")
+            self.show_status(f"no report to export: {self.session.incident.text}")
             return
         name = self.session.incident.value.run.incident or "incident"
         self.ask("export the report to", f"{name}-report.txt", self._export)
@@ -221,16 +221,16 @@ class TitanApp(App[None]):
             with Path(path).expanduser().open("x", encoding="utf-8") as file:
                 file.write(report_text(incident.run, incident.verdicts))
         except OSError as error:
-            self.say(f"{path}: not written: {error.strerror}")
+            self.show_status(f"{path} not written: {error.strerror}")
         else:
-            self.say(f"report written to {path}")
+            self.show_status(f"report written to {path}")
 
     # ---------------------------------------------------------------------------------------- prompt, bottom line
 
     def ask(self, label: str, initial: str, then: Callable[[str], None]) -> None:
-        """A line of input at the bottom; enter hands it to `then`, esc drops it."""
+        """Show the prompt; enter passes its text to `then`, esc cancels."""
         prompt = self.query_one("#prompt", Input)
-        prompt.placeholder = "enter accepts, esc leaves"
+        prompt.placeholder = "enter to accept, esc to cancel"
         prompt.value = initial
         prompt.remove_class("hidden")
         self._answer = then
@@ -247,33 +247,33 @@ class TitanApp(App[None]):
             answer(message.value.strip())
 
     def close_prompt(self) -> None:
-        """Hide the prompt and give the focus back."""
+        """Hide the prompt and focus the screen."""
         self._answer = None
         self.query_one("#prompt", Input).add_class("hidden")
         self.pane.body.focus()
         self._paint_status()
 
-    def on_pane_say(self, message: Pane.Say) -> None:
-        self.say(message.text)
+    def on_pane_show_status(self, message: Pane.ShowStatus) -> None:
+        self.show_status(message.text)
 
-    def say(self, text: str) -> None:
-        """Put `text` on the bottom line; the empty text brings the keys back."""
-        self._said = text
+    def show_status(self, text: str) -> None:
+        """Show `text` on the status line; an empty text restores the key hints."""
+        self._status_text = text
         self._paint_status()
 
     def _paint_status(self) -> None:
         doing = [*self._working, *(f"reading {what}" for what in self._loader.reading)]
-        if self._said and not doing:
-            text = self._said
+        if self._status_text and not doing:
+            text = self._status_text
         elif doing:
-            text = " · ".join([*([self._said] if self._said else []), *doing]) + " ..."
+            text = " · ".join([*([self._status_text] if self._status_text else []), *doing]) + " ..."
         else:
             text = self._hints()
         follow = "[following] " if self.session.is_following else ""
         self.query_one("#status", Static).update(truncate(f" {follow}{text}", self.size.width))
 
     def _hints(self) -> str:
-        """As many of the screen's keys as there is room for."""
+        """The screen's keys that fit on the status line."""
         text, room = "? help  q quit", self.size.width - 2 - len("[following] ") * self.session.is_following
         for key, what in self.pane.keys:
             longer = f"{text}  {key} {what}"
@@ -289,22 +289,20 @@ class TitanApp(App[None]):
         self.query_one("#tabs", Static).update(" ".join(names))
 
     def on_resize(self) -> None:
-        self.call_later(self._paint_tabs)  # later: the new size is not known yet
+        self.call_later(self._paint_tabs)  # the new size is not known yet
         self.call_later(self._paint_status)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:  # noqa: ARG002 (Textual's)
-        """The palette: every screen and every key of all screens."""
+        """Commands of the palette: every screen, and the keys that all screens share."""
         for pane in PANES:
             yield SystemCommand(f"{pane.number} {pane.label}", f"show screen {pane.number}", _shower(self, pane.number))
-        yield SystemCommand(
-            "Next problem", "the next line or operation that is wrong (n)", lambda: self.action_next_problem(1)
-        )
-        yield SystemCommand("Filter", "show only what matches (/)", self.action_filter)
+        yield SystemCommand("Next problem", "go to the next problem (n)", lambda: self.action_next_problem(1))
+        yield SystemCommand("Filter", "show matching lines only (/)", self.action_filter)
         yield SystemCommand("Copy", "copy the line under the cursor (y)", self.action_copy)
         yield SystemCommand("Export the report", "write the diagnosis to a text file (e)", self.action_export)
-        yield SystemCommand("Follow", "read again what grows, every 2 s (f)", self.action_follow)
+        yield SystemCommand("Follow", "load new data every 2 s (f)", self.action_follow)
         yield SystemCommand("Help", "all keys (?)", self.action_help)
-        yield SystemCommand("Quit", "leave (q)", self.action_quit)
+        yield SystemCommand("Quit", "exit (q)", self.action_quit)
 
 
 def _shower(app: TitanApp, number: int) -> Callable[[], None]:

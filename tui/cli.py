@@ -19,25 +19,25 @@ from titan_ckpt.tui.screenshot import write_screenshot
 _EPILOG = """\
 examples:
   titan-ckpt tui s3://bucket/run             a run: its checkpoints, logs, metrics and newest incident
-  titan-ckpt tui s3://bucket                 a folder of runs, to choose from
+  titan-ckpt tui s3://bucket                 a folder of runs: choose one
   titan-ckpt tui ./debug/2026-11-21          one incident
-  titan-ckpt tui RUN --screenshot out.svg    no terminal needed: the first screen as a picture
+  titan-ckpt tui RUN --screenshot out.svg    save the first screen as SVG; needs no terminal
 
-Keys: 1-8 screens, ? help, q quit. The same diagnosis as plain text: titan-ckpt debug PATH
-exit codes: 0 fine, 2 usage, 3 nothing there to show
+Keys: 1-8 screens, ? help, q quit. For the diagnosis as plain text: titan-ckpt debug PATH
+exit codes: 0 fine, 2 usage, 3 nothing to show at PATH
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """PATH and how to show it."""
+    """Add PATH and the options of the first screen and the screenshot."""
     parser.epilog = _EPILOG
     parser.add_argument(
         "path", metavar="PATH", nargs="?", default=".", help="a run, an incident, a folder of dumps or logs"
     )
     parser.add_argument(
-        "--screen", type=int, choices=range(1, 9), default=0, metavar="1-8", help="screen to begin with"
+        "--screen", type=int, choices=range(1, 9), default=0, metavar="1-8", help="first screen to show"
     )
-    parser.add_argument("--screenshot", metavar="FILE.svg", help="write the screen as SVG and end")
+    parser.add_argument("--screenshot", metavar="FILE.svg", help="write the screen as SVG and exit")
     parser.add_argument(
         "--size", type=parse_screen_size, default=(80, 24), metavar="80x24", help="size of the screenshot"
     )
@@ -47,13 +47,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_screen_size(text: str) -> tuple[int, int]:
-    """
+    """Columns and lines.
+
     >>> parse_screen_size("140x45")
     (140, 45)
     """
     match = re.fullmatch(r"(\d{2,3})x(\d{2,3})", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write columns x lines, for example 80x24")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write COLUMNSxLINES, for example 80x24")
     return int(match.group(1)), int(match.group(2))
 
 
@@ -71,14 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
         write_screenshot(app, arguments.screenshot, width=width, height=height, keys=keys)
         sys.stdout.write(f"{arguments.screenshot}\n")
         return 0
-    with logged_on(app):
+    with logs_on_bottom_line(app):
         app.run()
     return app.return_code or 0
 
 
 @contextlib.contextmanager
-def logged_on(app: TitanApp) -> Iterator[None]:
-    """Have what is logged shown on the bottom line: on stderr it would be written over the screen."""
+def logs_on_bottom_line(app: TitanApp) -> Iterator[None]:
+    """Show log records on the bottom line; on stderr they would overwrite the screen."""
     root = logging.getLogger()
     before, root.handlers = root.handlers, [_BottomLine(app)]
     try:
@@ -93,7 +94,7 @@ class _BottomLine(logging.Handler):
         self._app = app
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._app.post_message(tasks.TaskOutput(record.getMessage(), self._app.say))
+        self._app.post_message(tasks.TaskOutput(record.getMessage(), self._app.show_status))
 
 
 TUI = Command(configure=configure, run=run)

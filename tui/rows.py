@@ -1,7 +1,7 @@
-"""Lines of text as the screens' data: parts with a role, and where enter leads. Knows nothing of Textual.
+"""Lines of text as data: spans with a role, and the item that enter opens. Knows nothing of Textual.
 
-Roles say what a part means (`bad`, `dim`, ...); only `tui.widgets.line_view` turns them into colours, and no role is the
-only carrier of its meaning: there is always a word or a glyph as well.
+A role is the meaning of a span (`BAD`, `DIM`, ...); only `tui.widgets.line_view` maps roles to colours. A word or a glyph always
+carries the same meaning, so the screens can be read without colour.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Role(StrEnum):
 
 TextSpan: TypeAlias = tuple[str, Role]
 
-# Whole escape sequences first (colours, titles), then what else steers a terminal or turns its text around.
+# Whole escape sequences first (colours, titles), then other control and bidirectional characters.
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]"
@@ -38,7 +38,7 @@ _CONTROL = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glyph:
-    """One character that stands for a state, with its role and its name in words."""
+    """A character that stands for a state, with its role and its label."""
 
     char: str
     role: Role
@@ -47,7 +47,7 @@ class Glyph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLink:
-    """Where enter on a row leads: a screen, and what to select there."""
+    """What enter on a row opens: a screen, and the item to select there."""
 
     screen: int
     rank: int | None = None
@@ -61,7 +61,7 @@ class RowLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line. `is_problem` is where `n` and `N` stop."""
+    """One line. `n` and `N` stop at rows with `is_problem`."""
 
     spans: tuple[TextSpan, ...] = ()
     link: RowLink | None = None
@@ -69,12 +69,12 @@ class Row:
 
     @property
     def text(self) -> str:
-        """The line without roles."""
+        """The text of all spans."""
         return "".join(text for text, _ in self.spans)
 
 
 class Rows(Protocol):
-    """Any number of rows, made only when they are looked at."""
+    """A list of rows of any length, each built when it is painted."""
 
     def __len__(self) -> int: ...
 
@@ -86,7 +86,7 @@ class Rows(Protocol):
 
 
 class RowList:
-    """Rows that stand in memory."""
+    """Rows kept in memory."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._rows = tuple(rows)
@@ -102,24 +102,24 @@ class RowList:
         return next((place for place in places if self._rows[place].is_problem), None)
 
     def matching(self, text: str) -> RowList:
-        """The rows that hold `text`, in any case."""
+        """The rows that contain `text`, ignoring case."""
         wanted = text.casefold()
         return RowList(row for row in self._rows if wanted in row.text.casefold())
 
 
 def row(*spans: str | TextSpan, link: RowLink | None = None, is_problem: bool = False) -> Row:
-    """A row of parts; a bare string is a part without a role."""
+    """Build a row of cleaned spans; a bare string is a plain span."""
     cleaned = tuple((clean(p), Role.PLAIN) if isinstance(p, str) else (clean(p[0]), p[1]) for p in spans)
     return Row(spans=cleaned, link=link, is_problem=is_problem)
 
 
 def head(text: str) -> Row:
-    """A heading."""
+    """A heading row."""
     return row((text, Role.HEAD))
 
 
 def clean(text: str) -> str:
-    """`text` without what could steer a terminal: logs and dumps are other people's bytes.
+    """Remove control sequences from `text`: logs and dumps are untrusted input.
 
     >>> clean("a\\tb\\x1b[31mred\\x07")
     'a   bred'
@@ -129,7 +129,7 @@ def clean(text: str) -> str:
 
 
 def ranks_text(ranks: Sequence[int], limit: int = 12) -> str:
-    """Ranks as ranges.
+    """Format ranks as ranges.
 
     >>> ranks_text([0, 1, 2, 5, 7, 8]), ranks_text(range(0, 100, 2), limit=3)
     ('0-2,5,7-8', '0,2,4,... (50 ranks)')
@@ -145,7 +145,7 @@ def ranks_text(ranks: Sequence[int], limit: int = 12) -> str:
 
 
 def truncate(text: str, width: int) -> str:
-    """`text` in at most `width` characters.
+    """Cut `text` at the end to at most `width` characters.
 
     >>> truncate("a long line", 6), truncate("short", 6)
     ('a lon…', 'short')
@@ -154,23 +154,25 @@ def truncate(text: str, width: int) -> str:
 
 
 def ranks_named(ranks: Sequence[int], limit: int = 12) -> str:
-    """
+    """Format ranks as ranges after the word `rank` or `ranks`.
+
     >>> ranks_named([3]), ranks_named([0, 1])
     ('rank 3', 'ranks 0-1')
     """
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranks_text(ranks, limit)}"
 
 
-def counted(number: int, what: str) -> str:
-    """
+def counted(number: int, noun: str) -> str:
+    """Format a number and its noun, with a plain plural.
+
     >>> counted(1, "rank"), counted(4096, "rank")
     ('1 rank', '4,096 ranks')
     """
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def truncate_start(text: str, width: int) -> str:
-    """`text` in at most `width` characters, of which the last are kept: a path's end tells more than its beginning.
+    """Cut `text` at the start to at most `width` characters: the end of a path is the specific part.
 
     >>> truncate_start("/data/runs/tiny", 8), truncate_start("short", 6)
     ('…ns/tiny', 'short')
@@ -179,7 +181,7 @@ def truncate_start(text: str, width: int) -> str:
 
 
 def parse_ranks(text: str) -> tuple[int, ...] | None:
-    """The inverse of `ranks_text`; None where `text` is no set of ranks.
+    """Parse the format of `ranks_text`; None if `text` is not a set of ranks.
 
     >>> parse_ranks("0-2,5"), parse_ranks("five")
     ((0, 1, 2, 5), None)
@@ -195,7 +197,7 @@ def parse_ranks(text: str) -> tuple[int, ...] | None:
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """`text` in lines of at most `width`, broken at spaces where possible; later lines begin with `indent`."""
+    """Wrap `text` to `width`, at spaces where possible; lines after the first begin with `indent`."""
     lines, line, width = [], "", max(width, len(indent) + 8)
     for word in clean(text).split(" "):
         while len(word) > width - len(indent):

@@ -1,4 +1,4 @@
-"""One screen as SVG, without a terminal: what `make demo` and the documentation show."""
+"""Write one screen as SVG without a terminal, for `make demo` and the documentation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POLL_S, _HOPS = 0.02, 5
 
 
 def write_screenshot(app: TitanApp, path: str, *, width: int, height: int, keys: tuple[str, ...] = ()) -> None:
-    """Run `app` headless until everything is read, press `keys`, and write the screen to `path`."""
+    """Run `app` headless, press `keys` once everything is loaded, and write the screen to `path`."""
     svg = asyncio.run(_take(app, (width, height), keys))
     Path(path).write_text(svg, encoding="utf-8")
 
@@ -26,24 +26,26 @@ async def _take(app: TitanApp, size: tuple[int, int], keys: tuple[str, ...]) -> 
         for key in keys:
             await pilot.press(key)
             await settled(app, pilot)
-        # The template names fonts on a public server; a file that shows the same offline has no need of them.
+        # The template links fonts on a public server; the file must look the same offline.
         return _FONT_FACES.sub("", app.export_screenshot(title="titan-ckpt tui"))
 
 
 async def settled(app: TitanApp, pilot: Pilot[None]) -> None:
-    """Wait until nothing is being read or computed, and all of it is painted."""
-    await _rested(pilot)
+    """Wait until all loading and computing is done and painted."""
+    await _drained(pilot)
     has_waited = False
     while not app.is_settled:
         await asyncio.sleep(_POLL_S)
         has_waited = True
     if has_waited:
-        await _rested(pilot)
+        await _drained(pilot)
 
 
-async def _rested(pilot: Pilot[None]) -> None:
-    """Wait for every widget's messages and for those that they lead to (a key, a layout, a size, rows): on a machine that others
-    load, a processor that looks idle, which is all that one pause waits for, says little."""
+async def _drained(pilot: Pilot[None]) -> None:
+    """Wait for every widget's messages and for the messages these cause (a key, a layout, a size, rows).
+
+    One pause only waits for an idle processor, which proves little on a loaded machine.
+    """
     for _ in range(_HOPS):
         await pilot.pause(0)
     await pilot.pause()

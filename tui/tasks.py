@@ -1,4 +1,4 @@
-"""Work off the screen's thread. Threads are daemons, so that quitting never waits for a slow store."""
+"""Run work in background threads. Threads are daemons, so quitting never waits for a slow store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_ckpt.errors import TitanError
 
 @dataclass
 class Finished(Message):
-    """A task ended: with `result`, or with `error` where that is not None."""
+    """A task ended with `result`, or failed with `error`."""
 
     what: str
     result: Any
@@ -26,7 +26,7 @@ class Finished(Message):
 
 @dataclass
 class TaskOutput(Message):
-    """A task has something to show before its end."""
+    """Output of a running task; `show` is called with it on the UI thread."""
 
     value: Any
     show: Callable[[Any], None]
@@ -35,13 +35,13 @@ class TaskOutput(Message):
 def start(
     app: App[Any], what: str, work: Callable[[], Any], done: Callable[[Any], None], failed: Callable[[str], None]
 ) -> None:
-    """Run `work` in a thread; the app gets a Finished message."""
+    """Run `work` in a thread, then post Finished to the app."""
 
     def run() -> None:
         result, error = None, None
         try:
             result = work()
-        except Exception as caught:  # noqa: BLE001 (handed over: shown if expected, raised on the screen's thread if not)
+        except Exception as caught:  # noqa: BLE001 (passed on: shown if expected, raised on the UI thread if not)
             error = caught
         app.post_message(Finished(what, result, error, done, failed))
 
@@ -49,7 +49,7 @@ def start(
 
 
 def finish(message: Finished) -> None:
-    """Hand a task's end to who asked for it, on the screen's thread; an error that is nobody's fault is shown as text."""
+    """Call the task's callbacks on the UI thread. Expected errors become text, others are raised."""
     if message.error is None:
         message.done(message.result)
     elif isinstance(message.error, TitanError | OSError):

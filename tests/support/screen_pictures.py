@@ -1,7 +1,7 @@
 """Pictures of every screen of every recorded incident: `python -m tests.support.screen_pictures` writes tests/data/screens.
 
-Each file is one incident at one size of terminal, a sheet of SVG with a screen for each of the steps that are taken. Times are
-those of the recordings, and the clock is fixed, so that the same program writes the same files.
+Each file is an SVG sheet of one incident at one terminal size, with a screen per step. Recordings carry their own times and
+the clock is fixed, so the output is reproducible.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ COMMAND = "python -m tests.support.screen_pictures"
 
 
 def picture_cases() -> dict[str, tuple[Path, tuple[str, ...]]]:
-    """(where it is, keys to press) by name: the recordings of hung jobs, the injected faults, a run, checkpoints."""
+    """(path, keys to press) by name: recordings of hung jobs, injected faults, a run, checkpoints."""
     folders = [*sorted(INCIDENTS.iterdir()), *sorted((DATA / "injected").iterdir())]
     found = {f"{path.parent.name}-{path.name}": (path, INCIDENT_KEYS) for path in folders if path.is_dir()}
     return {**found, "run": (DATA / "run", RUN_KEYS), "checkpoints": (DATA / "golden" / "v1", CHECKPOINT_KEYS)}
 
 
 def golden(name: str, size: tuple[int, int]) -> Path:
-    """The file of a case at a size."""
+    """Path of the picture of a case at a size."""
     return SCREENS / f"{name}-{size[0]}x{size[1]}.svg"
 
 
 def strips_of(app: TitanApp) -> list[Strip]:
-    """The terminal's lines as they are painted."""
+    """The painted lines of the terminal."""
     return list(app.screen._compositor.render_strips())
 
 
 def screen_text(app: TitanApp) -> str:
-    """The terminal's cells without their colours."""
+    """The text on the terminal."""
     return "\n".join(strip.text.rstrip() for strip in strips_of(app))
 
 
 def pictures_of(name: str) -> dict[tuple[int, int], str]:
-    """The sheet of a case at each size."""
+    """Sheets of a case by size."""
     path, steps = picture_cases()[name]
     coloured = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     with contextlib.chdir(path.parent), patch.dict(os.environ, coloured, clear=True):
@@ -75,14 +75,14 @@ async def _picture(url: str, steps: tuple[str, ...], size: tuple[int, int]) -> s
 
 
 async def press(app: TitanApp, pilot: Pilot[None], keys: str) -> None:
-    """Press keys, and wait for what they lead to."""
+    """Press keys and wait for their effects."""
     for key in keys.split():
         app.simulate_key(key)
     await settled(app, pilot)
 
 
 def main() -> int:
-    """Write the pictures of all cases, or of those named."""
+    """Write the pictures of all cases, or of the named ones."""
     SCREENS.mkdir(exist_ok=True)
     for name in sys.argv[1:] or picture_cases():
         for size, svg in pictures_of(name).items():

@@ -1,7 +1,7 @@
-"""Screens of a terminal as one sheet of SVG: a text element per line, so that a changed line is a changed line in git as well.
+"""Terminal screens as one SVG sheet with a text element per line, so that a changed line is one changed line in git.
 
-Textual's own pictures need ten times the bytes: an element per run of cells, a clip path per line, its fonts. This sheet has the
-same cells in the same colours, and any browser shows it.
+Textual's own SVG takes ten times the bytes (an element per run of cells, a clip path per line, fonts). This sheet has the same
+cells in the same colours and opens in any browser.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TAG = re.compile(r"<[^>]*>")
 
 
 def sheet(screens: Mapping[str, Sequence[Strip]], size: tuple[int, int]) -> str:
-    """All screens of a session below each other, each under the keys that led to it."""
+    """All screens of a session, one below the other, each under the keys that led to it."""
     columns, lines = size
     step = (lines + 2) * CELL_H
     parts = [
@@ -41,7 +41,7 @@ def sheet(screens: Mapping[str, Sequence[Strip]], size: tuple[int, int]) -> str:
 
 
 def _grounds(strips: Sequence[Strip]) -> Iterator[str]:
-    """The backgrounds that are not the paper's, equal ones of lines below each other as one."""
+    """Non-default backgrounds, merged over adjacent lines."""
     places: dict[tuple[int, int, str], list[int]] = {}
     for y, strip in enumerate(strips, 1):
         x = 0
@@ -60,7 +60,7 @@ def _grounds(strips: Sequence[Strip]) -> Iterator[str]:
 
 
 def _texts(strips: Sequence[Strip]) -> Iterator[str]:
-    """The lines that have text."""
+    """Lines with text."""
     for y, strip in enumerate(strips, 1):
         length = len(strip.text.rstrip())
         if length:
@@ -69,7 +69,7 @@ def _texts(strips: Sequence[Strip]) -> Iterator[str]:
 
 
 def _runs(strip: Strip, length: int) -> Iterator[tuple[str, str]]:
-    """(attributes, text) of the first cells; blank ones look like those before them."""
+    """(attributes, text) of the first `length` cells; blank segments take the attributes before them."""
     look, runs = "", []
     for segment in strip.crop(0, length):
         look = _look(segment.style or Style.null()) if segment.text.strip() else look
@@ -83,7 +83,7 @@ def _span(look: str, text: str) -> str:
 
 
 def _look(style: Style) -> str:
-    """Ink and marks as attributes."""
+    """Colour and text style as attributes."""
     ink = style.bgcolor if style.reverse else style.color
     name = ink.get_truecolor().hex if ink and not ink.is_default else PAPER if style.reverse else INK
     marks = [mark for mark, on in zip("biu", (style.bold, style.italic, style.underline), strict=True) if on]
@@ -97,19 +97,19 @@ def _ground(segment: Segment) -> str:
 
 
 def difference(before: str, now: str) -> list[str]:
-    """What differs between two sheets, in words: what was written on a line, in which colours, on which backgrounds."""
+    """Describe how two sheets differ: texts of lines, colours, backgrounds."""
     old, new = dict(_parts(before)), dict(_parts(now))
-    found = [f"after the keys {keys!r}: a screen that there is no picture of" for keys in new if keys not in old]
+    found = [f"after the keys {keys!r}: a new screen without a picture" for keys in new if keys not in old]
     found += [f"after the keys {keys!r}: this screen is no longer shown" for keys in old if keys not in new]
     for keys in [keys for keys in old if keys in new]:
         places = sorted(old[keys].keys() | new[keys].keys())
         pairs = [(place, old[keys].get(place, ""), new[keys].get(place, "")) for place in places]
-        found += [f"after the keys {keys!r}, {_said(place, a, b)}" for place, a, b in pairs if a != b]
+        found += [f"after the keys {keys!r}, {_change_text(place, a, b)}" for place, a, b in pairs if a != b]
     return found
 
 
 def _parts(svg: str) -> Iterator[tuple[str, dict[int, str]]]:
-    """Each screen's lines by their number, counted from 1; its backgrounds are line 0."""
+    """Lines of each screen by number, from 1; backgrounds are line 0."""
     for keys, body in _PART.findall(svg):
         lines: dict[int, str] = {}
         for line in body.splitlines():
@@ -119,8 +119,8 @@ def _parts(svg: str) -> Iterator[tuple[str, dict[int, str]]]:
         yield unescape(keys), lines
 
 
-def _said(number: int, a: str, b: str) -> str:
-    """Two different lines as texts; as their elements where the texts are the same."""
+def _change_text(number: int, a: str, b: str) -> str:
+    """Describe two different lines by their texts, or by their elements if the texts are equal."""
     was, now = (unescape(_TAG.sub("", line)) for line in (a, b))
     where = f"line {number}" if number else "backgrounds"
     if was == now:

@@ -1,4 +1,4 @@
-"""The program in a terminal of its own: a pseudo-terminal whose output a terminal emulator reads, or a tmux session."""
+"""Run the program in a real terminal: a pseudo-terminal with an emulator, or a tmux session."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _TMUX_NAMES = {ENTER: "Enter", ESCAPE: "Escape", DOWN: "Down"}
 
 
 class Terminal(Protocol):
-    """What a user has: a screen to read, keys to press, a window to resize."""
+    """A screen to read, keys to press, a window to resize."""
 
     def text(self) -> str:
-        """What the screen shows, after what has come since."""
+        """The current screen, after processing new output."""
         ...
 
     def press(self, keys: str) -> None: ...
@@ -36,12 +36,12 @@ class Terminal(Protocol):
     def resize(self, columns: int, lines: int) -> None: ...
 
     def ended_with(self) -> int:
-        """The program's exit code, once it has ended."""
+        """Wait for the program to end and return its exit code."""
         ...
 
 
 def see(terminal: Terminal, text: str) -> str:
-    """The screen once `text` stands on it."""
+    """Wait until `text` is on the screen and return the screen."""
     deadline = time.monotonic() + DEADLINE_S
     while text not in (screen := terminal.text()):
         assert time.monotonic() < deadline, f"{text!r} is not on the screen:\n{screen}"
@@ -49,14 +49,14 @@ def see(terminal: Terminal, text: str) -> str:
 
 
 class PseudoTerminal:
-    """A pty that is the program's controlling terminal; pyte keeps the screen that the bytes make."""
+    """A pty that is the program's controlling terminal; pyte emulates the screen."""
 
     def __init__(self, command: list[str], folder: Path, environment: Mapping[str, str]) -> None:
         self.screen, self.raw = pyte.Screen(80, 24), b""
         self._stream = pyte.ByteStream(self.screen)
         self._master, slave = pty.openpty()
         self._set_size(80, 24)
-        # A session leader that opens a terminal gets it as its controlling one, so that it hears of a new size.
+        # A session leader that opens a terminal gets it as its controlling one, and so receives SIGWINCH.
         shell = ["sh", "-c", 'exec <"$0" >"$0" 2>&1; exec "$@"', os.ttyname(slave), *command]
         self.process = subprocess.Popen(shell, start_new_session=True, cwd=folder, env=environment)
         self._slave = slave
@@ -86,7 +86,7 @@ class PseudoTerminal:
         return self.process.returncode
 
     def close(self) -> None:
-        """End the program if it has not, and give the pty back."""
+        """Kill the program if it still runs, and close the pty."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -95,7 +95,7 @@ class PseudoTerminal:
 
 
 class Tmux:
-    """A session of a tmux server of our own."""
+    """A session of a private tmux server."""
 
     def __init__(self, command: list[str], folder: Path, environment: Mapping[str, str]) -> None:
         self._socket = folder / "socket"
@@ -122,7 +122,7 @@ class Tmux:
         return int(see(self, "ended with").rpartition("ended with ")[2].split()[0])
 
     def close(self) -> None:
-        """End the server, and with it the program."""
+        """Kill the server, and with it the program."""
         with contextlib.suppress(subprocess.CalledProcessError):
             self._run("kill-server")
 

@@ -1,4 +1,4 @@
-"""The checkpoints screen: tiers, folders of several runs, what others wrote, and stores that do not answer."""
+"""The checkpoints screen: tiers, folders of runs, checkpoints of other programs, and unreachable stores."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def configure(run: Path, url: str, mirror: str) -> None:
 
 @pytest.fixture
 def runs(saved: Path, tmp_path: Path) -> Path:
-    """`runs/a` of steps 20 to 40, 10 to 30 of which are in the mirror `safe/a`; `runs/b`; a begun run; no run."""
+    """`runs/a` with steps 20 to 40 and mirror `safe/a` with 10 to 30; `runs/b`; `c` without a commit; `notes` is no run."""
     a, mirror = tmp_path / "runs" / "a", tmp_path / "safe" / "a"
     shutil.copytree(saved, a)
     configure(a, "runs/a", "safe/a")
@@ -73,7 +73,7 @@ def lines_with(text: str, *words: str) -> list[str]:
     return [line for line in text.splitlines() if all(word in line for word in words)]
 
 
-async def test_a_folder_of_runs_is_a_list_from_which_one_is_opened_and_left(runs: Path) -> None:
+async def test_a_run_is_opened_from_a_folder_of_runs_and_left(runs: Path) -> None:
     app = TitanApp(find_content(str(runs)))
     async with app.run_test(size=(80, 24)) as pilot:
         listed = await press(app, pilot, "1")
@@ -88,17 +88,19 @@ async def test_a_folder_of_runs_is_a_list_from_which_one_is_opened_and_left(runs
         assert "mirror up to step 30" in await press(app, pilot, "enter")
         assert "step 40 · mesh" in await press(app, pilot, "enter")
         assert "mirror up to step 30" in await press(app, pilot, "escape")
-        assert "what there is" in await press(app, pilot, "1")
+        assert "available data" in await press(app, pilot, "1")
         back = await press(app, pilot, "escape escape")
         assert lines_with(back, "▸ a")
         assert app.pane.number == 7
         for keys in ("enter enter escape escape", "j enter 5 escape", "enter v escape escape escape"):
-            assert await press(app, pilot, keys)  # faster than the screens: an answer may come when who asked is gone
+            assert await press(
+                app, pilot, keys
+            )  # faster than the screens: a result may arrive after its screen is gone
         assert app.return_code is None
 
 
 @pytest.mark.parametrize("opened_at", ["runs/a", "safe/a", "elsewhere"])
-def test_a_run_is_seen_in_both_tiers_from_wherever_it_is_opened(
+def test_both_tiers_are_found_from_wherever_a_run_is_opened(
     opened_at: str, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     top = runs.parent
@@ -109,13 +111,13 @@ def test_a_run_is_seen_in_both_tiers_from_wherever_it_is_opened(
         assert json.loads(manifest.read_text())["config"] == {}
     found = load_others(load_steps(open_store(str(top / opened_at))))
     tiers = {step.step: step.tiers for step in found.steps}
-    if opened_at == "safe/a":  # nothing there tells of the other tier: these checkpoints were not saved by the trainer
+    if opened_at == "safe/a":  # the other tier is unknown: the trainer did not save these
         assert set(tiers.values()) == {""}
     else:
         assert tiers == {40: "fast", 30: "both", 20: "both", 10: "mirror"}
 
 
-async def test_a_prefix_of_any_store_lists_its_runs_and_their_tiers(saved: Path, store_url: str) -> None:
+async def test_a_prefix_of_any_store_lists_its_runs_and_tiers(saved: Path, store_url: str) -> None:
     """On the disk, in memory, in a bucket: two runs, one of them with a mirror."""
     a, mirror = open_store(f"{store_url}/a"), open_store(f"{store_url}/safe/a")
     a.write("logs/config.json", [json.dumps({"save": {"url": a.url, "mirror": mirror.url}}).encode()])
@@ -135,7 +137,7 @@ async def test_a_prefix_of_any_store_lists_its_runs_and_their_tiers(saved: Path,
         assert "step 10 in the mirror tier: 0 problems" in verified
 
 
-async def test_a_step_that_is_named_has_the_cursor(runs: Path) -> None:
+async def test_a_step_in_the_url_has_the_cursor(runs: Path) -> None:
     for url in (f"{runs}/a@20", f"{runs}/a/step-00000020"):
         app = TitanApp(find_content(url))
         async with app.run_test(size=(80, 24)) as pilot:
@@ -143,7 +145,7 @@ async def test_a_step_that_is_named_has_the_cursor(runs: Path) -> None:
             assert lines_with(screen_text(app), "▸ ", "20  committed")
 
 
-async def test_a_step_is_read_from_the_tier_that_has_it_and_verified_in_both(runs: Path) -> None:
+async def test_a_step_is_read_from_one_tier_and_verified_in_both(runs: Path) -> None:
     app = TitanApp(find_content(str(runs / "a")), first_screen=7)
     async with app.run_test(size=(140, 45)) as pilot:
         listed = await press(app, pilot, "G")
@@ -156,14 +158,14 @@ async def test_a_step_is_read_from_the_tier_that_has_it_and_verified_in_both(run
         assert "step 20 in the fast tier: 0 problems" in verified
         assert "step 20 in the mirror tier: 0 problems" not in verified
         planned = await answer(app, pilot, "escape p", "1")
-        assert "fast: 2 of 3 steps would go" in planned
-        assert "mirror: 2 of 3 steps would go" in planned
+        assert "fast: 2 of 3 steps would be deleted" in planned
+        assert "mirror: 2 of 3 steps would be deleted" in planned
         planned = await answer(app, pilot, "escape p", "1 20")
         assert "--keep-last 1 --keep-every 20" in planned
-        assert "not a number" in await answer(app, pilot, "escape p", "-1")
+        assert "not one or two numbers" in await answer(app, pilot, "escape p", "-1")
 
 
-async def test_a_mirror_that_does_not_answer_is_said_in_its_place(runs: Path) -> None:
+async def test_an_unreachable_mirror_is_listed_with_its_error(runs: Path) -> None:
     configure(runs / "a", "runs/a", "nonsense://nowhere/a")
     app = TitanApp(find_content(str(runs / "a")), first_screen=7)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -173,7 +175,7 @@ async def test_a_mirror_that_does_not_answer_is_said_in_its_place(runs: Path) ->
         assert "nonsense" in listed
 
 
-def test_retries_are_said_on_the_bottom_line_not_over_the_screen(runs: Path, tmp_path: Path) -> None:
+def test_retries_appear_on_the_status_line_only(runs: Path, tmp_path: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -191,7 +193,7 @@ def test_retries_are_said_on_the_bottom_line_not_over_the_screen(runs: Path, tmp
 
 
 async def test_foreign_checkpoints_are_listed_and_opened(tmp_path: Path) -> None:
-    """As torchtitan leaves them, and one DCP folder by itself."""
+    """A run as torchtitan writes it, and a single DCP folder."""
     for folder in ("run/step-5", "run/step-1200", "alone"):
         dcp.save({"model": {"w": torch.ones(6, 2)}}, checkpoint_id=str(tmp_path / folder), no_dist=True)
     for folder, step in (("run", 1200), ("alone", 0)):
@@ -200,7 +202,7 @@ async def test_foreign_checkpoints_are_listed_and_opened(tmp_path: Path) -> None
             assert lines_with(await press(app, pilot, "g j"), f"{step}  foreign")
             assert "model.w" in await press(app, pilot, "enter")
             assert "1 1" not in await press(app, pilot, "enter")
-            assert "each spot shows" in screen_text(app)
+            assert "each cell shows" in screen_text(app)
             assert f"step {step}: 0 problems" in await press(app, pilot, "escape v")
 
 

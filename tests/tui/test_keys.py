@@ -1,4 +1,4 @@
-"""Every key of every screen does what the help says of it, at 80 x 24."""
+"""Every key of every screen does what its help promises, at 80 x 24."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_the_help_names_every_key_of_all_screens() -> None:
 
 
 async def press(app: TitanApp, pilot: Pilot[None], keys: str) -> None:
-    """Press keys once all is read and painted, and wait for what they lead to."""
+    """Press keys once everything is painted, and wait for their effects."""
     await settled(app, pilot)
     await press_now(app, pilot, keys)
 
 
 async def fill(app: TitanApp, pilot: Pilot[None], key: str, text: str) -> None:
-    """Press a key that asks, and answer."""
+    """Press a key that prompts, and fill in the prompt."""
     await press(app, pilot, key)
     app.query_one("#prompt", Input).value = text
     await press(app, pilot, "enter")
@@ -92,7 +92,7 @@ async def test_the_cursor_moves(keys: str, cursor: int) -> None:
         assert app.pane.body.cursor == cursor
 
 
-async def test_long_lines_are_shifted_and_back() -> None:
+async def test_long_lines_scroll_sideways_and_back() -> None:
     app = app_of("flight_recorder/skip", 5)
     async with app.run_test(size=(80, 24)) as pilot:
         await press(app, pilot, "l right")
@@ -102,7 +102,7 @@ async def test_long_lines_are_shifted_and_back() -> None:
         assert "2026-11-21 02:07:01.495" in screen_text(app)
 
 
-async def test_numbers_show_screens_and_esc_goes_back_the_way_one_came() -> None:
+async def test_numbers_show_screens_and_esc_retraces_the_history() -> None:
     app = app_of("flight_recorder/skip")
     async with app.run_test(size=(80, 24)) as pilot:
         for number in "23456781":
@@ -117,7 +117,7 @@ async def test_numbers_show_screens_and_esc_goes_back_the_way_one_came() -> None
 async def test_help_covers_any_screen_and_goes() -> None:
     app = app_of("flight_recorder/skip")
     async with app.run_test(size=(80, 24)) as pilot:
-        for number, own in (("2", "ranks a row"), ("5", "first error"), ("7", "prune preview")):
+        for number, own in (("2", "ranks per row"), ("5", "first error"), ("7", "prune preview")):
             await press(app, pilot, f"{number} question_mark")
             assert isinstance(app.screen, HelpScreen)
             assert own in screen_text(app)
@@ -154,13 +154,13 @@ async def test_a_line_is_copied_and_a_rank_pinned_on_every_screen() -> None:
         assert "rank 2 unpinned" in screen_text(app)
 
 
-async def test_the_grid_zooms_pans_and_changes_its_order_axis_and_group() -> None:
+async def test_the_grid_zooms_pans_and_changes_order_axis_and_group() -> None:
     app = app_of("run", 2)
     async with app.run_test(size=(80, 24)) as pilot:
         await press(app, pilot, "minus")
-        assert "2 operations a cell" in screen_text(app)
+        assert "2 operations per cell" in screen_text(app)
         await press(app, pilot, "plus")
-        assert "operations a cell" not in screen_text(app)
+        assert "operations per cell" not in screen_text(app)
         await press(app, pilot, "less_than_sign less_than_sign less_than_sign")
         assert " #1 " in screen_text(app).splitlines()[3]
         await press(app, pilot, "greater_than_sign")
@@ -181,26 +181,26 @@ async def test_the_grid_zooms_pans_and_changes_its_order_axis_and_group() -> Non
         await fill(app, pilot, "slash", "3")
         assert len(app.pane.body.rows) == 1
         await fill(app, pilot, "slash", "77")
-        assert "no rank of this group is among 77" in screen_text(app)
+        assert "no rank of this group matches 77" in screen_text(app)
 
 
 async def test_rows_of_several_ranks_open_into_them_and_close_again() -> None:
     app = app_of("flight_recorder/skip", 2)
     async with app.run_test(size=(80, 24)) as pilot:
         await press(app, pilot, "v v")
-        assert "up to 4 ranks a row" in screen_text(app)
+        assert "up to 4 ranks per row" in screen_text(app)
         assert "0-3" in screen_text(app)
         await press(app, pilot, "n")
         assert "#7: 1 differs, 3 pending" in screen_text(app)
         await press(app, pilot, "enter")
-        assert "ranks a row" not in screen_text(app)
+        assert "ranks per row" not in screen_text(app)
         assert "#7: rank 2 differs" in screen_text(app)
         await press(app, pilot, "escape V")
-        assert "up to 2 ranks a row" in screen_text(app)
+        assert "up to 2 ranks per row" in screen_text(app)
         assert app.pane.number == 2
 
 
-async def test_all_ranks_of_a_large_job_are_seen_at_once_and_the_odd_one_is_two_keys_away() -> None:
+async def test_the_outlier_among_5000_ranks_is_two_keys_away() -> None:
     app = app_of("flight_recorder/skip", 2)
     async with app.run_test(size=(80, 24)) as pilot:
         await press(app, pilot, "g")
@@ -225,7 +225,7 @@ async def test_all_ranks_of_a_large_job_are_seen_at_once_and_the_odd_one_is_two_
         assert "rank 4321 differs" in screen_text(app)
 
 
-def test_rows_begin_anew_with_each_coordinate() -> None:
+def test_each_coordinate_begins_a_new_row() -> None:
     keys = np.repeat([0, 1, 2], [5, 3, 8])
     assert row_starts(keys, 4).tolist() == [0, 4, 5, 8, 12]
     assert row_starts(keys, 1).tolist() == list(range(16))
@@ -235,7 +235,7 @@ def test_rows_begin_anew_with_each_coordinate() -> None:
     assert order.only(np.arange(16) % 2 == 0).keys.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
 
 
-async def test_the_operation_before_and_after_is_shown_and_any_rank_beside_a_usual_one() -> None:
+async def test_operations_are_stepped_through_and_ranks_compared() -> None:
     app = app_of("flight_recorder/skip", 3)
     async with app.run_test(size=(80, 24)) as pilot:
         await press(app, pilot, "less_than_sign less_than_sign")
@@ -252,7 +252,7 @@ async def test_the_operation_before_and_after_is_shown_and_any_rank_beside_a_usu
         assert app.pane.number == 6
 
 
-def test_a_rank_is_compared_with_the_pinned_one_or_a_usual_one_or_whoever_there_is() -> None:
+def test_the_pinned_rank_is_compared_first_then_a_usual_one() -> None:
     def lane(*codes: int) -> Lane:
         row = np.zeros((len(codes), 1), np.int64)
         return Lane(group=0, members=tuple(range(len(codes))), first_seq=7, row=row, signature=np.array(codes)[:, None],
@@ -260,7 +260,7 @@ def test_a_rank_is_compared_with_the_pinned_one_or_a_usual_one_or_whoever_there_
 
     assert rank_to_compare(lane(3, 5, 5), 7, rank=0, pinned=None) == 1
     assert rank_to_compare(lane(3, 5, 5), 7, rank=1, pinned=0) == 0
-    assert rank_to_compare(lane(5, -1), 7, rank=0, pinned=None) == 1  # of two ranks, the one that did not come
+    assert rank_to_compare(lane(5, -1), 7, rank=0, pinned=None) == 1  # of two ranks, the one that issued nothing
     assert rank_to_compare(lane(5), 7, rank=0, pinned=None) is None
 
 
@@ -268,9 +268,9 @@ async def test_a_heading_above_the_first_line_stays_in_sight() -> None:
     app = app_of("flight_recorder/skip", 3)
     async with app.run_test(size=(80, 24)) as pilot:
         await press(app, pilot, "G g j k j")
-        assert "what, where" in screen_text(app)
+        assert "operation, call site" in screen_text(app)
         await press(app, pilot, "G pageup pageup pageup j")
-        assert "what, where" in screen_text(app)
+        assert "operation, call site" in screen_text(app)
 
 
 async def test_logs_go_to_a_time_and_keep_their_place_under_a_filter() -> None:
@@ -305,7 +305,7 @@ async def test_groups_and_waits_lead_on() -> None:
         assert app.pane.number == 3
 
 
-async def test_following_says_so_and_stops() -> None:
+async def test_following_shows_on_the_status_line_and_stops() -> None:
     app = app_of("flight_recorder/skip", 5)
     async with app.run_test(size=(80, 24)) as pilot:
         await press(app, pilot, "f")

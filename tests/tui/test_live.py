@@ -1,4 +1,4 @@
-"""A job that still runs: what the first screen says of it, and a run that changes while it is shown."""
+"""A running job on the first screen, and a run that changes while it is shown."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def finished() -> Incident:
 def lines_of(
     incident: Incident, ages_s: Sequence[float], *, steps: Sequence[int] = (7, 7, 7, 7), stopped: bool = False
 ) -> list[str]:
-    """The first lines, with heartbeats of these ages."""
+    """First lines of the overview with heartbeats of these ages."""
     records = incident.run.ranks
     beats = [
         Heartbeat(step=step, phase="forward", phase_ns=int((NOW_S - age) * 1e9), alive_ns=int((NOW_S - age) * 1e9),
@@ -53,25 +53,25 @@ def lines_of(
     return [row.text for row in live_rows(live, NOW_S, 78)]
 
 
-def test_a_job_that_runs_is_said_to_run_rather_than_judged(finished: Incident) -> None:
+def test_a_running_job_is_shown_as_running_without_a_verdict(finished: Incident) -> None:
     assert lines_of(finished, (0, 1, 2, 3)) == [
         "RUNNING   step 7 (forward) · 4 of 4 ranks alive",
-        "no fault so far; f follows the job",
+        "no fault so far; press f to follow the job",
     ]
 
 
-def test_a_rank_that_fell_silent_is_an_alarm_of_the_running_job(finished: Incident) -> None:
+def test_a_silent_rank_raises_an_alarm_in_a_running_job(finished: Incident) -> None:
     first, alarm, *_ = lines_of(finished, (0, 1, 2, 100))
     assert "3 of 4 ranks alive" in first
     assert alarm.startswith("SILENT: rank 3 silent for 1 min 40 s")
 
 
-def test_a_job_that_ended_or_is_gone_is_not_said_to_run(finished: Incident) -> None:
+def test_a_job_that_ended_or_is_gone_is_not_running(finished: Incident) -> None:
     assert lines_of(finished, (0, 0, 0, 0), stopped=True) == []
     assert lines_of(finished, (3600, 3600, 3600, 3600)) == []
 
 
-def test_a_line_of_our_trainer_is_short_where_the_window_is_narrow_and_others_stay_as_they_are() -> None:
+def test_only_lines_of_our_trainer_are_shortened_when_narrow() -> None:
     ours = "2026-11-21 07:46:55,442 WARNING [rank 0 dp_shard0 tp0] titan_ckpt.trainer.run.loop: step 3: slow"
     assert shortened(ours, 78) == "07:46:55,442 WARNING loop: step 3: slow"
     assert shortened(ours, 138) == ours
@@ -79,7 +79,7 @@ def test_a_line_of_our_trainer_is_short_where_the_window_is_narrow_and_others_st
         assert shortened(other, 78) == other
 
 
-async def test_what_is_copied_of_a_short_line_is_all_of_it() -> None:
+async def test_copying_a_shortened_line_copies_all_of_it() -> None:
     app = TitanApp(find_content(str(DATA / "run")), first_screen=5)
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(app, pilot)
@@ -89,15 +89,15 @@ async def test_what_is_copied_of_a_short_line_is_all_of_it() -> None:
 
 
 async def visit(app: TitanApp, pilot: Pilot[None]) -> None:
-    """Have everything read again, and see all screens."""
+    """Visit all screens."""
     for number in "12345678":
         await press(app, pilot, f"{number} G n g")
 
 
-async def test_a_run_that_is_written_cut_and_cleared_away_while_it_is_shown_never_ends_the_program(
+async def test_a_run_that_changes_and_vanishes_never_ends_the_program(
     tmp_path: Path,
 ) -> None:
-    """Logs grow and are cut, metrics end in half a line, steps appear and go, dumps are damaged, the folder goes."""
+    """Logs grow and shrink, metrics end in half a line, steps come and go, dumps are damaged, the folder is deleted."""
     source, run = DATA / "run", tmp_path / "run"
     shutil.copytree(source, run)
     app, chance = TitanApp(find_content(str(run))), random.Random(1)
@@ -121,7 +121,7 @@ async def test_a_run_that_is_written_cut_and_cleared_away_while_it_is_shown_neve
         assert app.return_code is None
 
 
-def test_a_folder_that_may_not_be_read_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_folder_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / "private"))
 

@@ -1,4 +1,4 @@
-"""The merged logs as data, and what is read again while a job is followed: no line is lost, nothing stays open."""
+"""The merged log index, and logs that grow while a job is followed: no line is lost, no file stays open."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_last_line_is_found_with_and_without_its_newline(tmp_path: Path, end: 
     assert found(index, "word$") == [line(2, 0, "the last word")]
 
 
-def test_a_search_never_blames_the_last_indexed_line_for_what_comes_after_it(tmp_path: Path) -> None:
+def test_a_search_ignores_text_after_the_indexed_lines(tmp_path: Path) -> None:
     path = tmp_path / "rank_0.log"
     path.write_text("".join(line(1, 0, f"number {n}") + "\n" for n in range(1000)) + line(2, 0, "needle") + "\n")
     assert found(index_of(tmp_path, head_bytes=4096), "needle") == []
@@ -94,7 +94,7 @@ def grown(index: LogIndex, folder: Path) -> LogIndex | None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_an_index_that_has_grown_is_the_one_that_reading_anew_gives(tmp_path: Path, seed: int) -> None:
+def test_a_grown_index_equals_a_fresh_one(tmp_path: Path, seed: int) -> None:
     random = np.random.default_rng(seed)
     for rank in range(3):
         (tmp_path / f"rank_{rank}.log").write_text(line(0, rank, "begin") + "\n")
@@ -115,24 +115,24 @@ def test_an_index_that_has_grown_is_the_one_that_reading_anew_gives(tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", ["", "word", "1 error", "error", "0,2"])
-def test_a_filter_that_knew_the_lines_before_finds_the_same_as_one_that_did_not(tmp_path: Path, text: str) -> None:
+def test_an_incremental_search_finds_the_same_as_a_full_one(tmp_path: Path, text: str) -> None:
     for rank in range(3):
         (tmp_path / f"rank_{rank}.log").write_text(line(rank, rank, "a word") + "\n" + line(5, rank, "cut wo"))
-    asked = LogQuery(text=text)
+    query = LogQuery(text=text)
     index = load_logs(LogFiles(open_store(str(tmp_path)), logs_at(tmp_path)))
-    *_, before = views(index, asked, None)
+    *_, before = views(index, query, None)
     for rank in (0, 1, 3):
         with (tmp_path / f"rank_{rank}.log").open("a") as file:
             file.write("rd\n" + line(4, rank, "an ERROR word") + "\n" + line(7, rank, "nothing") + "\n")
     now = grown(index, tmp_path)
     assert now is not None
-    *_, after = views(now, asked, before)
-    *_, anew = views(now, asked, None)
+    *_, after = views(now, query, before)
+    *_, anew = views(now, query, None)
     assert after.view.tolist() == anew.view.tolist()
     assert len(after.view) > len(before.view)
 
 
-def test_only_what_is_new_is_read_of_logs_that_grew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_bytes_of_grown_logs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in range(2):
         (tmp_path / f"rank_{rank}.log").write_text("".join(line(n % 60, rank, "word") + "\n" for n in range(5_000)))
     index = load_logs(LogFiles(open_store(str(tmp_path)), logs_at(tmp_path)))
@@ -154,7 +154,7 @@ def test_only_what_is_new_is_read_of_logs_that_grew(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("change", ["shorter", "gone", "another", "packed"])
-def test_logs_that_did_more_than_grow_are_read_anew(tmp_path: Path, change: str) -> None:
+def test_logs_that_did_more_than_grow_need_a_full_reload(tmp_path: Path, change: str) -> None:
     path = tmp_path / "rank_0.log"
     path.write_text(line(1, 0, "one") + "\n" + line(2, 0, "two") + "\n")
     (tmp_path / "rank_1.log").write_text(line(1, 1, "one") + "\n")
@@ -172,7 +172,7 @@ def test_logs_that_did_more_than_grow_are_read_anew(tmp_path: Path, change: str)
     index.files.close()
 
 
-def test_a_time_without_a_year_is_of_the_year_of_the_others(tmp_path: Path) -> None:
+def test_a_time_without_a_year_takes_it_from_other_lines(tmp_path: Path) -> None:
     (tmp_path / "rank_0.log").write_text(line(1, 0, "before") + "\n" + line(3, 0, "after") + "\n")
     (tmp_path / "launcher.log").write_text(
         "E1121 02:00:02.500000 71 api.py:1] failed\n  detail\n[rank0]:W1121 02:00:02.750000 71 api.py:2] closing\n"
@@ -182,16 +182,16 @@ def test_a_time_without_a_year_is_of_the_year_of_the_others(tmp_path: Path) -> N
     assert [index.read(int(place)).level for place in index.order] == [1, 3, 1, 2, 1]
 
 
-def test_closed_logs_say_so_instead_of_opening_again(tmp_path: Path) -> None:
+def test_closed_logs_raise_instead_of_reopening(tmp_path: Path) -> None:
     (tmp_path / "rank_0.log").write_text("x\n")
     index = index_of(tmp_path)
     index.files.close()
-    with pytest.raises(StoreError, match="read again"):
+    with pytest.raises(StoreError, match="reloaded"):
         index.read(0)
 
 
 def open_here(folder: Path) -> int:
-    """How many descriptors of this process lie below a folder, or in a temporary folder of unpacked logs."""
+    """Number of open descriptors below a folder or in a temporary folder of unpacked logs."""
     links = [
         os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{n}")
     ]
@@ -221,24 +221,24 @@ async def test_following_reads_what_grows_and_leaves_nothing_open(
 
 
 async def settled_when(app: TitanApp, pilot: object, condition: Callable[[], bool]) -> None:
-    """Wait until what was asked for has come."""
+    """Wait until the condition holds and the app is settled."""
     while not (condition() and app.is_settled):
         await settled(app, pilot)  # type: ignore[arg-type]
 
 
-async def test_a_run_that_goes_away_is_said_and_what_was_read_stays(tmp_path: Path) -> None:
+async def test_a_run_that_vanishes_is_reported_and_its_lines_stay(tmp_path: Path) -> None:
     (tmp_path / "rank_0.log").write_text(line(1, 0, "still here") + "\n")
     app = TitanApp(find_content(str(tmp_path)), first_screen=5)
     async with app.run_test(size=(140, 45)) as pilot:
         await settled(app, pilot)
         (tmp_path / "rank_0.log").unlink()
         app._loader.reload()
-        await settled_when(app, pilot, lambda: "not read again" in app._said)
-        assert "neither a run nor an incident" in app._said
+        await settled_when(app, pilot, lambda: "not reloaded" in app._status_text)
+        assert "neither a run nor an incident" in app._status_text
         assert len(app.pane.body.rows) == 1
 
 
-async def test_folding_says_that_it_looks_at_the_last_lines_only(
+async def test_the_title_shows_that_only_the_last_lines_are_folded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("titan_ckpt.tui.data.log_filter.FOLD_LINES", 500)
@@ -256,7 +256,7 @@ async def test_folding_says_that_it_looks_at_the_last_lines_only(
         assert re.search("of 510 lines", app.pane.title())
 
 
-def test_an_empty_log_is_no_line(tmp_path: Path) -> None:
+def test_an_empty_log_has_no_lines(tmp_path: Path) -> None:
     (tmp_path / "rank_0.log").write_text("")
     index = index_of(tmp_path)
     assert len(index) == 0

@@ -1,4 +1,4 @@
-"""The terminal screens on real incidents and runs, headless: what each shows, and that every key does what the help says."""
+"""The screens on real incidents and runs, headless: what each shows, and that every key is safe."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ FILTERS = [
 
 
 def shown(app: TitanApp) -> str:
-    """All rows of the screen that is shown, with its title and the bottom line."""
+    """Title, all rows and status line of the current screen."""
     body = app.pane.body
     rows = [body.rows.row(index, body.line_width).text for index in range(len(body.rows))]
-    return "\n".join([app.pane.title(), *rows, str(app._said)])
+    return "\n".join([app.pane.title(), *rows, str(app._status_text)])
 
 
 async def press(app: TitanApp, pilot: Pilot[None], *keys: str) -> str:
@@ -50,7 +50,7 @@ async def press(app: TitanApp, pilot: Pilot[None], *keys: str) -> str:
 
 
 def tap(app: TitanApp, *keys: str) -> None:
-    """Press keys as fast as they come, without waiting for each to be painted."""
+    """Press keys without waiting for each to be painted."""
     for key in keys:
         app.simulate_key(key)
 
@@ -73,7 +73,7 @@ def run(tmp_path: Path) -> TitanApp:
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_every_screen_of_an_incident_shows_what_it_is_for(incident: TitanApp, size: tuple[int, int]) -> None:
+async def test_every_screen_of_an_incident_shows_its_facts(incident: TitanApp, size: tuple[int, int]) -> None:
     async with incident.run_test(size=size) as pilot:
         await settled(incident, pilot)
         overview = shown(incident)
@@ -110,7 +110,7 @@ async def test_every_key_of_every_screen_is_safe(incident: TitanApp) -> None:
         assert incident.return_code is None
 
 
-async def test_enter_on_the_verdict_opens_its_operation_where_ranks_are_compared(incident: TitanApp) -> None:
+async def test_enter_on_the_verdict_leads_to_comparing_two_ranks(incident: TitanApp) -> None:
     async with incident.run_test(size=(140, 45)) as pilot:
         await settled(incident, pilot)
         assert "operation #7" in await press(incident, pilot, "enter")
@@ -123,7 +123,7 @@ async def test_enter_on_the_verdict_opens_its_operation_where_ranks_are_compared
         assert incident.pane.number == 1
 
 
-async def test_n_steps_through_operations_and_enter_opens_the_one_under_the_cursor(incident: TitanApp) -> None:
+async def test_n_steps_through_operations_and_enter_opens_one(incident: TitanApp) -> None:
     async with incident.run_test(size=(80, 24)) as pilot:
         await settled(incident, pilot)
         await press(incident, pilot, "2", "n")
@@ -140,17 +140,17 @@ async def test_n_steps_through_operations_and_enter_opens_the_one_under_the_curs
         assert incident.pane.body.current.link == RowLink(screen=6, rank=1)
 
 
-async def test_a_mismatch_shows_its_waits_as_a_tree_below_the_culprit(incident: TitanApp) -> None:
+async def test_a_mismatch_shows_its_waits_below_the_culprit(incident: TitanApp) -> None:
     async with incident.run_test(size=(140, 45)) as pilot:
         await settled(incident, pilot)
         lines = (await press(incident, pilot, "6")).splitlines()
-        assert "3 waits that the verdict concludes" in lines[0]
+        assert "3 waits inferred from the verdict" in lines[0]
         assert "rank 2" in lines[1]
         assert "culprit: " in lines[1]
         assert [line.strip()[2:8] for line in lines[2:5]] == ["rank 0", "rank 1", "rank 3"]
 
 
-async def test_logs_are_filtered_by_ranks_level_and_pattern_and_folded(incident: TitanApp) -> None:
+async def test_logs_are_filtered_by_rank_level_pattern_and_folded(incident: TitanApp) -> None:
     async with incident.run_test(size=(140, 45)) as pilot:
         await settled(incident, pilot)
         await press(incident, pilot, "5")
@@ -171,7 +171,7 @@ async def test_logs_are_filtered_by_ranks_level_and_pattern_and_folded(incident:
         assert len(incident.pane.body.rows) == before
 
 
-async def test_the_first_error_that_no_other_rank_caused_is_marked_and_leads_to_the_operation_of_its_moment() -> None:
+async def test_the_first_error_is_marked_and_leads_to_its_operation() -> None:
     app = TitanApp(find_content(str(INCIDENTS / "exception")))
     async with app.run_test(size=(140, 45)) as pilot:
         await settled(app, pilot)
@@ -188,12 +188,12 @@ async def test_the_first_error_that_no_other_rank_caused_is_marked_and_leads_to_
 @pytest.mark.parametrize(
     ("case", "kind"), [("size", None), ("skip", None), ("sigkill", None), ("exception", "exception")]
 )
-def test_an_error_that_another_rank_caused_is_never_called_the_first(case: str, kind: str | None) -> None:
+def test_an_error_caused_by_another_rank_is_never_the_first(case: str, kind: str | None) -> None:
     found = first_error(load_incident(str(INCIDENTS / case)))
     assert (found.kind if found is not None else None) == kind
 
 
-async def test_a_save_that_hangs_is_shown_with_the_ranks_that_are_in_it() -> None:
+async def test_a_hung_save_is_shown_with_its_ranks() -> None:
     app = TitanApp(find_content(str(INCIDENTS / "ckpt_io")))
     async with app.run_test(size=(140, 45)) as pilot:
         await settled(app, pilot)
@@ -208,7 +208,7 @@ async def test_a_save_that_hangs_is_shown_with_the_ranks_that_are_in_it() -> Non
         assert "  elsewhere    rank 2" in rows
 
 
-async def test_checkpoints_are_listed_opened_verified_compared_and_planned(
+async def test_steps_are_listed_opened_verified_compared_and_planned(
     run: TitanApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with run.run_test(size=(140, 45)) as pilot:
@@ -218,17 +218,17 @@ async def test_checkpoints_are_listed_opened_verified_compared_and_planned(
         assert "partial" in listed
         await press(run, pilot, "g", "j", "j", "j", "space")  # pin step 20
         await press(run, pilot, "j")  # step 10
-        said: list[str] = []
-        monkeypatch.setattr(run, "say", said.append)
-        assert "every byte is what was saved" in await press(run, pilot, "v")
-        assert any("(100%)" in text for text in said)
+        shown_texts: list[str] = []
+        monkeypatch.setattr(run, "show_status", shown_texts.append)
+        assert "all bytes match what was saved" in await press(run, pilot, "v")
+        assert any("(100%)" in text for text in shown_texts)
         await press(run, pilot, "escape")
         await press(run, pilot, "g", "j", "j", "j", "j")
         assert "model.w" in await press(run, pilot, "d")
         await press(run, pilot, "escape", "g", "j", "j", "j", "j")
         assert "64x8" in await press(run, pilot, "enter")
         await press(run, pilot, "g", "j", "enter")
-        assert "each spot shows the rank" in shown(run)
+        assert "each cell shows the rank" in shown(run)
         await press(run, pilot, "escape", "escape", "g", "j", "j", "p")
         run.query_one("#prompt", Input).value = "1"
         assert "step 10" in await press(run, pilot, "enter")
@@ -247,7 +247,7 @@ async def test_training_is_plotted_and_damaged_lines_are_counted(run: TitanApp) 
         await settled(run, pilot)
         found = await press(run, pilot, "8")
         assert "loss" in found
-        assert "1 damaged lines left out" in found
+        assert "1 damaged line skipped" in found
 
 
 async def test_the_report_is_exported_and_never_overwrites(incident: TitanApp, tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ async def test_the_report_is_exported_and_never_overwrites(incident: TitanApp, t
     assert "SKIPPED_COLLECTIVE" in (tmp_path / "report.txt").read_text()
 
 
-def test_a_place_without_anything_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_missing_folder_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="neither a run nor an incident"):
         find_content(str(tmp_path / "none"))
 
@@ -271,7 +271,7 @@ def test_a_filter_is_ranks_or_a_level_or_a_pattern() -> None:
     assert parse_filter("loss=nan").pattern == "loss=nan"
 
 
-async def test_damaged_files_are_said_where_they_belong_and_the_rest_is_shown(tmp_path: Path) -> None:
+async def test_damaged_files_are_reported_and_the_rest_is_shown(tmp_path: Path) -> None:
     shutil.copytree(INCIDENTS / "skip", tmp_path / "job" / "debug" / "one")
     (tmp_path / "job" / "debug" / "one" / "rank_1").write_bytes(b"\x80\x04cut")
     (tmp_path / "job" / "debug" / "one" / "rank_1.log.gz").write_bytes(b"not packed at all")
@@ -286,16 +286,16 @@ async def test_damaged_files_are_said_where_they_belong_and_the_rest_is_shown(tm
         assert "COMMIT.json: not JSON" in await press(app, pilot, "7")
         await press(app, pilot, "j", "enter")
         assert "not JSON" in shown(app)
-        assert "1 damaged lines left out" in await press(app, pilot, "8")
+        assert "1 damaged line skipped" in await press(app, pilot, "8")
         assert "1 unreadable" in await press(app, pilot, "5")
         assert "! not readable: debug/one/rank_1.log.gz: damaged" in screen_text(app)
 
 
 @pytest.mark.parametrize("content", [[], ["notes.md"], ["empty/"]])
-def test_a_folder_without_evidence_is_one_error_that_says_what_it_holds(tmp_path: Path, content: list[str]) -> None:
+def test_a_folder_without_evidence_is_an_error_with_its_files(tmp_path: Path, content: list[str]) -> None:
     for name in content:
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_text("x")
-    with pytest.raises(NotFoundError, match=f"holds {content[0]}" if content else "it is empty or does not exist"):
+    with pytest.raises(NotFoundError, match=f"contains {content[0]}" if content else "it is empty or does not exist"):
         find_content(str(tmp_path))
 
 
@@ -307,10 +307,10 @@ async def test_a_narrow_window_is_painted_too(incident: TitanApp) -> None:
         assert incident.return_code is None
 
 
-async def test_what_is_not_there_is_said_with_where_it_would_be(incident: TitanApp, run: TitanApp) -> None:
+async def test_missing_data_is_shown_with_a_hint_where_to_find_it(incident: TitanApp, run: TitanApp) -> None:
     async with incident.run_test(size=(80, 24)) as pilot:
         await settled(incident, pilot)
-        assert "what save.url named" in (await press(incident, pilot, "7")).replace("\n", " ")
+        assert "(save.url)" in (await press(incident, pilot, "7")).replace("\n", " ")
         assert "logs/metrics.jsonl" in await press(incident, pilot, "8")
     async with run.run_test(size=(80, 24)) as pilot:
         await settled(run, pilot)

@@ -16,8 +16,8 @@ TERMINALS = ["pty", pytest.param("tmux", marks=pytest.mark.skipif(not HAS_TMUX, 
 
 
 @pytest.mark.parametrize("kind", TERMINALS)
-def test_a_hang_is_followed_to_its_line(kind: str, tmp_path: Path) -> None:
-    """As a user does over ssh: the verdict, the operation, two ranks side by side, the waits, a larger window, out again."""
+def test_a_hang_is_traced_to_its_line(kind: str, tmp_path: Path) -> None:
+    """As a user does over ssh: the verdict, the operation, two ranks side by side, the waits, a larger window, and quit."""
     with opened(kind, INCIDENTS / "skip", tmp_path) as terminal:
         see(terminal, "SKIPPED_COLLECTIVE")
         terminal.press(ENTER)
@@ -25,7 +25,7 @@ def test_a_hang_is_followed_to_its_line(kind: str, tmp_path: Path) -> None:
         terminal.press("d")
         assert "faults.py:122 c_skip" in see(terminal, "ranks 0 and 2")
         terminal.press(ESCAPE)
-        see(terminal, "where they are")
+        see(terminal, "merged stacks")
         terminal.press("6")
         assert "rank 2 culprit" in see(terminal, "3 waits")
         terminal.resize(120, 30)
@@ -35,7 +35,7 @@ def test_a_hang_is_followed_to_its_line(kind: str, tmp_path: Path) -> None:
 
 
 def hues(raw: bytes) -> set[bytes]:
-    """Red, green and blue of all that was painted."""
+    """All painted colours as red;green;blue."""
     return {match.group(1) for match in re.finditer(rb"[34]8;2;(\d+;\d+;\d+)", raw)}
 
 

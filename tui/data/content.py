@@ -1,4 +1,4 @@
-"""What there is at a URL, found by cheap listings, so that a wrong path is an error before the screen is taken over."""
+"""List what is at a URL, cheaply, so that a wrong path is an error before the screens open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EVIDENCE = {".box", ".pickle", ".pkl", ".stacks", ".json", *LOG_ENDINGS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFile:
-    """A log and the rank that its name tells."""
+    """A log, with the rank from its name."""
 
     path: str
     rank: int | None
@@ -36,9 +36,9 @@ class LogFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """A run's or incident's parts. `metrics` is the path of its metrics.jsonl, "" without one.
+    """Contents of a run or an incident.
 
-    `has_runs`: a folder of runs; `step`: the one that was asked for.
+    `metrics` is the path of metrics.jsonl or "". `has_runs` marks a folder of runs. `step` is the step named in the URL.
     """
 
     url: str
@@ -55,14 +55,14 @@ class Content:
 def find_content(url: str) -> Content:
     """List what is at `url`: a run, an incident folder, a folder of dumps or logs, or one file of these.
 
-    NotFoundError when nothing there is anything that this program shows.
+    Raises NotFoundError if there is nothing to show.
     """
     location = parse_location(url)
     try:
         return replace(_content(open_store(location.url), url), step=location.step)
     except OSError as error:
         raise StoreError(
-            f"{redact(url)}: {error.strerror} ({error.filename}); open a folder that can be read whole"
+            f"{redact(url)}: {error.strerror} ({error.filename}); open a folder whose files are all readable"
         ) from error
 
 
@@ -90,7 +90,7 @@ def _content(store: Store, url: str) -> Content:
 
 
 def _single_file(store: Store) -> Content | None:
-    """A URL that names one dump or log: the folder around it is the store, and only that file is listed."""
+    """Content of a URL that names one dump or log: the store is its folder, and only this file is listed."""
     if scheme(store.url) != "file":
         return None
     folder, _, name = local_path(store.url).rpartition("/")
@@ -130,8 +130,8 @@ def _nothing_here(store: Store, folders: list[str]) -> StoreError:
         *(f"{name}/" for name in itertools.islice(folders, 5)),
         *(e.path for e in itertools.islice(store.list(""), 3)),
     ]
-    seen = f"it holds {', '.join(names[:5])}" if names else "it is empty or does not exist"
+    seen = f"it contains {', '.join(names[:5])}" if names else "it is empty or does not exist"
     return NotFoundError(
         f"{redact(str(store))}: neither a run nor an incident: no step folder, dump, stack, log or metrics.jsonl ({seen}). "
-        "Give a run's URL (what save.url named), a folder of runs, an incident folder, or a folder of dumps or logs"
+        "Open a run (the URL in save.url), a folder of runs, an incident folder, or a folder of dumps or logs"
     )

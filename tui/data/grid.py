@@ -1,6 +1,6 @@
-"""The heatmap of one group: a byte per rank and operation, ordered by gravity, so that zooming out is a maximum. Pure.
+"""The heatmap of one group: a byte per rank and operation. Codes grow with severity, so zooming out is a maximum. Pure.
 
-At 16,384 ranks x 2,000 operations that is 33 MB, and what is painted is a maximum over what lies under each cell.
+16,384 ranks x 2,000 operations take 33 MB. A painted cell is the maximum of the codes under it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _BLOCK_ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """`codes[i, j]` is what rank `members[i]` did about column `j`; `order` is the rows' order on the screen.
+    """`codes[i, j]` is the state of rank `members[i]` in column `j`.
 
-    Columns are sequence numbers from `first`, or bins of `bin_ns` from `start_ns` where that is not 0.
+    Columns are sequence numbers from `first`, or time bins of `bin_ns` from `start_ns` if `bin_ns` is not 0.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Grid:
         return self.bin_ns > 0
 
     def column_text(self, column: int) -> str:
-        """A column's name."""
+        """Label of a column: `#7`, or seconds since the start."""
         if not self.is_time:
             return f"#{self.first + column}"
         digits = min(max(-math.floor(math.log10(self.bin_ns * 10 / 1e9)), 0), 6)
@@ -65,7 +65,7 @@ class Grid:
 
 
 def build_grid(run: Run, lane: Lane) -> Grid:
-    """The heatmap over sequence numbers."""
+    """Build the heatmap over sequence numbers."""
     codes = _states(run, lane)
     _mark_late(run, lane, codes)
     _mark_different(lane, codes)
@@ -81,7 +81,7 @@ def build_grid(run: Run, lane: Lane) -> Grid:
 def _states(run: Run, lane: Lane) -> Codes:
     codes = np.zeros(lane.row.shape, np.uint8)
     columns = np.arange(lane.row.shape[1])
-    is_known = lane.row.max(axis=0, initial=-1) >= 0  # what no rank recorded (C++ issued it) is absent on none
+    is_known = lane.row.max(axis=0, initial=-1) >= 0  # operations that no rank recorded (issued in C++) are not absent
     for i, rank in enumerate(lane.members):
         row = lane.row[i]
         seen = row >= 0
@@ -100,7 +100,7 @@ def _states(run: Run, lane: Lane) -> Codes:
 
 
 def _mark_late(run: Run, lane: Lane, codes: Codes) -> None:
-    """LATE: issued over 50 ms after the median rank (of a thousand, evenly chosen, where there are more)."""
+    """Mark LATE what was issued over 50 ms after the median rank (of about a thousand evenly chosen ranks)."""
     some = range(0, len(lane.members), -(-len(lane.members) // _MEDIAN_OF))
     created = np.stack([_created(run, lane.members[i], lane.row[i]) for i in some])
     known = np.where(created > 0, created.astype(np.float64), np.nan)
@@ -114,9 +114,9 @@ def _mark_late(run: Run, lane: Lane, codes: Codes) -> None:
 
 
 def _mark_different(lane: Lane, codes: Codes) -> None:
-    """DIFFERS: another operation, size or dtype than most of the ranks issued under that number."""
+    """Mark DIFFERS an operation, size or dtype other than that of most ranks under the same number."""
     highest = np.iinfo(lane.signature.dtype).max
-    largest = lane.signature.max(axis=0)  # not seen is -1
+    largest = lane.signature.max(axis=0)  # -1 where nothing was issued
     smallest = np.full(lane.signature.shape[1], highest, lane.signature.dtype)
     for start in range(0, len(lane.members), _BLOCK_ROWS):
         block = lane.signature[start : start + _BLOCK_ROWS]
@@ -127,13 +127,13 @@ def _mark_different(lane: Lane, codes: Codes) -> None:
 
 
 def usual_signature(column: Ints) -> int:
-    """What most of those issued who issued anything under a number; -1 where nobody did."""
+    """The most common signature of a column; -1 if no rank issued anything."""
     values, counts = np.unique(column[column >= 0], return_counts=True)
     return int(values[counts.argmax()]) if len(values) else -1
 
 
 def build_time_grid(run: Run, lane: Lane, num_bins: int = 600) -> Grid | None:
-    """The same over wall time; None where no times were recorded. What is pending or absent stays so to the right end."""
+    """Build the heatmap over wall time; None if no times were recorded. Pending and absent states extend to the right end."""
     sequence = build_grid(run, lane)
     known = (times for times in _all_created(run, lane) if (times > 0).any())
     ends = [(int(times[times > 0].min()), int(times.max())) for times in known]
@@ -157,7 +157,7 @@ def build_time_grid(run: Run, lane: Lane, num_bins: int = 600) -> Grid | None:
 
 
 def _all_created(run: Run, lane: Lane) -> Iterator[Ints]:
-    """One rank's times after another's: those of all at once would be eight times the heatmap."""
+    """Creation times rank by rank: all at once would take eight times the memory of the heatmap."""
     return (_created(run, rank, lane.row[i]) for i, rank in enumerate(lane.members))
 
 
@@ -169,7 +169,7 @@ def _created(run: Run, rank: int, row: npt.NDArray[np.signedinteger[Any]]) -> In
 
 
 def coordinate_labels(run: Run, members: Sequence[int]) -> dict[int, str]:
-    """`pp0 tp1` by rank, where the recorder wrote coordinates; of the axes on which the job's ranks differ."""
+    """`pp0 tp1` by rank, from recorded coordinates, for the axes on which the ranks differ."""
     some = [record.coordinates for record in run.ranks.values()]
     axes = [axis for axis in (some[0] if some else ()) if len({place.get(axis) for place in some}) > 1]
     return {
@@ -181,20 +181,20 @@ def coordinate_labels(run: Run, members: Sequence[int]) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """An order of the rows: `places` in the members; rows of equal `keys` (a coordinate on the axis `name`) belong together."""
+    """An order of the rows: `places` are indices into the members, `keys` their coordinates on the axis `name`."""
 
     name: str
     places: Ints
     keys: Ints
 
     def only(self, is_wanted: npt.NDArray[np.bool_]) -> Order:
-        """The same order of some of the members."""
+        """The same order with the wanted members only."""
         left = is_wanted[self.places]
         return Order(name=self.name, places=self.places[left], keys=self.keys[left])
 
 
 def sort_orders(run: Run, members: Sequence[int]) -> list[Order]:
-    """Orders of the rows: by rank, and by each mesh axis first."""
+    """Orders of the rows: by rank, and by each mesh axis."""
     places = [run.ranks[rank].coordinates for rank in members]
     axes = list(places[0]) if places else []
     orders = [Order(name="rank", places=np.arange(len(members)), keys=np.zeros(len(members), np.int64))]
@@ -207,7 +207,7 @@ def sort_orders(run: Run, members: Sequence[int]) -> list[Order]:
 
 
 def row_starts(keys: Ints, per_row: int) -> Ints:
-    """Where rows of up to `per_row` ranks begin, a new one at each new key.
+    """Start index of each row of up to `per_row` ranks; each key begins a new row.
 
     >>> row_starts(np.array([0, 0, 0, 1, 1]), 2)
     array([0, 2, 3])
@@ -218,7 +218,7 @@ def row_starts(keys: Ints, per_row: int) -> Ints:
 
 
 def per_row_to_fit(keys: Ints, num_rows: int) -> int:
-    """Ranks a row so that all rows fit on the screen: a power of two, or all ranks of a key."""
+    """Smallest power of two of ranks per row with which all rows fit on the screen."""
     per_row, most = 1, max(len(keys), 1)
     while per_row < most and len(row_starts(keys, per_row)) > num_rows:
         per_row *= 2
@@ -226,7 +226,7 @@ def per_row_to_fit(keys: Ints, num_rows: int) -> int:
 
 
 def reduce_row(codes: Codes, rows: Ints, first: int, num_cells: int, per_cell: int) -> Codes:
-    """The gravest code under each of `num_cells` cells, `per_cell` columns wide, over `rows`."""
+    """Highest code under each of `num_cells` cells, `per_cell` columns wide, over `rows`."""
     stop = min(first + num_cells * per_cell, codes.shape[1])
     if stop <= first or not len(rows):
         return np.zeros(num_cells, np.uint8)
@@ -239,9 +239,9 @@ def reduce_row(codes: Codes, rows: Ints, first: int, num_cells: int, per_cell: i
 
 
 def next_stop(codes: Codes, order: Ints, starts: Ints, spot: tuple[int, int], direction: int) -> tuple[int, int] | None:
-    """The next (row, column) to look at: the gravest rows of a problem column, then the next such column.
+    """The next (row, column) to inspect: the worst rows of a problem column, then the next problem column.
 
-    Rows are the parts of `order` that begin at `starts`. A column in which all rows are alike has one stop.
+    Rows are the slices of `order` that begin at `starts`. A column in which all rows are equal has one stop.
     """
     row, column = spot
     shown = codes if len(order) == len(codes) else codes[order]
@@ -264,7 +264,7 @@ def _stops_in(column: Codes) -> Ints:
 
 
 def problem_columns(codes: Codes) -> Ints:
-    """Columns where something worse than `done` begins: the stops of `n` and `N`."""
+    """Columns where a state worse than DONE begins: the stops of `n` and `N`."""
     worst = codes.max(axis=0) if codes.size else np.zeros(codes.shape[1], np.uint8)
     is_bad = (worst >= LATE) & (worst != SILENT)
     begins = is_bad & (worst != np.concatenate([np.zeros(1, np.uint8), worst[:-1]]))

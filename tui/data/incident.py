@@ -1,4 +1,4 @@
-"""The incident as the screens need it: what `titan_ckpt.debug` read and concluded, and a compact heatmap per group."""
+"""The incident as the screens show it: evidence and verdicts of `titan_ckpt.debug`, and the wait graph."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Sit
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.tui.rows import Glyph, Role, TextSpan
 
-# Kinds of log events that no other rank's trouble brings about.
+# Kinds of log events that are never caused by another rank.
 OWN_ERRORS = (EventKind.EXCEPTION, EventKind.OOM, EventKind.FATAL_SIGNAL)
-# A glyph and a role for each situation, gravest first.
+# Worst first.
 SITUATIONS: Mapping[RankState, Glyph] = {
     RankState.DEAD: Glyph(char="x", role=Role.BAD, label="dead"),
     RankState.FROZEN: Glyph(char="z", role=Role.BAD, label="frozen"),
     RankState.GIL_HELD: Glyph(char="g", role=Role.BAD, label="GIL held"),
-    RankState.ON_CPU: Glyph(char="c", role=Role.WARN, label="busy on its CPU"),
-    RankState.SILENT: Glyph(char="?", role=Role.WARN, label="left nothing"),
+    RankState.ON_CPU: Glyph(char="c", role=Role.WARN, label="busy on CPU"),
+    RankState.SILENT: Glyph(char="?", role=Role.WARN, label="no evidence"),
     RankState.IN_INIT: Glyph(char="i", role=Role.NOTE, label="in init"),
     RankState.IN_P2P: Glyph(char="p", role=Role.GOOD, label="in send/recv"),
     RankState.IN_COLLECTIVE: Glyph(char="w", role=Role.GOOD, label="waiting in a collective"),
@@ -35,7 +35,7 @@ SITUATIONS: Mapping[RankState, Glyph] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """One incident, diagnosed. `is_chain`: no wait is in the evidence itself, `edges` are the verdict's chain."""
+    """A diagnosed incident. `is_chain`: the evidence shows no waits, and `edges` are the chain of the top verdict."""
 
     run: Run
     verdicts: tuple[Verdict, ...]
@@ -50,13 +50,13 @@ class Incident:
         return self.verdicts[0]
 
     def lane_of(self, group: str | None) -> int:
-        """Position of the lane of a group's name, 0 where there is none such."""
+        """Index of the lane of a group by its name; 0 if there is none."""
         names = [str(self.run.groups[lane.group]) for lane in self.lanes]
         return names.index(group) if group in names else 0
 
 
 def load_incident(url: str) -> Incident:
-    """Read and diagnose; TitanError when nothing there is evidence."""
+    """Read and diagnose; raises TitanError if there is no evidence."""
     run = open_run(url)
     states = situations(run)
     found = lanes(run)
@@ -73,7 +73,7 @@ def load_incident(url: str) -> Incident:
 
 
 def chain_edges(run: Run, top: Verdict) -> tuple[Edge, ...]:
-    """The verdict's chain as waits: what a mismatch shows, where every rank issued something."""
+    """The chain of the verdict as waits, for a mismatch in which every rank issued something."""
     names = [str(group) for group in run.groups]
     group = names.index(top.group) if top.group in names else -1
     seq = -1 if top.seq is None else top.seq
@@ -83,9 +83,9 @@ def chain_edges(run: Run, top: Verdict) -> tuple[Edge, ...]:
 
 
 def first_error(incident: Incident) -> LogEvent | None:
-    """The earliest error of a rank's own in any log: not a closed connection, a timeout or a signal from the launcher.
+    """The earliest primary error in any log: not a closed connection, a timeout or a signal from the launcher.
 
-    Of the verdict's culprits where one of them has such an error, since clocks differ.
+    Errors of the verdict's culprits take precedence, since clocks differ.
     """
     logs = [record.log for record in incident.run.ranks.values() if record.log is not None]
     own = [event for log in logs for event in _own_errors(log)]
@@ -94,7 +94,7 @@ def first_error(incident: Incident) -> LogEvent | None:
 
 
 def _own_errors(log: RankLog) -> list[LogEvent]:
-    """An abort after an error of the communication is that error's work."""
+    """Primary errors of a log. An abort after a communication error is a consequence of it."""
     kinds = [event.kind for event in log.events]
     first_comm = next((i for i, kind in enumerate(kinds) if kind.is_communication), len(kinds))
     return [
@@ -105,24 +105,24 @@ def _own_errors(log: RankLog) -> list[LogEvent]:
 
 
 def state_counts(incident: Incident) -> list[tuple[RankState, int]]:
-    """(kind, how many ranks), gravest first."""
+    """(kind, number of ranks), worst first."""
     counts = Counter(state.kind for state in incident.states.values())
     return [(kind, counts[kind]) for kind in SITUATIONS if counts[kind]]
 
 
 def strip_cells(incident: Incident, num_cells: int) -> list[TextSpan]:
-    """A glyph per rank; where the ranks are more than the cells, a cell is the gravest of its neighbours."""
+    """A glyph per rank; with more ranks than cells, each cell shows the worst of several ranks."""
     order = list(SITUATIONS)
     ranks = sorted(incident.states)
     per_cell = max(1, -(-len(ranks) // max(num_cells, 1)))
     cells: list[TextSpan] = []
     for start in range(0, len(ranks), per_cell):
         kinds = [incident.states[rank].kind for rank in ranks[start : start + per_cell]]
-        gravest = SITUATIONS[min(kinds, key=order.index)]
-        cells.append((gravest.char, gravest.role))
+        worst = SITUATIONS[min(kinds, key=order.index)]
+        cells.append((worst.char, worst.role))
     return cells
 
 
 def frame_text(frame: Frame) -> str:
-    """`file:line function`, the file without its folder."""
+    """`file:line function`, without the folder."""
     return f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}"

@@ -1,6 +1,6 @@
-"""Bytes of logs by offset, wherever they lie: a local file as it stands, a packed or remote one through a temporary file.
+"""Random access to logs: local files in place, compressed or remote ones through a temporary copy.
 
-At most a hundred files are open at once; a job has thousands of logs.
+A job has thousands of logs, so at most `MAX_OPEN` files are open at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_UNPACKED = 8 << 30
 
 
 class LogFiles:
-    """Random access to the logs of one run. Close it to remove its temporary files."""
+    """The logs of one run. `close` removes the temporary files."""
 
     def __init__(self, store: Store, files: tuple[LogFile, ...]) -> None:
         self.files = files
@@ -44,17 +44,17 @@ class LogFiles:
             return os.pread(self._descriptor(index), length, start)
 
     def size(self, index: int) -> int:
-        """Its (unpacked) size now."""
+        """Current size of a file, uncompressed."""
         with self._lock:
             return os.fstat(self._descriptor(index)).st_size
 
     def year(self, index: int) -> int:
-        """The year of its last change, of a copy the present one."""
+        """Year of the file's last change; of a temporary copy, the current year."""
         with self._lock:
             return datetime.fromtimestamp(os.fstat(self._descriptor(index)).st_mtime, UTC).year
 
     def grow(self, files: tuple[LogFile, ...]) -> None:
-        """The same files, of which some have grown, and further ones behind them. A copy of one that has grown gets the rest."""
+        """Take `files` (the same ones, perhaps longer, and new ones after them) and append new bytes to temporary copies."""
         with self._lock:
             for index, path in self._paths.items():
                 before, after = self.files[index].size_bytes, files[index].size_bytes
@@ -68,11 +68,11 @@ class LogFiles:
 
     @property
     def is_closed(self) -> bool:
-        """Whether other LogFiles have taken its place."""
+        """Whether newer LogFiles have replaced these."""
         return self._is_closed
 
     def close(self) -> None:
-        """Close all files and remove the temporary ones; reading on is a StoreError."""
+        """Close all files and remove the temporary ones; later reads raise StoreError."""
         with self._lock:
             self._is_closed = True
             while self._open:
@@ -84,7 +84,7 @@ class LogFiles:
 
     def _descriptor(self, index: int) -> int:
         if self._is_closed:
-            raise StoreError(f"{self.files[index].path}: the logs were read again meanwhile; ask again")
+            raise StoreError(f"{self.files[index].path}: the logs have been reloaded; try again")
         found = self._open.pop(index, None)
         if found is None:
             if len(self._open) >= MAX_OPEN:
@@ -99,10 +99,10 @@ class LogFiles:
             if self._is_in_place(file):
                 self._paths[index] = os.path.join(local_path(self._store.url), file.path)
             else:
-                self._paths[index] = self._materialise(index, file)
+                self._paths[index] = self._copy(index, file)
         return self._paths[index]
 
-    def _materialise(self, index: int, file: LogFile) -> str:
+    def _copy(self, index: int, file: LogFile) -> str:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="titan-ckpt-logs-")
         path = Path(self._folder.name) / f"{index}.log"
@@ -117,7 +117,7 @@ class LogFiles:
 
 
 def _unpacked(path: str, parts: Iterator[bytes]) -> Iterator[bytes]:
-    """Bytes as they were before packing. What a cut-off file still holds is given; one that holds nothing is damaged."""
+    """Decompressed bytes. A truncated file gives what can be read; DamagedError if that is nothing."""
     if path.endswith(".gz"):
         source = _gunzip(parts)
     elif path.endswith(".zst"):

@@ -1,4 +1,4 @@
-"""What of the merged logs is shown: the filter as typed, the lines that pass it, equal lines of several ranks as one."""
+"""Filter merged logs: parse the typed filter, select lines, fold equal lines of several ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CLOCK = re.compile(r"(?:(\d{4}-\d\d-\d\d)[T ])?(\d\d?):(\d\d)(?::(\d\d)(?:[.,](
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogQuery:
-    """What is wanted of an index."""
+    """The filter as typed, and whether equal lines are folded."""
 
     text: str = ""
     is_folded: bool = False
@@ -29,9 +29,9 @@ class LogQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogView:
-    """The lines of `index` that were asked for, by time. `folds` are the ranks that said the same, by place in `view`."""
+    """Result of a query: line positions by time. `folds` maps a place in `view` to the ranks that wrote the same line."""
 
-    asked: LogQuery
+    query: LogQuery
     index: LogIndex
     passed: Positions
     view: Positions
@@ -39,14 +39,15 @@ class LogView:
     is_cut: bool = False
 
 
-def views(index: LogIndex, asked: LogQuery, former: LogView | None) -> Iterator[LogView]:
-    """The answer, the last one whole; what an index has grown by is all that is searched where `former` knows the rest."""
-    wanted = parse_filter(asked.text)
-    view = LogView(asked=asked, index=index, passed=index.order, view=index.order)
+def views(index: LogIndex, query: LogQuery, former: LogView | None) -> Iterator[LogView]:
+    """Yield growing results, the last one complete. With `former`, a result for the index this one grew from, only new lines are
+    searched."""
+    wanted = parse_filter(query.text)
+    view = LogView(query=query, index=index, passed=index.order, view=index.order)
     for passed in _passed(index, wanted, former) if not wanted.is_open else [index.order]:
         view = replace(view, passed=passed, view=passed)
         yield view
-    if asked.is_folded:
+    if query.is_folded:
         folded, folds = fold(index, view.passed[-FOLD_LINES:])
         yield replace(view, view=folded, folds=folds, is_cut=len(view.passed) > FOLD_LINES)
 
@@ -62,7 +63,7 @@ def _passed(index: LogIndex, wanted: LogFilter, former: LogView | None) -> Itera
 
 
 def parse_filter(text: str) -> LogFilter:
-    """Ranks, a level, a pattern, in this order, each optional.
+    """Parse `[ranks] [level] [pattern]`.
 
     >>> parse_filter("0-2"), parse_filter("level error").level, parse_filter("nan|inf").pattern
     (LogFilter(ranks=(0, 1, 2), level=0, pattern=''), 3, 'nan|inf')
@@ -81,7 +82,7 @@ def parse_filter(text: str) -> LogFilter:
 
 
 def parse_clock(text: str, near_ms: int) -> int | None:
-    """Milliseconds since the epoch of a time as typed, on the day of `near_ms` where it has no date; None where it is none.
+    """Parse a time to milliseconds since the epoch; without a date, on the day of `near_ms`. None if invalid.
 
     >>> parse_clock("00:01:02.5", near_ms=86_400_000) - 86_400_000, parse_clock("noon", 0)
     (62500, None)
@@ -103,7 +104,7 @@ def parse_clock(text: str, near_ms: int) -> int | None:
 
 
 def fold(index: LogIndex, view: Positions) -> tuple[Positions, dict[int, tuple[int, ...]]]:
-    """Lines that differ in numbers only, said by several ranks within two seconds, as one."""
+    """Merge lines of several ranks that differ only in numbers and lie within two seconds."""
     kept: list[int] = []
     seen: dict[str, tuple[int, int]] = {}
     ranks: dict[int, set[int]] = {}
@@ -118,4 +119,4 @@ def fold(index: LogIndex, view: Positions) -> tuple[Positions, dict[int, tuple[i
         seen[key] = (len(kept), line.time_ms)
         ranks[len(kept)] = {rank}
         kept.append(position)
-    return np.array(kept, np.int32), {place: tuple(sorted(said)) for place, said in ranks.items() if len(said) > 1}
+    return np.array(kept, np.int32), {place: tuple(sorted(found)) for place, found in ranks.items() if len(found) > 1}

@@ -1,4 +1,4 @@
-"""An index of logs that have grown, from the index before: only the new bytes are read. Pure, but for that reading."""
+"""Extend the index of logs that have grown, reading only the new bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_ckpt.tui.data.log_lines import UNKNOWN_TIME, Lines, filled, with_year
 
 
 def grown_files(before: tuple[LogFile, ...], now: tuple[LogFile, ...]) -> tuple[LogFile, ...] | None:
-    """`now` in the order of `before`, new files last; None where a file went, shrank, or is packed and has changed."""
+    """Order `now` like `before`, new files last; None if a file is gone, has shrunk, or is compressed and has changed."""
     sizes = {file.path: file for file in now}
     for file in before:
         found = sizes.get(file.path)
@@ -28,7 +28,7 @@ def grown_files(before: tuple[LogFile, ...], now: tuple[LogFile, ...]) -> tuple[
 
 
 def grow(former: LogIndex, files: LogFiles, now: tuple[LogFile, ...]) -> LogIndex | None:
-    """The index of `now`; None where it cannot be had from the former one, and all has to be read again."""
+    """Index `now` from the former index; None if all files have to be read again."""
     before = files.files
     ordered = None if former.is_head else grown_files(before, now)
     if ordered is None:
@@ -41,13 +41,13 @@ def grow(former: LogIndex, files: LogFiles, now: tuple[LogFile, ...]) -> LogInde
         if i >= len(before) or file.size_bytes != before[i].size_bytes:
             kept[i], begin = _resume(former, i) if i < len(before) else (0, 0)
             if not starts_line(files, i, begin):
-                return None  # another file under the same name
+                return None  # a different file under the same name
             tails[i], end[i] = index_file(files, i, begin=begin)
     return _with_tails(former, kept, end, tails)
 
 
 def _resume(former: LogIndex, file: int) -> tuple[int, int]:
-    """(lines that stay as they are, first byte to read): the last line may have been cut when it was read."""
+    """(number of lines to keep, first byte to read): the last line may have been incomplete."""
     count = int(former.base[file + 1] - former.base[file])
     return (count - 1, int(former.start[former.base[file + 1] - 1])) if count else (0, 0)
 
@@ -76,8 +76,10 @@ def _with_tails(former: LogIndex, kept: Ints, end: Ints, tails: dict[int, Lines]
 def _tail_times(
     former: LogIndex, old_base: Ints, kept: Ints, has_times: LineMask, tails: dict[int, Lines]
 ) -> dict[int, Ints]:
-    """Milliseconds after `first_ms` of the new lines. A line without a time has that of the line before; in a file
-    without any it comes when it is seen, after all that is known."""
+    """Times of the new lines, in milliseconds after `first_ms`.
+
+    A line without a time gets that of the line before; in a file without any times, the newest time of all.
+    """
     years = [year for tail in tails.values() if (year := year_of(tail.time_ms)) is not None]
     newest = int(former.time_ms[former.order[-1]]) if len(former.order) else 0
     year = max([*years, *(y for y in [year_of(np.array([former.first_ms + newest]))] if y is not None)], default=1970)
@@ -97,7 +99,7 @@ def _tail_times(
 
 
 def _spliced(column: Any, old_base: Ints, base: Ints, kept: Ints, tails: dict[int, Any]) -> Any:
-    """A column with each file's kept lines, then its new ones; wider where they need it."""
+    """Join each file's kept and new lines into one column, widened to int64 if necessary."""
     largest = max((int(tail.max()) for tail in tails.values() if len(tail)), default=0)
     dtype = np.int64 if column.dtype == np.uint32 and largest >= 1 << 32 else column.dtype
     made = np.empty(int(base[-1]), dtype)
@@ -109,7 +111,7 @@ def _spliced(column: Any, old_base: Ints, base: Ints, kept: Ints, tails: dict[in
 
 
 def moved(growth: Growth, base: Ints, view: Positions) -> Positions:
-    """Positions in the former index as positions in the one that grew from it, without those of lines that were read again."""
+    """Translate positions of the former index into the grown one, dropping lines that were read again."""
     shift = (base[:-1] - growth.base[:-1]).astype(np.int32)
     lengths = np.diff(growth.base)
     stays = np.ones(int(growth.base[-1]), np.bool_)
@@ -119,7 +121,7 @@ def moved(growth: Growth, base: Ints, view: Positions) -> Positions:
 
 
 def merged(order: Positions, fresh: Ints, time_ms: Any) -> Positions:
-    """`order` with `fresh` put in by time: what is older than all of these stays as it is."""
+    """Merge `fresh` into `order` by time, copying the part that is older than all of `fresh`."""
     if not len(fresh):
         return order
     first, low, high = time_ms[fresh].min(), 0, len(order)
@@ -131,7 +133,7 @@ def merged(order: Positions, fresh: Ints, time_ms: Any) -> Positions:
 
 
 def fresh_mask(index: LogIndex) -> LineMask:
-    """The lines that the former index did not have."""
+    """Mask of the lines that the former index did not have."""
     mask = np.ones(len(index), np.bool_)
     if index.growth is not None:
         for i, kept in enumerate(index.growth.kept.tolist()):

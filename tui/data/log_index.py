@@ -1,6 +1,6 @@
-"""Per-rank logs merged by time: an index of offsets, times and levels; text is read when it is looked at.
+"""Per-rank logs merged by time: an index of offsets, times and levels. Text is read when it is painted.
 
-Ten million lines take about 130 MB: 13 bytes a line.
+Ten million lines take about 130 MB: 13 bytes per line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Positions = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """One line with where it is from. `number` counts from 1 in its file."""
+    """A line with its file and rank."""
 
     file: int
     rank: int | None
@@ -37,7 +37,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What an index has in common with the one it grew from: the first `kept[i]` lines of file `i`, which began at `base[i]`."""
+    """What an index shares with the one it grew from: the first `kept[i]` lines of file `i`, formerly from `base[i]`."""
 
     token: object
     base: Ints
@@ -46,10 +46,10 @@ class Growth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogIndex:
-    """Lines of all files, file after file; `order` is their order by time. `problems` are files that cannot be read.
+    """Columns of the lines of all files, file after file; `order` sorts them by time.
 
-    Lines of file `i` are `[base[i], base[i + 1])`, its bytes `[0, end[i])`; `has_times[i]`: it tells times. `is_head`: only
-    the beginning of each file is in it. `token` is this index's alone.
+    Lines of file `i` are `[base[i], base[i + 1])`, its bytes `[0, end[i])`; `has_times[i]`: it has timestamps. `problems`:
+    (path, error) of unreadable files. `is_head`: only the beginning of each file is indexed. `token` identifies this index.
     """
 
     files: LogFiles
@@ -70,15 +70,15 @@ class LogIndex:
         return len(self.start)
 
     def file_of(self, line: int) -> int:
-        """The file that line `line` (a position of the columns) is in."""
+        """Index of the file of a line (a position in the columns)."""
         return int(np.searchsorted(self.base, line, side="right")) - 1
 
     def rank_of(self, line: int) -> int | None:
-        """The rank whose log it is in."""
+        """Rank whose log has this line."""
         return self.files.files[self.file_of(line)].rank
 
     def read(self, line: int) -> LogLine:
-        """A line's text, cut at 4,096 bytes."""
+        """Read a line, at most 4,096 bytes of it."""
         file = self.file_of(line)
         start = int(self.start[line])
         is_last = line + 1 >= int(self.base[file + 1])
@@ -90,14 +90,14 @@ class LogIndex:
         )  # fmt: skip
 
     def line_at(self, source: str, number: int) -> int | None:
-        """The line of a file by its path and number."""
+        """Position of a line by file path and line number."""
         for i, file in enumerate(self.files.files):
             if file.path == source and 0 < number <= int(self.base[i + 1] - self.base[i]):
                 return int(self.base[i]) + number - 1
         return None
 
     def place_of_time(self, time_ms: int, view: Positions) -> int:
-        """Where in `view` the first line at or after a time stands."""
+        """Place in `view` of the first line at or after a time."""
         wanted = time_ms - self.first_ms
         low, high = 0, len(view)
         while low < high:
@@ -110,7 +110,7 @@ class LogIndex:
 
 
 def load_logs(files: LogFiles, *, head_bytes: int | None = None) -> LogIndex:
-    """Index all files, or the first `head_bytes` of each: the first page while the rest is read."""
+    """Index all files, or only the first `head_bytes` of each."""
     parts, problems, ends = [], [], np.zeros(len(files.files), np.int64)
     for i, file in enumerate(files.files):
         try:
@@ -131,7 +131,7 @@ NOTHING = Lines(start=np.zeros(0, np.int64), time_ms=np.zeros(0, np.int64), leve
 
 
 def index_file(files: LogFiles, index: int, *, begin: int = 0, stop: int | None = None) -> tuple[Lines, int]:
-    """A file's lines from the byte `begin` on, with the times that they tell themselves, and where they end."""
+    """Index a file from byte `begin`; returns its lines, with unknown times not filled in, and the end offset."""
     size = files.size(index)
     stop = size if stop is None else min(size, stop)
     parts, at = [], begin
@@ -155,7 +155,7 @@ def starts_line(files: LogFiles, index: int, at: int) -> bool:
 
 
 def _without_first(lines: Lines) -> Lines:
-    """The end of a line that is longer than a block is no line of its own."""
+    """Drop the tail of a line that is longer than a block."""
     return Lines(start=lines.start[1:], time_ms=lines.time_ms[1:], level=lines.level[1:])
 
 
@@ -181,7 +181,7 @@ def _assemble(
     last_ms = max((last for _, last in spans), default=0)
     time_ms: Any = np.zeros(total, np.uint32 if last_ms - first_ms < 1 << 32 else np.int64)
     for i in range(len(parts)):
-        part, parts[i] = parts[i], NOTHING  # each file's wide columns go as soon as they are copied
+        part, parts[i] = parts[i], NOTHING  # free each file's wide columns once copied
         here = slice(int(base[i]), int(base[i + 1]))
         start[here], level[here] = part.start, part.level
         time_ms[here] = np.where(part.time_ms == UNKNOWN_TIME, last_ms, part.time_ms) - first_ms
@@ -194,7 +194,7 @@ def _assemble(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFilter:
-    """Which lines to show; all conditions hold together."""
+    """Conditions on lines; all must hold."""
 
     ranks: tuple[int, ...] | None = None
     level: int = 0
@@ -202,12 +202,12 @@ class LogFilter:
 
     @property
     def is_open(self) -> bool:
-        """Whether everything passes."""
+        """Whether every line passes."""
         return self.ranks is None and self.level == 0 and not self.pattern
 
 
 def cheap_mask(index: LogIndex, wanted: LogFilter) -> LineMask:
-    """What passes by rank and level, which the index knows."""
+    """Mask of the lines that pass by rank and level, without reading files."""
     mask = np.ones(len(index), np.bool_)
     if wanted.ranks is not None:
         ranks = set(wanted.ranks)
@@ -220,7 +220,7 @@ def cheap_mask(index: LogIndex, wanted: LogFilter) -> LineMask:
 
 
 def search(index: LogIndex, pattern: str, mask: LineMask) -> Iterator[tuple[float, LineMask]]:
-    """(share searched, mask of lines that match so far and passed `mask`), again and again while files are read."""
+    """Search files for a pattern; yields (share searched, matches within `mask` so far) as it goes."""
     compiled = re.compile(pattern.encode(), re.IGNORECASE | re.MULTILINE)
     found = np.zeros(len(index), np.bool_)
     read_bytes, total_bytes, reported = 0, sum(file.size_bytes for file in index.files.files) or 1, 0
@@ -236,7 +236,7 @@ def search(index: LogIndex, pattern: str, mask: LineMask) -> Iterator[tuple[floa
 
 
 def _search_file(index: LogIndex, file: int, mask: LineMask, compiled: re.Pattern[bytes]) -> LineMask:
-    """Lines of a file that match, read from the first to the last that `mask` leaves."""
+    """Matching lines of a file, reading from its first to its last line in `mask`."""
     starts = index.start[int(index.base[file]) : int(index.base[file + 1])]
     found, wanted = np.zeros(len(starts), np.bool_), np.flatnonzero(mask)
     at = int(starts[wanted[0]])
@@ -256,7 +256,7 @@ def _search_file(index: LogIndex, file: int, mask: LineMask, compiled: re.Patter
 
 
 def lines_by_time(index: LogIndex, mask: LineMask) -> Positions:
-    """The lines that pass, by time."""
+    """Positions in `mask`, ordered by time."""
     found = np.flatnonzero(mask)
     if len(found) == len(mask):
         return index.order

@@ -1,4 +1,4 @@
-"""Lines of a block of log bytes as columns: starts, times, levels, without one Python object per line. Pure."""
+"""Split log bytes into columns of line starts, times and levels, without a Python object per line. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DAY_MS = 86_400_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """How a time is spelled: the columns of its digits and of the characters between them. `date` is of 4 or 8 digits."""
+    """A timestamp format: columns of its digits and separators. `date` has 4 or 8 digits."""
 
     pattern: re.Pattern[bytes]
     date: tuple[int, ...]
@@ -33,7 +33,7 @@ class Stamp:
 
     @property
     def dot(self) -> int:
-        """The column between the seconds and the milliseconds."""
+        """Column of the decimal point after the seconds."""
         return self.clock[-1] + 1
 
 
@@ -46,7 +46,7 @@ YEARLESS = Stamp(
     pattern=re.compile(rb"(?<!\w)[IWEF]\d{4} \d\d:\d\d:\d\d\.\d{3}"),
     date=(1, 2, 3, 4), clock=(6, 7, 9, 10, 12, 13), between=((5, b" "), (8, b":"), (11, b":"), (14, b".")),
 )  # fmt: skip
-# A time without a year is given as of this leap year until `with_year` puts it right.
+# Times without a year are parsed in this leap year until `with_year` corrects them.
 _NO_YEAR = 1972
 _NO_YEAR_MS = (63_072_000_000, 94_694_400_000)
 _LETTERS = ((b"W", WARNING), (b"E", ERROR), (b"F", ERROR))
@@ -54,7 +54,7 @@ _LETTERS = ((b"W", WARNING), (b"E", ERROR), (b"F", ERROR))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """Columns of some lines: byte offsets, milliseconds since the epoch (UNKNOWN_TIME), levels."""
+    """Columns of lines: byte offsets, milliseconds since the epoch or UNKNOWN_TIME, levels."""
 
     start: Ints
     time_ms: Ints
@@ -62,7 +62,7 @@ class Lines:
 
 
 def scan(data: bytes, offset: int = 0) -> Lines:
-    """The lines that begin in `data`, which begins a line; `offset` is added to the starts."""
+    """Lines of `data`, which begins at a line start; `offset` is added to the starts."""
     raw = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(raw == 10).astype(np.int64)
     start = np.concatenate([np.zeros(1, np.int64), ends + 1])
@@ -86,7 +86,7 @@ def _levels(data: bytes, start: Ints) -> ByteArray:
 
 
 def _mark_letters(data: bytes, raw: ByteArray, start: Ints, times: Ints, level: ByteArray) -> None:
-    """The level that the letter of a time without a year tells."""
+    """Set the level from the letter of timestamps without a year (W, E, F)."""
     lines = np.flatnonzero(_is_yearless(times))
     column = _column(data, start, YEARLESS) if len(lines) else None
     if column is None:
@@ -111,7 +111,7 @@ def _places(data: bytes, word: bytes) -> list[int]:
 
 
 def _read_times(data: bytes, raw: ByteArray, start: Ints, stamp: Stamp, times: Ints) -> None:
-    """Times of the lines that have none yet: at the column where the first stamped of them have it, else by search."""
+    """Read missing times: first at the column of the first timestamp found, then by search."""
     unknown = np.flatnonzero(times == UNKNOWN_TIME)
     if not len(unknown):
         return
@@ -141,7 +141,7 @@ def _column(data: bytes, start: Ints, stamp: Stamp) -> int | None:
 
 
 def _is_stamp(raw: ByteArray, start: Ints, column: int, stamp: Stamp) -> npt.NDArray[np.bool_]:
-    """Which lines have a time at this column."""
+    """Mask of the lines with a timestamp at this column."""
     found = start + column + stamp.dot <= len(raw)
     at = start[found] + column
     digits = raw[at[:, None] + np.array(stamp.date + stamp.clock)]
@@ -173,7 +173,7 @@ def _millis(raw: ByteArray, dot: Ints) -> Ints:
 
 
 def _days_ms(dates: npt.NDArray[Any]) -> Ints:
-    """Milliseconds at the start of each day, days given as 20261231; UNKNOWN_TIME for what is no day."""
+    """Milliseconds at the start of each day given as 20261231; UNKNOWN_TIME if invalid."""
     days, place = np.unique(dates, return_inverse=True)
     return np.array([_day_ms(int(day)) for day in days], np.int64)[place]
 
@@ -186,7 +186,7 @@ def _day_ms(day: int) -> int:
 
 
 def year_of(times: Ints) -> int | None:
-    """The year of the newest time that has one."""
+    """Year of the newest time with a year; None without one."""
     known = times[(times != UNKNOWN_TIME) & ~_is_yearless(times)]
     return datetime.fromtimestamp(int(known.max()) / 1000, UTC).year if len(known) else None
 
@@ -196,7 +196,7 @@ def _is_yearless(times: Ints) -> npt.NDArray[np.bool_]:
 
 
 def with_year(times: Ints, year: int) -> Ints:
-    """Times without a year put into `year`."""
+    """Move times without a year into `year`."""
     lines = np.flatnonzero(_is_yearless(times))
     if not len(lines):
         return times
@@ -211,7 +211,7 @@ def with_year(times: Ints, year: int) -> Ints:
 
 
 def filled(times: Ints) -> Ints:
-    """Times with the unknown ones taken from the line before, or the first known one; all unknown stays so."""
+    """Fill unknown times from the previous line, leading ones from the first known; unchanged if all are unknown."""
     known = times != UNKNOWN_TIME
     if not known.any():
         return times

@@ -1,4 +1,4 @@
-"""metrics.jsonl as columns. A line that is cut off or damaged is counted, not fatal: the run may be writing it now."""
+"""metrics.jsonl as columns. Truncated or damaged lines are counted and skipped: the run may still be writing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titan_ckpt.store.base import Store
 from titan_ckpt.tui.data.arrays import Floats
 
 MAX_METRICS_BYTES = 256 << 20
-# Panels in order; each shows the first of its names that the file has.
+# Panels in order; each plots the first of its names found in the file.
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss", ("loss", "loss_mean", "train_loss", "train/loss")),
     ("throughput, tokens/s", ("tokens_per_s", "tokens_per_second", "tps", "throughput")),
@@ -28,7 +28,7 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Numbers by name, one value per line (NaN where the line lacks it); `steps` is their x axis."""
+    """Columns of numbers by name, NaN where a step has no value; `steps` is the x axis."""
 
     source: str
     steps: Floats
@@ -36,7 +36,7 @@ class Metrics:
     num_damaged: int = 0
 
     def panels(self) -> list[tuple[str, Floats]]:
-        """(title, values) of the known panels, then of every other number in the file that changes."""
+        """(title, values) of the known panels, then of every other column that varies."""
         shown: list[tuple[str, Floats]] = []
         used: set[str] = set()
         for title, names in PANELS:
@@ -54,14 +54,14 @@ def _changes(values: Floats) -> bool:
 
 
 def load_metrics(store: Store, path: str) -> Metrics:
-    """Read a metrics file (the last 256 MB of one that is larger)."""
+    """Read a metrics file, at most its last 256 MB."""
     size = store.stat(path).size_bytes
     data = store.read(path, max(0, size - MAX_METRICS_BYTES))
     return parse_metric_lines(data, path)
 
 
 def parse_metric_lines(data: bytes, source: str) -> Metrics:
-    """Every line that is a JSON object with numbers; a step that comes again (a restart) keeps its last values."""
+    """Parse JSON lines; a step that occurs again after a restart keeps its last values."""
     by_step: dict[float, dict[str, float]] = {}
     num_damaged = 0
     for number, line in enumerate(data.splitlines()):

@@ -1,4 +1,4 @@
-"""A run's steps in all of its tiers, and the runs of a folder. A tier that cannot be read is said in its place."""
+"""The steps of a run in all of its tiers, and the runs of a folder. An unreadable tier is listed with its error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST_CONFIG = 1 << 20
 
 
 class TierName(StrEnum):
-    """The tiers of a run. ONLY: the run has a single one, which is not named on the screen."""
+    """Tiers of a run. ONLY is the single tier of a run without a mirror; the screen does not name it."""
 
     FAST = "fast"
     MIRROR = "mirror"
@@ -34,7 +34,7 @@ class TierName(StrEnum):
 
 
 class StepState(StrEnum):
-    """The states of a step: those of a CheckpointInfo, and FOREIGN for what other programs wrote."""
+    """States of a step: those of a CheckpointInfo, and FOREIGN for checkpoints of other programs."""
 
     COMMITTED = "committed"
     PARTIAL = "partial"
@@ -48,7 +48,7 @@ _BEST = (StepState.COMMITTED, StepState.FOREIGN, StepState.DAMAGED, StepState.PA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A place that holds the run's steps. `name` is empty where there is no other; `problem` says why it was not read."""
+    """A location of the run's steps. `problem` is the error if it could not be listed."""
 
     name: TierName
     url: str
@@ -57,7 +57,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCopy:
-    """A step as one tier has it; `info` is None for what others wrote."""
+    """A step in one tier; `info` is None for checkpoints of other programs."""
 
     step: int
     tier: TierName
@@ -67,48 +67,48 @@ class StepCopy:
 
     @property
     def state(self) -> StepState:
-        """Whether it can be used."""
+        """State of this copy."""
         return StepState(self.info.state) if self.info is not None else StepState.FOREIGN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
-    """A step of a run with every tier that has something of it."""
+    """A step of a run, with its copies in all tiers."""
 
     step: int
     copies: tuple[StepCopy, ...]
 
     @property
     def best(self) -> StepCopy:
-        """The nearest tier where it is in the best state."""
+        """The copy in the best state; of equal ones the first tier's."""
         return min(self.copies, key=lambda copy: _BEST.index(copy.state))
 
     @property
     def tiers(self) -> str:
-        """Where it can be used: fast, mirror or both."""
+        """Tiers where it is committed: fast, mirror or both."""
         names = [copy.tier for copy in self.copies if copy.state == StepState.COMMITTED]
         return "both" if len(names) > 1 else names[0] if names else "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSteps:
-    """All steps, newest first. `unread` are (name, URL) of tiers that are still to be listed."""
+    """All steps, newest first. `unread` lists (name, URL) of the tiers not listed yet."""
 
     tiers: tuple[Tier, ...]
     steps: tuple[RunStep, ...]
     unread: tuple[tuple[TierName, str], ...] = ()
 
     def find(self, step: int) -> RunStep | None:
-        """A step by its number."""
+        """The step of this number."""
         return next((found for found in self.steps if found.step == step), None)
 
     def counts(self, joint: str) -> str:
-        """How many are in which state; empty without any."""
+        """Number of steps by state, such as `3 committed`; empty without steps."""
         states = [step.best.state for step in self.steps]
         return joint.join(f"{states.count(state)} {state}" for state in StepState if state in states)
 
     def newest(self, tier: TierName | None = None) -> int | None:
-        """The newest committed step, of one tier where one is named."""
+        """The newest committed step in `tier`, or in any tier."""
         return next(
             (s.step for s in self.steps for h in s.copies if h.state == StepState.COMMITTED and tier in (None, h.tier)),
             None,
@@ -116,7 +116,7 @@ class RunSteps:
 
 
 def load_steps(store: Store) -> RunSteps:
-    """The steps at `store` itself; the run's other tiers stand in `unread`."""
+    """List the steps at `store`; the run's other tiers are in `unread`."""
     infos, here = list_checkpoints(store), normalise(store.url)
     tiers = tiers_of(store, infos)
     name = next((name for name, url in tiers if url == here), TierName.ONLY)
@@ -127,7 +127,7 @@ def load_steps(store: Store) -> RunSteps:
 
 
 def load_others(found: RunSteps) -> RunSteps:
-    """`found` with the tiers that were still to be listed."""
+    """List the unread tiers too."""
     tiers, copies = list(found.tiers), [each for step in found.steps for each in step.copies]
     for name, url in found.unread:
         try:
@@ -158,7 +158,7 @@ def _copies(tier: TierName, store: Store, infos: Sequence[CheckpointInfo]) -> li
 
 
 def _foreign(tier: TierName, store: Store) -> list[StepCopy]:
-    """What others wrote: a DCP checkpoint or a Hugging Face model right here, or a folder of the former."""
+    """Checkpoints of other programs: a DCP checkpoint or Hugging Face model in this folder, or a folder of DCP checkpoints."""
     if any(store.exists(name) for name in SINGLE_CHECKPOINT):
         checkpoint = open_checkpoint(store.url, store=store)
         sizes = {checkpoint.step: sum(file.size_bytes for file in checkpoint.manifest.files)}
@@ -172,7 +172,7 @@ def _foreign(tier: TierName, store: Store) -> list[StepCopy]:
 
 
 def tiers_of(store: Store, infos: Sequence[CheckpointInfo]) -> list[tuple[TierName, str]]:
-    """(name, URL) of the places that hold the run's checkpoints, by its own config; `store` alone where there is none."""
+    """(name, URL) of the run's tiers from its config; `store` alone if the config is missing."""
     saved, here = _save_config(store, infos), normalise(store.url)
     base = _base(here, [saved["url"], saved["mirror"]])
     fast, mirror = (_absolute(saved[name], base) for name in ("url", "mirror"))
@@ -184,7 +184,7 @@ def tiers_of(store: Store, infos: Sequence[CheckpointInfo]) -> list[tuple[TierNa
 
 
 def _save_config(store: Store, infos: Sequence[CheckpointInfo]) -> dict[str, str]:
-    """`save.url` and `save.mirror` as the run was asked: by logs/config.json, else by its newest checkpoint."""
+    """`save.url` and `save.mirror` from logs/config.json, else from the newest checkpoint."""
     config: Any = {}
     try:
         if store.exists(CONFIG_PATH):
@@ -192,14 +192,14 @@ def _save_config(store: Store, infos: Sequence[CheckpointInfo]) -> dict[str, str
         elif (newest := max((i.step for i in infos if i.state == "committed"), default=None)) is not None:
             config = open_checkpoint(store.url, step=newest, store=store).manifest.config
     except (TitanError, OSError, ValueError, RecursionError):
-        config = {}  # the steps themselves say what is damaged
+        config = {}  # the list of steps shows what is damaged
     save = config.get("save") if isinstance(config, Mapping) else None
     found = save if isinstance(save, Mapping) else {}
     return {name: value if isinstance(value := found.get(name), str) else "" for name in ("url", "mirror")}
 
 
 def _base(here: str, named: Sequence[str]) -> str | None:
-    """The folder that the job ran in, if one of the paths that it named is here.
+    """The folder that the job ran in, if one of its relative paths leads to `here`.
 
     >>> _base("/home/me/runs/tiny", ["runs/tiny", "runs/safe"])
     '/home/me'
@@ -212,19 +212,19 @@ def _base(here: str, named: Sequence[str]) -> str | None:
 
 
 def _absolute(url: str, base: str | None) -> str:
-    """`url` as it can be opened from here; empty where that is not known."""
+    """Resolve `url` against `base`; empty if that is not possible."""
     is_relative = scheme(url) == "file" and not os.path.isabs(os.path.expanduser(local_path(url)))
     if not url or (is_relative and base is None):
         return ""
     return normalise(f"{base}/{local_path(url)}" if is_relative else url)
 
 
-# -- several runs
+# -- folders of runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A run of a folder of runs: how many steps it has, and the newest that is committed."""
+    """A run in a folder of runs: its number of steps and its newest committed step."""
 
     name: str
     url: str
@@ -234,7 +234,7 @@ class RunSummary:
 
 
 def holds_runs(store: Store, folders: Sequence[str]) -> bool:
-    """Whether a folder below is a run. Looks into the first folders only: a wrong path is to be an error soon."""
+    """Whether a subfolder is a run. Checks the first 32 only, so that a wrong path fails fast."""
     if not folders:
         return False
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-runs") as pool:
@@ -248,7 +248,7 @@ def _is_run(store: Store, name: str) -> bool:
 
 
 def load_runs(store: Store) -> tuple[RunSummary, ...]:
-    """Every run right below, the one with the newest checkpoint first."""
+    """Summaries of the runs in `store`, the one with the newest checkpoint first."""
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-runs") as pool:
         found = [summary for summary in pool.map(lambda name: _summary(store, name), store.folders()) if summary]
     found.sort(key=lambda run: run.name)
@@ -272,7 +272,7 @@ def _summary(store: Store, name: str) -> RunSummary | None:
 
 
 def _newest(run: Store, steps: Sequence[int]) -> tuple[CheckpointInfo | None, str]:
-    """The newest committed step; without any, what is wrong with the newest of all."""
+    """The newest committed step; if there is none, the problem of the newest step."""
     problem = ""
     for step in steps:
         try:

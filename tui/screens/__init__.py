@@ -1,4 +1,4 @@
-"""The numbered screens in order."""
+"""The numbered screens. `PANES` lists them in order; a screen with many kinds of lines keeps them in a `*_rows` module."""
 
 from __future__ import annotations
 

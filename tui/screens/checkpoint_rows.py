@@ -1,4 +1,4 @@
-"""The lines of the checkpoints screen: runs, steps with their tiers, tensors and their cut, and the answers to v, d, r and p."""
+"""Rows of the checkpoints screen: runs, steps by tier, tensors and their cut, answers to v, d, r and p, interrupted saves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import format_placements
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
 from titan_ckpt.tui.data.runs import RunStep, RunSteps, RunSummary, StepCopy, StepState
-from titan_ckpt.tui.rows import Role, Row, RowLink, head, ranks_named, ranks_text, row, wrapped
+from titan_ckpt.tui.rows import Role, Row, RowLink, counted, head, ranks_named, ranks_text, row, wrapped
 from titan_ckpt.upkeep.deletion import read_pins
 from titan_ckpt.upkeep.retention import RetentionPolicy, prune
 
@@ -55,11 +55,11 @@ def run_rows(runs: Sequence[RunSummary], now_s: float, width: int) -> Iterator[R
         for line in wrapped(run.problem, width - 4) if run.problem else ():
             yield row((f"    {line}", Role.BAD), link=link)
     if not runs:
-        yield row("no run is left here")
+        yield row("no runs here")
 
 
 def step_rows(found: RunSteps, pinned: int | None, now_s: float, width: int) -> Iterator[Row]:
-    """A line per step, newest first, with the tiers that hold it; below one that is not whole somewhere, why."""
+    """A line per step, newest first, with its tiers; below it, why a copy is not complete."""
     has_tiers = len(found.tiers) > 1
     tier = f"{'tier':<8}" if has_tiers else ""
     yield head(f"{'step':>10}  {'state':<10} {tier}{'kind':<8} {'size':>9}  {'age':>12}  mesh")
@@ -88,7 +88,7 @@ def _step_rows(step: RunStep, has_tiers: bool, is_pinned: bool, now_s: float, wi
 
 
 def _problem(copy: StepCopy, has_tiers: bool) -> str:
-    """Why a tier's copy is not whole, without the run's URL before each path."""
+    """Problem of a copy, without the run's URL before each path."""
     if copy.info is None or not copy.info.problem:
         return ""
     text = copy.info.problem.replace(f"{copy.store}/", "")
@@ -105,7 +105,7 @@ def _tier_rows(found: RunSteps, width: int) -> Iterator[Row]:
 
 
 def error_rows(error: str, width: int) -> list[Row]:
-    """What went wrong, whole."""
+    """The full text of an error."""
     return [row((line, Role.BAD), is_problem=i == 0) for i, line in enumerate(wrapped(error, width))]
 
 
@@ -118,7 +118,7 @@ def _age(created: str, now_s: float) -> str:
 
 
 def tensor_rows(checkpoint: Checkpoint) -> Iterator[Row]:
-    """A line per tensor; enter draws its cut. The columns are as wide as they must be: names are long."""
+    """A line per tensor; enter draws its cut. Columns are as narrow as possible, since names are long."""
     tensors = checkpoint.manifest.tensors
     cells = [
         ("x".join(map(str, tensor.global_shape)) or "scalar", tensor.dtype, str(tensor.num_chunks), _cut_text(tensor))
@@ -136,49 +136,50 @@ def _cut_text(tensor: TensorEntry) -> str:
 
 
 def cut_rows(checkpoint: Checkpoint, fqn: str) -> Iterator[Row]:
-    """How a tensor is cut, drawn: each spot with the file that holds it."""
+    """Draw how a tensor is cut: each cell shows the rank that wrote it."""
     tensor: TensorEntry = checkpoint.manifest.by_fqn[fqn]
     offsets, sizes = checkpoint.manifest.boxes(tensor)
     holders = [chunk.file.rpartition("__")[2].partition("_")[0] for chunk in checkpoint.manifest.chunks_of(tensor)]
-    yield head(f"{fqn}: {tensor.global_shape} {tensor.dtype}; each spot shows the rank that wrote it")
+    yield head(f"{fqn}: {tensor.global_shape} {tensor.dtype}; each cell shows the rank that wrote it")
     pieces = Pieces(offsets=np.asarray(offsets), sizes=np.asarray(sizes), holders=holders)
     for line in draw(tensor.global_shape, pieces, is_coloured=False).splitlines():
         yield row("  " + line)
 
 
 class ByteProgress:
-    """Says how far a reading of many bytes is, each time another hundredth has passed."""
+    """Reports the progress of a long read at each percent."""
 
-    def __init__(self, say: Callable[[str], object], total_bytes: int) -> None:
-        self._say, self._total, self._read, self._said = say, total_bytes, 0, -1
+    def __init__(self, show_status: Callable[[str], object], total_bytes: int) -> None:
+        self._show_status, self._total, self._read, self._percent = show_status, total_bytes, 0, -1
 
-    def passed(self, size_bytes: int) -> None:
-        """So many bytes more were read."""
+    def add(self, size_bytes: int) -> None:
+        """Add bytes that were read."""
         self._read += size_bytes
         percent = min(100 * self._read // max(self._total, 1), 100)
-        if percent > self._said:
-            self._said = percent
-            self._say(f"{format_size(min(self._read, self._total))} of {format_size(self._total)} ({percent}%)")
+        if percent > self._percent:
+            self._percent = percent
+            self._show_status(f"{format_size(min(self._read, self._total))} of {format_size(self._total)} ({percent}%)")
 
 
 def verify_rows(copies: Sequence[StepCopy], on_bytes: Callable[[int], None], width: int) -> Iterator[Row]:
-    """Every byte re-read, of each tier that has the step."""
+    """Read and verify every byte of each copy."""
     for copy in copies:
         started, where = time.monotonic(), f" in the {copy.tier} tier" if copy.tier else ""
         problems = verify(f"{copy.store.url}@{copy.step}", read_data=True, on_bytes=on_bytes)
-        yield head(f"step {copy.step}{where}: {len(problems)} problems ({format_duration(time.monotonic() - started)})")
+        took = format_duration(time.monotonic() - started)
+        yield head(f"step {copy.step}{where}: {counted(len(problems), 'problem')} ({took})")
         for problem in problems:
             for i, line in enumerate(wrapped(str(problem), width, "  ")):
                 yield row((line, Role.BAD), is_problem=i == 0)
         if not problems:
-            yield row(("every byte is what was saved", Role.GOOD))
+            yield row(("all bytes match what was saved", Role.GOOD))
 
 
 def tensor_diff_rows(a: Checkpoint, b: Checkpoint, on_bytes: Callable[[int], None]) -> Iterator[Row]:
-    """Names, shapes, dtypes and values of two steps; enter on a tensor draws its cut."""
+    """Differences of two steps in names, shapes, dtypes and values."""
     found = compare(a, b, values=True, on_bytes=on_bytes)
     yield head(
-        f"step {a.step} and step {b.step}: {len(found.differences)} differences, {len(found.equal)} tensors equal"
+        f"step {a.step} and step {b.step}: {counted(len(found.differences), 'difference')}, {len(found.equal)} tensors equal"
     )
     for difference in found.differences:
         yield row(f"{difference.kind:<10} {difference.fqn}  ", (_change(difference), Role.DIM))
@@ -191,7 +192,7 @@ def _change(difference: Difference) -> str:
 
 
 def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]:
-    """What `titan-ckpt reshard` would do; nothing is read but the index."""
+    """Plan of `titan-ckpt reshard`, from the index alone."""
     plan = plan_reshard(checkpoint, MeshSpec.parse(mesh))
     facts = estimate(plan, checkpoint.store, memory_bytes=DEFAULT_MEMORY)
     smallest, largest = format_size(facts.smallest_file_bytes), format_size(facts.largest_file_bytes)
@@ -204,27 +205,29 @@ def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]
     yield row(f"  tensors   {facts.num_tensors:,}, cut {cuts or 'nowhere'}")
     yield row(f"  memory    at most {format_size(facts.peak_memory_bytes)} of buffers, in {facts.num_waves:,} waves")
     for name, start, length in facts.largest_reads[:3]:
-        yield row((f"  large     {format_size(length)} at {start:,} of {name}", Role.DIM))
+        yield row((f"  largest   {format_size(length)} at {start:,} of {name}", Role.DIM))
     if facts.guessed:
-        yield row(("  ! ", Role.WARN), f"cut by the table of known models, not recorded: {', '.join(facts.guessed)}")
+        yield row(
+            ("  ! ", Role.WARN), f"cut not recorded, taken from the table of known models: {', '.join(facts.guessed)}"
+        )
     where = f"{display_url(checkpoint.store.url)}@{checkpoint.step}"
     yield from _command_rows(f"titan-ckpt reshard {where} DESTINATION --mesh {mesh}", width)
 
 
 def parse_keep(text: str) -> RetentionPolicy:
-    """How many of the newest stay, and every which step for good where a second number says so.
+    """Parse `KEEP_LAST [KEEP_EVERY]`.
 
     >>> parse_keep("3"), parse_keep("3 1000").keep_every
     (RetentionPolicy(keep_last=3, keep_every=None, pins=frozenset(), is_incomplete=False, older_than_s=86400.0), 1000)
     """
     words = text.split()
     if not 1 <= len(words) <= 2 or not all(word.isdigit() for word in words):
-        raise ConfigError(f"{text!r} is not a number, or two: write 3, or 3 1000 to keep every 1,000th step too")
+        raise ConfigError(f"{text!r} is not one or two numbers; write 3, or 3 1000 to keep every 1,000th step too")
     return RetentionPolicy(keep_last=int(words[0]), keep_every=int(words[1]) if len(words) > 1 else None)
 
 
 def prune_rows(found: RunSteps, policy: RetentionPolicy, width: int) -> Iterator[Row]:
-    """What `titan-ckpt prune --keep-last N --keep-every M` would delete, in each tier."""
+    """Steps that `titan-ckpt prune --keep-last N --keep-every M` would delete, by tier."""
     every = f" --keep-every {policy.keep_every}" if policy.keep_every else ""
     for tier in (tier for tier in found.tiers if not tier.problem):
         copies = {s.step: copy for s in found.steps for copy in s.copies if copy.tier == tier.name and copy.info}
@@ -233,22 +236,22 @@ def prune_rows(found: RunSteps, policy: RetentionPolicy, width: int) -> Iterator
         gone = prune(infos, replace(policy, pins=pins))
         size = format_size(sum(copies[info.step].size_bytes for info in gone))
         where = f"{tier.name}: " if tier.name else ""
-        yield head(f"{where}{len(gone)} of {len(infos)} steps would go, {size} (nothing is deleted here)")
+        yield head(f"{where}{len(gone)} of {len(infos)} steps would be deleted, {size} (preview only)")
         yield from (row(f"  step {info.step}") for info in gone)
         if pins:
-            yield row((f"  pinned, and stays: {ranks_text(sorted(pins))}", Role.DIM))
+            yield row((f"  pinned, kept: {ranks_text(sorted(pins))}", Role.DIM))
         command = f"titan-ckpt prune {display_url(tier.url)} --keep-last {policy.keep_last}{every}"
         yield from _command_rows(command, width)
 
 
 def _command_rows(command: str, width: int) -> Iterator[Row]:
-    """The command that does what was planned."""
+    """The command that carries out the plan."""
     yield row()
     yield from (row((line, Role.NOTE)) for line in wrapped(command, width, "  "))
 
 
 def display_url(url: str) -> str:
-    """A URL without secrets; a path below the current folder as one would type it."""
+    """A URL without secrets; a path below the current folder is relative."""
     if scheme(url) != "file":
         return redact(url)
     path = os.path.relpath(local_path(url))
@@ -256,7 +259,7 @@ def display_url(url: str) -> str:
 
 
 def saving_rows(incident: Incident, width: int = 76) -> Iterator[Row]:
-    """What each rank was doing in a save at the moment of the incident, by the recorder's heartbeats and the verdicts."""
+    """Save phase of each rank when the job stopped, from heartbeats and verdicts; empty if no save was running."""
     beats = {rank: record.heartbeat for rank, record in incident.run.ranks.items() if record.heartbeat is not None}
     saving: dict[tuple[str, int], list[int]] = {}
     for rank, beat in beats.items():
@@ -266,7 +269,7 @@ def saving_rows(incident: Incident, width: int = 76) -> Iterator[Row]:
     if not saving and not io:
         return
     yield row()
-    yield head(f"in a save when the job stopped ({incident.run.incident or 'this incident'})")
+    yield head(f"save in progress when the job stopped ({incident.run.incident or 'this incident'})")
     for (phase, step), ranks in sorted(saving.items(), key=lambda item: (item[0][1], SAVE_PHASES.index(item[0][0]))):
         newest = max(beats[rank].phase_ns for rank in ranks)
         since = max((beats[rank].alive_ns - newest) / 1e9 for rank in ranks)
@@ -284,7 +287,7 @@ def saving_rows(incident: Incident, width: int = 76) -> Iterator[Row]:
 
 
 def _place_rows(incident: Incident) -> Iterator[Row]:
-    """Without heartbeats: where each rank stood, ranks at the same line together."""
+    """Location of each rank, for incidents without heartbeats; ranks at the same line share a row."""
     places: dict[tuple[RankState, str], list[int]] = {}
     for rank, state in sorted(incident.states.items()):
         place = frame_text(state.frame) if state.frame is not None else "no stack"

@@ -1,5 +1,4 @@
-"""Screen 7: the runs of a folder, or a run's checkpoints; one opened: its tensors and their cut; verify, diff, a reshard plan
-and a prune preview; what each rank was doing in a save when the job stopped."""
+"""Screen 7: the runs of a folder or the checkpoints of a run; tensors and their cut; verify, diff, reshard and prune plans."""
 
 from __future__ import annotations
 
@@ -33,14 +32,14 @@ from titan_ckpt.tui.screens.checkpoint_rows import (
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
 
-_ABSENT = "A run's folder has them: what save.url named, with step-00001200/ and so on in it."
+_ABSENT = "Checkpoints are in the folder of a run (save.url), as step-00001200/ and so on."
 T = TypeVar("T")
 ShowProgress = Callable[[str], None]
 _PATH_WIDTH = 32
 
 
 class CheckpointsPane(Pane):
-    """The list, or one checkpoint, or the answer to a question about one."""
+    """The list of steps, one opened step, or the result of a key such as `v`."""
 
     number = 7
     label = "Checkpoints"
@@ -103,16 +102,16 @@ class CheckpointsPane(Pane):
             return step_rows(steps.value, self._pinned_step, now_s, width)
         return self.absent_rows(steps, _ABSENT, width)
 
-    # -- down into a run, a step, a tensor or an answer, and up again
+    # -- levels: a run, a step, a tensor or an answer
 
     def _show(self, *, opened: Checkpoint | None = None, answer: Iterable[Row] | None = None) -> None:
-        """Go one level down; esc comes back to the line that the cursor stands on now."""
+        """Go one level down; esc returns to the current line."""
         self._cursors.append(self.body.cursor)
         self._opened, self._answer = opened or self._opened, None if answer is None else list(answer)
         self._repaint(0)
 
     def update_rows(self, *, force: bool = False) -> None:
-        """A new list begins with the cursor on the step that was asked for, else on the first line that enter opens."""
+        """In a new list, move the cursor to the step named in the URL, else to the first line that enter opens."""
         if not self.is_attached:
             return
         before = self.body.rows
@@ -164,15 +163,15 @@ class CheckpointsPane(Pane):
     def _open(copy: StepCopy) -> Checkpoint:
         return open_checkpoint(copy.store.url, step=copy.step, store=copy.store)
 
-    # -- questions about a step
+    # -- actions on a step
 
     def pin(self) -> None:
         step = self._step()
         if step is None:
-            self.post_message(self.Say("no step on this line"))
+            self.post_message(self.ShowStatus("no step on this line"))
             return
         self._pinned_step = None if self._pinned_step == step else step
-        self.post_message(self.Say(f"step {step} {'unpinned' if self._pinned_step is None else 'pinned'}"))
+        self.post_message(self.ShowStatus(f"step {step} {'unpinned' if self._pinned_step is None else 'pinned'}"))
         self.update_rows()
 
     def _step(self) -> int | None:
@@ -182,7 +181,7 @@ class CheckpointsPane(Pane):
         return current.link.step if current is not None and current.link is not None else None
 
     def _copies(self, step: int) -> list[StepCopy]:
-        """The tiers that have something to be read of a step, the one to read from first."""
+        """Readable copies of a step, the preferred one first."""
         found = self.session.checkpoints.value
         known = found.find(step) if found is not None else None
         if known is None:
@@ -195,27 +194,27 @@ class CheckpointsPane(Pane):
     def _ask_of_step(
         self, what: str, work: Callable[[list[StepCopy], ShowProgress], T], then: Callable[[T], None]
     ) -> None:
-        """Run `work` on the step under the cursor in a thread, then `then`; an error of ours is shown as rows.
+        """Run `work` on the step under the cursor in a thread, then call `then`; a TitanError is shown as rows.
 
-        What `work` tells of its progress goes to the bottom line.
+        `work` reports its progress to the status line.
         """
         step, width = self._step(), self.body.line_width
         if step is None:
-            self.post_message(self.Say("put the cursor on a step"))
+            self.post_message(self.ShowStatus("move the cursor to a step first"))
             return
         copies = self._copies(step)
         if not copies:
-            self.post_message(self.Say(f"step {step} is not there any more"))
+            self.post_message(self.ShowStatus(f"step {step} no longer exists"))
             return
 
         app = self.app
 
-        def tell(text: str) -> None:
-            app.post_message(tasks.TaskOutput(text, self._say))
+        def show_progress(text: str) -> None:
+            app.post_message(tasks.TaskOutput(text, self._show_status))
 
         def safely() -> T | TitanError:
             try:
-                return work(copies, tell)
+                return work(copies, show_progress)
             except TitanError as error:
                 return error
 
@@ -228,38 +227,38 @@ class CheckpointsPane(Pane):
         self.work(f"{what} step {step}", safely, done)
 
     def _answer_with(self, rows: list[Row]) -> None:
-        self._say("")
+        self._show_status("")
         self._show(answer=rows)
 
-    def _say(self, text: str) -> None:
-        self.post_message(self.Say(text))
+    def _show_status(self, text: str) -> None:
+        self.post_message(self.ShowStatus(text))
 
     def action_verify(self) -> None:
         width = self.body.line_width
 
-        def work(copies: list[StepCopy], tell: ShowProgress) -> list[Row]:
-            progress = ByteProgress(tell, sum(copy.size_bytes for copy in copies))
-            return list(verify_rows(copies, progress.passed, width))
+        def work(copies: list[StepCopy], show_progress: ShowProgress) -> list[Row]:
+            progress = ByteProgress(show_progress, sum(copy.size_bytes for copy in copies))
+            return list(verify_rows(copies, progress.add, width))
 
         self._ask_of_step("verifying", work, self._answer_with)
 
     def action_diff(self) -> None:
         pinned = self._pinned_step
         if pinned is None:
-            self.post_message(self.Say("pin one step with space, put the cursor on another, then d"))
+            self.post_message(self.ShowStatus("pin one step with space, move to another, then press d"))
             return
         others = self._copies(pinned)
 
-        def work(copies: list[StepCopy], tell: ShowProgress) -> list[Row]:
+        def work(copies: list[StepCopy], show_progress: ShowProgress) -> list[Row]:
             pair = [*others[:1], copies[0]]
-            progress = ByteProgress(tell, sum(copy.size_bytes for copy in pair))
-            return list(tensor_diff_rows(self._open(pair[0]), self._open(pair[-1]), progress.passed))
+            progress = ByteProgress(show_progress, sum(copy.size_bytes for copy in pair))
+            return list(tensor_diff_rows(self._open(pair[0]), self._open(pair[-1]), progress.add))
 
         self._ask_of_step(f"comparing step {pinned} with", work, self._answer_with)
 
     def action_reshard(self) -> None:
         if self._step() is None:
-            self.post_message(self.Say("put the cursor on a step"))
+            self.post_message(self.ShowStatus("move the cursor to a step first"))
         else:
             self.post_message(self.Ask("mesh, such as pp=2,dp_shard=4", "", self._plan))
 
@@ -273,10 +272,12 @@ class CheckpointsPane(Pane):
 
     def action_prune(self) -> None:
         if self.session.checkpoints.value is None:
-            self.post_message(self.Say("no steps here to prune"))
+            self.post_message(self.ShowStatus("no steps to prune"))
         else:
             self.post_message(
-                self.Ask("keep how many of the newest? 3, or 3 1000 for every 1,000th step too", "3", self._prune)
+                self.Ask(
+                    "number of newest steps to keep: 3, or 3 1000 to keep every 1,000th step too", "3", self._prune
+                )
             )
 
     def _prune(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Screen 3: one operation on all ranks of its group: state, lag, sizes, dtype, call site, and the stacks that hold it."""
+"""Screen 3: one operation on all ranks of its group: state, lag, sizes, dtype, call site, and the ranks' stacks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from titan_ckpt.tui.widgets.pane import Pane
 
 
 class CollectivePane(Pane):
-    """One operation."""
+    """One operation on all ranks of its group."""
 
     number = 3
     label = "Collective"
-    keys = (("d", "diff of two ranks"), ("< >", "operation before, after"), ("enter", "the rank's waits"))
+    keys = (("d", "compare two ranks"), ("< >", "previous, next operation"), ("enter", "what the rank waits for"))
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("less_than_sign", "step(-1)", show=False), Binding("greater_than_sign", "step(1)", show=False),
         Binding("d", "difference", show=False),
@@ -57,7 +57,7 @@ class CollectivePane(Pane):
     def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value
         if incident is None or not incident.lanes:
-            return self.no_incident(width) if incident is None else RowList([row("no operations were recorded")])
+            return self.no_incident(width) if incident is None else RowList([row("no operations recorded")])
         if self._compared is not None:
             lane, seq = current_lane(self.session, incident), current_seq(self.session, incident)
             return RowList(rank_diff_rows(incident, lane, seq, self._compared, width))
@@ -97,16 +97,18 @@ class CollectivePane(Pane):
             self.update_rows()
 
     def action_difference(self) -> None:
-        """The rank under the cursor beside the pinned one; where none is pinned, beside one that did the usual, or any other."""
+        """Compare the rank under the cursor with the pinned one, else with a rank that issued the usual operation, else any."""
         incident, current = self.session.incident.value, self.body.current
         rank = current.link.rank if current and current.link else None
         if incident is None or not incident.lanes or rank is None or self._compared is not None:
-            self.post_message(self.Say("put the cursor on a rank, then d; space pins the one to compare it with"))
+            self.post_message(
+                self.ShowStatus("move the cursor to a rank and press d; space pins the rank to compare with")
+            )
             return
         lane = current_lane(self.session, incident)
         other = rank_to_compare(lane, current_seq(self.session, incident), rank, self.session.pinned)
         if other is None or rank not in lane.members:
-            self.post_message(self.Say("there is no other rank to compare it with"))
+            self.post_message(self.ShowStatus("no other rank to compare with"))
             return
         self._compared = (other, rank)
         self.update_rows()
@@ -114,7 +116,7 @@ class CollectivePane(Pane):
 
 
 def rank_to_compare(lane: Lane, seq: int, rank: int, pinned: int | None) -> int | None:
-    """The rank to compare `rank` with; None where it is alone."""
+    """The rank to compare `rank` with; None if it is the only one."""
     if pinned in lane.members and pinned != rank:
         return pinned
     column = lane.signature[:, seq - lane.first_seq]
@@ -135,7 +137,7 @@ def current_lane(session: Session, incident: Incident) -> Lane:
 
 
 def current_seq(session: Session, incident: Incident) -> int:
-    """The selected operation; without one the first that not all members did."""
+    """The selected operation, else the newest that some members did not issue, else the last."""
     lane = current_lane(session, incident)
     last = lane.first_seq + lane.row.shape[1] - 1
     if session.seq is not None:
@@ -145,7 +147,7 @@ def current_seq(session: Session, incident: Incident) -> int:
 
 
 class CollectiveRows:
-    """A line per rank, made as it is painted, then the stacks as a tree."""
+    """A line per rank, built when painted, then the stacks as a tree."""
 
     def __init__(self, session: Session, incident: Incident, tree: list[Row]) -> None:
         lane = current_lane(session, incident)
@@ -160,8 +162,8 @@ class CollectiveRows:
         )
         times = (int(table["created_ns"][at]) for table, at in tables if at >= 0)
         self._first_ns = min((time for time in times if time), default=0)
-        self._head = head(f"{'rank':>6}  {'state':<11}{'lag':>9}    what, where")
-        self._tail = [row(), head("where they are"), *tree]
+        self._head = head(f"{'rank':>6}  {'state':<11}{'lag':>9}    operation, call site")
+        self._tail = [row(), head("merged stacks"), *tree]
 
     def __len__(self) -> int:
         return 1 + len(self._members) + len(self._tail)
@@ -206,12 +208,12 @@ class CollectiveRows:
         return int(later[0]) if len(later) else None
 
     def place_of_rank(self, rank: int) -> int | None:
-        """The row of a rank."""
+        """Row index of a rank."""
         return self._members.index(rank) + 1 if rank in self._members else None
 
 
 def _place(frame: Frame | None, room: int) -> str:
-    """A call site in full, or without its folder, or cut: what there is room for."""
+    """A call site: in full, else without its folder, else truncated to `room`."""
     if frame is None:
         return ""
     short = f"  {frame.file.rpartition('/')[2]}:{frame.line} in {frame.function}"

@@ -1,4 +1,4 @@
-"""Two ranks side by side under one operation's number: what each issued, before it too, and where their stacks part."""
+"""Two ranks side by side at one sequence number: the operation, those around it, and where their stacks diverge."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = 12
 
 
 def operation_of(incident: Incident, lane: Lane, seq: int, rank: int) -> Operation | None:
-    """What a rank issued under a number."""
+    """The operation of a rank under a sequence number."""
     column = seq - lane.first_seq
     if rank not in lane.members or not 0 <= column < lane.row.shape[1]:
         return None
@@ -30,7 +30,7 @@ def signature_text(op: Operation) -> str:
 
 
 def rank_diff_rows(incident: Incident, lane: Lane, seq: int, ranks: tuple[int, int], width: int) -> Iterator[Row]:
-    """A line per fact, `!` before those that differ."""
+    """A line per fact, `!` before differing ones."""
     a, b = ranks
     room = max((width - _NAME - 6) // 2, 10)
     yield head(f"ranks {a} and {b} at #{seq} of {incident.run.groups[lane.group]}")
@@ -39,7 +39,7 @@ def rank_diff_rows(incident: Incident, lane: Lane, seq: int, ranks: tuple[int, i
     for name in first:
         yield _pair(name, first[name], second[name], room)
     yield row()
-    yield head("what they issued before and after")
+    yield head("operations before and after")
     for number in range(seq - BEFORE, seq + AFTER + 1):
         texts = [_issued(incident, lane, number, rank) for rank in ranks]
         if any(texts):
@@ -58,8 +58,8 @@ def _facts(incident: Incident, lane: Lane, seq: int, rank: int) -> dict[str, str
         "dtype": op.dtypes if op is not None else "-",
         "state": "-" if op is None else "done" if op.retired or op.state == "completed" else op.state,
         "call site": _place(frame),
-        "it is": f"{SITUATIONS[state.kind].label}{f' ({state.detail})' if state.detail else ''}",
-        "at": _place(state.frame),
+        "activity": f"{SITUATIONS[state.kind].label}{f' ({state.detail})' if state.detail else ''}",
+        "location": _place(state.frame),
         "phase": f"{beat.phase or 'between phases'}, step {beat.step}" if beat is not None else "-",
         "coordinates": " ".join(f"{axis}{place}" for axis, place in record.coordinates.items()) or "-",
     }
@@ -83,11 +83,11 @@ def _pair(name: str, a: str, b: str, room: int, *, is_plain: bool = False) -> Ro
 
 
 def _stack_rows(incident: Incident, ranks: tuple[int, int], width: int) -> Iterator[Row]:
-    """What both stacks begin with as one line, then each one's own rest."""
+    """The number of common outer calls, then the rest of each stack."""
     stacks = stacks_of(incident.run, ranks)
     if len(stacks) < 2:
         missing = [rank for rank in ranks if rank not in stacks]
-        yield row(("no stack of rank " + " and rank ".join(map(str, missing)), Role.DIM))
+        yield row(("no stack for rank " + " and rank ".join(map(str, missing)), Role.DIM))
         return
     first, second = stacks[ranks[0]], stacks[ranks[1]]
     common = next(
@@ -95,7 +95,7 @@ def _stack_rows(incident: Incident, ranks: tuple[int, int], width: int) -> Itera
     )
     yield head(f"stacks: the outer {common} calls are the same")
     for rank in ranks:
-        yield row((f"  rank {rank}", Role.BOLD), "" if len(stacks[rank]) > common else " goes no deeper")
+        yield row((f"  rank {rank}", Role.BOLD), "" if len(stacks[rank]) > common else " ends there")
         for frame in stacks[rank][common:]:
             yield row(f"    {_place(frame)}")
             if text := source_line(frame):

@@ -1,4 +1,4 @@
-"""Screen 2: ranks x operations of one group as a heatmap, with zoom, a time axis and jumps to the next problem."""
+"""Screen 2: ranks x operations of one group as a heatmap, with zoom, a time axis and steps from problem to problem."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_CELLS_AT_ONCE = 1_000_000
 
 
 class GridView(LineView):
-    """A LineView on which left and right choose a column."""
+    """A LineView on which left and right select a column."""
 
     @dataclass
     class Shifted(Message):
@@ -45,7 +45,7 @@ class GridPane(Pane):
         ("enter", "open"),
         ("h l", "column"),
         ("+ -", "zoom"),
-        ("v V", "ranks a row"),
+        ("v V", "ranks per row"),
         ("t", "time"),
         ("[ ]", "group"),
         ("o", "order"),
@@ -63,7 +63,7 @@ class GridPane(Pane):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._per_cell, self._first, self._is_time, self._order = 1, 0, False, 0
-        self._per_row: int | None = None  # None: as many as it takes to show all ranks
+        self._per_row: int | None = None  # None: enough to show all ranks
         self._opened_from: tuple[int | None, int] | None = None
         self._spot: int | None = None
         self._is_at_end = True
@@ -98,7 +98,7 @@ class GridPane(Pane):
         return max(self.body.line_width - label_width(grid), 1)
 
     def ruler(self) -> str:
-        """What stands above the cells: a mark at the chosen column with its name and what the row under the cursor did."""
+        """The line above the cells: the selected column's name, and the state of the row under the cursor in it."""
         grid, rows = self._grid, self.body.rows
         if grid is None or self._spot is None or not isinstance(rows, GridRows) or not len(rows):
             return ""
@@ -118,9 +118,11 @@ class GridPane(Pane):
         incident = self.session.incident.value
         count = len(incident.lanes) if incident else 0
         per_row = rows.viewport.per_row if isinstance(rows, GridRows) else 1
-        scale = [f"up to {per_row} ranks a row"] if per_row > 1 else []
+        scale = [f"up to {per_row} ranks per row"] if per_row > 1 else []
         scale += (
-            [f"{self._per_cell} {'time steps' if grid.is_time else 'operations'} a cell"] if self._per_cell > 1 else []
+            [f"{self._per_cell} {'time steps' if grid.is_time else 'operations'} per cell"]
+            if self._per_cell > 1
+            else []
         )
         parts = [f"group {grid.name} ({self.session.lane + 1} of {count})", counted(len(grid.members), "rank"), *scale]
         return " · ".join([*parts, f"by {self._order_name()}"])
@@ -141,7 +143,7 @@ class GridPane(Pane):
         incident = self.session.incident.value
         if incident is None or not incident.lanes:
             self._grid = None
-            return self.no_incident(width) if incident is None else RowList([row("no operations were recorded")])
+            return self.no_incident(width) if incident is None else RowList([row("no operations recorded")])
         grid = self._grid_of(incident)
         if grid is None:
             return RowList([row(("drawing ...", Role.DIM))])
@@ -150,7 +152,7 @@ class GridPane(Pane):
         if wanted is not None:
             order = order.only(np.isin(grid.members, np.array(wanted)))
         if not len(order.places):
-            return RowList([row((f"no rank of this group is among {self.filter_text}", Role.DIM))])
+            return RowList([row((f"no rank of this group matches {self.filter_text}", Role.DIM))])
         if self._is_at_end:
             self._first = max(0, grid.codes.shape[1] - self._cell_width(grid) * self._per_cell)
         self._first = max(0, min(self._first, grid.codes.shape[1] - 1))
@@ -161,7 +163,7 @@ class GridPane(Pane):
         return GridRows(grid, order, viewport)
 
     def _grid_of(self, incident: Incident) -> Grid | None:
-        """The heatmap that is asked for; a large one is made in a thread, and None until it is there."""
+        """The current heatmap; None while a large one is built in a thread."""
         key = (self.session.incident.version, self.session.lane, self._is_time)
         if self._key != key:
             self._key, self._grid, is_time = key, None, self._is_time
@@ -182,7 +184,7 @@ class GridPane(Pane):
 
     def _take(self, grid: Grid | None) -> None:
         if grid is None:
-            self.post_message(self.Say("no times were recorded"))
+            self.post_message(self.ShowStatus("no times recorded"))
             self._is_time = False
             self.call_later(self.update_rows)
             return
@@ -199,7 +201,7 @@ class GridPane(Pane):
             self.update_rows()
 
     def on_grid_view_shifted(self, message: GridView.Shifted) -> None:
-        """Left and right: the column beside; the first time the newest one."""
+        """Handle left and right: select the next column, initially the newest."""
         grid = self._grid
         if grid is not None:
             last = grid.codes.shape[1] - 1
@@ -207,7 +209,7 @@ class GridPane(Pane):
             self._choose(max(0, min(spot, last)))
 
     def _choose(self, column: int) -> None:
-        """Choose a column and bring it into sight."""
+        """Select a column and scroll to it."""
         assert self._grid is not None
         seen = self._cell_width(self._grid) * self._per_cell
         if not self._first <= column < self._first + seen:
@@ -226,7 +228,7 @@ class GridPane(Pane):
             self.update_rows()
 
     def action_rows(self, factor: float) -> None:
-        """More or fewer ranks a row; the rank under the cursor stays there."""
+        """Change the number of ranks per row, keeping the cursor on its rank."""
         rows = self.body.rows
         if isinstance(rows, GridRows) and len(rows):
             most = max(len(rows.order), 1)
@@ -235,13 +237,13 @@ class GridPane(Pane):
     def _show_rows(self, per_row: int | None, index: int) -> None:
         rows = self.body.rows
         assert isinstance(rows, GridRows)
-        rank = int(rows.grid.members[rows.gravest(index)[0]])
+        rank = int(rows.grid.members[rows.worst(index)[0]])
         self._per_row = per_row
         self.update_rows(force=True)
         self.select(RowLink(screen=self.number, rank=rank))
 
     def chosen(self, chosen: Row) -> None:
-        """A row of several ranks opens into these, a single one into its operation."""
+        """Open a row of several ranks into single ones, or a single rank's operation."""
         rows = self.body.rows
         if isinstance(rows, GridRows) and rows.viewport.per_row > 1:
             self._opened_from = (self._per_row, self.body.cursor)
@@ -270,7 +272,7 @@ class GridPane(Pane):
         self.update_rows()
 
     def next_problem(self, direction: int) -> None:
-        """`n` and `N`: operation after operation, and in each the ranks that are worst off."""
+        """Step through problem operations, and in each through its worst ranks."""
         grid, rows = self._grid, self.body.rows
         if grid is None or not isinstance(rows, GridRows):
             return
@@ -278,7 +280,7 @@ class GridPane(Pane):
         spot = (self.body.cursor, outside if self._spot is None else self._spot)
         found = next_stop(grid.codes, rows.order, rows.starts, spot, direction)
         if found is None:
-            self.post_message(self.Say("no further problem to the " + ("right" if direction > 0 else "left")))
+            self.post_message(self.ShowStatus("no further problem to the " + ("right" if direction > 0 else "left")))
             return
         self._choose(found[1])
         self.body.move_to(found[0])

@@ -1,4 +1,4 @@
-"""The heatmap's lines as they are painted: a row of ranks each, the marks above, the axis and the legend. Pure."""
+"""The painted lines of the heatmap: rows of ranks, the axis and the legend. Pure."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Viewport:
 
 
 class GridRows:
-    """Rows of up to `per_row` ranks, made as they are painted; a cell is the gravest of what lies under it.
+    """Rows of up to `per_row` ranks, built when painted; a cell shows the highest code under it.
 
-    The cells of the viewport's column `spot` stand out.
+    Cells in the viewport's column `spot` are highlighted.
     """
 
     def __init__(self, grid: Grid, order: Order, viewport: Viewport) -> None:
@@ -43,12 +43,12 @@ class GridRows:
         return len(self.starts)
 
     def places(self, index: int) -> np.ndarray:
-        """The members (as places in the grid) of a row."""
+        """Indices into the grid's members of the ranks in a row."""
         stop = self.starts[index + 1] if index + 1 < len(self.starts) else len(self.order)
         return self.order[self.starts[index] : stop]
 
     def row_of_rank(self, rank: int) -> int | None:
-        """The row that a rank is in."""
+        """Index of the row with a rank."""
         found = np.flatnonzero(self.grid.members[self.order] == rank)
         return int(np.searchsorted(self.starts, found[0], side="right")) - 1 if len(found) else None
 
@@ -60,12 +60,12 @@ class GridRows:
         codes = reduce_row(self.grid.codes, places, view.first, cells, view.per_cell)
         is_pinned = view.pinned is not None and bool((ranks == view.pinned).any())
         label = f"{'*' if is_pinned else ' '}{self._label(index, ranks)}"[: self.label_width - 1]
-        parts: list[TextSpan] = [(f"{label:<{self.label_width}}", Role.BOLD if is_pinned else Role.PLAIN)]
+        spans: list[TextSpan] = [(f"{label:<{self.label_width}}", Role.BOLD if is_pinned else Role.PLAIN)]
         cell = None if view.spot is None else (view.spot - view.first) // view.per_cell
-        parts += cell_parts(codes.tolist(), cell, stretch)
-        place, column = self.gravest(index)
+        spans += cell_spans(codes.tolist(), cell, stretch)
+        place, column = self.worst(index)
         seq = None if self.grid.is_time else self.grid.first + column
-        return row(*parts, link=RowLink(screen=3, group=self.grid.name, seq=seq, rank=int(self.grid.members[place])))
+        return row(*spans, link=RowLink(screen=3, group=self.grid.name, seq=seq, rank=int(self.grid.members[place])))
 
     def _label(self, index: int, ranks: np.ndarray) -> str:
         first, last = int(ranks[0]), int(ranks[-1])
@@ -75,8 +75,8 @@ class GridRows:
         is_run = last - first == len(ranks) - 1
         return f"{f'{first}-{last}' if is_run else f'{first}..{last} x{len(ranks)}'}{key}"
 
-    def gravest(self, index: int) -> tuple[int, int]:
-        """(member, column) of the gravest cell of a row, in the chosen cell where one is chosen."""
+    def worst(self, index: int) -> tuple[int, int]:
+        """(member index, column) of the highest code in a row, within the selected cell if there is one."""
         places = self.places(index)
         spot = self.viewport.spot
         start, stop = (0, None) if spot is None else (spot, spot + self.viewport.per_cell)
@@ -87,11 +87,11 @@ class GridRows:
         return int(places[place]), start + int(column)
 
     def next_problem(self, index: int, direction: int) -> int | None:  # noqa: ARG002 (the protocol's)
-        """None: this screen steps through ranks and operations by itself."""
+        """None: the grid screen steps through ranks and operations itself."""
         return None
 
     def what(self, index: int) -> str:
-        """What the ranks of a row did under the chosen column."""
+        """States of the ranks of a row in the selected column."""
         spot = self.viewport.spot
         assert spot is not None
         places = self.places(index)
@@ -102,19 +102,19 @@ class GridRows:
 
 
 def label_width(grid: Grid) -> int:
-    """Cells before the heatmap: the longest label there is, within reason."""
+    """Width of the row labels: that of the longest, within limits."""
     labels = itertools.islice((grid.labels or {}).values(), 64)
     return min(max([_LEAST_LABEL, *(len(label) + 9 for label in labels)]), _MOST_LABEL)
 
 
 def stretch_of(grid: Grid, width: int, per_cell: int) -> int:
-    """Characters a cell: more than one where the operations are few."""
+    """Characters per cell: more than one if there are few operations."""
     num_cells = -(-int(grid.codes.shape[1]) // per_cell)
     return max(1, min(width // max(num_cells, 1), _MOST_STRETCH))
 
 
-def cell_parts(codes: list[int], spot: int | None, stretch: int) -> Iterator[TextSpan]:
-    """Cells as few parts: a part costs the terminal's driver as much as a line of text."""
+def cell_spans(codes: list[int], spot: int | None, stretch: int) -> Iterator[TextSpan]:
+    """Join equal cells into spans: each span costs the terminal driver as much as a line of text."""
     for (code, is_spot), equal in itertools.groupby((code, i == spot) for i, code in enumerate(codes)):
         glyph = GLYPHS[code]
         if is_spot:
@@ -125,7 +125,7 @@ def cell_parts(codes: list[int], spot: int | None, stretch: int) -> Iterator[Tex
 
 
 def axis_text(grid: Grid, first: int, per_cell: int, width: int) -> str:
-    """The names of some columns, each above its cell."""
+    """Names of some columns, each above its cell."""
     stretch = stretch_of(grid, width, per_cell)
     text, cell = "", 0
     while cell * stretch < width and first + cell * per_cell < grid.codes.shape[1]:
@@ -137,5 +137,5 @@ def axis_text(grid: Grid, first: int, per_cell: int, width: int) -> str:
 
 
 def legend_text() -> str:
-    """The glyphs in words."""
+    """Glyphs and their labels."""
     return "  ".join(f"{glyph.char} {glyph.label}" for code, glyph in enumerate(GLYPHS) if code != BLANK)

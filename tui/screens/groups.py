@@ -1,4 +1,4 @@
-"""Screen 4: the process groups: members, progress, who is behind, and the mesh where it was recorded."""
+"""Screen 4: the process groups: members, progress, ranks that are behind, and the recorded mesh."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NEWEST = 256
 
 
 class GroupsPane(Pane):
-    """All groups."""
+    """All process groups, and the mesh."""
 
     number = 4
     label = "Groups"
-    keys = (("enter", "the group's grid"),)
+    keys = (("enter", "open the group's grid"),)
 
     def title(self) -> str:
         incident = self.session.incident.value
@@ -36,25 +36,25 @@ class GroupsPane(Pane):
 
 
 def group_rows(incident: Incident) -> Iterator[Row]:
-    """A line per group: how far all of its members are, who is behind, and who issued something else."""
-    yield head(f"{'group':<16} {'ranks':<10} {'all did':>8} {'newest':>8}  {'members':<8}  odd ones out")
+    """A line per group: progress of its members, ranks that are behind, and ranks that issued something else."""
+    yield head(f"{'group':<16} {'ranks':<10} {'all done':>8} {'newest':>8}  {'members':<8}  outliers")
     for lane in incident.lanes:
         group = incident.run.groups[lane.group]
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
-        odd = odd_text(lane, newest)
+        odd = outliers_text(lane, newest)
         yield row((f"{truncate(str(group), 16):<16} ", Role.BOLD), f"{truncate(ranks_text(lane.members, 2), 10):<10} ",
                   f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>8}  ",
                   (f"{'recorded' if group.members else 'seen':<8}  ", Role.DIM), (odd or "none", Role.BAD if odd else Role.DIM),
                   link=RowLink(screen=2, group=str(group)), is_problem=bool(odd))  # fmt: skip
     if incident.lanes:
-        yield row(("members: recorded = a dump lists them; seen = those that used the group", Role.DIM))
+        yield row(("members: recorded = listed in a dump; seen = observed using the group", Role.DIM))
     else:
-        yield row("no operations were recorded")
+        yield row("no operations recorded")
 
 
-def odd_text(lane: Lane, newest: int) -> str:
-    """Who is behind, and who issued another operation than most."""
+def outliers_text(lane: Lane, newest: int) -> str:
+    """Ranks that are behind, and ranks that issued another operation than most."""
     behind = [rank for rank, last in zip(lane.members, lane.last, strict=True) if int(last) < newest]
     parts = []
     if behind:
@@ -70,7 +70,7 @@ def odd_text(lane: Lane, newest: int) -> str:
 
 
 def newest_mixed(signature: Ints) -> int | None:
-    """The newest column (counted from the end: -1, -2, ...) in which not all issued the same."""
+    """The newest column, counted from the end (-1, -2, ...), in which signatures differ; None if all agree."""
     if not signature.size:
         return None
     most = np.iinfo(signature.dtype).max
@@ -79,10 +79,10 @@ def newest_mixed(signature: Ints) -> int | None:
 
 
 def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
-    """The mesh as recorded: the last axis to the right, the others downwards; each rank with its state's glyph."""
+    """The recorded mesh: the last axis horizontal, the others vertical; each rank with the glyph of its state."""
     places = {rank: record.coordinates for rank, record in incident.run.ranks.items() if record.coordinates}
     if not places:
-        yield row(("no mesh coordinates were recorded (titan_ckpt.debug.Recorder writes them)", Role.DIM))
+        yield row(("no mesh coordinates recorded (titan_ckpt.debug.Recorder writes them)", Role.DIM))
         return
     axes = [axis for axis in next(iter(places.values())) if len({place.get(axis, 0) for place in places.values()}) > 1]
     yield head("mesh: " + " x ".join(f"{axis} {1 + max(p.get(axis, 0) for p in places.values())}" for axis in axes))
@@ -101,7 +101,7 @@ def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
                       link=RowLink(screen=2, rank=ranks[start]))  # fmt: skip
     kinds = {incident.states[rank].kind for rank in places}
     legend = "   ".join(f"{glyph.char} {glyph.label}" for kind, glyph in SITUATIONS.items() if kind in kinds)
-    yield row((f"  each rank with its state: {legend}", Role.DIM))
+    yield row((f"  rank states: {legend}", Role.DIM))
     if len(places) > MAX_MESH_RANKS:
         yield row((f"  and {len(places) - MAX_MESH_RANKS:,} more ranks", Role.DIM))
 

@@ -1,4 +1,4 @@
-"""`?`: the keys of the screen that is shown, then those of all screens."""
+"""`?`: the keys of the current screen, then those of all screens."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from titan_ckpt.tui.widgets.pane import Pane
 WIDTH, _KEY = 70, 14
 COMMON_KEYS = (
     ("1 - 8", "screens: overview, grid, collective, groups, logs, waits, checkpoints, training"),
-    ("j k, arrows", "move; page up/down, g first, G last; h l or left/right shift"),
-    ("enter", "open what the line names"),
-    ("esc", "back: first out of a filter or a sub-view, then to the screen before"),
+    ("j k, arrows", "move; page up/down, g first, G last; h l or left/right scroll sideways"),
+    ("enter", "open the item on this line"),
+    ("esc", "back: clear the filter or close a detail view, then return to the previous screen"),
     ("/", "filter"),
     ("n N", "next and previous problem"),
     ("space", "pin a rank (on checkpoints: a step)"),
     ("y", "copy the line"),
     ("e", "export the report as text"),
-    ("f", "follow a running job: what grows is read again every 2 s"),
-    ("ctrl+p", "palette of commands"),
+    ("f", "follow a running job: load new data every 2 s"),
+    ("ctrl+p", "command palette"),
     ("? q", "this help, quit"),
 )
 
 
 class HelpScreen(ModalScreen[None]):
-    """All keys, over the screen."""
+    """All keys, shown over the screen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,question_mark,q", "app.pop_screen", "close", show=False)]
 
@@ -51,7 +51,7 @@ class HelpScreen(ModalScreen[None]):
 
 
 def help_rows(pane: Pane) -> list[Row]:
-    """The help for a screen."""
+    """Help for a screen."""
     rows = [
         head(f"{pane.number} {pane.label}"),
         *_entries(pane.keys),
@@ -63,7 +63,7 @@ def help_rows(pane: Pane) -> list[Row]:
         rows += [row(), head("operations"), *map(_entry, GLYPHS)]
     elif pane.number in (1, 3, 4, 6):
         rows += [row(), head("ranks"), *map(_entry, SITUATIONS.values())]
-    return [*rows, row(), row(("The same as plain text, for screen readers: titan-ckpt debug PATH", Role.DIM))]
+    return [*rows, row(), row(("Plain text, for screen readers: titan-ckpt debug PATH", Role.DIM))]
 
 
 def _entries(keys: Iterable[tuple[str, str]]) -> Iterator[Row]:

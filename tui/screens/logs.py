@@ -1,4 +1,4 @@
-"""Screen 5: the logs of all ranks merged by time, filtered by ranks, level and pattern, equal lines folded across ranks."""
+"""Screen 5: the logs of all ranks merged by time, with filters by rank, level and pattern, and folding across ranks."""
 
 from __future__ import annotations
 
@@ -26,25 +26,23 @@ from titan_ckpt.tui.widgets.pane import Pane
 
 _SCAN_LINES = 1 << 16
 _ROLES: dict[int, Role] = {0: Role.DIM, 1: Role.PLAIN, WARNING: Role.WARN, ERROR: Role.BAD}
-_ABSENT = (
-    "Logs are files such as logs/rank_00003.log, also packed (.gz, .zst); a run of `titan-ckpt train` writes them."
-)
+_ABSENT = "Logs are files such as logs/rank_00003.log, plain or compressed (.gz, .zst). `titan-ckpt train` writes them."
 _QUARTER_MS = 900_000
 _WIDE, _KEPT_LINES = 110, 256
 _OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d,\d{3}) ([A-Z]+) \[rank \d+[^\]]*\] (?:\w+\.)+(\w+): ")
 
 
 class LogRows:
-    """Lines read as they are painted. `folds` says how many ranks said the same within two seconds, by position.
+    """Log lines, read when painted. `folds` maps a place to the ranks that wrote the same line within two seconds.
 
-    `cause` is the line of the first error that is not derived from another one's.
+    `cause` is the line of the first error that no other rank caused.
     """
 
     def __init__(
         self, index: LogIndex, view: Positions, folds: Mapping[int, tuple[int, ...]], cause: int | None = None
     ) -> None:
         self.index, self.view, self._folds, self.cause = index, view, folds, cause
-        self._read = lru_cache(_KEPT_LINES)(index.read)  # a moved cursor paints the same lines again
+        self._read = lru_cache(_KEPT_LINES)(index.read)  # moving the cursor repaints the same lines
 
     def __len__(self) -> int:
         return len(self.view)
@@ -63,7 +61,7 @@ class LogRows:
                    is_problem=line.level == ERROR)  # fmt: skip
 
     def place_of(self, line: int | None) -> int | None:
-        """Where a line of the index stands, None where it is not shown."""
+        """Place of a line of the index; None if it is not shown."""
         places = np.flatnonzero(self.view == (-1 if line is None else line))
         return int(places[0]) if len(places) else None
 
@@ -77,7 +75,7 @@ class LogRows:
 
 
 def shortened(text: str, width: int) -> str:
-    """A line of our own trainer without its day, rank and package where it would show little else; `y` copies it whole.
+    """Shorten a line of our trainer on narrow screens: no date, rank or package. `y` copies the full line.
 
     >>> shortened("2026-11-21 07:46:55,442 INFO [rank 0 dp_shard0 tp0] titan_ckpt.trainer.run.setup: starting from scratch", 78)
     '07:46:55,442 INFO setup: starting from scratch'
@@ -93,7 +91,7 @@ class LogsPane(Pane):
     label = "Logs"
     keys = (
         ("/", "filter"),
-        ("enter", "the collective then"),
+        ("enter", "collective at that time"),
         ("c", "first error"),
         ("z", "fold equal lines"),
         ("t", "go to a time"),
@@ -137,13 +135,13 @@ class LogsPane(Pane):
         if logs is None:
             return RowList(self.absent_rows(self.session.logs, _ABSENT, width))
         if not len(logs):
-            return RowList([row(("no line in these files yet", Role.DIM))])
-        asked = LogQuery(text=self.filter_text, is_folded=self._is_folded)
-        if asked == LogQuery():
+            return RowList([row(("these files have no lines yet", Role.DIM))])
+        query = LogQuery(text=self.filter_text, is_folded=self._is_folded)
+        if query == LogQuery():
             self._asked = self._found = None
             return LogRows(logs, logs.order, {}, self._cause(logs))
-        if self._asked != (asked, logs.token):
-            self._ask_for(logs, asked)
+        if self._asked != (query, logs.token):
+            self._run_query(logs, query)
         found, before = self._found, self.body.rows
         if found is not None:
             return LogRows(found.index, found.view, found.folds, self._cause(found.index))
@@ -154,10 +152,10 @@ class LogsPane(Pane):
         event = first_error(incident) if incident is not None else None
         return logs.line_at(event.source, event.line) if event is not None else None
 
-    def _ask_for(self, logs: LogIndex, asked: LogQuery) -> None:
-        """Filter in a thread; what is found is shown as it is found, until something else is asked for."""
-        key = self._asked = (asked, logs.token)
-        former = self._found if self._found is not None and self._found.asked == asked else None
+    def _run_query(self, logs: LogIndex, query: LogQuery) -> None:
+        """Run a query in a thread and show results as they come, until the query changes."""
+        key = self._asked = (query, logs.token)
+        former = self._found if self._found is not None and self._found.query == query else None
         self._found, app = former, self.app
 
         def show(view: LogView | None) -> None:
@@ -168,21 +166,21 @@ class LogsPane(Pane):
         def work() -> LogView | None:
             last = None
             try:
-                for view in views(logs, asked, former):
+                for view in views(logs, query, former):
                     if self._asked != key:
                         return None
-                    if former is None and not asked.is_folded:
+                    if former is None and not query.is_folded:
                         app.post_message(tasks.TaskOutput(view, show))
                     last = view
             except StoreError:
                 if not logs.files.is_closed:
-                    raise  # else: the logs were read again, and the newer index is being searched
+                    raise  # else: a newer index is being searched
             return last
 
-        self.work(f"searching for {asked.text}" if asked.text else "folding", work, show)
+        self.work(f"searching for {query.text}" if query.text else "folding", work, show)
 
     def update_rows(self, *, force: bool = False) -> None:
-        """While a job is followed a cursor at the end stays there."""
+        """While following, keep a cursor that is at the end there."""
         if not self.is_attached:
             return
         body = self.body
@@ -194,7 +192,7 @@ class LogsPane(Pane):
             body.move_to(len(body.rows) - 1)
 
     def _show_unreadable(self) -> None:
-        """Files that could not be read, in a line of their own above the others' lines."""
+        """Show unreadable files on a line above the logs."""
         logs = self.session.logs.value
         problems = logs.problems if logs is not None else ()
         more = f" (and {len(problems) - 1:,} more, see screen 1)" if len(problems) > 1 else ""
@@ -206,7 +204,7 @@ class LogsPane(Pane):
             note.update(truncate(f" ! not readable: {text}", self.size.width - len(more)) + more)
 
     def _keep_place(self) -> None:
-        """Other rows are coming: the cursor will stand on the line of the same moment."""
+        """Remember the time under the cursor, to return to it in the new rows."""
         rows = self.body.rows
         if isinstance(rows, LogRows) and len(rows):
             self._anchor_ms = rows.line(self.body.cursor).time_ms
@@ -225,7 +223,7 @@ class LogsPane(Pane):
         try:
             re.compile(pattern)
         except re.error as error:
-            self.post_message(self.Say(f"{pattern!r} is not a regular expression: {error}"))
+            self.post_message(self.ShowStatus(f"{pattern!r} is not a regular expression: {error}"))
             return
         self._keep_place()
         super().set_filter(text)
@@ -238,7 +236,7 @@ class LogsPane(Pane):
         rows = self.body.rows
         place = rows.place_of(rows.cause) if isinstance(rows, LogRows) else None
         if place is None:
-            self.post_message(self.Say("no error of a rank's own is among these lines"))
+            self.post_message(self.ShowStatus("no first error among these lines"))
         else:
             self.body.move_to(place, is_centred=True)
 
@@ -251,12 +249,12 @@ class LogsPane(Pane):
             return
         wanted = parse_clock(text, rows.line(self.body.cursor).time_ms)
         if wanted is None:
-            self.post_message(self.Say(f"{text!r} is not a time; write 14:05, 14:05:30.250 or 2026-11-21 14:05"))
+            self.post_message(self.ShowStatus(f"{text!r} is not a time; write 14:05, 14:05:30.250 or 2026-11-21 14:05"))
         else:
             self.body.move_to(rows.index.place_of_time(wanted, rows.view), is_centred=True)
 
     def chosen(self, chosen: Row) -> None:
-        """The collective that the line's rank had issued last when it wrote the line."""
+        """Open the collective that the line's rank had issued last at that time."""
         incident, rows = self.session.incident.value, self.body.rows
         rank = chosen.link.rank if chosen.link is not None else None
         if incident is None or rank is None or not isinstance(rows, LogRows):
@@ -282,9 +280,9 @@ class LogsPane(Pane):
 
 
 def operation_at(run: Run, rank: int, time_ms: int) -> tuple[str, int] | None:
-    """(group, seq) of the collective that `rank` issued last before a time; None where no such time was recorded.
+    """(group, seq) of the last collective that `rank` issued before a time; None if no times were recorded.
 
-    A log's clock may be another time zone's: whole quarters of an hour between the two are taken out.
+    The log may be in another time zone, so whole quarters of an hour between the two clocks are removed.
     """
     table = run.ranks[rank].operations if rank in run.ranks else NO_OPERATIONS
     rows = np.flatnonzero((table["created_ns"] > 0) & (table["p2p"] == 0))

@@ -1,4 +1,4 @@
-"""Screen 1: the verdict in words, what evidence there is and what is missing, and every rank by state."""
+"""Screen 1: the verdict, the available and the missing evidence, and every rank by state."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _NO_FAULT = (VerdictKind.HEALTHY, VerdictKind.INSUFFICIENT_DATA)
 
 
 class OverviewPane(Pane):
-    """The first screen."""
+    """Verdict, rank states and available data."""
 
     number = 1
     label = "Overview"
-    keys = (("enter", "open what the line names"),)
+    keys = (("enter", "open the item on this line"),)
 
     def state(self) -> tuple[object, ...]:
         s = self.session
@@ -54,7 +54,7 @@ class OverviewPane(Pane):
 
 
 def overview_rows(session: Session, width: int) -> Iterator[Row]:
-    """All lines of the screen."""
+    """All rows of the screen."""
     incident = session.incident.value
     if session.content.has_runs:
         yield from _runs_rows(session)
@@ -83,11 +83,11 @@ def overview_rows(session: Session, width: int) -> Iterator[Row]:
 def _runs_rows(session: Session) -> Iterator[Row]:
     runs = session.runs
     count = counted(len(runs.value), "run") if runs.value is not None else runs.text
-    yield row(f"a folder of runs: {count}. Screen 7 lists them; enter there opens one.", link=RowLink(screen=7))
+    yield row(f"a folder of runs: {count}. Press enter to list them (screen 7).", link=RowLink(screen=7))
 
 
 def live_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
-    """What a job that runs is doing, by heartbeats of the last seconds; nothing for one that has ended or is gone."""
+    """State of a running job from heartbeats of the last seconds; empty if the job has ended or is gone."""
     beats = {rank: record.heartbeat for rank, record in incident.run.ranks.items() if record.heartbeat is not None}
     ticking = [b for b in beats.values() if not b.is_stopped and abs(now_s - b.alive_ns / 1e9) < LIVE_S]
     if not ticking:
@@ -101,9 +101,9 @@ def live_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
         for i, line in enumerate(wrapped(f"{alarm.kind}: {alarm.text}", width, "  ")):
             yield row((line, Role.WARN), link=RowLink(screen=6, rank=alarm.ranks[0]), is_problem=i == 0)
     if found or incident.top.verdict not in _NO_FAULT:
-        yield row(("what the last snapshot shows, which may pass:", Role.DIM))
+        yield row(("diagnosis of the last snapshot (may be transient):", Role.DIM))
     else:
-        yield row(("no fault so far; f follows the job", Role.DIM))
+        yield row(("no fault so far; press f to follow the job", Role.DIM))
 
 
 def _verdict_rows(top: Verdict, width: int) -> Iterator[Row]:
@@ -173,7 +173,7 @@ def _evidence_rows(item: Evidence, top: Verdict, width: int) -> Iterator[Row]:
 
 
 def evidence_link(item: Evidence, top: Verdict) -> RowLink | None:
-    """Where a fact can be seen: its line of a log, or its operation."""
+    """Link to the evidence: its log line, its operation, or its rank's waits."""
     source, _, number = item.source.rpartition(":")
     if source and number.isdigit() and ".log" in source:
         return RowLink(screen=5, source=source, line=int(number), rank=item.rank)
@@ -193,7 +193,7 @@ def _other_rows(incident: Incident, width: int) -> Iterator[Row]:
 
 
 def _data_rows(session: Session, width: int) -> Iterator[Row]:
-    yield head("what there is")
+    yield head("available data")
     incident = session.incident.value
     if incident is not None:
         yield from _evidence_counts(incident.run)

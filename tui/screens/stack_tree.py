@@ -1,4 +1,4 @@
-"""The main threads' stacks as one tree: each line of code with the ranks that are there, apart where the ranks part."""
+"""The main threads' stacks merged into a tree: each frame with its ranks, with a branch where the ranks diverge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_INDENT = 24
 
 
 def stacks_of(run: Run, members: tuple[int, ...]) -> dict[int, tuple[Frame, ...]]:
-    """Each rank's newest main stack, outermost call first; ranks without one are left out."""
+    """Each rank's newest main stack, outermost call first; ranks without a stack are omitted."""
     found = {}
     for rank in members:
         snapshots = run.ranks[rank].stacks if rank in run.ranks else ()
@@ -60,7 +60,7 @@ def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int,
 
 
 def source_line(frame: Frame) -> str:
-    """A line of the user's own source: as it was saved with the stack, or from this machine where the same file is here."""
+    """Source line of a user frame: as saved with the stack, else from the file on this machine."""
     if is_library(frame):
         return ""
     if frame.text or not frame.file.endswith(".py"):

@@ -1,4 +1,4 @@
-"""Screen 8: loss, throughput, stall, data wait and what else the metrics hold, as plots."""
+"""Screen 8: plots of loss, throughput, stall, data wait and all other metrics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from titan_ckpt.tui.data.metrics import Metrics
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, head, row
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, counted, head, row
 from titan_ckpt.tui.widgets.braille_plot import GUTTER, number, plot
 from titan_ckpt.tui.widgets.pane import Pane
 
 PLOT_LINES = 7
-_ABSENT = "A run of `titan-ckpt train` writes logs/metrics.jsonl: a line of JSON per step, with step, loss and so on."
+_ABSENT = "`titan-ckpt train` writes logs/metrics.jsonl: one JSON object per step, with step, loss and so on."
 
 
 class TrainingPane(Pane):
@@ -29,7 +29,7 @@ class TrainingPane(Pane):
         metrics = self.session.metrics.value
         if metrics is None:
             return "training"
-        damaged = f" · {metrics.num_damaged} damaged lines left out" if metrics.num_damaged else ""
+        damaged = f" · {counted(metrics.num_damaged, 'damaged line')} skipped" if metrics.num_damaged else ""
         return f"{metrics.source} · {len(metrics.steps):,} steps{damaged}"
 
     def make_rows(self, width: int) -> Rows:

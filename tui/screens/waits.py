@@ -1,4 +1,4 @@
-"""Screen 6: who waits for whom, as trees below the ranks that nobody else holds up; cycles are marked."""
+"""Screen 6: the wait graph as trees, rooted at ranks that wait for no other rank; then wait cycles."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class WaitsPane(Pane):
 
     number = 6
     label = "Waits"
-    keys = (("enter", "the operation that is waited in"),)
+    keys = (("enter", "open the operation"),)
 
     def title(self) -> str:
         incident = self.session.incident.value
         if incident is None:
             return ""
-        origin = " that the verdict concludes" if incident.is_chain else ""
-        return f"{counted(len(incident.edges), 'wait')}{origin} · causes first, who waits below"
+        origin = " inferred from the verdict" if incident.is_chain else ""
+        return f"{counted(len(incident.edges), 'wait')}{origin} · causes first, waiting ranks below"
 
     def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value
@@ -40,7 +40,7 @@ class WaitsPane(Pane):
 
 
 def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
-    """A tree for every rank that is waited for and waits for nobody; then what is in a cycle; then who is in no wait."""
+    """A tree per rank that others wait for and that waits for none; then wait cycles; then ranks in no wait."""
     waiters: dict[int, list[Edge]] = defaultdict(list)
     for edge in incident.edges:
         waiters[edge.awaited].append(edge)
@@ -51,13 +51,13 @@ def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
     held_up = _reached(waiters, shown)
     cycles = sorted(waiting - held_up)
     if cycles:
-        yield head("in a circle: each waits for the next")
+        yield head("wait cycle: each rank waits for the next")
     for rank in cycles:
         if rank not in shown:
             yield from _tree(incident, rank, waiters, shown, width)
     rest = sorted(set(incident.states) - held_up - waiting)
     if rest:
-        yield head("in no wait that the evidence shows")
+        yield head("in no observed wait")
     for rank in rest[:MAX_WAITERS]:
         yield _rank_row(incident, rank, 0, "", width)
     if len(rest) > MAX_WAITERS:
@@ -65,7 +65,7 @@ def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
 
 
 def _reached(waiters: Mapping[int, list[Edge]], roots: set[int]) -> set[int]:
-    """All ranks that wait, directly or through others, for one of `roots`; and these themselves."""
+    """`roots` and all ranks that wait for one of them, directly or through others."""
     reached, left = set(roots), list(roots)
     while left:
         found = {edge.waiter for edge in waiters.get(left.pop(), ())} - reached
@@ -77,7 +77,7 @@ def _reached(waiters: Mapping[int, list[Edge]], roots: set[int]) -> set[int]:
 def _tree(
     incident: Incident, root: int, waiters: Mapping[int, list[Edge]], shown: set[int], width: int
 ) -> Iterator[Row]:
-    """Depth first without recursion: a chain may be as long as there are ranks."""
+    """Depth first, without recursion: a chain may contain every rank."""
     stack: list[tuple[int, int, str]] = [(root, 0, "")]
     while stack:
         rank, depth, why = stack.pop()

@@ -1,4 +1,4 @@
-"""What is loaded at start and, while following, again and again. Reports each part as soon as it is there."""
+"""Load a session in threads, and reload it while following."""
 
 from __future__ import annotations
 
@@ -22,31 +22,30 @@ _SMALL_LOGS = 32 << 20
 
 
 class SessionLoader:
-    """Loads a session's parts in threads; on the screen's thread `changed` is called after each, `say` with what failed
-    where the former reading stays on the screen."""
+    """Loads a session in threads. On the UI thread, calls `changed` after each load, and `show_status` if a reload failed."""
 
     def __init__(
-        self, app: App[Any], session: Session, changed: Callable[[], None], say: Callable[[str], None]
+        self, app: App[Any], session: Session, changed: Callable[[], None], show_status: Callable[[str], None]
     ) -> None:
         self._app = app
         self._session = session
         self._changed = changed
-        self._say = say
+        self._show_status = show_status
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is being read."""
+        """Whether anything is loading."""
         return bool(self.reading)
 
     @property
     def reading(self) -> list[str]:
-        """What is being read."""
+        """Names of what is loading."""
         s = self._session
         parts: tuple[Loadable[Any], ...] = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
         return [part.what for part in parts if part.is_loading]
 
     def load_all(self) -> None:
-        """Begin with everything that the content has."""
+        """Start loading everything that the content has."""
         s, content = self._session, self._session.content
         if content.has_evidence:
             self._load(s.incident, lambda: load_incident(content.url))
@@ -60,10 +59,10 @@ class SessionLoader:
             self._load_logs(content)
 
     def reload(self) -> None:
-        """Look again at what is there (in a thread) and load the parts that have grown."""
+        """List the content again in a thread and load what has changed."""
         if not self.is_busy:
             url = self._session.content.url
-            tasks.start(self._app, "looking again", lambda: find_content(url), self._found, self._lost)
+            tasks.start(self._app, "looking for changes", lambda: find_content(url), self._found, self._lost)
 
     def _found(self, content: Content) -> None:
         s, before = self._session, self._session.content
@@ -81,15 +80,15 @@ class SessionLoader:
             self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
 
     def _lost(self, text: str) -> None:
-        self._say(f"not read again: {text}")
+        self._show_status(f"not reloaded: {text}")
 
     def close(self) -> None:
-        """Give back what the logs hold open."""
+        """Close the log files."""
         if self._session.logs.value is not None:
             self._session.logs.value.files.close()
 
     def _load_steps(self, content: Content) -> None:
-        """The steps that are here, then those of the run's other tiers, which may be far or not answer."""
+        """Load the steps here, then those of the run's other tiers, which may be slow or unreachable."""
         part, former = self._session.checkpoints, self._session.checkpoints.value
 
         def others() -> None:
@@ -107,10 +106,12 @@ class SessionLoader:
         if former is None:
             self._load_first(LogFiles(content.store, content.logs))
         elif content.logs != former.files.files:
-            self._load(self._session.logs, lambda: _again(former, content), after=lambda: self._close_former(former))
+            self._load(
+                self._session.logs, lambda: _reload_logs(former, content), after=lambda: self._close_former(former)
+            )
 
     def _load_first(self, files: LogFiles) -> None:
-        """All lines; before them, where they are many, the beginning of each file."""
+        """Load all lines; if they are many, first show the beginning of each file."""
 
         def whole() -> None:
             self._load(self._session.logs, lambda: load_logs(files))
@@ -140,15 +141,15 @@ class SessionLoader:
             part.version += 1
             self._changed()
             if part.value is not None:
-                self._say(f"{part.what}: not read again: {text}")
+                self._show_status(f"{part.what} not reloaded: {text}")
 
         tasks.start(self._app, part.what, work, done, failed)
 
 
-def _again(former: LogIndex, content: Content) -> LogIndex:
-    """The logs as they are now: what they have grown by, or read anew where that is not all that happened."""
+def _reload_logs(former: LogIndex, content: Content) -> LogIndex:
+    """Index what the logs have grown by, or reload them if they changed in another way."""
     try:
         found = grow(former, former.files, content.logs)
     except (OSError, TitanError):
-        found = None  # reading anew says which file it is
+        found = None  # the full reload reports which file failed
     return found if found is not None else load_logs(LogFiles(content.store, content.logs))

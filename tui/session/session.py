@@ -1,4 +1,4 @@
-"""What the screens share while the program runs: what was loaded, what failed to load, and what is selected."""
+"""State shared by the screens: loaded data, load errors, and the selection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Loadable(Generic[T]):
-    """One thing that is loaded: absent, loading, loaded, or failed with a text. `version` grows with each load."""
+    """Data that is absent, loading, loaded, or failed with `error`. `version` grows with each load."""
 
     what: str
     value: T | None = None
@@ -28,7 +28,7 @@ class Loadable(Generic[T]):
 
     @property
     def text(self) -> str:
-        """What to show in its place while it is not there."""
+        """Placeholder to show while there is no value."""
         if self.is_loading:
             return f"reading {self.what} ..."
         return self.error or f"no {self.what} here"
@@ -36,7 +36,7 @@ class Loadable(Generic[T]):
 
 @dataclass(slots=True)
 class Session:
-    """The state of one `titan-ckpt tui`. `lane` is the selected group (a position in incident.lanes), `seq` the operation."""
+    """State of one run or incident. `lane` is the selected group (an index into incident.lanes), `seq` the operation."""
 
     content: Content
     clock: Callable[[], float] = time.time
@@ -51,7 +51,7 @@ class Session:
     is_following: bool = False
 
     def select(self, group: str | None, seq: int | None) -> None:
-        """Select an operation; a group that has no lane leaves the lane as it is."""
+        """Select an operation; None keeps the current group or operation."""
         if self.incident.value is not None and group is not None:
             self.lane = self.incident.value.lane_of(group)
         if seq is not None:

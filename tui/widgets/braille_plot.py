@@ -1,4 +1,4 @@
-"""A line plot in braille dots, with its scale in words. Pure."""
+"""A line plot in braille dots, with a labelled scale. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 
 from titan_ckpt.tui.data.arrays import Floats, Ints
 
-# The bit of each of a braille cell's 2 x 4 dots, [row][column].
+# Bits of the dots of a braille cell, [row][column].
 _BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], np.int64)
 GUTTER = 10
 
 
 def plot(steps: Floats, values: Floats, width: int, height: int) -> list[str]:
-    """`height` lines of `width` cells: the scale at the left, dots at the right; the last line is the axis."""
+    """`height` lines of `width` cells: scale on the left, dots on the right, axis on the last line."""
     known = np.isfinite(values)
     rows, columns = max(height - 1, 1), max(width - GUTTER - 1, 4)
     if not known.any():
@@ -32,7 +32,7 @@ def plot(steps: Floats, values: Floats, width: int, height: int) -> list[str]:
 def _dots(x: Floats, y: Floats, rows: int, columns: int) -> list[str]:
     across, down = columns * 2, rows * 4
     column = _scaled(x, across)
-    if len(x) < across:  # joined by straight lines
+    if len(x) < across:  # interpolate between points
         every = np.arange(column[0], column[-1] + 1)
         column, y = every, np.interp(every, column, y)
     line = down - 1 - _scaled(y, down)
@@ -54,7 +54,7 @@ def _scaled(values: Floats, size: int) -> Ints:
 
 
 def number(value: float) -> str:
-    """A number in at most eight characters.
+    """Format a number in at most eight characters.
 
     >>> number(0.00012), number(4.0), number(123456789.0)
     ('1.2e-04', '4', '1.23e+08')

@@ -1,4 +1,4 @@
-"""A list of any length with a cursor, painted line by line (Textual's line API): its cost is what is on the screen."""
+"""A list of any length with a cursor. Textual's line API paints only the visible lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from textual.strip import Strip
 
 from titan_ckpt.tui.rows import Role, Row, RowList, Rows
 
-# Vermilion, orange and sky blue of the Okabe-Ito palette: told apart with any colour vision.
+# Vermilion, orange and sky blue of the Okabe-Ito palette, safe for colour-blind readers.
 STYLES: dict[Role, Style] = {
     Role.PLAIN: Style(),
     Role.DIM: Style(color="#8a8a8a"),
@@ -33,12 +33,12 @@ MARK, NO_MARK = "▸ ", "  "
 
 
 def segments_of(row: Row) -> list[Segment]:
-    """A row's parts in their styles."""
+    """Styled segments of a row."""
     return [Segment(text, STYLES[role]) for text, role in row.spans]
 
 
 class LineView(ScrollView, can_focus=True):
-    """Shows `Rows`. The cursor's line begins with a mark, so that it is seen without colour."""
+    """Shows `Rows`. A mark before the cursor's line makes it visible without colour."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "up", show=False),
@@ -54,13 +54,13 @@ class LineView(ScrollView, can_focus=True):
 
     @dataclass
     class Moved(Message):
-        """The cursor stands on another row."""
+        """The cursor moved to a row."""
 
         index: int
 
     @dataclass
     class Chosen(Message):
-        """Enter was pressed."""
+        """Enter was pressed on a row."""
 
         index: int
         row: Row
@@ -72,19 +72,19 @@ class LineView(ScrollView, can_focus=True):
         self.shift = 0
 
     def set_rows(self, rows: Rows, *, cursor: int | None = None) -> None:
-        """Show other rows; the cursor stays where it is unless told otherwise."""
+        """Replace the rows; the cursor keeps its position unless `cursor` is given."""
         self.rows = rows
         self.virtual_size = Size(1, len(rows))
         self.move_to(self.cursor if cursor is None else cursor)
         self.refresh()
 
     def move_to(self, index: int, *, is_centred: bool = False) -> None:
-        """Put the cursor on a row and bring it into sight, where asked with as much before it as behind it."""
+        """Move the cursor and scroll to it, to the middle of the view if `is_centred`."""
         self.cursor = max(0, min(index, len(self.rows) - 1))
         height = self.scrollable_content_region.height
         if is_centred and not self.scroll_offset.y <= self.cursor < self.scroll_offset.y + height:
             self.scroll_to(y=self.cursor - height // 2, animate=False, force=True, immediate=True)
-        top = 0 if self.cursor <= 1 < height else self.cursor  # a heading above the first line stays in sight
+        top = 0 if self.cursor <= 1 < height else self.cursor  # keep a heading above the first line visible
         self.scroll_to_region(
             Region(0, top, 1, self.cursor - top + 1), animate=False, force=True, immediate=True, x_axis=False
         )
@@ -98,11 +98,11 @@ class LineView(ScrollView, can_focus=True):
 
     @property
     def line_width(self) -> int:
-        """Cells that a row has, without the mark."""
+        """Width of a row without the mark."""
         return max(self.scrollable_content_region.width - len(MARK), 8)
 
     def render_line(self, y: int) -> Strip:
-        """A line; every part has a style, for what makes colours grey (NO_COLOR) takes none without."""
+        """Paint a line. Every segment needs a style: the NO_COLOR filter fails on segments without one."""
         width = self.scrollable_content_region.width
         index = self.scroll_offset.y + y
         if index >= len(self.rows):

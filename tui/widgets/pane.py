@@ -1,4 +1,4 @@
-"""What all numbered screens have in common: a title line, a body, a filter, problems to step through."""
+"""Base class of the numbered screens: a title line, a body, a filter, steps from problem to problem."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from titan_ckpt.tui.session.session import Loadable, Session
 from titan_ckpt.tui.widgets.line_view import LineView
 
 NO_INCIDENT = (
-    "An incident is a folder of Flight Recorder dumps, stacks or logs, or a run with debug/ in it. To have one: "
+    "An incident is a folder of Flight Recorder dumps, stacks or logs, or a run with a debug/ folder. To create one, run "
     "`titan-ckpt debug collect` on a hung job, or `titan-ckpt debug inject skip` as a drill."
 )
 
 
 class Pane(Vertical):
-    """One numbered screen. `keys` are its own keys for the help and the bottom line."""
+    """One numbered screen. `keys` are its own keys, for the help and the status line."""
 
     number: ClassVar[int] = 0
     label: ClassVar[str] = ""
     keys: ClassVar[tuple[tuple[str, str], ...]] = ()
-    filter_hint: ClassVar[str] = "filter: show only lines with this text"
+    filter_hint: ClassVar[str] = "filter: show only lines that contain this text"
 
     @dataclass
     class Go(Message):
-        """Show another screen with this selected."""
+        """Show another screen and select an item there."""
 
         link: RowLink
 
     @dataclass
     class Open(Message):
-        """Show the run at `url` instead; esc on its first screen comes back."""
+        """Open the run at `url`; esc on its first screen returns here."""
 
         url: str
 
     @dataclass
     class Ask(Message):
-        """Have the user type a line; `then` gets it."""
+        """Prompt the user for a line and pass it to `then`."""
 
         label: str
         initial: str
@@ -52,15 +52,15 @@ class Pane(Vertical):
 
     @dataclass
     class Work(Message):
-        """Do `work` in a thread while the bottom line says `what`; `done` gets the result on the screen's thread."""
+        """Run `work` in a thread while the status line shows `what`; `done` gets the result on the UI thread."""
 
         what: str
         work: Callable[[], Any]
         done: Callable[[Any], None]
 
     @dataclass
-    class Say(Message):
-        """Put a text on the bottom line."""
+    class ShowStatus(Message):
+        """Show a text on the status line."""
 
         text: str
 
@@ -75,16 +75,16 @@ class Pane(Vertical):
         yield self.make_body()
 
     def make_body(self) -> Widget:
-        """The body, a LineView unless the screen has another."""
+        """Build the body; a LineView by default."""
         return LineView()
 
     @property
     def body(self) -> LineView:
-        """The widget that has the focus on this screen."""
+        """The widget with the focus on this screen."""
         return self.query_one(LineView)
 
     def set_title(self, text: str) -> None:
-        """The line below the tabs."""
+        """Set the line below the tabs."""
         suffix = f"   filter: {self.filter_text}" if self.filter_text else ""
         self.query_one(".title", Static).update(
             " " + truncate(text, (self.size.width or self.app.size.width) - len(suffix) - 1) + suffix
@@ -93,23 +93,23 @@ class Pane(Vertical):
     # -- what a screen may override
 
     def state(self) -> tuple[object, ...]:
-        """What its rows depend on: they are made again only when it changes."""
+        """What the rows depend on; they are rebuilt when it changes."""
         return (self.session.incident.version, self.session.incident.text)
 
     def make_rows(self, width: int) -> Rows:
-        """The rows for the present state of the session."""
+        """Build the rows from the session."""
         return self.no_incident(width)
 
     def no_incident(self, width: int) -> Rows:
-        """What the screens of an incident show without one."""
+        """Rows to show if there is no incident."""
         return RowList(self.absent_rows(self.session.incident, NO_INCIDENT, width))
 
     def title(self) -> str:
-        """What the title line says."""
+        """Text of the title line."""
         return ""
 
     def select(self, link: RowLink) -> None:
-        """Something of this screen was asked for by another one."""
+        """Select the item that another screen linked to."""
 
     def chosen(self, chosen: Row) -> None:
         """Enter on a row: follow its link."""
@@ -117,49 +117,49 @@ class Pane(Vertical):
             self.post_message(self.Go(chosen.link))
 
     def followed(self) -> None:
-        """Following has begun while this screen is shown."""
+        """Handle the start of following while this screen is shown."""
 
     def go_back(self) -> bool:
-        """Esc within the screen; False when there is nothing to go back from."""
+        """Handle esc within the screen; False if there is nothing to leave."""
         if self.filter_text:
             self.set_filter("")
             return True
         return False
 
     def pin(self) -> None:
-        """Space: pin the rank of the row under the cursor, or unpin it."""
+        """Handle space: pin or unpin the rank of the row under the cursor."""
         current = self.body.current
         rank = current.link.rank if current and current.link else None
         if rank is None:
-            self.post_message(self.Say("no rank on this line"))
+            self.post_message(self.ShowStatus("no rank on this line"))
             return
         self.pin_rank(rank)
 
     def pin_rank(self, rank: int) -> None:
-        """Pin `rank` on every screen, or unpin it if it is the pinned one."""
+        """Pin `rank` on all screens, or unpin it."""
         self.session.pinned = None if self.session.pinned == rank else rank
         text = f"rank {rank} pinned" if self.session.pinned is not None else f"rank {rank} unpinned"
-        self.post_message(self.Say(text))
+        self.post_message(self.ShowStatus(text))
         self.update_rows()
 
     def copied_text(self) -> str:
-        """What `y` copies: the row under the cursor."""
+        """Text that `y` copies: the row under the cursor."""
         current = self.body.current
         return current.text.strip() if current else ""
 
-    # -- what all share
+    # -- shared by all screens
 
     def work(self, what: str, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Have `work` done in a thread; `done` gets the result unless this screen is gone by then."""
+        """Run `work` in a thread; `done` gets the result if this screen still exists."""
 
-        def if_there(result: Any) -> None:
+        def if_attached(result: Any) -> None:
             if self.is_attached:
                 done(result)
 
-        self.post_message(self.Work(what, work, if_there))
+        self.post_message(self.Work(what, work, if_attached))
 
     def move_to_rank(self, rank: int | None) -> None:
-        """Put the cursor on the first row of `rank`, if there is one."""
+        """Move the cursor to the first row of `rank`, if any."""
         rows, width = self.body.rows, self.body.line_width
         for index in range(len(rows) if rank is not None else 0):
             link = rows.row(index, width).link
@@ -169,7 +169,7 @@ class Pane(Vertical):
 
     @staticmethod
     def absent_rows(part: Loadable[Any], hint: str, width: int) -> Iterator[Row]:
-        """What to say where a part is not there: that it is being read, why it failed, or where it would be found."""
+        """Rows in place of missing data: loading, the error, or a hint where to find it."""
         role: Role = Role.DIM if part.is_loading or not part.error else Role.BAD
         for line in wrapped(part.text, width):
             yield row((line, role), is_problem=role == Role.BAD)
@@ -178,20 +178,20 @@ class Pane(Vertical):
             yield from (row((line, Role.DIM)) for line in wrapped(hint, width))
 
     def set_filter(self, text: str) -> None:
-        """Show only what matches; the empty text shows all."""
+        """Show matching rows only; an empty text shows all."""
         self.filter_text = text
         self.update_rows(force=True)
 
     def next_problem(self, direction: int) -> None:
-        """`n` and `N`."""
+        """Handle `n` and `N`."""
         place = self.body.rows.next_problem(self.body.cursor, direction)
         if place is None:
-            self.post_message(self.Say("no further problem " + ("below" if direction > 0 else "above")))
+            self.post_message(self.ShowStatus("no further problem " + ("below" if direction > 0 else "above")))
         else:
             self.body.move_to(place, is_centred=True)
 
     def update_rows(self, *, force: bool = False) -> None:
-        """Make the rows again if what they show has changed; nothing for a screen that is gone."""
+        """Rebuild the rows if `state` has changed. Does nothing once the screen is removed."""
         if not self.is_attached:
             return
         seen = (*self.state(), self.session.pinned, self.body.line_width, self.filter_text)
@@ -215,5 +215,5 @@ class Pane(Vertical):
 
 
 def filter_ranks(text: str) -> tuple[int, ...] | None:
-    """The ranks that a filter text names, None where it is not a set of ranks."""
+    """Ranks named by a filter text; None if it is not a set of ranks."""
     return parse_ranks(text) if text else None
