@@ -37,7 +37,7 @@ PICTURES = (
     Picture(name="checkpoints", case="run", keys=("7",), height=14),
     Picture(name="cut", case="golden/v1", keys=("7", "enter", "j", "j", "j", "j", "enter"), height=11),
     Picture(name="plan", case="golden/v1", keys=("7", "r", *"dp_shard=4", "enter"), height=14),
-    Picture(name="training", case="run", keys=("8",)),
+    Picture(name="training_screen", case="run", keys=("8",)),
 )
 
 
