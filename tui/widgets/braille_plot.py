@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from titan_ckpt.tui.data.arrays import Floats, Ints
+_Floats = npt.NDArray[np.float64]
+_Ints = npt.NDArray[np.int64]
 
 # Bits of the dots of a braille cell, [row][column].
 _BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], np.int64)
 GUTTER = 10
 
 
-def plot(steps: Floats, values: Floats, width: int, height: int) -> list[str]:
+def plot(steps: _Floats, values: _Floats, width: int, height: int) -> list[str]:
     """`height` lines of `width` cells: scale on the left, dots on the right, axis on the last line."""
     known = np.isfinite(values)
     rows, columns = max(height - 1, 1), max(width - GUTTER - 1, 4)
@@ -29,7 +31,7 @@ def plot(steps: Floats, values: Floats, width: int, height: int) -> list[str]:
     ]
 
 
-def _dots(x: Floats, y: Floats, rows: int, columns: int) -> list[str]:
+def _dots(x: _Floats, y: _Floats, rows: int, columns: int) -> list[str]:
     across, down = columns * 2, rows * 4
     column = _scaled(x, across)
     if len(x) < across:  # interpolate between points
@@ -46,7 +48,7 @@ def _dots(x: Floats, y: Floats, rows: int, columns: int) -> list[str]:
     return ["".join(chr(0x2800 + bits) if bits else " " for bits in row).rstrip() for row in cells.tolist()]
 
 
-def _scaled(values: Floats, size: int) -> Ints:
+def _scaled(values: _Floats, size: int) -> _Ints:
     low, high = float(values.min()), float(values.max())
     if high == low:
         return np.full(len(values), (size - 1) // 2, np.int64)
