@@ -1,4 +1,4 @@
-"""Saving and loading over real ranks: DTensors of every cut, any mesh to any mesh, errors that reach everybody."""
+"""Save and load on real ranks: DTensors with all placements, any mesh to any mesh, errors that reach every rank."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_replicated_tensors_are_written_once_and_spread_evenly(pool: RankPool, t
 
 
 class FailingStore(FileStore):
-    """Fails every write of one rank's data file, as a full disk does."""
+    """Fails every write of one rank's data file, like a full disk."""
 
     def write(self, path: str, parts: Any) -> Any:
         if path.endswith("__2_0.distcp") and int(os.environ["RANK"]) == 2 and "step-00000002" in path:

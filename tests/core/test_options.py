@@ -178,7 +178,7 @@ def test_retention_keeps_what_policy_and_later_steps_need(tmp_path: Path) -> Non
     assert loaded["w"].tolist() == [4.0] * 3
 
 
-def test_a_job_that_was_taken_over_commits_no_more(tmp_path: Path) -> None:
+def test_a_fenced_job_can_no_longer_commit(tmp_path: Path) -> None:
     with Saver(str(tmp_path)) as zombie:
         zombie.save({"w": torch.zeros(2)}, step=1).wait()
         with Saver(str(tmp_path)) as successor:
@@ -257,7 +257,7 @@ def test_a_copy_of_an_incremental_checkpoint_stands_on_its_own(tmp_path: Path) -
             state["model"]["w"] += 1  # type: ignore[index]
             saver.save(state, step=step)
     source = open_checkpoint(str(run))
-    for _ in range(2):  # the second finds everything there
+    for _ in range(2):  # the second copy finds every file present
         report = copy_checkpoint(source, FileStore(str(copy)))
     assert report.copied_bytes == 0
     assert sorted(path.name for path in copy.iterdir()) == ["step-00000003"]

@@ -1,4 +1,4 @@
-"""Saving and loading in one process: what is stored is what was there, what is damaged is said, what differs is refused."""
+"""Save and load in one process: bit-exact round trips, damage reported, differences refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ import torch.distributed.checkpoint as dcp
 
 from titan_ckpt.checkpoint.open import list_checkpoints
 from titan_ckpt.dcp.storage import StorageReader, StorageWriter
-from titan_ckpt.errors import ConditionFailedError, DamagedError, LoadContractError, NotCommittedError, StoreError
+from titan_ckpt.errors import (
+    ConditionFailedError,
+    DamagedError,
+    LoadContractError,
+    NotCommittedError,
+    StoreError,
+    UsageError,
+)
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.loading.load import LoadPolicy, load, open_checkpoint
 from titan_ckpt.saving.saver import SaveError, Saver, save
@@ -96,7 +103,7 @@ def _damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "delete"])
 @pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json", "COMMIT.json"])
-def test_damage_is_said_and_the_good_step_before_is_taken(
+def test_damage_is_logged_and_the_step_before_is_opened(
     tmp_path: Path, name: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2):
@@ -118,7 +125,7 @@ def test_damage_is_said_and_the_good_step_before_is_taken(
             open_checkpoint(str(tmp_path), on_damage="error")
 
 
-def test_nothing_committed_is_an_error_that_says_what_is_there(tmp_path: Path) -> None:
+def test_nothing_committed_is_an_error_with_what_was_found(tmp_path: Path) -> None:
     with pytest.raises(NotCommittedError, match="empty or does not exist"):
         open_checkpoint(str(tmp_path / "none"))
     (tmp_path / "dump.json").write_text("{}")
@@ -148,7 +155,7 @@ def test_a_re_save_keeps_the_old_step_until_it_replaces_it(tmp_path: Path) -> No
 
 
 class Gate(FileStore):
-    """Holds the first COMMIT back until it is told to go on: two jobs that save one step at once."""
+    """Delays the first COMMIT until it is released, to have two jobs save one step at once."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -210,7 +217,7 @@ def _torn(parts: Any) -> Iterator[Any]:
 def test_a_failed_write_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, at: int, how: str) -> None:
     save(str(tmp_path), {"w": torch.zeros(2), "v": 1}, step=1)
     with Saver(Failing(str(tmp_path), at, how)) as saver:
-        is_committed = (at, how) == (4, "after")  # the commit's answer was lost, but it stands
+        is_committed = (at, how) == (4, "after")  # the answer to the commit was lost, but the commit took effect
         handle = saver.save({"w": torch.ones(2), "v": 2}, step=2)
         if is_committed:
             handle.wait()
@@ -253,7 +260,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path, st
         load(str(tmp_path), state)
 
 
-def test_a_policy_may_allow_a_cast_and_the_report_says_so(tmp_path: Path) -> None:
+def test_a_cast_that_the_policy_allows_is_reported(tmp_path: Path) -> None:
     save(str(tmp_path), {"w": torch.tensor([1.0, 2e-42])}, step=1)
     state = {"w": torch.zeros(2, dtype=torch.bfloat16)}
     report = load(str(tmp_path), state, policy=LoadPolicy(lossy_cast="warn"))
@@ -286,3 +293,21 @@ def test_saved_files_are_all_that_is_left(tmp_path: Path) -> None:
     save(str(tmp_path), {"w": torch.zeros(2)}, step=1)
     names = sorted(os.path.basename(path) for path in _files(tmp_path))
     assert names == [".metadata", "COMMIT.json", "__0_0.distcp", "manifest.json"]
+
+
+@pytest.mark.parametrize("field", ["missing", "extra", "cast", "lossy_cast", "verify"])
+def test_an_unknown_word_in_a_load_policy_is_refused(field: str) -> None:
+    with pytest.raises(UsageError, match=f"{field} is 'maybe'; use one of"):
+        LoadPolicy(**{field: "maybe"})  # type: ignore[arg-type]
+
+
+def test_an_unknown_answer_to_damage_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="on_damage is 'skip'; use one of error, fall_back"):
+        open_checkpoint(str(tmp_path), on_damage="skip")
+
+
+@pytest.mark.parametrize("kind", ["foreign", "weights"])
+def test_a_kind_that_cannot_be_saved_is_refused(tmp_path: Path, kind: str) -> None:
+    with Saver(str(tmp_path)) as saver, pytest.raises(SaveError, match=f"kind is '{kind}'"):
+        saver.save({"w": torch.zeros(2)}, step=1, kind=kind)
+    assert list_checkpoints(str(tmp_path)) == []

@@ -1,4 +1,4 @@
-"""Sixteen processes commit one step at once, on the local disk and on a real S3 server: one wins, the others say so."""
+"""Sixteen processes commit one step at once, on the local disk and on a real S3 server: one wins, the others fail."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def test_sixteen_processes_have_one_winner_and_it_is_whole(
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        said = [process.communicate(timeout=60)[0].strip() for process in processes]
-    winners = [text for text in said if not text.startswith("lost:")]
-    assert len(winners) == 1, said
-    assert all("another job committed step 1" in text for text in said if text not in winners)
+        outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
+    winners = [text for text in outputs if not text.startswith("lost:")]
+    assert len(winners) == 1, outputs
+    assert all("another job committed step 1" in text for text in outputs if text not in winners)
     checkpoint = open_checkpoint(store_url)
     assert checkpoint.manifest.attempt == winners[0]
     assert torch.equal(checkpoint.read("w"), torch.arange(1000.0))
-    # `.metadata` may be a loser's, whose own data are whole: verify says so, and nothing else.
+    # `.metadata` may be a loser's, whose own data are whole: verify reports that and nothing else.
     assert {problem.path for problem in verify(store_url, read_data=True)} <= {"step-00000001/.metadata"}

@@ -1,4 +1,4 @@
-"""Damage of every kind to every kind of file: always found, named where there is a name, never loaded."""
+"""Damage of every kind to every kind of file: always found, attributed to a tensor if possible, never loaded."""
 
 from __future__ import annotations
 

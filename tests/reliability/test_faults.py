@@ -1,4 +1,4 @@
-"""A fault at store calls of a save on real ranks: a seeded sample of `make faults`, and what a hang may and may not do."""
+"""Faulty store calls during saves on real ranks: a seeded sample of `make faults`, and the effects of a hang."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def _save_out_of_step(rank: int, url: str) -> str:
 
 
 @pytest.mark.dist
-def test_ranks_that_save_different_steps_are_told_so(pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_save_different_steps_all_raise(pool: RankPool, tmp_path: Path) -> None:
     for message in pool.run(_save_out_of_step, str(tmp_path)):
         assert "rank 0: 1, rank 1: 2" in message
     assert list_checkpoints(str(tmp_path)) == []
 
 
 def _hear_at_different_moments(rank: int, url: str) -> tuple[str, int]:
-    """Rank 0 hears of the failure by its handle, rank 1 only when it saves again."""
+    """Rank 0 learns of the failure from its handle, rank 1 only at its next save."""
     store = FaultyStore(FileStore(url), [StoreFault(call="write", number=1)] if rank == 1 else [])
     with Saver(store, SaveOptions(timeout_s=60)) as saver:
         handle, text = saver.save({"w": torch.ones(9), "v": torch.ones(9)}, step=1), ""

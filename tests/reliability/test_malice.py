@@ -1,4 +1,4 @@
-"""Checkpoints made to harm: nothing in them is executed, nothing outside the run is touched, no memory is taken in vain."""
+"""Malicious checkpoints: none executes code, touches files outside the run, or exhausts memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from titan_ckpt.upkeep.copy import copy_checkpoint
 
 
 class Canary:
-    """A pickle that leaves a mark when it is executed."""
+    """A pickle that creates a file when it is executed."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -48,7 +48,7 @@ class Canary:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of one checkpoint, beside files that nobody may touch."""
+    """A run of one checkpoint, beside files that must stay untouched."""
     (tmp_path / "outside").write_text("outside")
     with Saver(str(tmp_path / "run"), SaveOptions(is_exclusive=False)) as saver:
         saver.save({"w": torch.arange(100.0), "n": 3}, step=1, assets={"a.json": b"{}"})
@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def forge(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest, and COMMIT so that it agrees: what somebody does who may write the store."""
+    """Change the manifest and make COMMIT agree, as an attacker with write access would."""
     (path,) = run.glob("step-00000001/a-*/manifest.json")
     content = json.loads(path.read_bytes())
     change(content)
@@ -75,7 +75,7 @@ def forge_commit(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def bomb(count: int, claimed: int) -> dict[str, Any]:
-    """A packed column of `count` zeros that says it has `claimed` values."""
+    """A packed column of `count` zeros that claims to have `claimed` values."""
     packer = zstandard.ZstdCompressor(level=3).compressobj(size=count * 8)
     packed = b"".join(packer.compress(bytes(1 << 20)) for _ in range(count * 8 >> 20)) + packer.flush()
     return {"count": claimed, "zstd": base64.b64encode(packed).decode()}
@@ -179,7 +179,7 @@ def test_no_global_but_those_of_an_index_is_ever_found(target: str, name: str) -
 
 
 def test_a_pickle_cannot_change_the_code_that_reads_it() -> None:
-    with pytest.raises(UnsafeContentError, match="change the code"):
+    with pytest.raises(UnsafeContentError, match="modify the code"):
         read_dcp_metadata(b"\x80\x02ctorch\nSize\nN}(X\x05\x00\x00\x00_callNu\x86b.", sizes={}, step=1, where="x")
 
 
@@ -276,7 +276,7 @@ def test_an_encoded_blob_that_lies_about_its_size_is_damage(tmp_path: Path) -> N
 
 
 def test_the_worst_files_stay_in_bounded_memory() -> None:
-    """In a process that may take 512 MiB more: each attack ends in an error of ours, none in MemoryError."""
+    """With 512 MiB of headroom, each attack ends in a TitanError, none in MemoryError."""
     script = (
         "import resource, sys\n"
         "from tests.reliability.test_malice import PICKLES, bomb\n"

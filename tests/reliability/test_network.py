@@ -1,4 +1,4 @@
-"""Connections cut in front of a real S3 server: short troubles are retried, long ones lose only the save under way."""
+"""Broken connections to a real S3 server: short outages are retried, long ones lose only the save in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a soak stands on: a proxy that breaks requests in each of its ways, and a ledger that would notice a loss."""
+"""The parts of a soak test: a proxy that breaks requests in every way, and a ledger that notices losses."""
 
 from __future__ import annotations
 
@@ -33,16 +33,14 @@ def through(proxy: FaultyProxy, url: str) -> Store:
 
 
 def break_once(proxy: FaultyProxy, method: str, fault: RequestFault) -> None:
-    """The next request of `method` is broken, the others pass."""
+    """Break the next request of `method`; the others pass."""
     left = [fault]
     proxy.rule = lambda request: left.pop() if left and request.method == method else None
 
 
 @pytest.mark.s3
 @pytest.mark.parametrize("kind", FREQUENCIES)
-def test_every_kind_of_fault_is_outlived_by_reads_and_writes(
-    s3_server: Server, s3_url: str, kind: RequestFaultKind
-) -> None:
+def test_reads_and_writes_survive_every_kind_of_fault(s3_server: Server, s3_url: str, kind: RequestFaultKind) -> None:
     host, _, port = s3_server.endpoint.removeprefix("http://").partition(":")
     fault = RequestFault(kind=kind, after_bytes=5000, seconds=5.0 if kind == RequestFaultKind.HANG else 0.1)
     with FaultyProxy(host, int(port)) as proxy:
@@ -55,7 +53,7 @@ def test_every_kind_of_fault_is_outlived_by_reads_and_writes(
 
 
 @pytest.mark.s3
-def test_faults_without_end_are_told_after_the_last_try(s3_server: Server, s3_url: str) -> None:
+def test_endless_faults_raise_after_the_last_retry(s3_server: Server, s3_url: str) -> None:
     host, _, port = s3_server.endpoint.removeprefix("http://").partition(":")
     with FaultyProxy(host, int(port)) as proxy:
         proxy.rule = lambda _: RequestFault(kind=RequestFaultKind.BUSY)
@@ -83,7 +81,7 @@ def complaints() -> list[str]:
 
 @pytest.fixture
 def ledger(tmp_path: Path, complaints: list[str]) -> Ledger:
-    """The books of a run with steps 1 to 3."""
+    """The ledger of a run with steps 1 to 3."""
     books = Ledger(open_direct=open_store, complain=complaints.append)
     for step in (1, 2, 3):
         save(str(tmp_path), {"w": torch.full((1000,), float(step))}, step=step)
@@ -100,7 +98,7 @@ def test_what_may_go_is_no_loss_and_what_must_stay_is(tmp_path: Path, ledger: Le
     assert complaints[0].startswith(f"{tmp_path}@2 is lost")
 
 
-def test_a_step_that_was_said_to_be_committed_is_missed(tmp_path: Path, ledger: Ledger) -> None:
+def test_a_step_reported_as_committed_is_missed(tmp_path: Path, ledger: Ledger) -> None:
     ledger.look(str(tmp_path), promised=[4])
     assert ledger.counts.lost == 1
 
@@ -145,7 +143,7 @@ def test_a_job_is_killed_with_all_its_processes(tmp_path: Path) -> None:
 def test_a_process_without_environment_belongs_to_its_session() -> None:
     with subprocess.Popen(
         ["env", "-i", "sleep", "60"], start_new_session=True
-    ) as process:  # as in the midst of an exec
+    ) as process:  # as in the middle of an exec
         try:
             while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
                 time.sleep(0.01)
@@ -155,17 +153,17 @@ def test_a_process_without_environment_belongs_to_its_session() -> None:
             process.kill()
 
 
-def test_an_error_without_words_of_ours_is_a_problem(tmp_path: Path) -> None:
+def test_an_error_that_is_not_ours_is_a_problem(tmp_path: Path) -> None:
     ended = run_job([sys.executable, "-c", "1 / 0"], {}, tmp_path / "out", random.Random(0))
     assert ended.problem == "exit code 1"
 
 
-def test_a_cut_line_of_metrics_is_passed_over(tmp_path: Path) -> None:
+def test_a_truncated_metrics_line_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     lines = (
         '{"event": "start", "step": 3, "time_s": 5.0}\n{"event": "step", "step": 4, "loss": 1.5, "time_s": 6.0, "commi'
     )
     (tmp_path / "logs" / "metrics.jsonl").write_text(lines)
-    told = read_training_log(tmp_path)
-    assert (told.start, told.losses, told.committed) == (3, {}, None)
+    seen = read_training_log(tmp_path)
+    assert (seen.start, seen.losses, seen.committed) == (3, {}, None)
     assert read_training_log(tmp_path, since_s=5.5).start is None

@@ -127,7 +127,7 @@ class _Verification:
         facts["mesh"] = "" if manifest.mesh is None else str(manifest.mesh)
         for name, found in facts.items():
             if getattr(commit, name) != found:
-                self._add(path, f"{name} is {found!r}, COMMIT says {getattr(commit, name)!r}")
+                self._add(path, f"{name} is {found!r}, COMMIT has {getattr(commit, name)!r}")
 
     def _check_assets(self, checkpoint: Checkpoint) -> None:
         for name in checkpoint.manifest.assets:

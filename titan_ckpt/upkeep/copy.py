@@ -267,5 +267,5 @@ def _check_foreign_copy(source: Checkpoint, copy: Checkpoint, files: list[Object
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise DamagedError(
             f"{copy.store.where(copy.folder)}: {problems[0]}{more}; it has no {METADATA} and is no checkpoint. "
-            f"`titan-ckpt verify --data {source}` says whether the source is damaged too"
+            f"`titan-ckpt verify --data {source}` shows whether the source is damaged too"
         )
