@@ -149,6 +149,6 @@ def test_the_command_line_says_it_in_one_line_and_exits_with_3(run: Path, capsys
 def test_a_flipped_version_is_damage_and_not_a_later_format(run: Path) -> None:
     path = run / f"step-{STEPS[-1]:08d}" / "COMMIT.json"
     path.write_text(path.read_text().replace('"version": 1', '"version": 3'))
-    with pytest.raises(DamagedError, match="its own digest differs"):
+    with pytest.raises(DamagedError, match="its content does not match its digest"):
         open_checkpoint(f"{run}@{STEPS[-1]}")
     assert open_checkpoint(str(run)).step == STEPS[-2]
