@@ -40,14 +40,13 @@ _BLOCK_ROWS = 256
 class Grid:
     """`codes[i, j]` is the state of rank `members[i]` in column `j`.
 
-    Columns are sequence numbers from `first`, or time bins of `bin_ns` from `start_ns` if `bin_ns` is not 0.
+    Columns are sequence numbers from `first`, or time bins of `bin_ns` if that is not 0.
     """
 
     name: str
     members: Ints
     codes: Codes
     first: int = 0
-    start_ns: int = 0
     bin_ns: int = 0
     labels: Mapping[int, str] | None = None
 
@@ -152,7 +151,7 @@ def build_time_grid(run: Run, lane: Lane, num_bins: int = 600) -> Grid | None:
             codes[i, int(bins[-1]) + 1 :] = (
                 last if last in (PENDING, RUNNING, DIFFERS) else ABSENT if is_absent else BLANK
             )
-    return Grid(name=sequence.name, members=sequence.members, codes=codes, start_ns=start, bin_ns=bin_ns,
+    return Grid(name=sequence.name, members=sequence.members, codes=codes, bin_ns=bin_ns,
                 labels=sequence.labels)  # fmt: skip
 
 

@@ -73,10 +73,6 @@ class LogIndex:
         """Index of the file of a line (a position in the columns)."""
         return int(np.searchsorted(self.base, line, side="right")) - 1
 
-    def rank_of(self, line: int) -> int | None:
-        """Rank whose log has this line."""
-        return self.files.files[self.file_of(line)].rank
-
     def read(self, line: int) -> LogLine:
         """Read a line, at most 4,096 bytes of it."""
         file = self.file_of(line)
