@@ -1,4 +1,4 @@
-"""The format: blobs that torch reads, DCP's index, the manifest, and what refuses to be trusted."""
+"""The format: blobs that torch reads, DCP's index, the manifest, and unsafe content that is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_torch_reads_our_blobs_bit_for_bit(dtype: str, sizes: tuple[int, ...]) -
 
 def test_blob_past_4_gib_uses_zip64(tmp_path: Path) -> None:
     around = envelope("uint8", ((1 << 32) + 5,))
-    with open(tmp_path / "big", "wb") as file:  # sparse: takes no room on the disk
+    with open(tmp_path / "big", "wb") as file:  # sparse: uses no disk space
         file.write(around.prefix)
         file.seek(around.payload_length, os.SEEK_CUR)
         file.write(around.suffix)
@@ -137,7 +137,7 @@ def test_a_manifest_cannot_point_outside_its_run(path: str) -> None:
 
 
 class Canary:
-    """A pickle that leaves a mark when it is executed."""
+    """A pickle that leaves a trace if it is executed."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -184,8 +184,8 @@ def test_foreign_checkpoint_opens_without_unpickling(tmp_path: Path) -> None:
     assert loaded["step"] == 7
 
 
-def test_a_checkpoint_by_a_newer_dcp_opens_whatever_torch_is_here() -> None:
-    """Written by torch 2.15: its index notes strides, over which `dcp.load` of 2.13 fails."""
+def test_a_checkpoint_of_a_newer_dcp_opens_with_any_torch() -> None:
+    """Written by torch 2.15: its index has strides, on which `dcp.load` of 2.13 fails."""
     loaded = _state(0)
     load(open_checkpoint(str(DCP / "torch-2.15")), loaded)
     for name, tensor in _state()["model"].items():
@@ -199,7 +199,7 @@ def test_our_index_of_a_foreign_checkpoint_equals_theirs(tmp_path: Path) -> None
     sizes = {name: (tmp_path / name).stat().st_size for name in os.listdir(tmp_path)}
     theirs = pickle.loads(data)  # noqa: S301  (written by this test)
     for tensor in theirs.state_dict_metadata.values():
-        # torch 2.15 notes strides, which nothing reads; torch before it refuses to open an index with them
+        # torch 2.15 writes strides, which nothing reads; earlier versions refuse an index with them
         if hasattr(tensor, "properties") and hasattr(tensor.properties, "strides"):
             tensor.properties.strides = None
     paths = {fqn: tuple(map(str, path)) for fqn, path in theirs.planner_data.items()}
@@ -231,7 +231,7 @@ def test_digest_column_is_inline_up_to_its_limit(monkeypatch: pytest.MonkeyPatch
     assert decode_manifest(large.manifest, where="m").chunks.digests is None
 
 
-def test_a_table_past_the_limit_needs_as_many_digests_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_past_the_limit_needs_as_many_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_module, "MAX_VALUES", 1000)
     text = encode_manifest(_manifest(10, 20)).manifest
     for stored in (0, 50):

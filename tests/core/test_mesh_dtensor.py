@@ -1,4 +1,4 @@
-"""Our boxes against torch's: DTensor's arithmetic for any mesh and placements, and what fully_shard really does on 4 ranks."""
+"""Our boxes against torch's: DTensor's arithmetic for any mesh and placements, and fully_shard on 4 ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def coordinate(**places: int) -> dict[str, int]:
 
 
 def assert_same(ours: Box, theirs: Box) -> None:
-    """Equal sizes, and equal offsets where there is anything (torch puts an empty piece at the end of the tensor)."""
+    """Equal sizes, and equal offsets unless empty (torch puts an empty shard at the end of the tensor)."""
     assert ours.sizes == theirs.sizes
     if ours.num_elements:
         assert ours == theirs
@@ -61,11 +61,11 @@ def test_plain_shards_are_cut_as_dtensor_cuts_them(
 
 @settings(max_examples=300, deadline=None)
 @given(shape=SHAPES, dp=DEGREES, tp=DEGREES, dim=st.integers(0, 2), data=st.data())
-def test_fsdp_over_tensor_parallel_cuts_each_piece_as_fully_shard_chunks_it(
+def test_fsdp_over_tp_cuts_each_shard_as_fully_shard_does(
     shape: Shape, dp: int, tp: int, dim: int, data: st.DataObject
 ) -> None:
-    """`fully_shard` chunks the local tensor that tensor parallelism left. DTensor's `_StridedShard` says the same where the
-    dimension divides by both degrees; elsewhere its arithmetic can differ from the bytes that FSDP2 really holds."""
+    """`fully_shard` chunks the local tensor of tensor parallelism. DTensor's `_StridedShard` agrees if both degrees divide
+    the dimension; otherwise its arithmetic can differ from the bytes that FSDP2 really holds."""
     dim %= len(shape)
     place = [data.draw(st.integers(0, dp - 1)), data.draw(st.integers(0, tp - 1))]
     mesh = MeshSpec.of({"dp_shard": dp, "tp": tp})
@@ -138,7 +138,7 @@ class Block(nn.Module):
 
 
 def shard_for_real(_rank: int, mesh_text: str, fsdp_dim: str) -> list[tuple[str, bool, list[tuple[str, int]] | None]]:
-    """Per parameter: its name, whether our box holds exactly this rank's values, and the placements that we read off it."""
+    """For each parameter: name, whether our box has exactly this rank's values, and the placements that we derive."""
     spec = MeshSpec.parse(mesh_text)
     names = tuple(axis for axis, _ in spec.items() if axis not in ("dp_shard", "cp"))
     names = tuple(sorted({*names, fsdp_dim}, key=lambda name: AXES.index(name.split("+")[0])))

@@ -1,4 +1,4 @@
-"""What every store promises: one suite over local disk, memory and a real S3 server."""
+"""The contract of a store: one suite over local disk, memory and a real S3 server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_large_object_of_uneven_parts_reads_back_by_ranges(store: Store) -> No
         assert buffer == whole[start : start + length]
 
 
-def test_a_part_of_up_to_8_mib_may_change_when_the_next_is_asked_for(store: Store) -> None:
+def test_a_part_up_to_8_mib_may_change_after_the_next_request(store: Store) -> None:
     def parts() -> Iterator[memoryview]:
         buffer = bytearray(LARGEST_CHANGING_PART)
         for number, size in enumerate((5, 8 * MB, 3 * MB, 7 * MB, 8 * MB, 1)):
@@ -66,9 +66,7 @@ def test_steady_parts_read_back_whole(store: Store) -> None:
     assert store.read("steady") == b"".join(parts)
 
 
-def test_a_disk_that_takes_less_than_it_is_given_is_given_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rest_follows_when_a_disk_takes_part_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     writev = os.writev
 
@@ -91,7 +89,7 @@ def test_a_read_fills_a_buffer_of_any_element_type(store: Store) -> None:
     assert bytes(buffer) == bytes(range(4, 12))
 
 
-def test_reading_past_the_end_says_where_the_object_ends(store: Store) -> None:
+def test_reading_past_the_end_reports_where_the_object_ends(store: Store) -> None:
     store.write("short", [b"12345"])
     for start, length in [(0, 6), (4, 2), (5, 1), (9, 1)]:
         with pytest.raises(StoreError, match="short"):
@@ -113,7 +111,7 @@ def test_a_folder_is_not_an_object(store: Store) -> None:
     assert not store.exists("folder")
 
 
-def test_writing_again_replaces_the_object_whole_and_changes_its_version(store: Store) -> None:
+def test_writing_again_replaces_the_whole_object_and_its_version(store: Store) -> None:
     first = store.write("x", [b"a longer first text"])
     second = store.write("x", [b"second"])
     assert store.read("x") == b"second"
@@ -121,7 +119,7 @@ def test_writing_again_replaces_the_object_whole_and_changes_its_version(store: 
 
 
 @pytest.mark.parametrize("good_bytes", [0, 5, 40 * MB])
-def test_an_error_while_the_parts_are_made_leaves_nothing(store: Store, good_bytes: int) -> None:
+def test_an_error_in_the_parts_leaves_nothing(store: Store, good_bytes: int) -> None:
     def parts() -> Iterator[bytes]:
         for start in range(0, good_bytes, 10 * MB):
             yield bytes(min(10 * MB, good_bytes - start))
@@ -133,7 +131,7 @@ def test_an_error_while_the_parts_are_made_leaves_nothing(store: Store, good_byt
     assert list(store.list()) == []
 
 
-def test_an_error_while_the_parts_are_made_keeps_the_object_that_was_there(store: Store) -> None:
+def test_an_error_in_the_parts_keeps_the_existing_object(store: Store) -> None:
     def parts() -> Iterator[bytes]:
         yield b"new"
         raise RuntimeError("the source broke")
@@ -161,7 +159,7 @@ def test_deleting_is_idempotent_and_takes_empty_folders_along(store: Store) -> N
         store.write(path, [b"x"])
     store.delete(["a/x/1", "a/x/2", "a/x/3", "never/was"])
     assert [e.path for e in store.list()] == ["b"]
-    if not store.url.startswith("s3:"):  # a server may show an emptied folder for some minutes: SeaweedFS does
+    if not store.url.startswith("s3:"):  # a server may list an emptied folder for some minutes, as SeaweedFS does
         assert store.folders() == []
     store.delete(["b"])
     store.delete([])

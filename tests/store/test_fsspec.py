@@ -1,4 +1,4 @@
-"""Other fsspec schemes: what is half written never appears, what cannot be promised is said."""
+"""Other fsspec schemes: no half-written object, warnings about missing guarantees, time limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titan_ckpt.store.time_limit import HungStoreError
 
 @pytest.fixture
 def store(tmp_path: Path) -> FsspecStore:
-    """fsspec's own local file system: unlike memory, it streams what is large."""
+    """fsspec's own local file system: unlike memory, it streams large objects."""
     found = open_store(f"local://{tmp_path}/run")
     assert isinstance(found, FsspecStore)
     return found
@@ -40,7 +40,7 @@ def test_large_and_small_objects_come_back(store: FsspecStore) -> None:
 
 
 @pytest.mark.parametrize("good_bytes", [3, SINGLE_SHOT_BYTES + 1, 3 * SINGLE_SHOT_BYTES])
-def test_a_write_that_fails_leaves_nothing_even_after_garbage_collection(store: FsspecStore, good_bytes: int) -> None:
+def test_a_failed_write_leaves_nothing_even_after_gc(store: FsspecStore, good_bytes: int) -> None:
     def parts() -> Iterator[bytes]:
         yield bytes(good_bytes)
         yield bytes(7)
@@ -57,13 +57,13 @@ def test_a_write_that_fails_leaves_nothing_even_after_garbage_collection(store: 
     assert store.read("a/x") == b"old"
 
 
-def test_a_store_without_conditional_writes_says_so(store: FsspecStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_without_conditional_writes_logs_a_warning(store: FsspecStore, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert not store.honours_conditions()
     assert "no conditional writes" in caplog.text
 
 
-def test_a_scheme_that_nobody_knows_and_one_whose_library_is_missing_are_usage_errors() -> None:
+def test_unknown_schemes_and_missing_libraries_are_usage_errors() -> None:
     with pytest.raises(UsageError, match="fsspec knows"):
         open_store("nosuch://x/y")
     with pytest.raises(UsageError, match="gcsfs"):
@@ -77,7 +77,7 @@ def test_deleting_what_is_gone_is_fine(store: FsspecStore) -> None:
 
 
 class _Hangs(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """A local file system whose calls of one name wait until they are let go."""
+    """A local file system in which calls of one name block until released."""
 
     protocol = ("hangs",)
     let_go = threading.Event()
@@ -110,7 +110,7 @@ class _Hangs(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 
 @pytest.mark.parametrize("name", ["cat_file", "pipe_file", "info", "open", "write"])
-def test_a_client_without_a_time_limit_is_given_up_at_the_deadline(tmp_path: Path, name: str) -> None:
+def test_a_client_without_a_time_limit_is_abandoned_at_deadline(tmp_path: Path, name: str) -> None:
     fsspec.register_implementation("hangs", _Hangs, clobber=True)
     large = [bytes(SINGLE_SHOT_BYTES), b"more"]
     open_store(f"hangs://{tmp_path}/run").write("there", [b"abc"])

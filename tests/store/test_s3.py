@@ -1,4 +1,4 @@
-"""S3: its errors, its secrets, its multipart uploads; against the real server, except for answers that no sane server gives."""
+"""S3 errors, secrets and multipart uploads, against a real server except for responses that no real server gives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def s3(url: str) -> S3Store:
 
 
 def clean_environment(server: Server | None = None) -> dict[str, str]:
-    """No AWS variables but those given, no config files, no metadata service."""
+    """Only the given AWS variables, no config files, no metadata service."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     nothing = {
         "AWS_EC2_METADATA_DISABLED": "true",
@@ -53,7 +53,7 @@ def clean_environment(server: Server | None = None) -> dict[str, str]:
 
 
 @pytest.mark.s3
-def test_without_credentials_the_command_says_what_to_set(s3_server: Server) -> None:
+def test_without_credentials_the_error_shows_what_to_set(s3_server: Server) -> None:
     command = [sys.executable, "-m", "titan_ckpt", "ls", f"s3://{BUCKET}/run"]
     done = subprocess.run(
         command, env=clean_environment(s3_server), capture_output=True, text=True, timeout=60, check=False
@@ -113,7 +113,7 @@ def test_credentials_in_a_url_are_refused_without_repeating_them(url: str) -> No
     assert "key=secret" not in str(caught.value)
 
 
-def test_a_url_without_a_bucket_and_an_unknown_option_are_refused() -> None:
+def test_a_url_without_a_bucket_or_a_bad_option_is_refused() -> None:
     with pytest.raises(UsageError, match="names no bucket"):
         open_store("s3://")
     with pytest.raises(ConfigError, match="unknown S3 option 'endpoint'"):
@@ -139,9 +139,7 @@ def test_a_failed_upload_leaves_no_parts_behind(s3_url: str) -> None:
 
 
 @pytest.mark.s3
-def test_a_part_damaged_on_the_way_is_refused_by_the_server_and_sent_again(
-    s3_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_damaged_in_transit_is_refused_and_sent_again(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, honest = s3(s3_url), S3Store._client_upload_part
     damaged: list[int] = []
 
@@ -159,7 +157,7 @@ def test_a_part_damaged_on_the_way_is_refused_by_the_server_and_sent_again(
 
 
 @pytest.mark.s3
-def test_an_answer_lost_after_a_conditional_write_still_counts_as_ours(s3_url: str) -> None:
+def test_a_conditional_write_whose_response_is_lost_is_ours(s3_url: str) -> None:
     store = s3(s3_url)
     lose_answer_once(store, "put_object")
     entry = store.write_if("COMMIT.json", b"ours", version=None)
@@ -167,7 +165,7 @@ def test_an_answer_lost_after_a_conditional_write_still_counts_as_ours(s3_url: s
 
 
 @pytest.mark.s3
-def test_an_answer_lost_after_completing_an_upload_still_counts_as_ours(s3_url: str) -> None:
+def test_a_completed_upload_whose_response_is_lost_is_ours(s3_url: str) -> None:
     store = s3(s3_url)
     lose_answer_once(store, "complete_multipart_upload")
     data = os.urandom(PART_BYTES + 5)
@@ -176,7 +174,7 @@ def test_an_answer_lost_after_completing_an_upload_still_counts_as_ours(s3_url: 
 
 
 def lose_answer_once(store: S3Store, operation: str) -> None:
-    """The call reaches the server, and its answer is lost on the way back."""
+    """The call reaches the server, but its response is lost."""
     real = getattr(store._client, operation)
     lost: list[str] = []
 
@@ -232,7 +230,7 @@ def test_each_answer_of_a_server_becomes_the_right_error(code: str, status: int,
     assert "s3://b/x" in str(error)
 
 
-def test_parts_are_of_equal_size_and_slice_large_buffers_without_a_copy() -> None:
+def test_parts_have_equal_size_and_slice_large_buffers() -> None:
     large = memoryview(bytearray(3 * PART_BYTES))
     parts = [part.view for part in upload_parts([b"abc", large, b"de"], PartBuffers())]
     assert [len(part) for part in parts] == [PART_BYTES, PART_BYTES, PART_BYTES, 5]
@@ -247,7 +245,7 @@ def test_nothing_to_cut_gives_no_part() -> None:
     assert list(upload_parts([b"", b""], PartBuffers())) == []
 
 
-def test_a_gathered_part_that_was_sent_lends_its_memory_to_the_next_of_any_file() -> None:
+def test_the_buffer_of_a_sent_part_is_reused_by_any_file() -> None:
     pieces = [bytes([number]) * (PART_BYTES // 2) for number in range(6)]
     buffers, memory, found = PartBuffers(), [], []
     with buffers:
@@ -261,7 +259,7 @@ def test_a_gathered_part_that_was_sent_lends_its_memory_to_the_next_of_any_file(
     assert len(set(memory)) == 1
 
 
-def test_buffers_of_parts_are_let_go_when_nothing_is_written_any_more() -> None:
+def test_part_buffers_are_freed_after_the_last_write() -> None:
     buffers = PartBuffers()
     with buffers:
         part = next(upload_parts([b"abc"], buffers))
