@@ -20,7 +20,7 @@ from titan_ckpt.loading.load import LoadPolicy, load, open_checkpoint
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import shard_box
-from titan_ckpt.state.state_dict import local_tensor
+from titan_ckpt.state.state_dict import detached_shard
 from titan_ckpt.store.local import FileStore
 from tools.rank_pool import RankPool
 
@@ -185,7 +185,7 @@ def _save_through_two_tiers(rank: int, fast: str, safe: str) -> None:
         for step in (1, 2):
             saver.save(state, step=step)
             if rank == 1:
-                local_tensor(state["w"]).add_(1)
+                detached_shard(state["w"]).add_(1)
 
 
 def test_every_rank_mirrors_its_own_files_and_the_copy_is_whole(pool: RankPool, tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def test_a_failed_write_leaves_nothing_even_after_gc(store: FsspecStore, good_by
     assert store.read("a/x") == b"old"
 
 
-def test_a_store_without_conditional_writes_logs_a_warning(store: FsspecStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_without_conditional_writes_logs_a_warning(
+    store: FsspecStore, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         assert not store.honours_conditions()
     assert "no conditional writes" in caplog.text

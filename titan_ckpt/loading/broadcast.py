@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt.state.exchange import Failure, raise_failures
-from titan_ckpt.state.state_dict import local_tensor
+from titan_ckpt.state.state_dict import detached_shard
 
 AXIS = "dp_replicate"
 
@@ -54,7 +54,7 @@ def read_and_send(tensors: Mapping[str, torch.Tensor], read: Callable[[], None])
     for name in sorted(tensors):
         group = replica_group(tensors[name])
         if group is not None:
-            local = local_tensor(tensors[name])
+            local = detached_shard(tensors[name])
             sent = local.contiguous()
             dist.broadcast(sent, group=group, group_src=0)
             local.copy_(sent)

@@ -24,7 +24,7 @@ from titan_ckpt.loading.broadcast import is_reader, read_and_send
 from titan_ckpt.loading.requests import Request, fetch, grouped
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.sharding.placement import strides as row_major
-from titan_ckpt.state.state_dict import DTYPE_NAME, TORCH_DTYPE, as_bytes, flatten, local_shard, local_tensor
+from titan_ckpt.state.state_dict import DTYPE_NAME, TORCH_DTYPE, as_bytes, detached_shard, flatten, local_shard
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class ReadPlan:
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
         """Fill this rank's shard of `tensor`."""
-        self.add_local(entry, local_shard(entry.fqn, tensor).box, local_tensor(tensor))
+        self.add_local(entry, local_shard(entry.fqn, tensor).box, detached_shard(tensor))
 
     def add_local(self, entry: TensorEntry, box: Box, local: torch.Tensor) -> None:
         """Fill `local`, which is `box` of the stored tensor, on any device and in any dtype and layout."""

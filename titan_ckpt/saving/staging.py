@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from titan_ckpt.format.torch_blob import align
-from titan_ckpt.state.state_dict import LocalShard, as_bytes, local_tensor
+from titan_ckpt.state.state_dict import LocalShard, as_bytes, detached_shard
 
 
 class PayloadSource(Protocol):
@@ -50,7 +50,7 @@ class Arena:
 
     def _copy(self, tensors: Sequence[torch.Tensor], *, non_blocking: bool) -> None:
         for index, (tensor, item) in enumerate(zip(tensors, self.items, strict=True)):
-            local = local_tensor(tensor)
+            local = detached_shard(tensor)
             self._bytes(index).view(local.dtype).view(item.sizes).copy_(local, non_blocking=non_blocking)
 
     def _bytes(self, index: int) -> torch.Tensor:
@@ -72,4 +72,4 @@ class Direct:
 
     def payload(self, index: int) -> memoryview:
         """The bytes of item `index`."""
-        return as_bytes(local_tensor(self._tensors[index]).cpu().contiguous())
+        return as_bytes(detached_shard(self._tensors[index]).cpu().contiguous())

@@ -174,8 +174,8 @@ def _shard_dim(placement: TorchPlacement) -> int:
     return int(dim)  # type: ignore[arg-type]
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard as a plain tensor that shares its memory."""
+def detached_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard as a detached plain tensor that shares its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

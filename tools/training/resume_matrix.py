@@ -14,7 +14,7 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.saving.saver import SaveOptions, save
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.state.state_dict import as_bytes, local_tensor
+from titan_ckpt.state.state_dict import as_bytes, detached_shard
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import Optimizer, OptimizerConfig, build_optimizer, learning_rate
@@ -76,7 +76,7 @@ class _Job:
         for part in live_state(self.parallelized, self.optimizer).values():
             for fqn, tensor in sorted(part.items()):
                 hasher.update(fqn.encode())
-                hasher.update(as_bytes(local_tensor(tensor).contiguous()))
+                hasher.update(as_bytes(detached_shard(tensor).contiguous()))
         return hasher.hexdigest()
 
 
