@@ -27,12 +27,13 @@ $(READY): pyproject.toml constraints.txt setup.py debug/record/_ring.c
 
 setup: $(READY) ## create .venv with all dependencies (other targets do so when needed)
 
-check: $(READY) ## ruff, mypy --strict, import-linter
+check: $(READY) ## ruff, mypy --strict, import-linter, vulture
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p titan_ckpt
 	$(BIN)/mypy tests tools scripts benchmarks examples
 	$(BIN)/lint-imports
+	$(BIN)/vulture
 
 fix: $(READY) ## format, and apply ruff's automatic fixes
 	$(BIN)/ruff check --fix .

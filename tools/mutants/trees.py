@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
-START_S = 60.0
+START_S = 45.0
 """Time for imports and collection, beside that of the tests."""
-SLOWER = 4.0
+SLOWER = 2.0
 """A mutant's tests may take this many times as long as without the mutation."""
 
 
