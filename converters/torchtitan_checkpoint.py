@@ -23,7 +23,15 @@ from titan_ckpt.checkpoint.uncompressed import decoded
 from titan_ckpt.converters.models.contract import check_tensors
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD, check_spec, expected_tensors
 from titan_ckpt.converters.models.spec import ModelSpec, spec_of
-from titan_ckpt.converters.models.tensor_names import PREFIX, TITAN, Layout, Named, find_layout, is_weight, name_in
+from titan_ckpt.converters.models.tensor_names import (
+    MODEL_PREFIX,
+    TITAN,
+    Layout,
+    Named,
+    find_layout,
+    is_weight,
+    name_in,
+)
 from titan_ckpt.errors import LoadContractError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import Chunk, ChunkTable, Manifest, TensorEntry
@@ -38,7 +46,7 @@ _COMPARED_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowRuns:
     """Runs of rows, a column each: `count` rows of ours from `start` on are every `stride`-th of theirs from `source` on."""
 
     start: Int64s
@@ -47,18 +55,18 @@ class Rows:
     stride: int
 
     @staticmethod
-    def all_of(number: int) -> Rows:
+    def all_of(number: int) -> RowRuns:
         """The same rows in the same order."""
-        return Rows(np.array([0]), np.array([0]), np.array([number]), 1)
+        return RowRuns(np.array([0]), np.array([0]), np.array([number]), 1)
 
     @staticmethod
-    def of_heads(heads: Int64s, head_dim: int, *, from_pairs: bool) -> Rows:
+    def of_heads(heads: Int64s, head_dim: int, *, from_pairs: bool) -> RowRuns:
         """Our heads in order, each at the row of theirs that `heads` names; `from_pairs` takes even rows, then odd ones."""
         if not from_pairs:
-            return Rows(np.arange(len(heads)) * head_dim, heads, np.full(len(heads), head_dim), 1)
+            return RowRuns(np.arange(len(heads)) * head_dim, heads, np.full(len(heads), head_dim), 1)
         half = head_dim // 2
         source = (heads[:, None] + np.arange(2)).reshape(-1)
-        return Rows(np.arange(len(source)) * half, source, np.full(len(source), half), 2)
+        return RowRuns(np.arange(len(source)) * half, source, np.full(len(source), half), 2)
 
     def source_of(self, row: int) -> int:
         """Their row that is our `row`."""
@@ -73,7 +81,7 @@ class Origin:
     fqn: str
     shape: Shape
     entry: TensorEntry
-    rows: Rows
+    rows: RowRuns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +152,8 @@ def under_our_names(theirs: Checkpoint, model: Mapping[str, Any]) -> Checkpoint:
     names = {name: name_in(layout, name, spec) for name in shapes}
     _check_weights(theirs, layout, spec, list(names.values()))
     weights = [
-        _origin(theirs, PREFIX + name, named.ours, shapes[name], _rows(named, spec)) for name, named in names.items()
+        _origin(theirs, MODEL_PREFIX + name, named.ours, shapes[name], _rows(named, spec))
+        for name, named in names.items()
     ]
     try:
         moments = [o for name, named in names.items() for o in _moments(theirs, named, shapes[name], spec)]
@@ -177,15 +186,15 @@ def _are_equal(checkpoint: Checkpoint, a: str, b: str) -> bool:
     return all(read_tensor(checkpoint, a, box).equal(read_tensor(checkpoint, b, box)) for box in boxes)
 
 
-def _rows(named: Named, spec: ModelSpec) -> Rows | None:
+def _rows(named: Named, spec: ModelSpec) -> RowRuns | None:
     """How the rows of a weight lie in torchtitan's; None: as in ours."""
     if not named.transform:
         return None
     number = spec.n_heads if ".q_proj." in named.hf else spec.n_kv_heads
-    return Rows.of_heads(np.arange(number) * spec.head_dim, spec.head_dim, from_pairs=True)
+    return RowRuns.of_heads(np.arange(number) * spec.head_dim, spec.head_dim, from_pairs=True)
 
 
-def _fused_rows(named: Named, spec: ModelSpec) -> Rows:
+def _fused_rows(named: Named, spec: ModelSpec) -> RowRuns:
     """How the rows of q, k or v lie in `wqkv`: for every key head its query heads, itself, and its value head."""
     per_group = spec.n_heads // spec.n_kv_heads
     queries = np.arange(spec.n_heads)
@@ -196,7 +205,7 @@ def _fused_rows(named: Named, spec: ModelSpec) -> Rows:
         "v_proj": groups + per_group + 1,
     }
     heads = slots[named.hf.split(".")[-2]] * spec.head_dim
-    return Rows.of_heads(heads, spec.head_dim, from_pairs=bool(named.transform))
+    return RowRuns.of_heads(heads, spec.head_dim, from_pairs=bool(named.transform))
 
 
 def _moments(theirs: Checkpoint, named: Named, shape: Shape, spec: ModelSpec) -> Iterator[Origin]:
@@ -214,7 +223,7 @@ def _moments(theirs: Checkpoint, named: Named, shape: Shape, spec: ModelSpec) ->
 
 
 def _origin(
-    theirs: Checkpoint, fqn: str, source: str, shape: Shape, rows: Rows | None = None, whole: Shape | None = None
+    theirs: Checkpoint, fqn: str, source: str, shape: Shape, rows: RowRuns | None = None, whole: Shape | None = None
 ) -> Origin:
     """`whole` is the shape that theirs must have, where it holds more than ours."""
     entry = theirs.manifest.by_fqn.get(source)
@@ -222,7 +231,7 @@ def _origin(
         raise LoadContractError(f"{theirs}: no tensor {source}, which {fqn} would be read from")
     if entry.global_shape != (whole or shape):
         raise LoadContractError(f"{theirs}: {source}: expected shape {whole or shape}, found {entry.global_shape}")
-    return Origin(fqn, shape, entry, rows or Rows.all_of(shape[0] if shape else 1))
+    return Origin(fqn, shape, entry, rows or RowRuns.all_of(shape[0] if shape else 1))
 
 
 def _training(theirs: Checkpoint) -> dict[str, Any]:

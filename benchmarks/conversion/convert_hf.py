@@ -71,14 +71,14 @@ def make_runs(folder: Path) -> None:
     """The model as a checkpoint of torchtitan's names: of one rank, of four by rows, of four by columns."""
     from titan_ckpt.checkpoint.open import open_checkpoint
     from titan_ckpt.converters import import_hf
-    from titan_ckpt.resharding.placement_rules import Rule
+    from titan_ckpt.resharding.placement_rules import PlacementRule
     from titan_ckpt.resharding.reshard import plan_reshard, run_plan
     from titan_ckpt.sharding.mesh import MeshSpec
     from titan_ckpt.sharding.placement import Shard
 
     import_hf(str(folder / "model"), str(folder / "one"), layout="torchtitan")
-    columns = (Rule("*norm*", {}), Rule("*", {"dp_shard": Shard(1)}))
-    for name, rules in (("rows", (Rule("*", {"dp_shard": Shard(0)}),)), ("columns", columns)):
+    columns = (PlacementRule("*norm*", {}), PlacementRule("*", {"dp_shard": Shard(1)}))
+    for name, rules in (("rows", (PlacementRule("*", {"dp_shard": Shard(0)}),)), ("columns", columns)):
         plan = plan_reshard(open_checkpoint(str(folder / "one")), MeshSpec.parse("dp_shard=4"), rules=rules)
         run_plan(plan, str(folder / name))
 

@@ -18,10 +18,10 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, ChunkTable, FileEntry, Manifest, TensorEntry
 from titan_ckpt.format.names import data_file
-from titan_ckpt.resharding.estimate import estimate
+from titan_ckpt.resharding.estimate import estimate_reshard
 from titan_ckpt.resharding.placement_rules import FSDP_AXES, tensor_parallel
 from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
-from titan_ckpt.resharding.target import Placed, lay_out
+from titan_ckpt.resharding.target import TargetPlacement, lay_out
 from titan_ckpt.rewrite.memory import Budget
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec, stage_table
@@ -83,7 +83,7 @@ def source(mesh: MeshSpec) -> Checkpoint:
         table = tensor_parallel(fqn) if shape else {}
         placements = {**(table or {}), FSDP_AXES: Shard(0)} if shape else {}
         where = stages.coordinates(fqn) if stages else None
-        tensors.append((entry, Placed(placements=placements, stages=where, origins=frozenset())))
+        tensors.append((entry, TargetPlacement(placements=placements, stages=where, origins=frozenset())))
     target = lay_out(tensors, [], mesh, data_file(ATTEMPT, 0))
     sizes = target.file_bytes().tolist()
     files = tuple(FileEntry(path=data_file(ATTEMPT, r), size_bytes=s, digest=None) for r, s in enumerate(sizes))
@@ -110,9 +110,9 @@ def measure(name: str) -> dict[str, object]:
     started, processor = time.perf_counter(), time.process_time()
     plan = plan_reshard(checkpoint, after)
     planned = time.perf_counter()
-    waves = plan.waves(Budget.of(DEFAULT_MEMORY, checkpoint.store, checkpoint.store).max_open_files)
+    groups = plan.file_groups(Budget.of(DEFAULT_MEMORY, checkpoint.store, checkpoint.store).max_open_files)
     grouped = time.perf_counter()
-    facts = estimate(plan, checkpoint.store, memory_bytes=DEFAULT_MEMORY)
+    facts = estimate_reshard(plan, checkpoint.store, memory_bytes=DEFAULT_MEMORY)
     return {
         "case": name,
         "source": str(before),
@@ -125,7 +125,7 @@ def measure(name: str) -> dict[str, object]:
         "estimate_s": round(time.perf_counter() - grouped, 2),
         "total_s": round(time.perf_counter() - started, 2),
         "processor_s": round(time.process_time() - processor, 2),
-        "waves": len(waves),
+        "groups": len(groups),
         "read_over_needed": round(facts.read_bytes / facts.needed_bytes, 4),
         "requests": facts.read_requests,
         "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from titan_ckpt.converters.models.families import FAMILIES, Family, check_spec
-from titan_ckpt.converters.models.spec import Experts, ModelSpec, RopeScaling
+from titan_ckpt.converters.models.families import FAMILIES, HfFamily, check_spec
+from titan_ckpt.converters.models.spec import Experts, ModelSpec, SpecRopeScaling
 from titan_ckpt.errors import DamagedError, PlanError
 
 Config = dict[str, Any]
@@ -127,7 +127,7 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
     return spec
 
 
-def _family(config: Mapping[str, Any], where: str) -> Family:
+def _family(config: Mapping[str, Any], where: str) -> HfFamily:
     architectures = config.get("architectures")
     kind = config.get("model_type")
     if isinstance(architectures, list) and architectures:
@@ -182,7 +182,9 @@ def _rope_meaning(record: Mapping[str, Any]) -> dict[str, Any]:
     return rest | {"rope_type": _rope_type(record)}
 
 
-def _read_rope(config: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+def _read_rope(
+    config: Mapping[str, Any], values: Mapping[str, Any], where: str
+) -> tuple[float, SpecRopeScaling | None]:
     record = _rope_record(config, where)
     theta = float(record.get("rope_theta", values["rope_theta"]))
     kind = _rope_type(record)
@@ -203,10 +205,10 @@ def _read_rope(config: Mapping[str, Any], values: Mapping[str, Any], where: str)
             f"the table of rotary positions means {original}; which of the two is it?",
         )
     used = {field: value for field, value in fields.items() if field in _SCALING_USES[kind]}
-    return theta, RopeScaling(kind=kind, **used)
+    return theta, SpecRopeScaling(kind=kind, **used)
 
 
-def _read_window(config: Mapping[str, Any], values: Mapping[str, Any], family: Family, where: str) -> int | None:
+def _read_window(config: Mapping[str, Any], values: Mapping[str, Any], family: HfFamily, where: str) -> int | None:
     if family.name == "llama":
         return None
     window = config.get("sliding_window", family.defaults["sliding_window"])
@@ -227,7 +229,7 @@ def _read_window(config: Mapping[str, Any], values: Mapping[str, Any], family: F
     return int(window)
 
 
-def _read_experts(config: Mapping[str, Any], values: Mapping[str, Any], family: Family, where: str) -> Experts:
+def _read_experts(config: Mapping[str, Any], values: Mapping[str, Any], family: HfFamily, where: str) -> Experts:
     """Both spellings of the number of experts are read: files of transformers 5 say num_local_experts for every family."""
     said = {key: config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
     if len(set(said.values())) > 1:
@@ -282,20 +284,20 @@ def hf_config(spec: ModelSpec, *, base: Mapping[str, Any] | None, dtype: str | N
     return config | {"dtype" if "dtype" in config else "torch_dtype": dtype}
 
 
-def _new_config(spec: ModelSpec, family: Family, dtype: str | None) -> Config:
+def _new_config(spec: ModelSpec, family: HfFamily, dtype: str | None) -> Config:
     config = {key: getattr(spec, field) for field, key in _PLAIN_KEYS.items()}
     config |= {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "torch_dtype": dtype}
     return config | _family_keys(spec, family) | _rope_keys(spec) | _window_keys(spec) | _expert_keys(spec, family)
 
 
-def _family_keys(spec: ModelSpec, family: Family) -> Config:
+def _family_keys(spec: ModelSpec, family: HfFamily) -> Config:
     keys: Config = {"architectures": [family.architecture], "model_type": family.name}
     if family.name in _SWITCHED_BIAS:
         keys["attention_bias"] = spec.qkv_bias
     return keys | ({"mlp_bias": False} if family.name == "llama" else {})
 
 
-def _expert_keys(spec: ModelSpec, family: Family) -> Config:
+def _expert_keys(spec: ModelSpec, family: HfFamily) -> Config:
     if spec.experts is None:
         return {}
     values = (spec.experts.number, spec.experts.per_token, spec.experts.ffn_dim)

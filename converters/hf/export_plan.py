@@ -24,7 +24,7 @@ from titan_ckpt.converters.models.transforms import target_dtype, transform
 from titan_ckpt.errors import LoadContractError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import Manifest, TensorEntry
-from titan_ckpt.rewrite.plan import Literal, Region, Segment, Source, SourceTensor, TargetFile, source_of
+from titan_ckpt.rewrite.plan import Literal, Region, RewriteSource, Segment, SourceTensor, TargetFile, source_of
 from titan_ckpt.rewrite.selection import Overflows
 from titan_ckpt.sharding.placement import Box, Shape
 
@@ -223,14 +223,14 @@ def _target_file(
     return TargetFile(path=path, segments=tuple(segments))
 
 
-def export_source(checkpoint: Checkpoint, plan: ExportPlan) -> Source:
+def export_source(checkpoint: Checkpoint, plan: ExportPlan) -> RewriteSource:
     """The tensors that `plan` reads, and no others, with the place of every byte known."""
     source = source_of(checkpoint)
     fqns = dict.fromkeys(tensor.entry.fqn for tensor in plan.tensors) | (
         {plan.tied_head: None} if plan.tied_head else {}
     )
     tensors = checkpoint.manifest.by_fqn
-    return Source(
+    return RewriteSource(
         objects=source.objects,
         tensors={fqn: _located(checkpoint, tensors[fqn], source.tensors[fqn]) for fqn in fqns},
     )

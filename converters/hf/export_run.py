@@ -12,10 +12,10 @@ from titan_ckpt.checkpoint.uncompressed import decoded
 from titan_ckpt.converters.hf.config import Config
 from titan_ckpt.converters.hf.export_plan import DEFAULT_SHARD_BYTES, ExportPlan, export_source, plan_export
 from titan_ckpt.converters.hf.publish import publish
-from titan_ckpt.converters.hf.stream import Progress, stream, tensor_digests
+from titan_ckpt.converters.hf.stream import OnBytes, stream, tensor_digests
 from titan_ckpt.converters.models.families import EMBEDDING
 from titan_ckpt.errors import LoadContractError
-from titan_ckpt.rewrite.plan import Source
+from titan_ckpt.rewrite.plan import RewriteSource
 
 if TYPE_CHECKING:
     from titan_ckpt.converters.hf.peft_adapter import Adapter
@@ -41,7 +41,7 @@ def export_hf(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     config: Config | None = None,
     merge_lora: str | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnBytes | None = None,
 ) -> ExportReport:
     """Write the model of a checkpoint (`URL[@STEP]` or an open one) as a Hugging Face folder or prefix `dst`, which must be new.
 
@@ -63,7 +63,7 @@ def read_adapter(url: str) -> Adapter:
 
 
 def run_export(
-    checkpoint: Checkpoint, plan: ExportPlan, dst: str, *, on_progress: Progress | None = None
+    checkpoint: Checkpoint, plan: ExportPlan, dst: str, *, on_progress: OnBytes | None = None
 ) -> ExportReport:
     """Write what `plan` says to `dst`."""
     checkpoint = decoded(checkpoint)
@@ -82,7 +82,7 @@ def run_export(
     )
 
 
-def _check_tied_head(checkpoint: Checkpoint, plan: ExportPlan, source: Source) -> None:
+def _check_tied_head(checkpoint: Checkpoint, plan: ExportPlan, source: RewriteSource) -> None:
     """A trainer may store a tied head twice; then both must be equal, or one of them would be lost silently."""
     if plan.tied_head is None:
         return

@@ -19,7 +19,7 @@ from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_heade
 from titan_ckpt.converters.models.spec import ModelSpec
 from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
 from titan_ckpt.location import check_relative, join, local_path, scheme
-from titan_ckpt.rewrite.plan import Source, SourceTensor
+from titan_ckpt.rewrite.plan import RewriteSource, SourceTensor
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
@@ -56,9 +56,9 @@ class HfModel:
         return spec_from_hf(self.config, self.store.where(CONFIG))
 
     @property
-    def source(self) -> Source:
+    def source(self) -> RewriteSource:
         """The model as a source of a plan, tensors in the order of their bytes."""
-        return Source(
+        return RewriteSource(
             objects=self.files,
             tensors={
                 name: SourceTensor.single(

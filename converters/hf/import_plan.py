@@ -14,7 +14,15 @@ from titan_ckpt.converters.hf.folder import HfModel
 from titan_ckpt.converters.models.contract import check_dtypes, check_tensors, main_dtype
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.models.spec import ModelSpec, spec_to_config
-from titan_ckpt.converters.models.tensor_names import LAYOUTS, PREFIX, TITAN, Layout, Stacked, is_computed, name_in
+from titan_ckpt.converters.models.tensor_names import (
+    LAYOUTS,
+    MODEL_PREFIX,
+    TITAN,
+    Layout,
+    Stacked,
+    is_computed,
+    name_in,
+)
 from titan_ckpt.converters.models.transforms import target_dtype, transform
 from titan_ckpt.errors import PlanError
 from titan_ckpt.format.digest import digest
@@ -28,7 +36,7 @@ from titan_ckpt.rewrite.selection import Overflows
 from titan_ckpt.sharding.placement import Box, Shape
 
 MAX_CHUNK_BYTES = 64 << 20
-MAX_FILE_BYTES = 4 << 30
+MAX_DATA_FILE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +65,7 @@ class ImportTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacedChunk:
     """One chunk and where its blob stands: file by number, offsets in bytes."""
 
     tensor: ImportTensor
@@ -80,7 +88,7 @@ class ImportPlan:
     layout: Layout
     step: int
     attempt: str
-    chunks: tuple[Placed, ...]
+    chunks: tuple[PlacedChunk, ...]
     files: tuple[TargetFile, ...]
     has_stored_tied_head: bool
     overflows: Overflows
@@ -144,18 +152,18 @@ def _tensors(
 
 def _place(
     tensors: Sequence[ImportTensor], step: int, attempt: str
-) -> tuple[tuple[Placed, ...], tuple[TargetFile, ...]]:
-    chunks: list[Placed] = []
+) -> tuple[tuple[PlacedChunk, ...], tuple[TargetFile, ...]]:
+    chunks: list[PlacedChunk] = []
     files: list[list[Segment]] = [[]]
     at = 0
     for tensor in tensors:
         for box in _bands(tensor):
             placed = tensor.place(box)
             around = envelope(tensor.dtype, placed.sizes)
-            if files[-1] and at + around.length > MAX_FILE_BYTES:
+            if files[-1] and at + around.length > MAX_DATA_FILE_BYTES:
                 files.append([])
                 at = 0
-            chunk = Placed(tensor=tensor, box=placed, file=len(files) - 1, offset=at)
+            chunk = PlacedChunk(tensor=tensor, box=placed, file=len(files) - 1, offset=at)
             end = align(at + around.length)
             padding = bytes(end - at - around.length)
             region = Region(tensor=tensor.source, box=box, transform=tensor.transform, key=chunk.key)
@@ -230,7 +238,7 @@ def _column(values: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]
     return np.array(values, dtype=np.int64)
 
 
-def _entries(chunks: Sequence[Placed]) -> tuple[TensorEntry, ...]:
+def _entries(chunks: Sequence[PlacedChunk]) -> tuple[TensorEntry, ...]:
     counts: dict[str, int] = {}
     tensors: dict[str, ImportTensor] = {}
     for chunk in chunks:
@@ -257,4 +265,4 @@ def state_paths(plan: ImportPlan) -> dict[str, tuple[str, ...]]:
     """Where each FQN stands in a nested state dict: below `model` in ours, at the top in torchtitan's."""
     if plan.layout.name != TITAN:
         return {}
-    return {chunk.tensor.fqn: ("model", chunk.tensor.fqn.removeprefix(PREFIX)) for chunk in plan.chunks}
+    return {chunk.tensor.fqn: ("model", chunk.tensor.fqn.removeprefix(MODEL_PREFIX)) for chunk in plan.chunks}

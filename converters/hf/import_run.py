@@ -12,7 +12,7 @@ from titan_ckpt.console.units import format_size
 from titan_ckpt.converters.hf.checkpoint import check_tied_head
 from titan_ckpt.converters.hf.folder import HfModel, open_hf
 from titan_ckpt.converters.hf.import_plan import ImportPlan, import_manifest, plan_import, state_paths
-from titan_ckpt.converters.hf.stream import Progress, stream
+from titan_ckpt.converters.hf.stream import OnBytes, stream
 from titan_ckpt.converters.models.tensor_names import TITAN
 from titan_ckpt.errors import AlreadyExistsError, StoreError
 from titan_ckpt.format.commit import find_commit, write_commit
@@ -41,7 +41,7 @@ def import_hf(
     *,
     dtype: str | None = None,
     layout: str = TITAN,
-    on_progress: Progress | None = None,
+    on_progress: OnBytes | None = None,
 ) -> ImportReport:
     """Write the Hugging Face model at `src` as a committed model-only checkpoint `dst` (`URL[@STEP]`, step 0 if none is given).
 
@@ -61,7 +61,7 @@ def import_hf(
     )
 
 
-def run_import(plan: ImportPlan, url: str, *, on_progress: Progress | None = None) -> None:
+def run_import(plan: ImportPlan, url: str, *, on_progress: OnBytes | None = None) -> None:
     """Write and commit what `plan` says into the run at `url`; a failure leaves nothing."""
     check_import(plan, url)
     store = open_store(url)

@@ -15,7 +15,7 @@ from torch import Tensor
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.converters.hf.config import hf_config
 from titan_ckpt.converters.hf.export_plan import ExportPlan, ExportTensor
-from titan_ckpt.converters.models.tensor_names import LAYOUTS, PREFIX, TITAN, name_in
+from titan_ckpt.converters.models.tensor_names import LAYOUTS, MODEL_PREFIX, TITAN, name_in
 from titan_ckpt.errors import DamagedError
 from titan_ckpt.sharding.placement import Box
 
@@ -68,7 +68,7 @@ def _fill(checkpoint: Checkpoint, plan: ExportPlan) -> Any:
     with torch.no_grad():
         for tensor in plan.tensors:
             named = name_in(LAYOUTS[TITAN], tensor.named.hf, plan.spec)
-            name = named.ours.removeprefix(PREFIX)
+            name = named.ours.removeprefix(MODEL_PREFIX)
             if name in parameters:
                 place = tuple(map(slice, *_bounds(named.stacked.box))) if named.stacked else ()
                 parameters[name][place].copy_(_read(checkpoint, tensor, plan))

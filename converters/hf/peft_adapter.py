@@ -18,14 +18,13 @@ from titan_ckpt.converters.hf.config import parse_config
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
 from titan_ckpt.errors import LoadContractError, PlanError
 from titan_ckpt.rewrite.cast import to_dtype
-from titan_ckpt.rewrite.plan import Buffer
 from titan_ckpt.rewrite.selection import Overflows
 from titan_ckpt.sharding.placement import Box, Shape
-from titan_ckpt.store.base import Store
+from titan_ckpt.store.base import Buffer, Store
 from titan_ckpt.store.open import open_store
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 # Settings that change what is merged, with the only values that are understood; null always is.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -73,23 +72,27 @@ class Adapter:
 def open_adapter(url: str) -> Adapter:
     """The adapter in a folder or prefix. PlanError for settings that are more than plain LoRA."""
     store = open_store(url)
-    config = parse_config(store.read(CONFIG), store.where(CONFIG))
+    config = parse_config(store.read(ADAPTER_CONFIG), store.where(ADAPTER_CONFIG))
     for key, only in _ONLY.items():
         if config.get(key) is not None and config[key] not in only:
-            raise PlanError(f"{store.where(CONFIG)}: {key} = {config[key]!r:.100} is not supported; plain LoRA is")
+            raise PlanError(
+                f"{store.where(ADAPTER_CONFIG)}: {key} = {config[key]!r:.100} is not supported; plain LoRA is"
+            )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise PlanError(f"{store.where(CONFIG)}: r = {rank!r}, lora_alpha = {alpha!r} are not a rank and a scale")
+        raise PlanError(
+            f"{store.where(ADAPTER_CONFIG)}: r = {rank!r}, lora_alpha = {alpha!r} are not a rank and a scale"
+        )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Adapter(where=str(store), scale=scale, factors=_factors(store, rank))
 
 
 def _factors(store: Store, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
     sides: dict[str, dict[str, Tensor]] = {}
-    for stored in read_header(store, WEIGHTS).tensors:
+    for stored in read_header(store, ADAPTER_WEIGHTS).tensors:
         match = _NAME.fullmatch(stored.name)
         if match is None:
-            raise PlanError(f"{store.where(WEIGHTS)}: {stored.name} is not a LoRA factor of a linear layer")
+            raise PlanError(f"{store.where(ADAPTER_WEIGHTS)}: {stored.name} is not a LoRA factor of a linear layer")
         sides.setdefault(f"{match['module']}.weight", {})[match["side"]] = _read(store, stored)
     for name, found in sides.items():
         if (
@@ -100,14 +103,14 @@ def _factors(store: Store, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
         ):
             shapes = {side: tuple(tensor.shape) for side, tensor in found.items()}
             raise LoadContractError(
-                f"{store.where(WEIGHTS)}: {name}: expected factors A and B of rank {rank}, found {shapes}"
+                f"{store.where(ADAPTER_WEIGHTS)}: {name}: expected factors A and B of rank {rank}, found {shapes}"
             )
     if not sides:
-        raise PlanError(f"{store.where(WEIGHTS)}: holds no LoRA factors")
+        raise PlanError(f"{store.where(ADAPTER_WEIGHTS)}: holds no LoRA factors")
     return {name: (found["A"], found["B"]) for name, found in sides.items()}
 
 
 def _read(store: Store, stored: StoredTensor) -> Tensor:
-    data = bytearray(store.read(WEIGHTS, stored.offset, stored.length))
+    data = bytearray(store.read(ADAPTER_WEIGHTS, stored.offset, stored.length))
     dtype: torch.dtype = getattr(torch, stored.dtype)
     return torch.frombuffer(data, dtype=dtype).reshape(stored.shape).float()

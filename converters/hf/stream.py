@@ -12,30 +12,30 @@ from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.location import scheme
 from titan_ckpt.rewrite.execute import Execution, FileResult
 from titan_ckpt.rewrite.memory import Budget
-from titan_ckpt.rewrite.plan import Buffer, Region, Source, TargetFile, Wave
+from titan_ckpt.rewrite.plan import FileGroup, Region, RewriteSource, TargetFile
 from titan_ckpt.sharding.placement import Box
-from titan_ckpt.store.base import ObjectInfo, Store
+from titan_ckpt.store.base import Buffer, ObjectInfo, Store
 
 MEMORY_BYTES = 160 << 20
-# Between two disks larger slabs bring no more: first touching their memory costs as much as a hash.
-LOCAL_SLAB_BYTES = 4 << 20
-Progress = Callable[[int], None]
+# Between two disks larger buffers bring no more: first touching their memory costs as much as a hash.
+LOCAL_BUFFER_BYTES = 4 << 20
+OnBytes = Callable[[int], None]
 
 
 def stream(
-    source: Source,
+    source: RewriteSource,
     source_store: Store,
     target_store: Store,
     files: Sequence[TargetFile],
     *,
     memory_bytes: int = MEMORY_BYTES,
     is_file_digested: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: OnBytes | None = None,
 ) -> list[FileResult]:
     """Write `files` one after another.
 
-    Source digests are verified on the way. Every keyed region is digested, whole files only if asked: a hash costs as much as a
-    tenth of the copy.
+    Source digests are verified on the way. Every region with a key is digested; whole files only if asked, since a hash costs
+    a tenth of the copy.
     """
     execution = Execution(
         source=source,
@@ -45,26 +45,26 @@ def stream(
         is_file_digested=is_file_digested,
         on_progress=on_progress,
     )
-    waves = (Wave(files=(file,)) for file in files)
-    return [result for results in execution.run(waves) for result in results]
+    groups = (FileGroup(files=(file,)) for file in files)
+    return [result for results in execution.run(groups) for result in results]
 
 
 def _budget(
-    source: Source, source_store: Store, files: Sequence[TargetFile], target: Store, memory_bytes: int
+    source: RewriteSource, source_store: Store, files: Sequence[TargetFile], target: Store, memory_bytes: int
 ) -> Budget:
-    """The usual budget, its slabs grown where a transform needs more rows at once than one holds."""
+    """The usual budget, its buffers grown where a transform needs more rows at once than one holds."""
     budget = Budget.of(memory_bytes, source_store, target)
     if _is_on_disk(source_store) and (_is_on_disk(target) or isinstance(target, _Nowhere)):
-        budget = replace(budget, slab_bytes=min(budget.slab_bytes, LOCAL_SLAB_BYTES))
+        budget = replace(budget, buffer_bytes=min(budget.buffer_bytes, LOCAL_BUFFER_BYTES))
     needed = [_group_bytes(source, s) for f in files for s in f.segments if isinstance(s, Region) and s.transform]
-    return replace(budget, slab_bytes=max([budget.slab_bytes, *(4 * size for size in needed)]))
+    return replace(budget, buffer_bytes=max([budget.buffer_bytes, *(4 * size for size in needed)]))
 
 
 def _is_on_disk(store: Store) -> bool:
     return scheme(store.url) == "file"
 
 
-def _group_bytes(source: Source, region: Region) -> int:
+def _group_bytes(source: RewriteSource, region: Region) -> int:
     """Bytes of the rows that `region`'s transform must see together."""
     assert region.transform is not None
     tensor = source.tensors[region.tensor]
@@ -72,7 +72,7 @@ def _group_bytes(source: Source, region: Region) -> int:
     return region.transform.row_multiple * prod(tensor.global_shape[1:]) * element_size
 
 
-def tensor_digests(source: Source, store: Store, names: Iterable[str]) -> dict[str, bytes]:
+def tensor_digests(source: RewriteSource, store: Store, names: Iterable[str]) -> dict[str, bytes]:
     """xxh3-128 of each tensor's row-major bytes, however many pieces it is stored in."""
     files = [
         TargetFile(

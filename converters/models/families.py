@@ -20,7 +20,7 @@ HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class HfFamily:
     """`defaults` are what config.json means where it leaves a key out; `check` names what of a spec the family cannot say.
 
     A mixture's `router` and `experts` (gate, up, down; the second `{}` is the expert) are its names for what replaces the dense
@@ -73,13 +73,13 @@ def _mixtral_problem(spec: ModelSpec) -> str | None:
 
 
 FAMILIES = {
-    "llama": Family(
+    "llama": HfFamily(
         name="llama",
         architecture="LlamaForCausalLM",
         defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 2048},
         check=_llama_problem,
     ),
-    "qwen2": Family(
+    "qwen2": HfFamily(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
         defaults={
@@ -92,7 +92,7 @@ FAMILIES = {
         },
         check=_qwen2_problem,
     ),
-    "qwen3": Family(
+    "qwen3": HfFamily(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
         defaults={
@@ -106,7 +106,7 @@ FAMILIES = {
         },
         check=_qwen3_problem,
     ),
-    "mistral": Family(
+    "mistral": HfFamily(
         name="mistral",
         architecture="MistralForCausalLM",
         defaults={
@@ -118,7 +118,7 @@ FAMILIES = {
         },
         check=_mistral_problem,
     ),
-    "mixtral": Family(
+    "mixtral": HfFamily(
         name="mixtral",
         architecture="MixtralForCausalLM",
         defaults={
@@ -140,7 +140,7 @@ FAMILIES = {
         ),
         expert_keys=("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     ),
-    "qwen3_moe": Family(
+    "qwen3_moe": HfFamily(
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         defaults={
@@ -188,14 +188,14 @@ _DENSE: tuple[tuple[str, str], ...] = (
 )
 
 
-def family_named(name: str) -> Family:
+def family_named(name: str) -> HfFamily:
     """The family; PlanError with the list of families for another name."""
     if name not in FAMILIES:
         raise PlanError(f"model family {name!r} is not supported; supported are {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
-def check_spec(spec: ModelSpec) -> Family:
+def check_spec(spec: ModelSpec) -> HfFamily:
     """The family of `spec`; PlanError where Hugging Face's class of that family cannot express the spec."""
     family = family_named(spec.family)
     problem = family.check(spec)

@@ -11,7 +11,7 @@ from titan_ckpt.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
+class SpecRopeScaling:
     """How rotary positions are stretched; fields that a kind (linear, llama3, yarn) does not use are ignored."""
 
     kind: str
@@ -49,7 +49,7 @@ class ModelSpec:
     ffn_dim: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: SpecRopeScaling | None = None
     max_seq_len: int
     tied_embeddings: bool = False
     qkv_bias: bool = False
@@ -81,7 +81,7 @@ def spec_of(config: Mapping[str, Any], where: str) -> ModelSpec:
     try:
         values = _known(ModelSpec, section)
         scaling = values.get("rope_scaling")
-        values["rope_scaling"] = None if scaling is None else RopeScaling(**_known(RopeScaling, scaling))
+        values["rope_scaling"] = None if scaling is None else SpecRopeScaling(**_known(SpecRopeScaling, scaling))
         experts = values.get("experts")
         values["experts"] = None if experts is None else Experts(**_known(Experts, experts))
         values["head_dim"] = values.get("head_dim") or values["dim"] // values["n_heads"]
@@ -90,7 +90,7 @@ def spec_of(config: Mapping[str, Any], where: str) -> ModelSpec:
         raise PlanError(f"{where}: the [model] section of its config is incomplete: {error}") from error
 
 
-def _known(kind: type[ModelSpec | RopeScaling | Experts], section: Mapping[str, Any]) -> dict[str, Any]:
+def _known(kind: type[ModelSpec | SpecRopeScaling | Experts], section: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in section.items() if name in names}
 

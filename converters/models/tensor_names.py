@@ -19,7 +19,7 @@ from titan_ckpt.errors import PlanError
 from titan_ckpt.sharding.placement import Box, Shape
 
 TransformName = Literal["", "halves_to_pairs"]
-PREFIX = "model."
+MODEL_PREFIX = "model."
 TITAN, TORCHTITAN, TORCHTITAN_QKV = "titan", "torchtitan", "torchtitan-qkv"
 TORCHTITAN_FAMILIES = ("llama", "qwen3")
 _COMPUTED = re.compile(
@@ -29,7 +29,7 @@ _TORCHTITAN_ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class NameRule:
     """One row of a table."""
 
     hf: str
@@ -65,27 +65,27 @@ class Layout:
     """`stores_tied_head`: the trainer keeps a tied head as a second, equal tensor."""
 
     name: str
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[NameRule, ...] = ()
     stores_tied_head: bool = False
 
 
 def _torchtitan(name: str, *, attention: str, head: str) -> Layout:
     hf, ours = "model.layers.{}.", "layers.{}."
     rules = (
-        Rule(EMBEDDING, "tok_embeddings.weight"),
-        Rule(hf + "self_attn.q_proj.weight", f"{ours}{attention}.wq.weight", "halves_to_pairs"),
-        Rule(hf + "self_attn.k_proj.weight", f"{ours}{attention}.wk.weight", "halves_to_pairs"),
-        Rule(hf + "self_attn.v_proj.weight", f"{ours}{attention}.wv.weight"),
-        Rule(hf + "self_attn.o_proj.weight", ours + "attention.wo.weight"),
-        Rule(hf + "self_attn.q_norm.weight", ours + "attention.q_norm.weight"),
-        Rule(hf + "self_attn.k_norm.weight", ours + "attention.k_norm.weight"),
-        Rule(hf + "mlp.gate_proj.weight", ours + "feed_forward.w1.weight"),
-        Rule(hf + "mlp.up_proj.weight", ours + "feed_forward.w3.weight"),
-        Rule(hf + "mlp.down_proj.weight", ours + "feed_forward.w2.weight"),
-        Rule(hf + "input_layernorm.weight", ours + "attention_norm.weight"),
-        Rule(hf + "post_attention_layernorm.weight", ours + "ffn_norm.weight"),
-        Rule("model.norm.weight", "norm.weight"),
-        Rule(HEAD, head),
+        NameRule(EMBEDDING, "tok_embeddings.weight"),
+        NameRule(hf + "self_attn.q_proj.weight", f"{ours}{attention}.wq.weight", "halves_to_pairs"),
+        NameRule(hf + "self_attn.k_proj.weight", f"{ours}{attention}.wk.weight", "halves_to_pairs"),
+        NameRule(hf + "self_attn.v_proj.weight", f"{ours}{attention}.wv.weight"),
+        NameRule(hf + "self_attn.o_proj.weight", ours + "attention.wo.weight"),
+        NameRule(hf + "self_attn.q_norm.weight", ours + "attention.q_norm.weight"),
+        NameRule(hf + "self_attn.k_norm.weight", ours + "attention.k_norm.weight"),
+        NameRule(hf + "mlp.gate_proj.weight", ours + "feed_forward.w1.weight"),
+        NameRule(hf + "mlp.up_proj.weight", ours + "feed_forward.w3.weight"),
+        NameRule(hf + "mlp.down_proj.weight", ours + "feed_forward.w2.weight"),
+        NameRule(hf + "input_layernorm.weight", ours + "attention_norm.weight"),
+        NameRule(hf + "post_attention_layernorm.weight", ours + "ffn_norm.weight"),
+        NameRule("model.norm.weight", "norm.weight"),
+        NameRule(HEAD, head),
     )
     return Layout(name=name, rules=rules, stores_tied_head=True)
 
@@ -101,7 +101,7 @@ LAYOUTS = {
 def find_layout(fqns: Iterable[str], where: str) -> Layout:
     """The layout that these names are in; PlanError if none is."""
     names = set(fqns)
-    if PREFIX + EMBEDDING in names:
+    if MODEL_PREFIX + EMBEDDING in names:
         return LAYOUTS[TITAN]
     if "tok_embeddings.weight" in names:
         is_grouped = any(".attention.qkv_linear." in name for name in names)
@@ -112,7 +112,7 @@ def find_layout(fqns: Iterable[str], where: str) -> Layout:
         )
     shown = ", ".join(sorted(names)[:3]) or "no tensor at all"
     raise PlanError(
-        f"{where}: no model that can be converted: expected {PREFIX}{EMBEDDING} (ours) or tok_embeddings.weight "
+        f"{where}: no model that can be converted: expected {MODEL_PREFIX}{EMBEDDING} (ours) or tok_embeddings.weight "
         f"(torchtitan's); found {shown}"
     )
 
@@ -120,7 +120,7 @@ def find_layout(fqns: Iterable[str], where: str) -> Layout:
 def name_in(layout: Layout, hf_name: str, spec: ModelSpec) -> Named:
     """What `layout` calls Hugging Face's `hf_name`."""
     if layout.name == TITAN:
-        return Named(hf_name, PREFIX + hf_name, "") if spec.experts is None else _name_in_mixture(hf_name, spec)
+        return Named(hf_name, MODEL_PREFIX + hf_name, "") if spec.experts is None else _name_in_mixture(hf_name, spec)
     layer = re.search(r"\.layers\.(\d+)\.", hf_name)
     pattern = hf_name if layer is None else hf_name.replace(f".{layer.group(1)}.", ".{}.", 1)
     rule = next((rule for rule in layout.rules if rule.hf == pattern), None)
@@ -138,13 +138,13 @@ def _name_in_mixture(hf_name: str, spec: ModelSpec) -> Named:
     family = FAMILIES[spec.family]
     prefix, layer, rest = re.fullmatch(r"(?:(model\.layers\.)(\d+)\.)?(.*)", hf_name).groups()  # type: ignore[union-attr]
     if prefix is None:
-        return Named(hf_name, PREFIX + hf_name, "")
-    block = f"{PREFIX}{prefix}{layer}.mlp."
+        return Named(hf_name, MODEL_PREFIX + hf_name, "")
+    block = f"{MODEL_PREFIX}{prefix}{layer}.mlp."
     if rest == family.router:
         return Named(hf_name, block + "gate.weight", "")
     expert = re.search(r"\.experts\.(\d+)\.", rest)
     if expert is None:
-        return Named(hf_name, PREFIX + hf_name, "")
+        return Named(hf_name, MODEL_PREFIX + hf_name, "")
     number = expert.group(1)
     role = family.experts.index(rest.replace(f".{number}.", ".{}.", 1))
     return Named(hf_name, block + _EXPERT_NAMES[role], "", _place(spec.experts, spec.dim, int(number), role))
@@ -163,10 +163,10 @@ def _place(experts: Experts, dim: int, number: int, role: int) -> Stacked:
 def is_weight(fqn: str, layout: Layout) -> bool:
     """Whether the name is a weight of the model: not of an optimizer or a loader, not a buffer that is computed."""
     if layout.name == TITAN:
-        return fqn.startswith(PREFIX) and not is_computed(fqn)
+        return fqn.startswith(MODEL_PREFIX) and not is_computed(fqn)
     return fqn.startswith(_TORCHTITAN_ROOTS) and not is_computed(fqn)
 
 
 def is_computed(name: str) -> bool:
     """Whether this is a buffer that every reader computes for itself; old files hold it (`rotary_emb.inv_freq`)."""
-    return _COMPUTED.fullmatch(name.removeprefix(PREFIX)) is not None
+    return _COMPUTED.fullmatch(name.removeprefix(MODEL_PREFIX)) is not None

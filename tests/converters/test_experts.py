@@ -20,7 +20,7 @@ from titan_ckpt.converters.hf.export_plan import plan_export
 from titan_ckpt.converters.models.families import FAMILIES
 from titan_ckpt.converters.models.spec import spec_to_config
 from titan_ckpt.errors import LoadContractError, PlanError
-from titan_ckpt.resharding.placement_rules import Rule
+from titan_ckpt.resharding.placement_rules import PlacementRule
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.saving.saver import save
 from titan_ckpt.sharding.mesh import MeshSpec
@@ -55,7 +55,7 @@ def test_every_mesh_exports_the_files_that_were_imported(tmp_path: Path, family:
     source = write_model(tmp_path / "in", of, tensors(of, dtype=torch.bfloat16), num_files=3)
     import_hf(str(source), str(tmp_path / "run"))
     for dim in (0, 1, 2):
-        rules = (Rule("*experts*", {"dp_shard": Shard(dim)}), Rule("*", {"dp_shard": Shard(0)}))
+        rules = (PlacementRule("*experts*", {"dp_shard": Shard(dim)}), PlacementRule("*", {"dp_shard": Shard(0)}))
         mesh = MeshSpec.parse("dp_shard=3")
         run_plan(plan_reshard(open_checkpoint(str(tmp_path / "run")), mesh, rules=rules), str(tmp_path / f"by{dim}"))
         export_hf(str(tmp_path / f"by{dim}"), str(tmp_path / f"out{dim}"))

@@ -9,14 +9,14 @@ import pytest
 from tests.support.hf_models import config, contents, tensors, write_model
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.converters import export_hf, import_hf
-from titan_ckpt.resharding.placement_rules import Rule
+from titan_ckpt.resharding.placement_rules import PlacementRule
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Shard
 
-COLUMNS = (Rule("*norm*", {}), Rule("*", {"dp_shard": Shard(1)}))
-BOTH = (Rule("*norm*", {"dp_shard": Shard(0)}), Rule("*", {"tp": Shard(1), "dp_shard": Shard(0)}))
-MESHES: dict[str, tuple[str, tuple[Rule, ...]]] = {
+COLUMNS = (PlacementRule("*norm*", {}), PlacementRule("*", {"dp_shard": Shard(1)}))
+BOTH = (PlacementRule("*norm*", {"dp_shard": Shard(0)}), PlacementRule("*", {"tp": Shard(1), "dp_shard": Shard(0)}))
+MESHES: dict[str, tuple[str, tuple[PlacementRule, ...]]] = {
     "two ranks by rows": ("dp_shard=2", ()),
     "four ranks by rows": ("dp_shard=4", ()),
     "five ranks, uneven": ("dp_shard=5", ()),

@@ -249,7 +249,7 @@ def test_part_of_an_imported_tensor_is_read_alone(tmp_path: Path) -> None:
 
 def test_large_tensors_are_stored_in_bands_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_ckpt.converters.hf.import_plan.MAX_CHUNK_BYTES", 1000)
-    monkeypatch.setattr("titan_ckpt.converters.hf.import_plan.MAX_FILE_BYTES", 20_000)
+    monkeypatch.setattr("titan_ckpt.converters.hf.import_plan.MAX_DATA_FILE_BYTES", 20_000)
     content = tensors(config())
     model = write_model(tmp_path / "in", config(), content)
     out = _there_and_back(tmp_path, model)

@@ -20,7 +20,7 @@ from titan_ckpt.errors import DamagedError, NotCommittedError, UsageError
 from titan_ckpt.format import codec
 from titan_ckpt.format.torch_blob import envelope
 from titan_ckpt.loading.load import LoadPolicy, load, open_checkpoint
-from titan_ckpt.resharding.placement_rules import Rule
+from titan_ckpt.resharding.placement_rules import PlacementRule
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver, save
 from titan_ckpt.saving.second_tier import open_nearest
@@ -240,7 +240,7 @@ def test_an_encoded_checkpoint_is_resharded_through_its_codec(tmp_path: Path) ->
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
     state = {"model": {"w": torch.randn(900, 1000), "b": torch.arange(7, dtype=torch.int16)}, "step": 4}
     save(source, state, step=1, options=SaveOptions(codec="planes-zstd", mesh=MeshSpec()))
-    rules = (Rule(glob="*", placements={"dp_shard": Shard(0)}),)
+    rules = (PlacementRule(glob="*", placements={"dp_shard": Shard(0)}),)
     plan = plan_reshard(open_checkpoint(source), MeshSpec.parse("dp_shard=3"), rules=rules)
     run_plan(plan, target)
     loaded: dict[str, Any] = {"model": {"w": torch.zeros(900, 1000), "b": torch.zeros(7, dtype=torch.int16)}, "step": 0}

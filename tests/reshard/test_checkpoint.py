@@ -23,8 +23,8 @@ from titan_ckpt.cli.main import main
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, TitanError
 from titan_ckpt.format.names import step_folder
 from titan_ckpt.loading.load import LoadPolicy, load
-from titan_ckpt.resharding.estimate import estimate
-from titan_ckpt.resharding.placement_rules import Rule
+from titan_ckpt.resharding.estimate import estimate_reshard
+from titan_ckpt.resharding.placement_rules import PlacementRule
 from titan_ckpt.resharding.reshard import Workers, plan_reshard, run_plan
 from titan_ckpt.saving.saver import SaveOptions, save
 from titan_ckpt.sharding.mesh import MeshSpec
@@ -81,7 +81,7 @@ def saved(url: str, state: dict[str, Any], **options: Any) -> Checkpoint:
     return open_checkpoint(url)
 
 
-def resharded(checkpoint: Checkpoint, url: str, mesh: str, rules: tuple[Rule, ...] = ()) -> Checkpoint:
+def resharded(checkpoint: Checkpoint, url: str, mesh: str, rules: tuple[PlacementRule, ...] = ()) -> Checkpoint:
     report = run_plan(plan_reshard(checkpoint, MeshSpec.parse(mesh), rules=rules), url, memory_bytes=SMALL)
     assert report.checkpoint is not None
     return report.checkpoint
@@ -116,11 +116,13 @@ def data_bytes(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {file.path.rpartition("/")[2]: checkpoint.store.read(checkpoint.path(file.path)) for file in files}
 
 
-def random_rules(names: Iterable[str], shapes: dict[str, tuple[int, ...]], chance: random.Random) -> tuple[Rule, ...]:
+def random_rules(
+    names: Iterable[str], shapes: dict[str, tuple[int, ...]], chance: random.Random
+) -> tuple[PlacementRule, ...]:
     rules = []
     for name in names:
         axes = chance.sample(["tp", "dp_shard+cp", "dp_replicate"], chance.randint(0, 2)) if shapes[name] else []
-        rules.append(Rule(name, {axis: Shard(chance.randrange(len(shapes[name]))) for axis in axes}))
+        rules.append(PlacementRule(name, {axis: Shard(chance.randrange(len(shapes[name]))) for axis in axes}))
     return tuple(rules)
 
 
@@ -214,7 +216,7 @@ def test_a_dry_run_says_what_the_run_then_does(tmp_path: Path) -> None:
     whole = saved(str(tmp_path / "whole"), llama())
     a = resharded(whole, str(tmp_path / "a"), "dp_shard=4")
     plan, store = plan_reshard(a, MeshSpec.parse("dp_shard=2,tp=2")), open_store(str(tmp_path / "b"))
-    facts = estimate(plan, store, memory_bytes=SMALL)
+    facts = estimate_reshard(plan, store, memory_bytes=SMALL)
     report = run_plan(plan, str(tmp_path / "b"), memory_bytes=SMALL)
     assert facts.read_bytes == report.traffic.read_bytes
     assert facts.read_requests == report.traffic.read_requests
@@ -402,7 +404,7 @@ def test_an_unknown_model_takes_its_placements_from_a_file(tmp_path: Path, capsy
     table = tmp_path / "table.toml"
     table.write_text('[placements]\n"model.conv.*" = ["tp:1"]\n')
     assert main([*command, "--placements", str(table), "--show", "model.conv.kernel"]) == 0
-    assert "cut tp:1: 2 pieces, by rank\n a0 a0 a0 a1 a1 a1\n" in capsys.readouterr().out
+    assert "cut tp:1: 2 chunks, by rank\n a0 a0 a0 a1 a1 a1\n" in capsys.readouterr().out
     made = open_checkpoint(str(tmp_path / "out"))
     assert torch.equal(made.read("model.conv.kernel"), torch.arange(24.0).reshape(4, 6))
 

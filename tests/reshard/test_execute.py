@@ -1,4 +1,4 @@
-"""The executor against numpy: any pieces to any target boxes, in any budget, byte for byte."""
+"""The executor against numpy: any chunks to any target boxes, in any budget, byte for byte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.resharding.reshard import DEFAULT_MEMORY
 from titan_ckpt.rewrite.execute import Execution, FileResult
 from titan_ckpt.rewrite.memory import Budget
-from titan_ckpt.rewrite.plan import Literal, Region, Source, SourceTensor, TargetFile, Transform, Wave
+from titan_ckpt.rewrite.plan import FileGroup, Literal, Region, RewriteSource, SourceTensor, TargetFile, Transform
 from titan_ckpt.sharding.box_columns import shard_columns
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, Placements, Shape, Shard
@@ -38,8 +38,10 @@ def take(array: np.ndarray, box: Box) -> bytes:
     return array[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].tobytes()
 
 
-def store_pieces(store: FileStore, name: str, array: np.ndarray, dtype: str, offsets: Int64s, sizes: Int64s) -> Source:
-    """One object per piece, the payload at byte 7."""
+def store_chunks(
+    store: FileStore, name: str, array: np.ndarray, dtype: str, offsets: Int64s, sizes: Int64s
+) -> RewriteSource:
+    """One object per chunk, the payload at byte 7."""
     boxes = [Box(tuple(o), tuple(s)) for o, s in zip(offsets.tolist(), sizes.tolist(), strict=True)]
     payloads = [take(array, box) for box in boxes]
     for index, payload in enumerate(payloads):
@@ -50,17 +52,17 @@ def store_pieces(store: FileStore, name: str, array: np.ndarray, dtype: str, off
         start=np.full(count, 7), length=np.array([len(p) for p in payloads]), codec=np.zeros(count, dtype=np.int64),
         digests=b"".join(xxhash.xxh3_128_digest(p) for p in payloads),
     )  # fmt: skip
-    return Source(objects=tuple(f"{name}.{i}" for i in range(count)), tensors={name: tensor})
+    return RewriteSource(objects=tuple(f"{name}.{i}" for i in range(count)), tensors={name: tensor})
 
 
 def run(
-    source: Source, store: FileStore, waves: list[Wave], *, slab_bytes: int = 4096, check: bool = True
+    source: RewriteSource, store: FileStore, groups: list[FileGroup], *, buffer_bytes: int = 4096, check: bool = True
 ) -> list[FileResult]:
     execution = Execution(
         source=source, source_store=store, target_store=store, is_checked=check,
-        budget=Budget(slab_bytes=slab_bytes, slabs_per_pool=2, max_open_files=3),
+        budget=Budget(buffer_bytes=buffer_bytes, buffers_per_pool=2, max_open_files=3),
     )  # fmt: skip
-    return [result for results in execution.run(waves) for result in results]
+    return [result for results in execution.run(groups) for result in results]
 
 
 def target(name: str, index: int, box: Box, transform: Transform | None = None) -> TargetFile:
@@ -93,18 +95,18 @@ def cases(draw: st.DrawFn) -> tuple[Shape, str, str, Placements, str, Placements
 @settings(max_examples=150, deadline=None)
 @given(case=cases())
 def test_any_cut_becomes_any_other_cut(tmp_path_factory: pytest.TempPathFactory, case: tuple) -> None:  # type: ignore[type-arg]
-    shape, dtype, mesh_a, placements_a, mesh_b, placements_b, slab_bytes, files_per_wave = case
+    shape, dtype, mesh_a, placements_a, mesh_b, placements_b, buffer_bytes, files_per_group = case
     store = FileStore(str(tmp_path_factory.mktemp("case")))
     array = bits(shape, dtype)
     a, b = (
         shard_columns(shape, placements_a, MeshSpec.parse(mesh_a)),
         shard_columns(shape, placements_b, MeshSpec.parse(mesh_b)),
     )
-    source = store_pieces(store, "t", array, dtype, a.offsets, a.sizes)
+    source = store_chunks(store, "t", array, dtype, a.offsets, a.sizes)
     boxes = [Box(tuple(o), tuple(s)) for o, s in zip(b.offsets.tolist(), b.sizes.tolist(), strict=True)]
     files = [target("t", index, box) for index, box in enumerate(boxes)]
-    waves = [Wave(files=tuple(files[i : i + files_per_wave])) for i in range(0, len(files), files_per_wave)]
-    results = run(source, store, waves, slab_bytes=slab_bytes)
+    groups = [FileGroup(files=tuple(files[i : i + files_per_group])) for i in range(0, len(files), files_per_group)]
+    results = run(source, store, groups, buffer_bytes=buffer_bytes)
     assert [result.path for result in results] == [file.path for file in files]
     for result, box in zip(results, boxes, strict=True):
         payload = take(array, box)
@@ -118,21 +120,21 @@ def test_a_column_cut_in_one_wave_reads_each_source_byte_once(tmp_path: Path) ->
     array = bits((64, 48), "float32")
     rows = shard_columns((64, 48), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=4"))
     columns = shard_columns((64, 48), {"tp": Shard(1)}, MeshSpec.parse("tp=3"))
-    source = store_pieces(store, "t", array, "float32", rows.offsets, rows.sizes)
+    source = store_chunks(store, "t", array, "float32", rows.offsets, rows.sizes)
     files = [target("t", i, Box(tuple(columns.offsets[i]), tuple(columns.sizes[i]))) for i in range(3)]
     execution = Execution(
         source=source, source_store=store, target_store=store,
-        budget=Budget(slab_bytes=2048, slabs_per_pool=2, max_open_files=3),
+        budget=Budget(buffer_bytes=2048, buffers_per_pool=2, max_open_files=3),
     )  # fmt: skip
-    list(execution.run([Wave(files=tuple(files))]))
+    list(execution.run([FileGroup(files=tuple(files))]))
     assert execution.traffic.read_bytes == array.nbytes
 
 
 def test_a_transform_gets_whole_row_groups_and_is_cropped(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path))
     array = bits((24, 5), "bfloat16")
-    pieces = shard_columns((24, 5), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=5"))
-    source = store_pieces(store, "t", array, "bfloat16", pieces.offsets, pieces.sizes)
+    chunks = shard_columns((24, 5), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=5"))
+    source = store_chunks(store, "t", array, "bfloat16", chunks.offsets, chunks.sizes)
     expected = array.reshape(6, 4, 5)[:, ::-1].reshape(24, 5)
 
     def reverse_groups(raw: memoryview, box: Box) -> memoryview:
@@ -143,7 +145,7 @@ def test_a_transform_gets_whole_row_groups_and_is_cropped(tmp_path: Path) -> Non
     transform = Transform(dtype="bfloat16", apply=reverse_groups, row_multiple=4)
     boxes = [Box((0, 0), (7, 5)), Box((7, 0), (2, 5)), Box((9, 0), (15, 5))]
     files = [target("t", index, box, transform) for index, box in enumerate(boxes)]
-    run(source, store, [Wave(files=tuple(files))], slab_bytes=256)
+    run(source, store, [FileGroup(files=tuple(files))], buffer_bytes=256)
     for index, box in enumerate(boxes):
         assert store.read(f"out/{index}")[4:-4] == take(expected, box)
 
@@ -151,25 +153,25 @@ def test_a_transform_gets_whole_row_groups_and_is_cropped(tmp_path: Path) -> Non
 def test_a_flipped_source_bit_is_named_and_leaves_no_file(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path))
     array = bits((8, 8), "float32")
-    pieces = shard_columns((8, 8), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=2"))
-    source = store_pieces(store, "t", array, "float32", pieces.offsets, pieces.sizes)
+    chunks = shard_columns((8, 8), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=2"))
+    source = store_chunks(store, "t", array, "float32", chunks.offsets, chunks.sizes)
     data = bytearray(store.read("t.1"))
     data[20] ^= 1
     store.write("t.1", [data])
-    waves = [Wave(files=(target("t", 0, Box((0, 0), (8, 3))),))]
+    groups = [FileGroup(files=(target("t", 0, Box((0, 0), (8, 3))),))]
     with pytest.raises(DamagedError, match=r"t\.1: t: the 128 bytes at 7 have digest"):
-        run(source, store, waves)
+        run(source, store, groups)
     assert not store.exists("out/0")
-    assert len(run(source, store, waves, check=False)) == 1
+    assert len(run(source, store, groups, check=False)) == 1
 
 
 def test_a_source_with_a_hole_is_refused(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path))
     array = bits((8, 2), "float32")
-    pieces = shard_columns((8, 2), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=2"))
-    source = store_pieces(store, "t", array, "float32", pieces.offsets[:1], pieces.sizes[:1])
+    chunks = shard_columns((8, 2), {"dp_shard": Shard(0)}, MeshSpec.parse("dp_shard=2"))
+    source = store_chunks(store, "t", array, "float32", chunks.offsets[:1], chunks.sizes[:1])
     with pytest.raises(PlanError, match="no chunk for all of"):
-        run(source, store, [Wave(files=(target("t", 0, Box((0, 0), (8, 2))),))])
+        run(source, store, [FileGroup(files=(target("t", 0, Box((0, 0), (8, 2))),))])
 
 
 @pytest.mark.s3

@@ -1,11 +1,11 @@
-"""The planner's pure parts: stages, rules, grids, waves."""
+"""The planner's pure parts: stages, rules, grids, groups."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from titan_ckpt.console.cut_picture import Pieces, draw
+from titan_ckpt.console.cut_picture import Pieces, draw_cut
 from titan_ckpt.errors import ConfigError, PlanError
 from titan_ckpt.resharding.placement_rules import read_rules
 from titan_ckpt.rewrite.row_strips import cut_strips
@@ -70,9 +70,9 @@ def test_the_grid_shows_what_each_target_piece_is_made_of() -> None:
     source = Pieces(offsets=a.offsets, sizes=a.sizes, holders=["0", "1"])
     target = Pieces(offsets=b.offsets, sizes=b.sizes, holders=["0", "1"])
     line_a, line_b = " a0 a0 a1 a1", " b0 b0 b1 b1"
-    assert draw((4, 4), target, source=source, is_coloured=False).splitlines() == [line_a, line_a, line_b, line_b]
-    assert "\x1b[30;48;5;" in draw((4, 4), target, source=source)
-    assert draw((0, 4), target) == "(no elements)"
+    assert draw_cut((4, 4), target, source=source, is_coloured=False).splitlines() == [line_a, line_a, line_b, line_b]
+    assert "\x1b[30;48;5;" in draw_cut((4, 4), target, source=source)
+    assert draw_cut((0, 4), target) == "(no elements)"
 
 
 def taken(grid: Int64s, box: Box) -> Int64s:

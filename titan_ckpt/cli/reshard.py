@@ -11,13 +11,13 @@ from tabulate import tabulate
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command
-from titan_ckpt.console.cut_picture import Pieces, draw
+from titan_ckpt.console.cut_picture import Pieces, draw_cut
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_duration, format_size, parse_size
 from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.location import parse_location
-from titan_ckpt.resharding.estimate import Estimate, Link, estimate
-from titan_ckpt.resharding.placement_rules import Rule, read_rules
+from titan_ckpt.resharding.estimate import Link, ReshardEstimate, estimate_reshard
+from titan_ckpt.resharding.placement_rules import PlacementRule, read_rules
 from titan_ckpt.resharding.reshard import ReshardPlan, ReshardReport, Workers, check_destination, plan_reshard, run_plan
 from titan_ckpt.rewrite.selection import Filter, Selection, select
 from titan_ckpt.sharding.mesh import MeshSpec
@@ -99,7 +99,7 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _rules(path: str | None) -> tuple[Rule, ...]:
+def _rules(path: str | None) -> tuple[PlacementRule, ...]:
     if path is None:
         return ()
     try:
@@ -133,13 +133,13 @@ def _workers(environment: os._Environ[str]) -> Workers:
 
 def _dry_run(plan: ReshardPlan, store: Store, arguments: Namespace) -> int:
     link = Link(bytes_per_s=arguments.bandwidth, latency_s=arguments.latency)
-    facts = estimate(plan, store, memory_bytes=arguments.memory, is_checked=not arguments.no_check, link=link)
-    sys.stdout.write(json.dumps(facts.to_dict(), indent=1) + "\n" if arguments.json else describe(facts))
+    facts = estimate_reshard(plan, store, memory_bytes=arguments.memory, is_checked=not arguments.no_check, link=link)
+    sys.stdout.write(json.dumps(facts.to_dict(), indent=1) + "\n" if arguments.json else estimate_text(facts))
     return 0
 
 
-def describe(facts: Estimate) -> str:
-    """An estimate for people."""
+def estimate_text(facts: ReshardEstimate) -> str:
+    """An estimate as text."""
     share = facts.walked_bytes / max(facts.needed_bytes, 1)
     scaled = "" if share >= 1 else f" (scaled from {share:.1%} of the bytes)"
     rows = [
@@ -151,13 +151,13 @@ def describe(facts: Estimate) -> str:
         ("memory", f"at most {format_size(facts.peak_memory_bytes)} of buffers"),
         ("time", f"about {format_duration(facts.seconds)} at the stated bandwidth and latency"),
     ]
-    rows += [("largest read", f"{format_size(n)} at {start} of {name}") for name, start, n in facts.largest_reads[:1]]
+    rows += [("largest read", f"{format_size(r.length)} at {r.start} of {r.object}") for r in facts.largest_reads[:1]]
     if facts.guessed:
         rows.append(("by table", f"tensor-parallel cuts the source did not have, such as {facts.guessed[0]}"))
     return tabulate(rows, tablefmt="plain") + "\n"
 
 
-def _range(facts: Estimate) -> str:
+def _range(facts: ReshardEstimate) -> str:
     return f"{format_size(facts.smallest_file_bytes)} to {format_size(facts.largest_file_bytes)}"
 
 
@@ -179,10 +179,10 @@ def show(plan: ReshardPlan, fqn: str, *, is_coloured: bool) -> str:
     return "\n".join(
         [
             f"{fqn} {tensor.dtype} {list(tensor.global_shape)}",
-            f"source {'' if recorded is None else recorded}: {before.num_pieces} pieces, by rank",
-            draw(tensor.global_shape, source, source=source, is_coloured=is_coloured),
+            f"source {'' if recorded is None else recorded}: {before.num_chunks} pieces, by rank",
+            draw_cut(tensor.global_shape, source, source=source, is_coloured=is_coloured),
             f"target {plan.target.mesh}, cut {format_placements(tensor.placements or {})}: {tensor.num_chunks} pieces, by rank",
-            draw(tensor.global_shape, target, source=source, is_coloured=is_coloured),
+            draw_cut(tensor.global_shape, target, source=source, is_coloured=is_coloured),
             "",
         ]
     )

@@ -30,7 +30,7 @@ class Pieces:
     holders: Sequence[str]
 
 
-def draw(
+def draw_cut(
     global_shape: tuple[int, ...], pieces: Pieces, *, source: Pieces | None = None, is_coloured: bool = True
 ) -> str:
     """The grid of `pieces`; coloured by `source`'s pieces where those are given, which shows what each is made of.

@@ -1,39 +1,55 @@
-"""What a reshard will cost, before it moves a byte: the same schedule that the executor runs, walked without reading."""
+"""The cost of a reshard before it moves a byte: walk the executor's schedule without reading."""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.resharding.reshard import ReshardPlan
-from titan_ckpt.resharding.target import DEFAULT, RECORDED, RULE, TABLE
+from titan_ckpt.resharding.target import CutOrigin
 from titan_ckpt.rewrite.memory import Budget
 from titan_ckpt.rewrite.schedule import Limits, schedule
-from titan_ckpt.rewrite.work_unit import Fill, PieceKey, Read, Unit
+from titan_ckpt.rewrite.work_unit import ChunkKey, ReadRequest, Unit, WriteRegion
 from titan_ckpt.store.base import Store
 
 NUM_LARGEST = 5
 MAX_UNITS = 3000
-MAX_WAVES = 64
+MAX_GROUPS = 64
 MAX_REGIONS = 100_000
 _ATTEMPT = "a-00000000T000000Z-00000000"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A store as a time estimate sees it: bytes per second each way, and seconds before the first byte of a request."""
+    """A store's speed for the time estimate: bytes per second each way, seconds until the first byte of a request."""
 
     bytes_per_s: float = 1e9
     latency_s: float = 0.0
     requests_at_once: int = 4
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectRange:
+    """`length` bytes of an object from `start`."""
+
+    object: str
+    start: int
+    length: int
+
+
+# Fields whose JSON key has another name.
+_JSON_KEYS = {"num_groups": "num_waves"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """Sizes in bytes. Of a large plan only some reads are walked (for `walked_bytes` of the tensors' bytes), and scaled."""
+class ReshardEstimate:
+    """The cost of a reshard, in bytes and requests.
+
+    Of a large plan only a part of the schedule is walked, for `walked_bytes` of `needed_bytes`; reads are scaled up from it.
+    """
 
     source: str
     source_mesh: str | None
@@ -46,45 +62,47 @@ class Estimate:
     num_source_files: int
     num_files: int
     walked_bytes: int
-    num_waves: int
+    num_groups: int
     peak_memory_bytes: int
     smallest_file_bytes: int
     largest_file_bytes: int
-    largest_reads: tuple[tuple[str, int, int], ...]
+    largest_reads: tuple[ObjectRange, ...]
     seconds: float
     placements: dict[str, int]
     guessed: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
-        content = {name: getattr(self, name) for name in self.__slots__}
-        content["largest_reads"] = [{"object": o, "start": s, "length": n} for o, s, n in self.largest_reads]
+        content = {_JSON_KEYS.get(name, name): getattr(self, name) for name in self.__slots__}
+        content["largest_reads"] = [asdict(read) for read in self.largest_reads]
         return content | {"guessed": list(self.guessed)}
 
 
-def estimate(
+def estimate_reshard(
     plan: ReshardPlan, store: Store, *, memory_bytes: int, is_checked: bool = True, link: Link | None = None
-) -> Estimate:
-    """Walk the plan's schedule and add up."""
+) -> ReshardEstimate:
+    """Estimate the plan's reads, writes, memory and time."""
     link = link or Link()
     budget = Budget.of(memory_bytes, plan.checkpoint.store, store, num_files=len(plan.target.ranks_with_files()))
-    waves = plan.waves(budget.max_open_files)
-    at_most = min(MAX_WAVES, max(1, len(waves) * MAX_REGIONS // max(len(plan.target.rank), 1)))
-    walked = waves[:: -(-len(waves) // at_most)]
+    groups = plan.file_groups(budget.max_open_files)
+    at_most = min(MAX_GROUPS, max(1, len(groups) * MAX_REGIONS // max(len(plan.target.rank), 1)))
+    walked = groups[:: -(-len(groups) // at_most)]
     reads = _Reads()
-    checked: set[PieceKey] | None = set() if is_checked else None
+    checked: set[ChunkKey] | None = set() if is_checked else None
     for ranks in walked:
-        units = schedule(plan.source, plan.wave(ranks, _ATTEMPT), Limits(slab_bytes=budget.slab_bytes), checked=checked)
+        units = schedule(
+            plan.source, plan.file_group(ranks, _ATTEMPT), Limits(buffer_bytes=budget.buffer_bytes), checked=checked
+        )
         for unit in islice(units, MAX_UNITS // len(walked)):
             reads.add(unit)
     needed = sum(tensor.size_bytes for tensor in plan.source.tensors.values())
-    sizes, files = plan.target.file_bytes(), [rank for wave in waves for rank in wave]
+    sizes, files = plan.target.file_bytes(), [rank for group in groups for rank in group]
     scale = needed / reads.filled_bytes if reads.filled_bytes else 1.0
     read_bytes, requests = round(reads.size_bytes * scale), round(reads.requests * scale)
     written = int(sizes.sum())
     source_mesh = plan.checkpoint.manifest.mesh
     waiting_s = requests / link.requests_at_once * link.latency_s
-    return Estimate(
+    return ReshardEstimate(
         source=str(plan.checkpoint),
         source_mesh=None if source_mesh is None else str(source_mesh),
         mesh=str(plan.target.mesh),
@@ -96,28 +114,28 @@ def estimate(
         num_source_files=len(plan.source.objects),
         num_files=len(files),
         walked_bytes=min(reads.filled_bytes, needed),
-        num_waves=len(waves),
-        peak_memory_bytes=budget.total_bytes(store, max(map(len, waves))),
+        num_groups=len(groups),
+        peak_memory_bytes=budget.total_bytes(store, max(map(len, groups))),
         smallest_file_bytes=int(sizes[files].min()),
         largest_file_bytes=int(sizes[files].max()),
-        largest_reads=tuple((plan.source.objects[r.object], r.start, r.length) for r in reads.largest()),
+        largest_reads=tuple(ObjectRange(plan.source.objects[r.object], r.start, r.length) for r in reads.largest()),
         seconds=max(read_bytes, written) / link.bytes_per_s + waiting_s,
         placements=_origins(plan),
-        guessed=tuple(name for name, placed in plan.placed.items() if TABLE in placed.origins)[:NUM_LARGEST],
+        guessed=tuple(name for name, placed in plan.placed.items() if CutOrigin.TABLE in placed.origins)[:NUM_LARGEST],
     )
 
 
 class _Reads:
-    """Sums over the units of a schedule."""
+    """Totals over the units of a schedule."""
 
     def __init__(self) -> None:
         self.size_bytes = self.requests = self.filled_bytes = 0
-        self._largest: list[tuple[int, int, Read]] = []
+        self._largest: list[tuple[int, int, ReadRequest]] = []
 
     def add(self, unit: Unit) -> None:
-        """Count a unit's reads, and the source bytes that its fills are made of."""
+        """Count a unit's read requests and the source bytes that its writes consume."""
         for action in unit.actions:
-            if isinstance(action, Fill):
+            if isinstance(action, WriteRegion):
                 self.filled_bytes += action.part.num_elements * ELEMENT_SIZE[action.dtype]
         for read in unit.reads:
             self.size_bytes += read.length
@@ -128,14 +146,11 @@ class _Reads:
             else:
                 heapq.heappushpop(self._largest, item)
 
-    def largest(self) -> list[Read]:
+    def largest(self) -> list[ReadRequest]:
         """The largest reads, largest first."""
         return [read for _, _, read in sorted(self._largest, reverse=True)]
 
 
 def _origins(plan: ReshardPlan) -> dict[str, int]:
-    """How many tensors are cut as recorded, by a rule, by the model table, by FSDP's default."""
-    return {
-        origin: sum(origin in placed.origins for placed in plan.placed.values())
-        for origin in (RECORDED, RULE, TABLE, DEFAULT)
-    }
+    """How many tensors get a cut from each origin."""
+    return {origin.value: sum(origin in placed.origins for placed in plan.placed.values()) for origin in CutOrigin}

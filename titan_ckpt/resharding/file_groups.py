@@ -1,4 +1,4 @@
-"""Which target files to write at the same time: those whose shards come out of the same source chunks. No torch, no I/O."""
+"""Group target files whose shards come from the same source chunks, to write them together. No torch, no I/O."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from titan_ckpt.resharding.target import Target
+from titan_ckpt.resharding.target import TargetLayout
 from titan_ckpt.rewrite.plan import SourceTensor
 from titan_ckpt.sharding.box_columns import overlaps
 from titan_ckpt.sharding.repeating_columns import Int64s
@@ -14,11 +14,11 @@ from titan_ckpt.sharding.repeating_columns import Int64s
 _MERGE_EVERY = 64
 
 
-def group_ranks(target: Target, sources: list[SourceTensor], *, max_files: int) -> list[list[int]]:
-    """Target ranks in waves of at most `max_files`, in order of rank.
+def group_ranks(target: TargetLayout, sources: list[SourceTensor], *, max_files: int) -> list[list[int]]:
+    """Target ranks in groups of at most `max_files`, in order of rank.
 
-    Ranks that share a source chunk are in one wave, so that the chunk is read once; where more than `max_files` hang together
-    they are cut in order of rank, which keeps tensor-parallel neighbours together.
+    Ranks that share a source chunk are in one group, so that the chunk is read once. More than `max_files` connected ranks are
+    split in order of rank, which keeps tensor-parallel neighbours together.
     """
     root = {rank: rank for rank in target.ranks_with_files()}
 
@@ -37,8 +37,8 @@ def group_ranks(target: Target, sources: list[SourceTensor], *, max_files: int) 
     return [ranks[i : i + max_files] for ranks in together.values() for i in range(0, len(ranks), max_files)]
 
 
-def _edges(target: Target, sources: list[SourceTensor]) -> Int64s:
-    """Pairs of ranks that share a source chunk, each as rank * world_size + rank."""
+def _edges(target: TargetLayout, sources: list[SourceTensor]) -> Int64s:
+    """Pairs of ranks that share a source chunk, each encoded as rank * world_size + rank."""
     known: dict[tuple[bytes, bytes], tuple[Int64s, Int64s]] = {}
     found: list[Int64s] = []
     for index, source in enumerate(sources):
@@ -57,7 +57,7 @@ def _edges(target: Target, sources: list[SourceTensor]) -> Int64s:
 
 
 def _sharing(chunks: Int64s, shards: Int64s) -> tuple[Int64s, Int64s]:
-    """(first, other): shards that come out of one chunk, each paired with the first shard of that chunk."""
+    """(first, other): every shard that touches a chunk, paired with the first shard that does."""
     order = np.lexsort((shards, chunks))
     chunks, shards = chunks[order], shards[order]
     starts = np.flatnonzero(np.diff(chunks, prepend=-1))
@@ -65,6 +65,6 @@ def _sharing(chunks: Int64s, shards: Int64s) -> tuple[Int64s, Int64s]:
     return np.repeat(shards[starts], counts), shards
 
 
-def spread(waves: Iterable[list[int]], workers: int, worker: int) -> list[list[int]]:
-    """The waves of one worker of several."""
-    return [wave for index, wave in enumerate(waves) if index % workers == worker]
+def spread(groups: Iterable[list[int]], workers: int, worker: int) -> list[list[int]]:
+    """The groups that worker number `worker` writes."""
+    return [group for index, group in enumerate(groups) if index % workers == worker]

@@ -1,4 +1,4 @@
-"""Placements by name: globs that a user writes, and the table of how Llama-shaped models are cut. No torch, no I/O."""
+"""Placements by name: a user's globs, and a table for Llama-shaped models. No torch, no I/O."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _EXPERTS = re.compile(r"(?:^|\.)experts\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """FQNs that match `glob` are cut by `placements`."""
+class PlacementRule:
+    """Tensors whose FQN matches `glob` get `placements`."""
 
     glob: str
     placements: Placements
 
 
 def tensor_parallel(fqn: str) -> Placements | None:
-    """How `tp` (and `ep`) cut a tensor of a Llama-shaped model, in Hugging Face's names or torchtitan's; None: not such a name.
+    """How `tp` and `ep` cut a tensor of a Llama-shaped model, named as in Hugging Face or torchtitan; None for another name.
 
     >>> tensor_parallel("model.model.layers.0.self_attn.o_proj.weight"), tensor_parallel("model.norm.weight")
     ({'tp': Shard(dim=1)}, {})
@@ -44,16 +44,16 @@ def tensor_parallel(fqn: str) -> Placements | None:
     return {} if _NORM.search(fqn) else None
 
 
-def match_rule(rules: tuple[Rule, ...], fqn: str) -> Placements | None:
-    """The placements of the first rule that matches, None if none does."""
+def match_rule(rules: tuple[PlacementRule, ...], fqn: str) -> Placements | None:
+    """The placements of the first rule that matches, or None."""
     return next((rule.placements for rule in rules if fnmatchcase(fqn, rule.glob)), None)
 
 
-def read_rules(text: str, *, where: str) -> tuple[Rule, ...]:
-    """Rules from a TOML table of globs, in order, the first match counting.
+def read_rules(text: str, *, where: str) -> tuple[PlacementRule, ...]:
+    """Read rules from a TOML table of globs; the first match wins.
 
     >>> read_rules('[placements]\\n"*.o_proj.weight*" = ["tp:1", "dp_shard+cp:0"]\\n"*.step" = []', where="t.toml")[1]
-    Rule(glob='*.step', placements={})
+    PlacementRule(glob='*.step', placements={})
     """
     try:
         table = tomllib.loads(text)
@@ -61,7 +61,9 @@ def read_rules(text: str, *, where: str) -> tuple[Rule, ...]:
         raise ConfigError(f"{where}: not valid TOML: {error}") from error
     if set(table) != {"placements"} or not isinstance(table["placements"], dict):
         raise ConfigError(f'{where}: expected one table [placements] with lines such as \'"*.o_proj.*" = ["tp:1"]\'')
-    return tuple(Rule(glob, _placements(value, f"{where}: {glob}")) for glob, value in table["placements"].items())
+    return tuple(
+        PlacementRule(glob, _placements(value, f"{where}: {glob}")) for glob, value in table["placements"].items()
+    )
 
 
 def _placements(value: Any, where: str) -> Placements:
@@ -78,7 +80,7 @@ def _placements(value: Any, where: str) -> Placements:
 
 
 def check_dims(fqn: str, placements: Mapping[str, Shard], ndim: int) -> None:
-    """PlanError where a rule cuts a dimension that the tensor does not have."""
+    """PlanError if a rule cuts a dimension that the tensor does not have."""
     for axes, shard in placements.items():
         if shard.dim >= ndim:
             raise PlanError(f"{fqn}: {axes} is to cut dimension {shard.dim}, but the tensor has {ndim} dimensions")

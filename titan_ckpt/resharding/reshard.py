@@ -1,10 +1,10 @@
-"""Resharding without a process group: plan it, look at it, run it on any number of machines, and go on where it stopped.
+"""Resharding without a process group: plan, inspect, run on any number of machines, resume after an interruption.
 
     plan = plan_reshard(open_checkpoint("s3://bucket/run@1200"), MeshSpec.parse("pp=2,dp_shard=8,tp=4"))
     run_plan(plan, "s3://bucket/run-64")
 
-Each target rank's file is written whole, with a record beside it that carries its digests; the commit is written when all
-records are there. A run that was stopped leaves files with records, which the next run of the same job verifies and keeps.
+Each target rank's file gets a record beside it with its digests; the commit is written once all records exist. An interrupted
+run leaves files with records, which the next run of the same job verifies and keeps.
 """
 
 from __future__ import annotations
@@ -32,12 +32,21 @@ from titan_ckpt.format.names import ASSETS, data_file, step_folder
 from titan_ckpt.format.torch_blob import envelope
 from titan_ckpt.location import is_inside
 from titan_ckpt.resharding.file_groups import group_ranks, spread
-from titan_ckpt.resharding.placement_rules import Rule
-from titan_ckpt.resharding.target import Placed, Placer, Target, check_complete, lay_out, stages_for
+from titan_ckpt.resharding.placement_rules import PlacementRule
+from titan_ckpt.resharding.target import Placer, TargetLayout, TargetPlacement, check_complete, lay_out, stages_for
 from titan_ckpt.resharding.workers import JobFiles, Workers
-from titan_ckpt.rewrite.execute import Execution, FileResult, Traffic
+from titan_ckpt.rewrite.execute import Execution, FileResult, IoCounts
 from titan_ckpt.rewrite.memory import Budget
-from titan_ckpt.rewrite.plan import Literal, Region, Segment, Source, SourceTensor, TargetFile, Wave, source_of
+from titan_ckpt.rewrite.plan import (
+    FileGroup,
+    Literal,
+    Region,
+    RewriteSource,
+    Segment,
+    SourceTensor,
+    TargetFile,
+    source_of,
+)
 from titan_ckpt.rewrite.selection import Selection, select
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box
@@ -52,24 +61,24 @@ _OBJECT = "object:"
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardPlan:
-    """What a reshard will do. `job` is a digest of everything that was asked, by which a later run knows its own files."""
+    """Everything a reshard will do. `job` is a digest of the request; a later run finds its files by it."""
 
     checkpoint: Checkpoint
     selection: Selection
-    target: Target
-    placed: Mapping[str, Placed]
+    target: TargetLayout
+    placed: Mapping[str, TargetPlacement]
     source_files: tuple[FileEntry, ...]
     source_objects: tuple[ObjectEntry, ...]
     job: str
 
     @property
     def step(self) -> int:
-        """The step, which a reshard keeps."""
+        """The source's step, which a reshard keeps."""
         return self.checkpoint.step
 
     @cached_property
-    def source(self) -> Source:
-        """The source's tensors under their new names, and its other values as tensors of bytes."""
+    def source(self) -> RewriteSource:
+        """The source's tensors under their new names; its values appear as tensors of bytes."""
         source = source_of(self.checkpoint, {item.source_fqn for item in self.selection.items})
         tensors = {item.fqn: source.tensors[item.source_fqn] for item in self.selection.items}
         numbers = {path: number for number, path in enumerate(source.objects)}
@@ -82,10 +91,10 @@ class ReshardPlan:
                 digest=entry.digest,
             )
             tensors[_OBJECT + entry.fqn] = whole
-        return Source(objects=source.objects, tensors=tensors)
+        return RewriteSource(objects=source.objects, tensors=tensors)
 
-    def waves(self, max_files: int) -> list[list[int]]:
-        """Target ranks in the groups that are written at the same time."""
+    def file_groups(self, max_files: int) -> list[list[int]]:
+        """Target ranks in groups of at most `max_files` that are written together."""
         sources = [self.source.tensors[tensor.fqn] for tensor in self.target.tensors]
         return group_ranks(self.target, sources, max_files=max_files)
 
@@ -94,9 +103,9 @@ class ReshardPlan:
         path = f"{step_folder(self.step)}/{data_file(attempt, rank)}"
         return TargetFile(path=path, segments=tuple(_merged(self._segments(rank))))
 
-    def wave(self, ranks: Iterable[int], attempt: str) -> Wave:
-        """The target files of several ranks as one wave."""
-        return Wave(files=tuple(self.file(rank, attempt) for rank in ranks))
+    def file_group(self, ranks: Iterable[int], attempt: str) -> FileGroup:
+        """The target files of several ranks."""
+        return FileGroup(files=tuple(self.file(rank, attempt) for rank in ranks))
 
     def _segments(self, rank: int) -> Iterator[Segment]:
         table, end = self.target.table, 0
@@ -119,15 +128,14 @@ def plan_reshard(
     checkpoint: Checkpoint,
     mesh: MeshSpec,
     *,
-    rules: tuple[Rule, ...] = (),
+    rules: tuple[PlacementRule, ...] = (),
     selection: Selection | None = None,
     stages_per_rank: int | None = None,
 ) -> ReshardPlan:
     """Plan to rewrite `checkpoint` for `mesh`; reads no tensor.
 
-    PlanError where a cut on the new mesh is not known, or chunks are missing. `rules` say how tensors are cut where the
-    checkpoint does not (`resharding.placement_rules`), `selection` which are taken, under which names and dtypes
-    (`rewrite.selection`).
+    PlanError if a cut on the new mesh is unknown, or chunks are missing. `rules` override how tensors are cut
+    (`resharding.placement_rules`); `selection` picks tensors, names and dtypes (`rewrite.selection`).
     """
     source_files = checkpoint.manifest.files
     checkpoint = decoded(checkpoint)
@@ -159,11 +167,11 @@ def plan_reshard(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardReport:
-    """What a run did. `checkpoint` is None on workers that do not commit; `kept_files` were whole from an earlier run;
-    `overflowed` are the tensors of which the new dtype cannot hold every value, as far as this worker wrote them."""
+    """The result of a run. `checkpoint` is None on workers that do not commit; `kept_files` were complete from an earlier run;
+    `overflowed` names tensors, of those this worker wrote, with values that the new dtype cannot hold."""
 
     checkpoint: Checkpoint | None
-    traffic: Traffic
+    traffic: IoCounts
     num_files: int
     kept_files: int
     wall_s: float
@@ -180,31 +188,30 @@ def run_plan(
     on_progress: Callable[[int], None] | None = None,
     workers: Workers | None = None,
 ) -> ReshardReport:
-    """Write the plan's checkpoint at `url` and commit it; nothing is visible there before that.
+    """Write the plan's checkpoint at `url` and commit it; nothing is visible there before the commit.
 
-    `memory_bytes` bounds all buffers; `on_progress` is told the size of each piece that is done; `is_checked` verifies the
-    source's digests.
-    Every worker calls it; worker 0 commits. AlreadyExistsError if `url` has this step; DamagedError if the source's bytes are
-    not what it recorded or change meanwhile.
+    `memory_bytes` bounds all buffers; `on_progress` receives the size of each part written; `is_checked` verifies the source's
+    digests. Every worker calls this; worker 0 commits. AlreadyExistsError if `url` has this step; DamagedError if the source's
+    bytes do not match their digests or change during the run.
     """
     started, workers = time.monotonic(), workers or Workers()
     store = store or open_store(url)
     num_files = -(-len(plan.target.ranks_with_files()) // workers.count)
     budget = Budget.of(memory_bytes, plan.checkpoint.store, store, num_files=num_files)
     check_destination(plan, url, store)
-    mine = spread(plan.waves(budget.max_open_files), workers.count, workers.index)
+    mine = spread(plan.file_groups(budget.max_open_files), workers.count, workers.index)
     files = JobFiles(store, plan.step, plan.job)
     attempt = files.found()
-    finished = files.finished(attempt, [rank for wave in mine for rank in wave]) if attempt else {}
-    todo = [[rank for rank in wave if rank not in finished] for wave in mine]
-    _check_space(plan, store, [rank for wave in todo for rank in wave])
+    finished = files.finished(attempt, [rank for group in mine for rank in group]) if attempt else {}
+    todo = [[rank for rank in group if rank not in finished] for group in mine]
+    _check_space(plan, store, [rank for group in todo for rank in group])
     attempt = attempt or files.begun(workers, {"source": str(plan.checkpoint), "mesh": str(plan.target.mesh)})
     before = _versions(plan)
     execution = Execution(
         source=plan.source, source_store=plan.checkpoint.store, target_store=store, budget=budget, is_checked=is_checked,
         on_progress=on_progress,
     )  # fmt: skip
-    for results in execution.run(plan.wave(ranks, attempt) for ranks in todo if ranks):
+    for results in execution.run(plan.file_group(ranks, attempt) for ranks in todo if ranks):
         for result in results:
             files.write(result)
     _check_unchanged(plan, before)
@@ -220,7 +227,7 @@ def run_plan(
 
 
 def check_destination(plan: ReshardPlan, url: str, store: Store) -> None:
-    """Refuse a destination that lies inside the source, or that has this step already."""
+    """Refuse a destination inside the source, or one that already has this step."""
     if is_inside(url, plan.checkpoint.url) and not is_inside(plan.checkpoint.url, url):
         raise UsageError(f"the destination {store} lies inside the source {plan.checkpoint}; give a URL beside it")
     if find_commit(store, plan.step) is not None:
@@ -238,7 +245,7 @@ def _check_space(plan: ReshardPlan, store: Store, ranks: list[int]) -> None:
 
 
 def _versions(plan: ReshardPlan) -> dict[str, str]:
-    """The version of every file that the source's tensors lie in, encoded ones included."""
+    """The version of every source file, encoded ones included."""
     store = plan.checkpoint.store
     folders = {path.rpartition("/")[0] for path in plan.source.objects}
     files = {plan.checkpoint.path(file.path) for file in plan.source_files}
@@ -273,7 +280,7 @@ def _copied_assets(plan: ReshardPlan, store: Store, attempt: str) -> Iterator[tu
 def target_manifest(
     plan: ReshardPlan, attempt: str, records: Mapping[int, FileResult], assets: Mapping[str, str]
 ) -> Manifest:
-    """The manifest of the finished target: the source's training state and config, the target's mesh, chunks and digests."""
+    """The target's manifest: the source's training state and config, the target's mesh, chunks and digests."""
     source, target = plan.checkpoint.manifest, plan.target
     numbers = np.zeros(target.mesh.world_size, dtype=np.int64)
     numbers[sorted(records)] = np.arange(len(records))
@@ -312,7 +319,7 @@ def target_manifest(
 
 
 def _merged(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """The same segments with neighbouring literals joined."""
+    """The segments, with adjacent literals joined."""
     literal = b""
     for segment in segments:
         if isinstance(segment, Literal):

@@ -1,10 +1,11 @@
-"""The checkpoint that a reshard will make: who holds what on the target mesh, and where in whose file. No torch, no I/O."""
+"""The layout of a reshard's target: which rank holds which chunk, and where in that rank's file. No torch, no I/O."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from titan_ckpt.errors import PlanError
 from titan_ckpt.format.manifest import ChunkTable, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.format.torch_blob import align, envelope
-from titan_ckpt.resharding.placement_rules import FSDP_AXES, Rule, check_dims, match_rule, tensor_parallel
+from titan_ckpt.resharding.placement_rules import FSDP_AXES, PlacementRule, check_dims, match_rule, tensor_parallel
 from titan_ckpt.sharding.box_columns import ShardColumns, shard_columns
 from titan_ckpt.sharding.mesh import FOLD, MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec, PipelineStyle, StageTable, count_layers, stage_table
@@ -21,64 +22,81 @@ from titan_ckpt.sharding.repeating_columns import Column, Int64s, SharedColumn
 
 _FSDP = ("dp_shard", "cp", FSDP_AXES)
 _ROLES = ("model.", "optimizer.state.")
-RECORDED, TABLE, RULE, DEFAULT = "recorded", "table", "rule", "default"
+
+
+class CutOrigin(StrEnum):
+    """Where a tensor's cut on the target mesh comes from."""
+
+    RECORDED = "recorded"  # the source's manifest
+    RULE = "rule"  # a user's rule
+    TABLE = "table"  # the table of Llama-shaped models
+    DEFAULT = "default"  # FSDP shards dimension 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """A tensor on the target mesh. `origins`: where its cuts come from, the manifest, the model table or a user's rule."""
+class TargetPlacement:
+    """How a tensor is cut on the target mesh, and where its cuts come from."""
 
     placements: Placements
     stages: tuple[int, ...] | None
-    origins: frozenset[str]
+    origins: frozenset[CutOrigin]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AxisCut:
+    """One axis's (or folded axes') cut of a tensor, None if it does not cut; no `origin` if the axis has degree 1."""
+
+    axes: str
+    shard: Shard | None
+    origin: CutOrigin | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placer:
-    """Decides placements on `target` for tensors that were saved on `source` (None: nobody knows)."""
+    """Chooses placements on mesh `target` for tensors saved on mesh `source` (None: not recorded)."""
 
     source: MeshSpec | None
     target: MeshSpec
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[PlacementRule, ...] = ()
     stages: StageTable | None = None
 
-    def place(self, entry: TensorEntry) -> Placed:
-        """Where `entry` goes. PlanError where an axis of the target would cut it in a way that nobody said."""
+    def place(self, entry: TensorEntry) -> TargetPlacement:
+        """The placement of `entry`. PlanError if the target has a tensor-parallel axis and nothing says how it cuts `entry`."""
         is_parameter = self.source is None or entry.fqn.startswith(_ROLES)
         stages = self.stages.coordinates(entry.fqn) if self.stages is not None and is_parameter else None
         rule = match_rule(self.rules, entry.fqn)
         if rule is not None:
             check_dims(entry.fqn, rule, len(entry.global_shape))
-            return Placed(placements=rule, stages=stages, origins=frozenset({RULE}))
+            return TargetPlacement(placements=rule, stages=stages, origins=frozenset({CutOrigin.RULE}))
         if not entry.global_shape or not is_parameter:
-            return Placed(placements={}, stages=stages, origins=frozenset({RECORDED}))
+            return TargetPlacement(placements={}, stages=stages, origins=frozenset({CutOrigin.RECORDED}))
         cuts = [self._model_axis(entry, "tp"), self._model_axis(entry, "ep"), self._fsdp(entry)]
-        dims = {axes: shard for axes, shard, _ in cuts if shard is not None}
+        dims = {cut.axes: cut.shard for cut in cuts if cut.shard is not None}
         check_dims(entry.fqn, dims, len(entry.global_shape))
-        return Placed(
+        return TargetPlacement(
             placements=self._in_recorded_order(entry, dims),
             stages=stages,
-            origins=frozenset(origin for _, _, origin in cuts if origin is not None),
+            origins=frozenset(cut.origin for cut in cuts if cut.origin is not None),
         )
 
     def _is_known(self, entry: TensorEntry, axes: Iterable[str]) -> bool:
-        """Whether the source shows how these axes cut the tensor: it had them, or its placements name them all the same."""
+        """Whether the source shows how these axes cut the tensor: its mesh had them, or its placements name them anyway."""
         if self.source is None or entry.placements is None:
             return False
         return any(axis in entry.placements for axis in axes) or any(self.source.degree(axis) > 1 for axis in axes)
 
-    def _model_axis(self, entry: TensorEntry, axis: str) -> tuple[str, Shard | None, str | None]:
-        """How `tp` or `ep` cuts: as recorded, else as the table of Llama-shaped models says."""
+    def _model_axis(self, entry: TensorEntry, axis: str) -> _AxisCut:
+        """The cut of `tp` or `ep`: as recorded, else from the table of Llama-shaped models."""
         if self._is_known(entry, (axis,)):
             assert entry.placements is not None
-            return axis, entry.placements.get(axis), RECORDED
+            return _AxisCut(axes=axis, shard=entry.placements.get(axis), origin=CutOrigin.RECORDED)
         if self.target.degree(axis) == 1:
-            return axis, None, None
+            return _AxisCut(axes=axis, shard=None, origin=None)
         table = tensor_parallel(entry.fqn)
         if table is not None:
-            return axis, table.get(axis), TABLE
+            return _AxisCut(axes=axis, shard=table.get(axis), origin=CutOrigin.TABLE)
         if axis == "ep":
-            return axis, None, None
+            return _AxisCut(axes=axis, shard=None, origin=None)
         raise PlanError(
             f"{entry.fqn}: no placements known for axis {axis} (the source mesh is {self.source or 'not recorded'}, and the name "
             f"is not in the table of Llama-shaped models). Say how it is cut in a file: [placements] "
@@ -87,28 +105,29 @@ class Placer:
 
     @property
     def _fsdp_axes(self) -> str:
-        """The dimension that FSDP shards over on the target: dp_shard and cp, those of them that it has."""
+        """The axes that FSDP shards over on the target: those of dp_shard and cp that it has."""
         return FOLD.join(axis for axis in ("dp_shard", "cp") if self.target.degree(axis) > 1) or "dp_shard"
 
-    def _fsdp(self, entry: TensorEntry) -> tuple[str, Shard | None, str | None]:
-        """How FSDP cuts: as recorded, else dimension 0, which is what `fully_shard` does."""
+    def _fsdp(self, entry: TensorEntry) -> _AxisCut:
+        """FSDP's cut: as recorded, else dimension 0, as `fully_shard` does."""
         if self._is_known(entry, _FSDP):
             placements = entry.placements or {}
             recorded = next((placements[axes] for axes in _FSDP if axes in placements), None)
-            return self._fsdp_axes, recorded, RECORDED
-        return self._fsdp_axes, Shard(0), DEFAULT if self.target.degree(FSDP_AXES) > 1 else None
+            return _AxisCut(axes=self._fsdp_axes, shard=recorded, origin=CutOrigin.RECORDED)
+        origin = CutOrigin.DEFAULT if self.target.degree(FSDP_AXES) > 1 else None
+        return _AxisCut(axes=self._fsdp_axes, shard=Shard(0), origin=origin)
 
     def _in_recorded_order(self, entry: TensorEntry, dims: Mapping[str, Shard]) -> Placements:
-        """The cuts in the order of the source where it has both, else tensor parallelism before FSDP."""
+        """The cuts in the source's order if it has both, else tensor parallelism before FSDP."""
         recorded = [self._fsdp_axes if axes in _FSDP else axes for axes in entry.placements or {}]
         order = sorted(dims, key=lambda axes: recorded.index(axes) if axes in recorded else -1)
         return {axes: dims[axes] for axes in (order if len(recorded) > 1 else dims)}
 
 
 def stages_for(manifest: Manifest, mesh: MeshSpec, *, stages_per_rank: int | None = None) -> StageTable | None:
-    """Pipeline coordinates on `mesh`; None where it has no pipeline. Without a recorded pipeline, layers are dealt evenly.
+    """Pipeline coordinates on `mesh`; None without a pipeline. Without a recorded pipeline, layers are divided evenly.
 
-    `stages_per_rank` other than the recorded one: the target's schedule differs from the source's.
+    `stages_per_rank` overrides the recorded number, for a target with another pipeline schedule.
     """
     if mesh.degree("pp") == 1:
         return None
@@ -125,13 +144,13 @@ def _pipeline(manifest: Manifest) -> PipelineSpec:
         return PipelineSpec.from_dict(manifest.pipeline)
     num_layers = count_layers([tensor.fqn for tensor in manifest.tensors])
     if num_layers == 0:
-        raise PlanError("mesh with pp > 1: the source records no pipeline and no name of a tensor speaks of layers")
+        raise PlanError("mesh with pp > 1: the source records no pipeline, and no tensor name has a layer number")
     return PipelineSpec(num_layers=num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """Every chunk of the target checkpoint. `rank` holds each row of `table`; `blob_end` is where each rank's blobs end."""
+class TargetLayout:
+    """Every chunk of the target checkpoint. `rank`: the rank of each row of `table`; `blob_end`: where each rank's blobs end."""
 
     mesh: MeshSpec
     tensors: tuple[TensorEntry, ...]
@@ -152,7 +171,7 @@ class Target:
         return [tensor.first_chunk for tensor in self.tensors]
 
     def rows_of(self, rank: int) -> Int64s:
-        """Rows of the chunks in a rank's file, in the order of the file."""
+        """Rows of the chunks in a rank's file, in file order."""
         order, starts = self._by_rank
         return order[starts[rank] : starts[rank + 1]]
 
@@ -185,7 +204,7 @@ class Target:
         return self.table.box_offsets[at].reshape(shape), self.table.box_sizes[at].reshape(shape)
 
     def ranks_with_files(self) -> list[int]:
-        """Ranks that hold anything."""
+        """Ranks that hold at least one chunk or value."""
         ranks = set(np.unique(np.asarray(self.rank)).tolist())
         return sorted(ranks | ({0} if self.objects else set()))
 
@@ -197,11 +216,14 @@ class Target:
 
 
 def lay_out(
-    tensors: Iterable[tuple[TensorEntry, Placed]], objects: Iterable[ObjectEntry], mesh: MeshSpec, attempt_path: str
-) -> Target:
-    """Deal all shards to ranks (a replica goes to the emptiest of its holders) and stack each rank's blobs.
+    tensors: Iterable[tuple[TensorEntry, TargetPlacement]],
+    objects: Iterable[ObjectEntry],
+    mesh: MeshSpec,
+    attempt_path: str,
+) -> TargetLayout:
+    """Assign every shard to a rank (of a replica's holders, to the emptiest) and stack each rank's blobs.
 
-    `objects` are the source's; theirs go to rank 0's file, `attempt_path`.
+    `objects` are the source's values; they go to rank 0's file, `attempt_path`.
     """
     items = list(tensors)
     cuts = _Cuts(mesh)
@@ -224,7 +246,7 @@ def lay_out(
         replace(entry, placements=placed.placements, stages=placed.stages, first_chunk=int(first), num_chunks=count)
         for (entry, placed), first, count in zip(items, firsts, counts, strict=False)
     ]
-    return Target(
+    return TargetLayout(
         mesh=mesh,
         tensors=tuple(entries),
         table=table,
@@ -236,7 +258,7 @@ def lay_out(
 
 
 class _Cuts:
-    """Shards and frames, each distinct pattern computed once."""
+    """Shards and frames; equal patterns are computed once."""
 
     def __init__(self, mesh: MeshSpec) -> None:
         self._mesh = mesh
@@ -250,7 +272,7 @@ class _Cuts:
         return self._cuts[key]
 
     def frames(self, dtype: str, shard: ShardColumns) -> Int64s:
-        """Prefix, payload and blob length of every shard, `[3, n]`."""
+        """Lengths of every shard's prefix, payload and blob, `[3, n]`."""
         key = (dtype, id(shard))
         if key not in self._frames:
             distinct, inverse = np.unique(shard.sizes, axis=0, return_inverse=True)
@@ -260,8 +282,10 @@ class _Cuts:
         return self._frames[key]
 
 
-def _deal(placed: list[Placed], shards: list[ShardColumns], frames: list[Int64s], mesh: MeshSpec) -> list[Int64s]:
-    """The rank of every shard of every tensor: first those that have one holder, then the rest from the largest down."""
+def _deal(
+    placed: list[TargetPlacement], shards: list[ShardColumns], frames: list[Int64s], mesh: MeshSpec
+) -> list[Int64s]:
+    """The rank of every shard of every tensor: first shards with one holder, then the rest, largest first."""
     load = np.zeros(mesh.world_size, dtype=np.int64)
     per_stage = mesh.world_size // mesh.degree("pp")
     dealt: list[Int64s] = [np.zeros(0, dtype=np.int64)] * len(placed)
@@ -314,7 +338,7 @@ def _place_objects(objects: Iterable[ObjectEntry], end: int, path: str) -> Itera
 
 
 def check_complete(manifest: Manifest) -> None:
-    """PlanError where a tensor's chunks do not hold each of its elements exactly once, by their volumes."""
+    """PlanError if the volumes of a tensor's chunks do not add up to the tensor's."""
     for entry in manifest.tensors:
         _, sizes = manifest.boxes(entry)
         found = int(sizes.prod(axis=1).sum())

@@ -1,7 +1,7 @@
-"""What the workers of one reshard leave in the target store for each other, and for a later run: a folder and a record per file.
+"""How the workers of a reshard, and a later run of it, coordinate through the target store: a job folder, a record per file.
 
-A job is known by a digest of what was asked. A file that is written has a record beside it with its digests; the commit takes
-the records away.
+A job is identified by a digest of its request. Each complete file has a record beside it with its digests; the commit removes
+the records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VERIFY_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """This process among those that share a job through the target store alone."""
+    """This process among `count` workers that share a job and communicate through the target store only."""
 
     count: int = 1
     index: int = 0
@@ -34,7 +34,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class JobFiles:
-    """The folder of job `key` below a step, and its records."""
+    """The folder of job `key` in a step, and its records."""
 
     store: Store
     step: int
@@ -45,7 +45,7 @@ class JobFiles:
         return f"{step_folder(self.step)}/{data_file(attempt, rank)}"
 
     def found(self) -> str | None:
-        """The attempt of this job, if an earlier run or worker 0 of this one began it."""
+        """The attempt of this job, if an earlier run or worker 0 of this run has begun it."""
         folder = step_folder(self.step)
         attempts = [name for name in self.store.folders(folder) if is_attempt(name)]
         return next((name for name in attempts if self._key_in(f"{folder}/{name}/{JOB}") == self.key), None)
@@ -57,7 +57,7 @@ class JobFiles:
             return None
 
     def begun(self, workers: Workers, facts: Mapping[str, str]) -> str:
-        """A new attempt of this job: worker 0 makes it, the others wait for it. `facts` are for a person who looks."""
+        """Begin a new attempt: worker 0 creates it, the others wait for it. `facts` are stored for a person who inspects it."""
         if workers.index == 0:
             attempt = new_attempt()
             content = {"job": self.key, **facts}
@@ -73,7 +73,7 @@ class JobFiles:
         return found
 
     def finished(self, attempt: str, ranks: Iterable[int]) -> dict[int, FileResult]:
-        """The files of an earlier run that are whole: they have a record, and their bytes have the digest it says."""
+        """Complete files of an earlier run, by rank: each has a record, and its bytes match the recorded digest."""
         finished = {}
         present = {entry.path for entry in self.store.list(f"{step_folder(self.step)}/{attempt}")}
         for rank in ranks:
@@ -85,7 +85,7 @@ class JobFiles:
         return finished
 
     def _digest(self, path: str, size_bytes: int) -> bytes | None:
-        """Digest of a file's bytes, None if it has another size than that."""
+        """Digest of a file's bytes, None if its size is not `size_bytes`."""
         if self.store.stat(path).size_bytes != size_bytes:
             return None
         hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(_VERIFY_BYTES))
@@ -96,7 +96,7 @@ class JobFiles:
         return hasher.digest()
 
     def write(self, result: FileResult) -> None:
-        """The record of a file that is whole."""
+        """Write the record of a complete file."""
         digests = {key: value.hex() for key, value in result.digests.items()}
         content = {"size": result.size_bytes, "xxh3_128": result.digest.hex(), "digests": digests}
         self.store.write(_beside(result.path), [json.dumps(content).encode()])
@@ -111,7 +111,7 @@ class JobFiles:
             return None
 
     def wait_for(self, ranks: Iterable[int], attempt: str, workers: Workers) -> dict[int, FileResult]:
-        """Every rank's record, once all workers have written theirs."""
+        """Wait for all workers; return every rank's record."""
         paths = {rank: self.path(rank, attempt) for rank in ranks}
         missing, seen_at = set(paths.values()), time.monotonic()
         while missing:
@@ -136,7 +136,7 @@ class JobFiles:
         return {rank: record for rank, record in records.items() if record is not None}
 
     def clear(self, attempt: str, results: Iterable[FileResult]) -> None:
-        """Take away what only the job needed."""
+        """Delete the job's marker and records."""
         folder = f"{step_folder(self.step)}/{attempt}"
         self.store.delete([f"{folder}/{JOB}", *(_beside(result.path) for result in results)])
 

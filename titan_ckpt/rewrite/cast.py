@@ -1,4 +1,4 @@
-"""Casting tensors on their way from one checkpoint to another; the one part of a reshard that needs torch."""
+"""Cast tensors in transit from one checkpoint to another; the only part of a reshard that needs torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from titan_ckpt.sharding.placement import Box
 
 
 def cast_to(source_dtype: str, dtype: str, *, name: str, overflows: Overflows) -> Transform:
-    """A transform of tensor `name` from one floating-point dtype to another, rounding as torch does.
+    """A transform of tensor `name` from one floating-point dtype to another, with torch's rounding.
 
-    What a narrower dtype cannot hold becomes what torch makes of it: infinity, NaN, or its largest value (float8). `overflows`
-    is told.
+    Values out of range become what torch makes of them: infinity, NaN, or the largest value (float8). Then `name` is added to
+    `overflows`.
     """
     source = getattr(torch, source_dtype)
 
@@ -32,28 +32,28 @@ def cast_to(source_dtype: str, dtype: str, *, name: str, overflows: Overflows) -
 
 
 def to_dtype(values: torch.Tensor, dtype: str, *, name: str, overflows: Overflows) -> torch.Tensor:
-    """`values.to(dtype)`; `overflows` is told where tensor `name` holds values past the largest of `dtype`."""
+    """`values.to(dtype)`; adds `name` to `overflows` if a value is out of range of `dtype`."""
     target: torch.dtype = getattr(torch, dtype)
     cast, info = values.to(target), torch.finfo(target)
     if info.max >= torch.finfo(values.dtype).max or values.numel() == 0:
         return cast
     wide = values.float() if values.itemsize == 1 else values
     low, high = torch.aminmax(wide)
-    may_have_lost = not (low >= -info.max and high <= info.max)  # NaN is not in order
+    may_have_lost = not (low >= -info.max and high <= info.max)  # NaN compares false
     if may_have_lost and _has_lost(wide, cast, info):
         overflows.add(name, dtype, info.max)
     return cast
 
 
 def _has_lost(wide: torch.Tensor, cast: torch.Tensor, info: torch.finfo) -> bool:
-    """Whether a value became infinity or NaN, stopped being it, or was clamped: it lay further off than rounding reaches."""
+    """Whether a value was clamped (it was further out of range than rounding explains), or changed between finite and not."""
     reach = info.max + 2.0 ** math.floor(math.log2(info.max)) * info.eps / 2
     is_clamped = wide.isfinite() & (wide.abs() > reach)
     return bool((is_clamped | (wide.isfinite() != cast.float().isfinite())).any())
 
 
 def with_dtype(selection: Selection, dtype: str) -> Selection:
-    """The selection with its floating-point weights in `dtype`; optimizer state, integers and booleans stay as they are."""
+    """Cast the selection's floating-point weights to `dtype`; optimizer state, integers and booleans keep their dtype."""
     if dtype not in FLOATING:
         raise PlanError(f"--dtype {dtype!r} is not one of {', '.join(FLOATING)}")
     items, transforms = [], {}

@@ -1,8 +1,8 @@
-"""Run waves of target files: read, check, cut, transform, digest and write at the same time, in bounded memory.
+"""Read, verify, cut, transform, digest and write groups of target files concurrently, in bounded memory.
 
-One thread walks the schedule: it starts reads ahead (a pool of readers fills slabs), verifies source digests, and hands each
-target file its next bytes. One thread per open target file digests and writes them, streamed. All buffers are slabs of two
-pools, so that the budget holds whatever the model's size.
+One thread walks the schedule: it starts reads ahead (a pool of readers fills buffers), verifies source digests and hands each
+target file its next bytes. One thread per open target file digests and streams them out. All bytes are in buffers of two pools,
+so the memory budget holds whatever the model's size.
 """
 
 from __future__ import annotations
@@ -21,10 +21,19 @@ import xxhash
 
 from titan_ckpt.errors import DamagedError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
-from titan_ckpt.rewrite.memory import Aborted, Budget, Slab, SlabPool
-from titan_ckpt.rewrite.plan import Region, Source, TargetFile, Wave
+from titan_ckpt.rewrite.memory import Aborted, Budget, BufferPool, PooledBuffer
+from titan_ckpt.rewrite.plan import FileGroup, Region, RewriteSource, TargetFile
 from titan_ckpt.rewrite.schedule import Limits, schedule
-from titan_ckpt.rewrite.work_unit import Action, Check, End, Fill, Move, PieceKey, Put, Unit
+from titan_ckpt.rewrite.work_unit import (
+    Action,
+    BoxCopy,
+    ChunkKey,
+    DigestCheck,
+    EndRegion,
+    Unit,
+    WriteLiteral,
+    WriteRegion,
+)
 from titan_ckpt.sharding.placement import Box, span, strides
 from titan_ckpt.store.base import LARGEST_CHANGING_PART, Store
 
@@ -33,8 +42,8 @@ _ELEMENT: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.ui
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileResult:
-    """A target file that is written. `digests`: xxh3-128 of the bytes of every region that has a key; `digest`: of the whole
-    file, empty where the execution was told not to take it."""
+    """A written target file. `digests`: xxh3-128 of every region that has a key; `digest`: of the whole file, empty unless
+    `Execution.is_file_digested`."""
 
     path: str
     size_bytes: int
@@ -43,8 +52,8 @@ class FileResult:
 
 
 @dataclass(slots=True, kw_only=True)
-class Traffic:
-    """What an execution moved, in bytes and requests."""
+class IoCounts:
+    """Bytes and requests of an execution."""
 
     read_bytes: int = 0
     read_requests: int = 0
@@ -53,9 +62,9 @@ class Traffic:
 
 @dataclass(slots=True, kw_only=True)
 class Execution:
-    """One run of `execute`: where from, where to, and how much memory."""
+    """One execution: source, target and memory budget."""
 
-    source: Source
+    source: RewriteSource
     source_store: Store
     target_store: Store
     budget: Budget
@@ -63,17 +72,17 @@ class Execution:
     is_file_digested: bool = True
     num_readers: int = 4
     on_progress: Callable[[int], None] | None = None
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: IoCounts = field(default_factory=IoCounts)
 
-    def run(self, waves: Iterable[Wave]) -> Iterator[list[FileResult]]:
-        """Write every wave's files; yields each wave's results once its files are whole, in order.
+    def run(self, groups: Iterable[FileGroup]) -> Iterator[list[FileResult]]:
+        """Write every group's files; yield each group's results, in order, once its files are complete.
 
-        DamagedError where a source digest does not match; whatever fails, files not yet whole are not there.
+        DamagedError if a source digest does not match. After any failure, no incomplete file exists.
         """
         run = _Run(self)
         try:
-            yield from run.waves(waves)
-        except BaseException as error:  # noqa: BLE001  (raised again, as the error that began it)
+            yield from run.groups(groups)
+        except BaseException as error:  # noqa: BLE001  (the first error is raised instead)
             run.abort(error)
             raise run.first_error(error) from None
         finally:
@@ -82,10 +91,10 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Bytes for a file: literal (no slab) or in a slab that is released once they are written."""
+    """Bytes for a file: literal (no buffer), or in a buffer that is released once they are written."""
 
     data: memoryview | bytes
-    slab: Slab | None
+    buffer: PooledBuffer | None
     is_region: bool
 
 
@@ -95,7 +104,7 @@ class _Failure:
 
 
 class _Sink:
-    """One target file being written by a thread of its own."""
+    """A target file and the thread that writes it."""
 
     def __init__(self, run: _Run, file: TargetFile) -> None:
         self._run, self._file = run, file
@@ -108,7 +117,7 @@ class _Sink:
         self._thread.start()
 
     def put(self, item: _Part | Region | _Failure | None) -> None:
-        """The next bytes; a Region says that it is complete, None that the file is."""
+        """Queue the next bytes; a Region marks its own end, None the end of the file."""
         self._queue.put(item)
 
     def join(self) -> None:
@@ -117,7 +126,7 @@ class _Sink:
     def _write(self) -> None:
         try:
             entry = self._run.execution.target_store.write(self._file.path, self._parts())
-        except BaseException as error:  # noqa: BLE001  (handed to the walking thread, which raises it)
+        except BaseException as error:  # noqa: BLE001  (the walking thread raises it)
             self._run.abort(error)
             self.result.set_exception(error)
         else:
@@ -146,53 +155,53 @@ class _Sink:
             for at in range(0, len(item.data), LARGEST_CHANGING_PART):
                 yield item.data[at : at + LARGEST_CHANGING_PART]
             self._run.wrote(len(item.data))
-            if item.slab is not None:
-                item.slab.release()
+            if item.buffer is not None:
+                item.buffer.release()
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenWave:
+class _OpenGroup:
     sinks: list[_Sink]
 
     def results(self) -> list[FileResult]:
-        """Wait until the wave's files are whole."""
+        """Wait until the group's files are complete."""
         return [sink.result.result() for sink in self.sinks]
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A unit whose reads are under way."""
+    """A unit whose reads are in flight."""
 
     unit: Unit
-    slab: Slab | None
+    buffer: PooledBuffer | None
     reads: list[Future[None]]
 
 
 class _Run:
-    """The walking thread's state."""
+    """State of the walking thread."""
 
     def __init__(self, execution: Execution) -> None:
         self.execution = execution
         budget = execution.budget
-        self._read_slabs = SlabPool(budget.slabs_per_pool, budget.slab_bytes)
-        self._cut_slabs = SlabPool(budget.slabs_per_pool, budget.slab_bytes)
+        self._read_buffers = BufferPool(budget.buffers_per_pool, budget.buffer_bytes)
+        self._cut_buffers = BufferPool(budget.buffers_per_pool, budget.buffer_bytes)
         self._scratch = np.empty(0, dtype=np.uint8)
         self._readers = ThreadPoolExecutor(execution.num_readers, thread_name_prefix="read")
-        self._checked: set[PieceKey] | None = set() if execution.is_checked else None
-        self._hashers: dict[PieceKey, xxhash.xxh3_128] = {}
-        self._open: deque[_OpenWave] = deque()
+        self._checked: set[ChunkKey] | None = set() if execution.is_checked else None
+        self._hashers: dict[ChunkKey, xxhash.xxh3_128] = {}
+        self._open: deque[_OpenGroup] = deque()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._cut: tuple[Slab, int] | None = None
+        self._cut: tuple[PooledBuffer, int] | None = None
 
-    def waves(self, waves: Iterable[Wave]) -> Iterator[list[FileResult]]:
-        """Run all; a wave's files may still be flushing while the next wave is read."""
-        for wave in waves:
-            while self._open and self._num_open + len(wave.files) > self.execution.budget.max_open_files:
+    def groups(self, groups: Iterable[FileGroup]) -> Iterator[list[FileResult]]:
+        """Run all groups; one group's files may still be flushing while the next group is read."""
+        for group in groups:
+            while self._open and self._num_open + len(group.files) > self.execution.budget.max_open_files:
                 yield self._open.popleft().results()
-            sinks = [_Sink(self, file) for file in wave.files]
-            self._open.append(_OpenWave(sinks))
-            self._walk(wave, sinks)
+            sinks = [_Sink(self, file) for file in group.files]
+            self._open.append(_OpenGroup(sinks))
+            self._walk(group, sinks)
             for sink in sinks:
                 sink.put(None)
         while self._open:
@@ -200,11 +209,11 @@ class _Run:
 
     @property
     def _num_open(self) -> int:
-        return sum(len(wave.sinks) for wave in self._open)
+        return sum(len(group.sinks) for group in self._open)
 
-    def _walk(self, wave: Wave, sinks: list[_Sink]) -> None:
-        limits = Limits(slab_bytes=self.execution.budget.slab_bytes)
-        units = schedule(self.execution.source, wave, limits, checked=self._checked)
+    def _walk(self, group: FileGroup, sinks: list[_Sink]) -> None:
+        limits = Limits(buffer_bytes=self.execution.budget.buffer_bytes)
+        units = schedule(self.execution.source, group, limits, checked=self._checked)
         pending: deque[_Pending] = deque()
         upcoming = next(units, None)
         while upcoming is not None or pending:
@@ -215,13 +224,13 @@ class _Run:
         self._release_cut()
 
     def _start(self, unit: Unit, *, wait: bool) -> _Pending | None:
-        """Start a unit's reads; None if there is no slab for it now."""
+        """Start a unit's reads; None if no buffer is free and `wait` is false."""
         if not unit.reads:
             return _Pending(unit, None, [])
-        slab = self._read_slabs.acquire(unit.slab_bytes, wait=wait)
-        if slab is None:
+        buffer = self._read_buffers.acquire(unit.buffer_bytes, wait=wait)
+        if buffer is None:
             return None
-        view = slab.data.data
+        view = buffer.data.data
         store, objects = self.execution.source_store, self.execution.source.objects
         self.execution.traffic.read_requests += len(unit.reads)
         self.execution.traffic.read_bytes += sum(read.length for read in unit.reads)
@@ -229,78 +238,78 @@ class _Run:
             self._readers.submit(store.read_into, objects[r.object], r.start, view[r.at : r.at + r.length])
             for r in unit.reads
         ]
-        return _Pending(unit, slab, futures)
+        return _Pending(unit, buffer, futures)
 
     def _finish(self, pending: _Pending, sinks: list[_Sink]) -> None:
         for future in pending.reads:
             future.result()
         for check in pending.unit.checks:
-            assert pending.slab is not None
-            self._check(check, pending.slab)
+            assert pending.buffer is not None
+            self._check(check, pending.buffer)
         for action in pending.unit.actions:
-            self._act(action, pending.slab, sinks)
-        if pending.slab is not None:
-            pending.slab.release()
+            self._act(action, pending.buffer, sinks)
+        if pending.buffer is not None:
+            pending.buffer.release()
 
-    def _check(self, check: Check, slab: Slab) -> None:
+    def _check(self, check: DigestCheck, buffer: PooledBuffer) -> None:
         hasher = self._hashers.setdefault(check.key, xxhash.xxh3_128())
-        hasher.update(slab.data.data[check.at : check.at + check.length])
+        hasher.update(buffer.data.data[check.at : check.at + check.length])
         if not check.is_last:
             return
         found = self._hashers.pop(check.key).digest()
-        if found != check.piece.digest:
-            where = self.execution.source_store.where(self.execution.source.objects[check.piece.object])
-            expected = check.piece.digest.hex() if check.piece.digest else "none"
+        if found != check.chunk.digest:
+            where = self.execution.source_store.where(self.execution.source.objects[check.chunk.object])
+            expected = check.chunk.digest.hex() if check.chunk.digest else "none"
             raise DamagedError(
-                f"{where}: {check.key[0]}: the {check.piece.length} bytes at {check.piece.start} have digest {found.hex()}, "
+                f"{where}: {check.key[0]}: the {check.chunk.length} bytes at {check.chunk.start} have digest {found.hex()}, "
                 f"expected {expected}: the source is damaged. Use another step; `verify --data` lists every damaged chunk."
             )
 
-    def _act(self, action: Action, slab: Slab | None, sinks: list[_Sink]) -> None:
-        if isinstance(action, Put):
+    def _act(self, action: Action, buffer: PooledBuffer | None, sinks: list[_Sink]) -> None:
+        if isinstance(action, WriteLiteral):
             sinks[action.file].put(_Part(action.data, None, is_region=False))
-        elif isinstance(action, End):
+        elif isinstance(action, EndRegion):
             sinks[action.file].put(action.region)
         else:
-            assert slab is not None
-            sinks[action.file].put(self._fill(action, slab))
+            assert buffer is not None
+            sinks[action.file].put(self._assemble(action, buffer))
 
-    def _fill(self, fill: Fill, slab: Slab) -> _Part:
-        size = fill.strip.num_elements * ELEMENT_SIZE[fill.dtype]
-        if fill.region.transform is None:
-            move = fill.moves[0]
-            if len(fill.moves) == 1 and move.strides == _byte_strides(fill.strip, fill.dtype):
-                return _Part(slab.data.data[move.at : move.at + size], slab.retain(), is_region=True)
+    def _assemble(self, write: WriteRegion, buffer: PooledBuffer) -> _Part:
+        size = write.strip.num_elements * ELEMENT_SIZE[write.dtype]
+        if write.region.transform is None:
+            copy = write.copies[0]
+            if len(write.copies) == 1 and copy.strides == _byte_strides(write.strip, write.dtype):
+                return _Part(buffer.data.data[copy.at : copy.at + size], buffer.retain(), is_region=True)
             target, view = self._cut_space(size)
-            _gather(fill, slab.data, view)
+            _gather(write, buffer.data, view)
             return _Part(view.data, target, is_region=True)
         if len(self._scratch) < size:
             self._scratch = np.empty(size, dtype=np.uint8)
         raw = self._scratch[:size]
-        _gather(fill, slab.data, raw)
-        return self._transformed(fill, raw)
+        _gather(write, buffer.data, raw)
+        return self._transformed(write, raw)
 
-    def _transformed(self, fill: Fill, raw: npt.NDArray[np.uint8]) -> _Part:
-        transform = fill.region.transform
+    def _transformed(self, write: WriteRegion, raw: npt.NDArray[np.uint8]) -> _Part:
+        transform = write.region.transform
         assert transform is not None
-        result = memoryview(transform.apply(raw.data, fill.strip)).cast("B")
-        first, count = span(fill.strip, fill.part) if fill.part.num_elements else (0, 0)
+        result = memoryview(transform.apply(raw.data, write.strip)).cast("B")
+        first, count = span(write.strip, write.part) if write.part.num_elements else (0, 0)
         item = ELEMENT_SIZE[transform.dtype]
         target, view = self._cut_space(count * item)
         view[:] = np.frombuffer(result, dtype=np.uint8)[first * item : (first + count) * item]
         return _Part(view.data, target, is_region=True)
 
-    def _cut_space(self, size: int) -> tuple[Slab, npt.NDArray[np.uint8]]:
-        """`size` bytes of the slab for cut bytes that is being filled; a new one where it is full."""
+    def _cut_space(self, size: int) -> tuple[PooledBuffer, npt.NDArray[np.uint8]]:
+        """Take `size` bytes of the current buffer for cut bytes, or of a new one if they do not fit."""
         if self._cut is not None and self._cut[1] + size > len(self._cut[0].data):
             self._release_cut()
         if self._cut is None:
-            slab = self._cut_slabs.acquire(size)
-            assert slab is not None
-            self._cut = (slab, 0)
-        slab, used = self._cut
-        self._cut = (slab, used + -(-size // 64) * 64)
-        return slab.retain(), slab.data[used : used + size]
+            buffer = self._cut_buffers.acquire(size)
+            assert buffer is not None
+            self._cut = (buffer, 0)
+        buffer, used = self._cut
+        self._cut = (buffer, used + -(-size // 64) * 64)
+        return buffer.retain(), buffer.data[used : used + size]
 
     def _release_cut(self) -> None:
         if self._cut is not None:
@@ -308,32 +317,32 @@ class _Run:
             self._cut = None
 
     def wrote(self, size_bytes: int) -> None:
-        """Count what a sink wrote."""
+        """Count bytes that a sink has written."""
         with self._lock:
             self.execution.traffic.written_bytes += size_bytes
             if self.execution.on_progress is not None:
                 self.execution.on_progress(size_bytes)
 
     def abort(self, error: BaseException) -> None:
-        """Remember the first error and stop everybody."""
+        """Remember the first error and stop all threads."""
         with self._lock:
             if self._error is None and not isinstance(error, Aborted):
                 self._error = error
-        self._read_slabs.abort()
-        self._cut_slabs.abort()
+        self._read_buffers.abort()
+        self._cut_buffers.abort()
 
     def first_error(self, error: BaseException) -> BaseException:
-        """The error that began it, which may not be the one that the walking thread met."""
+        """The first error, which may differ from the one that the walking thread caught."""
         return self._error or error
 
     def close(self) -> None:
-        """Wait for every thread; open files of a run that failed are given up."""
+        """Wait for all threads; abandon the open files of a failed run."""
         self._readers.shutdown(wait=True, cancel_futures=True)
-        for wave in self._open:
-            for sink in wave.sinks:
+        for group in self._open:
+            for sink in group.sinks:
                 sink.put(_Failure(Aborted()))
-        for wave in self._open:
-            for sink in wave.sinks:
+        for group in self._open:
+            for sink in group.sinks:
                 sink.join()
 
 
@@ -341,14 +350,14 @@ def _byte_strides(box: Box, dtype: str) -> tuple[int, ...]:
     return tuple(step * ELEMENT_SIZE[dtype] for step in strides(box.sizes))
 
 
-def _gather(fill: Fill, slab: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
-    """Copy every move's box from the slab to its place in the strip."""
-    element = np.dtype(_ELEMENT[ELEMENT_SIZE[fill.dtype]])
-    target = out.view(element).reshape(fill.strip.sizes) if out.size else out
-    for move in fill.moves:
-        place = tuple(slice(o, o + s) for o, s in zip(move.box.offsets, move.box.sizes, strict=True))
-        target[place] = _view(move, slab, element)
+def _gather(write: WriteRegion, buffer: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
+    """Copy every box from the buffer to its place in the strip."""
+    element = np.dtype(_ELEMENT[ELEMENT_SIZE[write.dtype]])
+    target = out.view(element).reshape(write.strip.sizes) if out.size else out
+    for copy in write.copies:
+        place = tuple(slice(o, o + s) for o, s in zip(copy.box.offsets, copy.box.sizes, strict=True))
+        target[place] = _view(copy, buffer, element)
 
 
-def _view(move: Move, slab: npt.NDArray[np.uint8], element: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.ndarray(move.box.sizes, dtype=element, buffer=slab.data, offset=move.at, strides=move.strides)
+def _view(copy: BoxCopy, buffer: npt.NDArray[np.uint8], element: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.ndarray(copy.box.sizes, dtype=element, buffer=buffer.data, offset=copy.at, strides=copy.strides)

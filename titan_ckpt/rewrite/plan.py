@@ -1,10 +1,10 @@
-"""What a rewriting job reads and writes: source tensors in pieces, target files as lists of segments. No torch, no I/O.
+"""The input and output of a rewrite: source tensors in chunks, target files as lists of segments. No torch, no I/O.
 
-Resharding and both directions of conversion are the same job: a `Source` (tensors, each in pieces that are byte ranges of
-objects) becomes `TargetFile`s (literal bytes such as headers, and regions of source tensors in row-major order). `schedule.py`
-turns them into bounded units of reads and moves, `execute.py` runs those.
+Resharding and both directions of conversion are one job: a `RewriteSource` (tensors, whose chunks are byte ranges of objects)
+becomes `TargetFile`s (literal bytes such as headers, and regions of source tensors in row-major order). `schedule.py` turns them
+into units of bounded size, `execute.py` runs those.
 
-    Source(objects=("model-1.safetensors",), tensors={"lm_head.weight": SourceTensor(...)})
+    RewriteSource(objects=("model-1.safetensors",), tensors={"lm_head.weight": SourceTensor(...)})
     TargetFile(path="a-.../__0_0.distcp", segments=(
         Literal(frame.prefix), Region(tensor="lm_head.weight", box=Box((0, 0), (512, 256))), Literal(frame.suffix)))
 """
@@ -26,16 +26,16 @@ from titan_ckpt.format.foreign_blob import locate_payload
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, Chunk, Manifest, TensorEntry
 from titan_ckpt.sharding.placement import Box, Shape
 from titan_ckpt.sharding.repeating_columns import Column, Int64s
+from titan_ckpt.store.base import Buffer
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
 LOCATE_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A box of a source tensor that lies row-major in `[start, start + length)` of an object, after `codec`.
+class SourceChunk:
+    """A box of a source tensor, stored row-major in bytes `[start, start + length)` of an object, encoded by `codec`.
 
-    `digest` is xxh3-128 of the decoded payload, None where the writer recorded none (nothing to check then).
+    `digest` is xxh3-128 of the decoded payload, None if the writer recorded none.
     """
 
     object: int
@@ -48,9 +48,9 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTensor:
-    """A tensor and its pieces as columns: boxes `[num_pieces, ndim]`, payload ranges `[num_pieces]`, digests of 16 bytes each.
+    """A tensor and its chunks as columns: boxes `[num_chunks, ndim]`, payload ranges `[num_chunks]`, digests of 16 bytes each.
 
-    `codec` holds indices into `codecs`; `single` builds the common case of a tensor that is one raw piece.
+    `codec` holds indices into `codecs`.
     """
 
     dtype: str
@@ -68,7 +68,7 @@ class SourceTensor:
     def single(
         dtype: str, global_shape: Shape, *, object_index: int, start: int, digest: bytes | None = None
     ) -> SourceTensor:
-        """A tensor stored whole and raw, as safetensors files store it."""
+        """A tensor stored as one raw chunk, as in safetensors files."""
         whole = Box.whole(global_shape)
         return SourceTensor(
             dtype=dtype,
@@ -83,13 +83,13 @@ class SourceTensor:
         )
 
     @property
-    def num_pieces(self) -> int:
-        """Pieces in all."""
+    def num_chunks(self) -> int:
+        """Number of chunks."""
         return len(self.object)
 
     @property
     def size_bytes(self) -> int:
-        """Raw bytes of all of it."""
+        """Decoded bytes of the whole tensor."""
         return Box.whole(self.global_shape).num_elements * self.element_size
 
     @property
@@ -97,11 +97,11 @@ class SourceTensor:
         """Bytes of one element."""
         return ELEMENT_SIZE[self.dtype]
 
-    def piece(self, index: int) -> Piece:
-        """The `index`-th piece."""
+    def chunk(self, index: int) -> SourceChunk:
+        """The `index`-th chunk."""
         at = index * DIGEST_BYTES
         digest = None if self.digests is None else bytes(self.digests[at : at + DIGEST_BYTES])
-        return Piece(
+        return SourceChunk(
             object=int(self.object[index]),
             start=int(self.start[index]),
             length=int(self.length[index]),
@@ -112,25 +112,25 @@ class SourceTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """Objects (paths in the source store) and the tensors whose pieces lie in them."""
+class RewriteSource:
+    """Objects (paths in the source store) and the tensors stored in them."""
 
     objects: tuple[str, ...]
     tensors: Mapping[str, SourceTensor]
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Place of each tensor in the source's own order."""
+        """Position of each tensor in the source's order."""
         return {name: index for index, name in enumerate(self.tensors)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transform:
-    """Arithmetic on the way: `apply(raw, box)` gets the little-endian row-major bytes of `box` of the source tensor and returns
-    those of the same box in `dtype`.
+    """Arithmetic on a tensor in transit: `apply(raw, box)` takes the little-endian row-major bytes of `box` of the source tensor
+    and returns the bytes of the same box in `dtype`.
 
-    It sees a strip of rows at a time. Strips begin and end at multiples of `row_multiple` rows of dimension 0 (or at the
-    tensor's end), so a permutation inside heads of 64 rows says `row_multiple=64`; the executor crops what a shard does not hold.
+    It gets a strip of rows at a time. Strips begin and end at multiples of `row_multiple` rows of dimension 0 (or at the tensor's
+    end): a permutation inside heads of 64 rows sets `row_multiple=64`. The executor crops rows that the target does not hold.
     """
 
     dtype: str
@@ -140,9 +140,9 @@ class Transform:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Segment: a box of a source tensor, row-major, through `transform` if there is one.
+    """Segment: a box of a source tensor, row-major, passed through `transform` if given.
 
-    `key` names the digest of the segment's bytes in the result (`FileResult.digests`); None for no digest.
+    `key` names the digest of the segment's bytes in `FileResult.digests`; None: no digest.
     """
 
     tensor: str
@@ -153,7 +153,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Segment: these bytes."""
+    """Segment: literal bytes."""
 
     data: bytes
 
@@ -163,38 +163,38 @@ Segment: TypeAlias = Literal | Region
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFile:
-    """A file to write: its path in the target store and its segments from first byte to last."""
+    """A file to write: its path in the target store and its segments in file order."""
 
     path: str
     segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wave:
-    """Target files that are written at the same time, so that a source byte they share is read once.
+class FileGroup:
+    """Target files written at the same time, so that a source byte they share is read once.
 
-    The regions of every file must come in one common order of tensors (`Source.position`); a wave of one file is free.
+    Every file must list its regions in the source's order of tensors (`RewriteSource.position`), unless it is alone.
     """
 
     files: tuple[TargetFile, ...]
 
 
-def source_of(checkpoint: Checkpoint, fqns: Collection[str] | None = None) -> Source:
-    """The source that a checkpoint is: its data files, and its tensors (those of `fqns`) with the digests that were recorded.
+def source_of(checkpoint: Checkpoint, fqns: Collection[str] | None = None) -> RewriteSource:
+    """A checkpoint as a source: its data files and its tensors (those in `fqns`), with their recorded digests.
 
-    A checkpoint of others does not say where in a blob the bytes are: then every blob of these tensors is looked into.
+    A foreign checkpoint does not record where in a blob the payload is; then every blob of these tensors is inspected.
     """
     manifest, digests = checkpoint.manifest, checkpoint.digests
     wanted = [entry for entry in manifest.tensors if fqns is None or entry.fqn in fqns]
     payloads = _payloads(checkpoint, wanted)
-    return Source(
+    return RewriteSource(
         objects=tuple(checkpoint.path(file.path) for file in manifest.files),
         tensors={entry.fqn: _source_tensor(manifest, entry, digests, payloads) for entry in wanted},
     )
 
 
 def _payloads(checkpoint: Checkpoint, wanted: list[TensorEntry]) -> tuple[Column, Column]:
-    """Start in its blob and length of every chunk's payload; those of tensors that are not wanted may be unknown."""
+    """Every chunk payload's start in its blob and its length; may be unknown for unwanted tensors."""
     table = checkpoint.manifest.chunks
     if not len(table) or int(table.payload_offset.min()) >= 0:
         return table.payload_offset, table.payload_length

@@ -1,4 +1,4 @@
-"""Boxes cut into row-major strips, and where a box lies inside another. Pure arithmetic."""
+"""Cut boxes into row-major strips; intersect lists of boxes. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titan_ckpt.sharding.repeating_columns import Int64s
 
 
 def cut_strips(box: Box, max_elements: int, row_multiple: int) -> Iterator[Box]:
-    """`box` in row-major strips of at most `max_elements`, cut at multiples of `row_multiple` rows of dimension 0.
+    """Cut `box` into row-major strips of at most `max_elements`, at multiples of `row_multiple` rows of dimension 0.
 
     >>> [strip.sizes for strip in cut_strips(Box((0, 0), (5, 4)), 8, 1)]
     [(2, 4), (2, 4), (1, 4)]
@@ -38,7 +38,7 @@ def cut_strips(box: Box, max_elements: int, row_multiple: int) -> Iterator[Box]:
 
 
 def merged_rows(boxes: list[Box], multiple: int = 1) -> list[tuple[int, int]]:
-    """The ranges of dimension 0 that the boxes cover, joined where they touch, grown to multiples of `multiple`.
+    """The ranges of dimension 0 that the boxes cover, merged if they touch, grown to multiples of `multiple`.
 
     >>> merged_rows([Box((5,), (2,)), Box((0,), (3,)), Box((3,), (1,))]), merged_rows([Box((5,), (2,))], 4)
     ([(0, 4), (5, 7)], [(4, 8)])
@@ -60,12 +60,12 @@ def _rows(box: Box, multiple: int) -> tuple[int, int]:
 
 
 def with_rows(box: Box, start: int, end: int) -> Box:
-    """`box` with rows `[start, end)` of dimension 0 instead of its own; a scalar's box as it is."""
+    """`box` with rows `[start, end)` of dimension 0; a scalar's box is unchanged."""
     return Box((start, *box.offsets[1:]), (end - start, *box.sizes[1:])) if box.sizes else box
 
 
 def hull(boxes: list[Box]) -> Box:
-    """The smallest box around all of them."""
+    """The smallest box that contains all boxes."""
     starts = [min(values) for values in zip(*(box.offsets for box in boxes), strict=True)]
     ends = [
         max(o + s for o, s in pairs)
@@ -75,13 +75,13 @@ def hull(boxes: list[Box]) -> Box:
 
 
 def columns(boxes: list[Box], ndim: int) -> tuple[Int64s, Int64s]:
-    """Offsets and sizes of boxes, each `[n, ndim]`."""
+    """Offsets and sizes of the boxes, each `[n, ndim]`."""
     offsets = np.array([box.offsets for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)
     return offsets, np.array([box.sizes for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)
 
 
 def pairs(a: list[Box], b: list[Box], ndim: int) -> dict[int, list[int]]:
-    """For each box of `a` the boxes of `b` that meet it."""
+    """For each index in `a`, the indices of the boxes of `b` that overlap it."""
     met: dict[int, list[int]] = {}
     for j, i in zip(*(column.tolist() for column in overlaps(*columns(b, ndim), *columns(a, ndim))), strict=True):
         met.setdefault(i, []).append(j)

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint to take, under which names and in which dtype. No torch, no I/O (a cast is made elsewhere)."""
+"""Select tensors of a checkpoint, with new names and dtypes. No torch, no I/O; `cast.py` makes the transforms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATING = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """A tensor to take; `entry` has the new name and dtype."""
+    """A selected tensor; `entry` has the new name and dtype."""
 
     source_fqn: str
     entry: TensorEntry
@@ -31,7 +31,8 @@ class Selected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """What was asked: FQN globs, renames `OLD=NEW` (a `*` of NEW is what that of OLD matched), `only` a part of the state."""
+    """A user's request: FQN globs, renames `OLD=NEW` (each `*` of NEW is replaced by what that of OLD matched), and `only`,
+    a top-level part of the state."""
 
     only: str | None = None
     include: tuple[str, ...] = ()
@@ -39,7 +40,7 @@ class Filter:
     rename: tuple[str, ...] = ()
 
     def keeps(self, fqn: str) -> bool:
-        """Whether `fqn` is taken."""
+        """Whether `fqn` is selected."""
         if self.only is not None and not fqn.startswith(f"{self.only}."):
             return False
         if self.include and not any(fnmatchcase(fqn, glob) for glob in self.include):
@@ -63,12 +64,12 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Overflows:
-    """Names of the tensors that hold values past the largest of the dtype that they were cast to."""
+    """Names of tensors with values out of range of the dtype that they were cast to."""
 
     names: set[str] = field(default_factory=set)
 
     def add(self, name: str, dtype: str, largest: float) -> None:
-        """Note it, and warn where this is the tensor's first."""
+        """Record an overflow; warn once per tensor."""
         if name not in self.names:
             self.names.add(name)
             log.warning(
@@ -79,9 +80,9 @@ class Overflows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The tensors to take in order of their new names, and the transforms of those that change.
+    """Selected tensors in order of their new names, and the transforms of those that change.
 
-    `overflows` is filled while they are cast.
+    `overflows` is filled during the casts.
     """
 
     items: tuple[Selected, ...]
@@ -91,16 +92,16 @@ class Selection:
 
     @property
     def is_model_only(self) -> bool:
-        """Whether the result cannot be resumed from: a part of the state was asked for."""
+        """Whether only a part of the state was requested, so that the result cannot be resumed from."""
         return self.filter.only is not None or bool(self.filter.include)
 
     def keeps_object(self, fqn: str) -> bool:
-        """Whether a value that is not a tensor is taken."""
+        """Whether a value that is not a tensor is selected."""
         return self.filter.keeps(fqn)
 
 
 def select(manifest: Manifest, wanted: Filter | None = None) -> Selection:
-    """The tensors of a checkpoint that `wanted` lets through. PlanError if none is left, or two would have one name."""
+    """Select the tensors that pass `wanted`. PlanError if none is left, or two would get the same name."""
     wanted = wanted or Filter()
     for text in wanted.rename:
         old, separator, new = text.partition("=")

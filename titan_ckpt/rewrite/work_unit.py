@@ -1,18 +1,19 @@
-"""Units of bounded size that a schedule is made of: what to read, what to check, what to write where. No torch, no I/O."""
+"""The bounded units of a schedule: what to read, what to verify, what to write where. No torch, no I/O."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_ckpt.rewrite.plan import Piece, Region
+from titan_ckpt.rewrite.plan import Region, SourceChunk
 from titan_ckpt.sharding.placement import Box, Shape
 
-PieceKey = tuple[str, int]
+ChunkKey = tuple[str, int]
+"""A tensor's name and the index of one of its chunks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """One request: `length` bytes of an object from `start`, to go to `at` in the unit's slab."""
+class ReadRequest:
+    """Read `length` bytes of an object from `start` to position `at` of the unit's buffer."""
 
     object: int
     start: int
@@ -21,8 +22,8 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A box of elements: where it starts in the slab and its strides there (bytes), and its place in the strip it goes to."""
+class BoxCopy:
+    """Copy a box of elements: its start `at` in the buffer, its strides there (bytes), its box in the strip that it goes to."""
 
     at: int
     strides: Shape
@@ -30,53 +31,56 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """The next `length` bytes of a piece's payload stand at `at`; `is_last`: the digest must be `piece.digest` now."""
+class DigestCheck:
+    """Hash the next `length` bytes of a chunk's payload, at `at` of the buffer; after the last, compare with `chunk.digest`."""
 
-    key: PieceKey
-    piece: Piece
+    key: ChunkKey
+    chunk: SourceChunk
     at: int
     length: int
     is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
-    """File `file` of the wave gets these literal bytes next."""
+class WriteLiteral:
+    """Append these bytes to file number `file` of the group."""
 
     file: int
     data: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fill:
-    """File `file` of the wave gets `part` of `region` next. `strip` (a box around `part`, larger only where a transform needs
-    whole groups of rows) is filled by `moves`, transformed, and cropped to `part`."""
+class WriteRegion:
+    """Append `part` of `region` to file number `file` of the group.
+
+    `copies` assemble `strip`, a box around `part` (larger only if a transform needs whole groups of rows); it is transformed,
+    then cropped to `part`.
+    """
 
     file: int
     region: Region
     dtype: str
     strip: Box
     part: Box
-    moves: tuple[Move, ...]
+    copies: tuple[BoxCopy, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """`region` of file `file` is complete."""
+class EndRegion:
+    """`region` of file number `file` is complete."""
 
     file: int
     region: Region
 
 
-Action = Put | Fill | End
+Action = WriteLiteral | WriteRegion | EndRegion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Reads that fit a slab, the checks and then the actions that use them, each file's actions in order."""
+    """Read requests that fit a buffer, then the checks and actions on what they read; each file's actions are in order."""
 
-    reads: tuple[Read, ...]
-    checks: tuple[Check, ...]
+    reads: tuple[ReadRequest, ...]
+    checks: tuple[DigestCheck, ...]
     actions: tuple[Action, ...]
-    slab_bytes: int
+    buffer_bytes: int

@@ -13,13 +13,13 @@ import numpy as np
 from titan_ckpt.check.diff import Difference, compare
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
-from titan_ckpt.console.cut_picture import Pieces, draw
+from titan_ckpt.console.cut_picture import Pieces, draw_cut
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.format.manifest import TensorEntry
 from titan_ckpt.location import local_path, redact, scheme
-from titan_ckpt.resharding.estimate import estimate
+from titan_ckpt.resharding.estimate import estimate_reshard
 from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import format_placements
@@ -142,7 +142,7 @@ def cut_rows(checkpoint: Checkpoint, fqn: str) -> Iterator[Row]:
     holders = [chunk.file.rpartition("__")[2].partition("_")[0] for chunk in checkpoint.manifest.chunks_of(tensor)]
     yield head(f"{fqn}: {tensor.global_shape} {tensor.dtype}; each cell shows the rank that wrote it")
     pieces = Pieces(offsets=np.asarray(offsets), sizes=np.asarray(sizes), holders=holders)
-    for line in draw(tensor.global_shape, pieces, is_coloured=False).splitlines():
+    for line in draw_cut(tensor.global_shape, pieces, is_coloured=False).splitlines():
         yield row("  " + line)
 
 
@@ -194,7 +194,7 @@ def _change(difference: Difference) -> str:
 def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]:
     """Plan of `titan-ckpt reshard`, from the index alone."""
     plan = plan_reshard(checkpoint, MeshSpec.parse(mesh))
-    facts = estimate(plan, checkpoint.store, memory_bytes=DEFAULT_MEMORY)
+    facts = estimate_reshard(plan, checkpoint.store, memory_bytes=DEFAULT_MEMORY)
     smallest, largest = format_size(facts.smallest_file_bytes), format_size(facts.largest_file_bytes)
     cuts = ", ".join(f"{count} as {origin}" for origin, count in facts.placements.items() if count)
     yield head(f"step {checkpoint.step}: mesh {facts.source_mesh or 'not recorded'} -> {facts.mesh}")
@@ -203,9 +203,9 @@ def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]
     )
     yield row(f"  write     {format_size(facts.written_bytes)} in {facts.num_files:,} files of {smallest} to {largest}")
     yield row(f"  tensors   {facts.num_tensors:,}, cut {cuts or 'nowhere'}")
-    yield row(f"  memory    at most {format_size(facts.peak_memory_bytes)} of buffers, in {facts.num_waves:,} waves")
-    for name, start, length in facts.largest_reads[:3]:
-        yield row((f"  largest   {format_size(length)} at {start:,} of {name}", Role.DIM))
+    yield row(f"  memory    at most {format_size(facts.peak_memory_bytes)} of buffers, in {facts.num_groups:,} waves")
+    for read in facts.largest_reads[:3]:
+        yield row((f"  largest   {format_size(read.length)} at {read.start:,} of {read.object}", Role.DIM))
     if facts.guessed:
         yield row(
             ("  ! ", Role.WARN), f"cut not recorded, taken from the table of known models: {', '.join(facts.guessed)}"
