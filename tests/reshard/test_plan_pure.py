@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from titan_ckpt.console.cut_picture import Pieces, draw_cut
+from titan_ckpt.console.cut_picture import CutBoxes, draw_cut
 from titan_ckpt.errors import ConfigError, PlanError
 from titan_ckpt.resharding.placement_rules import read_rules
 from titan_ckpt.rewrite.row_strips import cut_strips
@@ -67,8 +67,8 @@ def test_the_grid_shows_what_each_target_piece_is_made_of() -> None:
         shard_columns((4, 4), rows, MeshSpec.parse("dp_shard=2")),
         shard_columns((4, 4), columns, MeshSpec.parse("tp=2")),
     )
-    source = Pieces(offsets=a.offsets, sizes=a.sizes, holders=["0", "1"])
-    target = Pieces(offsets=b.offsets, sizes=b.sizes, holders=["0", "1"])
+    source = CutBoxes(offsets=a.offsets, sizes=a.sizes, holders=["0", "1"])
+    target = CutBoxes(offsets=b.offsets, sizes=b.sizes, holders=["0", "1"])
     line_a, line_b = " a0 a0 a1 a1", " b0 b0 b1 b1"
     assert draw_cut((4, 4), target, source=source, is_coloured=False).splitlines() == [line_a, line_a, line_b, line_b]
     assert "\x1b[30;48;5;" in draw_cut((4, 4), target, source=source)

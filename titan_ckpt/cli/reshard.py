@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command
-from titan_ckpt.console.cut_picture import Pieces, draw_cut
+from titan_ckpt.console.cut_picture import CutBoxes, draw_cut
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_duration, format_size, parse_size
 from titan_ckpt.errors import ConfigError, UsageError
@@ -44,7 +44,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--mesh", required=True, help="target mesh, such as pp=2,dp_shard=8,tp=4")
     parser.add_argument("-n", "--dry-run", action="store_true", help="say what it would read and write, and stop")
     parser.add_argument("--json", action="store_true", help="facts as JSON on stdout")
-    parser.add_argument("--show", metavar="FQN", help="draw which source pieces make which target pieces of a tensor")
+    parser.add_argument("--show", metavar="FQN", help="draw which source chunks make which target chunks of a tensor")
     parser.add_argument("--dtype", help="cast floating-point weights (not optimizer state), such as bfloat16")
     parser.add_argument("--only", choices=["model"], help="leave out the optimizer and everything else; not resumable")
     parser.add_argument(
@@ -162,26 +162,26 @@ def _range(facts: ReshardEstimate) -> str:
 
 
 def show(plan: ReshardPlan, fqn: str, *, is_coloured: bool) -> str:
-    """The source's and the target's cut of a tensor, one under the other, in the colours of the source's pieces."""
+    """The source's and the target's cut of a tensor, one under the other, coloured by source chunk."""
     tensor = next((t for t in plan.target.tensors if t.fqn == fqn), None)
     if tensor is None:
         raise UsageError(f"--show {fqn}: no such tensor among the {len(plan.target.tensors)} that are taken")
     before = plan.source.tensors[fqn]
-    source = Pieces(
+    source = CutBoxes(
         offsets=before.box_offsets,
         sizes=before.box_sizes,
         holders=[_rank_of(plan.source.objects[number]) for number in before.object.tolist()],
     )
     rows = range(tensor.first_chunk, tensor.first_chunk + tensor.num_chunks)
     offsets, sizes = plan.target.boxes(fqn)
-    target = Pieces(offsets=offsets, sizes=sizes, holders=[str(plan.target.rank[row]) for row in rows])
+    target = CutBoxes(offsets=offsets, sizes=sizes, holders=[str(plan.target.rank[row]) for row in rows])
     recorded = plan.checkpoint.manifest.mesh
     return "\n".join(
         [
             f"{fqn} {tensor.dtype} {list(tensor.global_shape)}",
-            f"source {'' if recorded is None else recorded}: {before.num_chunks} pieces, by rank",
+            f"source {'' if recorded is None else recorded}: {before.num_chunks} chunks, by rank",
             draw_cut(tensor.global_shape, source, source=source, is_coloured=is_coloured),
-            f"target {plan.target.mesh}, cut {format_placements(tensor.placements or {})}: {tensor.num_chunks} pieces, by rank",
+            f"target {plan.target.mesh}, cut {format_placements(tensor.placements or {})}: {tensor.num_chunks} chunks, by rank",
             draw_cut(tensor.global_shape, target, source=source, is_coloured=is_coloured),
             "",
         ]

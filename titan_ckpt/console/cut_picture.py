@@ -22,7 +22,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
+class CutBoxes:
     """Boxes `[n, ndim]` and the name of the holder of each."""
 
     offsets: Int64s
@@ -31,7 +31,7 @@ class Pieces:
 
 
 def draw_cut(
-    global_shape: tuple[int, ...], pieces: Pieces, *, source: Pieces | None = None, is_coloured: bool = True
+    global_shape: tuple[int, ...], pieces: CutBoxes, *, source: CutBoxes | None = None, is_coloured: bool = True
 ) -> str:
     """The grid of `pieces`; coloured by `source`'s pieces where those are given, which shows what each is made of.
 
@@ -57,7 +57,7 @@ def _rows(holders: Int64s, colours: Int64s) -> list[tuple[list[int], list[int]]]
     return list(zip(holders.tolist(), colours.tolist(), strict=True))
 
 
-def _name(pieces: Pieces, holder: int, colour: int, source: Pieces | None, is_coloured: bool) -> str:
+def _name(pieces: CutBoxes, holder: int, colour: int, source: CutBoxes | None, is_coloured: bool) -> str:
     text = "?" if holder < 0 else pieces.holders[holder]
     if is_coloured or source is None:
         return text
@@ -76,7 +76,7 @@ def _cell(text: str, colour: int, is_coloured: bool) -> str:
     return f"\x1b[30;48;5;{_COLOURS[colour % len(_COLOURS)]}m{text}\x1b[0m"
 
 
-def _spots(global_shape: tuple[int, ...], cuts: list[Pieces]) -> Int64s:
+def _spots(global_shape: tuple[int, ...], cuts: list[CutBoxes]) -> Int64s:
     """Elements to look at, `[rows, columns, ndim]`: one in each interval between borders while there are few, else evenly."""
     ndim = len(global_shape)
     middle = np.array([size // 2 for size in global_shape], dtype=np.int64)
@@ -102,7 +102,7 @@ def _places(size: int, cuts: list[tuple[Int64s, Int64s]], most: int) -> Int64s:
     return (np.arange(count, dtype=np.int64) * 2 + 1) * size // (2 * count)
 
 
-def _find(pieces: Pieces, spots: Int64s) -> Int64s:
+def _find(pieces: CutBoxes, spots: Int64s) -> Int64s:
     """Index of the piece that holds each spot, -1 where none does."""
     found = np.full(spots.shape[:2], -1, dtype=np.int64)
     for index, (offset, size) in enumerate(zip(pieces.offsets, pieces.sizes, strict=True)):

@@ -13,7 +13,7 @@ import numpy as np
 from titan_ckpt.check.diff import Difference, compare
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
-from titan_ckpt.console.cut_picture import Pieces, draw_cut
+from titan_ckpt.console.cut_picture import CutBoxes, draw_cut
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.errors import ConfigError
@@ -141,7 +141,7 @@ def cut_rows(checkpoint: Checkpoint, fqn: str) -> Iterator[Row]:
     offsets, sizes = checkpoint.manifest.boxes(tensor)
     holders = [chunk.file.rpartition("__")[2].partition("_")[0] for chunk in checkpoint.manifest.chunks_of(tensor)]
     yield head(f"{fqn}: {tensor.global_shape} {tensor.dtype}; each cell shows the rank that wrote it")
-    pieces = Pieces(offsets=np.asarray(offsets), sizes=np.asarray(sizes), holders=holders)
+    pieces = CutBoxes(offsets=np.asarray(offsets), sizes=np.asarray(sizes), holders=holders)
     for line in draw_cut(tensor.global_shape, pieces, is_coloured=False).splitlines():
         yield row("  " + line)
 
