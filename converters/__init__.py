@@ -1,4 +1,4 @@
-"""Hugging Face, torchtitan and plain torch files, to and from checkpoints."""
+"""Convert Hugging Face, torchtitan and plain torch files to and from checkpoints; both HF directions run on `rewrite`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`titan-ckpt convert`: a thin skin over `export_hf`, `import_hf` and the plain torch files."""
+"""`titan-ckpt convert`: a thin layer over `export_hf`, `import_hf` and `torch_file`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: ArgumentParser) -> None:
-    """The sub-commands and their arguments."""
+    """Add the sub-commands and their arguments."""
     commands = parser.add_subparsers(dest="direction", metavar="DIRECTION", required=True)
     to_hf = commands.add_parser("to-hf", help="a checkpoint's model as a Hugging Face folder or prefix")
     to_hf.add_argument("src", metavar="RUN[@STEP]")
@@ -68,7 +68,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Run the direction that was asked for."""
+    """Run the requested direction."""
     return int(arguments.convert(arguments))
 
 
@@ -139,7 +139,7 @@ def _from_hf(arguments: Namespace) -> int:
 def _to_torch(arguments: Namespace) -> int:
     from titan_ckpt.converters.torch_file import (
         export_torch,
-    )  # torch costs seconds that the other directions need not pay
+    )  # imports torch (seconds), which the other directions do not need
 
     return _show_torch(export_torch(arguments.src, arguments.dst, only=arguments.only), as_json=arguments.json)
 

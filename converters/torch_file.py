@@ -1,6 +1,6 @@
-"""Plain torch files (`.pt`, `.pth`, `.bin`): one pickled state dict, by torch's weights-only rules, to and from a checkpoint.
+"""Convert plain torch files (`.pt`, `.pth`, `.bin`; one pickled state dict, weights-only) to and from checkpoints.
 
-For those who come from there: the file is in memory whole (mapped where torch can), so this is not the way for large models.
+The whole file is held in memory (mapped if torch can), so this does not suit large models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from titan_ckpt.store.open import open_store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchReport:
-    """A finished conversion."""
+    """Result of a conversion."""
 
     url: str
     num_tensors: int
@@ -37,8 +37,8 @@ class TorchReport:
 def import_torch(src: str, dst: str, *, under: str = "") -> TorchReport:
     """Write the state dict in the file `src` as checkpoint `dst` (`URL[@STEP]`, step 0 if none is given).
 
-    Only tensors and plain data are read: UnsafeContentError for a file that asks for anything else. Dtypes are kept; nested names
-    are joined with dots. `under` puts all names below one (`model` for a bare state dict in Hugging Face's names).
+    Only tensors and plain data are read: UnsafeContentError for any other content. Dtypes are kept; nested names are joined with
+    dots. `under` prefixes all names (`model` for a bare state dict with Hugging Face's names).
     """
     state = {under: _read(src)} if under else _read(src)
     location = parse_location(dst)
@@ -57,9 +57,9 @@ def import_torch(src: str, dst: str, *, under: str = "") -> TorchReport:
 
 
 def export_torch(checkpoint: Checkpoint | str, dst: str, *, only: str = "") -> TorchReport:
-    """Write a checkpoint as one torch file `dst`, a flat dict that `torch.load(weights_only=True)` gives back.
+    """Write a checkpoint as one torch file `dst`, a flat dict that `torch.load(weights_only=True)` reads.
 
-    `only` keeps the names below it and drops it from them: `model` gives what `module.load_state_dict` takes.
+    `only` keeps the names below this prefix and strips it: `model` gives what `module.load_state_dict` takes.
     """
     opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
     folder, _, name = normalise(dst).rpartition("/")

@@ -1,8 +1,8 @@
-"""A checkpoint of torchtitan's as one under our names, read where it lies: train on from it without converting it.
+"""Read a torchtitan checkpoint in place under our names, to continue training from it without a conversion.
 
-No byte is moved to open it. A tensor of ours is one of theirs by rows: all of them in order, or the halves of each head out of
-their neighbouring pairs (llama's q and k), or some heads of a fused projection (the moments of `wqkv`, which torchtitan splits
-among the weights but not in its optimizer). Every such run of rows becomes a chunk with strides, which `load` reads in place.
+Opening it copies no bytes. Each of our tensors consists of rows of one of theirs: all rows in order, or the halves of each head
+taken from their adjacent pairs (llama's q and k), or some heads of a fused projection (the moments of `wqkv`, which torchtitan
+splits for weights but not in its optimizer). Every run of rows becomes a chunk with strides, which `load` reads in place.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _COMPARED_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class RowRuns:
-    """Runs of rows, a column each: `count` rows of ours from `start` on are every `stride`-th of theirs from `source` on."""
+    """Runs of rows as columns: our `count` rows from `start` on are every `stride`-th of their rows from `source` on."""
 
     start: Int64s
     source: Int64s
@@ -61,7 +61,7 @@ class RowRuns:
 
     @staticmethod
     def of_heads(heads: Int64s, head_dim: int, *, from_pairs: bool) -> RowRuns:
-        """Our heads in order, each at the row of theirs that `heads` names; `from_pairs` takes even rows, then odd ones."""
+        """Our heads in order, each starting at their row in `heads`; `from_pairs` takes even rows, then odd rows."""
         if not from_pairs:
             return RowRuns(np.arange(len(heads)) * head_dim, heads, np.full(len(heads), head_dim), 1)
         half = head_dim // 2
@@ -69,14 +69,14 @@ class RowRuns:
         return RowRuns(np.arange(len(source)) * half, source, np.full(len(source), half), 2)
 
     def source_of(self, row: int) -> int:
-        """Their row that is our `row`."""
+        """Their row that corresponds to our `row`."""
         run = int(np.searchsorted(self.start, row, side="right")) - 1
         return int(self.source[run] + (row - self.start[run]) * self.stride)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A tensor of ours and what it is made of: an entry of theirs, and its rows."""
+    """One of our tensors, and the entry and rows of theirs that it is read from."""
 
     fqn: str
     shape: Shape
@@ -86,7 +86,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchtitanCheckpoint(Checkpoint):
-    """A checkpoint whose files are torchtitan's; `theirs` is the same under torchtitan's names."""
+    """A checkpoint in torchtitan's files; `theirs` is the same checkpoint under torchtitan's names."""
 
     theirs: Checkpoint
     origins: Mapping[str, Origin]
@@ -95,18 +95,18 @@ class TorchtitanCheckpoint(Checkpoint):
 
     @cached_property
     def digests(self) -> bytes | None:
-        """None: there are as many chunks here as runs of rows."""
+        """None: chunks here are runs of rows, which have no digests."""
         return None
 
     def digest_of(self, entry: TensorEntry, chunk: Chunk) -> bytes | None:
-        """Theirs, where the chunk is the whole of one of theirs as it lies."""
+        """Their digest, if the chunk is exactly one of theirs."""
         origin = self.origins[entry.fqn]
         source = self._source(origin, chunk)
         is_whole = source.box.sizes == chunk.box.sizes and chunk.strides is None
         return self.theirs.digest_of(origin.entry, source) if is_whole else None
 
     def _located(self, chunk: Chunk) -> Chunk:
-        """Where in the blob of theirs these rows lie."""
+        """Position of these rows in their blob."""
         origin = self.origins[chunk.fqn]
         blob = self._blob(self._source(origin, chunk))
         if not origin.shape:
@@ -123,12 +123,12 @@ class TorchtitanCheckpoint(Checkpoint):
         )
 
     def _source(self, origin: Origin, chunk: Chunk) -> Chunk:
-        """Their chunk that the rows of ours are in."""
+        """Their chunk that contains our rows."""
         row = (origin.rows.source_of(chunk.box.offsets[0]), *chunk.box.offsets[1:]) if origin.shape else ()
         return self.theirs.manifest.chunks_touching(origin.entry, Box(row, (1,) * len(row)))[0]
 
     def _blob(self, chunk: Chunk) -> Chunk:
-        """A chunk of theirs with its payload's place, looked for once."""
+        """One of their chunks with its payload located, once."""
         key = (chunk.file, chunk.offset)
         with self._locks.setdefault(key, Lock()):
             if key not in self._blobs:
@@ -137,11 +137,11 @@ class TorchtitanCheckpoint(Checkpoint):
 
 
 def under_our_names(theirs: Checkpoint, model: Mapping[str, Any]) -> Checkpoint:
-    """torchtitan's checkpoint `theirs` of the model that a config's `[model]` describes, ready to be loaded by our trainer.
+    """View torchtitan checkpoint `theirs`, of the model in a config's `[model]`, as one that our trainer loads.
 
-    Weights, and the step and AdamW's moments where all of them are there (kind `full`); else the weights alone (kind `model`),
-    and a warning says what is missing. A checkpoint that has our names already is returned as it is. PlanError for names that are
-    nobody's and for a family that torchtitan's rules do not cover, LoadContractError for the weights of another model.
+    Kind `full` with weights, step and AdamW's moments if all are present; else kind `model` with the weights alone, and a warning
+    that names what is missing. A checkpoint that already has our names is returned unchanged. PlanError for unknown names or a
+    family that torchtitan's rules do not cover, LoadContractError for weights of another model.
     """
     layout = find_layout(theirs.manifest.by_fqn, str(theirs))
     if layout.name == TITAN:
@@ -165,7 +165,7 @@ def under_our_names(theirs: Checkpoint, model: Mapping[str, Any]) -> Checkpoint:
 
 
 def _check_weights(theirs: Checkpoint, layout: Layout, spec: ModelSpec, names: list[Named]) -> None:
-    """All weights of the model, no others, in their shapes; a tied head that is stored too must be the embedding."""
+    """LoadContractError unless exactly the model's weights are there, in their shapes, and a stored tied head is the embedding."""
     tensors = theirs.manifest.by_fqn
     head, embedding = name_in(layout, HEAD, spec).ours, name_in(layout, EMBEDDING, spec).ours
     known = {named.ours: named.hf for named in names} | {head: HEAD}
@@ -179,15 +179,15 @@ def _check_weights(theirs: Checkpoint, layout: Layout, spec: ModelSpec, names: l
 
 
 def _are_equal(checkpoint: Checkpoint, a: str, b: str) -> bool:
-    """Whether two tensors of one shape are, compared a band of rows at a time."""
+    """Whether two tensors of one shape are equal; compares a block of rows at a time."""
     rows, columns = checkpoint.manifest.by_fqn[a].global_shape
-    band = max(1, _COMPARED_ELEMENTS // columns)
-    boxes = [Box((row, 0), (min(band, rows - row), columns)) for row in range(0, rows, band)]
+    step = max(1, _COMPARED_ELEMENTS // columns)
+    boxes = [Box((row, 0), (min(step, rows - row), columns)) for row in range(0, rows, step)]
     return all(read_tensor(checkpoint, a, box).equal(read_tensor(checkpoint, b, box)) for box in boxes)
 
 
 def _rows(named: Named, spec: ModelSpec) -> RowRuns | None:
-    """How the rows of a weight lie in torchtitan's; None: as in ours."""
+    """The rows of a weight in torchtitan's tensor; None: all rows in order."""
     if not named.transform:
         return None
     number = spec.n_heads if ".q_proj." in named.hf else spec.n_kv_heads
@@ -195,7 +195,7 @@ def _rows(named: Named, spec: ModelSpec) -> RowRuns | None:
 
 
 def _fused_rows(named: Named, spec: ModelSpec) -> RowRuns:
-    """How the rows of q, k or v lie in `wqkv`: for every key head its query heads, itself, and its value head."""
+    """The rows of q, k or v in `wqkv`, which holds for every key head its query heads, the key head and its value head."""
     per_group = spec.n_heads // spec.n_kv_heads
     queries = np.arange(spec.n_heads)
     groups = np.arange(spec.n_kv_heads) * (per_group + 2)
@@ -209,7 +209,7 @@ def _fused_rows(named: Named, spec: ModelSpec) -> RowRuns:
 
 
 def _moments(theirs: Checkpoint, named: Named, shape: Shape, spec: ModelSpec) -> Iterator[Origin]:
-    """AdamW's state of one weight, kept under the weight's own name or with its fused neighbours; LoadContractError for none."""
+    """AdamW's state of one weight, stored under the weight's name or fused with its neighbours; LoadContractError if missing."""
     source, whole, rows = named.ours, shape, _rows(named, spec)
     if ".qkv_linear." in source:
         fused = re.sub(r"\.w[qkv]\.", ".wqkv.", source)
@@ -225,7 +225,7 @@ def _moments(theirs: Checkpoint, named: Named, shape: Shape, spec: ModelSpec) ->
 def _origin(
     theirs: Checkpoint, fqn: str, source: str, shape: Shape, rows: RowRuns | None = None, whole: Shape | None = None
 ) -> Origin:
-    """`whole` is the shape that theirs must have, where it holds more than ours."""
+    """Match our `fqn` with their `source`, whose shape must be `whole` (default: `shape`)."""
     entry = theirs.manifest.by_fqn.get(source)
     if entry is None:
         raise LoadContractError(f"{theirs}: no tensor {source}, which {fqn} would be read from")
@@ -235,10 +235,10 @@ def _origin(
 
 
 def _training(theirs: Checkpoint) -> dict[str, Any]:
-    """The training state as our manifests hold it, without a position in the data: torchtitan's loader has another order.
+    """The training state in our manifest's form, without a position in the data: torchtitan's loader has another sample order.
 
-    torchtitan saves the tokens that one data rank has seen, and how many of these there were with the loader's state: without
-    that the count is 0.
+    torchtitan saves the tokens seen by one data rank; the number of data ranks is in the loader's state. Without that the token
+    count is 0.
     """
     step = _number(theirs, "train_state.step")
     if step is None:
@@ -248,14 +248,14 @@ def _training(theirs: Checkpoint) -> dict[str, Any]:
 
 
 def _number(checkpoint: Checkpoint, fqn: str) -> int | None:
-    """A whole number, saved as a value or as a tensor; None where there is none of that name."""
+    """An integer saved as a value or as a tensor; None if the name is missing."""
     if fqn in checkpoint.manifest.by_fqn:
         return int(read_tensor(checkpoint, fqn))
     return int(read_object(checkpoint, fqn)) if fqn in checkpoint.manifest.objects_by_fqn else None
 
 
 def _view(theirs: Checkpoint, origins: list[Origin], training: Mapping[str, Any]) -> TorchtitanCheckpoint:
-    """The checkpoint whose tensors are `origins`."""
+    """A checkpoint with the tensors of `origins`."""
     tensors, columns, num_chunks = [], [], 0
     for origin in sorted(origins, key=lambda origin: origin.fqn):
         of_tensor = _chunks(theirs.manifest, origin)
@@ -263,11 +263,13 @@ def _view(theirs: Checkpoint, origins: list[Origin], training: Mapping[str, Any]
         tensors.append(
             TensorEntry(
                 fqn=origin.fqn, dtype=origin.entry.dtype, global_shape=origin.shape, placements=None, stages=None,
-                first_chunk=num_chunks, num_chunks=len(of_tensor[0]),
+                first_chunk=num_chunks, num_chunks=len(of_tensor.row),
             )
         )  # fmt: skip
-        num_chunks += len(of_tensor[0])
-    row, offsets, sizes = (np.concatenate(column) for column in zip(*columns, strict=True))
+        num_chunks += len(of_tensor.row)
+    row = np.concatenate([column.row for column in columns])
+    offsets = np.concatenate([column.offsets for column in columns])
+    sizes = np.concatenate([column.sizes for column in columns])
     stored, unknown = theirs.manifest.chunks, np.full(num_chunks, -1)
     table = ChunkTable(
         file=np.asarray(stored.file)[row], offset=np.asarray(stored.offset)[row], length=np.asarray(stored.length)[row],
@@ -284,11 +286,19 @@ def _view(theirs: Checkpoint, origins: list[Origin], training: Mapping[str, Any]
     )  # fmt: skip
 
 
-def _chunks(manifest: Manifest, origin: Origin) -> tuple[Int64s, Int64s, Int64s]:
-    """The chunks of a tensor of ours: rows of their chunk table, and flat offsets and sizes of the boxes."""
+@dataclass(frozen=True, slots=True)
+class _ChunkColumns:
+    """Chunks of one of our tensors: rows in their chunk table, and the boxes' flat offsets and sizes."""
+
+    row: Int64s
+    offsets: Int64s
+    sizes: Int64s
+
+
+def _chunks(manifest: Manifest, origin: Origin) -> _ChunkColumns:
     offsets, sizes = manifest.boxes(origin.entry)
     if not origin.shape:
-        return np.arange(1) + origin.entry.first_chunk, np.empty(0, np.int64), np.empty(0, np.int64)
+        return _ChunkColumns(np.arange(1) + origin.entry.first_chunk, np.empty(0, np.int64), np.empty(0, np.int64))
     rows = origin.rows
     begin = offsets[:, :1] - rows.source
     first, last = (np.clip(-(-at // rows.stride), 0, rows.count) for at in (begin, begin + sizes[:, :1]))
@@ -296,4 +306,4 @@ def _chunks(manifest: Manifest, origin: Origin) -> tuple[Int64s, Int64s, Int64s]
     offsets, sizes = offsets[chunk], sizes[chunk]
     offsets[:, 0] = rows.start[run] + first[chunk, run]
     sizes[:, 0] = (last - first)[chunk, run]
-    return chunk + origin.entry.first_chunk, offsets.reshape(-1), sizes.reshape(-1)
+    return _ChunkColumns(chunk + origin.entry.first_chunk, offsets.reshape(-1), sizes.reshape(-1))

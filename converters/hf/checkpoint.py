@@ -1,7 +1,7 @@
-"""A Hugging Face model as a checkpoint that is read where it lies: load it, compare it, train from it, without converting it.
+"""Read a Hugging Face model in place as a checkpoint: load it, compare it, train from it, without a conversion.
 
-`titan_ckpt.open_checkpoint` opens a folder or prefix with a config.json through this, so that everything that reads checkpoints
-reads these as well.
+`titan_ckpt.open_checkpoint` opens a folder or prefix with a config.json through this module, so every reader of checkpoints reads
+these models too.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ USER_KEY = "hugging_face"
 
 @dataclass(frozen=True, kw_only=True)
 class HfCheckpoint(Checkpoint):
-    """A checkpoint whose files are a Hugging Face model's."""
+    """A checkpoint in a Hugging Face model's files."""
 
     model: HfModel
 
     @cached_property
     def digests(self) -> bytes | None:
-        """None: safetensors files carry none."""
+        """None: safetensors files have no digests."""
         return None
 
     def asset(self, name: str) -> bytes:
-        """A file that lies beside the weights."""
+        """Read a file stored beside the weights."""
         if name not in self.model.assets:
             raise NotFoundError(f"{self}: no asset {name!r}; it has {sorted(self.model.assets) or 'none'}")
         return self.model.assets[name]
 
 
 def open_hf_checkpoint(url: str, *, store: Store | None = None) -> HfCheckpoint:
-    """The model at `url` under our names, as step 0; every check of an import is made, no weight is read but a tied head's."""
+    """Open the model at `url` under our names, as step 0. Makes all checks of an import; reads no weight but a tied head's."""
     model = open_hf(url, store=store)
     spec = model.spec
     stored = {name: tensor for name, tensor in model.tensors.items() if not is_computed(name)}
@@ -94,7 +94,7 @@ def open_hf_checkpoint(url: str, *, store: Store | None = None) -> HfCheckpoint:
 
 
 def check_tied_head(model: HfModel) -> None:
-    """A tied head that the files store as well must equal the embedding, or one of them would be lost silently."""
+    """LoadContractError if a stored tied head differs from the embedding; one of them would be lost silently."""
     digests = tensor_digests(model.source, model.store, [EMBEDDING, HEAD])
     if digests[EMBEDDING] != digests[HEAD]:
         raise LoadContractError(
@@ -104,7 +104,7 @@ def check_tied_head(model: HfModel) -> None:
 
 
 def _entries(chunks: list[tuple[Named, StoredTensor]]) -> tuple[TensorEntry, ...]:
-    """The tensors that the chunks, in order, are of."""
+    """Tensor entries of the sorted chunks."""
     counts = Counter(named.ours for named, _ in chunks)
     entries: dict[str, TensorEntry] = {}
     for n, (named, tensor) in enumerate(chunks):
@@ -122,7 +122,7 @@ def _entries(chunks: list[tuple[Named, StoredTensor]]) -> tuple[TensorEntry, ...
 
 
 def _chunks(chunks: list[tuple[Named, StoredTensor]], model: HfModel) -> ChunkTable:
-    """One chunk for each stored tensor, the blob being the payload itself."""
+    """One chunk per stored tensor; its blob is the payload itself."""
     tensors = [tensor for _, tensor in chunks]
     boxes = [named.stacked.box if named.stacked else Box.whole(tensor.shape) for named, tensor in chunks]
     nothing = np.zeros(len(tensors), dtype=np.int64)

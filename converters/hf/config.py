@@ -1,7 +1,7 @@
-"""config.json to `ModelSpec` and back: every field that changes logits, unknown keys kept, what we cannot express refused.
+"""Convert config.json to `ModelSpec` and back: every field that changes logits. Unknown keys are kept, unsupported ones refused.
 
 Both spellings of rotary positions are read: `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (5). A new
-config.json has the older spelling, which both read; one that came from Hugging Face keeps its own.
+config.json uses the older one, which both versions read; an imported one keeps its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SCALING_USES = {
 }
 # Families whose attention_bias sets the biases of all four projections.
 _SWITCHED_BIAS = ("llama", "qwen3", "qwen3_moe")
-# Keys that change logits in a way no field of the spec says, with the only values that are read; null always is.
+# Keys that change logits but have no field in the spec, with their supported values; null is always supported.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
@@ -46,10 +46,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "compression_config": (),
 }
 
-# Far past every model: a damaged number must not become a list of its length.
+# Far above every model: a damaged number must not allocate a list of its length.
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 200_000
-# keys, whether a value will do, and what it should be
+# (keys, check of a value, what is expected)
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings",
@@ -74,7 +74,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 
 
 def parse_config(text: bytes, where: str) -> Config:
-    """The JSON object in a config.json."""
+    """Parse a config.json."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -85,7 +85,7 @@ def parse_config(text: bytes, where: str) -> Config:
 
 
 def encode_config(config: Mapping[str, Any]) -> bytes:
-    """A config.json as Hugging Face writes it: two spaces, sorted keys, a final newline."""
+    """Encode a config.json as Hugging Face does: two spaces, sorted keys, a final newline."""
     return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
@@ -132,18 +132,18 @@ def _family(config: Mapping[str, Any], where: str) -> HfFamily:
     kind = config.get("model_type")
     if isinstance(architectures, list) and architectures:
         found = [family for family in FAMILIES.values() if family.architecture in architectures]
-        said = ", ".join(map(str, architectures))
+        shown = ", ".join(map(str, architectures))
     else:
         found = [FAMILIES[kind]] if isinstance(kind, str) and kind in FAMILIES else []
-        said = f"model_type {kind!r}"
+        shown = f"model_type {kind!r}"
     if not found or kind not in (None, found[0].name):
         supported = ", ".join(family.architecture for family in FAMILIES.values())
-        raise PlanError(f"{where}: {said} (model_type {kind!r}) is not supported; supported are {supported}")
+        raise PlanError(f"{where}: {shown} (model_type {kind!r}) is not supported; supported are {supported}")
     return found[0]
 
 
 def _check_values(config: Mapping[str, Any], where: str) -> None:
-    """PlanError for a value that is not of its key's kind: what follows computes with them."""
+    """PlanError for a value of the wrong type or range, before anything computes with it."""
     rope = [value for key in ("rope_parameters", "rope_scaling") if isinstance(value := config.get(key), Mapping)]
     for record in (config, *rope):
         for keys, is_right, wanted in _KINDS:
@@ -156,13 +156,18 @@ def _check_values(config: Mapping[str, Any], where: str) -> None:
 
 
 def _rope_record(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The table of rotary positions under either of its names; empty where there is none. Refused: two that differ, one for
-    every kind of layer, and positions that turn a part of each head."""
-    said = [value for key in ("rope_parameters", "rope_scaling") if isinstance(value := config.get(key), Mapping)]
-    record: Mapping[str, Any] = said[0] if said else {}
-    if len(said) == 2 and _rope_meaning(said[0]) != _rope_meaning(said[1]):
+    """The table of rotary positions under either name; empty if there is none.
+
+    PlanError for two that differ, for one table per kind of layer, and for partial rotation.
+    """
+    found = [value for key in ("rope_parameters", "rope_scaling") if isinstance(value := config.get(key), Mapping)]
+    record: Mapping[str, Any] = found[0] if found else {}
+    if len(found) == 2 and _rope_meaning(found[0]) != _rope_meaning(found[1]):
         _refuse(
-            where, "rope_parameters", record, f"rope_scaling = {said[1]!r:.200} says otherwise; which of the two is it?"
+            where,
+            "rope_parameters",
+            record,
+            f"rope_scaling = {found[1]!r:.200} contradicts it; which of the two is it?",
         )
     if any(isinstance(value, Mapping) for value in record.values()):
         _refuse(where, "rope_parameters", record, "all layers must turn positions alike")
@@ -196,7 +201,7 @@ def _read_rope(
     if "factor" not in fields:
         _refuse(where, "rope_scaling", record, "it has no factor")
     original = fields.setdefault("original_max_seq_len", values["max_position_embeddings"])
-    # Readers differ in which of two they take.
+    # Readers differ in which of the two they use.
     if "original_max_seq_len" in _SCALING_USES[kind] and values.get(_ORIGINAL, original) != original:
         _refuse(
             where,
@@ -230,15 +235,15 @@ def _read_window(config: Mapping[str, Any], values: Mapping[str, Any], family: H
 
 
 def _read_experts(config: Mapping[str, Any], values: Mapping[str, Any], family: HfFamily, where: str) -> Experts:
-    """Both spellings of the number of experts are read: files of transformers 5 say num_local_experts for every family."""
-    said = {key: config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
-    if len(set(said.values())) > 1:
-        _refuse(where, "num_experts", said, "which of the two is it?")
+    """Reads both spellings of the number of experts: transformers 5 writes num_local_experts for every family."""
+    given = {key: config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
+    if len(set(given.values())) > 1:
+        _refuse(where, "num_experts", given, "which of the two is it?")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         found = {key: config.get(key) for key in ("mlp_only_layers", "decoder_sparse_step")}
         _refuse(where, "mlp_only_layers", found, "every layer must be a mixture of experts")
     number_key, per_token_key, width_key = family.expert_keys
-    number = int(next(iter(said.values()), values[number_key]))
+    number = int(next(iter(given.values()), values[number_key]))
     if number * values["num_hidden_layers"] > MAX_EXPERTS or values[per_token_key] > number:
         _refuse(
             where, number_key, number, f"with {values[per_token_key]} per token, at most {MAX_EXPERTS} in all layers"
@@ -252,9 +257,9 @@ def _read_experts(config: Mapping[str, Any], values: Mapping[str, Any], family: 
 
 
 def hf_config(spec: ModelSpec, *, base: Mapping[str, Any] | None, dtype: str | None) -> Config:
-    """config.json for `spec`. `base` is the one the model came with: its keys stay, save those whose meaning has changed.
+    """config.json for `spec`. `base` is the model's original one: its keys stay, except those whose meaning changed.
 
-    `dtype` is announced; None leaves what `base` says, which need not be what its files hold.
+    `dtype` is recorded; None keeps that of `base`, which may differ from the dtype of its files.
     """
     family = check_spec(spec)
     if base is None:

@@ -1,4 +1,4 @@
-"""A checkpoint of any mesh and store to a complete Hugging Face model: a plan of target files, run by the shared executor."""
+"""Plan the export of a checkpoint, of any mesh and store, to a complete Hugging Face model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from titan_ckpt.converters.hf.small_files import complete, model_card
 from titan_ckpt.converters.models.contract import check_tensors, main_dtype
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.models.spec import ModelSpec, spec_of
-from titan_ckpt.converters.models.tensor_names import Layout, Named, find_layout, is_computed, is_weight, name_in
+from titan_ckpt.converters.models.tensor_names import (
+    Layout,
+    Named,
+    RowOrder,
+    find_layout,
+    is_computed,
+    is_weight,
+    name_in,
+)
 from titan_ckpt.converters.models.transforms import target_dtype, transform
 from titan_ckpt.errors import LoadContractError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
@@ -37,7 +45,7 @@ README = "README.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportTensor:
-    """One tensor of the export: where it comes from and what it becomes."""
+    """One tensor of the export: its source entry, names and dtype."""
 
     named: Named
     entry: TensorEntry
@@ -45,7 +53,7 @@ class ExportTensor:
 
     @property
     def box(self) -> Box:
-        """What of the checkpoint's tensor it is."""
+        """Its box in the checkpoint's tensor."""
         return self.named.stacked.box if self.named.stacked else Box.whole(self.entry.global_shape)
 
     @property
@@ -61,8 +69,10 @@ class ExportTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportPlan:
-    """`weights` are the files to stream, `small` the others by name, `last` those of them that make the rest a model.
-    `left_out`: buffers of the checkpoint that every reader computes for itself. `overflows` is filled by the run."""
+    """`weights`: files to stream. `small`: the other files by name. `last`: the files that complete the model, written last.
+
+    `left_out`: buffers of the checkpoint that readers compute. `overflows` is filled by the run.
+    """
 
     spec: ModelSpec
     layout: Layout
@@ -89,10 +99,7 @@ def plan_export(
     config: Config | None = None,
     adapter: Adapter | None = None,
 ) -> ExportPlan:
-    """What to write, without writing. `config` is a config.json for checkpoints that do not say what model they hold.
-
-    `adapter` is merged into the weights.
-    """
+    """Plan the export. `config` is a config.json for checkpoints without a model config; `adapter` is merged into the weights."""
     manifest = checkpoint.manifest
     base = config if config is not None else _stored_config(checkpoint)
     spec = _spec(checkpoint, base, is_given=config is not None)
@@ -147,12 +154,12 @@ def _stored_config(checkpoint: Checkpoint) -> Config | None:
 
 
 def _had_head(checkpoint: Checkpoint) -> bool:
-    """Whether the Hugging Face files that this checkpoint was imported from stored a tied head beside the embedding."""
+    """Whether the checkpoint was imported from files that stored a tied head beside the embedding."""
     return bool(checkpoint.manifest.user.get(USER_KEY, {}).get("stored_tied_head", False))
 
 
 def _find_tensors(checkpoint: Checkpoint, layout: Layout, spec: ModelSpec) -> dict[str, Named]:
-    """Hugging Face's names to the checkpoint's, checked: all there, no more, in the right shapes."""
+    """Map Hugging Face's names to the checkpoint's; check that exactly these are present, in their shapes."""
     tensors = checkpoint.manifest.by_fqn
     wanted = [name_in(layout, name, spec) for name in expected_tensors(spec)]
     wanted += [name_in(layout, HEAD, spec)] if spec.tied_embeddings else []
@@ -165,7 +172,7 @@ def _find_tensors(checkpoint: Checkpoint, layout: Layout, spec: ModelSpec) -> di
 
 
 def _shape(named: Named, entry: TensorEntry, where: str) -> Shape:
-    """The shape that `named` has in Hugging Face's files."""
+    """The tensor's shape in Hugging Face's files."""
     if named.stacked is None:
         return entry.global_shape
     if entry.global_shape != named.stacked.whole:
@@ -176,16 +183,16 @@ def _shape(named: Named, entry: TensorEntry, where: str) -> Shape:
 
 
 def _export_tensor(name: str, found: Mapping[str, Named], manifest: Manifest, dtype: str | None) -> ExportTensor:
-    named = found[name] if name in found else Named(name, found[EMBEDDING].ours, "")
+    named = found[name] if name in found else Named(name, found[EMBEDDING].ours, RowOrder.KEPT)
     entry = manifest.by_fqn[named.ours]
     return ExportTensor(named=named, entry=entry, dtype=target_dtype(entry.dtype, dtype))
 
 
 def _shards(tensors: Iterable[ExportTensor], max_shard_bytes: int) -> dict[str, list[ExportTensor]]:
-    """File name -> tensors, filled in the model's order.
+    """Distribute tensors over files in the model's order; returns file name -> tensors.
 
-    Inside a file wider elements come first, so that all stay aligned, then names: the order of the reference library, so that a
-    model that came from it goes back as the same file.
+    Within a file, wider elements come first (for alignment), then names: the safetensors library's order, so that an imported
+    model exports to the same bytes.
     """
     shards: list[list[ExportTensor]] = [[]]
     size_bytes = 0
@@ -224,7 +231,7 @@ def _target_file(
 
 
 def export_source(checkpoint: Checkpoint, plan: ExportPlan) -> RewriteSource:
-    """The tensors that `plan` reads, and no others, with the place of every byte known."""
+    """The source of exactly the tensors that `plan` reads, with every payload located."""
     source = source_of(checkpoint)
     fqns = dict.fromkeys(tensor.entry.fqn for tensor in plan.tensors) | (
         {plan.tied_head: None} if plan.tied_head else {}
@@ -237,7 +244,7 @@ def export_source(checkpoint: Checkpoint, plan: ExportPlan) -> RewriteSource:
 
 
 def _located(checkpoint: Checkpoint, entry: TensorEntry, tensor: SourceTensor) -> SourceTensor:
-    """`tensor` with its payloads found where a foreign index gives only the blobs."""
+    """`tensor` with its payloads located, if a foreign index gives only the blobs."""
     if checkpoint.manifest.kind != CheckpointKind.FOREIGN:
         return tensor
     chunks = [checkpoint.locate(chunk) for chunk in checkpoint.manifest.chunks_of(entry)]
@@ -249,6 +256,6 @@ def _located(checkpoint: Checkpoint, entry: TensorEntry, tensor: SourceTensor) -
 
 
 def _assets(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, bytes]:
-    """What travels along, save config.json, which is written anew."""
+    """The checkpoint's assets, completed, without config.json, which is written anew."""
     names = sorted(name for name in checkpoint.manifest.assets if name != CONFIG)
     return complete({name: checkpoint.asset(name) for name in names}, spec, str(checkpoint))

@@ -1,4 +1,4 @@
-"""`export_hf`: plan, stream, and make visible at the end."""
+"""`export_hf`: plan, stream, publish."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """A finished export. `digests` are xxh3-128 of every tensor's bytes as written, by Hugging Face's names; `overflowed` are the
-    tensors of which `dtype` cannot hold every value."""
+    """Result of an export. `digests`: xxh3-128 of every tensor's bytes as written, by Hugging Face name; `overflowed`: tensors
+    with values that `dtype` cannot hold."""
 
     url: str
     files: tuple[str, ...]
@@ -45,9 +45,9 @@ def export_hf(
 ) -> ExportReport:
     """Write the model of a checkpoint (`URL[@STEP]` or an open one) as a Hugging Face folder or prefix `dst`, which must be new.
 
-    `dtype` casts every floating-point tensor; without it each keeps its own. `config` is a config.json for checkpoints that do
-    not say what model they hold; `merge_lora` is the folder of a PEFT adapter to merge into the weights. Nothing is at `dst`
-    until all of it is; optimizer state is never read.
+    `dtype` casts every floating-point tensor (default: keep). `config` is a config.json for checkpoints without a model config;
+    `merge_lora` is the folder of a PEFT adapter to merge into the weights. `dst` appears only when complete; optimizer state is
+    never read.
     """
     opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
     adapter = None if merge_lora is None else read_adapter(merge_lora)
@@ -56,7 +56,7 @@ def export_hf(
 
 
 def read_adapter(url: str) -> Adapter:
-    """The PEFT adapter in a folder or prefix."""
+    """Read the PEFT adapter in a folder or prefix."""
     from titan_ckpt.converters.hf.peft_adapter import open_adapter  # torch, only where values change
 
     return open_adapter(url)
@@ -65,7 +65,7 @@ def read_adapter(url: str) -> Adapter:
 def run_export(
     checkpoint: Checkpoint, plan: ExportPlan, dst: str, *, on_progress: OnBytes | None = None
 ) -> ExportReport:
-    """Write what `plan` says to `dst`."""
+    """Run `plan` and publish the result at `dst`."""
     checkpoint = decoded(checkpoint)
     source = export_source(checkpoint, plan)
     _check_tied_head(checkpoint, plan, source)
@@ -83,7 +83,7 @@ def run_export(
 
 
 def _check_tied_head(checkpoint: Checkpoint, plan: ExportPlan, source: RewriteSource) -> None:
-    """A trainer may store a tied head twice; then both must be equal, or one of them would be lost silently."""
+    """LoadContractError if a stored tied head differs from the embedding; one of them would be lost silently."""
     if plan.tied_head is None:
         return
     embedding = next(tensor.entry.fqn for tensor in plan.tensors if tensor.named.hf == EMBEDDING)

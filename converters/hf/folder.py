@@ -1,7 +1,7 @@
-"""A Hugging Face model as it lies in a folder, a hub cache or a bucket prefix: which files count and what they hold.
+"""Open a Hugging Face model in a folder, a hub cache or a bucket prefix: its weight files, headers, config and assets.
 
-The index decides which files count. Every header is checked before anything trusts an offset of it. Only names of the list
-below travel with the model; code that a repository carries is never run and never copied.
+The index decides which weight files count. Every header is checked before an offset in it is used. Only assets on the list below
+are copied with the model; a repository's code is never run or copied.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TORCH_FILES = re.compile(r"pytorch_model.*\.bin|.*\.pth?|consolidated.*\.pth")
 
 @dataclass(frozen=True, kw_only=True)
 class HfModel:
-    """`files[n]` holds the tensors whose `file_of` is n; `assets` are the small files that travel along."""
+    """An opened model. `files[n]` holds the tensors whose `file_of` is n; `assets` are the small files copied with it."""
 
     store: Store
     url: str
@@ -52,12 +52,12 @@ class HfModel:
 
     @property
     def spec(self) -> ModelSpec:
-        """What config.json describes."""
+        """The spec in config.json."""
         return spec_from_hf(self.config, self.store.where(CONFIG))
 
     @property
     def source(self) -> RewriteSource:
-        """The model as a source of a plan, tensors in the order of their bytes."""
+        """The model as the source of a rewrite, tensors in byte order."""
         return RewriteSource(
             objects=self.files,
             tensors={
@@ -70,10 +70,10 @@ class HfModel:
 
 
 def open_hf(url: str, *, store: Store | None = None) -> HfModel:
-    """The model at `url`: a folder or prefix with config.json, or the `models--...` folder of a hub cache; headers are read only.
+    """Open the model at `url`: a folder or prefix with config.json, or a hub cache's `models--...` folder. Reads headers only.
 
-    NotFoundError where files are missing, DamagedError where headers, index and sizes disagree, PlanError for weights that are
-    not safetensors.
+    NotFoundError if files are missing, DamagedError if headers, index and sizes disagree, PlanError for weights that are not
+    safetensors.
     """
     store = store or _snapshot(open_store(url))
     _check_links(store)
@@ -85,16 +85,16 @@ def open_hf(url: str, *, store: Store | None = None) -> HfModel:
     if config.get("auto_map"):
         log.warning("%s: auto_map names code of the model's own, which is neither run nor copied", store.where(CONFIG))
     weight_map = _weight_map(store, names)
-    files, tensors, file_of, metadata = _read_files(store, names, weight_map)
+    weights = _read_files(store, names, weight_map)
     return HfModel(
         store=store,
         url=url,
-        files=files,
-        tensors=tensors,
-        file_of=file_of,
+        files=weights.files,
+        tensors=weights.tensors,
+        file_of=weights.file_of,
         config=config,
         assets={name: store.read(name) for name in sorted(found) if _is_asset(name, found[name])},
-        metadata=metadata,
+        metadata=weights.metadata,
     )
 
 
@@ -102,14 +102,12 @@ def _is_asset(name: str, size_bytes: int) -> bool:
     if _ASSETS.fullmatch(name) is None:
         return False
     if size_bytes > MAX_ASSET_BYTES:
-        raise PlanError(
-            f"{name} has {size_bytes} bytes: too large for a file that travels along (limit {MAX_ASSET_BYTES})"
-        )
+        raise PlanError(f"{name} has {size_bytes} bytes: too large for an asset (limit {MAX_ASSET_BYTES})")
     return True
 
 
 def _snapshot(store: Store) -> Store:
-    """`store`, or the snapshot that `refs/main` (else the only snapshot) names where it is a hub cache's model folder."""
+    """The store of the model: in a hub cache the snapshot of `refs/main` (else the only one), otherwise `store`."""
     snapshots = store.folders("snapshots")
     if not snapshots or store.exists(CONFIG):
         return store
@@ -120,7 +118,7 @@ def _snapshot(store: Store) -> Store:
 
 
 def _check_links(store: Store) -> None:
-    """A hub cache is a folder of links; what an unfinished download lacks must not pass for what was never there."""
+    """DamagedError for a dangling link: a hub cache is a folder of links, and an unfinished download must not look complete."""
     folder = local_path(store.url) if scheme(store.url) == "file" else ""
     if not os.path.isdir(folder):
         return
@@ -146,7 +144,7 @@ def _explain_missing(store: Store, names: Mapping[str, int]) -> NoReturn:
 
 
 def _weight_map(store: Store, names: Mapping[str, int]) -> dict[str, str] | None:
-    """Tensor name -> file name from the index, None for a single file."""
+    """Tensor name -> file name from the index; None if the model is a single file."""
     if INDEX in names:
         if SINGLE in names:
             log.warning("%s: has both %s and %s; the index counts", store, INDEX, SINGLE)
@@ -180,9 +178,17 @@ def _read_index(store: Store) -> dict[str, str]:
     return weight_map
 
 
-def _read_files(
-    store: Store, names: Mapping[str, int], weight_map: Mapping[str, str] | None
-) -> tuple[tuple[str, ...], dict[str, StoredTensor], dict[str, int], dict[str, str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """The checked headers of all weight files."""
+
+    files: tuple[str, ...]
+    tensors: dict[str, StoredTensor]
+    file_of: dict[str, int]
+    metadata: dict[str, str]
+
+
+def _read_files(store: Store, names: Mapping[str, int], weight_map: Mapping[str, str] | None) -> _Weights:
     files = (SINGLE,) if weight_map is None else tuple(sorted(set(weight_map.values())))
     tensors: dict[str, StoredTensor] = {}
     file_of: dict[str, int] = {}
@@ -202,13 +208,13 @@ def _read_files(
     if lost:
         assert weight_map is not None
         raise DamagedError(f"{store.where(weight_map[lost[0]])}: {lost[0]} is missing, though {INDEX} says it is there")
-    return files, tensors, file_of, metadata
+    return _Weights(files=files, tensors=tensors, file_of=file_of, metadata=metadata)
 
 
 def _check_listed(store: Store, name: str, file: str, weight_map: Mapping[str, str] | None) -> None:
     if weight_map is not None and weight_map.get(name) != file:
-        said = weight_map.get(name, "no file")
-        raise DamagedError(f"{store.where(file)}: holds {name}, which {INDEX} says is in {said}")
+        listed = weight_map.get(name, "no file")
+        raise DamagedError(f"{store.where(file)}: holds {name}, which {INDEX} says is in {listed}")
 
 
 def encode_index(weight_map: Mapping[str, str], total_size: int, total_parameters: int) -> bytes:

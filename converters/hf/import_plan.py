@@ -1,4 +1,4 @@
-"""A Hugging Face model to a checkpoint that any mesh loads: a plan of data files, and the manifest that describes them."""
+"""Plan the import of a Hugging Face model to a checkpoint that any mesh loads: data files and their manifest."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_DATA_FILE_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportTensor:
-    """A tensor of the source, of `shape`, and the tensor of the checkpoint that it becomes, or a part of."""
+    """A source tensor of `shape`, and the checkpoint tensor that it becomes, or becomes a part of."""
 
     fqn: str
     source: str
@@ -56,7 +56,7 @@ class ImportTensor:
         return self.stacked.whole if self.stacked else self.shape
 
     def place(self, box: Box) -> Box:
-        """Where a box of the source's tensor goes in the checkpoint's."""
+        """Translate a box of the source tensor to the checkpoint's tensor."""
         if self.stacked is None:
             return box
         at = self.stacked.box.offsets
@@ -66,7 +66,7 @@ class ImportTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedChunk:
-    """One chunk and where its blob stands: file by number, offsets in bytes."""
+    """A chunk and its blob's file number and offset in bytes."""
 
     tensor: ImportTensor
     box: Box
@@ -75,13 +75,13 @@ class PlacedChunk:
 
     @property
     def key(self) -> str:
-        """The name of its digest."""
+        """Key of its digest."""
         return f"{self.tensor.fqn}{list(self.box.offsets)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportPlan:
-    """`files` in the order of the source's bytes; `chunks` say what is where in them. `overflows` is filled by the run."""
+    """Data files in the order of the source's bytes, and the chunks in them. `overflows` is filled by the run."""
 
     model: HfModel
     spec: ModelSpec
@@ -95,7 +95,7 @@ class ImportPlan:
 
     @property
     def left_out(self) -> list[str]:
-        """The source's tensors that are not taken: buffers that every reader computes for itself."""
+        """Source tensors that are not imported: buffers that readers compute."""
         return sorted(name for name in self.model.tensors if is_computed(name))
 
     @property
@@ -105,7 +105,7 @@ class ImportPlan:
 
 
 def plan_import(model: HfModel, *, dtype: str | None, step: int, attempt: str, layout: str = TITAN) -> ImportPlan:
-    """What to write, without writing; every check but the values of a tied head is made here."""
+    """Plan the import; makes every check except that of a tied head's values."""
     if layout not in LAYOUTS:
         raise PlanError(f"--layout {layout!r} is unknown; choose from {', '.join(LAYOUTS)}")
     spec = model.spec
@@ -157,7 +157,7 @@ def _place(
     files: list[list[Segment]] = [[]]
     at = 0
     for tensor in tensors:
-        for box in _bands(tensor):
+        for box in _row_blocks(tensor):
             placed = tensor.place(box)
             around = envelope(tensor.dtype, placed.sizes)
             if files[-1] and at + around.length > MAX_DATA_FILE_BYTES:
@@ -177,8 +177,8 @@ def _place(
     return tuple(chunks), tuple(targets)
 
 
-def _bands(tensor: ImportTensor) -> Iterator[Box]:
-    """Bands of rows of at most MAX_CHUNK_BYTES, so that a reader of a part verifies little more than that part."""
+def _row_blocks(tensor: ImportTensor) -> Iterator[Box]:
+    """Blocks of rows of at most MAX_CHUNK_BYTES, so that a partial read verifies little more than it needs."""
     if not tensor.shape or 0 in tensor.shape:
         yield Box.whole(tensor.shape)
         return
@@ -192,7 +192,7 @@ def _bands(tensor: ImportTensor) -> Iterator[Box]:
 def import_manifest(
     plan: ImportPlan, results: Sequence[FileResult], *, created: str, versions: Mapping[str, str]
 ) -> Manifest:
-    """The manifest of the files that were written."""
+    """The manifest of the written files."""
     chunks = sorted(plan.chunks, key=lambda chunk: (chunk.tensor.fqn, chunk.box.offsets))
     frames = [envelope(chunk.tensor.dtype, chunk.box.sizes) for chunk in chunks]
     table = ChunkTable(
@@ -262,7 +262,7 @@ def _entries(chunks: Sequence[PlacedChunk]) -> tuple[TensorEntry, ...]:
 
 
 def state_paths(plan: ImportPlan) -> dict[str, tuple[str, ...]]:
-    """Where each FQN stands in a nested state dict: below `model` in ours, at the top in torchtitan's."""
+    """Path of each FQN in a nested state dict: below `model` in our layout, at the top in torchtitan's."""
     if plan.layout.name != TITAN:
         return {}
     return {chunk.tensor.fqn: ("model", chunk.tensor.fqn.removeprefix(MODEL_PREFIX)) for chunk in plan.chunks}

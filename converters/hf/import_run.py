@@ -26,8 +26,7 @@ from titan_ckpt.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
-    """A finished import; `size_bytes` are those of all tensors as stored, `overflowed` those of which `dtype` cannot hold every
-    value."""
+    """Result of an import. `size_bytes`: all tensors as stored; `overflowed`: tensors with values that `dtype` cannot hold."""
 
     checkpoint: Checkpoint
     num_tensors: int
@@ -45,8 +44,8 @@ def import_hf(
 ) -> ImportReport:
     """Write the Hugging Face model at `src` as a committed model-only checkpoint `dst` (`URL[@STEP]`, step 0 if none is given).
 
-    Every dtype is kept unless `dtype` is given. Config and tokenizer files are kept in the checkpoint, so that `export_hf`
-    restores them. `layout` names the tensors for another trainer (`torchtitan`, `torchtitan-qkv`).
+    Dtypes are kept unless `dtype` is given. Config and tokenizer files are stored in the checkpoint and restored by `export_hf`.
+    `layout` names the tensors for another trainer (`torchtitan`, `torchtitan-qkv`).
     """
     model = open_hf(src) if isinstance(src, str) else src
     location = parse_location(dst)
@@ -62,7 +61,7 @@ def import_hf(
 
 
 def run_import(plan: ImportPlan, url: str, *, on_progress: OnBytes | None = None) -> None:
-    """Write and commit what `plan` says into the run at `url`; a failure leaves nothing."""
+    """Write and commit `plan` into the run at `url`; a failure leaves nothing behind."""
     check_import(plan, url)
     store = open_store(url)
     folder = step_folder(plan.step)
@@ -85,7 +84,7 @@ def run_import(plan: ImportPlan, url: str, *, on_progress: OnBytes | None = None
 
 
 def check_import(plan: ImportPlan, url: str) -> None:
-    """The checks that need the destination or the weights: the step is free, the disk too, a tied head equals the embedding."""
+    """Check the destination and the weights: the step is free, the disk has space, a tied head equals the embedding."""
     store = open_store(url)
     if find_commit(store, plan.step) is not None:
         raise AlreadyExistsError(f"{store}@{plan.step} is committed already; give another run, or a step as URL@STEP")

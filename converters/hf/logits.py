@@ -1,4 +1,4 @@
-"""Logits of the exported folder against a model filled from the checkpoint's reader: how far apart, and from which layer on."""
+"""Compare logits of an exported folder with those of a model filled by the checkpoint's reader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ MAX_CONTEXT = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitComparison:
-    """Over `tokens` real tokens, in fp32. `kl`: mean KL(checkpoint || export) in nats. `first_layer`: the first that differs."""
+    """Differences over `tokens` tokens of real text, in fp32. `kl`: mean KL(checkpoint || export) in nats. `first_layer`: the
+    first that differs."""
 
     tokens: int
     max_abs_difference: float
@@ -36,7 +37,7 @@ class LogitComparison:
 def compare_logits(
     checkpoint: Checkpoint, plan: ExportPlan, folder: str, text: bytes, num_tokens: int
 ) -> LogitComparison:
-    """Both models on the same tokens of `text`: the exported tokenizer's, without one the bytes folded into the vocabulary."""
+    """Run both models on the same tokens of `text`, from the exported tokenizer or else bytes modulo the vocabulary size."""
     exported = _load(folder)
     reference = _fill(checkpoint, plan)
     tokens_S = _tokens(folder, text, num_tokens, plan.spec.vocab_size)
@@ -51,14 +52,14 @@ def _load(folder: str) -> Any:
     auto: Any = transformers.AutoModelForCausalLM
     try:
         return auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    except Exception as error:  # whatever it raises is what was found
+    except Exception as error:  # any exception means that it does not load
         raise DamagedError(
             f"{folder}: every byte is as it was written, but transformers {transformers.__version__} does not load it: {error}"
         ) from error
 
 
 def _fill(checkpoint: Checkpoint, plan: ExportPlan) -> Any:
-    """A transformers model of the plan's config, its parameters read one by one from the checkpoint."""
+    """Build a transformers model from the plan's config and read its parameters one by one from the checkpoint."""
     config = hf_config(plan.spec, base=None, dtype="float32")
     model_config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
     auto: Any = transformers.AutoModelForCausalLM
@@ -115,7 +116,7 @@ def _run(model: Any, tokens_BS: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 class _Totals:
-    """Sums over windows of tokens."""
+    """Totals over windows of tokens."""
 
     def __init__(self) -> None:
         self._tokens = 0
@@ -124,7 +125,7 @@ class _Totals:
         self._layers = 0
 
     def add(self, ours: tuple[list[Tensor], Tensor], theirs: tuple[list[Tensor], Tensor]) -> None:
-        """One window: hidden states and logits of both sides."""
+        """Add a window: hidden states and logits of both models."""
         (hidden, logits_BSV), (other_hidden, other_BSV) = ours, theirs
         self._tokens += logits_BSV.shape[1]
         self._layers = len(hidden)
@@ -137,7 +138,7 @@ class _Totals:
             self._first = min(different[0], self._layers if self._first is None else self._first)
 
     def result(self) -> LogitComparison:
-        """What was found."""
+        """The comparison over all windows."""
         return LogitComparison(
             tokens=self._tokens,
             max_abs_difference=self._largest,
@@ -157,7 +158,7 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _layer_name(hidden: int, num_hidden: int) -> str:
-    """The module that made the `hidden`-th hidden state; the last one has the final norm in it."""
+    """The module that produced hidden state number `hidden`; the last one includes the final norm."""
     if hidden == 0:
         return "model.embed_tokens"
     return f"model.layers.{hidden - 1}" + (" or model.norm" if hidden == num_hidden - 1 else "")

@@ -26,7 +26,7 @@ from titan_ckpt.store.open import open_store
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-# Settings that change what is merged, with the only values that are understood; null always is.
+# Settings that change the merge, with their supported values; null is always supported.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "use_dora": (False,), "fan_in_fan_out": (False,), "bias": ("none",), "modules_to_save": ([],),
     "rank_pattern": ({},), "alpha_pattern": ({},), "lora_bias": (False,), "layer_replication": ([],),
@@ -35,14 +35,14 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """`factors`: name of a weight -> (A, B), both in fp32; its update is `scale * B @ A`."""
+    """A LoRA adapter. `factors`: weight name -> (A, B) in fp32; the update is `scale * B @ A`."""
 
     where: str
     scale: float
     factors: Mapping[str, tuple[Tensor, Tensor]]
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """LoadContractError for a factor whose weight the model does not have, or not in that shape."""
+        """LoadContractError for a factor whose weight is missing from the model or has another shape."""
         for name, (a, b) in self.factors.items():
             if name not in shapes:
                 raise LoadContractError(f"{self.where}: adapts {name}, which this model does not have")
@@ -51,7 +51,7 @@ class Adapter:
                 raise LoadContractError(f"{self.where}: {name}: the update is {found}, the weight {shapes[name]}")
 
     def merge(self, name: str, dtype: str, target: str, overflows: Overflows) -> Callable[[memoryview, Box], Buffer]:
-        """A function that adds the update to a strip of weight `name`; the sum is taken in fp32 and rounded once, to `target`."""
+        """A function that adds the update to a strip of weight `name`, in fp32, rounded once to `target`."""
 
         def apply(raw: memoryview, box: Box) -> Buffer:
             if len(raw) == 0:
@@ -63,14 +63,14 @@ class Adapter:
         return apply
 
     def merged(self, name: str, weight: Tensor, box: Box) -> Tensor:
-        """`weight`, which is `box` of weight `name`, with its update, in fp32."""
+        """`weight`, a `box` of weight `name`, plus its update, in fp32."""
         a, b = self.factors[name]
         (row, column), (rows, columns) = box.offsets, box.sizes
         return weight.float() + self.scale * (b[row : row + rows] @ a[:, column : column + columns])
 
 
 def open_adapter(url: str) -> Adapter:
-    """The adapter in a folder or prefix. PlanError for settings that are more than plain LoRA."""
+    """Open the adapter in a folder or prefix. PlanError for anything but plain LoRA."""
     store = open_store(url)
     config = parse_config(store.read(ADAPTER_CONFIG), store.where(ADAPTER_CONFIG))
     for key, only in _ONLY.items():

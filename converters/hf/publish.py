@@ -1,8 +1,8 @@
-"""Write a folder so that nothing at its URL looks finished before all of it is there, SIGKILL included.
+"""Publish a folder atomically: its URL never looks complete before it is, even after SIGKILL.
 
-On a file system the files go to a hidden sibling that one rename makes visible; siblings that a killed run left behind are
-removed by the next run to the same place. On an object store nothing can be renamed: the caller writes the files that make
-the rest a model (config.json, the index) last, and what a failed run wrote is deleted.
+On a file system, files go to a hidden sibling folder that one rename makes visible; the next run to the same place removes
+siblings of killed runs. An object store cannot rename: the caller writes the files that complete the model (config.json, the
+index) last, and a failed run deletes what it wrote.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from titan_ckpt.store.open import open_store
 
 @contextmanager
 def publish(url: str, *, size_bytes: int) -> Iterator[Store]:
-    """A store to write the folder `url` into; it is visible whole when the block ends, gone if the block raises.
+    """Yield a store for the folder `url`, which becomes visible when the block ends and vanishes if the block raises.
 
-    AlreadyExistsError if anything is at `url`; StoreError if `size_bytes` do not fit the disk.
+    AlreadyExistsError if `url` exists; StoreError if `size_bytes` do not fit on the disk.
     """
     url = normalise(url)
     with _publish_folder(url, size_bytes) if scheme(url) == "file" else _publish_prefix(url) as store:
@@ -34,7 +34,7 @@ def publish(url: str, *, size_bytes: int) -> Iterator[Store]:
 
 
 def check_new(url: str) -> None:
-    """AlreadyExistsError if there is something at `url`; an empty folder is nothing."""
+    """AlreadyExistsError if `url` exists and is not an empty folder."""
     url = normalise(url)
     if scheme(url) == "file":
         target = local_path(url)
@@ -80,7 +80,7 @@ def _make_folder(partial: str, target: str) -> None:
 
 
 def _rename(partial: str, target: str) -> None:
-    """One rename (onto nothing, or onto an empty folder), durable when it returns."""
+    """Rename to a new name or onto an empty folder; durable on return."""
     try:
         os.rename(partial, target)
     except OSError as error:
@@ -93,7 +93,7 @@ def _rename(partial: str, target: str) -> None:
 
 
 def _remove_abandoned(target: str) -> None:
-    """Remove what killed runs left beside `target`: their lock is free. A run that is alive holds its own."""
+    """Remove siblings of `target` left by killed runs; a running one holds its lock."""
     parent, name = os.path.split(target)
     if not os.path.isdir(parent):
         return

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: read with every check before an offset is trusted, written byte for byte the same.
+"""Read and write safetensors headers; every offset is checked before it is used, and a written header is byte-identical.
 
 Format: 8 bytes little-endian header length, a JSON object {name: {dtype, shape, data_offsets}}, then the data, which the
 tensors cover without gap or overlap (https://huggingface.co/docs/safetensors). Offsets count from the end of the header.
@@ -41,7 +41,7 @@ _OTHER_FORMATS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor in a safetensors file; its bytes are `[offset, offset + length)` of the file."""
+    """A tensor at bytes `[offset, offset + length)` of a safetensors file."""
 
     name: str
     dtype: str
@@ -52,7 +52,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a safetensors file holds, tensors in the order of their bytes."""
+    """A checked header; tensors are in byte order, `size_bytes` is where the data starts."""
 
     tensors: tuple[StoredTensor, ...]
     metadata: Mapping[str, str]
@@ -60,7 +60,7 @@ class Header:
 
 
 def read_header(store: Store, path: str) -> Header:
-    """The checked header of `path`; DamagedError for anything that is not a whole, consistent safetensors file."""
+    """Read and check the header of `path`; DamagedError unless it is a complete, consistent safetensors file."""
     size_bytes = store.stat(path).size_bytes
     where = store.where(path)
     start = store.read(path, 0, min(size_bytes, 64))
@@ -69,10 +69,10 @@ def read_header(store: Store, path: str) -> Header:
 
 
 def header_length(start: bytes, size_bytes: int, where: str) -> int:
-    """Bytes of JSON that the first 8 bytes announce, checked against the size of the file."""
+    """Length of the JSON from the first 8 bytes, checked against the file's size."""
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
     if len(start) < LENGTH_BYTES or length > min(MAX_HEADER_BYTES, size_bytes - LENGTH_BYTES):
-        # Only then: a length of 640 begins as a pickle does.
+        # Not before: a length of 640 starts with the same bytes as a pickle.
         for magic, text in _OTHER_FORMATS.items():
             if start.startswith(magic):
                 _damaged(where, text)
@@ -86,7 +86,7 @@ def header_length(start: bytes, size_bytes: int, where: str) -> int:
 
 
 def parse_header(text: bytes, *, size_bytes: int, where: str) -> Header:
-    """The header in `text`, for a file of `size_bytes` in all."""
+    """Parse the header `text` of a file of `size_bytes`."""
     content = _parse_json(text, where)
     metadata = content.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -150,7 +150,7 @@ def _check_cover(tensors: Sequence[StoredTensor], data_start: int, size_bytes: i
 
 
 def encode_header(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str]) -> bytes:
-    """The bytes that stand before the data of `tensors` (name, dtype, shape), in the order given; padded to 8 bytes."""
+    """Encode the header of `tensors` (name, dtype, shape) in the given order, padded to 8 bytes."""
     content: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
     position = 0
     for name, dtype, shape in tensors:

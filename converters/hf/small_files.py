@@ -23,7 +23,7 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 def model_card(
     *, source: str, manifest: Manifest, spec: ModelSpec, dtype: str, num_parameters: int, size_bytes: int
 ) -> bytes:
-    """The card; `source` is the checkpoint's URL without secrets."""
+    """The README.md; `source` is the checkpoint's URL without secrets."""
     rows = {
         "Source": f"`{source}`",
         "Step": manifest.step,
@@ -84,7 +84,7 @@ def complete(assets: Mapping[str, bytes], spec: ModelSpec, where: str) -> dict[s
 
 
 def _end_token(tokenizer: bytes, where: str) -> tuple[str, int] | None:
-    """The usual end-of-text token and its id, None if the tokenizer has none of the usual ones."""
+    """The end-of-text token and its id; None if the tokenizer has none of END_TOKENS."""
     try:
         content = json.loads(tokenizer)
         added = {str(entry["content"]): int(entry["id"]) for entry in content.get("added_tokens") or []}

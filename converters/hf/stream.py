@@ -1,4 +1,4 @@
-"""Run a plan's files through the shared executor; digest tensors where they lie by writing them nowhere."""
+"""Run target files through the executor; digest tensors in place by writing them nowhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_ckpt.sharding.placement import Box
 from titan_ckpt.store.base import Buffer, ObjectInfo, Store
 
 MEMORY_BYTES = 160 << 20
-# Between two disks larger buffers bring no more: first touching their memory costs as much as a hash.
+# Between two disks larger buffers gain nothing: the first touch of their memory costs as much as a hash.
 LOCAL_BUFFER_BYTES = 4 << 20
 OnBytes = Callable[[int], None]
 
@@ -52,7 +52,7 @@ def stream(
 def _budget(
     source: RewriteSource, source_store: Store, files: Sequence[TargetFile], target: Store, memory_bytes: int
 ) -> Budget:
-    """The usual budget, its buffers grown where a transform needs more rows at once than one holds."""
+    """The default budget, with larger buffers if a transform needs more rows at once than one holds."""
     budget = Budget.of(memory_bytes, source_store, target)
     if _is_on_disk(source_store) and (_is_on_disk(target) or isinstance(target, _Nowhere)):
         budget = replace(budget, buffer_bytes=min(budget.buffer_bytes, LOCAL_BUFFER_BYTES))
@@ -65,7 +65,7 @@ def _is_on_disk(store: Store) -> bool:
 
 
 def _group_bytes(source: RewriteSource, region: Region) -> int:
-    """Bytes of the rows that `region`'s transform must see together."""
+    """Bytes of the rows that `region`'s transform needs at once."""
     assert region.transform is not None
     tensor = source.tensors[region.tensor]
     element_size = max(tensor.element_size, ELEMENT_SIZE[region.transform.dtype])
@@ -73,7 +73,7 @@ def _group_bytes(source: RewriteSource, region: Region) -> int:
 
 
 def tensor_digests(source: RewriteSource, store: Store, names: Iterable[str]) -> dict[str, bytes]:
-    """xxh3-128 of each tensor's row-major bytes, however many pieces it is stored in."""
+    """xxh3-128 of each tensor's row-major bytes, in however many chunks it is stored."""
     files = [
         TargetFile(
             path=name, segments=(Region(tensor=name, box=Box.whole(source.tensors[name].global_shape), key=name),)
@@ -84,7 +84,7 @@ def tensor_digests(source: RewriteSource, store: Store, names: Iterable[str]) ->
 
 
 class _Nowhere(Store):
-    """A target that takes every byte and keeps none, so that digesting is a run of the executor like any other."""
+    """A target that discards every byte, so that the executor only digests."""
 
     def __init__(self) -> None:
         super().__init__("nowhere")

@@ -1,8 +1,8 @@
-"""Is the export the checkpoint? Bytes always; logits on real tokens where transformers is installed.
+"""Verify that an export equals its checkpoint: bytes always, logits on real tokens if transformers is installed.
 
-Two sides that share no code path of the export: transformers loads the exported folder as a user would; the other model is
-built from the plan's config and filled tensor by tensor by the checkpoint's own reader (`Checkpoint.read`), permutation and
-cast done in torch. The trainer's own decoder against both is a test of the trainer (rooms of one floor do not import each other).
+Neither side of the logits shares code with the export: transformers loads the exported folder as a user would; the other model is
+built from the plan's config and filled tensor by tensor by `Checkpoint.read`, with permutation and cast in torch. The trainer's
+tests compare its own decoder with both (`trainer` and `converters` do not import each other).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGEST_DIFFERENCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """`logits` is None where transformers could not be asked; `why_no_logits` says why."""
+    """Result of a verification. `logits` is None if transformers could not run; `why_no_logits` is the reason."""
 
     tensors: int
     bytes: int
@@ -40,11 +40,11 @@ class Verification:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing that was looked at differs."""
+        """Whether everything compared agrees."""
         return self.logits is None or self.logits.max_abs_difference <= LARGEST_DIFFERENCE
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The JSON form."""
         return {
             "tensors": self.tensors,
             "bytes": self.bytes,
@@ -55,7 +55,7 @@ class Verification:
 
 
 def verify_export(checkpoint: Checkpoint, plan: ExportPlan, report: ExportReport) -> Verification:
-    """Read the export back and compare. DamagedError names the first tensor whose bytes, shape or dtype are not as planned."""
+    """Read the export back and compare. DamagedError names the first tensor with unplanned bytes, shape or dtype."""
     size_bytes = _check_bytes(plan, report)
     why = _why_no_logits(report.url)
     if why:
@@ -94,7 +94,7 @@ def _why_no_logits(url: str) -> str:
 
 
 def real_text(num_bytes: int) -> bytes:
-    """Text that is on every machine and is not random: the standard library's sources."""
+    """Real text that is on every machine: the standard library's sources."""
     text = b""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py")):
         text += path.read_bytes()

@@ -1,4 +1,4 @@
-"""Do these tensors make up that model? Names, shapes and the tied head, before a byte is moved."""
+"""Check that tensors make up a model, before a byte is moved: names, shapes, dtypes and the tied head."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from titan_ckpt.sharding.placement import Shape
 
 
 def check_tensors(found: Mapping[str, Shape], spec: ModelSpec, *, where: str) -> None:
-    """LoadContractError for tensors (Hugging Face's names) that are missing, too many or misshaped; all of them, by kind.
+    """LoadContractError that lists missing, extra and misshaped tensors (Hugging Face's names).
 
-    A head beside a tied embedding is allowed here: whether its bytes are equal is for the caller to see.
+    A head beside a tied embedding is allowed; the caller compares their bytes.
     """
     expected = expected_tensors(spec)
     missing = [name for name in expected if name not in found]
@@ -32,7 +32,7 @@ def check_tensors(found: Mapping[str, Shape], spec: ModelSpec, *, where: str) ->
 
 
 def check_dtypes(parts: Iterable[tuple[str, str]], *, where: str) -> None:
-    """LoadContractError where parts (name of the whole, dtype) of one stacked tensor are of different dtypes."""
+    """LoadContractError if the parts (name of the whole, dtype) of a stacked tensor have different dtypes."""
     dtypes: dict[str, str] = {}
     for name, dtype in parts:
         if dtypes.setdefault(name, dtype) != dtype:
@@ -42,7 +42,7 @@ def check_dtypes(parts: Iterable[tuple[str, str]], *, where: str) -> None:
 
 
 def main_dtype(sizes: Iterable[tuple[str, int]]) -> str:
-    """Of tensors as (dtype, bytes), the floating-point dtype that most bytes have."""
+    """The floating-point dtype with the most bytes; `sizes` has (dtype, bytes) of each tensor."""
     totals: Counter[str] = Counter()
     for dtype, size_bytes in sizes:
         totals[dtype] += size_bytes

@@ -1,4 +1,4 @@
-"""Model families that Hugging Face knows: which tensors each has, their shapes, and how config.json spells them.
+"""Model families of Hugging Face as tables: their tensors, shapes and config.json keys.
 
 A family is a table. A tensor's name may hold `{}` for the layer number; its shape is in the letters of `ModelSpec.sizes`:
 V vocabulary, D model width, F feed-forward width, Q all query heads, K all key (or value) heads, H one head, E all experts,
@@ -21,10 +21,10 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfFamily:
-    """`defaults` are what config.json means where it leaves a key out; `check` names what of a spec the family cannot say.
+    """`defaults`: values of keys that config.json omits. `check` returns what of a spec the family cannot express, or None.
 
-    A mixture's `router` and `experts` (gate, up, down; the second `{}` is the expert) are its names for what replaces the dense
-    feed-forward, `expert_keys` config.json's for the number of experts, the number per token and an expert's width.
+    For a mixture: names of its `router` and its `experts` (gate, up, down; the second `{}` is the expert), and `expert_keys`,
+    config.json's keys for the number of experts, the number per token and an expert's width.
     """
 
     name: str
@@ -165,7 +165,7 @@ FAMILIES = {
     ),
 }
 
-# (name, shape, the switch of the spec that brings it; none: always there)
+# (name, shape, the spec's switch that adds it; empty: always present)
 _LAYER = "model.layers.{}."
 _TENSORS: tuple[tuple[str, str, str], ...] = (
     (_LAYER + "input_layernorm.weight", "D", ""),
@@ -189,14 +189,14 @@ _DENSE: tuple[tuple[str, str], ...] = (
 
 
 def family_named(name: str) -> HfFamily:
-    """The family; PlanError with the list of families for another name."""
+    """The family `name`; PlanError that lists the families if there is none."""
     if name not in FAMILIES:
         raise PlanError(f"model family {name!r} is not supported; supported are {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
 def check_spec(spec: ModelSpec) -> HfFamily:
-    """The family of `spec`; PlanError where Hugging Face's class of that family cannot express the spec."""
+    """The family of `spec`; PlanError if Hugging Face's class cannot express the spec."""
     family = family_named(spec.family)
     problem = family.check(spec)
     if problem is not None:
@@ -213,7 +213,7 @@ def check_spec(spec: ModelSpec) -> HfFamily:
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
-    """Every tensor of the model under Hugging Face's names, in the order of the forward pass; a tied head is not one."""
+    """Every tensor of the model under Hugging Face's names, in forward order, without a tied head."""
     sizes = spec.sizes
 
     def shape(letters: str) -> Shape:

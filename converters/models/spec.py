@@ -1,4 +1,4 @@
-"""What decides a decoder's logits besides its weights. Field names are the trainer's (`[model]` of a training config)."""
+"""The model spec: what besides the weights decides a decoder's logits. Fields are those of a training config's `[model]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan_ckpt.errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecRopeScaling:
-    """How rotary positions are stretched; fields that a kind (linear, llama3, yarn) does not use are ignored."""
+    """Scaling of rotary positions; fields that a kind (linear, llama3, yarn) does not use are ignored."""
 
     kind: str
     factor: float
@@ -27,7 +27,7 @@ class SpecRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The feed-forward of every layer as a mixture: a router picks `per_token` of `number` experts, each `ffn_dim` wide."""
+    """A mixture of experts in every layer: a router picks `per_token` of `number` experts, each `ffn_dim` wide."""
 
     number: int
     per_token: int
@@ -60,7 +60,7 @@ class ModelSpec:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Lengths of the dimensions by the letters that the tensor tables use."""
+        """Dimension sizes by the letters of the tensor tables in `families`."""
         return {
             "V": self.vocab_size,
             "D": self.dim,
@@ -72,11 +72,11 @@ class ModelSpec:
 
 
 def spec_of(config: Mapping[str, Any], where: str) -> ModelSpec:
-    """The spec in a checkpoint's training config (its `model` section)."""
+    """The spec in a training config's `model` section."""
     section = config.get("model")
     if not isinstance(section, Mapping):
         raise PlanError(
-            f"{where} does not say what model it holds (its config has no [model]); pass --config with a Hugging Face config.json"
+            f"{where} has no model in its config ([model] is missing); pass --config with a Hugging Face config.json"
         )
     try:
         values = _known(ModelSpec, section)
@@ -96,8 +96,7 @@ def _known(kind: type[ModelSpec | SpecRopeScaling | Experts], section: Mapping[s
 
 
 def spec_to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The `model` section of a training config that describes `spec`; a head size that follows from the others is 0 there, and
-    a dense model has no word of experts."""
+    """The `model` section of a training config for `spec`; a derived head size is 0, and a dense model has no `experts`."""
     is_derived = spec.head_dim * spec.n_heads == spec.dim
     section = dataclasses.asdict(spec) | ({"head_dim": 0} if is_derived else {})
     return section if spec.experts else {key: value for key, value in section.items() if key != "experts"}

@@ -1,9 +1,8 @@
-"""How checkpoints name a model's tensors: tables of rules from Hugging Face's names to those of each trainer.
+"""Tensor names of each layout: tables of rules from Hugging Face's names to a trainer's.
 
-A rule is (Hugging Face's pattern, the trainer's pattern, transform); `{}` is the layer number. A transform is named for what it
-does to a tensor on the way TO the trainer and always has an inverse. Our trainer uses Hugging Face's own names under `model.`:
-those of transformers' modules, which hold a layer's experts stacked where the files hold one tensor for each.
-torchtitan's Llama rotates neighbouring pairs where Hugging Face rotates halves, so rows of q and k are permuted in each head.
+A rule is (Hugging Face's pattern, the trainer's pattern, row order); `{}` is the layer number. Our trainer uses the names of
+transformers' modules under `model.`; these stack a layer's experts, where the files have one tensor per expert. torchtitan's
+Llama rotates adjacent pairs of rows, Hugging Face halves, so the rows of q and k are permuted within each head.
 """
 
 from __future__ import annotations
@@ -11,14 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from enum import StrEnum
 
 from titan_ckpt.converters.models.families import EMBEDDING, FAMILIES, HEAD
 from titan_ckpt.converters.models.spec import Experts, ModelSpec
 from titan_ckpt.errors import PlanError
 from titan_ckpt.sharding.placement import Box, Shape
 
-TransformName = Literal["", "halves_to_pairs"]
+
+class RowOrder(StrEnum):
+    """The reordering of rows on the way TO the trainer; each has an inverse."""
+
+    KEPT = ""
+    HALVES_TO_PAIRS = "halves_to_pairs"
+
+
 MODEL_PREFIX = "model."
 TITAN, TORCHTITAN, TORCHTITAN_QKV = "titan", "torchtitan", "torchtitan-qkv"
 TORCHTITAN_FAMILIES = ("llama", "qwen3")
@@ -34,35 +40,35 @@ class NameRule:
 
     hf: str
     ours: str
-    transform: TransformName = ""
+    transform: RowOrder = RowOrder.KEPT
 
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """Where in a tensor of shape `whole` a smaller one lies, which has a dimension less; `box` has length 1 in the first."""
+    """The position of a smaller tensor in a stacked one of shape `whole`; `box` has length 1 in the extra first dimension."""
 
     whole: Shape
     box: Box
 
     @property
     def shape(self) -> Shape:
-        """Of the smaller one by itself."""
+        """Shape of the smaller tensor."""
         return self.box.sizes[1:]
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A tensor under both names, the transform between them, and its place where ours holds several of Hugging Face's."""
+    """A tensor under both names, the row order between them, and its position if ours stacks several of Hugging Face's."""
 
     hf: str
     ours: str
-    transform: TransformName
+    transform: RowOrder
     stacked: Stacked | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """`stores_tied_head`: the trainer keeps a tied head as a second, equal tensor."""
+    """A trainer's naming. `stores_tied_head`: it keeps a tied head as a second, equal tensor."""
 
     name: str
     rules: tuple[NameRule, ...] = ()
@@ -73,8 +79,8 @@ def _torchtitan(name: str, *, attention: str, head: str) -> Layout:
     hf, ours = "model.layers.{}.", "layers.{}."
     rules = (
         NameRule(EMBEDDING, "tok_embeddings.weight"),
-        NameRule(hf + "self_attn.q_proj.weight", f"{ours}{attention}.wq.weight", "halves_to_pairs"),
-        NameRule(hf + "self_attn.k_proj.weight", f"{ours}{attention}.wk.weight", "halves_to_pairs"),
+        NameRule(hf + "self_attn.q_proj.weight", f"{ours}{attention}.wq.weight", RowOrder.HALVES_TO_PAIRS),
+        NameRule(hf + "self_attn.k_proj.weight", f"{ours}{attention}.wk.weight", RowOrder.HALVES_TO_PAIRS),
         NameRule(hf + "self_attn.v_proj.weight", f"{ours}{attention}.wv.weight"),
         NameRule(hf + "self_attn.o_proj.weight", ours + "attention.wo.weight"),
         NameRule(hf + "self_attn.q_norm.weight", ours + "attention.q_norm.weight"),
@@ -90,7 +96,7 @@ def _torchtitan(name: str, *, attention: str, head: str) -> Layout:
     return Layout(name=name, rules=rules, stores_tied_head=True)
 
 
-# The second is how torchtitan names the projections since it groups them; its head has had both names.
+# TORCHTITAN_QKV: torchtitan's names since it groups the projections. Its head has had both names.
 LAYOUTS = {
     TITAN: Layout(name=TITAN),
     TORCHTITAN: _torchtitan(TORCHTITAN, attention="attention", head="output.weight"),
@@ -99,7 +105,7 @@ LAYOUTS = {
 
 
 def find_layout(fqns: Iterable[str], where: str) -> Layout:
-    """The layout that these names are in; PlanError if none is."""
+    """Detect the layout of these names; PlanError if none matches."""
     names = set(fqns)
     if MODEL_PREFIX + EMBEDDING in names:
         return LAYOUTS[TITAN]
@@ -118,9 +124,13 @@ def find_layout(fqns: Iterable[str], where: str) -> Layout:
 
 
 def name_in(layout: Layout, hf_name: str, spec: ModelSpec) -> Named:
-    """What `layout` calls Hugging Face's `hf_name`."""
+    """Translate Hugging Face's `hf_name` to `layout`."""
     if layout.name == TITAN:
-        return Named(hf_name, MODEL_PREFIX + hf_name, "") if spec.experts is None else _name_in_mixture(hf_name, spec)
+        return (
+            Named(hf_name, MODEL_PREFIX + hf_name, RowOrder.KEPT)
+            if spec.experts is None
+            else _name_in_mixture(hf_name, spec)
+        )
     layer = re.search(r"\.layers\.(\d+)\.", hf_name)
     pattern = hf_name if layer is None else hf_name.replace(f".{layer.group(1)}.", ".{}.", 1)
     rule = next((rule for rule in layout.rules if rule.hf == pattern), None)
@@ -129,25 +139,25 @@ def name_in(layout: Layout, hf_name: str, spec: ModelSpec) -> Named:
             f"torchtitan has no {hf_name} in a {spec.family} model; its families are {', '.join(TORCHTITAN_FAMILIES)}"
         )
     ours = rule.ours if layer is None else rule.ours.format(layer.group(1))
-    return Named(hf_name, ours, rule.transform if spec.family == "llama" else "")
+    return Named(hf_name, ours, rule.transform if spec.family == "llama" else RowOrder.KEPT)
 
 
 def _name_in_mixture(hf_name: str, spec: ModelSpec) -> Named:
-    """Under transformers' module names: gate and up of all experts are one tensor [E, 2 M, D], down is [E, D, M]."""
+    """transformers' module names: gate and up of all experts are one tensor [E, 2 M, D], down is [E, D, M]."""
     assert spec.experts is not None
     family = FAMILIES[spec.family]
     prefix, layer, rest = re.fullmatch(r"(?:(model\.layers\.)(\d+)\.)?(.*)", hf_name).groups()  # type: ignore[union-attr]
     if prefix is None:
-        return Named(hf_name, MODEL_PREFIX + hf_name, "")
+        return Named(hf_name, MODEL_PREFIX + hf_name, RowOrder.KEPT)
     block = f"{MODEL_PREFIX}{prefix}{layer}.mlp."
     if rest == family.router:
-        return Named(hf_name, block + "gate.weight", "")
+        return Named(hf_name, block + "gate.weight", RowOrder.KEPT)
     expert = re.search(r"\.experts\.(\d+)\.", rest)
     if expert is None:
-        return Named(hf_name, MODEL_PREFIX + hf_name, "")
+        return Named(hf_name, MODEL_PREFIX + hf_name, RowOrder.KEPT)
     number = expert.group(1)
     role = family.experts.index(rest.replace(f".{number}.", ".{}.", 1))
-    return Named(hf_name, block + _EXPERT_NAMES[role], "", _place(spec.experts, spec.dim, int(number), role))
+    return Named(hf_name, block + _EXPERT_NAMES[role], RowOrder.KEPT, _place(spec.experts, spec.dim, int(number), role))
 
 
 _EXPERT_NAMES = ("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj")
@@ -161,12 +171,12 @@ def _place(experts: Experts, dim: int, number: int, role: int) -> Stacked:
 
 
 def is_weight(fqn: str, layout: Layout) -> bool:
-    """Whether the name is a weight of the model: not of an optimizer or a loader, not a buffer that is computed."""
+    """Whether the name is a model weight: no optimizer or loader state, no computed buffer."""
     if layout.name == TITAN:
         return fqn.startswith(MODEL_PREFIX) and not is_computed(fqn)
     return fqn.startswith(_TORCHTITAN_ROOTS) and not is_computed(fqn)
 
 
 def is_computed(name: str) -> bool:
-    """Whether this is a buffer that every reader computes for itself; old files hold it (`rotary_emb.inv_freq`)."""
+    """Whether this is a buffer that readers compute; old files store it (`rotary_emb.inv_freq`)."""
     return _COMPUTED.fullmatch(name.removeprefix(MODEL_PREFIX)) is not None

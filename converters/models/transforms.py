@@ -1,6 +1,6 @@
-"""Arithmetic on a strip of rows: the reversible permutation of q and k, and casts. Bytes in, bytes out.
+"""Transforms of a strip of rows, bytes to bytes: the permutation of q and k, and casts.
 
-Without a cast nothing here needs torch, which costs 2 s and 200 MB to import; a cast is torch's own `tensor.to`, bit for bit.
+Only a cast needs torch, which takes 2 s and 200 MB to import; it is torch's own `tensor.to`, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from math import prod
 
 import numpy as np
 
-from titan_ckpt.converters.models.tensor_names import TransformName
+from titan_ckpt.converters.models.tensor_names import RowOrder
 from titan_ckpt.errors import PlanError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.rewrite.plan import Transform
@@ -23,7 +23,7 @@ Apply = Callable[[memoryview, Box], Buffer]
 
 
 def transform(
-    name: TransformName,
+    name: RowOrder,
     *,
     tensor: str,
     to_trainer: bool,
@@ -33,10 +33,9 @@ def transform(
     overflows: Overflows,
     merge: Apply | None = None,
 ) -> Transform | None:
-    """What takes tensor `tensor` of `dtype` to the other side as `target_dtype`; None where the bytes stay as they are.
+    """The transform of tensor `tensor` from `dtype` to `target_dtype` and from one row order to the other; None if bytes stay.
 
-    `overflows` is told of what a cast cannot keep. `merge` makes `target_dtype` of `dtype` itself, after the rows have their
-    new order.
+    `overflows` collects tensors with values that a cast cannot keep. `merge` replaces the cast; it runs on reordered rows.
     """
     steps: list[Apply] = []
     if name:
@@ -53,7 +52,7 @@ def transform(
 
 
 def target_dtype(dtype: str, wanted: str | None) -> str:
-    """The dtype that a tensor of `dtype` gets when floats are to be `wanted` (None: every dtype stays)."""
+    """The target dtype of a tensor of `dtype` if floats become `wanted` (None: keep every dtype)."""
     if wanted is None or dtype not in FLOATS:
         return dtype
     if wanted not in FLOATS:
@@ -72,7 +71,7 @@ def _chain(steps: list[Apply]) -> Apply:
 
 
 def _permute(head_dim: int, element_size: int, *, to_pairs: bool) -> Apply:
-    """Rows of each head: halves (Hugging Face: row j of both halves turns together) to neighbouring pairs, or back."""
+    """Permute the rows of each head: halves (Hugging Face rotates row j of both halves together) to adjacent pairs, or back."""
     inner = (2, head_dim // 2) if to_pairs else (head_dim // 2, 2)
 
     def apply(raw: memoryview, box: Box) -> Buffer:

@@ -75,7 +75,7 @@ def run(arguments: Namespace) -> int:
 
 
 def plan_removal(store: Store, url: str, policy: RetentionPolicy, *, now_s: float) -> list[Garbage]:
-    """What `policy` deletes from a run, after looking whether each checkpoint is whole: only a whole one counts as kept."""
+    """What `policy` deletes from a run. Every checkpoint is checked first: only a whole one counts as kept."""
     checked = [check_whole(store, url, info) for info in list_checkpoints(store)]
     infos = [info for info, _ in checked]
     if not infos:

@@ -1,4 +1,4 @@
-"""`titan-ckpt reshard`."""
+"""`titan-ckpt reshard`: rewrite a checkpoint for another mesh. No torch without --dtype."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Plan, then show or run."""
+    """Plan the reshard, then show or run it."""
     mesh, rules = MeshSpec.parse(arguments.mesh), _rules(arguments.placements)
     location = parse_location(arguments.destination)
     if location.step is not None:

@@ -1,4 +1,4 @@
-"""What a command of `titan-ckpt` is; each room owns its own, `titan_ckpt.cli.main` only names them."""
+"""The `Command` record. Each room defines its own commands; `titan_ckpt.cli.main` lists them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Command:
 
 
 def add_json_flag(parser: ArgumentParser) -> None:
-    """`--json`, which every command that reads has."""
+    """Add `--json`, which every command that reads has."""
     parser.add_argument("--json", action="store_true", help="facts as JSON on stdout")
 
 
 def run_location(url: str) -> Location:
-    """The run that `url` names; UsageError where it names one of its steps."""
+    """Parse the URL of a run; UsageError if it has a step."""
     location = parse_location(url)
     if location.step is not None:
         raise UsageError(f"{location}: give the URL of the run, without a step")

@@ -1,7 +1,7 @@
-"""A tensor's cut as a small grid of coloured cells in the terminal. No torch, no I/O.
+"""Draw how a tensor is cut, as a small grid of coloured cells in the terminal. No torch, no I/O.
 
-A cell is a spot of the tensor: dimension 0 downwards, dimension 1 to the right (further dimensions are looked at in their
-middle, a vector is one row). Colour is the source piece that holds the spot, text is who holds it.
+A cell is a sample point of the tensor: dimension 0 runs down, dimension 1 to the right (further dimensions are sampled in their
+middle, a vector is one row). The colour is the source box that contains the point, the text is the holder.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy.typing as npt
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
 MAX_ROWS, MAX_COLUMNS = 16, 16
-# Background colours of the 256-colour table that black text can be read on.
+# Backgrounds of the 256-colour table on which black text is readable.
 _COLOURS = (153, 217, 157, 223, 183, 159, 210, 192, 189, 216, 121, 229, 147, 224, 115, 195)
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutBoxes:
-    """Boxes `[n, ndim]` and the name of the holder of each."""
+    """Boxes as columns `[n, ndim]`, and the name of each box's holder."""
 
     offsets: Int64s
     sizes: Int64s
@@ -31,19 +31,19 @@ class CutBoxes:
 
 
 def draw_cut(
-    global_shape: tuple[int, ...], pieces: CutBoxes, *, source: CutBoxes | None = None, is_coloured: bool = True
+    global_shape: tuple[int, ...], boxes: CutBoxes, *, source: CutBoxes | None = None, is_coloured: bool = True
 ) -> str:
-    """The grid of `pieces`; coloured by `source`'s pieces where those are given, which shows what each is made of.
+    """Draw `boxes`, coloured by the box of `source` that each cell comes from (default: by its own).
 
-    Without colour a letter stands for the source piece: `a0` is what rank 0 gets from the first source piece.
+    Without colour a letter stands for the source box: `a0` is what rank 0 gets from the first source box.
     """
     if 0 in global_shape:
         return "(no elements)"
-    spots = _spots(global_shape, [piece for piece in (pieces, source) if piece is not None])
-    holders = _find(pieces, spots)
-    colours = _find(source or pieces, spots)
+    points = _points(global_shape, [cut for cut in (boxes, source) if cut is not None])
+    holders = _find(boxes, points)
+    colours = _find(source or boxes, points)
     names = [
-        [_name(pieces, h, c, source, is_coloured) for h, c in zip(*row, strict=True)] for row in _rows(holders, colours)
+        [_name(boxes, h, c, source, is_coloured) for h, c in zip(*row, strict=True)] for row in _rows(holders, colours)
     ]
     width = max(len(name) for row in names for name in row) + 1
     lines = []
@@ -57,8 +57,8 @@ def _rows(holders: Int64s, colours: Int64s) -> list[tuple[list[int], list[int]]]
     return list(zip(holders.tolist(), colours.tolist(), strict=True))
 
 
-def _name(pieces: CutBoxes, holder: int, colour: int, source: CutBoxes | None, is_coloured: bool) -> str:
-    text = "?" if holder < 0 else pieces.holders[holder]
+def _name(boxes: CutBoxes, holder: int, colour: int, source: CutBoxes | None, is_coloured: bool) -> str:
+    text = "?" if holder < 0 else boxes.holders[holder]
     if is_coloured or source is None:
         return text
     return ("?" if colour < 0 else _letter(colour)) + text
@@ -76,8 +76,8 @@ def _cell(text: str, colour: int, is_coloured: bool) -> str:
     return f"\x1b[30;48;5;{_COLOURS[colour % len(_COLOURS)]}m{text}\x1b[0m"
 
 
-def _spots(global_shape: tuple[int, ...], cuts: list[CutBoxes]) -> Int64s:
-    """Elements to look at, `[rows, columns, ndim]`: one in each interval between borders while there are few, else evenly."""
+def _points(global_shape: tuple[int, ...], cuts: list[CutBoxes]) -> Int64s:
+    """Sample points `[rows, columns, ndim]`: one between each two borders while these are few, else evenly spaced."""
     ndim = len(global_shape)
     middle = np.array([size // 2 for size in global_shape], dtype=np.int64)
     along = [np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)]
@@ -85,11 +85,11 @@ def _spots(global_shape: tuple[int, ...], cuts: list[CutBoxes]) -> Int64s:
     for axis, (dim, most) in enumerate(zip(dims, (MAX_ROWS, MAX_COLUMNS), strict=True)):
         if dim < ndim:
             along[axis] = _places(global_shape[dim], [(c.offsets[:, dim], c.sizes[:, dim]) for c in cuts], most)
-    spots = np.broadcast_to(middle, (len(along[0]), len(along[1]), ndim)).copy()
+    points = np.broadcast_to(middle, (len(along[0]), len(along[1]), ndim)).copy()
     for axis, dim in enumerate(dims):
         if dim < ndim:
-            spots[:, :, dim] = along[axis][:, None] if axis == 0 else along[axis][None, :]
-    return spots
+            points[:, :, dim] = along[axis][:, None] if axis == 0 else along[axis][None, :]
+    return points
 
 
 def _places(size: int, cuts: list[tuple[Int64s, Int64s]], most: int) -> Int64s:
@@ -102,9 +102,9 @@ def _places(size: int, cuts: list[tuple[Int64s, Int64s]], most: int) -> Int64s:
     return (np.arange(count, dtype=np.int64) * 2 + 1) * size // (2 * count)
 
 
-def _find(pieces: CutBoxes, spots: Int64s) -> Int64s:
-    """Index of the piece that holds each spot, -1 where none does."""
-    found = np.full(spots.shape[:2], -1, dtype=np.int64)
-    for index, (offset, size) in enumerate(zip(pieces.offsets, pieces.sizes, strict=True)):
-        found[((spots >= offset) & (spots < offset + size)).all(axis=2)] = index
+def _find(boxes: CutBoxes, points: Int64s) -> Int64s:
+    """Index of the box that contains each sample point, -1 if none does."""
+    found = np.full(points.shape[:2], -1, dtype=np.int64)
+    for index, (offset, size) in enumerate(zip(boxes.offsets, boxes.sizes, strict=True)):
+        found[((points >= offset) & (points < offset + size)).all(axis=2)] = index
     return found

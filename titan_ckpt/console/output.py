@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 
 def write_json(value: Any, out: TextIO | None = None) -> None:
-    """`value` as indented JSON on stdout. JSON has no infinity and no NaN: both are null."""
+    """Write `value` as indented JSON to stdout; infinity and NaN become null."""
     (out or sys.stdout).write(json.dumps(_finite(value), indent=1) + "\n")
 
 
@@ -26,12 +26,12 @@ def _finite(value: Any) -> Any:
 
 
 def write_text(text: str, out: TextIO | None = None) -> None:
-    """`text` as lines on stdout."""
+    """Write `text` as lines to stdout."""
     (out or sys.stdout).write(text if text.endswith("\n") else text + "\n")
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Sequence[str] = ()) -> str:
-    """A plain table; the columns named in `right` are aligned right, nothing is guessed from the values.
+    """A plain table; the columns named in `right` are right-aligned; no alignment is guessed from values.
 
     >>> print(format_table(["step", "size"], [[20, "1.2 MB"], [1200, "9 B"]], right=["step", "size"]))
       step    size
@@ -43,7 +43,7 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, right
 
 
 def age_s(created: str, now_s: float) -> float | None:
-    """Seconds since an ISO 8601 time, None where there is none."""
+    """Seconds since an ISO 8601 time; None if it cannot be parsed."""
     try:
         moment = datetime.fromisoformat(created)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Sizes, rates and times as people write them."""
+"""Parse and format sizes and durations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def format_size(size_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`seconds` at a glance.
+    """`seconds` with two units at most.
 
     >>> format_duration(0.0123), format_duration(75), format_duration(7260)
     ('12 ms', '1 min 15 s', '2 h 1 min')
