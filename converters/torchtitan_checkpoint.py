@@ -165,7 +165,7 @@ def under_our_names(theirs: Checkpoint, model: Mapping[str, Any]) -> Checkpoint:
 
 
 def _check_weights(theirs: Checkpoint, layout: Layout, spec: ModelSpec, names: list[Named]) -> None:
-    """LoadContractError unless exactly the model's weights are there, in their shapes, and a stored tied head is the embedding."""
+    """LoadContractError unless exactly the model's weights exist, in their shapes; a stored tied head must be the embedding."""
     tensors = theirs.manifest.by_fqn
     head, embedding = name_in(layout, HEAD, spec).ours, name_in(layout, EMBEDDING, spec).ours
     known = {named.ours: named.hf for named in names} | {head: HEAD}
