@@ -13,10 +13,9 @@ import numpy as np
 from titan_ckpt.converters.models.tensor_names import RowOrder
 from titan_ckpt.errors import PlanError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
-from titan_ckpt.rewrite.plan import Transform
+from titan_ckpt.rewrite.plan import Buffer, Transform
 from titan_ckpt.rewrite.selection import Overflows
 from titan_ckpt.sharding.placement import Box
-from titan_ckpt.store.base import Buffer
 
 FLOATS = tuple(name for name in ELEMENT_SIZE if "float" in name)
 Apply = Callable[[memoryview, Box], Buffer]

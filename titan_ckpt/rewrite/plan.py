@@ -26,7 +26,7 @@ from titan_ckpt.format.foreign_blob import locate_payload
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, Chunk, Manifest, TensorEntry
 from titan_ckpt.sharding.placement import Box, Shape
 from titan_ckpt.sharding.repeating_columns import Column, Int64s
-from titan_ckpt.store.base import Buffer
+from titan_ckpt.store.base import Buffer as Buffer
 
 LOCATE_THREADS = 16
 
