@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -391,15 +390,3 @@ def async_not_waited(job: DrillJob) -> None:
 
 def stall() -> None:
     time.sleep(HANG_S)
-
-
-CASES: dict[str, Callable[[DrillJob], None]] = {
-    function.__name__: function
-    for function in (
-        ok, gc_pause, subset_groups, async_not_waited, skip, order, op_type, size, dtype, extra_collective, finished_early,
-        wrong_group, dataloader, checkpoint_io, python_lock, gil_held, user_code, gc_storm, teardown, ring_overflow, chain,
-        sigkill, segfault, sigstop, exception, out_of_memory, p2p_missing, p2p_size, p2p_cycle, p2p_batch, subset_new_group,
-        straggler,
-    )
-}  # fmt: skip
-CASES["init_hang"] = ok

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_ckpt.debug.drill.cases import CASES, DrillJob, stall
+from titan_ckpt.debug.drill.cases import DrillJob, stall
+from titan_ckpt.debug.drill.catalogue import CASES
 from titan_ckpt.debug.record.recorder import Recorder
 
 log = logging.getLogger("job")

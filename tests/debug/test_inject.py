@@ -8,7 +8,7 @@ import pytest
 
 from titan_ckpt.cli.main import main
 from titan_ckpt.debug import diagnose, open_run
-from titan_ckpt.debug.drill.cases import CASES as PROGRAMS
+from titan_ckpt.debug.drill.catalogue import CASES as PROGRAMS
 from titan_ckpt.debug.drill.inject import CASES, _end, _is_newest, _start, _wait_until_settled, culprit_of, inject
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, HEARTBEAT, HEARTBEAT_AT, RECORD
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind

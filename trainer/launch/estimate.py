@@ -219,8 +219,7 @@ def _block_per_token(model: ModelConfig, tp: int) -> float:
 def _traffic(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> list[CollectiveTraffic]:
     """The collectives of a rank in one optimizer step."""
     model, parallel = config.model, config.mesh
-    width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
-    tp, pp, fsdp = mesh.degree("tp"), mesh.degree("pp"), mesh.degree("dp_shard+cp")
+    width, tp, pp = WIDTH[parallel.param_dtype], mesh.degree("tp"), mesh.degree("pp")
     runs = BatchShape(
         global_batch_size=config.train.global_batch_size, microbatch_size=config.train.microbatch_size,
         data_degree=mesh.degree("dp_replicate+dp_shard"),
@@ -228,27 +227,7 @@ def _traffic(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> list[C
     layers, micro = model.n_layers // pp, num_microbatches(parallel, mesh)
     tokens = config.train.microbatch_size * config.data.seq_len / mesh.degree("cp")
     hidden = tokens * model.dim * width
-    found = []
-    if fsdp > 1:
-        times = 2 if pp == 1 and parallel.reshard_after_forward != "never" else 1
-        found.append(
-            CollectiveTraffic(
-                name="FSDP all-gather",
-                calls=runs * times * (layers + 1),
-                size_bytes=runs * times * num_parameters / tp * width,
-            )
-        )
-        found.append(
-            CollectiveTraffic(
-                name="FSDP reduce-scatter", calls=runs * (layers + 1), size_bytes=runs * num_parameters / tp * reduce
-            )
-        )
-    if mesh.degree("dp_replicate") > 1:
-        found.append(
-            CollectiveTraffic(
-                name="HSDP all-reduce", calls=runs * (layers + 1), size_bytes=runs * num_parameters / tp / fsdp * reduce
-            )
-        )
+    found = _data_parallel_traffic(config, mesh, num_parameters, runs)
     if tp > 1:
         passes = 3 if parallel.activation_checkpoint == "full" else 2
         calls = runs * micro * layers * 4 * passes
@@ -269,6 +248,38 @@ def _traffic(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> list[C
         found.append(
             CollectiveTraffic(
                 name="CP keys and values", calls=runs * layers * hops * 3, size_bytes=runs * layers * hops * 3 * kv
+            )
+        )
+    return found
+
+
+def _data_parallel_traffic(
+    config: TrainConfig, mesh: MeshSpec, num_parameters: int, runs: int
+) -> list[CollectiveTraffic]:
+    """What FSDP and HSDP move in one optimizer step of `runs` accumulated batches."""
+    parallel = config.mesh
+    width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
+    tp, pp, fsdp = mesh.degree("tp"), mesh.degree("pp"), mesh.degree("dp_shard+cp")
+    layers = config.model.n_layers // pp
+    found = []
+    if fsdp > 1:
+        times = 2 if pp == 1 and parallel.reshard_after_forward != "never" else 1
+        found.append(
+            CollectiveTraffic(
+                name="FSDP all-gather",
+                calls=runs * times * (layers + 1),
+                size_bytes=runs * times * num_parameters / tp * width,
+            )
+        )
+        found.append(
+            CollectiveTraffic(
+                name="FSDP reduce-scatter", calls=runs * (layers + 1), size_bytes=runs * num_parameters / tp * reduce
+            )
+        )
+    if mesh.degree("dp_replicate") > 1:
+        found.append(
+            CollectiveTraffic(
+                name="HSDP all-reduce", calls=runs * (layers + 1), size_bytes=runs * num_parameters / tp / fsdp * reduce
             )
         )
     return found
