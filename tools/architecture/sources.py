@@ -6,6 +6,7 @@ A rule takes the tree's root, so that a test can plant a violation in a copy, an
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,9 +26,11 @@ MAX_TEST_NAME = 60
 def package_files(root: Path = ROOT) -> Iterator[Path]:
     """All modules of the five packages, each once: not through the links in titan_ckpt/."""
     for package in PACKAGES:
-        for path in sorted((root / package).glob("**/*.py")):
-            if not any(parent.is_symlink() for parent in path.parents):
-                yield path
+        yield from _python_files(root / package)
+
+
+def _python_files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.glob("**/*.py")) if not any(p.is_symlink() for p in path.parents))
 
 
 def module_name(path: Path, root: Path = ROOT) -> str:
@@ -63,3 +66,29 @@ def _hides_an_import(node: ast.AST, room: str) -> bool:
 
 def _last_name(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def oversized(root: Path = ROOT) -> Iterator[str]:
+    """Folders, files, functions and test names past the project's limits."""
+    for top in (*PACKAGES, "tests", "tools", "scripts", "benchmarks"):
+        paths = [path for path in _python_files(root / top) if (root / "tests" / "data") not in path.parents]
+        for folder, count in sorted(Counter(path.parent for path in paths).items()):
+            if count > MAX_FILES:
+                yield f"{folder.relative_to(root)}: {count} files, at most {MAX_FILES}"
+        for path in paths:
+            yield from (f"{path.relative_to(root)}{finding}" for finding in _oversized_in(path, top))
+
+
+def _oversized_in(path: Path, top: str) -> Iterator[str]:
+    text = path.read_text()
+    num_lines = text.count("\n")
+    if num_lines > MAX_FILE_LINES:
+        yield f": {num_lines} lines, at most {MAX_FILE_LINES}"
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if top in PACKAGES and num_lines > MAX_FUNCTION_LINES:
+            yield f":{node.lineno}: {node.name} has {num_lines} lines, at most {MAX_FUNCTION_LINES}"
+        if top == "tests" and node.name.startswith("test_") and len(node.name) > MAX_TEST_NAME:
+            yield f":{node.lineno}: {node.name} has {len(node.name)} characters, at most {MAX_TEST_NAME}"
