@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 from functools import cache
 
@@ -86,3 +87,12 @@ def test_the_design_page_lists_every_room() -> None:
     page = (ROOT / "docs" / "design.md").read_text()
     missing = [room for room in DRAWING.arrows if f"| `{room.rpartition('.')[2]}`" not in page]
     assert missing == []
+
+
+def test_each_room_describes_itself() -> None:
+    silent = []
+    for room in DRAWING.arrows:
+        path = ROOT / (room if "." in room else f"titan_ckpt/{room}").replace(".", "/")
+        if path.is_dir() and not ast.get_docstring(ast.parse((path / "__init__.py").read_text())):
+            silent.append(room)
+    assert silent == []

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,113 +12,33 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.support.reshard_states import (
+    DTYPES,
+    MESHES,
+    SMALL,
+    STEP,
+    assert_dcp_reads,
+    data_bytes,
+    emptied,
+    leaves,
+    llama,
+    random_rules,
+    random_tensor,
+    resharded,
+    saved,
+)
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, TitanError
-from titan_ckpt.format.names import step_folder
 from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.resharding.estimate import estimate_reshard
-from titan_ckpt.resharding.placement_rules import PlacementRule
-from titan_ckpt.resharding.reshard import Workers, plan_reshard, run_plan
-from titan_ckpt.saving.saver import SaveOptions, save
+from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec
 from titan_ckpt.sharding.placement import Shard
-from titan_ckpt.store.base import Buffer, ObjectInfo
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
-
-STEP = 7
-DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,
-    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64,
-]  # fmt: skip
-MESHES = [
-    "1", "dp_shard=2", "dp_shard=4", "dp_replicate=2,dp_shard=2", "tp=2", "dp_shard=2,tp=2", "cp=2", "dp_shard=3",
-    "dp_shard=2,cp=2", "dp_shard=3,tp=2", "dp_shard=5", "dp_replicate=3,tp=2",
-]  # fmt: skip
-SMALL = 8 << 20
-
-
-def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Random bits, so that NaNs with payloads are among the floats."""
-    count = torch.Size(shape).numel()
-    if dtype == torch.bool:
-        return torch.randint(0, 2, shape, dtype=torch.uint8, generator=generator).bool()
-    size = torch.empty((), dtype=dtype).element_size()
-    return torch.randint(0, 256, (count * size,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def llama(layers: int = 4, dim: int = 12) -> dict[str, Any]:
-    """The state of a small Llama with Adam, as the trainer saves it."""
-    generator = torch.Generator().manual_seed(1)
-    model, states = {}, {}
-    shapes = {
-        "self_attn.q_proj.weight": (dim, dim), "self_attn.k_proj.weight": (5, dim), "self_attn.o_proj.weight": (dim, dim),
-        "mlp.up_proj.weight": (31, dim), "mlp.down_proj.weight": (dim, 31), "input_layernorm.weight": (dim,),
-    }  # fmt: skip
-    named = {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in shapes.items()}
-    named |= {"model.embed_tokens.weight": (65, dim), "model.norm.weight": (dim,), "lm_head.weight": (65, dim)}
-    for fqn, shape in named.items():
-        model[fqn] = torch.randn(shape, generator=generator)
-        moments = {name: torch.randn(shape, generator=generator) for name in ("exp_avg", "exp_avg_sq")}
-        states[fqn] = moments | {"step": torch.tensor(3.0)}
-    return {"model": model, "optimizer": {"state": states}, "rng": {"note": "a value that is no tensor"}}
-
-
-def saved(url: str, state: dict[str, Any], **options: Any) -> Checkpoint:
-    save(url, state, step=STEP, options=SaveOptions(mesh=MeshSpec(), **options), training={"step": STEP, "lr": 0.5})
-    return open_checkpoint(url)
-
-
-def resharded(checkpoint: Checkpoint, url: str, mesh: str, rules: tuple[PlacementRule, ...] = ()) -> Checkpoint:
-    report = run_plan(plan_reshard(checkpoint, MeshSpec.parse(mesh), rules=rules), url, memory_bytes=SMALL)
-    assert report.checkpoint is not None
-    return report.checkpoint
-
-
-def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def emptied(tree: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: emptied(v) if isinstance(v, dict) else torch.zeros_like(v) if isinstance(v, torch.Tensor) else None
-        for name, v in tree.items()
-    }
-
-
-def assert_dcp_reads(url: str, state: dict[str, Any]) -> None:
-    """Plain DCP with its stock reader finds exactly `state`."""
-    found = emptied(state)
-    dcp.load(found, checkpoint_id=f"{url}/{step_folder(STEP)}", no_dist=True)
-    for (name, expected), (_, value) in zip(leaves(state), leaves(found), strict=True):
-        same = bits(expected) == bits(value) if isinstance(expected, torch.Tensor) else expected == value
-        assert same, name
-
-
-def data_bytes(checkpoint: Checkpoint) -> dict[str, bytes]:
-    files = checkpoint.manifest.files
-    return {file.path.rpartition("/")[2]: checkpoint.store.read(checkpoint.path(file.path)) for file in files}
-
-
-def random_rules(
-    names: Iterable[str], shapes: dict[str, tuple[int, ...]], chance: random.Random
-) -> tuple[PlacementRule, ...]:
-    rules = []
-    for name in names:
-        axes = chance.sample(["tp", "dp_shard+cp", "dp_replicate"], chance.randint(0, 2)) if shapes[name] else []
-        rules.append(PlacementRule(name, {axis: Shard(chance.randrange(len(shapes[name]))) for axis in axes}))
-    return tuple(rules)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled:UserWarning")
@@ -222,146 +137,6 @@ def test_a_dry_run_says_what_the_run_then_does(tmp_path: Path) -> None:
     assert facts.read_requests == report.traffic.read_requests
     assert facts.written_bytes == report.traffic.written_bytes
     assert facts.num_files == report.num_files
-
-
-class Breaking(FileStore):
-    """A disk that fails at the `count`-th file of data, half way through it."""
-
-    def __init__(self, url: str, count: int) -> None:
-        super().__init__(url)
-        self.count = count
-
-    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
-        if path.endswith(".distcp"):
-            self.count -= 1
-            if self.count == 0:
-                return super().write(path, self._half(parts))
-        return super().write(path, parts)
-
-    def _half(self, parts: Iterable[Buffer]) -> Iterator[Buffer]:
-        yield next(iter(parts))
-        raise StoreError("no space left on device")
-
-
-@pytest.mark.parametrize("files_done", [1, 2, 4])
-def test_a_run_that_was_stopped_goes_on_and_keeps_whole_files(tmp_path: Path, files_done: int) -> None:
-    whole = saved(str(tmp_path / "whole"), llama())
-    source = resharded(whole, str(tmp_path / "source"), "dp_shard=8")
-    url = str(tmp_path / "out")
-    plan = plan_reshard(source, MeshSpec.parse("dp_shard=4"))
-    with pytest.raises(StoreError, match="no space left"):
-        run_plan(plan, url, store=Breaking(url, files_done), memory_bytes=SMALL)
-    with pytest.raises(TitanError, match="not committed"):
-        open_checkpoint(url)
-    again = run_plan(plan_reshard(source, MeshSpec.parse("dp_shard=4")), url, memory_bytes=SMALL)
-    assert again.kept_files + again.num_files == 4
-    expected = resharded(source, str(tmp_path / "expected"), "dp_shard=4")
-    assert again.checkpoint is not None
-    assert data_bytes(again.checkpoint) == data_bytes(expected)
-    assert [
-        e.path for e in again.checkpoint.store.list() if e.path.endswith(".distcp.json") or "reshard.json" in e.path
-    ] == []
-
-
-def test_a_kept_file_that_was_damaged_meanwhile_is_written_again(tmp_path: Path) -> None:
-    whole = saved(str(tmp_path / "whole"), llama())
-    source = resharded(whole, str(tmp_path / "source"), "dp_shard=4")
-    url, plan = str(tmp_path / "out"), plan_reshard(source, MeshSpec.parse("dp_shard=2"))
-    with pytest.raises(StoreError, match=r"1 of 2 files|still missing"):
-        run_plan(plan, url, workers=Workers(count=2, index=0, poll_s=0.0, patience_s=0.0))
-    (done,) = Path(url).glob("step-*/a-*/*.distcp")
-    data = bytearray(done.read_bytes())
-    data[len(data) // 2] ^= 1
-    done.write_bytes(data)
-    report = run_plan(plan, url)
-    assert report.kept_files == 0
-    assert report.checkpoint is not None
-    assert data_bytes(report.checkpoint) == data_bytes(resharded(source, str(tmp_path / "expected"), "dp_shard=2"))
-
-
-def test_a_damaged_source_commits_nothing_and_is_left_alone(tmp_path: Path) -> None:
-    source = resharded(saved(str(tmp_path / "whole"), llama()), str(tmp_path / "source"), "dp_shard=2")
-    (path,) = Path(source.url).glob("step-*/a-*/__1_0.distcp")
-    data = bytearray(path.read_bytes())
-    chunk = source.manifest.chunk(source.manifest.by_fqn["model.lm_head.weight"], 1)
-    data[chunk.offset + chunk.payload_offset + 3] ^= 64
-    path.write_bytes(data)
-    url = str(tmp_path / "out")
-    plan = plan_reshard(open_checkpoint(source.url), MeshSpec.parse("tp=2"))
-    with pytest.raises(
-        DamagedError, match=r"__1_0.distcp: model.lm_head.weight: .* expected [0-9a-f]{32}: the source is damaged"
-    ):
-        run_plan(plan, url)
-    with pytest.raises(TitanError, match="not committed"):
-        open_checkpoint(url)
-    assert run_plan(plan, url, is_checked=False).checkpoint is not None
-    assert path.read_bytes() == data
-
-
-def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
-    source = resharded(saved(str(tmp_path / "whole"), llama()), str(tmp_path / "source"), "dp_shard=2")
-    (path,) = Path(source.url).glob("step-*/a-*/__0_0.distcp")
-
-    def rewrite(_: int) -> None:
-        path.write_bytes(path.read_bytes())
-
-    plan = plan_reshard(source, MeshSpec.parse("dp_shard=4"))
-    with pytest.raises(DamagedError, match="changed while it was read"):
-        run_plan(plan, str(tmp_path / "out"), on_progress=rewrite)
-
-
-def test_workers_share_the_files_and_meet_in_the_store(tmp_path: Path) -> None:
-    source = resharded(saved(str(tmp_path / "whole"), llama()), str(tmp_path / "source"), "dp_shard=4")
-    url = str(tmp_path / "out")
-    command = [sys.executable, "-m", "titan_ckpt", "reshard", source.url, url, "--mesh", "dp_shard=6", "--json"]
-    workers = [
-        subprocess.Popen(command, env={**os.environ, "RANK": str(i), "WORLD_SIZE": "3"}, stdout=subprocess.PIPE)
-        for i in range(3)
-    ]
-    outputs = [worker.communicate(timeout=60)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0, 0]
-    assert outputs[1:] == [b"", b""]
-    assert json.loads(outputs[0])["files"] == 2
-    expected = resharded(source, str(tmp_path / "expected"), "dp_shard=6")
-    assert data_bytes(open_checkpoint(url)) == data_bytes(expected)
-
-
-@pytest.mark.dist
-def test_under_torchrun_workers_write_shares_and_one_commits(tmp_path: Path) -> None:
-    source = saved(str(tmp_path / "whole"), llama())
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
-        "127.0.0.1:0", "-m", "titan_ckpt", "reshard", source.url, str(tmp_path / "out"), "--mesh", "dp_shard=6", "--json",
-    ]  # fmt: skip
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["files"] == 3
-    assert len(open_checkpoint(str(tmp_path / "out")).manifest.files) == 6
-    assert_dcp_reads(str(tmp_path / "out"), llama())
-
-
-def test_a_killed_run_leaves_nothing_visible_and_goes_on(tmp_path: Path) -> None:
-    source = resharded(saved(str(tmp_path / "whole"), llama()), str(tmp_path / "source"), "dp_shard=4")
-    url = str(tmp_path / "out")
-    script = (
-        "import os, signal, sys\n"
-        "from titan_ckpt.checkpoint.open import open_checkpoint\n"
-        "from titan_ckpt.sharding.mesh import MeshSpec\n"
-        "from titan_ckpt import plan_reshard, run_plan\n"
-        "plan = plan_reshard(open_checkpoint(sys.argv[1]), MeshSpec.parse('dp_shard=6'))\n"
-        "seen = []\n"
-        "def progress(size):\n"
-        "    seen.append(size)\n"
-        "    if len(seen) == 40:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "run_plan(plan, sys.argv[2], on_progress=progress)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, source.url, url], check=False, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
-    with pytest.raises(TitanError, match="not committed"):
-        open_checkpoint(url)
-    made = resharded(source, url, "dp_shard=6")
-    assert data_bytes(made) == data_bytes(resharded(source, str(tmp_path / "expected"), "dp_shard=6"))
 
 
 def test_cast_that_loses_values_names_the_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
