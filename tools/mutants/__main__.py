@@ -9,7 +9,7 @@ import json
 import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,6 +42,11 @@ class Mutant:
     def room(self) -> str:
         """The folder of the file, the rooms of the core without `titan_ckpt/`."""
         return str(Path(self.file).parent).removeprefix("titan_ckpt/")
+
+    @property
+    def folder(self) -> str:
+        """The first folder of the file."""
+        return Path(self.file).parts[0]
 
     def difference(self, root: Path) -> str:
         """The change as a unified diff without context."""
@@ -108,20 +113,19 @@ def run_all(mutants: Sequence[Mutant], covering: CoveringTests, jobs: int) -> li
         return list(pool.map(run, mutants))
 
 
-def table(results: Sequence[Result]) -> str:
-    """Killed (by a failure or by the time limit) and survived, per room and in all."""
-    rooms: dict[str, Counter[Outcome]] = defaultdict(Counter)
+def table(results: Sequence[Result], place: Callable[[Mutant], str]) -> str:
+    """Killed (by a failure or by the time limit) and survived, per place and in all."""
+    places: dict[str, Counter[Outcome]] = defaultdict(Counter)
     for result in results:
-        rooms[result.mutant.room][result.outcome] += 1
-        rooms["all"][result.outcome] += 1
-    order = sorted(rooms, key=lambda room: (room == "all", room))
-    rows = [_row(room, rooms[room]) for room in order]
-    return tabulate(rows, ["room", "mutants", "killed", "survived", "killed of all"], tablefmt="github")
+        places[place(result.mutant)][result.outcome] += 1
+        places["all"][result.outcome] += 1
+    rows = [_row(name, places[name]) for name in sorted(places, key=lambda name: (name == "all", name))]
+    return tabulate(rows, ["place", "mutants", "killed", "survived", "killed of all"], tablefmt="github")
 
 
-def _row(room: str, outcomes: Counter[Outcome]) -> list[object]:
+def _row(name: str, outcomes: Counter[Outcome]) -> list[object]:
     total, survived = outcomes.total(), outcomes[Outcome.SURVIVED]
-    return [room, total, total - survived, survived, f"{1 - survived / total:.0%}"]
+    return [name, total, total - survived, survived, f"{1 - survived / total:.0%}"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,7 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if result.outcome is Outcome.SURVIVED:
             place = f"{result.mutant.file}:{result.mutant.mutation.line}"
             sys.stdout.write(f"\n{place} survived {len(result.mutant.tests)} tests\n{result.difference}\n")
-    sys.stdout.write(f"\n{len(results)} of {len(mutants)} mutants, seed {options.seed}\n\n{table(results)}\n")
+    sys.stdout.write(f"\n{len(results)} of {len(mutants)} mutants, seed {options.seed}\n")
+    sys.stdout.write(f"\n{table(results, lambda mutant: mutant.room)}\n")
+    sys.stdout.write(f"\n{table(results, lambda mutant: mutant.folder)}\n")
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     return 0
