@@ -98,6 +98,4 @@ def _name_torchtitan(checkpoint: Checkpoint, model: Mapping[str, Any]) -> Checkp
     return under_our_names(checkpoint, model)
 
 
-foreign_formats.register(
-    foreign_formats.ForeignFormats(open_hugging_face=_open_hugging_face, name_torchtitan=_name_torchtitan)
-)
+foreign_formats.register(hugging_face=_open_hugging_face, torchtitan=_name_torchtitan)

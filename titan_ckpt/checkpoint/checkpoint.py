@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titan_ckpt.checkpoint.kinds import CheckpointKind
-from titan_ckpt.checkpoint.read import read_whole
 from titan_ckpt.errors import DamagedError, NotFoundError
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.foreign_blob import locate_payload
@@ -97,6 +96,8 @@ class Checkpoint:
         an unknown name. Needs torch.
         """
         import torch  # everything else here runs without torch
+
+        from titan_ckpt.checkpoint.read import read_whole  # codecs are slow to import, and `ls` reads no tensor
 
         dtype, stored = read_whole(self, fqn, box)
         flat = torch.from_numpy(stored.reshape(-1).view(np.uint8))

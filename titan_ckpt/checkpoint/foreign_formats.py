@@ -6,30 +6,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titan_ckpt.checkpoint.checkpoint import Checkpoint
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignFormats:
-    """`open_hugging_face(url)`; `name_torchtitan(checkpoint, model)`: torchtitan's checkpoint under our names."""
-
-    open_hugging_face: Callable[[str], Checkpoint]
-    name_torchtitan: Callable[[Checkpoint, Mapping[str, Any]], Checkpoint]
+_readers: dict[str, Callable[..., Checkpoint]] = {}
 
 
-_registered: list[ForeignFormats] = []
+def register(
+    *,
+    hugging_face: Callable[[str], Checkpoint],
+    torchtitan: Callable[[Checkpoint, Mapping[str, Any]], Checkpoint],
+) -> None:
+    """Replace the readers."""
+    _readers.update(hugging_face=hugging_face, torchtitan=torchtitan)
 
 
-def register(formats: ForeignFormats) -> None:
-    """Replace the registered formats."""
-    _registered[:] = [formats]
+def open_hugging_face(url: str) -> Checkpoint:
+    """The Hugging Face model at `url` as a model-only checkpoint of step 0."""
+    return _readers["hugging_face"](url)
 
 
-def registered() -> ForeignFormats:
-    """The registered formats."""
-    (formats,) = _registered
-    return formats
+def name_torchtitan(checkpoint: Checkpoint, model: Mapping[str, Any]) -> Checkpoint:
+    """torchtitan's `checkpoint` under our names; `model` is a config's `[model]` table."""
+    return _readers["torchtitan"](checkpoint, model)

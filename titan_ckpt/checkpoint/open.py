@@ -211,7 +211,7 @@ def _open_foreign(store: Store, url: str, *, folder: str, step: int) -> Checkpoi
 
 def _open_hugging_face(store: Store, url: str) -> Checkpoint:
     """Open a Hugging Face model (a folder, a prefix, a hub cache's `models--...`) as a model-only checkpoint of step 0."""
-    checkpoint = foreign_formats.registered().open_hugging_face(url)
+    checkpoint = foreign_formats.open_hugging_face(url)
     log.debug("%s is a Hugging Face model; reading it in place", store)
     return checkpoint
 

@@ -121,7 +121,7 @@ def open_for(model: ModelConfig, url: str, *, step: int | None = None) -> Checkp
     checkpoint = open_checkpoint(url, step=step)
     if checkpoint.manifest.kind != CheckpointKind.FOREIGN and TORCHTITAN not in checkpoint.manifest.by_fqn:
         return checkpoint
-    return foreign_formats.registered().name_torchtitan(checkpoint, as_dict(model))
+    return foreign_formats.name_torchtitan(checkpoint, as_dict(model))
 
 
 def _nearest(tiers: Sequence[str], control: ControlGroup) -> Checkpoint | None:
