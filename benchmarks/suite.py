@@ -67,7 +67,7 @@ def _nothing() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """One benchmark: its module and arguments. `missing()` says what it needs that is not here."""
+    """One benchmark: its module and arguments. `missing()` names what it needs and this machine lacks."""
 
     name: str
     module: str
@@ -163,7 +163,7 @@ def _written_ns() -> int:
 
 
 def _problem(code: int | None, has_written: bool, limit_s: float, log: Path) -> str:
-    """Empty where the section was written: some end with 1 to say that a bar does not hold."""
+    """Empty where the section was written: some exit with 1 because a bar does not hold."""
     where = log.relative_to(ROOT)
     if code is None:
         return f"out of time after {limit_s:.0f} s; see {where}"
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=names, metavar="NAME", help="run this one (repeatable)")
     parser.add_argument("--skip", action="append", choices=names, metavar="NAME", default=[], help="leave this one out")
     parser.add_argument("--quick", action="store_true", help="leave out what takes more than minutes")
-    parser.add_argument("--list", action="store_true", help="say what there is, and what each needs that is not here")
+    parser.add_argument("--list", action="store_true", help="list the suites, and what each needs that is missing here")
     options = parser.parse_args(arguments)
     chosen = [
         suite

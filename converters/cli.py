@@ -38,7 +38,7 @@ def configure(parser: ArgumentParser) -> None:
     to_hf.add_argument("src", metavar="RUN[@STEP]")
     to_hf.add_argument("dst", metavar="DST", help="a folder or prefix that does not exist yet")
     to_hf.add_argument("--max-shard-size", type=parse_size, default=DEFAULT_SHARD_BYTES, metavar="SIZE", help="5GB")
-    to_hf.add_argument("--config", metavar="PATH", help="a config.json, for checkpoints that do not say what they hold")
+    to_hf.add_argument("--config", metavar="PATH", help="a config.json, for checkpoints that do not record their model")
     to_hf.add_argument("--merge-lora", metavar="PATH", help="a PEFT adapter's folder, merged into the weights")
     to_hf.add_argument("--verify", action="store_true", help="read back every byte; compare logits with transformers")
     to_hf.set_defaults(convert=_to_hf)

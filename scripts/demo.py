@@ -150,7 +150,7 @@ def _killed(demo: DemoContext, num_processes: int, arrived_bytes: int) -> Act:
         f"committed steps are {committed}, expected {previous} to be the last",
     )
     found = demo.shell.json("verify", RUN, "--data")
-    expect(found["is_ok"] and found["step"] == previous, f"verify says {found}")
+    expect(found["is_ok"] and found["step"] == previous, f"verify found {found}")
     facts = {
         "killed_processes": num_processes, "uploading_step": last, "arrived_bytes": arrived_bytes, "newest_committed": previous,
         "verified_bytes": found["read_bytes"],
@@ -253,7 +253,7 @@ def hang(demo: DemoContext) -> Act:
     demo.shell.run("debug", "inject", "skip", "--ranks", "2", "--out", str(folder))
     truth = json.loads((folder / "truth.json").read_text())
     verdict = demo.shell.json("debug", str(folder), expected=1)["verdicts"][0]
-    expect(verdict["verdict"] == truth["verdict"], f"debug says {verdict['verdict']}, the truth is {truth['verdict']}")
+    expect(verdict["verdict"] == truth["verdict"], f"debug found {verdict['verdict']}, the truth is {truth['verdict']}")
     expect(
         verdict["culprits"] == truth["culprits"],
         f"debug blames ranks {verdict['culprits']}, the truth is {truth['culprits']}",

@@ -68,7 +68,7 @@ def raw_read(tensors: list[torch.Tensor], path: Path) -> None:
 
 
 def clear_steps(run: Path) -> None:
-    """Delete a run's checkpoints; what says whose run it is stays."""
+    """Delete a run's checkpoints; the run's owner file stays."""
     for path in run.glob("step-*"):
         shutil.rmtree(path)
 

@@ -149,7 +149,7 @@ def copy(run: str, out: str) -> Callable[[], object]:
 
 
 def eager_copy(run: str, out: str) -> Callable[[], object]:
-    """The same, the disk told to write every 16 MiB as they are there."""
+    """The same, flushing every 16 MiB to the disk as they arrive."""
     step = 16 << 20
 
     def eager() -> None:

@@ -62,7 +62,7 @@ def train(folder: Path, steps: int) -> None:
 
 
 def generate(folder: Path) -> str:
-    """What the model says after PROMPT."""
+    """The model's continuation of PROMPT."""
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM

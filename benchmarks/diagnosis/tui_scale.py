@@ -155,7 +155,7 @@ def measure_grid(ranks: int, operations: int) -> tuple[list[ScreenFigures], floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFigures:
-    """Seconds, except where the name says otherwise."""
+    """Seconds, unless the name gives another unit."""
 
     first_page_s: float
     whole_s: float

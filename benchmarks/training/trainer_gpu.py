@@ -51,7 +51,7 @@ optimizer and clipping with its defaults, without the CUDA graphs of its `Traine
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What both sides are told."""
+    """The settings of both sides."""
     if arguments.tiny:
         return {"device": "cpu", "is_tiny": True, "samples": 2, "seq_len": 128, "threads": 1}
     return {

@@ -207,14 +207,14 @@ def _read_files(store: Store, names: Mapping[str, int], weight_map: Mapping[str,
     lost = [name for name in weight_map or () if name not in tensors]
     if lost:
         assert weight_map is not None
-        raise DamagedError(f"{store.where(weight_map[lost[0]])}: {lost[0]} is missing, though {INDEX} says it is there")
+        raise DamagedError(f"{store.where(weight_map[lost[0]])}: {lost[0]} is missing, though {INDEX} lists it")
     return _Weights(files=files, tensors=tensors, file_of=file_of, metadata=metadata)
 
 
 def _check_listed(store: Store, name: str, file: str, weight_map: Mapping[str, str] | None) -> None:
     if weight_map is not None and weight_map.get(name) != file:
         listed = weight_map.get(name, "no file")
-        raise DamagedError(f"{store.where(file)}: holds {name}, which {INDEX} says is in {listed}")
+        raise DamagedError(f"{store.where(file)}: holds {name}, which {INDEX} lists in {listed}")
 
 
 def encode_index(weight_map: Mapping[str, str], total_size: int, total_parameters: int) -> bytes:

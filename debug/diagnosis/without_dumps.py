@@ -1,7 +1,7 @@
 """Verdicts without dumps: ranks whose logs or stacks show that they waited are witnesses; the others are suspects.
 
 What most people have is logs. A timeout or a closed connection in a rank's log means that this rank was waiting; the call
-in its traceback (or NCCL's watchdog line) says for what. Pure.
+in its traceback (or NCCL's watchdog line) gives the reason. Pure.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def _edit_index(model: Path, edit: Callable[[dict[str, Any]], object]) -> None:
         (lambda m: m.update({Q: "../../etc/passwd"}), "outside the model's folder"),
         (lambda m: m.update({Q: "/etc/passwd"}), "outside the model's folder"),
         (lambda m: m.update({Q: 7}), "is not a file name"),
-        (lambda m: m.pop(Q), f"holds {Q}, which {INDEX} says is in no file"),
+        (lambda m: m.pop(Q), f"holds {Q}, which {INDEX} lists in no file"),
         (lambda m: m.update({"model.x": m[Q]}), "model.x is missing"),
         (lambda m: m.clear(), "no weight_map"),
     ],
@@ -160,7 +160,7 @@ def test_tensor_in_two_files(tmp_path: Path) -> None:
     index = json.loads((model / INDEX).read_text())["weight_map"]
     other = next(file for file in sorted(set(index.values())) if file != index[Q])
     write_safetensors(model / other, {n: content[n] for n in [*(n for n in index if index[n] == other), Q]})
-    assert f"holds {Q}, which {INDEX} says is in {index[Q]}" in _refused(tmp_path, model)
+    assert f"holds {Q}, which {INDEX} lists in {index[Q]}" in _refused(tmp_path, model)
 
 
 def test_stale_files_beside_the_index_do_not_count(tmp_path: Path) -> None:

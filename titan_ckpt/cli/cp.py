@@ -20,7 +20,7 @@ def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("source", metavar="SRC", help="URL[@STEP]; without a step the newest resumable checkpoint")
     parser.add_argument("destination", metavar="DST", help="URL of a run; the checkpoint keeps its step")
-    parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be copied, and stop")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="print what would be copied, and stop")
     add_json_flag(parser)
 
 

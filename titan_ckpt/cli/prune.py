@@ -46,7 +46,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--older-than", type=parse_age, default=DAY_S, metavar="AGE", help="how old for --incomplete (default 1d)"
     )
-    parser.add_argument("--yes", action="store_true", help="delete; without it only say what would go")
+    parser.add_argument("--yes", action="store_true", help="delete; without it, only list what would be deleted")
     add_json_flag(parser)
 
 

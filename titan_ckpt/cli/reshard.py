@@ -42,7 +42,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="URL[@STEP] of the checkpoint")
     parser.add_argument("destination", metavar="DST", help="URL of a run; the checkpoint keeps its step")
     parser.add_argument("--mesh", required=True, help="target mesh, such as pp=2,dp_shard=8,tp=4")
-    parser.add_argument("-n", "--dry-run", action="store_true", help="say what it would read and write, and stop")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="print what it would read and write, and stop")
     parser.add_argument("--json", action="store_true", help="facts as JSON on stdout")
     parser.add_argument("--show", metavar="FQN", help="draw which source chunks make which target chunks of a tensor")
     parser.add_argument("--dtype", help="cast floating-point weights (not optimizer state), such as bfloat16")

@@ -61,7 +61,7 @@ class Placer:
     stages: StageTable | None = None
 
     def place(self, entry: TensorEntry) -> TargetPlacement:
-        """The placement of `entry`. PlanError if the target has a tensor-parallel axis and nothing says how it cuts `entry`."""
+        """The placement of `entry`. PlanError if the target has a tensor-parallel axis and no rule gives its cut of `entry`."""
         is_parameter = self.source is None or entry.fqn.startswith(_ROLES)
         stages = self.stages.coordinates(entry.fqn) if self.stages is not None and is_parameter else None
         rule = match_rule(self.rules, entry.fqn)
@@ -99,7 +99,7 @@ class Placer:
             return _AxisCut(axes=axis, shard=None, origin=None)
         raise PlanError(
             f"{entry.fqn}: no placements known for axis {axis} (the source mesh is {self.source or 'not recorded'}, and the name "
-            f"is not in the table of Llama-shaped models). Say how it is cut in a file: [placements] "
+            f"is not in the table of Llama-shaped models). Describe how it is cut in a file: [placements] "
             f'"{entry.fqn}" = ["{axis}:0", "{FSDP_AXES}:0"], and give it with --placements'
         )
 

@@ -25,7 +25,7 @@ RECORDS = {
 HEAD = """\
 # titan-ckpt in Python
 
-Written by `make docs` from the docstrings. Names say their units (`_bytes`, `_s`); shapes, boxes and offsets count elements; an
+Written by `make docs` from the docstrings. Names carry their units (`_bytes`, `_s`); shapes, boxes and offsets count elements; an
 error named here is a `TitanError` (the tree is at the end). `url` is any fsspec URL or local path of a run.
 """
 _DOCTEST = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
