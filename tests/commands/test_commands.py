@@ -156,7 +156,7 @@ def test_a_copy_into_its_own_source_is_refused(run: str, capsys: pytest.CaptureF
     assert not Path(run, "copy").exists()
 
 
-def test_verify_says_whole_or_names_the_damage(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_prints_whole_or_names_the_damage(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "verify", "--data", run)
     assert code == 0
     assert f"{run}@30: whole" in out
@@ -172,9 +172,7 @@ def test_verify_says_whole_or_names_the_damage(run: str, capsys: pytest.CaptureF
     assert (code, facts["is_ok"], facts["problems"][0]["fqn"]) == (1, False, "model.w")
 
 
-def test_diff_tells_equal_from_different_and_by_how_much(
-    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_lists_differences_and_their_size(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call_json(capsys, "diff", run, run) == (0, {
         "a": f"{run}@30", "b": f"{run}@30", "is_equal": True, "equal": 4, "unknown": [], "differences": [],
     })  # fmt: skip

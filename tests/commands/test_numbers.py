@@ -11,7 +11,7 @@ from titan_ckpt.state.state_dict import TORCH_DTYPE
 
 
 @pytest.mark.parametrize("dtype", sorted(ELEMENT_SIZE))
-def test_values_are_what_torch_says(dtype: str) -> None:
+def test_values_match_torch(dtype: str) -> None:
     size = ELEMENT_SIZE[dtype]
     if size == 1:
         raw = np.arange(2 if dtype == "bool" else 256, dtype=np.uint8)

@@ -141,7 +141,7 @@ def test_tensors_and_values_of_plain_dcp_are_read(tmp_path: Path) -> None:
     assert {p.fqn for p in verify(str(tmp_path), read_data=True)} == {"w", "n"}
 
 
-def test_problems_say_it_in_text_and_in_json() -> None:
+def test_problem_is_printed_as_text_and_as_json() -> None:
     problem = Problem(path="p", fqn="w", start=1, end=9, message="are wrong")
     assert str(problem) == "p: w: bytes 1 to 9 are wrong"
     assert json.loads(json.dumps(problem.to_dict())) == {

@@ -44,7 +44,7 @@ def _with(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (_without(Q), f"missing {Q}"),
         (_without("lm_head.weight"), "missing lm_head.weight"),
@@ -56,10 +56,10 @@ def _with(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
         (_with("model.norm.weight", torch.zeros(())), "model.norm.weight has shape ()"),
     ],
 )
-def test_tensors_that_do_not_make_up_the_model(tmp_path: Path, change: Callable[[Any], object], said: str) -> None:
+def test_tensors_that_do_not_make_up_the_model(tmp_path: Path, change: Callable[[Any], object], message: str) -> None:
     content = tensors(config())
     change(content)
-    assert said in _refused(tmp_path, write_model(tmp_path / "in", config(), content))
+    assert message in _refused(tmp_path, write_model(tmp_path / "in", config(), content))
 
 
 def test_computed_buffers_of_old_files_are_left_out_and_named(
@@ -72,14 +72,14 @@ def test_computed_buffers_of_old_files_are_left_out_and_named(
     assert not any("rotary" in fqn for fqn in open_checkpoint(str(tmp_path / "run")).manifest.by_fqn)
 
 
-def test_what_a_folder_holds_besides_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_parts_of_a_folder_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     of = config(auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"})
     model = write_model(tmp_path / "in", of, tensors(of), num_files=2)
     write_safetensors(model / WEIGHTS, {"stale": torch.zeros(3)})
     assert main(["convert", "from-hf", str(model), str(tmp_path / "run")]) == 0
-    said = caplog.text
-    assert f"has both {INDEX} and {WEIGHTS}; the index counts" in said
-    assert "auto_map names code of the model's own, which is neither run nor copied" in said
+    log_text = caplog.text
+    assert f"has both {INDEX} and {WEIGHTS}; the index counts" in log_text
+    assert "auto_map names code of the model's own, which is neither run nor copied" in log_text
     assert "stale" not in open_checkpoint(str(tmp_path / "run")).manifest.by_fqn
 
 
@@ -137,7 +137,7 @@ def _edit_index(model: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "message"),
     [
         (lambda m: m.update({Q: "model-00009-of-00002.safetensors"}), "model-00009-of-00002.safetensors: missing"),
         (lambda m: m.update({Q: "../../etc/passwd"}), "outside the model's folder"),
@@ -148,10 +148,10 @@ def _edit_index(model: Path, edit: Callable[[dict[str, Any]], object]) -> None:
         (lambda m: m.clear(), "no weight_map"),
     ],
 )
-def test_index_that_lies(tmp_path: Path, edit: Callable[[dict[str, Any]], object], said: str) -> None:
+def test_index_that_lies(tmp_path: Path, edit: Callable[[dict[str, Any]], object], message: str) -> None:
     model = write_model(tmp_path / "in", config(), tensors(config()), num_files=2)
     _edit_index(model, edit)
-    assert said in _refused(tmp_path, model)
+    assert message in _refused(tmp_path, model)
 
 
 def test_tensor_in_two_files(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_prefix_that_holds_something_is_not_touched(run: Path) -> None:
         export_hf(str(run), "memory://bad-input/out")
 
 
-def test_disk_that_is_full_is_said_before_anything_is_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_before_anything_is_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileStore, "free_bytes", lambda _: 100)
     with pytest.raises(TitanError, match="the disk has 100 B free"):
         export_hf(str(run), str(run.parent / "out"))
@@ -309,7 +309,7 @@ def test_optimizer_only_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["from-hf", "{dir}/absent", "{dir}/r"], 3, "does not exist"),
         (["to-hf", "{dir}/absent", "{dir}/o"], 3, "no committed checkpoint"),
@@ -321,13 +321,13 @@ def test_optimizer_only_checkpoint_is_refused(tmp_path: Path) -> None:
         (["to-hf", "{dir}/run", "{dir}/o", "--max-shard-size", "lots"], 2, "not a size"),
     ],
 )
-def test_command_says_it_in_one_line(
-    run: Path, arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+def test_command_prints_the_error_without_a_traceback(
+    run: Path, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filled = [argument.format(dir=run.parent) for argument in arguments]
     assert main(["convert", *filled]) == code
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert "Traceback" not in error
     assert not (run.parent / "o").exists()
 

@@ -74,7 +74,7 @@ def test_longer_window_replaces_the_layer_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "GPT2LMHeadModel"),
         ({"architectures": ["LlamaModel"]}, "LlamaModel"),
@@ -98,8 +98,8 @@ def test_longer_window_replaces_the_layer_list() -> None:
         ({"num_key_value_heads": 3}, "multiple"),
     ],
 )
-def test_config_we_cannot_express_is_refused_by_key(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_config_we_cannot_express_is_refused_by_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         spec_from_hf(config(**changes), "the/config.json")
 
 
@@ -152,14 +152,14 @@ def test_layers_that_attend_differently_are_refused(changes: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"head_dim": 7}, "head_dim = 7 is odd"),
         ({"num_key_value_heads": 3}, "n_heads = 4 is not a multiple of n_kv_heads = 3"),
     ],
 )
-def test_heads_that_cannot_be_are_refused_by_file(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=f"the/config.json: {said}"):
+def test_heads_that_cannot_be_are_refused_by_file(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=f"the/config.json: {message}"):
         spec_from_hf(config(**changes), "the/config.json")
 
 
@@ -174,7 +174,7 @@ def test_values_that_change_nothing_are_read() -> None:
     assert spec_from_hf(config() | {"mlp_bias": None, "quantization_config": None}, "test") == plain
 
 
-def test_left_out_keys_mean_what_the_family_says() -> None:
+def test_omitted_keys_take_the_familys_defaults() -> None:
     bare = config(num_key_value_heads=None, head_dim=None, rms_norm_eps=None, rope_theta=None, tie_word_embeddings=None)
     spec = spec_from_hf(bare, "test")
     assert (spec.n_kv_heads, spec.head_dim, spec.norm_eps, spec.rope_theta) == (4, 8, 1e-6, 10000.0)
@@ -182,7 +182,7 @@ def test_left_out_keys_mean_what_the_family_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "said"),
+    ("family", "changes", "message"),
     [
         ("llama", {"qk_norm": True}, "qk_norm"),
         ("llama", {"qkv_bias": True}, "attention_bias"),
@@ -194,8 +194,8 @@ def test_left_out_keys_mean_what_the_family_says() -> None:
         ("mixtral", {}, "must have experts"),
     ],
 )
-def test_spec_that_the_family_cannot_say_is_refused(family: str, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_spec_that_the_family_cannot_express_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         hf_config(_spec(family=family, **changes), base=None, dtype="float32")
 
 

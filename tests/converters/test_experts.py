@@ -125,7 +125,7 @@ def _transformers_model(family: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"mlp_only_layers": [0]}, "every layer must be a mixture"),
         ({"decoder_sparse_step": 2}, "every layer must be a mixture"),
@@ -136,8 +136,8 @@ def _transformers_model(family: str) -> Any:
         ({"norm_topk_prob": "yes"}, "true or false"),
     ],
 )
-def test_experts_that_cannot_be_said_are_refused_by_key(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_experts_we_cannot_express_are_refused_by_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         spec_from_hf(config("qwen3_moe", **changes), "test")
 
 

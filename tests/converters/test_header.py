@@ -127,7 +127,7 @@ def test_empty_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "said"),
+    ("start", "message"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "git lfs pull"),
         (b"PK\x03\x04" + b"\0" * 60, "zip archive"),
@@ -135,10 +135,10 @@ def test_empty_file_is_named(tmp_path: Path) -> None:
         (b"<!DOCTYPE html><html>", "web page"),
     ],
 )
-def test_other_kinds_of_file_are_recognised(tmp_path: Path, start: bytes, said: str) -> None:
+def test_other_kinds_of_file_are_recognised(tmp_path: Path, start: bytes, message: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(start)
-    assert said in _refused(path)
+    assert message in _refused(path)
 
 
 @pytest.mark.parametrize("length", [0x280, 0x380, 0x480, 0x580, int.from_bytes(b"<ht", "little")])

@@ -154,7 +154,7 @@ def test_verify_sees_a_wrong_config(tmp_path: Path, key: str, value: float, firs
     assert result.logits.kl > 0
 
 
-def test_verify_says_that_transformers_does_not_load_it(tmp_path: Path) -> None:
+def test_verify_reports_that_transformers_cannot_load_it(tmp_path: Path) -> None:
     checkpoint, plan, report = _verified(_byte_run(tmp_path, 257), tmp_path / "out")
     of = json.loads((tmp_path / "out" / "config.json").read_text()) | {"num_attention_heads": 5}
     (tmp_path / "out" / "config.json").write_text(json.dumps(of))

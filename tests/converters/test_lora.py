@@ -77,7 +77,7 @@ def test_verify_knows_of_the_adapter(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["verification"]["equal"]
 
 
-def test_update_that_the_dtype_cannot_hold_is_said(tmp_path: Path) -> None:
+def test_update_that_the_dtype_cannot_hold_is_reported(tmp_path: Path) -> None:
     content = {name: tensor.half() for name, tensor in tensors(config()).items()}
     content[f"{DOWN}.weight"][:] = 65504.0
     model = write_model(tmp_path / "in", config(), content)
@@ -89,7 +89,7 @@ def test_update_that_the_dtype_cannot_hold_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"use_dora": True}, "use_dora"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
@@ -99,27 +99,27 @@ def test_update_that_the_dtype_cannot_hold_is_said(tmp_path: Path) -> None:
         ({"r": 0}, "r = 0"),
     ],
 )
-def test_adapter_that_is_more_than_plain_lora_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_adapter_that_is_more_than_plain_lora_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     model = write_model(tmp_path / "in", config(), tensors(config()))
-    with pytest.raises(TitanError, match=said):
+    with pytest.raises(TitanError, match=message):
         export_hf(str(model), str(tmp_path / "out"), merge_lora=str(_adapter(tmp_path / "adapter", **changes)))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "said"),
+    ("name", "tensor", "message"),
     [
         ("base_model.model.model.layers.9.mlp.up_proj", torch.ones(4, 32), "which this model does not have"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", torch.ones(4, 96), "not a LoRA factor"),
         (f"base_model.model.{Q}", torch.ones(4, 31), r"the update is \(32, 31\), the weight \(32, 32\)"),
     ],
 )
-def test_factor_that_does_not_fit_is_refused(tmp_path: Path, name: str, tensor: Tensor, said: str) -> None:
+def test_factor_that_does_not_fit_is_refused(tmp_path: Path, name: str, tensor: Tensor, message: str) -> None:
     model = write_model(tmp_path / "in", config(), tensors(config()))
     factors = _factors()
     if "embedding" in name:
         factors[name] = tensor
     else:
         factors |= {f"{name}.lora_A.weight": tensor, f"{name}.lora_B.weight": torch.ones(32, 4)}
-    with pytest.raises(TitanError, match=said):
+    with pytest.raises(TitanError, match=message):
         export_hf(str(model), str(tmp_path / "out"), merge_lora=str(_adapter(tmp_path / "adapter", factors)))

@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# A mesh with stages needs names that say which layer is where: ours.
+# A mesh with stages needs names that show which layer is where: ours.
 @pytest.mark.parametrize(
     ("layout", "mesh"), [*(("titan", mesh) for mesh in MESHES), *(("torchtitan", m) for m in MESHES if m != "stages")]
 )

@@ -137,7 +137,7 @@ UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.we
         ("float32", 3.4e38, None),
     ],
 )
-def test_values_that_a_cast_cannot_hold_are_said_and_only_those(
+def test_only_values_that_a_cast_cannot_hold_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, edge: float, beyond: float | None
 ) -> None:
     content = tensors(config())
@@ -163,7 +163,7 @@ def test_values_that_a_cast_cannot_hold_are_said_and_only_those(
     )
 
 
-def test_cast_that_loses_values_says_so_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lists_tensors_that_lose_values_in_a_cast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = tensors(config())
     content[UP][0, 0] = 1e5
     model = write_model(tmp_path / "in", config(), content)
@@ -304,9 +304,9 @@ def test_hub_cache_is_read_through_its_links(tmp_path: Path) -> None:
     _same(_read(tmp_path / "out"), content)
 
 
-@pytest.mark.parametrize("said", ["bfloat16", None])
-def test_config_dtype_that_differs_from_the_files_is_kept(tmp_path: Path, said: str | None) -> None:
-    of = config(torch_dtype=said)
+@pytest.mark.parametrize("declared", ["bfloat16", None])
+def test_config_dtype_that_differs_from_the_files_is_kept(tmp_path: Path, declared: str | None) -> None:
+    of = config(torch_dtype=declared)
     import_hf(str(write_model(tmp_path / "in", of, tensors(of))), str(tmp_path / "run"))
     export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
     export_hf(str(tmp_path / "run"), str(tmp_path / "cast"), dtype="float16")

@@ -48,7 +48,7 @@ def test_trainer_refuses_a_mixture_of_experts(tmp_path: Path) -> None:
         check_model(checkpoint, from_hf(config("mistral")))
 
 
-def test_ls_says_that_a_folder_is_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_recognises_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_model(tmp_path / "in", config("qwen3"), tensors(config("qwen3")), num_files=2)
     assert main(["ls", str(model)]) == 0
     row = capsys.readouterr().out.splitlines()[-1].split()
@@ -59,7 +59,7 @@ def test_ls_says_that_a_folder_is_a_hugging_face_model(tmp_path: Path, capsys: p
     assert facts["size_bytes"] == sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
-def test_ls_of_a_model_that_is_not_supported_says_which_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_of_an_unsupported_model_names_the_supported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_model(tmp_path / "in", config(), tensors(config()))
     (model / "config.json").write_text(json.dumps(config() | {"architectures": ["GPT2LMHeadModel"]}))
     assert main(["ls", str(model)]) == 2

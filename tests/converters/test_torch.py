@@ -20,7 +20,7 @@ CALLED: list[str] = []
 
 
 class Canary:
-    """Says so when a pickle makes it do something."""
+    """Records in CALLED that a pickle ran code."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (CALLED.append, ("ran",))

@@ -189,7 +189,7 @@ def ranks() -> Iterator[RankPool]:
         ("dp_shard=2,cp=2", "dp_shard+cp", [("dp_shard+cp", 0)]),
     ],
 )
-def test_fully_shard_gives_each_rank_the_box_we_say(
+def test_fully_shard_gives_each_rank_the_box_we_compute(
     ranks: RankPool, mesh: str, fsdp_dim: str, up_cut: list[tuple[str, int]]
 ) -> None:
     for answers in ranks.run(shard_for_real, mesh, fsdp_dim):
@@ -199,6 +199,6 @@ def test_fully_shard_gives_each_rank_the_box_we_say(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("dims", [(0, 0), (0, 1), (1, 0), (None, 1), (0, None), (None, None)])
-def test_distribute_tensor_gives_each_rank_the_box_we_say(ranks: RankPool, dims: tuple[int | None, int | None]) -> None:
+def test_distribute_tensor_gives_ranks_the_box_we_compute(ranks: RankPool, dims: tuple[int | None, int | None]) -> None:
     for shape in [(8, 8), (5, 3), (1, 7), (2, 1), (3, 2, 4)]:
         assert all(ranks.run(distribute_for_real, shape, dims)), shape

@@ -1,4 +1,4 @@
-"""What a rank that waits in no collective is said to be busy with."""
+"""What the analyzer reports a rank busy with when it waits in no collective."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOADER = (f"{PYTHON}/site-packages/torch/utils/data/dataloader.py", "_try_get_da
         ([("/srv/train.py", "main", "subprocess.run(command)")], "user_code"),
     ],
 )
-def test_stack_tells_what_a_rank_is_busy_with(frames: list[tuple[str, str, str]], subtype: str) -> None:
+def test_stack_shows_what_a_rank_is_busy_with(frames: list[tuple[str, str, str]], subtype: str) -> None:
     stack = tuple(Frame(file=file, line=7, function=function, text=text) for file, function, text in frames)
     main = Thread(name="MainThread", frames=stack, is_main=True)
     record = RankRecord(rank=0)

@@ -1,4 +1,4 @@
-"""Stragglers, told from a busy host: black boxes with known times."""
+"""Stragglers against a busy host: black boxes with known times."""
 
 from __future__ import annotations
 

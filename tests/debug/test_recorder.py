@@ -69,7 +69,7 @@ def test_methods_of_torch_are_restored_by_stop(tmp_path: Path) -> None:
     assert tensor.tolist() == [1.0, 1.0]
 
 
-def test_heartbeat_tells_step_and_phase(recorder: Recorder) -> None:
+def test_heartbeat_records_step_and_phase(recorder: Recorder) -> None:
     with recorder.phase("ckpt_upload", step=12):
         beat = open_run(str(recorder.folder)).ranks[0].heartbeat
     assert beat is not None
@@ -213,7 +213,7 @@ NOWHERE = "ctypes.c_void_p(1)"
 
 
 @pytest.mark.parametrize(
-    ("crash", "says"),
+    ("crash", "expected"),
     [
         (f"ctypes.CDLL(None).pthread_create(ctypes.byref(ctypes.c_ulong()), None, {NOWHERE}, None)", "runs no Python"),
         ("threading.Thread(target=ctypes.string_at, args=(0,), name='reader').start()", "it crashed in the thread"),
@@ -221,7 +221,7 @@ NOWHERE = "ctypes.c_void_p(1)"
     ],
     ids=["a library's thread", "a thread of Python's", "the main thread"],
 )
-def test_a_crash_tells_which_thread_it_was_in(crash: str, says: str, tmp_path: Path) -> None:
+def test_crash_evidence_names_the_thread(crash: str, expected: str, tmp_path: Path) -> None:
     source = tmp_path / "job.py"
     source.write_text(textwrap.dedent(CRASH.format(folder=str(tmp_path), crash=crash)))
     done = subprocess.run([sys.executable, str(source)], capture_output=True, check=False)
@@ -229,8 +229,8 @@ def test_a_crash_tells_which_thread_it_was_in(crash: str, says: str, tmp_path: P
     (found,) = diagnose(open_run(str(tmp_path)))
     assert (found.verdict, found.culprits) == ("RANK_DIED", (0,))
     threads = [item.text for item in found.evidence if "thread" in item.text]
-    assert len(threads) == bool(says)
-    assert all(says in text for text in threads)
+    assert len(threads) == bool(expected)
+    assert all(expected in text for text in threads)
 
 
 GIL_HELD = """
@@ -300,7 +300,7 @@ def beat(step: int, *, moved_s: float, alive_s: float, is_stopped: bool = False)
         ({0: beat(9, moved_s=500, alive_s=500, is_stopped=True)}, []),
     ],
 )
-def test_watch_tells_progress_from_trouble(beats: dict[int, Heartbeat], kinds: list[str]) -> None:
+def test_watch_alarms_only_on_trouble(beats: dict[int, Heartbeat], kinds: list[str]) -> None:
     assert [alarm.kind for alarm in alarms(beats, 1000 * 10**9, after_s=30)] == kinds
 
 

@@ -1,4 +1,4 @@
-"""The analyzer on parts of what hung jobs left: nobody innocent is accused, and what does not decide is said not to."""
+"""The analyzer on partial evidence from hung jobs: it accuses no innocent rank and reports what is undecided."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _top(case: str, part: str, folder: Path) -> Verdict:
 
 
 def nccl_dump(entries: list[dict[str, Any]], *, first: int = 0) -> str:
-    """The dump of one of two ranks; each entry completes what `common` says."""
+    """The dump of one of two ranks; each entry extends `common`."""
     common = {
         "pg_id": 0, "process_group": ["0", "default_pg"], "input_sizes": [[8]], "output_sizes": [[8]],
         "input_dtypes": ["Float"], "output_dtypes": ["Float"], "state": "completed", "retired": True, "timeout_ms": 600_000,
@@ -187,7 +187,7 @@ RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127
 
 
 def _leave(folder: Path, codes: list[int], times: list[float], dead: set[int]) -> Verdict:
-    """Logs and exits of ranks: those that are not dead tell of a connection that closed."""
+    """Diagnose logs and exits of ranks; each surviving rank logs a closed connection."""
     for rank in range(len(codes)):
         text = f"2026-11-21 07:55:06,{rank}00 INFO step 2 done\n"
         (folder / f"rank_{rank}.log").write_text(text + (CLOSED if rank not in dead else ""))
@@ -214,7 +214,7 @@ def test_ranks_killed_together_are_one_verdict_later_ones_not(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("earlier", "culprit"), [(0, 1), (2, 2)])
 def test_first_send_to_a_rank_went_to_the_wrong_peer(earlier: int, culprit: int, tmp_path: Path) -> None:
-    """Rank 0 waits for rank 1, which sends to rank 2, which is in a collective: who is wrong tells whether 1 ever did so."""
+    """Rank 0 waits for 1, 1 sends to 2, 2 is in a collective: the culprit depends on whether 1 sent to 2 before."""
     recv, send, reduce, out = (1, RECV), (0, SEND), (2, 0), 1
     whole = [[], [(*send, 2, n + 1, out) for n in range(earlier)], [(*recv, 1, n + 1, out) for n in range(earlier)]]
     ends = [(*recv, 1, 1, 0), (*send, 2, earlier + 1, 0), (*reduce, -1, 1, 0)]

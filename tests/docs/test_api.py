@@ -1,4 +1,4 @@
-"""The Python reference is what the docstrings say, every public name has one, and their examples are true."""
+"""The Python reference matches the docstrings, every public name has one, and their examples run."""
 
 from __future__ import annotations
 

@@ -112,12 +112,12 @@ def test_slurm_example_is_understood_by_torchrun_and_by_us(
 
 
 def test_slurm_example_requeues_itself_before_the_time_limit(tools: dict[str, str], tmp_path: Path) -> None:
-    said = tmp_path / "said"
+    calls = tmp_path / "calls"
     # A step that lasts until SIGTERM, as torchrun does; scancel finds it by its id, as Slurm does.
-    (tmp_path / "srun").write_text(f"#!/bin/bash\ntrap 'echo committed >> {said}; exit 0' TERM\necho $$ > {tmp_path}/step\n"
+    (tmp_path / "srun").write_text(f"#!/bin/bash\ntrap 'echo committed >> {calls}; exit 0' TERM\necho $$ > {tmp_path}/step\n"
                                    "while :; do sleep 0.05; done\n")  # fmt: skip
-    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" >> {said}\nkill -TERM $(cat {tmp_path}/step)\n')
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\ntest $1 = show && echo node1 || echo "$@" >> {said}\n')
+    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" >> {calls}\nkill -TERM $(cat {tmp_path}/step)\n')
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\ntest $1 = show && echo node1 || echo "$@" >> {calls}\n')
     (tmp_path / "scancel").chmod(0o755)
     script = ["bash", str(EXAMPLES / "slurm.sbatch"), CONFIG, "s3://bucket/run"]
     job = subprocess.Popen(script, env=tools | SLURM)
@@ -125,7 +125,7 @@ def test_slurm_example_requeues_itself_before_the_time_limit(tools: dict[str, st
         assert job.poll() is None
     job.send_signal(10)  # SIGUSR1, as --signal=B:USR1 sends it
     assert job.wait(30) == 0
-    assert said.read_text().splitlines() == ["--signal=TERM 7", "committed", "requeue 7"]
+    assert calls.read_text().splitlines() == ["--signal=TERM 7", "committed", "requeue 7"]
 
 
 @pytest.mark.parametrize("script", ["torchrun.sh", "slurm.sbatch"])

@@ -1,4 +1,4 @@
-"""The demo with smaller numbers: every act holds, its facts say so, and nothing that it started is left."""
+"""The demo with smaller numbers: every act holds by its own facts, and nothing that it started is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples, run as their own first lines say: real ranks, killed in the middle, started again."""
+"""The examples, run as their first lines show: real ranks, killed in the middle, started again."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.e2e]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """The losses a job printed, by step, and the step it had committed when it last spoke."""
+class Printed:
+    """The losses a job printed, by step, and the step it had committed in its last line."""
 
     losses: dict[int, str]
     committed: int
@@ -42,8 +42,8 @@ class Story:
     """A job that was killed, and the one that went on."""
 
     url: str
-    killed: Told
-    resumed: Told
+    killed: Printed
+    resumed: Printed
 
 
 def _start(url: str, steps: int) -> subprocess.Popen[str]:
@@ -61,8 +61,8 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[tuple[int, str, str]]:
         yield int(match[1]), match[2], match[3]
 
 
-def _train(url: str, steps: int, *, kill_after_commits: int | None = None) -> Told:
-    """Run to the end, or SIGKILL every process once so many steps were told after the first commit."""
+def _train(url: str, steps: int, *, kill_after_commits: int | None = None) -> Printed:
+    """Run to the end, or SIGKILL every process once it has printed that many steps after the first commit."""
     losses: dict[int, str] = {}
     committed = after = 0
     with _start(url, steps) as process:
@@ -74,7 +74,7 @@ def _train(url: str, steps: int, *, kill_after_commits: int | None = None) -> To
                 send_signal(process_tree(process))
                 break
     assert (process.returncode == 0) == (kill_after_commits is None)
-    return Told(losses=losses, committed=committed)
+    return Printed(losses=losses, committed=committed)
 
 
 @pytest.fixture(scope="module")

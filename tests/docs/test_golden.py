@@ -137,12 +137,12 @@ def test_a_later_format_is_refused_not_skipped(run: Path, make: Callable[[Path],
     assert open_checkpoint(f"{run}@{STEPS[0]}").step == STEPS[0]
 
 
-def test_the_command_line_says_it_in_one_line_and_exits_with_3(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_one_line_and_exits_with_3(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _newer_commit(run)
     assert main(["inspect", str(run)]) == 3
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "upgrade titan-ckpt (pip install -U titan-ckpt)" in said
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
+    assert "upgrade titan-ckpt (pip install -U titan-ckpt)" in stderr
     assert list_checkpoints(str(run))[-1].state == "damaged"
 
 

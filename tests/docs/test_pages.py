@@ -1,4 +1,4 @@
-"""The README and the tutorial do what they say and print what they show; links lead somewhere; figures are measured ones."""
+"""The README's and the tutorial's commands work and print what the pages show; links resolve; figures are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make bench`: its list names real benchmarks, and the table of bars says what the sections say."""
+"""`make bench`: its list names real benchmarks, and the table of bars agrees with the sections."""
 
 from __future__ import annotations
 

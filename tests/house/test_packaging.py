@@ -241,9 +241,9 @@ def test_a_missing_extra_prints_its_pip_command(laptop: Path, tmp_path: Path, ar
     words = [word.format(run=tmp_path / "run", out=tmp_path / "out") for word in arguments]
     if "{run}" in " ".join(arguments):
         _save_checkpoint(tmp_path / "run")
-    said = _run(laptop / "titan-ckpt", *words, expected=2).stderr
-    assert f"pip install '{pip}'" in said
-    assert "Traceback" not in said
+    stderr = _run(laptop / "titan-ckpt", *words, expected=2).stderr
+    assert f"pip install '{pip}'" in stderr
+    assert "Traceback" not in stderr
 
 
 def test_the_command_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ def test_each_rank_holds_its_shard_and_replicas_are_stored_once(tmp_path: Path) 
     )
 
 
-def test_a_dry_run_says_what_the_run_then_does(tmp_path: Path) -> None:
+def test_dry_run_estimate_matches_the_run(tmp_path: Path) -> None:
     whole = saved(str(tmp_path / "whole"), llama())
     a = resharded(whole, str(tmp_path / "a"), "dp_shard=4")
     plan, store = plan_reshard(a, MeshSpec.parse("dp_shard=2,tp=2")), open_store(str(tmp_path / "b"))

@@ -86,11 +86,11 @@ def _run_one(block: Block, where: str, folder: Path, environment: Mapping[str, s
     )  # fmt: skip
     match = EXIT.search(block.text)
     expected = int(match[1]) if match else 0
-    said = f"{where}\n{block.text}\nstdout:\n{done.stdout}\nstderr:\n{done.stderr[-4000:]}"
-    assert done.returncode == expected, f"exit code {done.returncode}, expected {expected}: {said}"
+    output = f"{where}\n{block.text}\nstdout:\n{done.stdout}\nstderr:\n{done.stderr[-4000:]}"
+    assert done.returncode == expected, f"exit code {done.returncode}, expected {expected}: {output}"
     if block.printed is not None:
         missing = first_difference(block.printed, done.stdout.replace(f"{folder.resolve()}/", ""))
-        assert missing is None, f"the page says {missing!r}, which is not what follows there: {said}"
+        assert missing is None, f"the page says {missing!r}, which is not what follows there: {output}"
 
 
 def words(text: str) -> list[str]:

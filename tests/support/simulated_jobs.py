@@ -299,7 +299,7 @@ def dumps(scenario: Scenario, issued: Mapping[int, Sequence[_Issued]]) -> Iterat
 
 
 def _entries(rank: int, issued: Sequence[_Issued]) -> list[dict[str, Any]]:
-    """A dump's entries. Those of a batch tell no state; the entry that follows them does, and nothing else."""
+    """A dump's entries. Those of a batch carry no state; the entry that follows them carries only that."""
     found: list[dict[str, Any]] = []
     for i, op in enumerate(issued):
         entry = _entry(len(found), op)

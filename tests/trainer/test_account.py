@@ -81,17 +81,17 @@ def test_phases_add_up_and_only_chosen_steps_are_traced() -> None:
 
 
 def test_other_threads_phases_are_traced_but_not_recorded() -> None:
-    told: list[str] = []
+    hooked: list[str] = []
 
-    class Told:
+    class Hook:
         def __init__(self, name: str, _step: int) -> None:
-            told.append(name)
+            hooked.append(name)
 
         def __enter__(self) -> None: ...
 
         def __exit__(self, *_: object) -> None: ...
 
-    phases = Phases(hook=Told, steps=range(1, 2))
+    phases = Phases(hook=Hook, steps=range(1, 2))
 
     def upload() -> None:
         with phases("ckpt_upload", 1):
@@ -101,7 +101,7 @@ def test_other_threads_phases_are_traced_but_not_recorded() -> None:
     with phases("forward_backward", 1):
         thread.start()
         thread.join()
-    assert told == ["forward_backward"]
+    assert hooked == ["forward_backward"]
     events = trace_events(phases.spans, rank=3, name="rank 3")
     assert {(e["name"], e["pid"]) for e in events if e["ph"] == "X"} == {("ckpt_upload", 3), ("forward_backward", 3)}
     assert len({e["tid"] for e in events if e["ph"] == "X"}) == 2
@@ -136,7 +136,7 @@ def test_plot_writes_the_picture_and_the_account_without_torch(
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_plot_of_what_is_no_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_of_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path)]) == 3
     assert "that `titan-ckpt train` wrote" in capsys.readouterr().err
 

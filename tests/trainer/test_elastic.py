@@ -26,7 +26,7 @@ SETS = (
     "train.device=cpu", "log.tensorboard=false", "debug.recorder=false",
 )  # fmt: skip
 # An agent that is silent for 3 s is gone; a round does not wait for a second node for longer than 1 s.
-# Without the variable, torch 2.13's first node does not tell one that joins later where the job's store is.
+# Without the variable, torch 2.13's first node does not send the store's address to a node that joins later.
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 RENDEZVOUS = "is_host=false,join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 

@@ -78,7 +78,7 @@ def test_export_goes_to_a_bucket_in_another_dtype(run: Path, s3_url: str) -> Non
     assert torch.equal(found, tensors(model_config(), seed=6)["model.norm.weight"].bfloat16())
 
 
-def test_failure_is_told_in_the_words_of_the_command(run: Path, tmp_path: Path) -> None:
+def test_failed_export_reports_the_commands_error(run: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").write_text("mine")
     outcomes: list[ExportOutcome] = []
     with _exporter(run, str(tmp_path), outcomes) as exporter:
@@ -152,7 +152,7 @@ def test_training_does_not_fail_with_its_exports(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"export.every": 3}, "export.every = 3 is not a multiple of save.every = 2"),
         ({"save.every": 0}, "only checkpoints that are saved can be exported"),
@@ -161,7 +161,7 @@ def test_training_does_not_fail_with_its_exports(tmp_path: Path) -> None:
     ],
 )
 def test_intervals_that_cannot_work_are_refused(
-    tmp_path: Path, values: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, values: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _train(tmp_path, **values) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -92,7 +92,7 @@ def test_run_resumes_from_its_newest_committed_checkpoint(tmp_path: Path, cache:
     assert [record["step"] for record in read_events(tmp_path, "start")] == [0, 4]
 
 
-def test_old_checkpoints_are_deleted_as_the_policy_says(tmp_path: Path, cache: str) -> None:
+def test_policy_decides_which_old_checkpoints_are_deleted(tmp_path: Path, cache: str) -> None:
     policy = ("save.every=1", "save.keep_last=2", "save.keep_every=4", "train.steps=7", "save.codec=planes-zstd")
     assert train(cache, tmp_path, *policy) == 0
     assert [info.step for info in list_checkpoints(str(tmp_path))] == [4, 6, 7]
@@ -189,7 +189,7 @@ def test_documents_that_do_not_see_each_other_are_another_loss(tmp_path: Path, c
     assert seen == pytest.approx(hidden, rel=0.05)
 
 
-def test_changed_settings_are_told_when_a_run_goes_on(tmp_path: Path, cache: str) -> None:
+def test_resumed_run_logs_its_changed_settings(tmp_path: Path, cache: str) -> None:
     assert train(cache, tmp_path, "train.steps=2") == 0
     assert train(cache, tmp_path, "train.steps=4", "optimizer.schedule=linear", "optimizer.lr=1e-3") == 0
     log_text = (tmp_path / "logs" / "rank_00000.log").read_text()
@@ -197,12 +197,12 @@ def test_changed_settings_are_told_when_a_run_goes_on(tmp_path: Path, cache: str
     assert read_events(tmp_path)[-1]["lr"] == pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))
 
 
-def test_what_is_late_after_its_grace_is_told_what_ran_out() -> None:
-    told: list[str] = []
+def test_late_stop_reports_which_limit_ran_out() -> None:
+    reported: list[str] = []
     late = threading.Event()
 
     def end(what: str) -> None:
-        told.append(what)
+        reported.append(what)
         late.set()
 
     with StopRequest(grace_s=0.01, on_late=end) as stop:
@@ -211,7 +211,7 @@ def test_what_is_late_after_its_grace_is_told_what_ran_out() -> None:
     with StopRequest(max_seconds=0.01, grace_s=0.01, on_late=end):
         late.clear()
         assert late.wait(LIMIT_S)
-    assert told == ["SIGTERM and then save.grace_s = 0.01", "train.max_seconds = 0.01 and then save.grace_s = 0.01"]
+    assert reported == ["SIGTERM and then save.grace_s = 0.01", "train.max_seconds = 0.01 and then save.grace_s = 0.01"]
 
 
 def test_garbage_is_collected_at_chosen_steps_only() -> None:
@@ -312,17 +312,17 @@ def test_chosen_steps_are_profiled(tmp_path: Path, cache: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "code", "said"),
+    ("sets", "code", "message"),
     [
         (("log.profile_steps=[3, 2]",), 2, "log.profile_steps = [3, 2]"),
         (("log.memory_steps=[1, 2]",), 2, "this run is on cpu"),
     ],
 )
 def test_what_cannot_be_inspected_is_refused(
-    sets: tuple[str, ...], code: int, said: str, tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str]
+    sets: tuple[str, ...], code: int, message: str, tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(cache, tmp_path, *sets) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

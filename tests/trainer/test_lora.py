@@ -82,7 +82,7 @@ def test_a_first_step_from_a_base_has_the_base_s_loss(tmp_path: Path, run: Any) 
 
 
 @pytest.mark.parametrize(
-    ("sets", "said"),
+    ("sets", "message"),
     [
         (("lora.rank=4",), "resume.from is empty"),
         (("lora.rank=4", 'lora.targets=["qproj"]', "resume.from=x"), "q_proj, k_proj"),
@@ -90,10 +90,10 @@ def test_a_first_step_from_a_base_has_the_base_s_loss(tmp_path: Path, run: Any) 
     ],
 )
 def test_adapters_that_cannot_be_are_refused(
-    sets: tuple[str, ...], said: str, run: Any, capsys: pytest.CaptureFixture[str]
+    sets: tuple[str, ...], message: str, run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("run", *sets) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ def test_a_family_that_is_not_covered_is_refused() -> None:
         from_hf({"model_type": "gpt2"})
 
 
-def test_a_shape_that_hugging_face_cannot_say_is_refused() -> None:
+def test_a_shape_hugging_face_cannot_express_is_refused() -> None:
     config = ModelConfig(vocab_size=8, dim=8, n_layers=1, n_heads=1, n_kv_heads=1, ffn_dim=8, qk_norm=True)
     with pytest.raises(ConfigError, match=r"model.qk_norm=True: .*LlamaForCausalLM"):
         to_hf(config)
