@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.incident.confidence import straggling
+from titan_ckpt.debug.incident.confidence import Basis, straggling
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.operation_table import column
 from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
@@ -89,7 +89,7 @@ def _verdict(run: Run, lane: Lane, late: _Late, *, is_over: bool) -> Verdict:
         culprits=(rank,),
         victims=others,
         group=group,
-        confidence=straggling(late.share, is_over=is_over),
+        confidence=Basis.STRAGGLER_DONE.confidence if is_over else straggling(Basis.STRAGGLER_RUNNING, late.share),
         headline=f"rank {rank} is a straggler: it came last to {late.times} collectives of group {group}, by {lag_ms:.0f} ms "
         f"(median); the others spent {late.share:.0%} of the time waiting for it",
         evidence=(

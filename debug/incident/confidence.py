@@ -141,11 +141,9 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-def straggling(share: float, *, is_over: bool) -> float:
-    """How sure a straggler is, by the share of the time that the others waited for it."""
-    if is_over:
-        return Basis.STRAGGLER_DONE.confidence
-    return Basis.STRAGGLER_RUNNING.confidence + 0.4 * min(share, 1.0) * (share > 0.6)
+def straggling(basis: Basis, share: float) -> float:
+    """The confidence of `basis`, raised by the share of the time that the others waited where it exceeds 0.6."""
+    return basis.confidence + 0.4 * min(share, 1.0) * (share > 0.6)
 
 
 def confidence_table() -> str:
