@@ -126,3 +126,11 @@ def check_relative(path: str) -> str:
     if not path or path.startswith("/") or "\\" in path or "\0" in path or any(p in ("", ".", "..") for p in parts):
         raise UsageError(f"{path!r} is not a path inside the run's folder")
     return path
+
+
+def run_location(url: str) -> Location:
+    """Parse the URL of a run; UsageError if it has a step."""
+    location = parse_location(url)
+    if location.step is not None:
+        raise UsageError(f"{location}: give the URL of the run, without a step")
+    return location

@@ -6,12 +6,12 @@ import time
 from argparse import ArgumentParser, Namespace
 
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.console.command import Command, add_json_flag, run_location
+from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.output import write_json, write_text
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.errors import UsageError
-from titan_ckpt.location import parse_location
+from titan_ckpt.location import parse_location, run_location
 from titan_ckpt.store.open import open_store
 from titan_ckpt.upkeep.copy import copy_checkpoint
 

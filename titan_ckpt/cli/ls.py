@@ -9,12 +9,12 @@ from typing import Any
 
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.open import HUGGING_FACE, CheckpointInfo, foreign_steps, list_checkpoints, open_checkpoint
-from titan_ckpt.console.command import Command, add_json_flag, run_location
+from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.output import age_s, format_table, write_json, write_text
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.errors import NotCommittedError
 from titan_ckpt.format.names import METADATA, step_folder
-from titan_ckpt.location import Location
+from titan_ckpt.location import Location, run_location
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.upkeep.deletion import check_whole

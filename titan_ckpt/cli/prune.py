@@ -7,10 +7,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from titan_ckpt.checkpoint.open import list_checkpoints
-from titan_ckpt.console.command import Command, add_json_flag, run_location
+from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.output import format_table, write_json, write_text
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import NotCommittedError
+from titan_ckpt.location import run_location
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.upkeep.deletion import (

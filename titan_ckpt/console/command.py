@@ -6,9 +6,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from titan_ckpt.errors import UsageError
-from titan_ckpt.location import Location, parse_location
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
@@ -21,11 +18,3 @@ class Command:
 def add_json_flag(parser: ArgumentParser) -> None:
     """Add `--json`, which every command that reads has."""
     parser.add_argument("--json", action="store_true", help="facts as JSON on stdout")
-
-
-def run_location(url: str) -> Location:
-    """Parse the URL of a run; UsageError if it has a step."""
-    location = parse_location(url)
-    if location.step is not None:
-        raise UsageError(f"{location}: give the URL of the run, without a step")
-    return location
