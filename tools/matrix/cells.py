@@ -125,5 +125,5 @@ def _run(command: Sequence[str | Path], folder: Path, limit_s: float = 300.0, co
         summary = next(
             (line for line in reversed(lines) if re.search(r"\d+ (failed|passed)", line)), lines[-1] if lines else ""
         )
-        raise StepFailedError(f"{summary.strip('= ')} ({home / 'log.txt'})")
+        raise StepFailedError(f"exit code {done.returncode}: {summary.strip('= ')} ({home / 'log.txt'})")
     return done.stdout
