@@ -1,4 +1,4 @@
-"""Collectives lined up by (group, sequence number): who is where, and where ranks disagree. Pure, columnar."""
+"""Aligns collectives by (group, sequence number): each rank's position, and where ranks disagree. Pure, columnar."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from titan_ckpt.debug.incident.operation_table import Distinct, OperationBlock, Pairs, operation_blocks, pairs_of
 from titan_ckpt.debug.incident.records import COMPLETED, Array, Names, Run
 
-# BlockedRanks may pass different sizes to these, or name them differently on the two sides.
+# Ranks may pass different sizes to these, or name them differently on the two sides.
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "coalesced", "allgatherv", "all_gatherv")
 _EQUAL_NAMES = {"gather": "gather", "scatter": "scatter"}
 MAX_WINDOW = 1 << 16
-BLOCK = 256  # columns looked at together
+BLOCK = 256  # columns processed together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Lane:
     """The collectives of one group as a matrix: a row per member, a column per sequence number from `first_seq`.
 
     `row` is the position in the rank's own operations (-1: not seen). `last` is each member's newest sequence number
-    (-1: none seen), `done` whether that one returned, `is_silent` whether nothing at all is known of the member.
+    (-1: none seen), `done` whether that one returned, `is_silent` whether nothing is known about the member.
     """
 
     group: int
@@ -52,14 +52,14 @@ def lanes(run: Run) -> list[Lane]:
 
 
 class _Coder:
-    """What was issued as a small number, equal for operations that may meet."""
+    """Encodes issued operations as small numbers, equal for operations that may match."""
 
     def __init__(self, names: Names) -> None:
         self._sizes, self._ops = _elements(names), _op_codes(names)
         self.known = Distinct()
 
     def wide(self, table: Array) -> Array:
-        """What was issued as one large number."""
+        """Encode each issued operation as one large number."""
         code = self._ops[table["op"]]
         elements = np.where(code & 1, 0, self._sizes[table["sizes"]])
         wide: Array = (code.astype(np.int64) << 48) | (table["dtypes"].astype(np.int64) << 32) | elements
@@ -68,8 +68,8 @@ class _Coder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Uses:
-    """Each rank's use of each group, in the order of the blocks: places of ranks, the ends of the sequence numbers,
-    whether the newest operation returned. `longest` is the most operations that a rank has."""
+    """Each rank's use of each group, in block order: index of the rank, lowest and highest sequence number,
+    whether the newest operation returned. `longest` is the largest number of operations of any rank."""
 
     group: Array
     owner: Array
@@ -81,7 +81,7 @@ class _Uses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Where a group's matrix lies in the cells of all groups (from `base` on), and which uses fill which of its rows."""
+    """Where a group's matrix starts in the cells of all groups (`base`), and which uses fill which of its rows."""
 
     group: int
     members: tuple[int, ...]
@@ -154,21 +154,21 @@ def _plan(run: Run, uses: _Uses, of_group: Array, ranks: Array, base: int) -> _P
 
 
 def _places(members: Array, ranks: Array) -> Array:
-    """Where each rank stands among the members; -1 where it is none."""
+    """Each rank's index among the members; -1 for non-members."""
     order = np.argsort(members, kind="stable")
     found = order[np.minimum(np.searchsorted(members, ranks, sorter=order), len(members) - 1)]
     return np.where(members[found] == ranks, found, -1)
 
 
 def _users(run: Run, group: int, seen: Array) -> tuple[int, ...]:
-    """Members of a group, if not recorded: the world for the default group, else those who used it."""
+    """Members of a group without recorded members: the world for the default group, else the ranks that used it."""
     return tuple(run.ranks) if run.groups[group].description == "default_pg" else tuple(seen.tolist())
 
 
 def _matrices(run: Run, uses: _Uses, plans: Sequence[_Plan], coder: _Coder) -> tuple[Array, Array]:
     """The rows and signatures of all lanes, one matrix after another, in the narrowest types that hold them."""
     offset = np.zeros(len(uses.group), np.int64)
-    first = np.full(len(uses.group), 1 << 31, np.int64)  # of a use that is in no lane
+    first = np.full(len(uses.group), 1 << 31, np.int64)  # default for uses outside every lane
     for plan in plans:
         first[plan.uses] = plan.first
         offset[plan.uses] = plan.base + plan.places * plan.width - plan.first
@@ -217,7 +217,7 @@ def is_uneven(op: str) -> bool:
 
 
 def _elements(names: Names) -> Array:
-    """A number per sizes text that is equal when the numbers of elements are: shapes may differ, their product not."""
+    """A number per sizes text, equal when the element counts are equal, even if the shapes differ."""
     distinct: dict[tuple[int, ...], int] = {}
     return np.array([distinct.setdefault(elements_of(text), len(distinct)) for text in names.sizes], np.int64)
 

@@ -1,4 +1,4 @@
-"""The faults that `debug inject` really makes: one small training loop, one way to go wrong in each case."""
+"""The faults that `debug inject` really causes: one small training loop, one fault per case."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HANG_S = 600
 
 @dataclass(slots=True, kw_only=True)
 class DrillJob:
-    """What a case's function needs: who it is, who is to go wrong, and the parts of a training loop."""
+    """What a case's function needs: its own rank, the culprit, and the parts of a training loop."""
 
     rank: int
     size: int
@@ -41,7 +41,7 @@ class DrillJob:
         return self.rank == self.culprit
 
     def step(self, number: int) -> None:
-        """One training step: gradients are reduced, then a small tensor is broadcast."""
+        """One training step: reduce gradients, then broadcast a small tensor."""
         log.info("step %d start", number)
         with self.recorder.phase("backward", number):
             reduce_gradients(torch.ones(64, 32))
@@ -63,7 +63,7 @@ def share_scale(scale: torch.Tensor) -> None:
 
 
 class ShardReader:
-    """A data source whose storage has gone away."""
+    """A data source whose storage is gone."""
 
     def read_shard(self) -> bytes:
         reader, _writer = os.pipe()
@@ -71,7 +71,7 @@ class ShardReader:
 
 
 def write_checkpoint() -> None:
-    """A write to a store that takes the first bytes and then nothing more."""
+    """A write to a store that accepts the first bytes, then no more."""
     _reader, writer = os.pipe()
     with open(writer, "wb") as upload:
         upload.write(bytes(1 << 20))
@@ -194,7 +194,7 @@ def user_code(job: DrillJob) -> None:
 
 
 def settle_queue() -> int:
-    """A loop whose end never comes."""
+    """A loop that never ends."""
     left = 1
     while left:
         left = (left * 3 + 1) % 7_919 or 1
@@ -202,10 +202,10 @@ def settle_queue() -> int:
 
 
 def gc_storm(job: DrillJob) -> None:
-    """Garbage collection over and over: each collection looks at all that lives, and something asks for the next."""
+    """Garbage collection in an endless loop; each collection scans all live objects."""
     job.warm_up()
     if job.is_culprit:
-        gc.freeze()  # what torch made need not be looked at each time: the recorder's threads get their turn sooner
+        gc.freeze()  # exempt torch's objects from the scans, so that the recorder's threads run sooner
         keep = [[number] for number in range(50_000)]
         while keep:
             gc.collect()
@@ -213,7 +213,7 @@ def gc_storm(job: DrillJob) -> None:
 
 
 def teardown(job: DrillJob) -> None:
-    """The interpreter waits at its end for a thread that does not end."""
+    """At exit, the interpreter waits for a thread that never ends."""
     job.warm_up()
     if job.is_culprit:
         threading.Thread(target=stall, name="uploader").start()
@@ -230,7 +230,7 @@ def ring_overflow(job: DrillJob) -> None:
 
 
 def chain(job: DrillJob) -> None:
-    """Tensor-parallel pairs in a pipeline; the second rank of the first pair stops: all others wait, some of them far away."""
+    """Tensor-parallel pairs in a pipeline: the first pair's second rank stops and all others wait, some far away."""
     pairs = [dist.new_group([i, i + 1]) for i in range(0, job.size, 2)]
     mine, stage = pairs[job.rank // 2], job.rank // 2
     for number in range(WARM_STEPS + 1):
@@ -289,7 +289,7 @@ def out_of_memory(job: DrillJob) -> None:
 
 
 def exchange(job: DrillJob, elements: int = 128) -> None:
-    """Everybody sends to the next rank and receives from the one before."""
+    """Each rank sends to the next and receives from the previous one."""
     after, before = (job.rank + 1) % job.size, (job.rank - 1) % job.size
     works = [dist.isend(torch.ones(elements), after), dist.irecv(torch.empty(128), before)]
     for work in works:
@@ -359,7 +359,7 @@ def ok(job: DrillJob) -> None:
 
 
 def gc_pause(job: DrillJob) -> None:
-    """A pause that ends: nobody may be accused."""
+    """A pause that ends: no rank may be named as culprit."""
     job.warm_up()
     if job.is_culprit:
         keep: list[object] = []
@@ -370,7 +370,7 @@ def gc_pause(job: DrillJob) -> None:
 
 
 def subset_groups(job: DrillJob) -> None:
-    """Groups that not everybody belongs to or uses are legal."""
+    """Legal: groups that only some ranks belong to or use."""
     low = dist.new_group(list(range(max(1, job.size // 2))))
     job.warm_up()
     if job.rank < max(1, job.size // 2):
@@ -380,7 +380,7 @@ def subset_groups(job: DrillJob) -> None:
 
 
 def async_not_waited(job: DrillJob) -> None:
-    """A handle that nobody waits for is careless, not a hang."""
+    """A handle that is never waited for: careless, but not a hang."""
     job.warm_up()
     works = [dist.all_reduce(torch.ones(4), async_op=True)]
     if not job.is_culprit:

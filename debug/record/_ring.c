@@ -1,8 +1,8 @@
-/* The black box's ring of records in C: what titan_ckpt.debug.record.ring does in Python, in a third of the time.
+/* The black box's ring of records in C: does what titan_ckpt.debug.record.ring does in Python, in a third of the time.
 
-   Optional: without a compiler the package installs and works without it. Only the public C API of CPython is used. The layout
-   of a record is titan_ckpt.debug.incident.black_box.RECORD; everything that happens once (of a group, a dtype, a call site, a code
-   object) is asked of Python. */
+   Optional: the package installs and works without a compiler. Uses only CPython's public C API. The record layout is
+   titan_ckpt.debug.incident.black_box.RECORD. Calls Python for whatever happens once per group, dtype, call site or
+   code object. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -94,7 +94,7 @@ static int remember(Ring *ring, const void *code, int at, const void *outer, int
     return 0;
 }
 
-/* ---- what Python is asked ---- */
+/* ---- calls into Python ---- */
 
 /* names.<method>(argument) as a number; -1 with an exception. */
 static int ask(Ring *ring, PyObject *method, PyObject *argument) {
@@ -115,14 +115,14 @@ static int side_of(Ring *ring, PyCodeObject *code) {
     int side = lookup(ring, code, CODE_ONLY, NULL, 0);
     if (side)
         return side;
-    int is_inside = ask(ring, s_add_code, (PyObject *)code); /* keeps the code object alive, so that no other has its address */
+    int is_inside = ask(ring, s_add_code, (PyObject *)code); /* keeps the code alive, so its address is not reused */
     if (is_inside < 0)
         return -1;
     side = is_inside ? INSIDE : OUTSIDE;
     return remember(ring, code, CODE_ONLY, NULL, 0, side) < 0 ? -1 : side;
 }
 
-/* The site of the first frame outwards that is the user's; a new one is asked for. -1 with an exception. */
+/* The site of the first frame outwards that is the user's; Python numbers a new one. -1 with an exception. */
 static int find_site(Ring *ring) {
     PyFrameObject *frame = PyEval_GetFrame();
     if (!frame)
@@ -169,7 +169,7 @@ static int describe(Ring *ring, PyObject *tensors, int64_t *elements, uint32_t *
         *kind |= NO_DTYPE;
         return 0;
     }
-    Py_INCREF(tensors); /* a list may change while Python is asked */
+    Py_INCREF(tensors); /* a list may change during calls into Python */
     PyObject *numel = PyObject_CallMethodNoArgs(tensors, s_numel);
     PyObject *dtype = numel ? PyObject_GetAttr(tensors, s_dtype) : NULL;
     Py_DECREF(tensors);
@@ -187,13 +187,13 @@ static int describe(Ring *ring, PyObject *tensors, int64_t *elements, uint32_t *
 
 /* ---- records ---- */
 
-/* Writes one record; the place of its end, 0 when the ring is closed, -1 with an exception. */
+/* Writes one record. Returns the offset of its end time, 0 when the ring is closed, -1 with an exception. */
 static Py_ssize_t write_record(Ring *ring, int32_t seq, uint64_t what, uint32_t kind, PyObject *tensors) {
     int64_t elements;
     if (!ring->map.buf)
         return 0;
     int site = describe(ring, tensors, &elements, &kind) < 0 ? -1 : find_site(ring);
-    if (!ring->map.buf) { /* closed by another thread while Python was asked: nothing is amiss for the caller */
+    if (!ring->map.buf) { /* closed by another thread during a call into Python: not an error for the caller */
         PyErr_Clear();
         return 0;
     }
@@ -213,7 +213,7 @@ static void write_end(Ring *ring, Py_ssize_t at) {
     memcpy((char *)ring->map.buf + at, &ring->ended_ns, 8);
 }
 
-/* The newest work is kept beside the table of the others: most are waited for at once. */
+/* Keeps the newest work outside the table of pending works: most are waited for immediately. */
 static int await(Ring *ring, const void *work, Py_ssize_t at) {
     if (ring->last_work && ring->last_work != work) {
         PyObject *key = PyLong_FromVoidPtr((void *)ring->last_work), *value = PyLong_FromSsize_t(ring->last_at);

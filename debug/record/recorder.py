@@ -1,14 +1,14 @@
-"""The in-process recorder: leaves behind what a diagnosis needs, whatever end the process comes to.
+"""The in-process recorder: leaves behind what a diagnosis needs, however the process ends.
 
-    recorder = Recorder.start(folder, rank=rank, world_size=world_size)      # any time; best before the first collective
+    recorder = Recorder.start(folder, rank=rank, world_size=world_size)  # any time, best before the first collective
     with recorder.phase("forward", step=12): ...
 
-Files per rank in `folder`: `rank_00003.box` (the black box), `.sidecar.json` (host, pid, groups, mesh coordinates, clock),
-and on each occasion (stall, sigterm, exception, demand) `.<occasion>.pickle` (the Flight Recorder's dump) and
-`.<occasion>.stacks`. When something holds the GIL, a timer of the interpreter in C writes `.gil.stacks`, and torch's worker
-server, C++ too, answers at `.sock` (`debug collect` asks it).
+Files per rank in `folder`: `rank_00003.box` (the black box), `.sidecar.json` (host, pid, groups, mesh coordinates,
+clock), and on each occasion (stall, sigterm, exception, demand) `.<occasion>.pickle` (the Flight Recorder's dump) and
+`.<occasion>.stacks`. Two parts work without the GIL: the interpreter's C timer writes `.gil.stacks` when something
+holds it, and torch's C++ worker server listens on `.sock` for `debug collect`.
 
-These are the modules of the room that import torch: this one, `hooks` and `worker_server`.
+Only this module, `hooks` and `worker_server` import torch in this package.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FIRST_DUMP_S = 10.0  # torch's first dump imports much of torch: 0.6 s, more on 
 
 
 class Recorder:
-    """The recorder of this process; one at a time. Made by `start`, ended by `stop` (also at exit)."""
+    """The recorder of this process; one at a time. `start` creates it, `stop` ends it (also at exit)."""
 
     def __init__(
         self, folder: Path, *, rank: int, world_size: int, coordinates: Mapping[str, int], stall_s: float,
@@ -88,10 +88,10 @@ class Recorder:
     ) -> Recorder:  # fmt: skip
         """Start recording into the local `folder`.
 
-        `stall_s`: dump when no operation is issued or finished and no phase changes for that long (None: 120 s, 0: never).
-        `on_signal` is called with the signal's number from a thread of its own when SIGTERM comes, even while the main
-        thread hangs in a collective: set a flag there; the recorder itself never ends the process then. Without it, and
-        without a handler of the program's own, SIGTERM ends the process as usual, once the evidence is on disk.
+        `stall_s`: dump if no operation starts or ends and no phase changes for this long (None: 120 s, 0: never).
+        `on_signal` is called with the signal number from its own thread when SIGTERM arrives, even while the main
+        thread hangs in a collective. Set a flag there; the recorder then never ends the process itself. With neither
+        `on_signal` nor a handler in the program, SIGTERM ends the process as usual, once the evidence is on disk.
         `upload`: a URL to copy every dump to, for runs whose folder is not local.
         """
         target = Path(folder)
@@ -125,7 +125,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Record in the heartbeat where the loop is: data, forward, backward, optimizer, ckpt_stage, ckpt_upload, ckpt_commit."""
+        """Put the phase in the heartbeat: data, forward, backward, optimizer, ckpt_stage, ckpt_upload, ckpt_commit."""
         before = self._box.phase
         self._box.set_phase(step, phase_number(name))
         try:
@@ -134,7 +134,7 @@ class Recorder:
             self._box.set_phase(step, before[1] if before[0] == step else 0)
 
     def exception(self, error: BaseException) -> None:
-        """Leave the evidence of an error that is about to end this rank; call it in the `except` block."""
+        """Dump evidence of an error that is about to end this rank; call it in the `except` block."""
         value = {
             "titan_ckpt": "error",
             "rank": self.rank,
@@ -150,7 +150,7 @@ class Recorder:
         self.dump("exception")
 
     def dump(self, reason: str) -> None:
-        """Write stacks, the Flight Recorder's ring and the sidecar under `reason`; what fails is logged, nothing is raised."""
+        """Write stacks, Flight Recorder ring and sidecar under `reason`; failures are logged, never raised."""
         with self._dump_lock:
             self._be_patient()
             lines = all_stacks()
@@ -164,10 +164,10 @@ class Recorder:
             self._copy([*(name for name in written if name), f"{self._stem}.sidecar.json", f"{self._stem}.box"])
 
     def stop(self) -> None:
-        """End recording: an orderly end of the process. Idempotent."""
+        """Stop recording and mark the end of the process as orderly. Idempotent."""
         if (
             self._ended.is_set() or os.getpid() != self._pid
-        ):  # a forked child has none of our threads, and the box is not its
+        ):  # a forked child has none of our threads and does not own the box
             return
         self._ended.set()
         if self._server is not None:
@@ -213,7 +213,7 @@ class Recorder:
         return ""
 
     def _write(self, name: str, content: bytes) -> None:
-        """Whole or not at all. Not fsynced: the process may die next, the machine rarely does."""
+        """Write atomically, without fsync: the process may die next, the machine rarely does."""
         temporary = self.folder / f".tmp-{name}"
         temporary.write_bytes(content)
         temporary.replace(self.folder / name)
@@ -246,7 +246,7 @@ class Recorder:
     # --------------------------------------------------------------------------------------------------- watching
 
     def _watch(self) -> None:
-        """Tick the heartbeat; notice stalls; keep the C timer for a held GIL from going off."""
+        """Tick the heartbeat, detect stalls, and rearm the C timer that fires when the GIL is held."""
         seen, since, dumped = self._position(), time.monotonic(), False
         is_warm = False
         self._rearm()
@@ -266,7 +266,7 @@ class Recorder:
                 self._spawn("stall", self._dump_stall)
 
     def _dump_stall(self) -> None:
-        """In a thread of its own: the first dump may take long, and the heartbeat must go on."""
+        """Runs in its own thread: the first dump may take long, and the heartbeat must go on."""
         position = self._position()
         self.dump("stall")
         if self._position() != position:
@@ -276,7 +276,7 @@ class Recorder:
         return self._hooks.progress(), self._box.phase
 
     def _be_patient(self) -> None:
-        """Give our own dump time to import what it needs; the program may still take the GIL meanwhile and keep it."""
+        """Extend the timer while our own dump imports torch; keep it armed, as the program may still hold the GIL."""
         if self._patience_s and not self._ended.is_set():
             faulthandler.dump_traceback_later(self._patience_s + FIRST_DUMP_S, file=self._gil_file)
 
@@ -284,7 +284,7 @@ class Recorder:
         if not self._patience_s:
             return
         self._free_ticks += 1
-        if self._gil_file.tell() and self._free_ticks >= FREE_TICKS:  # free again, and stays so: a pause, not a hang
+        if self._gil_file.tell() and self._free_ticks >= FREE_TICKS:  # free again for long enough: a pause, not a hang
             self._gil_file.truncate(0)
             self._gil_file.seek(0)
         if not self._gil_file.tell() or self._tick_was_late():
@@ -300,15 +300,15 @@ class Recorder:
         return self._ticked_at - before > 4 * TICK_S
 
     def _forget_stall(self) -> None:
-        """It went on: what was written about the stall would only mislead."""
+        """Delete the stall dump of a process that resumed: it would only mislead."""
         for suffix in ("stacks", "pickle"):
             (self.folder / f"{self._stem}.stall.{suffix}").unlink(missing_ok=True)
 
     # ---------------------------------------------------------------------------------------------------- signals
 
     def _listen(self) -> None:
-        """A signal's Python handler waits for the main thread, which may hang. The wakeup descriptor does not: C writes
-        the number into a socket and a thread of ours reads it."""
+        """Receive signals even while the main thread hangs, when no Python handler can run: C writes the signal number
+        to the wakeup descriptor, a socket, and our own thread reads it."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._wakeup = theirs
@@ -340,7 +340,7 @@ class Recorder:
                 self.dump("demand")
 
     def _die(self, number: int) -> None:
-        """End as the signal would have without our handler."""
+        """End the process as the signal would without our handler."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(128 + number)
@@ -358,8 +358,8 @@ class Recorder:
 
 
 def _warm_up() -> None:
-    """Dump once for nothing: the first one imports much of torch (0.6 s, on a crowded machine half a minute), for which a
-    dying process has no time. In a thread of its own, so that the heartbeat and the watch for stalls go on."""
+    """Make a dump and discard it: the first one imports much of torch (0.6 s, half a minute on a crowded machine), and
+    a dying process has no time for that. Runs in its own thread, so that the heartbeat and stall detection go on."""
     _flight_recorder_dump()
 
 
@@ -375,7 +375,7 @@ def _groups() -> list[dict[str, Any]]:
     return [
         {"name": group.group_name, "description": group.group_desc, "members": sorted(members)}
         for group, members in list(world.pg_group_ranks.items())
-        if isinstance(group, dist.ProcessGroup)  # a destroyed one leaves a number behind
+        if isinstance(group, dist.ProcessGroup)  # a destroyed group leaves an int
     ]
 
 

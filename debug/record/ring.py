@@ -1,7 +1,7 @@
 """The black box's ring of records: where an operation was called, of what size, when it began and when it ended.
 
-`Ring` here is Python; `_ring.c` is the same in C, a third of the cost, where it could be compiled. `new_ring` takes the faster.
-Both ask `RingNames` for what happens once: a group, a dtype, a code object, a call site.
+`Ring` here is Python; `_ring.c`, built where a compiler exists, does the same at a third of the cost. `new_ring` picks
+the faster. Both call `RingNames` the first time they meet a group, a dtype, a code object or a call site.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NO_PEER, NO_DTYPE = 0xFFFFFFFF, 0xFFFF
 
 @dataclass(slots=True, kw_only=True)
 class RingGroup:
-    """A process group: its place in the box's table (shifted to where `what` has it), and how far the number of its next
-    collective is ahead of torch's counter, which with gloo counts sends and receives too."""
+    """A process group: its index in the box's table (shifted to its bits in `what`), and the offset from torch's
+    counter to the number of its next collective. With gloo, torch's counter includes sends and receives."""
 
     place: int
     shifted_place: int
@@ -39,23 +39,23 @@ class RingGroup:
 
 
 class RingNames(Protocol):
-    """What gives numbers to things that a ring meets for the first time, and writes them into the box."""
+    """Numbers what a ring meets for the first time, and writes it into the box."""
 
     def add_group(self, group: Any) -> RingGroup:
-        """A group, added to the dict of groups."""
+        """Add a group to the dict of groups and return it."""
 
     def add_dtype(self, dtype: Any) -> int:
-        """A dtype, added to the dict of dtypes."""
+        """Add a dtype to the dict of dtypes and return its number."""
 
     def add_code(self, code: CodeType) -> bool:
-        """Whether a code object is torch's or ours; it lives as long as the ring knows it."""
+        """Whether a code object is torch's or ours; keeps it alive as long as the ring refers to it."""
 
     def add_site(self, frame: FrameType) -> int:
-        """A call site, from 1."""
+        """Add a call site and return its number, from 1."""
 
 
 class AnyRing(Protocol):
-    """A ring of records. `what` is the operation, the group and the peer in one number, `kind` the direction of a send."""
+    """A ring of records. `what` packs operation, group and peer into one number; `kind` is the direction of a send."""
 
     @property
     def count(self) -> int:
@@ -66,7 +66,7 @@ class AnyRing(Protocol):
         """When the last operation ended."""
 
     def record(self, seq: int, what: int, kind: int, tensors: Any, /) -> int:
-        """Write a record for the frame that called the caller; gives the place of its end."""
+        """Write a record for the caller's caller; returns the offset of its end time."""
 
     def collective(
         self, original: Any, what: int, argument: int, groups: dict[Any, RingGroup], /
@@ -74,22 +74,22 @@ class AnyRing(Protocol):
         """A method of ProcessGroup that writes a record before it calls `original`."""
 
     def await_(self, work: Any, at: int, /) -> None:
-        """Know the place of a work's end until it is taken."""
+        """Remember the offset of a work's end time until it is taken."""
 
     def take(self, work: Any, /) -> int:
-        """The place of a work's end; 0 where none is known."""
+        """Remove and return the offset of a work's end time; 0 if unknown."""
 
     def ended(self, at: int, /) -> None:
-        """Write the end of a record."""
+        """Write the end time of a record."""
 
     def raised(self, at: int, /) -> None:
-        """Write the end of a record whose operation raised."""
+        """Mark a record's operation as raised and write its end time."""
 
     def forget(self) -> None:
         """Forget code objects and sites."""
 
     def close(self) -> None:
-        """Let the map go, as far as this ring holds it."""
+        """Release this ring's hold on the map."""
 
 
 def new_ring(
@@ -103,10 +103,10 @@ def new_ring(
 
 
 class Ring:
-    """A ring in Python. `layers` maps the ids of torch's functions' code to the number of wrappers they are called through.
+    """A ring in Python. `layers` maps the id of a torch function's code to the number of wrappers around it.
 
-    What every operation goes through are closures, which look no attribute up. Code objects are known by identity (to hash
-    one takes as long as all the rest), frames that are always there are skipped.
+    The hot path is closures, which avoid attribute lookups. Code objects are compared by identity (hashing one takes as
+    long as all the rest), and frames that are always present are skipped.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class Ring:
         return self._ended[0]
 
     def take(self, work: Any) -> int:
-        """The place of a work's end; 0 where none is known."""
+        """Remove and return the offset of a work's end time; 0 if unknown."""
         return self._ends.pop(id(work), 0)
 
     def raised(self, at: int) -> None:
-        """Write the end of a record whose operation raised."""
+        """Mark a record's operation as raised and write its end time."""
         self._map[at + OUTCOME_AT - ENDED_AT] = RAISED
         self.ended(at)
 
@@ -146,7 +146,7 @@ class Ring:
         self._sites.clear()
 
     def close(self) -> None:
-        """Forget what awaits its end."""
+        """Forget pending operations."""
         self._ends.clear()
 
     def collective(self, original: Any, what: int, argument: int, groups: dict[Any, RingGroup]) -> Callable[..., Any]:
@@ -211,7 +211,7 @@ class Ring:
         return record
 
     def _find_site(self, frame: Any) -> int:
-        """The number of the first frame from `frame` outwards that is neither torch's nor ours, adding it."""
+        """Number the first frame from `frame` outwards that is neither torch's nor ours; adds its site if new."""
         while self._is_inside(frame.f_code) and frame.f_back is not None:
             frame = frame.f_back
         code, outer = id(frame.f_code), frame.f_back
