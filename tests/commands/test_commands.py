@@ -1,4 +1,4 @@
-"""The tools as a user calls them: what they print, what they return, what they leave alone; on disk and on a real S3 server."""
+"""The tools as a user calls them, on disk and on a real S3 server: what they print, return and leave alone."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def test_prune_previews_and_keeps_the_newest_whole_checkpoint(run: str, capsys: 
     next(Path(run, "step-00000030").glob("a-*/*.distcp")).unlink()
     code, facts = call_json(capsys, "prune", run, "--keep-last", "1", "--yes")
     assert (code, facts["is_deleted"]) == (0, True)
-    # 30 is damaged: it is left to be looked at, and 20 is the newest whole one.
+    # 30 is damaged: it is kept for inspection, and 20 is the newest intact one.
     assert [i.step for i in list_checkpoints(run)] == [20, 30]
     assert not Path(run, "step-00000010").exists()
     assert call(capsys, "verify", f"{run}@20", "--data")[0] == 0

@@ -1,4 +1,4 @@
-"""cp and prune under faults at every call: what was good stays good, what is half done is not committed, another try ends it."""
+"""cp and prune with a fault at every call: good data stay good, partial work is not committed, a retry finishes it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_copy_that_fails_anywhere_is_finished_by_the_next(run: str, tmp_path: 
     for number in range(1, calls + 1):
         url = str(tmp_path / f"copy-{number}")
         store = FaultyStore(FileStore(url), [StoreFault(number=number, how=how, error=ERRORS[number % len(ERRORS)])])
-        with suppress(TitanError, OSError):  # "not there" is an answer that a fault after the call does not reach
+        with suppress(TitanError, OSError):  # a "not there" answer never reaches a fault placed after the call
             copy_checkpoint(source, store)
         assert store.hit
         for info in list_checkpoints(url):

@@ -1,4 +1,4 @@
-"""The tools on checkpoints of plain DCP in torchtitan's layout: `step-N`, CRC-32s, copies, its names."""
+"""The tools on plain DCP checkpoints in torchtitan's layout: `step-N`, CRC-32s, copies, torchtitan's names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FUSED = "layers.0.attention.qkv_linear.wqkv.weight"
 
 
 def state(step: int) -> dict[str, Any]:
-    """Names and nesting as torchtitan 0.3.0 saves them: the model's at the top, the rest in parts of their own."""
+    """Names and nesting as torchtitan 0.3.0 saves them: the model's at the top level, the others in their own parts."""
     generator = torch.Generator().manual_seed(step)
     weight = torch.randn(12, 4, generator=generator)
     return {
@@ -44,7 +44,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of three steps."""
+    """A run with three steps."""
     folder = tmp_path / "checkpoint"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -71,13 +71,13 @@ def test_a_torchtitan_run_is_listed_and_its_newest_step_opens(run: Path, capsys:
 
 
 def damages(run: Path) -> Iterator[tuple[str, int]]:
-    """A byte of every tensor and value: its name and where it stands in the file."""
+    """One byte of each tensor and value: its name and its position in the file."""
     manifest, data = open_checkpoint(str(run / "step-10")).manifest, (run / "step-10" / "__0_0.distcp").read_bytes()
     for tensor in manifest.tensors:
         chunk = open_checkpoint(str(run / "step-10")).locate(manifest.chunk(tensor, 0), row_major=False)
         yield tensor.fqn, chunk.offset + chunk.payload_offset
     for entry in manifest.objects:
-        yield entry.fqn, data.index(b"\x80\x02", entry.offset) + 2  # in the pickle that the value is
+        yield entry.fqn, data.index(b"\x80\x02", entry.offset) + 2  # inside the pickled value
 
 
 def test_verify_reads_every_byte_and_names_what_is_damaged(run: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_copy_is_a_checkpoint_that_plain_dcp_loads(run: Path, tmp_path: Path) 
 
 
 class _Stops(FileStore):
-    """Fails at the index, when all data files are there."""
+    """Fails at the index, when all data files exist."""
 
     def write(self, path: str, parts: Any) -> ObjectInfo:
         if path.endswith(".metadata"):
@@ -137,7 +137,7 @@ def test_an_interrupted_copy_is_no_checkpoint_and_goes_on(run: Path, tmp_path: P
 
 
 class _Together(FileStore):
-    """Once `is_waiting`, answers nobody before two have asked."""
+    """Once `is_waiting`, holds all replies until two callers have asked."""
 
     is_waiting = False
 
@@ -184,7 +184,7 @@ def test_a_copy_does_not_replace_another_checkpoint(run: Path, tmp_path: Path) -
 
 
 class _Moves(FileStore):
-    """A source that somebody writes while it is read."""
+    """A source that is written while it is read."""
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         super().read_into(path, start, buffer)

@@ -1,4 +1,4 @@
-"""The one progress line: what it writes to a terminal, and that it costs nothing elsewhere."""
+"""The progress line: its output on a terminal, and no cost elsewhere."""
 
 from __future__ import annotations
 

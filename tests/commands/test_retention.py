@@ -1,4 +1,4 @@
-"""Retention is pure: what stays, stays under every policy."""
+"""Retention is a pure function: steps that stay, stay under every policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of damage is found, and named by file, tensor and byte range."""
+"""Every kind of damage is found and reported by file, tensor and byte range."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_flipped_byte_anywhere_in_any_file_is_found(run: Path, data: st.DataOb
     flip(path, at)
     found = verify(str(run), read_data=True)
     flip(path, at)
-    # COMMIT.json has facts of its own that nothing else repeats, such as the size of `.metadata`.
+    # Some facts are only in COMMIT.json, such as the size of `.metadata`.
     assert found or path.name == "COMMIT.json"
 
 

@@ -1,4 +1,4 @@
-"""Save and load on real ranks: DTensors with all placements, any mesh to any mesh, errors that reach every rank."""
+"""Save and load on real ranks: all DTensor placements, resharding between any meshes, errors that reach every rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pool() -> Iterator[RankPool]:
 
 
 class Block(torch.nn.Module):
-    """Two linear layers whose sizes no mesh divides."""
+    """Two linear layers whose sizes are not divisible by any mesh."""
 
     def __init__(self) -> None:
         super().__init__()

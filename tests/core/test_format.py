@@ -1,4 +1,4 @@
-"""The format: blobs that torch reads, DCP's index, the manifest, and unsafe content that is refused."""
+"""The format: blobs that torch can read, DCP's index, the manifest, and rejection of unsafe content."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_manifest_cannot_point_outside_its_run(path: str) -> None:
 
 
 class Canary:
-    """A pickle that leaves a trace if it is executed."""
+    """A pickle that leaves a trace if executed."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -199,7 +199,7 @@ def test_our_index_of_a_foreign_checkpoint_equals_theirs(tmp_path: Path) -> None
     sizes = {name: (tmp_path / name).stat().st_size for name in os.listdir(tmp_path)}
     theirs = pickle.loads(data)  # noqa: S301  (written by this test)
     for tensor in theirs.state_dict_metadata.values():
-        # torch 2.15 writes strides, which nothing reads; earlier versions refuse an index with them
+        # torch 2.15 writes strides that nothing reads; earlier versions reject an index with strides
         if hasattr(tensor, "properties") and hasattr(tensor.properties, "strides"):
             tensor.properties.strides = None
     paths = {fqn: tuple(map(str, path)) for fqn, path in theirs.planner_data.items()}

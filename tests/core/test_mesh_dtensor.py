@@ -1,4 +1,4 @@
-"""Our boxes against torch's: DTensor's arithmetic for any mesh and placements, and fully_shard on 4 ranks."""
+"""Our boxes match torch's: DTensor's arithmetic for any mesh and placements, and fully_shard on 4 ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_fsdp_over_tp_cuts_each_shard_as_fully_shard_does(
     shape: Shape, dp: int, tp: int, dim: int, data: st.DataObject
 ) -> None:
     """`fully_shard` chunks the local tensor of tensor parallelism. DTensor's `_StridedShard` agrees if both degrees divide
-    the dimension; otherwise its arithmetic can differ from the bytes that FSDP2 really holds."""
+    the dimension; otherwise its arithmetic can differ from the bytes that FSDP2 actually holds."""
     dim %= len(shape)
     place = [data.draw(st.integers(0, dp - 1)), data.draw(st.integers(0, tp - 1))]
     mesh = MeshSpec.of({"dp_shard": dp, "tp": tp})
@@ -127,7 +127,7 @@ def test_overlaps_finds_what_intersecting_every_pair_finds(
 
 
 class Block(nn.Module):
-    """Uneven dimensions on purpose: 10 and 7 do not divide by 2 x 2."""
+    """Deliberately uneven dimensions: 10 and 7 are not divisible by 2 x 2."""
 
     def __init__(self) -> None:
         super().__init__()

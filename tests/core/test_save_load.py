@@ -1,4 +1,4 @@
-"""Save and load in one process: bit-exact round trips, damage reported, differences refused."""
+"""Save and load in one process: round trips are bit-exact, damage is reported, mismatches are rejected."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_re_save_keeps_the_old_step_until_it_replaces_it(tmp_path: Path) -> No
 
 
 class Gate(FileStore):
-    """Delays the first COMMIT until it is released, to have two jobs save one step at once."""
+    """Delays the first COMMIT until released, so that two jobs save the same step at once."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -180,7 +180,7 @@ def test_the_second_of_two_jobs_that_commit_one_step_is_refused(tmp_path: Path) 
 
 
 class Failing(FileStore):
-    """Fails the n-th write, before or after it happened, or in the middle of it."""
+    """Fails the n-th write: before it, after it, or partway through."""
 
     def __init__(self, url: str, at: int, how: str) -> None:
         super().__init__(url)
@@ -217,7 +217,7 @@ def _torn(parts: Any) -> Iterator[Any]:
 def test_a_failed_write_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, at: int, how: str) -> None:
     save(str(tmp_path), {"w": torch.zeros(2), "v": 1}, step=1)
     with Saver(Failing(str(tmp_path), at, how)) as saver:
-        is_committed = (at, how) == (4, "after")  # the answer to the commit was lost, but the commit took effect
+        is_committed = (at, how) == (4, "after")  # the response to the commit was lost, but the commit took effect
         handle = saver.save({"w": torch.ones(2), "v": 2}, step=2)
         if is_committed:
             handle.wait()

@@ -1,1 +1,1 @@
-"""Tests that the pages, examples and golden files are true."""
+"""Tests that the pages, examples and golden files are correct."""

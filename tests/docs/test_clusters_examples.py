@@ -1,4 +1,4 @@
-"""The examples for clusters, as far as they can be checked without one: shells, torchrun's own parser, our own config."""
+"""The cluster examples, as far as checkable without a cluster: shells, torchrun's own parser, our own config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLURM = {
 
 @pytest.fixture
 def tools(tmp_path: Path) -> dict[str, str]:
-    """An environment whose torchrun and srun print what they are asked."""
+    """An environment whose torchrun and srun print how they were called."""
     for name, text in TOOLS.items():
         tool = tmp_path / name
         tool.write_text(text)
@@ -57,7 +57,7 @@ def containers(file: str) -> Iterator[dict[str, Any]]:
 
 
 def check_torchrun(words: list[str]) -> tuple[Any, list[str]]:
-    """torchrun's own reading of its flags, and the arguments left for us; every rendezvous setting is one that it knows."""
+    """The flags as torchrun parses them, and the arguments left for us; torchrun must know every rendezvous setting."""
     given = get_args_parser().parse_args(words)
     assert given.module
     assert given.training_script == "titan_ckpt"
@@ -74,7 +74,7 @@ def check_rendezvous(names: Any) -> None:
 
 
 def check_train(arguments: list[str], capsys: pytest.CaptureFixture[str], *, shutdown_s: int) -> str:
-    """Our own reading of the rest; the ranks' grace period must fit into the agent's."""
+    """The remaining arguments as we parse them; the ranks' grace period must fit into the agent's."""
     assert main(["train", CONFIG, *arguments[1:], "--print-config"]) == 0
     printed = capsys.readouterr().out
     grace_s = re.search(r"grace_s = ([0-9.]+)", printed)
@@ -113,7 +113,7 @@ def test_slurm_example_is_understood_by_torchrun_and_by_us(
 
 def test_slurm_example_requeues_itself_before_the_time_limit(tools: dict[str, str], tmp_path: Path) -> None:
     calls = tmp_path / "calls"
-    # A step that lasts until SIGTERM, as torchrun does; scancel finds it by its id, as Slurm does.
+    # A job step that runs until SIGTERM, like torchrun; scancel finds it by its id, like Slurm.
     (tmp_path / "srun").write_text(f"#!/bin/bash\ntrap 'echo committed >> {calls}; exit 0' TERM\necho $$ > {tmp_path}/step\n"
                                    "while :; do sleep 0.05; done\n")  # fmt: skip
     (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" >> {calls}\nkill -TERM $(cat {tmp_path}/step)\n')
@@ -142,7 +142,7 @@ def test_kubernetes_job_is_understood_by_torchrun_and_by_us(capsys: pytest.Captu
     pod = job["spec"]["template"]
     assert given.shutdown_timeout < pod["spec"]["terminationGracePeriodSeconds"]
     host, _, port = given.rdzv_endpoint.partition(":")
-    assert host == f"{job['metadata']['name']}-0.{service['metadata']['name']}"  # pod 0, by the headless service
+    assert host == f"{job['metadata']['name']}-0.{service['metadata']['name']}"  # pod 0, through the headless service
     assert pod["spec"]["subdomain"] == service["metadata"]["name"]
     assert int(port) == service["spec"]["ports"][0]["port"]
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
@@ -153,7 +153,7 @@ def test_kubernetes_job_is_understood_by_torchrun_and_by_us(capsys: pytest.Captu
 def test_pytorchjob_is_understood_by_torchrun_and_by_us(capsys: pytest.CaptureFixture[str]) -> None:
     (job,) = yaml.safe_load_all((EXAMPLES / "kubernetes-pytorchjob.yaml").read_text())
     (container,) = containers("kubernetes-pytorchjob.yaml")
-    assert container["name"] == "pytorch"  # the operator looks for that name
+    assert container["name"] == "pytorch"  # the operator looks for this name
     given, ours = check_torchrun(container["args"])
     check_train(ours, capsys, shutdown_s=given.shutdown_timeout)
     check_rendezvous(item["key"] for item in job["spec"]["elasticPolicy"]["rdzvConf"])

@@ -1,4 +1,4 @@
-"""The requests that a save, an open and a load make on S3 are those that docs/checkpoints.md counts."""
+"""A save, an open and a load make the S3 requests that docs/checkpoints.md lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.s3
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """A context that counts the requests this process makes, as (PUT, POST and LIST, GET and HEAD)."""
+    """A context that counts this process's requests as (PUT, POST and LIST, GET and HEAD)."""
     seen: Counter[str] = Counter()
     real = http.client.HTTPConnection.putrequest
 

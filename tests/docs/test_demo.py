@@ -1,4 +1,4 @@
-"""The demo with smaller numbers: every act holds by its own facts, and nothing that it started is left."""
+"""The demo with smaller numbers: the printed facts confirm every act, and nothing it started is left."""
 
 from __future__ import annotations
 
@@ -102,5 +102,5 @@ def test_the_demo_leaves_no_process_behind(demo: tuple[Path, dict[str, Any]]) ->
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # it ended while we looked
+    except OSError:  # it ended during the check
         return b""

@@ -1,4 +1,4 @@
-"""The examples, run as their first lines show: real ranks, killed in the middle, started again."""
+"""The examples, run as their first lines show: on real ranks, killed midway and restarted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.e2e]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Printed:
-    """The losses a job printed, by step, and the step it had committed in its last line."""
+    """The losses a job printed, by step, and the committed step from its last line."""
 
     losses: dict[int, str]
     committed: int
@@ -39,7 +39,7 @@ class Printed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """A job that was killed, and the one that went on."""
+    """A killed job and the job that resumed it."""
 
     url: str
     killed: Printed
@@ -62,7 +62,7 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[tuple[int, str, str]]:
 
 
 def _train(url: str, steps: int, *, kill_after_commits: int | None = None) -> Printed:
-    """Run to the end, or SIGKILL every process once it has printed that many steps after the first commit."""
+    """Run to the end, or SIGKILL every process once the job has printed that many steps after the first commit."""
     losses: dict[int, str] = {}
     committed = after = 0
     with _start(url, steps) as process:
@@ -79,7 +79,7 @@ def _train(url: str, steps: int, *, kill_after_commits: int | None = None) -> Pr
 
 @pytest.fixture(scope="module")
 def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """The example killed behind its first commits, then run to the end."""
+    """The example, killed after its first commits, then run to the end."""
     url = str(tmp_path_factory.mktemp("fsdp2") / "run")
     killed = _train(url, 1_000_000, kill_after_commits=12)
     return Story(url=url, killed=killed, resumed=_train(url, max(killed.losses) + 3))

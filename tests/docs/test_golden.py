@@ -1,4 +1,4 @@
-"""Checkpoints of every format version ever released stay readable; those of a later one are refused in words."""
+"""Checkpoints of every released format version stay readable; later versions are rejected with a message."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES = [(version, step) for version in VERSIONS for step in STEPS]
 
 
 def _blank(step: int) -> dict[str, Any]:
-    """The golden state's names and shapes with other values."""
+    """The golden state's names and shapes with different values."""
     state = {fqn: torch.zeros_like(tensor) for fqn, tensor in tensors(step).items()}
     return {**state, "note": dict.fromkeys(NOTE)}
 
@@ -99,13 +99,13 @@ def test_a_golden_checkpoint_reshards(version: str, step: int, tmp_path: Path) -
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A copy of today's golden run, to be changed."""
+    """A copy of the current golden run, for tests to modify."""
     shutil.copytree(GOLDEN / f"v{MANIFEST_VERSION}", tmp_path / "run")
     return tmp_path / "run"
 
 
 def _seal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change COMMIT.json and write it as a save would, its own digest being right."""
+    """Change COMMIT.json and write it as a save would, with a correct digest."""
     path = folder / "COMMIT.json"
     content = json.loads(path.read_text())
     del content["xxh3_128"]

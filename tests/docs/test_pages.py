@@ -1,4 +1,4 @@
-"""The README's and the tutorial's commands work and print what the pages show; links resolve; figures are measured."""
+"""The commands in the README and tutorial work and print what the pages show; links resolve; figures are measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIGURE = re.compile(r"\d+(?:\.\d+)?")
 
 @pytest.fixture(scope="module")
 def readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the README's blocks leave."""
+    """The folder left by the README's code blocks."""
     folder = tmp_path_factory.mktemp("readme")
     assert run(README, folder, {}) >= 5
     return folder
@@ -82,7 +82,7 @@ def test_every_command_of_a_block_exists(page: Path) -> None:
 
 
 def _slug(heading: str) -> str:
-    """The anchor that GitHub gives a heading."""
+    """GitHub's anchor for a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 

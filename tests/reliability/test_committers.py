@@ -1,4 +1,4 @@
-"""Sixteen processes commit one step at once, on the local disk and on a real S3 server: one wins, the others fail."""
+"""Sixteen processes commit the same step at once, on the local disk and on a real S3 server: one wins, the others fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.saving.saver import save
 
 COMMITTERS = 16
-# Without torch, so that sixteen of them are light: each has a whole checkpoint of its own ready but for the commit.
+# No torch, to keep sixteen processes light. Each has its own checkpoint, complete except for the commit.
 SCRIPT = """
 import sys
 from dataclasses import replace
@@ -82,5 +82,5 @@ def test_sixteen_processes_have_one_winner_and_it_is_whole(
     checkpoint = open_checkpoint(store_url)
     assert checkpoint.manifest.attempt == winners[0]
     assert torch.equal(checkpoint.read("w"), torch.arange(1000.0))
-    # `.metadata` may be a loser's, whose own data are whole: verify reports that and nothing else.
+    # `.metadata` may come from a loser, whose own data are intact: verify reports only that.
     assert {problem.path for problem in verify(store_url, read_data=True)} <= {"step-00000001/.metadata"}

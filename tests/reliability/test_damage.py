@@ -1,4 +1,4 @@
-"""Damage of every kind to every kind of file: always found, attributed to a tensor if possible, never loaded."""
+"""Every kind of damage to every kind of file is found, attributed to a tensor if possible, and never loaded."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_ranks_that_save_different_steps_all_raise(pool: RankPool, tmp_path: Pat
 
 
 def _hear_at_different_moments(rank: int, url: str) -> tuple[str, int]:
-    """Rank 0 learns of the failure from its handle, rank 1 only at its next save."""
+    """Rank 0 gets the error from its handle, rank 1 only at its next save."""
     store = FaultyStore(FileStore(url), [StoreFault(call="write", number=1)] if rank == 1 else [])
     with Saver(store, SaveOptions(timeout_s=60)) as saver:
         handle, text = saver.save({"w": torch.ones(9), "v": torch.ones(9)}, step=1), ""

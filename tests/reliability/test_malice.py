@@ -37,7 +37,7 @@ from titan_ckpt.upkeep.copy import copy_checkpoint
 
 
 class Canary:
-    """A pickle that creates a file when it is executed."""
+    """A pickle that creates a file when executed."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -48,7 +48,7 @@ class Canary:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of one checkpoint, beside files that must stay untouched."""
+    """A run with one checkpoint, next to files that must stay untouched."""
     (tmp_path / "outside").write_text("outside")
     with Saver(str(tmp_path / "run"), SaveOptions(is_exclusive=False)) as saver:
         saver.save({"w": torch.arange(100.0), "n": 3}, step=1, assets={"a.json": b"{}"})
@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def forge(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest and make COMMIT agree, as an attacker with write access would."""
+    """Change the manifest and update COMMIT to match, as an attacker with write access would."""
     (path,) = run.glob("step-00000001/a-*/manifest.json")
     content = json.loads(path.read_bytes())
     change(content)

@@ -1,4 +1,4 @@
-"""The parts of a soak test: a proxy that breaks requests in every way, and a ledger that notices losses."""
+"""The parts of a soak test: a proxy that breaks requests in every way, and a ledger that detects losses."""
 
 from __future__ import annotations
 
@@ -125,9 +125,9 @@ def test_losses_are_compared_with_reference_and_earlier_runs(tmp_path: Path, led
     ledger.check_losses(0, "tp=2", url, 0, "the beginning", {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0})
     ledger.check_losses(0, "tp=2", url, 3, ledger.values(url, 3), {4: 1.0})
     assert (ledger.counts.wrong, ledger.counts.losses_bit_equal) == (0, 1)
-    ledger.check_losses(0, "tp=2", url, 3, ledger.values(url, 3), {4: 1.0 + 1e-6})  # near, but not the same bits
+    ledger.check_losses(0, "tp=2", url, 3, ledger.values(url, 3), {4: 1.0 + 1e-6})  # close, but not bit-identical
     assert ledger.counts.wrong == 1
-    ledger.check_losses(0, "1", url, 3, ledger.values(url, 3), {4: 1.1})  # another mesh, but too far
+    ledger.check_losses(0, "1", url, 3, ledger.values(url, 3), {4: 1.1})  # another mesh, but too far off
     assert ledger.counts.wrong == 2
 
 

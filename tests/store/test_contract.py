@@ -159,7 +159,7 @@ def test_deleting_is_idempotent_and_takes_empty_folders_along(store: Store) -> N
         store.write(path, [b"x"])
     store.delete(["a/x/1", "a/x/2", "a/x/3", "never/was"])
     assert [e.path for e in store.list()] == ["b"]
-    if not store.url.startswith("s3:"):  # a server may list an emptied folder for some minutes, as SeaweedFS does
+    if not store.url.startswith("s3:"):  # some servers, such as SeaweedFS, list an emptied folder for some minutes
         assert store.folders() == []
     store.delete(["b"])
     store.delete([])

@@ -1,4 +1,4 @@
-"""S3 errors, secrets and multipart uploads, against a real server except for responses that no real server gives."""
+"""S3 errors, secrets and multipart uploads, on a real server except for responses that no real server gives."""
 
 from __future__ import annotations
 
