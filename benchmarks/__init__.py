@@ -1,1 +1,1 @@
-"""Benchmarks; each writes a section of docs/performance.md, `make bench` runs those that fit the machine."""
+"""Benchmarks. Each writes a section of docs/performance.md; `make bench` runs those the machine supports."""

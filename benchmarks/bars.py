@@ -1,6 +1,6 @@
-"""The table at the top of docs/performance.md: what was promised, what was measured, whether it holds. Nothing is typed by hand.
+"""Generate the table at the top of docs/performance.md: each target, its measurement, whether it is met.
 
-python -m benchmarks.bars        read the sections below it, count the lines of the trainer, write the table
+python -m benchmarks.bars        read the page's sections, count the trainer's lines, write the table
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DASHES = re.compile(r"[\s|:-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionRow:
-    """A line of a section's table."""
+    """A row of a section's table."""
 
     what: str
     figure: str
@@ -34,7 +34,7 @@ class SectionRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """One bar: read from rows of `section` whose text `rows` matches, from the lines of `file`, or shown by `tests`."""
+    """One bar, measured by the rows of `section` that match `rows`, by the line count of `file`, or by `tests`."""
 
     room: str
     what: str
@@ -44,7 +44,7 @@ class Promise:
     file: str = ""
     tests: str = ""
     campaign: str = ""  # the page that holds the table of `make faults-debug`
-    needs: str = ""  # what a run needs that not every machine has
+    needs: str = ""  # requirements that not every machine meets
 
 
 def _save(what: str, bar: str, section: str, rows: str) -> Promise:
@@ -167,14 +167,14 @@ def _rows(body: str) -> list[SectionRow]:
     lines = [line for line in body.splitlines() if line.startswith("|") and not DASHES.fullmatch(line)]
     rows = []
     for line in lines[1:]:
-        # A bar within the first cell, as in "|x| over 512 tokens", is not one between cells: there are always four after it.
+        # The first cell may contain "|", as in "|x| over 512 tokens"; the last four cells never do.
         what, figure, bar, holds, _ = (cell.strip() for cell in line.strip()[1:-1].rsplit("|", 4))
         rows.append(SectionRow(what=what, figure=figure, bar=bar, holds=holds))
     return rows
 
 
 def judge(promise: Promise, sections: dict[str, list[SectionRow]]) -> tuple[str, str, str]:
-    """(measured, whether it holds, where it stands)."""
+    """(measured figure, whether the bar holds, where the figure is recorded)."""
     if promise.tests:
         return "shown by a test", "in `make test`", f"tests/{promise.tests}"
     if promise.campaign:
@@ -197,7 +197,7 @@ def judge(promise: Promise, sections: dict[str, list[SectionRow]]) -> tuple[str,
 
 
 def _judge_campaign(page: str, where: str) -> tuple[str, str, str]:
-    """What `make faults-debug` wrote between its markers: N of M right."""
+    """The N of M correct that `make faults-debug` wrote between its markers."""
     block = re.search(r"<!-- begin injected -->(.*?)<!-- end injected -->", page, re.DOTALL)
     found = re.search(r"(\d+) of (\d+) right", block.group(1)) if block else None
     if found is None:
@@ -215,7 +215,7 @@ def _short(figure: str) -> str:
 
 
 def summary(text: str, promises: Sequence[Promise] = PROMISES) -> str:
-    """The table, from the page's own sections."""
+    """Build the table from the page's own sections."""
     sections = read_sections(text)
     rows = [(p.room, p.what, p.bar, *judge(p, sections)) for p in promises]
     headers = ["room", "what", "bar", "measured", "holds", "where"]

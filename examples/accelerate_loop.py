@@ -1,4 +1,4 @@
-"""Accelerate with titan-ckpt's checkpoints; killed and started again, on any number of ranks, it goes on.
+"""Accelerate with titan-ckpt checkpoints. Kill it and restart it on any number of ranks: it resumes.
 
 pip install accelerate 'titan-ckpt[torch]'
 torchrun --nproc-per-node 2 examples/accelerate_loop.py runs/accelerate 20

@@ -1,4 +1,4 @@
-"""Plain PyTorch FSDP2 whose checkpoints are titan-ckpt's. Killed and started again, on any number of ranks, it goes on.
+"""Plain PyTorch FSDP2 with titan-ckpt checkpoints. Kill it and restart it on any number of ranks: it resumes.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py runs/fsdp2 --steps 100
 """
@@ -37,7 +37,7 @@ def state() -> dict[str, Any]:
 
 step = 0
 if any(info.is_resumable for info in titan_ckpt.list_checkpoints(options.url)):
-    checkpoint = titan_ckpt.open_checkpoint(options.url)  # the newest whole one
+    checkpoint = titan_ckpt.open_checkpoint(options.url)  # the newest complete one
     loaded = state()
     titan_ckpt.load(checkpoint, loaded)
     set_state_dict(
@@ -55,9 +55,9 @@ with titan_ckpt.Saver(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        saver.check()  # an upload that failed, on any rank, is raised here
+        saver.check()  # raises if an upload failed on any rank
         if rank == 0:
             print(f"step {step} loss {loss.item():.9f} committed {saver.metrics().last_committed_step}", flush=True)  # noqa: T201
         if step % options.every == 0:
-            saver.save(state(), step=step)  # returns when the tensors may change again
+            saver.save(state(), step=step)  # returns once the tensors may change again
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Lightning with titan-ckpt's checkpoints: a callback that saves behind the loop, and starts from the newest whole checkpoint.
+"""Lightning with titan-ckpt: a callback that saves in the background and resumes from the newest complete checkpoint.
 
 pip install lightning 'titan-ckpt[torch]'
 python examples/lightning_callback.py runs/lightning 20
@@ -18,7 +18,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class TitanCheckpoint(lightning.Callback):  # type: ignore[misc]  # lightning is not installed where this is checked
-    """Weights and optimizers go to `url` every `every` steps; Lightning's own counters begin at 0 again."""
+    """Weights and optimizers go to `url` every `every` steps; Lightning's own counters restart at 0."""
 
     def __init__(self, url: str, every: int) -> None:
         self.url, self.every, self.first_step = url, every, 0

@@ -1,4 +1,4 @@
-"""What `planes-zstd` saves and costs, on a trained model's state: ratio and speed, beside DCP's ZStandard extension.
+"""Compression ratio and speed of `planes-zstd` on a trained model's state, beside DCP's ZStandard extension.
 
 python -m benchmarks.checkpoints.core_codec [--steps 30]
 """
@@ -19,7 +19,7 @@ from tools.report import Measurement, timed, write_section
 
 
 def trained_state(steps: int) -> dict[str, list[torch.Tensor]]:
-    """Weights and Adam moments of a small network after some steps on data with structure, 60 MB each."""
+    """Weights and Adam moments of a small network after some training steps on structured data, 60 MB each."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(1100, 1100) for _ in range(12)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -41,7 +41,7 @@ def trained_state(steps: int) -> dict[str, list[torch.Tensor]]:
 
 
 def dcp_zstd(tensors: list[torch.Tensor]) -> int:
-    """Bytes that DCP's own extension makes of them."""
+    """Compressed size in bytes with DCP's own extension."""
     out = io.BytesIO()
     writer = ZStandard().transform_to(out)
     for tensor in tensors:

@@ -49,7 +49,7 @@ def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def raw_write(tensors: list[torch.Tensor], path: Path) -> None:
-    """The floor of a durable save: write the bytes, fsync."""
+    """Lower bound for a durable save: write the bytes and fsync."""
     with open(path, "wb", buffering=0) as file:
         for tensor in tensors:
             view, done = as_bytes(tensor), 0
@@ -59,7 +59,7 @@ def raw_write(tensors: list[torch.Tensor], path: Path) -> None:
 
 
 def raw_read(tensors: list[torch.Tensor], path: Path) -> None:
-    """The floor of a load: readinto."""
+    """Lower bound for a load: readinto."""
     with open(path, "rb", buffering=0) as file:
         for tensor in tensors:
             view, done = as_bytes(tensor), 0
@@ -74,7 +74,7 @@ def clear_steps(run: Path) -> None:
 
 
 def bench_stall(state: dict[str, Any], folder: Path, rounds: int) -> list[Measurement]:
-    """How long `save` keeps the loop, against a copy of the same bytes into warm buffers."""
+    """How long `save` blocks the training loop, against a copy of the same bytes into warm buffers."""
     tensors = tensors_of(state)
     buffers = [torch.empty_like(tensor) for tensor in tensors]
     saver = Saver(str(folder / "stall"))
@@ -153,7 +153,7 @@ def bench_disk(state: dict[str, Any], folder: Path, rounds: int) -> list[Measure
 
 
 def timed_in_new(path: Path, action: Callable[[Path], object], size_bytes: int) -> float:
-    """Seconds that `action`, which writes `size_bytes`, takes in a folder made for it, after the disk has come to rest."""
+    """Seconds that `action` takes to write `size_bytes` into a new folder, once the disk is idle."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     os.sync()
@@ -186,7 +186,7 @@ def _disk_bars(result: dict[str, list[float]]) -> list[Measurement]:
 
 
 def bench_rate(size_gb: float, folder: Path) -> list[Measurement]:
-    """Steps of a one-thread training loop while a save uploads, against idle; each mode in a process of its own."""
+    """Steps of a one-thread training loop while a save uploads, against idle; each mode in its own process."""
     rates = {}
     for mode in ("ours", "dcp"):
         command = [
@@ -217,7 +217,7 @@ def bench_rate(size_gb: float, folder: Path) -> list[Measurement]:
 
 
 def rate(mode: str, state: dict[str, Any], folder: Path) -> float:
-    """Steps per second with uploads one after another, over steps per second idle, in alternating slices."""
+    """Steps per second during back-to-back uploads divided by steps per second idle, in alternating slices."""
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(20)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -266,7 +266,7 @@ def rate(mode: str, state: dict[str, Any], folder: Path) -> float:
 
 
 def bench_memory(size_gb: float, folder: Path) -> list[Measurement]:
-    """Peak and growth of resident memory over 50 async saves, in a process of its own."""
+    """Peak and growth of resident memory over 50 async saves, in its own process."""
     command = [
         sys.executable,
         "-m",

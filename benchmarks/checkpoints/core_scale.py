@@ -1,4 +1,4 @@
-"""A checkpoint of 1,024 ranks x 873 sharded tensors: opening it, and what the coordinator does to commit it. No data moves.
+"""Open and commit a checkpoint of 1,024 ranks x 873 sharded tensors (the coordinator's part). No data moves.
 
 python benchmarks/checkpoints/core_scale.py [--ranks 1024] [--tensors 873] [--rounds 3]
 """
@@ -33,7 +33,7 @@ from tools.report import Measurement, median, spread, timed, write_section
 
 
 def items_of(rank: int, ranks: int, tensors: int) -> list[LocalShard]:
-    """What a rank of an FSDP job holds of a 70B-shaped model and its moments."""
+    """The shards that one FSDP rank holds of a 70B-shaped model and its moments."""
     rows = 8
     return [
         LocalShard(
@@ -63,7 +63,7 @@ def part_of(rank: int, items: list[LocalShard], attempt: str) -> RankPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds of each round, by step of the commit, and of opening what was committed."""
+    """Seconds of each round, by commit step, and of opening the result."""
 
     merges: list[float] = field(default_factory=list)
     pickles: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Times:
 
 
 def make_files(folder: str, parts: list[RankPart]) -> None:
-    """Sparse files of the right size: a whole checkpoint as far as `open` can see."""
+    """Create sparse files of the right size, which `open` accepts as a complete checkpoint."""
     for part in parts:
         path = Path(folder, step_folder(1), part.files[0].path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def make_files(folder: str, parts: list[RankPart]) -> None:
 
 
 def measure(attempt: SaveAttempt, parts: list[RankPart], share: Share, rounds: int) -> tuple[Times, Manifest, bytes]:
-    """Commit and open `rounds` times; the times, and what was committed last."""
+    """Commit and open `rounds` times; return the times and the last commit."""
     times = Times()
     with tempfile.TemporaryDirectory() as folder:
         make_files(folder, parts)

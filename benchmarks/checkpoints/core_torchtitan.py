@@ -1,10 +1,10 @@
-"""A checkpoint that torchtitan 0.3.0 trained and saved, through every tool; then torchtitan resumes from what we made of it.
+"""Run every tool on a checkpoint saved by torchtitan 0.3.0, then resume torchtitan from each result.
 
     python -m venv titan && titan/bin/pip install torchtitan==0.3.0 torch==<the same>
     python -m benchmarks.checkpoints.core_torchtitan --titan titan/bin/python
 
-Two gloo ranks train its debug model under FSDP2 and save model, optimizer, LR schedule, dataloader and progress by its own
-CheckpointManager.
+Two gloo ranks train torchtitan's debug model under FSDP2. Its own CheckpointManager saves model, optimizer,
+LR schedule, dataloader and progress.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MESH = "dp_shard=2,tp=2"
 
 
 def torchtitan(python: str, folder: Path, resume_from: Path | None = None) -> list[list[float]]:
-    """Run the ranks; the last losses of each."""
+    """Run the ranks; return each one's last losses."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": "0"}
     shared |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     more = [] if resume_from is None else [str(resume_from)]
@@ -53,7 +53,7 @@ def torchtitan(python: str, folder: Path, resume_from: Path | None = None) -> li
 
 
 def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`titan-ckpt ...` in a process of its own."""
+    """`titan-ckpt ...` in its own process."""
     return subprocess.run([sys.executable, "-m", "titan_ckpt", *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
@@ -69,7 +69,7 @@ def by_dcp(folder: Path) -> dict[str, Any]:
 
 
 def differences(expected: dict[str, Any], url: str) -> int:
-    """Entries that our `load` reads otherwise."""
+    """Entries that our `load` reads differently."""
     found = {fqn: torch.full_like(v, -1) if isinstance(v, torch.Tensor) else v for fqn, v in expected.items()}
     for fqn, value in found.items():
         if not isinstance(value, torch.Tensor):
@@ -89,7 +89,7 @@ def flipped(path: Path, at: int) -> None:
 
 
 def found_by_verify(folder: Path, fqn: str) -> bool:
-    """Whether `verify --data` names the tensor of which one bit was changed; the bit is put back."""
+    """Whether `verify --data` names the tensor with one flipped bit; restores the bit."""
     checkpoint = open_checkpoint(str(folder))
     chunk = checkpoint.locate(checkpoint.manifest.chunk(checkpoint.manifest.by_fqn[fqn], 0), row_major=False)
     path, at = folder / chunk.file, chunk.offset + chunk.payload_offset + 5
@@ -105,7 +105,7 @@ def row(what: str, figure: object, bar: object, holds: bool, peer: str = "") -> 
 
 
 def look(run: Path, expected: dict[str, Any]) -> list[Measurement]:
-    """Listing, reading and verifying torchtitan's own folder, against what plain DCP reads of it."""
+    """List, read and verify torchtitan's own folder, and compare with what plain DCP reads."""
     saved = run / f"step-{STEP}"
     names = [fqn for fqn, value in expected.items() if isinstance(value, torch.Tensor)]
     listed = [entry["step"] for entry in json.loads(tool("ls", str(run), "--json").stdout)]
@@ -128,7 +128,7 @@ def look(run: Path, expected: dict[str, Any]) -> list[Measurement]:
 def copy(
     python: str, folder: Path, name: str, expected: dict[str, Any], losses: list[list[float]]
 ) -> list[Measurement]:
-    """A copy that a tool makes: as plain DCP reads it, as `diff` sees it, as torchtitan goes on from it."""
+    """Check a tool's output copy: read it with plain DCP, run `diff` on it, resume torchtitan from it."""
     run, saved = folder / "checkpoint", folder / "checkpoint" / f"step-{STEP}"
     if name == "`cp`":
         target, made, words = folder / "mirror", folder / "mirror" / f"step-{STEP}", ["cp"]

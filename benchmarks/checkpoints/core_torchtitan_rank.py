@@ -1,4 +1,4 @@
-"""One rank of torchtitan 0.3.0 that trains its debug model and saves by its own CheckpointManager, for core_torchtitan.py.
+"""For core_torchtitan.py: one torchtitan 0.3.0 rank trains the debug model and saves by its CheckpointManager.
 
 Prints the loss of each step as JSON.
 """
@@ -20,7 +20,7 @@ BATCH, LENGTH, STEPS, MORE = 4, 64, 3, 2
 
 
 class Tokens(IterableDataset[torch.Tensor]):
-    """Samples that depend on their number alone, and a position that torchtitan's dataloader saves."""
+    """Samples that depend only on their index, and a position that torchtitan's dataloader saves."""
 
     def __init__(self, rank: int, count: int) -> None:
         self.at, self.count = rank, count
@@ -39,7 +39,7 @@ class Tokens(IterableDataset[torch.Tensor]):
 
 
 def main(folder: str, resume_from: str | None) -> None:
-    """Train, save step 3 in `folder`, train on; or go on from a checkpoint that lies elsewhere."""
+    """Train, save step 3 in `folder` and continue; or resume from a checkpoint in another folder."""
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.components.optimizer import default_adamw

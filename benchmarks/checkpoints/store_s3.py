@@ -1,4 +1,4 @@
-"""The S3 store beside obstore and s3fs, on a SeaweedFS server of its own: PUT and GET of one object.
+"""The S3 store beside obstore and s3fs, on a private SeaweedFS server: PUT and GET of one object.
 
 python -m benchmarks.checkpoints.store_s3 [--size 256] [--rounds 5]        needs: pip install 'titan-ckpt[s3,dev]' obstore
 """
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def run(action: Callable[[], object], processor: list[float]) -> float:
-    """Seconds of an action; the processor's seconds in this process, which a busy machine moves less, go to `processor`."""
+    """Wall seconds of an action; appends this process's CPU seconds, less sensitive to load, to `processor`."""
     started = time.process_time()
     seconds = timed(action)
     processor.append(time.process_time() - started)
@@ -89,7 +89,7 @@ def run(action: Callable[[], object], processor: list[float]) -> float:
 
 
 def bar(times: dict[str, list[float]], processor: dict[str, list[float]], verb: str, limit: float) -> Measurement:
-    """One direction beside obstore and s3fs."""
+    """Measure one direction beside obstore and s3fs."""
     ratio = median(times[verb]) / median(times[f"{verb} obstore"])
     return Measurement(
         what=f"{verb.upper()} / obstore",

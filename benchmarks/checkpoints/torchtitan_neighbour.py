@@ -1,11 +1,12 @@
-"""torchtitan 0.3.0 saves with its own checkpoint manager; titan-ckpt opens, verifies, reshards and converts what it left.
+"""Open, verify, reshard and convert a checkpoint that torchtitan 0.3.0 saved with its own checkpoint manager.
 
-    pip install torchtitan==0.3.0 'titan-ckpt[hf]'      # an environment of its own; no accelerator is needed
+    pip install torchtitan==0.3.0 'titan-ckpt[hf]'      # in a separate environment; no accelerator needed
     python -m benchmarks.checkpoints.torchtitan_neighbour --dir /tmp/titan
 
-Two ranks over gloo train torchtitan's Llama "debugmodel" for two steps under its FSDP2 and call `CheckpointManager.save`. Then
-come the commands of docs/neighbours.md, each with what it prints, and two comparisons: the resharded checkpoint with
-torchtitan's, both through plain `dcp.load`, and the export with what torchtitan's own adapter makes of the same weights.
+Two ranks over gloo train torchtitan's Llama "debugmodel" for two steps under its FSDP2 and call
+`CheckpointManager.save`. Then run the commands of docs/neighbours.md, print their output, and compare the resharded
+checkpoint with torchtitan's, both through plain `dcp.load`, and the export with the output of torchtitan's own adapter
+for the same weights.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def train(folder: str) -> None:
 
 
 def commands(folder: Path) -> list[list[str]]:
-    """What a torchtitan user would type."""
+    """Run the command as a torchtitan user would type it."""
     source = f"checkpoint/step-{STEPS}"
     (folder / "config.json").write_text(json.dumps(_config(), indent=1))
     return [
@@ -80,7 +81,7 @@ def commands(folder: Path) -> list[list[str]]:
 
 
 def _config() -> dict[str, Any]:
-    """The config.json that a user has beside the weights that training began from; here the debugmodel's shape."""
+    """The config.json that comes with the initial weights; here with the debugmodel's shape."""
     model = debug_spec().model
     attention = model.layers[0].attention
     with torch.device("meta"):
@@ -100,7 +101,7 @@ def _config() -> dict[str, Any]:
 
 
 def compare(folder: Path) -> str:
-    """Every tensor of both checkpoints through plain `dcp.load`; AssertionError if one differs."""
+    """Compare all tensors of both checkpoints through plain `dcp.load`; AssertionError if one differs."""
     source = open_checkpoint(str(folder / "checkpoint" / f"step-{STEPS}"))
     shapes = {entry.fqn: entry for entry in source.manifest.tensors}
     states = []
@@ -116,7 +117,7 @@ def compare(folder: Path) -> str:
 
 
 def compare_export(folder: Path) -> str:
-    """The two exports with torchtitan's own adapter; AssertionError if a tensor differs."""
+    """Compare both exports with torchtitan's own adapter; AssertionError if a tensor differs."""
     from safetensors.torch import load_file
 
     source = open_checkpoint(str(folder / "checkpoint" / f"step-{STEPS}"))

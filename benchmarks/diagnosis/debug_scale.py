@@ -1,9 +1,9 @@
-"""How long the analyzer takes on large jobs, and how much memory: `python -m benchmarks.diagnosis.debug_scale`.
+"""Time and memory of the analyzer on large jobs: `python -m benchmarks.diagnosis.debug_scale`.
 
-Full Flight Recorder dumps of the shape torch 2.13 writes, ten frames a call: as there each distinct frame is stored once and
-referred to, and what nothing refers to has no memo entry (130 bytes an operation; a real gloo dump of 2,000 has 265 kB).
-Every file is written once per kind of rank and linked under every rank's name, so that no disk is needed; each is read and
-parsed in full for each rank.
+Full Flight Recorder dumps in the layout of torch 2.13, ten frames a call. As in torch, each distinct frame is stored
+once and referenced, and unreferenced objects have no memo entry (130 bytes an operation; a real gloo dump of 2,000
+operations takes 265 kB). Each file is written once per kind of rank and linked under every rank's name to save disk
+space; it is still read and parsed in full for each rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ GROUP = ("0", "default_pg")
 
 @functools.cache
 def frame(depth: int, layer: int) -> dict[str, Any]:
-    """One frame; the same object for the same place, so that the pickle refers to it."""
+    """One frame; the same object for the same location, so that the pickle stores a reference."""
     return {"name": f"call_{depth}_{layer}", "filename": f"/app/train/layer_{depth}.py", "line": 100 + layer + depth}
 
 
@@ -136,7 +136,7 @@ def write_boxes(folder: Path, ranks: int, operations: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one diagnosis took."""
+    """Time and memory of one diagnosis."""
 
     seconds: float
     cpu_s: float
@@ -148,7 +148,7 @@ class Figures:
 
 
 def measure(folder: Path) -> Figures:
-    """One diagnosis in a process of its own, from its first import on."""
+    """One diagnosis in its own process, from its first import on."""
     code = (
         "import resource,sys,time; t=time.perf_counter()\n"
         "from titan_ckpt.debug import diagnose, open_run\n"
@@ -192,7 +192,7 @@ def run_peer(ranks: int, entries: int) -> Figures:
     return figures
 
 
-# A group of one rank whose own all_reduce does nothing: what is left is torch's Python code, with and without the box.
+# A one-rank group with a no-op all_reduce leaves only torch's Python code to time, with and without the box.
 BOX_COST = """
 import sys, time
 from pathlib import Path
@@ -223,7 +223,7 @@ print(bare, boxed)
 
 
 def box_cost() -> tuple[float, float]:
-    """Microseconds of one blocking all_reduce's Python code without the box, and what the box adds to it."""
+    """Microseconds of one blocking all_reduce's Python code without the box, and the box's overhead."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as scratch:
         command = [sys.executable, "-c", BOX_COST, scratch]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -233,7 +233,7 @@ def box_cost() -> tuple[float, float]:
 
 
 def main() -> int:
-    """Measure, and put the table into docs/performance.md."""
+    """Measure, and write the table to docs/performance.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--many", type=int, default=8192, help="ranks of the larger job")

@@ -1,7 +1,7 @@
-"""How fast the screens answer on a large job: `python -m benchmarks.diagnosis.tui_scale [--write]`.
+"""Screen response times on a large job: `python -m benchmarks.diagnosis.tui_scale [--write]`.
 
-The job is synthetic: all ranks share one table of operations, which `debug.align` lines up as it would a real job's. The logs
-are real files, of sixteen different contents that are linked under every rank's name.
+The job is synthetic: all ranks share one table of operations, which `debug.align` aligns as for a real
+job. The logs are real files: sixteen different ones, linked under every rank's name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FIXTURE = INCIDENTS / "skip"
 START_NS = 1_795_226_821_000_000_000
 KEYS = ("j", "k", "pagedown", "n", "l", "h", "N", "G", "g")
 PAGE_LINES = 45
-HOPS = 3  # from the app to the widget to the screen's messages: `pilot.press` would wait for an idle processor as well
+HOPS = 3  # from the app to the widget to the screen's messages; `pilot.press` would also wait for an idle CPU
 
 
 def large_incident(ranks: int, operations: int) -> Incident:
@@ -102,7 +102,7 @@ def write_logs(folder: Path, ranks: int, lines: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScreenFigures:
-    """One screen: seconds to show it first, and key latencies above those of a key that does nothing."""
+    """One screen: seconds until first shown, and key latencies in excess of an unbound key's."""
 
     name: str
     first_s: float
@@ -110,7 +110,7 @@ class ScreenFigures:
 
 
 async def measure_screens(content: Content, prepare: Callable[[TitanApp], None], screens: str) -> list[ScreenFigures]:
-    """Press every key of KEYS ten times on each screen; a key's latency ends when every widget has handled what it led to."""
+    """Press each of KEYS ten times per screen; latency ends when every widget has handled the resulting messages."""
     app, figures = TitanApp(content), []
     async with app.run_test(size=(140, 45)) as pilot:
         await settled(app, pilot)
@@ -134,13 +134,13 @@ async def measure_screens(content: Content, prepare: Callable[[TitanApp], None],
 
 
 def resident_mb() -> float:
-    """This process's resident memory now."""
+    """Current resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 
 
 def measure_grid(ranks: int, operations: int) -> tuple[list[ScreenFigures], float, float]:
-    """The screens of the incident; resident memory of the process with its aligned operations, and what the screens add."""
+    """The incident's screens; resident memory with the aligned operations loaded, and the screens' addition."""
     incident = large_incident(ranks, operations)
     aligned = resident_mb()
 
@@ -198,7 +198,7 @@ def measure_logs(ranks: int, lines: int) -> LogFigures:
 
 
 def read_page(index: LogIndex, place: int) -> None:
-    """Read what a screen of lines shows."""
+    """Read the lines that one screen shows."""
     for line in index.order[place : place + PAGE_LINES].tolist():
         index.read(line)
 
@@ -225,7 +225,7 @@ def start_up() -> float:
 
 
 def imports_torch() -> bool:
-    """Whether the screens bring torch in."""
+    """Whether the screens import torch."""
     code = "import sys, titan_ckpt.tui.app; print('torch' in sys.modules)"
     return (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -234,7 +234,7 @@ def imports_torch() -> bool:
 
 
 def main() -> int:
-    """Measure, and put the table into docs/performance.md."""
+    """Measure, and write the table to docs/performance.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=16_384)
     parser.add_argument("--operations", type=int, default=2_000)

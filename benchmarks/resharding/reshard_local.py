@@ -1,9 +1,9 @@
-"""Resharding on a local disk beside the DCP way and a plain copy of the same bytes, all in one run, each in its own process.
+"""Resharding on a local disk beside DCP and a plain copy of the same bytes, in one run, each in its own process.
 
     python -m benchmarks.resharding.reshard_local --gb 1 --folder /tmp/bench
 
-Every measure is a fresh process, its start included; medians of `--repeats`. Peak memory is the process's high-water mark less
-that of one that only imports what it needs.
+Each measurement is a fresh process, startup included; medians of `--repeats`. Peak memory is the process's high-water
+mark minus that of a process that only does the imports.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ BASE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A measured process."""
+    """Measurements of one process."""
 
     wall_s: float
     peak_bytes: int
@@ -95,7 +95,7 @@ class Run:
 
 
 def run(script: str, *arguments: str) -> Run:
-    """A fresh process."""
+    """Run and measure a fresh process."""
     wrapped = PEAK + script
     started = time.perf_counter()
     done = subprocess.run(
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> None:
-    """Every way in turn, and the section."""
+    """Run every method in turn and write the section."""
     layers = max(1, round(arguments.gb * 1e9 / BYTES_PER_LAYER))
     run(MAKE, str(folder), str(layers))
     shutil.rmtree(folder / "whole")
@@ -141,7 +141,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
             out.mkdir()
             source = f"{rows}/step-00000001" if name in ("copy", "dcp") else rows
             os.sync()
-            # A copy and we take as much as is written; the DCP way its state besides.
+            # A copy and our reshard need as much as they write; DCP also needs its state.
             take_memory(folder, (1 if arguments.without_dcp else 2) * layers * BYTES_PER_LAYER)
             results.setdefault(name, []).append(run(script, source, str(out), *more))
     title = f"Resharding on a local disk, {layers * BYTES_PER_LAYER / 1e9:.2f} GB"
@@ -150,7 +150,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def bars(results: dict[str, list[Run]], floors: dict[str, int], memory: int) -> list[Measurement]:
-    """The figures against what they must reach."""
+    """Compare the figures with their bars."""
     walls = {name: median([run.wall_s for run in runs]) for name, runs in results.items()}
     peaks = {name: max(r.peak_bytes for r in runs) - floors.get(name, floors["ours"]) for name, runs in results.items()}
     copy = walls["copy"]

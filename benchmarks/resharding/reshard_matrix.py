@@ -1,8 +1,8 @@
-"""Every mesh to every mesh over gloo: train, reshard offline, go on: `make reshard-matrix`.
+"""Reshard offline from every mesh to every mesh over gloo, then resume training: `make reshard-matrix`.
 
-Of each of 121 pairs the state of every rank and the losses of the next 10 steps must be those of an online load of the source,
-bit for bit. Prints a line per pair and writes the table into docs/performance.md; exit code 1 when a pair differs. Takes minutes:
-the tests do eight of the pairs.
+For each of 121 pairs, every rank's state and the losses of the next 10 steps must equal those of an online load of the
+source, bit for bit. Prints a line per pair and writes the table to docs/performance.md; exit code 1 if a pair differs.
+Takes minutes; the tests cover eight of the pairs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MESHES = (
     "1", "dp_shard=2", "dp_shard=4", "dp_replicate=2,dp_shard=2", "tp=2", "dp_shard=2,tp=2", "pp=2", "pp=2,dp_shard=2",
     "pp=2,tp=2", "cp=2", "pp=2,dp_shard=2,tp=2",
 )  # fmt: skip
-# A sum over other groups of ranks rounds otherwise, and ten steps of training carry it on.
+# A sum over different rank groups rounds differently, and ten training steps compound the difference.
 OTHER_MESH_BAR = 1e-4
 
 
@@ -65,7 +65,7 @@ def by_world(meshes: tuple[str, ...]) -> dict[int, list[str]]:
 
 
 def source_url(folder: Path, mesh: str) -> str:
-    """Where the checkpoint lies that was trained on `mesh`."""
+    """Path of the checkpoint that was trained on `mesh`."""
     return str(folder / "trained" / mesh)
 
 
@@ -102,7 +102,7 @@ def run(folder: Path) -> list[Pair]:
 
 
 def bars(pairs: list[Pair]) -> list[Measurement]:
-    """The figures, with the largest distance from a job that never changed its mesh."""
+    """The figures, with the largest difference from a job that never changed its mesh."""
     stayed = {pair.source: pair.losses for pair in pairs if pair.source == pair.target}
     distance = max(relative_error(pair.losses, stayed[pair.source]) for pair in pairs)
     states, losses = (sum(pair.is_state_equal for pair in pairs), sum(pair.are_losses_equal for pair in pairs))
@@ -130,7 +130,7 @@ def bars(pairs: list[Pair]) -> list[Measurement]:
 
 
 def main() -> int:
-    """Run, print and record; 1 when a pair differs."""
+    """Run, print and record; return 1 if a pair differs."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         found = bars(run(Path(folder)))

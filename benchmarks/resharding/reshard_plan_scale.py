@@ -1,6 +1,6 @@
-"""How long a plan takes at the scale of Llama 3.1 405B with Adam, and in how much memory: real names and shapes, no data.
+"""Planning time and memory for Llama 3.1 405B with Adam: real names and shapes, no data.
 
-python -m benchmarks.resharding.reshard_plan_scale            all cases, each in a process of its own
+python -m benchmarks.resharding.reshard_plan_scale            all cases, each in its own process
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def source(mesh: MeshSpec) -> Checkpoint:
 
 
 def measure(name: str) -> dict[str, object]:
-    """One case, in this process."""
+    """Run one case in this process."""
     before, after = (MeshSpec.parse(text) for text in CASES[name])
     checkpoint = source(before)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -134,7 +134,7 @@ def measure(name: str) -> dict[str, object]:
 
 
 def main() -> None:
-    """All cases, each in a fresh process, so that peaks do not mix; one JSON line each, and the section."""
+    """Run each case in a fresh process, so that peaks stay separate; print one JSON line each, write the section."""
     if len(sys.argv) > 1:
         sys.stdout.write(json.dumps(measure(sys.argv[1])) + "\n")
         return
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def bar_of(facts: Mapping[str, Any]) -> Measurement:
-    """A case against what it must reach."""
+    """Compare a case with its bars."""
     limit_s = 60 if facts["case"].startswith("16384") else 5
     holds = facts["total_s"] <= limit_s and facts["peak_rss_gb"] <= LIMIT_GB
     return Measurement(

@@ -1,8 +1,8 @@
-"""Resharding from S3 to S3 beside plain ranged GETs and a plain multipart PUT of the same bytes, on a real server on loopback.
+"""Resharding from S3 to S3 beside plain ranged GETs and a multipart PUT of the same bytes, on a real loopback server.
 
     python -m benchmarks.resharding.reshard_s3 [--size 1] [--rounds 3]        needs what core_s3 needs
 
-Then the reason to reshard at all: four ranks load on the target mesh, from the source as it is and from the resharded one.
+Then measures the benefit: four ranks load on the target mesh, from the source and from the resharded checkpoint.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def make_state(size_gb: float) -> dict[str, Any]:
 
 
 def reshard(mesh: str, url: str | None = None, *, source: str = f"{URL}/source") -> ReshardReport:
-    """From the source to a URL that nothing else uses, unless one is given."""
+    """Reshard the source to the given URL, or to a new one."""
     plan = plan_reshard(open_checkpoint(source), MeshSpec.parse(mesh))
     return run_plan(plan, url or f"{URL}/out-{next(_numbers)}")
 
 
 def load_on(_rank: int, url: str, mesh: str, like: str) -> tuple[float, int, int]:
-    """(seconds, bytes fetched, bytes needed) of loading `url` into the cut that the checkpoint `like` records for `mesh`."""
+    """(seconds, bytes fetched, bytes needed) of loading `url` into the shards that `like` records for `mesh`."""
     torch.set_num_threads(1)
     spec, manifest = MeshSpec.parse(mesh), open_checkpoint(like).manifest
     device_mesh = init_device_mesh("cpu", (spec.world_size,))
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def measure(server: Server, state: dict[str, Any], rounds: int) -> list[Measurement]:
-    """Reshards beside the plain copies."""
+    """Measure reshards beside plain copies."""
     plain, reports = Plain(server, state), dict[str, ReshardReport]()
     target = {part: {fqn: torch.zeros_like(t) for fqn, t in inner.items()} for part, inner in state.items()}
 
@@ -127,7 +127,7 @@ def measure(server: Server, state: dict[str, Any], rounds: int) -> list[Measurem
 
 
 def loads(rounds: int) -> list[Measurement]:
-    """What four ranks on the target mesh gain."""
+    """Measure the gain for four ranks on the target mesh."""
     like = f"{URL}/target"
     reshard(COLUMNS, like)
     runs: dict[str, list[list[tuple[float, int, int]]]] = {"resharded": [], "source": []}

@@ -3,7 +3,7 @@
     python -m benchmarks.training.mesh_campaign [4|8|16|precision ...]
 
 One section of docs/performance.md per number of ranks, with the largest relative difference of loss and gradient norm over the
-curve; exit code 1 when a loss is off by more than 1e-5. `precision` does the same for bf16 and Float8, whose bounds
+curve; exit code 1 if a loss differs by more than 1e-5. `precision` does the same for bf16 and Float8, whose bounds
 docs/parallelism.md derives. Takes minutes: CI runs the same curves on 4 ranks, 4 steps each.
 """
 
@@ -70,7 +70,7 @@ def row(pool: RankPool, parallel: ParallelConfig, expected: Curve, world: int, b
 
 
 def describe(parallel: ParallelConfig, world: int) -> str:
-    """The mesh, and every option that is not the default."""
+    """The mesh and all non-default options."""
     plain = ParallelConfig()
     names = [f for f in parallel.__slots__ if f not in DEGREES and getattr(parallel, f) != getattr(plain, f)]
     mesh = str(mesh_spec(parallel, world)) or "1 rank"
@@ -78,7 +78,7 @@ def describe(parallel: ParallelConfig, world: int) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Run what is asked for and write the sections; 1 when a curve misses its bar."""
+    """Run the requested meshes and write the sections; return 1 if a curve misses its bar."""
     expected = single(BASE)
     notes = NOTES.format(first=expected.losses[0], last=expected.losses[-1])
     holds = True

@@ -1,11 +1,11 @@
-"""A Llama of 1.2 B parameters on one GPU: bf16, compiled, Float8 rowwise; against torchtitan 0.3.0; and what a save costs.
+"""A 1.2 B Llama on one GPU (bf16, compiled, Float8 rowwise) against torchtitan 0.3.0, and the cost of a save.
 
     python -m venv titan && titan/bin/pip install torchtitan==0.3.0 torch==<the same>
     python -m benchmarks.training.trainer_gpu [--titan titan/bin/python] [--rounds 20]
     python -m benchmarks.training.trainer_gpu --tiny [--titan ...]     # every path on a CPU, in a minute; writes no table
 
 Ours and torchtitan's ranks alternate step by step, so both models are in the GPU's memory at once; a ratio is the median over
-pairs of steps, torchtitan's seconds over ours. A save's stall is set against the same bytes copied to pinned memory.
+pairs of steps, torchtitan's seconds over ours. A save's stall is compared with copying the same bytes to pinned memory.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def pairs(first: Job, second: Job | None, rounds: int) -> tuple[list[float], lis
 
 
 def measure(name: str, options: dict[str, Any], titan: str | None, rounds: int) -> tuple[list[float], list[float]]:
-    """Our seconds per step in this variant, and torchtitan's where it is there."""
+    """Our seconds per step in this variant, and torchtitan's if available."""
     asked = options | VARIANTS[name]
     with Job(sys.executable, OURS, asked, world_size=1, port=free_port()) as ours:
         if titan is None:
@@ -84,7 +84,7 @@ def measure(name: str, options: dict[str, Any], titan: str | None, rounds: int) 
 
 
 def stall(options: dict[str, Any], rounds: int) -> Measurement:
-    """How long a save keeps training, against the copy to pinned memory alone."""
+    """How long a save blocks training, against the copy to pinned memory alone."""
     copies, saves = options | {"what": "copy"}, options | {"what": "save"}
     found: list[tuple[float, float]] = []
     with (
@@ -93,8 +93,8 @@ def stall(options: dict[str, Any], rounds: int) -> Measurement:
     ):
         for _ in range(rounds + 1):
             found.append((ours.step().wall_s, raw.step().wall_s))
-            ours.step()  # waits for the upload, which is not the stall
-    kept, copied = ([pair[side] for pair in found[1:]] for side in (0, 1))  # the first save makes the buffers
+            ours.step()  # waits for the upload, which is not part of the stall
+    kept, copied = ([pair[side] for pair in found[1:]] for side in (0, 1))  # the first save allocates the buffers
     ratio = median([save / copy for save, copy in found[1:]])
     return Measurement(
         what="a save keeps training for, over the copy alone", figure=f"{ratio:.2f} x ({spread(kept)})",
@@ -134,14 +134,14 @@ def rows(
 
 
 def gpu_name() -> str:
-    """The GPU that the figures are of."""
+    """The measured GPU."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table (not with --tiny); 1 when a bar is missed."""
+    """Write the table (not with --tiny); return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--titan", help="a python that has torchtitan 0.3.0")
     parser.add_argument("--rounds", type=int, default=20)

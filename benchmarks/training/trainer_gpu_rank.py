@@ -1,4 +1,4 @@
-"""This package's side of trainer_gpu.py: one rank, the model and step that torchtitan's side has too."""
+"""This package's side of trainer_gpu.py: one rank, with the same model and step as torchtitan's side."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build_model(job: dict[str, Any], device: torch.device) -> tuple[Parallelized
 
 
 def stepper(model: Parallelized, optimizer: Optimizer, job: dict[str, Any], device: torch.device) -> Callable[[], None]:
-    """One training step on random tokens, until the device has done it."""
+    """Run one training step on random tokens and wait for the device."""
     shape, vocab_size = (job["samples"], job["seq_len"] + 1), model.model.vocab_size
 
     def step() -> None:
@@ -69,7 +69,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def main(job: dict[str, Any]) -> None:
-    """A step at a time."""
+    """Run one step per turn."""
     device = open_device(job)
     take_turns(stepper(*build_model(job, device), job, device))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""For trainer_gpu.py: how long a save keeps training ("save"; each second turn waits for its upload), or a bare copy ("copy")."""
+"""For trainer_gpu.py: the stall of a save ("save"; every second turn waits for its upload) or a copy ("copy")."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titan_ckpt.upkeep.retention import RetentionPolicy
 
 
 def copier(tensors: list[Tensor], device: torch.device) -> Callable[[], None]:
-    """Copies all tensors to host buffers that are there already: the least that a save can take."""
+    """Copies all tensors to preallocated host buffers: the lower bound for a save."""
     is_cuda = device.type == "cuda"
     buffers = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
 
@@ -35,7 +35,7 @@ def copier(tensors: list[Tensor], device: torch.device) -> Callable[[], None]:
 
 
 def saving(saver: Saver, state: dict[str, Any]) -> Callable[[], None]:
-    """In turn: save, and wait until it is committed."""
+    """Alternates between saving and waiting for the commit."""
     turns = itertools.count()
 
     def save() -> None:
@@ -49,7 +49,7 @@ def saving(saver: Saver, state: dict[str, Any]) -> Callable[[], None]:
 
 
 def main(job: dict[str, Any]) -> None:
-    """One training step, so that the state is that of a run; then a turn at a time."""
+    """Run one training step to get a realistic state, then one action per turn."""
     device = open_device(job)
     model, optimizer = build_model(job, device)
     stepper(model, optimizer, job, device)()

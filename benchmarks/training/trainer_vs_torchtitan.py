@@ -58,7 +58,7 @@ def compare(name: str, titan: str, rounds: int) -> Measurement:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table (of all meshes only); 1 when a ratio is below 1."""
+    """Write the table (of all meshes only); return 1 if a ratio is below 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--titan", required=True, help="a python that has torchtitan 0.3.0")
     parser.add_argument("--rounds", type=int, default=20)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bars: list[Measurement] = []
     for name in options.only or MESHES:
         bars.append(compare(name, options.titan, options.rounds))
-        if not options.only:  # each time, so that a run that is cut short leaves what it has
+        if not options.only:  # written after each mesh, so that an interrupted run keeps its results
             write_section("trainer torchtitan", TITLE, bars, NOTES)
     return int(not all(bar.holds for bar in bars))
 

@@ -1,7 +1,7 @@
-"""Jobs of several ranks that take turns step by step, so that whatever else a machine does slows them alike.
+"""Multi-rank jobs that alternate step by step, so that other load on the machine slows them equally.
 
-A rank calls `take_turns(step)` and runs one step for every line on its stdin. Only the standard library is used: a rank may run
-in another environment than the one that measures.
+A rank calls `take_turns(step)` and runs one step for every line on its stdin. Uses only the standard library, because
+a rank may run in a different environment from the measuring process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANSWER = '{"wall_s"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """What one step took: seconds until the slowest rank had it, processor seconds of all ranks."""
+    """What one step took: seconds until the slowest rank finished, processor seconds of all ranks."""
 
     wall_s: float
     cpu_s: float
@@ -61,7 +61,7 @@ class Job:
         ]
 
     def step(self) -> StepTime:
-        """Let all ranks do one step."""
+        """Run one step on all ranks."""
         for rank in self.ranks:
             assert rank.stdin is not None
             rank.stdin.write("\n")

@@ -1,4 +1,4 @@
-"""What holds for the whole codebase: imports stay lazy, exported names stay, floors are kept, the reference is up to date."""
+"""Rules for the whole codebase: lazy imports, stable exported names, minimum versions, an up-to-date reference."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PUBLIC = [
 
 
 def _fresh(code: str) -> str:
-    """What `code` prints in a new interpreter."""
+    """Output of `code` in a new interpreter."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -145,7 +145,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def _violations(value: Any, schema: dict[str, Any], where: str = "") -> Iterator[str]:
-    """What of `value` the schema does not allow; the few words of JSON Schema that our pages use."""
+    """Violations of the schema in `value`; supports only the JSON Schema keywords that our pages use."""
     if "const" in schema and value != schema["const"]:
         yield f"{where}: {value!r} is not {schema['const']!r}"
     kinds = schema.get("type", [])

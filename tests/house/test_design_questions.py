@@ -1,4 +1,4 @@
-"""The twenty lines of docs/design-questions.md stand in the folders that the page names."""
+"""The twenty lines of docs/design-questions.md occur in the folders that the page names."""
 
 from __future__ import annotations
 

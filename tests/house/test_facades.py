@@ -1,4 +1,4 @@
-"""The lazy names of the public packages are those that the type checker sees."""
+"""The lazy names of the public packages match those that the type checker sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pip makes of this project: the wheel, the editable install, the laptop install without torch, missing extras."""
+"""Installing with pip: the wheel, the editable install, the laptop install without torch, missing extras."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _pip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, built with the setuptools that is here, without a download."""
+    """The project's wheel, built with the installed setuptools, without a download."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     _copy_sources(source)
     _pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(source))
@@ -44,7 +44,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _copy_sources(target: Path) -> None:
-    """Only the project's own files, no tests: a build leaves files where it builds, and may find stale ones there."""
+    """Copy only the project's own files, no tests; a build leaves files in its folder and may pick up stale ones."""
     for path in source_files(ROOT):
         if path.parts[0] not in ("tests", "tools", "benchmarks"):
             (target / path).parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def _run(program: Path, *arguments: str, expected: int = 0) -> subprocess.Comple
 def laptop(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment with the wheel and its own dependencies alone.
 
-    They are taken from the environment that runs the tests, at the versions it has: nothing is downloaded.
+    The dependencies are copied from the environment that runs the tests; nothing is downloaded.
     """
     folder = tmp_path_factory.mktemp("laptop") / "venv"
     python = _environment(folder)
@@ -176,7 +176,7 @@ def _link(distributions: tuple[str, ...], python: Path) -> None:
 
 
 def _installed_files(names: tuple[str, ...]) -> Iterator[Path]:
-    """Top-level files and folders of these distributions and of all they require."""
+    """Top-level files and folders of these distributions and all their requirements."""
     code = (
         "import importlib.metadata as m, re, sys, json\n"
         "todo, done, out = sys.argv[1:], set(), set()\n"

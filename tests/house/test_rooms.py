@@ -1,4 +1,4 @@
-"""The rooms: what pyproject.toml draws is what the imports are, and an import without an arrow is refused."""
+"""The imports match the rooms that pyproject.toml defines, and an import without an arrow is rejected."""
 
 from __future__ import annotations
 

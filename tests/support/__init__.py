@@ -1,1 +1,1 @@
-"""Helpers of the tests alone; what scripts and benchmarks share is in tools/."""
+"""Test-only helpers; code shared with scripts and benchmarks is in tools/."""

@@ -1,6 +1,6 @@
-"""The fenced blocks of a page, run as a reader would, and what they print held against the page.
+"""Run a page's fenced blocks as a reader would, and compare their output with the page.
 
-```bash     run as one script, in order, in one folder; `# exit code 1` on its last line is what it must end with
+```bash     run as one script, in order, in one folder; `# exit code 1` on its last line is the expected exit code
 ```python   run as one program in the same folder
 ```text     what the block before it printed on stdout: word for word, figures that change excepted; a line of `...` stands
             for any number of lines
@@ -29,7 +29,7 @@ EXIT = re.compile(r"# exit code (\d+)\s*\Z")
 GAP = "..."
 SHELL = ("|", "&", "&&", ";", ">", "2>&1", "2>/dev/null")
 LIMIT_S = 240
-# What differs from run to run: measured figures and the place of the sources. Whole numbers (steps, ranks, counts) must agree.
+# Varies from run to run: measured figures and the path of the sources. Whole numbers (steps, ranks, counts) must agree.
 MASKS = (
     (re.compile(r"(?<![\w/.])/\S+/(?=[\w-]+\.py)"), ".../"),
     (re.compile(r"\.py:\d+"), ".py:#"),
@@ -64,7 +64,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run(page: Path, folder: Path, environment: Mapping[str, str]) -> int:
-    """Run a page's blocks in `folder`; AssertionError for the first that ends or prints otherwise. Returns how many ran."""
+    """Run a page's blocks in `folder`; AssertionError at the first wrong exit code or output. Returns how many ran."""
     for name in ("configs", "examples"):
         (folder / name).symlink_to(ROOT / name)
     count = 0
@@ -94,14 +94,14 @@ def _run_one(block: Block, where: str, folder: Path, environment: Mapping[str, s
 
 
 def words(text: str) -> list[str]:
-    """What is compared: words, with the figures that change masked, whatever the width of columns and lines."""
+    """The words to compare: varying figures masked, column widths and line breaks ignored."""
     for pattern, mask in MASKS:
         text = pattern.sub(mask, text)
     return text.split()
 
 
 def first_difference(page: str, printed: str) -> str | None:
-    """The first stretch of the page's text that the print lacks at its place, None if they agree."""
+    """The first part of the page's text that is missing from the output at its position; None if they agree."""
     stretches = [words(part) for part in re.split(rf"^\s*{re.escape(GAP)}$", page, flags=re.MULTILINE)]
     rest = words(printed)
     for number, stretch in enumerate(stretches):
@@ -135,7 +135,7 @@ STORY_MASKS = (
 
 
 def story_words(text: str) -> list[str]:
-    """What of the demo's story must be as the README has it: all but its figures, paths and the commands between."""
+    """The part of the demo's output that must match the README: all but figures, paths and the commands between."""
     for pattern, mask in STORY_MASKS:
         text = pattern.sub(mask, text)
     return text.split()
@@ -151,7 +151,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 
 def check_command(argv: Sequence[str]) -> str | None:
-    """What is wrong with a command of a block that is not run; None if nothing is, or if it is not one of ours."""
+    """The error in a command of a block that is not run; None if it is valid or not one of ours."""
     if argv[0] == "titan-ckpt":
         return _check_titan_ckpt(list(argv[1:]))
     if argv[:2] == ["pip", "install"]:

@@ -78,7 +78,7 @@ def write_model(
     num_files: int = 1,
     extra: Mapping[str, str] | None = None,
 ) -> Path:
-    """A model folder; more than one file brings an index."""
+    """A model folder; more than one file adds an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(of, indent=2))
     for name, text in (extra or {}).items():

@@ -1,7 +1,7 @@
-"""Terminal screens as one SVG sheet with a text element per line, so that a changed line is one changed line in git.
+"""Terminal screens as one SVG sheet with a text element per line, so that a changed line is a one-line diff in git.
 
-Textual's own SVG takes ten times the bytes (an element per run of cells, a clip path per line, fonts). This sheet has the same
-cells in the same colours and opens in any browser.
+Textual's own SVG is ten times larger (an element per run of cells, a clip path per line, fonts). This sheet has the
+same cells in the same colours and opens in any browser.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Jobs that were never run: a program per rank, NCCL's semantics, one fault, and the Flight Recorder dumps they would leave.
+"""Simulated jobs: a program per rank, NCCL semantics, one fault, and the resulting Flight Recorder dumps.
 
-It shows what gloo cannot (operations scheduled, started or completed on a device, asynchronous queues), at any size, with
-the truth known. Each group has a stream per rank; the CPU runs ahead of it and waits for all of its streams once a step.
+Covers what gloo cannot (operations scheduled, started or completed on a device, asynchronous queues), at any size, with
+a known ground truth. Each group has a stream per rank; the CPU runs ahead of it and waits for all of its
+streams once a step.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class _Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A job: its groups, each rank's steps, and the fault that was built in."""
+    """A job: its groups, each rank's steps, and the injected fault."""
 
     size: int
     groups: tuple[tuple[int, ...], ...]
@@ -205,7 +206,7 @@ class _State:
 
 
 def simulate(scenario: Scenario) -> dict[int, list[_Issued]]:
-    """What each rank had issued, started and completed when nothing moved any more."""
+    """What each rank had issued, started and completed when progress stopped."""
     state = _State(scenario)
     for rank in range(scenario.size):
         state.issued[rank], state.step[rank] = [], 0
@@ -234,7 +235,7 @@ def _advance(state: _State, rank: int) -> bool:
 
 
 def _run_streams(state: _State) -> bool:
-    """Start the head of each stream; complete what all members have started alike."""
+    """Start the head of each stream; complete operations that all members started with matching arguments."""
     has_moved = _run_pairs(state)
     for group, members in enumerate(state.scenario.groups):
         heads = {rank: head for rank in members if (head := _head(state.issued[rank], group)) is not None}
@@ -254,7 +255,7 @@ def _run_streams(state: _State) -> bool:
 
 
 def _is_held(state: _State, rank: int, head: _Issued, fault: str) -> bool:
-    """Whether the culprit's device does not go on: with the last operation of the world's group."""
+    """Whether the culprit's device is stuck, which happens at the last operation of the world's group."""
     scenario = state.scenario
     if scenario.fault != fault or rank != scenario.culprit or head.call.group != 0:
         return False
@@ -262,7 +263,7 @@ def _is_held(state: _State, rank: int, head: _Issued, fault: str) -> bool:
 
 
 def _run_pairs(state: _State) -> bool:
-    """Start the oldest send and receive of each pair; complete the two when both are there and alike."""
+    """Start the oldest send and receive of each pair; complete both once they are present and match."""
     has_moved = False
     for rank, issued in state.issued.items():
         for send in (op for op in issued if op.call.op == "send" and not op.completed_ns):
@@ -283,7 +284,7 @@ def _head(issued: Sequence[_Issued], group: int) -> _Issued | None:
 
 
 def dumps(scenario: Scenario, issued: Mapping[int, Sequence[_Issued]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(rank, dump) as torch's JSON dumps look; a dead rank leaves none."""
+    """(rank, dump) in the layout of torch's JSON dumps; a dead rank has none."""
     for rank in range(scenario.size):
         if scenario.fault == "died" and rank == scenario.culprit:
             continue
@@ -354,7 +355,7 @@ def _entry(number: int, op: _Issued) -> dict[str, Any]:
 
 
 def write(scenario: Scenario, folder: Path) -> None:
-    """Simulate, and leave the dumps (and the exit code of a dead rank) in `folder`."""
+    """Simulate, and write the dumps (and the exit code of a dead rank) to `folder`."""
     for rank, dump in dumps(scenario, simulate(scenario)):
         (folder / f"rank_{rank}.json").write_text(json.dumps(dump))
     if scenario.fault == "died":

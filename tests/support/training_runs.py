@@ -1,4 +1,4 @@
-"""Whole training runs in tests: their command line, and what they recorded."""
+"""Whole training runs in tests: their command line and recorded results."""
 
 from __future__ import annotations
 
