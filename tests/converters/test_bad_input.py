@@ -1,4 +1,4 @@
-"""What cannot be converted: one error that names the tensor or file, and nothing that looks finished left behind."""
+"""Input that cannot be converted raises one error naming the tensor or file; no output that looks finished remains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ K = "model.layers.0.self_attn.k_proj.weight"
 
 
 def _refused(folder: Path, model: Path) -> str:
-    """The error of an import, which must leave no checkpoint and no data."""
+    """The error that an import raises; asserts that it left no checkpoint and no data."""
     run = folder / "run"
     with pytest.raises(TitanError) as caught:
         import_hf(str(model), str(run))

@@ -1,4 +1,4 @@
-"""config.json to the model spec and back."""
+"""Conversion of config.json to the model spec and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Act 6: what the trainer saved becomes a folder that transformers loads, agrees with and generates from; and the way back."""
+"""Act 6: transformers loads an exported run, gives the same outputs and generates; the export imports back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ transformers = importlib.import_module("transformers")
 
 
 def _train(folder: Path, **settings: Any) -> None:
-    """A short run of one rank in a process of its own."""
+    """A short one-rank run in its own process."""
     (folder / "corpus.txt").write_bytes(real_text(100_000))
     values = {
         "data.source": str(folder / "corpus.txt"), "data.cache": str(folder / "cache"), "train.steps": 2, "save.every": 0,
@@ -40,7 +40,7 @@ def _train(folder: Path, **settings: Any) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of two steps and its export."""
+    """A folder with a two-step run and its export."""
     folder = tmp_path_factory.mktemp("e2e")
     _train(folder, **{"save.url": str(folder / "run")})
     assert main(["convert", "to-hf", str(folder / "run"), str(folder / "out"), "--verify"]) == 0

@@ -1,4 +1,4 @@
-"""Mixtures of experts: files with a tensor for each expert, checkpoints with all of a layer's experts in one."""
+"""Mixtures of experts: files hold one tensor per expert, checkpoints one tensor for all experts of a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safetensors headers: what the reference library writes is read, what is wrong is refused by name."""
+"""Safetensors headers: we read what the reference library writes and name the fault in an invalid header."""
 
 from __future__ import annotations
 

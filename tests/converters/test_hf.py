@@ -1,4 +1,4 @@
-"""transformers as the judge: what we export it loads, computes and generates with; what we break `--verify` sees."""
+"""Exports checked with transformers: it loads them, computes and generates; `--verify` detects broken exports."""
 
 from __future__ import annotations
 

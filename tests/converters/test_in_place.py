@@ -1,4 +1,4 @@
-"""A Hugging Face folder opens like a checkpoint: loaded, inspected, exported again, and trained from, without an import."""
+"""A Hugging Face folder works as a checkpoint without an import: load, inspect, re-export and train from it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ convert(sys.argv[3], sys.argv[4])
 
 
 def _killed_at(call: int, direction: str, source: Path, target: Path) -> bool:
-    """Whether the child died of the kill; False when it finished before."""
+    """Whether the child was killed; False if it finished first."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(call), direction, str(source), str(target)],
         check=False,

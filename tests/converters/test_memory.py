@@ -1,4 +1,4 @@
-"""Conversion streams: memory is bounded whatever the model's size, and torch is not even imported where no value changes."""
+"""Conversion streams: memory is bounded for any model size, and torch is not imported unless values change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _convert(*arguments: str) -> dict[str, Any]:
 
 
 def _large_model(folder: Path) -> tuple[int, int]:
-    """About 400 MiB of zeros, written as holes; (bytes of all tensors, bytes of the largest)."""
+    """Write a sparse model of about 400 MiB of zeros; returns (bytes of all tensors, bytes of the largest)."""
     of = config(
         vocab_size=24_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=8, head_dim=128,

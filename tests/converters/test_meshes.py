@@ -1,4 +1,4 @@
-"""An export does not depend on how many ranks saved the checkpoint, nor on how they cut its tensors."""
+"""An export does not depend on how many ranks saved the checkpoint or how they sharded its tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# A mesh with stages needs names that show which layer is where: ours.
+# A mesh with stages needs names that show each layer's stage; only our names do.
 @pytest.mark.parametrize(
     ("layout", "mesh"), [*(("titan", mesh) for mesh in MESHES), *(("torchtitan", m) for m in MESHES if m != "stages")]
 )

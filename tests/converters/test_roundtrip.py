@@ -1,4 +1,4 @@
-"""Hugging Face -> checkpoint -> Hugging Face: every byte, every name, every dtype, whatever the layout between."""
+"""Hugging Face -> checkpoint -> Hugging Face: same bytes, names and dtypes for every checkpoint layout."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_only_values_that_a_cast_cannot_hold_are_reported(
 ) -> None:
     content = tensors(config())
     content[UP][3, 4:7] = torch.tensor([edge, -edge, float("nan")])
-    if dtype != "float8_e4m3fn":  # which has no infinity
+    if dtype != "float8_e4m3fn":  # float8_e4m3fn has no infinity
         content[UP][3, 7] = float("inf")
     model = str(write_model(tmp_path / "in", config(), content))
     assert import_hf(model, str(tmp_path / "kept"), dtype=dtype).overflowed == ()

@@ -1,4 +1,4 @@
-"""Where a Hugging Face folder meets the trainer: the same model is taken however it is spelled, another one is refused."""
+"""Training from a Hugging Face folder: any spelling of the same model is accepted, a different model is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain torch files in and out, by weights-only rules."""
+"""Import and export of plain torch files, under weights-only rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALLED: list[str] = []
 
 
 class Canary:
-    """Records in CALLED that a pickle ran code."""
+    """Record in CALLED that a pickle ran code."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (CALLED.append, ("ran",))

@@ -1,4 +1,4 @@
-"""Operations of many ranks in blocks: what is aligned does not depend on where a block ends."""
+"""Operations of many ranks, processed in blocks: the alignment does not depend on block boundaries."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_values_are_numbered_by_first_appearance() -> None:
 
 
 def _box(folder: Path, rank: int, world_size: int, operations: int) -> None:
-    """A black box with a text of its own."""
+    """A black box whose text differs from rank to rank."""
     box = BoxWriter(folder / f"rank_{rank:05d}.box", rank=rank, world_size=world_size, capacity=64)
     box.add_text("op", 0, "all_reduce")
     box.add_text("group", 0, [f"tp{rank}", "", [rank, (rank + 1) % world_size]])

@@ -1,4 +1,4 @@
-"""What the analyzer reports a rank busy with when it waits in no collective."""
+"""What the analyzer reports for a rank that is busy outside collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Confidences: one table, used as a whole, shown in the documentation."""
+"""Confidences: a single table, every entry used and shown in the documentation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_hangs_page_shows_the_table_of_confidences() -> None:
 
 def test_every_verdict_has_a_confidence_with_a_basis() -> None:
     based = {verdict for basis in Basis for verdict in basis.verdicts}
-    assert based == set(VerdictKind) - {VerdictKind.CALLSITE_DIVERGENCE}  # a mismatch, traced back
+    assert based == set(VerdictKind) - {VerdictKind.CALLSITE_DIVERGENCE}  # a mismatch traced back to its cause
 
 
 def test_every_basis_is_used_by_a_detector() -> None:

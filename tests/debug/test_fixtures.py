@@ -1,4 +1,4 @@
-"""The analyzer on dumps of really hung jobs, whose truth is in MANIFEST.json."""
+"""The analyzer on dumps of real hung jobs; MANIFEST.json holds the expected verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Really hung jobs: inject, diagnose what was left, compare with the truth."""
+"""Real hung jobs: inject a fault, diagnose the files left behind, compare with the injected fault."""
 
 from __future__ import annotations
 

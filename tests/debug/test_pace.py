@@ -1,4 +1,4 @@
-"""Stragglers against a busy host: black boxes with known times."""
+"""Telling stragglers from a busy host, on black boxes with known times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ START_NS = 1_700_000_000 * 10**9
 
 
 def _write_boxes(folder: Path, delays_ms: list[list[int]]) -> None:
-    """A box per rank of a job whose ranks come `delays_ms[operation][rank]` after the operation before was over."""
+    """One box per rank; each rank enters an operation `delays_ms[operation][rank]` after the previous one ended."""
     ranks = len(delays_ms[0])
     for rank in range(ranks):
         box = BoxWriter(folder / f"rank_{rank:05d}.box", rank=rank, world_size=ranks)

@@ -1,4 +1,4 @@
-"""Reading what jobs leave: many formats, damaged files, hostile files."""
+"""Reading the files that jobs leave behind: many formats, damaged files, hostile files."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_mixed_versions_are_flagged(tmp_path: Path) -> None:
 
 
 class Hostile:
-    """Would create a file when unpickled by anything that trusts it."""
+    """Creates a file if an unsafe unpickler loads it."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -139,7 +139,7 @@ def test_folder_of_damaged_files_exits_with_three(tmp_path: Path, capsys: pytest
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:
-    """`data` with a few bytes flipped, cut, doubled or replaced."""
+    """`data` with a few bytes flipped, cut, duplicated or replaced."""
     broken = bytearray(data)
     for _ in range(rng.randint(1, 8)):
         at = rng.randrange(len(broken) + 1)
@@ -237,7 +237,7 @@ FROZEN_INSIDE = DATA / "frozen_inside"
 
 
 def test_rank_frozen_inside_its_collective_is_the_verdict() -> None:
-    """A real incident: SIGSTOP met rank 1 of 2 between entering an all_reduce and leaving it."""
+    """A real incident: rank 1 of 2 got SIGSTOP inside an all_reduce."""
     top = diagnose(open_run(str(FROZEN_INSIDE)))[0]
     assert (top.verdict, top.culprits, top.victims) == ("RANK_FROZEN", (1,), (0,))
     assert "last ticked 443 s before" in top.evidence[0].text
@@ -251,7 +251,7 @@ def test_without_dump_or_heartbeat_no_rank_is_frozen(gone: str, tmp_path: Path) 
 
 
 def test_rank_with_only_its_dump_missing_is_not_frozen(tmp_path: Path) -> None:
-    """Its recorder ticked as long as the other's: it is there."""
+    """Its recorder ticked as long as the other rank's, so the rank is alive."""
     folder = shutil.copytree(FROZEN_INSIDE, tmp_path / "incident")
     boxes = [zstandard.ZstdDecompressor().decompress(path.read_bytes()) for path in sorted(folder.glob("*.box.zst"))]
     beat = slice(HEARTBEAT_AT, HEARTBEAT_AT + HEARTBEAT.size)

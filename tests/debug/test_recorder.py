@@ -33,7 +33,7 @@ from titan_ckpt.store.open import open_store
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[None]:
-    """A process group of one rank."""
+    """A one-rank process group."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -283,7 +283,7 @@ def test_environment_switches_the_flight_recorder_on() -> None:
 
 
 def beat(step: int, *, moved_s: float, alive_s: float, is_stopped: bool = False) -> Heartbeat:
-    """A heartbeat whose phase changed and whose recorder ticked that many seconds before the time 1000 s."""
+    """A heartbeat at time 1000 s: the phase changed `moved_s` ago, the recorder last ticked `alive_s` ago."""
     return Heartbeat(
         step=step, phase="forward", phase_ns=int((1000 - moved_s) * 1e9), alive_ns=int((1000 - alive_s) * 1e9), source="",
         is_stopped=is_stopped,
@@ -373,6 +373,6 @@ def test_call_sites_and_numbers_match_the_flight_recorder(kind: str, tmp_path: P
     recorded = {int(entry["seq"]): dump.names.ops[entry["op"]] for entry in dump.ranks[0].operations}
     mine = {int(entry["seq"]): interner.ops.values[entry["op"]] for entry in found.operations}
     assert len(mine) == len(found.operations)
-    assert len(recorded) == len(mine) + 2  # the functional collectives, which C++ issues
-    same = {"reduce_scatter_tensor": "all_reduce", "all_gather_into_tensor": "all_gather"}  # gloo's own names
+    assert len(recorded) == len(mine) + 2  # the functional collectives, issued from C++
+    same = {"reduce_scatter_tensor": "all_reduce", "all_gather_into_tensor": "all_gather"}  # gloo's names
     assert {seq: same.get(op, op) for seq, op in mine.items()} == {seq: recorded[seq] for seq in mine}

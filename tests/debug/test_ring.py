@@ -1,4 +1,4 @@
-"""The ring of records, in C and in Python: the same records from the same calls, and nothing of the caller's kept or lost."""
+"""The record ring in C and Python: same calls give same records; no caller's object is leaked or over-released."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def box(kind: str, tmp_path: Path) -> Iterator[BoxWriter]:  # noqa: ARG001
-    """Hooks on a group of one rank, and the box that they write."""
+    """The box written by hooks on a one-rank group."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     box = BoxWriter(tmp_path / "rank_00000.box", rank=0, world_size=1, capacity=64)
     hooks = Hooks(box)
@@ -58,14 +58,14 @@ def ring_of(kind: str, box: BoxWriter, names: Any) -> AnyRing:
 
 
 def records(box: BoxWriter) -> Any:
-    """The ring's slots as they lie."""
+    """The ring's slots in memory order."""
     import numpy as np
 
     return np.frombuffer(bytes(box.map), RECORD_DTYPE, box.capacity, HEADER_BYTES)
 
 
 def lines(box: BoxWriter) -> list[tuple[str, int]]:
-    """Function and line of each operation's site, oldest first."""
+    """Function and line of each operation's call site, oldest first."""
     box.beat()
     parsed = BoxReader(interner := Interner()).parse(bytes(box.map), "box")
     stacks = [interner.frames.values[position] for position in parsed.operations["frames"]]
@@ -95,7 +95,7 @@ def test_a_full_ring_begins_again(box: BoxWriter) -> None:
 
 
 def made(number: int) -> Any:
-    """A function of a file of its own that calls all_reduce on a line of its own."""
+    """A function in its own file that calls all_reduce on line `2 + number % 50`."""
     space: dict[str, Any] = {"dist": dist, "tensor": torch.ones(1)}
     source = f"def f{number}():\n" + "\n" * (number % 50) + "    dist.all_reduce(tensor)\n"
     exec(compile(source, f"/made/{number}.py", "exec"), space)
@@ -103,7 +103,7 @@ def made(number: int) -> Any:
 
 
 def test_every_function_that_calls_is_a_site_of_its_own(box: BoxWriter) -> None:
-    for number in range(330):  # more than the table of sites begins with
+    for number in range(330):  # more than the initial size of the site table
         function = made(number)
         for _ in range(2):
             function()
@@ -112,9 +112,9 @@ def test_every_function_that_calls_is_a_site_of_its_own(box: BoxWriter) -> None:
 
 
 def test_new_code_at_a_reused_address_gets_its_own_site(box: BoxWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_ckpt.debug.record.hooks.MAX_CODES", 40)  # forgets every few calls
+    monkeypatch.setattr("titan_ckpt.debug.record.hooks.MAX_CODES", 40)  # the table is cleared every few calls
     for number in range(330):
-        made(number)()  # the next code object may lie where this one lay
+        made(number)()  # the next code object may reuse this one's address
     assert lines(box)[-64:] == [(f"f{number}", 2 + number % 50) for number in range(266, 330)]
 
 
@@ -140,10 +140,10 @@ def test_threads_write_records_of_their_own(box: BoxWriter) -> None:
 
 
 def test_what_raises_is_raised_and_marked(box: BoxWriter) -> None:
-    with pytest.raises(RuntimeError, match=r"[Rr]oot rank"):  # torch's own check, before there is work to wait for
+    with pytest.raises(RuntimeError, match=r"[Rr]oot rank"):  # torch's check raises before any work exists
         dist.broadcast(torch.ones(1), group_src=7)
     assert records(box)["ended"][0] == 0
-    work = dist.all_reduce(torch.ones(1, dtype=torch.int16), async_op=True)  # a dtype that gloo does not sum
+    work = dist.all_reduce(torch.ones(1, dtype=torch.int16), async_op=True)  # gloo cannot sum this dtype
     with pytest.raises(RuntimeError, match="scalar type"):
         work.wait()
     assert (records(box)["outcome"][1], bool(records(box)["ended"][1])) == (RAISED, True)
@@ -166,7 +166,7 @@ def test_nothing_of_the_callers_is_kept(box: BoxWriter) -> None:
         return [sys.getrefcount(thing) for thing in kept]
 
     def settled() -> list[int]:
-        """Counts that stay: gloo's threads let the last tensors go."""
+        """Reference counts once stable, after gloo's threads have released the last tensors."""
         deadline, last = time.monotonic() + 10, counted()
         while time.monotonic() < deadline:
             time.sleep(0.1)
@@ -179,11 +179,11 @@ def test_nothing_of_the_callers_is_kept(box: BoxWriter) -> None:
     before = settled()
     use()
     assert settled() == before
-    assert records(box)["number"].max() == 18000  # what raised is a record too
+    assert records(box)["number"].max() == 18000  # calls that raised are recorded too
 
 
 class Refusing:
-    """Names that cannot be given."""
+    """A name table that refuses every new name."""
 
     def refuse(self, *_: Any) -> int:
         raise OSError("no more names")
@@ -207,7 +207,7 @@ def test_a_closed_ring_lets_calls_through_and_writes_nothing(kind: str, tmp_path
         box = BoxWriter(tmp_path / "box", rank=0, world_size=1, capacity=4)
         hooks = Hooks(box)
         hooks.install()
-        late = dist.ProcessGroup.allreduce  # as a thread may hold it
+        late = dist.ProcessGroup.allreduce  # a thread may still hold the hooked method
         dist.all_reduce(torch.ones(1))
         hooks.remove()
         assert box.count == 1
@@ -216,7 +216,7 @@ def test_a_closed_ring_lets_calls_through_and_writes_nothing(kind: str, tmp_path
         assert tensor.tolist() == [1.0, 1.0]
         if kind == "C":
             assert records(box)["number"].tolist() == [1, 0, 0, 0]
-            box.map.close()  # nothing holds the buffer
+            box.map.close()  # raises if the ring still holds the buffer
     finally:
         dist.destroy_process_group()
 
@@ -238,5 +238,5 @@ def test_it_binds_like_a_method(box: BoxWriter) -> None:
     bound = group.allreduce
     assert isinstance(bound, types.MethodType)
     bound([torch.ones(4)]).wait()
-    group.allreduce(tensors=[torch.ones(5)], opts=dist.AllreduceOptions()).wait()  # by name: size not known
+    group.allreduce(tensors=[torch.ones(5)], opts=dist.AllreduceOptions()).wait()  # passed by keyword: size unknown
     assert records(box)["elements"][:2].tolist() == [4, -1]

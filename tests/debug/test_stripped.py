@@ -62,7 +62,7 @@ def test_part_of_the_evidence_accuses_nobody_innocent(case: str, part: str, tmp_
         return
     top = diagnose(run)[0]
     guilty = set(CASES[case]["culprits"])
-    assert guilty <= set(top.culprits) or not top.culprits  # where two ranks tie, both are named
+    assert guilty <= set(top.culprits) or not top.culprits  # a tie names both ranks
     assert len(top.culprits) <= 2 * len(guilty)
 
 
@@ -214,7 +214,7 @@ def test_ranks_killed_together_are_one_verdict_later_ones_not(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("earlier", "culprit"), [(0, 1), (2, 2)])
 def test_first_send_to_a_rank_went_to_the_wrong_peer(earlier: int, culprit: int, tmp_path: Path) -> None:
-    """Rank 0 waits for 1, 1 sends to 2, 2 is in a collective: the culprit depends on whether 1 sent to 2 before."""
+    """Rank 0 waits for 1, 1 sends to 2, 2 is in a collective: the culprit depends on earlier sends from 1 to 2."""
     recv, send, reduce, out = (1, RECV), (0, SEND), (2, 0), 1
     whole = [[], [(*send, 2, n + 1, out) for n in range(earlier)], [(*recv, 1, n + 1, out) for n in range(earlier)]]
     ends = [(*recv, 1, 1, 0), (*send, 2, earlier + 1, 0), (*reduce, -1, 1, 0)]

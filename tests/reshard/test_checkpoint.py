@@ -1,4 +1,4 @@
-"""Whole checkpoints from mesh to mesh: equal to what DCP reads, equal after a way there and back, and whole after any stop."""
+"""Resharding whole checkpoints: DCP reads equal tensors, a round trip gives equal bytes, any stop leaves them whole."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from titan_ckpt.store.open import open_store
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("seed", range(40))
 def test_random_tensors_equal_dcps_and_survive_a_round_trip(tmp_path: Path, seed: int) -> None:
-    """13 tensors a seed, each of another dtype: 520 cases of (shape, dtype, source mesh and cut, target mesh and cut)."""
+    """13 tensors per seed, each of a different dtype: 520 cases of shape, dtype, and source and target mesh and cut."""
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     sizes = [0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17, 23]
     shapes = {f"t{n}": tuple(chance.choices(sizes, k=chance.randint(0, 3))) for n in range(len(DTYPES))}
@@ -60,7 +60,7 @@ def test_random_tensors_equal_dcps_and_survive_a_round_trip(tmp_path: Path, seed
 
 
 def cuts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """How every tensor is cut; axes of degree 1, which a manifest may remember, left out."""
+    """Each tensor's stages and sharded dimensions, without the axes of degree 1 that a manifest may record."""
     mesh = checkpoint.manifest.mesh
     assert mesh is not None
     return {
@@ -82,7 +82,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def on_every_mesh(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Checkpoint]]:
-    """A small Llama's state, and its checkpoint resharded to every mesh of PAIRS."""
+    """A small Llama's state and its checkpoint resharded to every mesh in PAIRS."""
     folder, state = tmp_path_factory.mktemp("meshes"), llama()
     whole = saved(str(folder / "whole"), state, pipeline=PipelineSpec(num_layers=4).to_dict())
     return state, {mesh: resharded(whole, str(folder / mesh), mesh) for mesh in PAIRS}
@@ -232,7 +232,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
 
 
 def test_a_foreign_checkpoint_is_cut_by_the_tables(tmp_path: Path) -> None:
-    """A plain DCP save of torchtitan's names, from which nothing about a mesh is known."""
+    """A plain DCP save with torchtitan's names and no mesh information."""
     state = {
         "layers.0.attention.wo.weight": torch.randn(8, 6),
         "tok_embeddings.weight": torch.randn(9, 8),

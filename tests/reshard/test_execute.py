@@ -1,4 +1,4 @@
-"""The executor against numpy: any chunks to any target boxes, in any budget, byte for byte."""
+"""The executor against numpy: any chunks into any target boxes, within any memory budget, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns that hold repeating stretches once read as the arrays they stand for."""
+"""Columns that store repeated blocks once read like the full array."""
 
 from __future__ import annotations
 

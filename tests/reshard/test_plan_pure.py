@@ -1,4 +1,4 @@
-"""The planner's pure parts: stages, rules, grids, groups."""
+"""The planner's pure functions: stages, rules, grids, groups."""
 
 from __future__ import annotations
 

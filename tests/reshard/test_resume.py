@@ -1,4 +1,4 @@
-"""A job that resumes from a resharded checkpoint goes on exactly as one that loaded its source online.
+"""A job resumed from a resharded checkpoint continues exactly like one that loaded the source checkpoint online.
 
 All pairs of meshes: `make reshard-matrix`.
 """
@@ -43,7 +43,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def sources(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A trained checkpoint of every mesh that is a source."""
+    """A trained checkpoint for every source mesh."""
     folder = tmp_path_factory.mktemp("sources")
     for mesh in dict.fromkeys(mesh for mesh, _ in PAIRS):
         pool.run(train_and_save, MESHES[mesh], str(folder / mesh))

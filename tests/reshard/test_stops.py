@@ -1,4 +1,4 @@
-"""Resharding that is stopped, damaged on the way or shared by workers: whole files are kept, nothing half-done is visible."""
+"""Interrupted, damaged or parallel resharding keeps complete files and never shows partial results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from titan_ckpt.store.local import FileStore
 
 
 class Breaking(FileStore):
-    """A disk that fails at the `count`-th file of data, half way through it."""
+    """A disk that fails halfway through the `count`-th data file."""
 
     def __init__(self, url: str, count: int) -> None:
         super().__init__(url)

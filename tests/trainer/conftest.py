@@ -1,4 +1,4 @@
-"""What the tests of the trainer share."""
+"""Fixtures shared by the trainer's tests."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One tokenised standard library for all tests of this process."""
+    """The tokenised standard library, shared by all tests of this process."""
     return str(tmp_path_factory.getbasetemp() / "tokens")

@@ -1,4 +1,4 @@
-"""Reports of a finished run: goodput across restarts, trace, plot; and pre-tokenising by command."""
+"""Reports of a finished run: goodput across restarts, trace, plot; and the pre-tokenise command."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _step(step: int, time_s: float, **fields: Any) -> MetricsRecord:
 
 
 def _interrupted() -> list[MetricsRecord]:
-    """Steps 1 to 4 with a save at 2; a crash after 4; 10 s later, resumed from 2 to 5."""
+    """Steps 1 to 4 with a save at 2; a crash after 4; 10 s later a resume from 2 runs to 5."""
     return [
         {"event": "start", "launched_s": 100.0, "time_s": 103.0, "step": 0},
         _step(1, 104.0),

@@ -1,4 +1,4 @@
-"""Configs: TOML files, their bases and `--set`; what is refused, with which message."""
+"""Configs: TOML files, their bases and `--set`; error messages for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data: documents from files, and an order of samples that depends on seed and position only."""
+"""Data: documents from files, and a sample order that depends only on seed and position."""
 
 from __future__ import annotations
 

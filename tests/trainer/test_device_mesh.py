@@ -1,4 +1,4 @@
-"""Gloo groups of one thread on every group of a mesh, and the timeouts of the trainer's control group."""
+"""Single-threaded Gloo groups for every group of a mesh, and the timeouts of the trainer's control group."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def impatience(rank: int) -> float:
 
 
 def patience(rank: int) -> list[float]:
-    """The maximum over the ranks, where rank 1 joins after a limit that was lifted again."""
+    """The maximum over the ranks; rank 1 joins later than a time limit that was set and then removed."""
     control = ControlGroup(timeout_s=600.0)
     control.set_timeout(1.0)
     control.set_timeout(None)

@@ -1,4 +1,4 @@
-"""A job over two elastic agents on loopback: one is killed, the job continues without it, and readmits it when it returns."""
+"""A job on two elastic agents over loopback: it survives the loss of one agent and readmits it on return."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SETS = (
     "train.steps=240", "train.global_batch_size=6", "data.seq_len=256", f"save.every={EVERY}", "save.keep_last=4",
     "train.device=cpu", "log.tensorboard=false", "debug.recorder=false",
 )  # fmt: skip
-# An agent that is silent for 3 s is gone; a round does not wait for a second node for longer than 1 s.
-# Without the variable, torch 2.13's first node does not send the store's address to a node that joins later.
+# An agent silent for 3 s counts as lost; a round waits at most 1 s for a second node.
+# Without this variable, torch 2.13's first node does not send the store's address to a node that joins later.
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 RENDEZVOUS = "is_host=false,join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 class Agents:
-    """Starts and stops the agents of one job; the rendezvous is in this process."""
+    """Starts and stops the agents of one job; this process hosts the rendezvous."""
 
     def __init__(self, folder: Path, *sets: str) -> None:
         self.folder = folder
@@ -41,7 +41,7 @@ class Agents:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> subprocess.Popen[bytes]:
-        """One more agent, with one rank, in a session of its own."""
+        """Start one more agent with one rank in its own session."""
         rendezvous = [
             f"--rdzv-endpoint=127.0.0.1:{self._store.port}",
             "--rdzv-backend=c10d",
@@ -58,18 +58,18 @@ class Agents:
         return agent
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Until `condition` holds; fails when it never does."""
+        """Wait until `condition` holds; fails after LIMIT_S seconds."""
         give_up_at = time.monotonic() + LIMIT_S
         while not condition():
             assert time.monotonic() < give_up_at, f"{what} did not happen\n{self.output()}"
             time.sleep(0.02)
 
     def output(self) -> str:
-        """The last words of all agents."""
+        """The end of each agent's output."""
         return "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob("agent-*")))
 
     def close(self) -> None:
-        """Kill what is left, with its ranks."""
+        """Kill the remaining agents and their ranks."""
         for agent in self._started:
             if agent.poll() is None:
                 os.killpg(agent.pid, signal.SIGKILL)
@@ -86,7 +86,7 @@ def agents(tmp_path: Path, cache: str) -> Iterator[Agents]:
 
 @pytest.fixture
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One tokenised standard library for all tests of this process."""
+    """The tokenised standard library, shared by all tests of this process."""
     return str(tmp_path_factory.getbasetemp() / "tokens")
 
 
@@ -97,7 +97,7 @@ def _records(run: Path) -> list[dict[str, Any]]:
 
 
 def _attempts(run: Path) -> list[tuple[int, list[int]]]:
-    """(ranks, steps done) for each time the job was formed."""
+    """(ranks, steps done) for each attempt of the job."""
     attempts: list[tuple[int, list[int]]] = []
     for record in _records(run):
         if record["event"] == "start":
@@ -136,7 +136,7 @@ def test_job_survives_an_agents_loss_and_return_in_sample_order(tmp_path: Path, 
     attempts = _attempts(run)
     assert [ranks for ranks, _ in attempts] == [2, 1, 2]
     for (_, before), (_, after) in itertools.pairwise(attempts):
-        assert before[-1] - EVERY <= after[0] - 1 <= before[-1]  # at most one save interval is made again
+        assert before[-1] - EVERY <= after[0] - 1 <= before[-1]  # at most one save interval is repeated
     assert sorted(_losses(run)) == list(range(1, 241))
     assert _losses(run) == pytest.approx(_losses(tmp_path / "alone"), rel=1e-3)
     samples = {record["step"]: record["tokens_seen"] for record in _records(run) if record["event"] == "step"}
@@ -155,7 +155,7 @@ def test_stopped_node_commits_and_the_others_continue(tmp_path: Path, agents: Ag
 
     (before_ranks, before), (after_ranks, after) = _attempts(run)
     assert (before_ranks, after_ranks) == (2, 1)
-    assert before + after == list(range(1, 241))  # nothing is made twice: it was saved on the way out
+    assert before + after == list(range(1, 241))  # no step is repeated: the job saved before it stopped
 
 
 def _train(*sets: str, nproc: int) -> None:

@@ -14,7 +14,7 @@ from titan_ckpt.trainer.launch.estimate import GIB, TrainingEstimate, best_inter
 from tools.paths import CONFIGS
 
 TITAN_LOGIT_BYTES = 14  # eager cross-entropy: bfloat16 logits; float32 copy, log-softmax and gradient
-TITAN_CUT_LOGIT_BYTES = 18  # DTensor's loss parallel: the gradient has two float32 temporaries beside its parts
+TITAN_CUT_LOGIT_BYTES = 18  # DTensor's loss parallel: two float32 temporaries for the gradient besides its shards
 
 
 def _estimate(name: str, world_size: int, *sets: str, logit_bytes: float = TITAN_LOGIT_BYTES) -> TrainingEstimate:
@@ -68,7 +68,7 @@ def test_every_checkpointing_mode_keeps_less_than_none(mode: str) -> None:
 
 def test_our_loss_by_chunks_needs_less_than_whole_logits() -> None:
     whole, chunked = (_estimate("llama3_8b", 8, f"mesh.loss_chunk_tokens={n}", logit_bytes=8) for n in (0, 1024))
-    hidden = 2 * 8192 * 4096 * 2  # the head's input and its gradient stand whole
+    hidden = 2 * 8192 * 4096 * 2  # the head's input and its gradient are not chunked
     assert chunked.memory.logits - hidden == (whole.memory.logits - hidden) / 8
 
 

@@ -1,4 +1,4 @@
-"""Background exports to Hugging Face folders: complete, from committed checkpoints, and unable to make training fail."""
+"""Background Hugging Face exports: complete, from committed checkpoints; a failed export never stops training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = (2, 4, 6, 7)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with four checkpoints of a small model."""
+    """A run of a small model with four checkpoints."""
     folder = tmp_path_factory.mktemp("export") / "run"
     of = {"model": spec_to_config(spec_from_hf(model_config(), "test"))}
     with Saver(str(folder)) as saver:
@@ -92,7 +92,7 @@ def test_failed_export_reports_the_commands_error(run: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
 def test_export_that_is_stopped_leaves_nothing(run: Path, tmp_path: Path, handler: signal.Handlers) -> None:
     outcomes: list[ExportOutcome] = []
-    previous = signal.signal(signal.SIGINT, handler)  # ignored, and inherited so, where a shell starts a job with `&`
+    previous = signal.signal(signal.SIGINT, handler)  # a shell job started with `&` inherits SIG_IGN
     try:
         with _exporter(run, str(tmp_path), outcomes) as exporter:
             exporter.poll(2)

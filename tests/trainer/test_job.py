@@ -1,4 +1,4 @@
-"""Training jobs of several processes: stops, signals, lost ranks, the mirror."""
+"""Multi-process training jobs: stops, signals, lost ranks, the mirror."""
 
 from __future__ import annotations
 

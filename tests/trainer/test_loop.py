@@ -1,4 +1,4 @@
-"""Whole training runs: the files they write, how they resume, how they end."""
+"""Complete training runs: the files they write, how they resume, how they end."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(
 
 @pytest.fixture
 def bad_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes the gradient of the n-th step from now infinite."""
+    """Make the gradient of the n-th step from now infinite."""
 
     def arrange(number: int) -> None:
         true_norm, calls = Parallelized.clip_grad_norm, itertools.count(1)

@@ -1,4 +1,4 @@
-"""Adapters: only they are trained and saved, equally on every mesh; the converters read them."""
+"""Adapters: only adapter weights are trained and saved, with equal results on every mesh; the converters read them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def ranks() -> Iterator[RankPool]:
 
 
 def _curve(_rank: int, parallel: ParallelConfig, world_size: int) -> list[float]:
-    """Losses of four steps on one batch, adapters from zero."""
+    """Losses of four steps on one batch, with adapters starting from zero."""
     mesh = mesh_spec(parallel, world_size)
     model = replace(SMALL, tied_embeddings=False)
     built = build_parallel_model(

@@ -53,7 +53,7 @@ def hf_model(family: str, options: dict[str, Any]) -> Any:
             "intermediate_size": 96,
             "max_position_embeddings": 1024,
             "tie_word_embeddings": False,
-            "initializer_range": 0.15,  # far from zero, so that a wrong rotation shows
+            "initializer_range": 0.15,  # far from zero, to expose a wrong rotation
         }
         | options,
     )
@@ -144,7 +144,7 @@ def test_flex_attention_equals_sdpa_with_documents_and_a_window() -> None:
     tokens_BS = torch.randint(0, 96, (2, 128), generator=torch.Generator().manual_seed(0))
     documents_BS = (torch.arange(128) // 50).expand(2, -1)
     flex = FlexAttend(20)
-    flex.kernel = flex_attention  # as it is: compiling takes a quarter of a minute
+    flex.kernel = flex_attention  # uncompiled: compiling takes 15 s
     with torch.no_grad():
         expected_BSV = decoder(tokens_BS, documents_BS=documents_BS)
         for layer in decoder.model.layers.values():

@@ -238,11 +238,11 @@ def test_a_v_schedule_brings_first_and_last_stage_together() -> None:
     assert stages_of_rank(mesh(pp=4, pp_schedule="Interleaved1F1B"), four, 0) == [0, 4]
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's own, raised while it traces
+@pytest.mark.filterwarnings("ignore")  # the compiler warns while tracing
 def test_blocks_are_compiled_once_and_change_nothing() -> None:
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
     run = CurveCase(model=replace(SMALL, n_layers=3), steps=2)
     compiled = single(replace(run, parallel=mesh(compile=True, activation_checkpoint="selective")))
     assert relative_error(compiled.losses, expected(run).losses) <= FP32_BAR
-    assert counters["stats"]["unique_graphs"] - before == 2  # with and without gradients, not one per block
+    assert counters["stats"]["unique_graphs"] - before == 2  # one with gradients and one without, not one per block

@@ -1,4 +1,4 @@
-"""Runs that start from checkpoints of torchtitan 0.3.0: same weights, same moments, same next losses."""
+"""Runs that start from checkpoints of torchtitan 0.3.0: same weights, same moments, same subsequent losses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _saved(name: str) -> str:
 
 
 def _halves(pairs: Tensor, head_dim: int) -> Tensor:
-    """Rows of each head, neighbouring pairs to halves."""
+    """Reorder each head's rows from neighbouring pairs to halves."""
     return pairs.reshape(-1, head_dim // 2, 2, pairs.shape[-1]).transpose(1, 2).reshape(pairs.shape)
 
 
@@ -205,7 +205,7 @@ def test_weights_alone_resume_bit_equal_to_the_converted_folder(pool: RankPool, 
     assert direct[0][0] == TrainingProgress()
 
 
-# ------------------------------------------------------------------------------------------------------ as a user does it
+# ----------------------------------------------------------------------------------------------------- as a user does it
 
 
 DEBUG: dict[str, Any] = {
