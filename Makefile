@@ -11,7 +11,7 @@ QUICK := not dist and not s3 and not hf and not e2e
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz faults faults-debug soak bench demo docs wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz faults faults-debug hostile soak bench demo docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ faults: $(READY) ## kill saves, fail every store call, damage every file: docs/r
 
 faults-debug: $(READY) ## hang real jobs in every known way and diagnose each (ARGS="--ranks 2,4,8 --runs 3")
 	$(BIN)/python -m titan_ckpt.debug.drill.campaign $(ARGS)
+
+hostile: $(READY) ## campaigns against hostile files, links, servers and process tables (ARGS="deletion --minutes 5 --seed 1")
+	$(BIN)/python -m scripts.hostile $(ARGS)
 
 soak: $(READY) ## an hour of training, kills, reshards and prunes over a faulty network (ARGS="--minutes 5 --seed 1")
 	$(BIN)/python -m scripts.soak $(ARGS)
