@@ -87,6 +87,8 @@ def compare(
     on_bytes: Callable[[int], None] | None = None,
 ) -> Comparison:
     """Compare everything. With `values`, elements may differ by `rtol` times the larger; two NaN are equal."""
+    a.prove_coverage()
+    b.prove_coverage()
     result = Comparison()
     for fqn in sorted({*a.manifest.by_fqn, *b.manifest.by_fqn}):
         left, right = a.manifest.by_fqn.get(fqn), b.manifest.by_fqn.get(fqn)

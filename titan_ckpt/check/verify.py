@@ -12,16 +12,13 @@ from titan_ckpt.check.scan import Problem, scan_files
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint, read_index, stored_digests
-from titan_ckpt.errors import CheckpointError, NotCommittedError, NotFoundError, StoreError
+from titan_ckpt.errors import CheckpointError, DamagedError, NotCommittedError, NotFoundError, StoreError
 from titan_ckpt.format.commit import Commit, commit_path, read_commit
 from titan_ckpt.format.digest import digest
-from titan_ckpt.format.dtypes import ELEMENT_SIZE
-from titan_ckpt.format.manifest import RAW, Manifest, TensorEntry
+from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.manifest_json import decode_manifest
 from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, step_folder
 from titan_ckpt.location import parse_location
-from titan_ckpt.sharding.box_columns import overlaps
-from titan_ckpt.sharding.placement import Box
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
@@ -44,7 +41,11 @@ def verify(
         store, url = open_store(location.url), location.url
         found = newest_committed(store) if location.step is None else location.step
         if found is None or not store.exists(commit_path(found)):
-            return _verify_foreign(open_checkpoint(url, step=found, store=store), read_data, on_bytes)
+            try:
+                foreign = open_checkpoint(url, step=found, store=store)
+            except DamagedError as error:
+                return [Problem(path=METADATA, message=str(error))]
+            return _verify_foreign(foreign, read_data, on_bytes)
         step = found
     return _Verification(store, url, step).run(read_data, on_bytes)
 
@@ -157,31 +158,9 @@ class _Verification:
 def check_coverage(checkpoint: Checkpoint) -> list[Problem]:
     """Find tensors that their chunks do not cover exactly once, and chunks whose payload has another size than their box."""
     manifest = checkpoint.manifest
-    path = (
-        checkpoint.path(f"{manifest.attempt}/{MANIFEST}")
-        if manifest.kind != CheckpointKind.FOREIGN
-        else checkpoint.path(METADATA)
-    )
-    found = ((tensor.fqn, _tensor_problem(manifest, tensor)) for tensor in manifest.tensors)
-    return [Problem(path=path, fqn=fqn, message=message) for fqn, message in found if message]
-
-
-def _tensor_problem(manifest: Manifest, tensor: TensorEntry) -> str | None:
-    offsets, sizes = manifest.boxes(tensor)
-    elements = sizes.prod(axis=1)
-    wanted = Box.whole(tensor.global_shape).num_elements
-    if int(elements.sum()) != wanted:
-        return f"chunks hold {int(elements.sum())} elements of {wanted}"
-    filled = elements > 0
-    i, j = overlaps(offsets[filled], sizes[filled], offsets[filled], sizes[filled])
-    if bool((i != j).any()):
-        return "two chunks hold the same elements, so others are in none"
-    rows = slice(tensor.first_chunk, tensor.first_chunk + tensor.num_chunks)
-    is_raw = manifest.chunks.codec[rows] == (manifest.codecs.index(RAW) if RAW in manifest.codecs else -1)
-    lengths = manifest.chunks.payload_length[rows]
-    if bool(((lengths != elements * ELEMENT_SIZE[tensor.dtype]) & is_raw & (lengths >= 0)).any()):
-        return f"a chunk's payload has not the size of its box in {tensor.dtype}"
-    return None
+    is_foreign = manifest.kind == CheckpointKind.FOREIGN
+    path = checkpoint.path(METADATA if is_foreign else f"{manifest.attempt}/{MANIFEST}")
+    return [Problem(path=path, fqn=fqn, message=message) for fqn, message in checkpoint.coverage_problems.items()]
 
 
 def _verify_foreign(checkpoint: Checkpoint, read_data: bool, on_bytes: Callable[[int], None]) -> list[Problem]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.errors import DamagedError, NotFoundError
+from titan_ckpt.format.coverage import coverage_problems, describe
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.foreign_blob import locate_payload
 from titan_ckpt.format.manifest import DIGEST_BYTES, Chunk, Manifest, TensorEntry
@@ -36,6 +37,19 @@ class Checkpoint:
 
     def __str__(self) -> str:
         return f"{redact(self.url)}@{self.step}"
+
+    @cached_property
+    def coverage_problems(self) -> dict[str, str]:
+        """What is wrong with the chunks of each tensor, by FQN; empty if every element is in exactly one chunk."""
+        return coverage_problems(self.manifest)
+
+    def prove_coverage(self) -> None:
+        """DamagedError unless the chunks of every tensor cover it exactly once. Whoever reads calls it first."""
+        if self.coverage_problems:
+            raise DamagedError(
+                f"{self}: the chunks do not cover their tensors exactly once, so nothing is read from it: "
+                f"{describe(self.coverage_problems)}. `titan-ckpt verify` lists every problem; take another step"
+            )
 
     def path(self, file: str) -> str:
         """Store path of a file that the manifest names; `../step-N/...` leads to another step of the run."""

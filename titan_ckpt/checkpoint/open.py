@@ -172,6 +172,7 @@ def _open_commit(store: Store, url: str, commit: Commit) -> Checkpoint:
     manifest = decode_manifest(data, where=store.where(path), num_digests=lambda: stored_digests(store, path))
     checkpoint = Checkpoint(store=store, url=url, step=commit.step, folder=folder, manifest=manifest)
     check_files(checkpoint)
+    checkpoint.prove_coverage()
     return checkpoint
 
 
@@ -206,7 +207,9 @@ def _open_foreign(store: Store, url: str, *, folder: str, step: int) -> Checkpoi
     sizes = {entry.path.removeprefix(prefix): entry.size_bytes for entry in store.list(folder)}
     where = store.where(f"{prefix}{METADATA}")
     manifest = read_dcp_metadata(read_index(store, f"{prefix}{METADATA}"), sizes=sizes, step=step, where=where)
-    return Checkpoint(store=store, url=join(url, folder), step=step, folder=folder, manifest=manifest)
+    checkpoint = Checkpoint(store=store, url=join(url, folder), step=step, folder=folder, manifest=manifest)
+    checkpoint.prove_coverage()
+    return checkpoint
 
 
 def _open_hugging_face(store: Store, url: str) -> Checkpoint:

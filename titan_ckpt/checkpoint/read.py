@@ -42,17 +42,15 @@ def read_box(checkpoint: Checkpoint, tensor: TensorEntry, box: Box, *, verify: b
     """The stored elements of `box`, in the numpy dtype that can hold them (see `format.dtypes.storage_dtype`).
 
     Reads only the rows it needs; with `verify`, reads whole chunks and checks their digests. DamagedError if a digest differs,
-    or if the chunks do not cover the box.
+    or if the chunks do not cover their tensors.
     """
+    checkpoint.prove_coverage()
     out = np.empty(box.sizes, dtype=storage_dtype(tensor.dtype))
     parts = [
         (chunk, part)
         for chunk in (checkpoint.manifest.chunks_touching(tensor, box) if box.num_elements else ())
         if (part := chunk.box.intersect(box) if box.sizes else box) is not None
     ]
-    covered = sum(part.num_elements for _, part in parts)
-    if covered != box.num_elements:
-        raise DamagedError(f"{checkpoint}: {tensor.fqn}: chunks hold {covered} of {box.num_elements} elements of {box}")
 
     def fill(chunk: Chunk, part: Box) -> None:
         located = checkpoint.locate(chunk, row_major=False)

@@ -20,6 +20,7 @@ from titan_ckpt.errors import (
     StoreError,
     UnsafeContentError,
 )
+from titan_ckpt.format.coverage import coverage_problems, describe
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.manifest_json import check_version, encode_manifest
@@ -60,6 +61,11 @@ def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces:
     committed this step meanwhile; on a store without conditional writes (`Store.honours_conditions`) the last writer wins.
     """
     folder = step_folder(manifest.step)
+    if problems := coverage_problems(manifest):
+        raise CheckpointError(
+            f"{store.where(folder)}: not committed, since no reader could use it: its chunks do not cover their tensors exactly "
+            f"once: {describe(problems)}"
+        )
     encoded = encode_manifest(manifest)
     store.write(f"{folder}/{manifest.attempt}/{MANIFEST}", [encoded.manifest])
     if encoded.digests is not None:

@@ -280,7 +280,8 @@ def _manifest_of(root: Any, sizes: Mapping[str, int], step: int, where: str) -> 
             info = places[(fqn, None)]
             objects.append(_foreign_object(fqn, info))
             continue
-        chunks = [Box(tuple(c["offsets"]), tuple(c["sizes"])) for c in entry["chunks"]]
+        # DCP finds a blob by its box, so a box that is listed twice (replicas that were not merged) is one blob.
+        chunks = list(dict.fromkeys(Box(tuple(c["offsets"]), tuple(c["sizes"])) for c in entry["chunks"]))
         tensors.append(_foreign_tensor(fqn, entry, first_chunk=len(rows), num_chunks=len(chunks)))
         for box in chunks:
             info = places.get((fqn, box.offsets)) or places[(fqn, None)]

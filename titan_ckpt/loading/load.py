@@ -239,6 +239,7 @@ class ReadPlan:
     """Plans and runs the reads that fill some tensors."""
 
     def __init__(self, checkpoint: Checkpoint, policy: LoadPolicy, report: LoadReport) -> None:
+        checkpoint.prove_coverage()
         self._checkpoint, self._policy, self._report = checkpoint, policy, report
         self._regions: list[_Region] = []
         self._reads: list[Request] = []
@@ -261,16 +262,10 @@ class ReadPlan:
         """Fill the contiguous CPU tensor `target`, which is `box` of the stored tensor."""
         if box.num_elements == 0:
             return
-        covered = 0
         for chunk in self._checkpoint.manifest.chunks_touching(entry, box):
             part = chunk.box.intersect(box)
             if part is not None:
-                covered += part.num_elements
                 self._regions.append(_Region(entry, chunk, part, _narrow(target, part.relative_to(box))))
-        if covered != box.num_elements:
-            raise DamagedError(
-                f"{self._checkpoint}: {entry.fqn}: chunks hold {covered} of the {box.num_elements} elements of {box}"
-            )
 
     def _located(self, pool: ThreadPoolExecutor) -> Iterable[Chunk]:
         """The regions' chunks with payload offsets. In foreign blobs that takes small reads, which run in parallel."""

@@ -33,7 +33,7 @@ from titan_ckpt.format.torch_blob import envelope
 from titan_ckpt.location import is_inside
 from titan_ckpt.resharding.file_groups import group_ranks, spread
 from titan_ckpt.resharding.placement_rules import PlacementRule
-from titan_ckpt.resharding.target import Placer, TargetLayout, TargetPlacement, check_complete, lay_out, stages_for
+from titan_ckpt.resharding.target import Placer, TargetLayout, TargetPlacement, lay_out, stages_for
 from titan_ckpt.resharding.workers import JobFiles, Workers
 from titan_ckpt.rewrite.execute import Execution, FileResult, IoCounts
 from titan_ckpt.rewrite.memory import Budget
@@ -134,14 +134,15 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Plan to rewrite `checkpoint` for `mesh`; reads no tensor.
 
-    PlanError if a cut on the new mesh is unknown, or chunks are missing. `rules` override how tensors are cut
+    PlanError if a cut on the new mesh is unknown; DamagedError if the source's chunks do not tile
+    its tensors. `rules` override how tensors are cut
     (`resharding.placement_rules`); `selection` picks tensors, names and dtypes (`rewrite.selection`).
     """
+    checkpoint.prove_coverage()
     source_files = checkpoint.manifest.files
     checkpoint = decoded(checkpoint)
     manifest = checkpoint.manifest
     selection = selection or select(manifest)
-    check_complete(manifest)
     stages = stages_for(manifest, mesh, stages_per_rank=stages_per_rank)
     placer = Placer(source=manifest.mesh, target=mesh, rules=rules, stages=stages)
     by_fqn = manifest.by_fqn

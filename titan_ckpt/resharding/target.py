@@ -335,15 +335,3 @@ def _place_objects(objects: Iterable[ObjectEntry], end: int, path: str) -> Itera
     for entry in objects:
         yield replace(entry, file=path, offset=end)
         end += entry.length
-
-
-def check_complete(manifest: Manifest) -> None:
-    """PlanError if the volumes of a tensor's chunks do not add up to the tensor's."""
-    for entry in manifest.tensors:
-        _, sizes = manifest.boxes(entry)
-        found = int(sizes.prod(axis=1).sum())
-        expected = Box.whole(entry.global_shape).num_elements
-        if found != expected:
-            raise PlanError(
-                f"{entry.fqn}: the source's chunks hold {found} elements, the tensor has {expected}: damaged source"
-            )

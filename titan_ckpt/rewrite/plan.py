@@ -184,6 +184,7 @@ def source_of(checkpoint: Checkpoint, fqns: Collection[str] | None = None) -> Re
 
     A foreign checkpoint does not record where in a blob the payload is; then every blob of these tensors is inspected.
     """
+    checkpoint.prove_coverage()
     manifest, digests = checkpoint.manifest, checkpoint.digests
     wanted = [entry for entry in manifest.tensors if fqns is None or entry.fqn in fqns]
     payloads = _payloads(checkpoint, wanted)

@@ -14,6 +14,7 @@ from titan_ckpt.format.manifest import TensorEntry
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, Shape, Shard
 from titan_ckpt.sharding.repeating_columns import Int64s
+from titan_ckpt.sharding.tiling import find_flaws
 
 
 class HeldShard(Protocol):
@@ -67,8 +68,7 @@ def divide(held: Sequence[Sequence[HeldShard]], objects: Sequence[Sequence[str]]
     TitanError if ranks disagree about a tensor, or if together they do not hold all of it.
     """
     tensors = _collect(held)
-    for tensor in tensors.values():
-        _check_complete(tensor)
+    _check_complete(tensors)
     writers = _assign(held, tensors)
     items, position = _file_order(held, writers)
     base = np.concatenate([[0], np.cumsum([len(order) for order in items])])
@@ -114,20 +114,21 @@ def _check_agreement(tensor: _Tensor, item: HeldShard, rank: int) -> None:
             raise TitanError(f"{item.fqn}: rank {tensor.first_rank} has {name} {expected}, rank {rank} has {found}")
 
 
-def _check_complete(tensor: _Tensor) -> None:
-    """The boxes must tile the tensor: sizes add up, and no two boxes overlap."""
-    whole = Box.whole(tensor.first.global_shape)
-    boxes = [Box(*box) for box in tensor.boxes]
-    total = sum(box.num_elements for box in boxes)
-    if total != whole.num_elements or (len(boxes) <= 64 and _overlap(boxes)):
-        raise TitanError(
-            f"{tensor.first.fqn}: the ranks {_some(tensor.ranks)} hold {total} elements in {len(boxes)} boxes; "
-            f"the whole tensor {tensor.first.global_shape} has {whole.num_elements}. Is a rank or a stage left out?"
+def _check_complete(tensors: dict[str, _Tensor]) -> None:
+    """The boxes must tile their tensors: every element on some rank, and in one box only."""
+    equal: dict[tuple[Shape, tuple[tuple[Shape, Shape], ...]], list[_Tensor]] = {}
+    for tensor in tensors.values():
+        equal.setdefault((tensor.first.global_shape, tuple(tensor.boxes)), []).append(tensor)
+    for (shape, boxes), alike in equal.items():
+        offsets, sizes = (
+            np.array([box[n] for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape)) for n in (0, 1)
         )
-
-
-def _overlap(boxes: list[Box]) -> bool:
-    return any(a.intersect(b) is not None for n, a in enumerate(boxes) for b in boxes[:n])
+        for flaw in find_flaws([shape], np.zeros(len(boxes), dtype=np.int64), offsets, sizes).values():
+            first = alike[0]
+            raise TitanError(
+                f"{first.first.fqn}: {flaw} of the {len(boxes)} that ranks {_some(first.ranks)} hold; together they must "
+                f"hold the whole tensor {shape} once. Is a rank or a stage left out?"
+            )
 
 
 def _some(ranks: list[int]) -> str:

@@ -54,6 +54,7 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: OnBytes | No
         raise UsageError(f"the copy {target} would lie inside its source {source}; give a URL beside it")
     if source.manifest.kind == CheckpointKind.FOREIGN:
         return copy_foreign(source, target, on_bytes or (lambda _: None))
+    source.prove_coverage()
     commit = read_commit(source.store, source.step)
     present = find_commit(target, source.step)
     own_paths = self_contained_paths(source.manifest)
