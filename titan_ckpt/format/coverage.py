@@ -5,7 +5,7 @@ Whoever opens a checkpoint proves this before a byte is used; whoever commits on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -28,17 +28,17 @@ def coverage_problems(manifest: Manifest) -> dict[str, str]:
     Tensors with equal shapes and boxes, such as the layers of a model, are proved once.
     """
     found: dict[str, str] = {}
-    names: dict[_Cut, list[str]] = {}
+    cuts: dict[tuple[Shape, bytes, bytes], _Cut] = {}
     for tensor in manifest.tensors:
         offsets, sizes = manifest.boxes(tensor)
         if prod(tensor.global_shape) > MAX_ELEMENTS or min(tensor.global_shape, default=0) < 0:
             found[tensor.fqn] = f"{tensor.global_shape} is not the shape of a tensor"
             continue
-        cut = _Cut(tensor.global_shape, offsets.tobytes(), sizes.tobytes(), offsets, sizes)
-        names.setdefault(cut, []).append(tensor.fqn)
-    for cut, problem in _flawed(names):
-        found |= dict.fromkeys(names[cut], problem)
-    found |= _payload_problems(manifest, names)
+        key = (tensor.global_shape, offsets.tobytes(), sizes.tobytes())
+        cuts.setdefault(key, _Cut(tensor.global_shape, offsets, sizes)).fqns.append(tensor.fqn)
+    for cut, problem in _flawed(cuts.values()):
+        found |= dict.fromkeys(cut.fqns, problem)
+    found |= _payload_problems(manifest, cuts.values())
     return {tensor.fqn: found[tensor.fqn] for tensor in manifest.tensors if tensor.fqn in found}
 
 
@@ -50,20 +50,19 @@ def describe(problems: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A shape and its boxes; two are equal if shape and bytes of the boxes are."""
+    """A shape, its boxes, and the tensors that are cut so."""
 
     global_shape: Shape
-    offset_bytes: bytes
-    size_bytes: bytes
-    offsets: Int64s = field(compare=False)
-    sizes: Int64s = field(compare=False)
+    offsets: Int64s
+    sizes: Int64s
+    fqns: list[str] = field(default_factory=list)
 
     def volume(self) -> int:
         """Elements in all boxes together; a box outside the tensor may make it any number."""
         return int(self.sizes.prod(axis=1).sum())
 
 
-def _flawed(cuts: Mapping[_Cut, object]) -> Iterator[tuple[_Cut, str]]:
+def _flawed(cuts: Iterable[_Cut]) -> Iterator[tuple[_Cut, str]]:
     by_ndim: dict[int, list[_Cut]] = {}
     for cut in cuts:
         by_ndim.setdefault(len(cut.global_shape), []).append(cut)
@@ -96,13 +95,13 @@ def _judge(batch: list[_Cut]) -> Iterator[tuple[_Cut, str]]:
         yield cut, f"{flaw}{held}"
 
 
-def _payload_problems(manifest: Manifest, names: Mapping[_Cut, list[str]]) -> dict[str, str]:
+def _payload_problems(manifest: Manifest, cuts: Iterable[_Cut]) -> dict[str, str]:
     """Tensors with a raw payload of another size than its box. Foreign payloads (length -1) are checked when they are located."""
     raw = manifest.codecs.index(RAW) if RAW in manifest.codecs else -1
     found = {}
-    for cut, fqns in names.items():
+    for cut in cuts:
         elements = cut.sizes.prod(axis=1)
-        for fqn in fqns:
+        for fqn in cut.fqns:
             if _has_other_size(manifest, manifest.by_fqn[fqn], elements, raw):
                 found[fqn] = f"a chunk's payload has not the size of its box in {manifest.by_fqn[fqn].dtype}"
     return found
