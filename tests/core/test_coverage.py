@@ -241,7 +241,7 @@ def _with_offsets(manifest: Any, offsets: Any) -> Any:
     return replace(manifest, chunks=replace(manifest.chunks, box_offsets=offsets))
 
 
-def test_the_newest_step_is_passed_over_if_its_chunks_do_not_tile(run: str) -> None:
+def test_a_newest_step_whose_chunks_do_not_tile_is_passed_over(run: str) -> None:
     whole = open_checkpoint(f"{run}/../whole")
     titan_ckpt.save(run, {"model": {"w": whole.read("model.w"), "scalar": torch.tensor(3.0)}, "step": 0}, step=0)
     doctor(run, overlap_and_gap)
