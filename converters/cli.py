@@ -7,15 +7,17 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.output import write_json
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
+from titan_ckpt.converters.hf.assets import CONFIG
 from titan_ckpt.converters.hf.config import Config, parse_config
 from titan_ckpt.converters.hf.export_plan import DEFAULT_SHARD_BYTES, plan_export
 from titan_ckpt.converters.hf.export_run import read_adapter, run_export
-from titan_ckpt.converters.hf.folder import CONFIG, open_hf
+from titan_ckpt.converters.hf.folder import open_hf
 from titan_ckpt.converters.hf.import_plan import plan_import
 from titan_ckpt.converters.hf.import_run import check_import, run_import
 from titan_ckpt.converters.hf.publish import check_new
@@ -91,6 +93,7 @@ def _to_hf(arguments: Namespace) -> int:
         "bytes": plan.size_bytes,
         "files": sorted([*(file.path for file in plan.weights), *plan.small, *plan.last]),
         "left_out": plan.left_out,
+        "not_carried": dict(plan.not_carried),
         "written": not arguments.dry_run,
     }
     result: Verification | None = None
@@ -128,6 +131,7 @@ def _from_hf(arguments: Namespace) -> int:
         "bytes": plan.size_bytes,
         "files": sorted(model.assets),
         "left_out": plan.left_out,
+        "not_carried": dict(model.left_out),
         "written": not arguments.dry_run,
     }
     if not arguments.dry_run:
@@ -166,7 +170,8 @@ def _read_config(path: str) -> Config:
     folder, _, name = path.rpartition("/")
     if name != CONFIG:
         folder = path
-    store = open_store(folder or ".")
+    store = open_store(folder or ("/" if path.startswith("/") else "."))
+    check_own_files(store, [CONFIG])
     if not store.exists(CONFIG):
         raise UsageError(f"--config {path}: no {CONFIG} there")
     return parse_config(store.read(CONFIG), join(str(store), CONFIG))
@@ -184,6 +189,8 @@ def _show(facts: dict[str, Any], *, as_json: bool) -> None:
     )
     if names := facts["left_out"]:
         sys.stdout.write(f"  left out, since every reader computes them: {', '.join(names[:3])}{_more(names[3:])}\n")
+    if others := [f"{name!r} ({why})" for name, why in facts["not_carried"].items()]:
+        sys.stdout.write(f"  not carried: {', '.join(others[:5])}{_more(others[5:])}\n")
 
 
 def _more(names: list[str]) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, UnsafeContentError
+from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, DamagedError, NotFoundError, UnsafeContentError
 from titan_ckpt.format.commit import find_commit
 from titan_ckpt.loading.load import read_object
 from titan_ckpt.location import local_path, normalise, parse_location, scheme
@@ -75,7 +76,12 @@ def export_torch(checkpoint: Checkpoint | str, dst: str, *, only: str = "") -> T
     state |= {key: read_object(opened, fqn) for key, fqn in values.items()}
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    store.write(name, [buffer.getbuffer()])
+    try:
+        store.write_if(name, buffer.getbuffer(), version=None)
+    except ConditionFailedError as error:
+        raise AlreadyExistsError(
+            f"{store.where(name)}: exists already; give another name or remove it first"
+        ) from error
     size_bytes = sum(opened.manifest.by_fqn[fqn].size_bytes for fqn in tensors.values())
     return TorchReport(url=dst, num_tensors=len(tensors), num_values=len(values), size_bytes=size_bytes)
 
@@ -84,6 +90,8 @@ def _read(src: str) -> Mapping[str, Any]:
     try:
         if scheme(src) == "file":
             path = local_path(normalise(src))
+            folder, _, name = path.rpartition("/")
+            check_own_files(open_store(folder or "/"), [name])
             if not os.path.isfile(path):
                 raise NotFoundError(f"{path}: no such file")
             state = torch.load(path, map_location="cpu", weights_only=True)

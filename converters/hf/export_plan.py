@@ -11,11 +11,12 @@ import numpy as np
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
-from titan_ckpt.converters.hf.checkpoint import USER_KEY
+from titan_ckpt.converters.hf.assets import CONFIG, README, Carried, carry, clean_settings, is_carried, why_left_out
+from titan_ckpt.converters.hf.checkpoint import USER_KEY, HfCheckpoint
 from titan_ckpt.converters.hf.config import Config, encode_config, hf_config, parse_config, spec_from_hf
-from titan_ckpt.converters.hf.folder import CONFIG, INDEX, SINGLE, SUFFIX, encode_index
+from titan_ckpt.converters.hf.folder import INDEX, SINGLE, SUFFIX, encode_index
 from titan_ckpt.converters.hf.safetensors_header import encode_header
-from titan_ckpt.converters.hf.small_files import complete, model_card
+from titan_ckpt.converters.hf.small_files import complete, model_card, source_name
 from titan_ckpt.converters.models.contract import check_tensors, main_dtype
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.models.spec import ModelSpec, spec_of
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from titan_ckpt.converters.hf.peft_adapter import Adapter  # needs torch, which a plan does not
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-README = "README.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,8 @@ class ExportTensor:
 class ExportPlan:
     """`weights`: files to stream. `small`: the other files by name. `last`: the files that complete the model, written last.
 
-    `left_out`: buffers of the checkpoint that readers compute. `overflows` is filled by the run.
+    `left_out`: buffers of the checkpoint that readers compute. `not_carried`: its files, and settings in them, that are not
+    exported, with the reason. `overflows` is filled by the run.
     """
 
     spec: ModelSpec
@@ -83,6 +84,7 @@ class ExportPlan:
     tied_head: str | None
     adapter: Adapter | None
     left_out: list[str]
+    not_carried: Mapping[str, str]
     overflows: Overflows
 
     @property
@@ -101,7 +103,8 @@ def plan_export(
 ) -> ExportPlan:
     """Plan the export. `config` is a config.json for checkpoints without a model config; `adapter` is merged into the weights."""
     manifest = checkpoint.manifest
-    base = config if config is not None else _stored_config(checkpoint)
+    carried = _assets(checkpoint)
+    base, removed = _base_config(checkpoint, config, carried)
     spec = _spec(checkpoint, base, is_given=config is not None)
     layout = find_layout(manifest.by_fqn, str(checkpoint))
     found = _find_tensors(checkpoint, layout, spec)
@@ -119,24 +122,17 @@ def plan_export(
     if len(shards) > 1:
         weight_map = {t.named.hf: file for file, shard in shards.items() for t in shard}
         last = {INDEX: encode_index(weight_map, size_bytes, parameters)} | last
-    card = model_card(
-        source=str(checkpoint),
-        manifest=manifest,
-        spec=spec,
-        dtype=dtype_now,
-        num_parameters=parameters,
-        size_bytes=size_bytes,
-    )
     return ExportPlan(
         spec=spec,
         layout=layout,
         tensors=tensors,
         weights=tuple(_target_file(file, shard, spec, adapter, overflows) for file, shard in shards.items()),
-        small=_assets(checkpoint, spec) | {README: card},
+        small=_small_files(checkpoint, carried.files, spec, tensors),
         last=last,
         tied_head=found[HEAD].ours if spec.tied_embeddings and HEAD in found else None,
         adapter=adapter,
         left_out=sorted(fqn for fqn in manifest.by_fqn if is_computed(fqn)),
+        not_carried=dict(carried.left_out) | {f"{CONFIG}: {key}": why for key, why in removed.items()},
         overflows=overflows,
     )
 
@@ -147,10 +143,15 @@ def _spec(checkpoint: Checkpoint, base: Config | None, *, is_given: bool) -> Mod
     return spec_of(checkpoint.manifest.config, str(checkpoint))
 
 
-def _stored_config(checkpoint: Checkpoint) -> Config | None:
-    if CONFIG not in checkpoint.manifest.assets:
-        return None
-    return parse_config(checkpoint.asset(CONFIG), f"{checkpoint} {CONFIG}")
+def _base_config(
+    checkpoint: Checkpoint, given: Config | None, carried: Carried
+) -> tuple[Config | None, dict[str, str]]:
+    """The config.json to start from, `given` or the checkpoint's, and what was removed from a given one."""
+    if given is not None:
+        return clean_settings(given)
+    if CONFIG not in carried.files:
+        return None, {}
+    return parse_config(carried.files[CONFIG], f"{checkpoint} {CONFIG}"), {}
 
 
 def _had_head(checkpoint: Checkpoint) -> bool:
@@ -255,7 +256,27 @@ def _located(checkpoint: Checkpoint, entry: TensorEntry, tensor: SourceTensor) -
     )
 
 
-def _assets(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, bytes]:
-    """The checkpoint's assets, completed, without config.json, which is written anew."""
-    names = sorted(name for name in checkpoint.manifest.assets if name != CONFIG)
-    return complete({name: checkpoint.asset(name) for name in names}, spec, str(checkpoint))
+def _small_files(
+    checkpoint: Checkpoint, files: Mapping[str, bytes], spec: ModelSpec, tensors: Sequence[ExportTensor]
+) -> dict[str, bytes]:
+    """All small files but config.json, which is written anew."""
+    card = model_card(
+        files.get(README),
+        source=source_name(checkpoint.url, checkpoint.manifest.step),
+        manifest=checkpoint.manifest,
+        spec=spec,
+        dtype=main_dtype((tensor.dtype, tensor.size_bytes) for tensor in tensors),
+        num_parameters=sum(prod(tensor.shape) for tensor in tensors),
+        size_bytes=sum(tensor.size_bytes for tensor in tensors),
+    )
+    kept = {name: data for name, data in files.items() if name != CONFIG}
+    return complete(kept, spec, str(checkpoint)) | {README: card}
+
+
+def _assets(checkpoint: Checkpoint) -> Carried:
+    """The checkpoint's assets that are exported; the others are not even read."""
+    names = checkpoint.manifest.assets
+    carried = carry({name: checkpoint.asset(name) for name in sorted(names) if is_carried(name)}, str(checkpoint))
+    others = {name: why_left_out(name) for name in sorted(names) if not is_carried(name)}
+    in_place = checkpoint.model.left_out if isinstance(checkpoint, HfCheckpoint) else {}
+    return Carried(files=carried.files, left_out={**in_place, **others, **carried.left_out})

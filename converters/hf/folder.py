@@ -1,45 +1,43 @@
 """Open a Hugging Face model in a folder, a hub cache or a bucket prefix: its weight files, headers, config and assets.
 
-The index decides which weight files count. Every header is checked before an offset in it is used. Only assets on the list below
-are copied with the model; a repository's code is never run or copied.
+The index decides which weight files count. Every header is checked before an offset in it is used. Links are followed inside the
+folder and its hub cache only. Of the small files, `assets` lists what is carried; a repository's code is never run or carried.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from titan_ckpt.checkpoint.foreign_files import check_own_files, check_own_folder, local_names
+from titan_ckpt.converters.hf.assets import CONFIG, carry, is_carried, why_left_out
 from titan_ckpt.converters.hf.config import Config, parse_config, spec_from_hf
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
 from titan_ckpt.converters.models.spec import ModelSpec
 from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
-from titan_ckpt.location import check_relative, join, local_path, scheme
+from titan_ckpt.location import check_relative, join
 from titan_ckpt.rewrite.plan import RewriteSource, SourceTensor
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
 log = logging.getLogger(__name__)
-CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
-_ASSETS = re.compile(
-    r"(?:config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
-    r"|tokenizer\.model(?:\.v\d+)?|spiece\.model|tekken\.json|[\w-]+\.tiktoken|merges\.txt|vocab\.txt"
-    r"|chat_template\.jinja|additional_chat_templates/[\w.-]+\.jinja|(?:LICENSE|NOTICE|USE_POLICY)(?:\.(?:md|txt))?"
-)
 MAX_ASSET_BYTES = 100_000_000
 _TORCH_FILES = re.compile(r"pytorch_model.*\.bin|.*\.pth?|consolidated.*\.pth")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HfModel:
-    """An opened model. `files[n]` holds the tensors whose `file_of` is n; `assets` are the small files copied with it."""
+    """An opened model. `files[n]` holds the tensors whose `file_of` is n; `assets` are the small files carried with it.
+
+    `left_out`: files and settings that are not carried, with the reason.
+    """
 
     store: Store
     url: str
@@ -49,6 +47,7 @@ class HfModel:
     config: Config
     assets: Mapping[str, bytes]
     metadata: Mapping[str, str]
+    left_out: Mapping[str, str]
 
     @property
     def spec(self) -> ModelSpec:
@@ -76,7 +75,8 @@ def open_hf(url: str, *, store: Store | None = None) -> HfModel:
     safetensors.
     """
     store = store or _snapshot(open_store(url))
-    _check_links(store)
+    check_own_files(store, [SINGLE, INDEX])
+    check_own_files(store, filter(is_carried, local_names(store)), are_published=True)
     found = {entry.path: entry.size_bytes for entry in store.list()}
     names = {path: size_bytes for path, size_bytes in found.items() if "/" not in path}
     if CONFIG not in names:
@@ -86,6 +86,8 @@ def open_hf(url: str, *, store: Store | None = None) -> HfModel:
         log.warning("%s: auto_map names code of the model's own, which is neither run nor copied", store.where(CONFIG))
     weight_map = _weight_map(store, names)
     weights = _read_files(store, names, weight_map)
+    carried = carry(_read_assets(store, found), str(store))
+    others = {name: why_left_out(name) for name in sorted(found) if _is_left_out(name, weights.files)}
     return HfModel(
         store=store,
         url=url,
@@ -93,17 +95,25 @@ def open_hf(url: str, *, store: Store | None = None) -> HfModel:
         tensors=weights.tensors,
         file_of=weights.file_of,
         config=config,
-        assets={name: store.read(name) for name in sorted(found) if _is_asset(name, found[name])},
+        assets=carried.files,
         metadata=weights.metadata,
+        left_out=others | dict(carried.left_out),
     )
 
 
-def _is_asset(name: str, size_bytes: int) -> bool:
-    if _ASSETS.fullmatch(name) is None:
-        return False
-    if size_bytes > MAX_ASSET_BYTES:
-        raise PlanError(f"{name} has {size_bytes} bytes: too large for an asset (limit {MAX_ASSET_BYTES})")
-    return True
+def _read_assets(store: Store, found: Mapping[str, int]) -> dict[str, bytes]:
+    names = sorted(filter(is_carried, found))
+    check_own_files(store, names, are_published=True)
+    for name in names:
+        if found[name] > MAX_ASSET_BYTES:
+            raise PlanError(f"{name} has {found[name]} bytes: too large for an asset (limit {MAX_ASSET_BYTES})")
+    return {name: store.read(name) for name in names}
+
+
+def _is_left_out(name: str, weights: Sequence[str]) -> bool:
+    """Whether to say of a file that it is left out; hidden files belong to git and the hub."""
+    is_hidden = any(part.startswith(".") for part in name.split("/"))
+    return not is_hidden and not is_carried(name) and name not in (*weights, INDEX)
 
 
 def _snapshot(store: Store) -> Store:
@@ -111,26 +121,12 @@ def _snapshot(store: Store) -> Store:
     snapshots = store.folders("snapshots")
     if not snapshots or store.exists(CONFIG):
         return store
+    check_own_files(store, ["refs/main"])
     revision = store.read("refs/main").decode().strip() if store.exists("refs/main") else snapshots[0]
     if revision not in snapshots or (len(snapshots) > 1 and not store.exists("refs/main")):
         raise UsageError(f"{store}: a hub cache with snapshots {', '.join(snapshots)}; name one: {store}/snapshots/...")
+    check_own_folder(store, f"snapshots/{revision}")
     return open_store(join(store.url, "snapshots", revision))
-
-
-def _check_links(store: Store) -> None:
-    """DamagedError for a dangling link: a hub cache is a folder of links, and an unfinished download must not look complete."""
-    folder = local_path(store.url) if scheme(store.url) == "file" else ""
-    if not os.path.isdir(folder):
-        return
-    with os.scandir(folder) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
-    for entry in entries:
-        counts = entry.name.endswith(SUFFIX) or entry.name == INDEX or _ASSETS.fullmatch(entry.name) is not None
-        if counts and entry.is_symlink() and not os.path.exists(entry.path):
-            raise DamagedError(
-                f"{store.where(entry.name)}: a link to {os.readlink(entry.path)}, which is not there: an unfinished download? "
-                "Download the model again"
-            )
 
 
 def _explain_missing(store: Store, names: Mapping[str, int]) -> NoReturn:
@@ -175,6 +171,8 @@ def _read_index(store: Store) -> dict[str, str]:
             check_relative(file)
         except UsageError as error:
             raise UnsafeContentError(f"{where}: {name}: {file!r} is outside the model's folder") from error
+        if not file.isprintable():
+            raise UnsafeContentError(f"{where}: {name}: {file!r} is not a name for a file")
     return weight_map
 
 
@@ -193,6 +191,7 @@ def _read_files(store: Store, names: Mapping[str, int], weight_map: Mapping[str,
     tensors: dict[str, StoredTensor] = {}
     file_of: dict[str, int] = {}
     metadata: dict[str, str] = {}
+    check_own_files(store, files)
     for file in files:
         if file not in names and not store.exists(file):
             raise DamagedError(f"{store.where(file)}: missing, though {INDEX} names it")

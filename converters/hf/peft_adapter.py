@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.converters.hf.config import parse_config
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
 from titan_ckpt.errors import LoadContractError, PlanError
@@ -72,6 +73,7 @@ class Adapter:
 def open_adapter(url: str) -> Adapter:
     """Open the adapter in a folder or prefix. PlanError for anything but plain LoRA."""
     store = open_store(url)
+    check_own_files(store, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
     config = parse_config(store.read(ADAPTER_CONFIG), store.where(ADAPTER_CONFIG))
     for key, only in _ONLY.items():
         if config.get(key) is not None and config[key] not in only:

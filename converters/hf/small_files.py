@@ -6,6 +6,7 @@ None contains a time, so two exports of one checkpoint are equal.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,13 +18,44 @@ from titan_ckpt.format.manifest import Manifest
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
+_BEGIN, _END = "<!-- titan-ckpt: begin -->", "<!-- titan-ckpt: end -->"
+_SECTION = re.compile(f"{_BEGIN}.*?{_END}\n?".encode(), re.DOTALL)
+_HEAD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# A {family} model, exported by titan-ckpt
+
+"""
+_USAGE = """
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=20)[0]))
+```
+"""
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 
 
 def model_card(
-    *, source: str, manifest: Manifest, spec: ModelSpec, dtype: str, num_parameters: int, size_bytes: int
+    theirs: bytes | None,
+    *,
+    source: str,
+    manifest: Manifest,
+    spec: ModelSpec,
+    dtype: str,
+    num_parameters: int,
+    size_bytes: int,
 ) -> bytes:
-    """The README.md; `source` is the checkpoint's URL without secrets."""
+    """The README.md. `theirs` is the card that the model was imported with: it stays, and training since adds a section.
+
+    `source` names the checkpoint without a path of this machine. A section of an earlier export is replaced.
+    """
+    if theirs is not None and not manifest.training:
+        return theirs
     rows = {
         "Source": f"`{source}`",
         "Step": manifest.step,
@@ -36,25 +68,33 @@ def model_card(
         "Longest sequence": f"{spec.max_seq_len:,}",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return f"""\
----
-library_name: transformers
-pipeline_tag: text-generation
----
-# A {spec.family} model, exported by titan-ckpt
+    section = f"{_BEGIN}\n\n| | |\n|---|---|\n{table}\n\n{_END}\n".encode()
+    if theirs is None:
+        return _HEAD.format(family=spec.family).encode() + section + _USAGE.encode()
+    if _SECTION.search(theirs):
+        return _SECTION.sub(lambda _: section, theirs, count=1)
+    return theirs.rstrip() + b"\n\n## Trained further, and exported by titan-ckpt\n\n" + section
 
-| | |
-|---|---|
-{table}
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+def source_name(url: str, step: int) -> str:
+    """A name for a run: the last part of its URL, or a hub cache's repository; no path, host, bucket or password.
 
-model = AutoModelForCausalLM.from_pretrained(".")
-tokenizer = AutoTokenizer.from_pretrained(".")
-print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=20)[0]))
-```
-""".encode()
+    >>> source_name("/home/me/runs/demo", 60), source_name("s3://key:secret@bucket/demo?token=1", 6), source_name("s3://b", 1)
+    ('demo@60', 'demo@6', 'checkpoint@1')
+    >>> source_name("/cache/hub/models--org--name/snapshots/0123abc", 0)
+    'org/name@0123abc'
+    """
+    _, separator, rest = url.rpartition("://")
+    parts = [part for part in rest.partition("?")[0].split("/") if part]
+    parts = parts[1:] if separator else parts
+    if len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        repository = parts[-3].removeprefix("models--").replace("--", "/")
+        return f"{_plain(repository)}@{_plain(parts[-1])}"
+    return f"{_plain(parts[-1]) if parts else 'checkpoint'}@{step}"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_./-]", "_", name)
 
 
 def _tokens(training: Mapping[str, Any]) -> str:

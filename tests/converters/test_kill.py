@@ -12,8 +12,9 @@ import pytest
 
 from tests.support.hf_models import config, contents, tensors, write_model
 from titan_ckpt.converters import export_hf, import_hf
-from titan_ckpt.converters.hf.publish import publish
+from titan_ckpt.converters.hf.publish import OWNER_TEXT, publish
 from titan_ckpt.errors import AlreadyExistsError
+from titan_ckpt.store.open import open_store
 
 # Runs one conversion in a child that kills itself at the N-th write to disk, rename included.
 CHILD = """
@@ -57,12 +58,61 @@ def test_killed_export_leaves_nothing_that_looks_finished(tmp_path: Path, model:
     export_hf(str(tmp_path / "run"), str(tmp_path / "reference"), max_shard_bytes=20_000)
     target, call, kills = tmp_path / "out", 0, 0
     while _killed_at(call, "export", tmp_path / "run", target):
-        assert not target.exists()
         kills += 1
         call += 3
+        if target.exists():
+            break
     assert kills >= 5
     assert contents(target) == contents(tmp_path / "reference")
+    with pytest.raises(AlreadyExistsError):
+        export_hf(str(tmp_path / "run"), str(target))
     assert [name for name in os.listdir(tmp_path) if "partial" in name] == []
+
+
+def test_only_what_is_proved_ours_is_removed(tmp_path: Path, model: Path) -> None:
+    import_hf(str(model), str(tmp_path / "run"))
+    for name in (".out.partial-12345678", ".out.partial-backup", ".out.partial-87654321"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    (tmp_path / ".out.partial-87654321.owner").write_text("someone else's")
+    (tmp_path / ".out.partial-0000000f").symlink_to(tmp_path / ".out.partial-backup")
+    (tmp_path / ".out.partial-0000000f.owner").write_bytes(OWNER_TEXT)
+    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    assert [path.parent.name for path in sorted(tmp_path.glob(".out.partial-*/notes.txt")) if not path.parent.is_symlink()] == [
+        ".out.partial-12345678", ".out.partial-87654321", ".out.partial-backup",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["link", "link to an empty folder", "dangling link", "file", "folder with a file"])
+def test_what_exists_is_never_replaced(tmp_path: Path, model: Path, kind: str) -> None:
+    import_hf(str(model), str(tmp_path / "run"))
+    target, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    if "link" in kind:
+        target.symlink_to(elsewhere)
+    if kind != "dangling link" and kind != "file":
+        (target if kind.startswith("folder") else elsewhere).mkdir()
+    if kind in ("file", "link"):
+        (target if kind == "file" else elsewhere / "mine").write_text("mine")
+    if kind.startswith("folder"):
+        (target / "mine").write_text("mine")
+    before = sorted((str(path), path.is_symlink()) for path in tmp_path.rglob("*") if "run" not in path.parts)
+    with pytest.raises(AlreadyExistsError):
+        export_hf(str(tmp_path / "run"), str(target))
+    assert sorted((str(p), p.is_symlink()) for p in tmp_path.rglob("*") if "run" not in p.parts) == before
+
+
+def test_a_failed_export_to_a_prefix_removes_its_own_files() -> None:
+    other = open_store("memory://a-failed-export/out")
+
+    def fail() -> None:
+        with publish("memory://a-failed-export/out", size_bytes=0) as store:
+            store.write("model.safetensors", [b"ours"])
+            other.write("config.json", [b"another writer's"])
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert [entry.path for entry in other.list()] == ["config.json"]
 
 
 def test_killed_import_is_no_checkpoint_or_a_whole_one(tmp_path: Path, model: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from titan_ckpt.checkpoint import foreign_formats
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState, OnDamage
 from titan_ckpt.errors import CheckpointError, DamagedError, NewerFormatError, NotCommittedError, NotFoundError
 from titan_ckpt.format.commit import Commit, read_commit
@@ -204,9 +205,11 @@ def check_files(checkpoint: Checkpoint) -> None:
 
 def _open_foreign(store: Store, url: str, *, folder: str, step: int) -> Checkpoint:
     prefix = f"{folder}/" if folder else ""
+    check_own_files(store, [METADATA], folder=folder)
     sizes = {entry.path.removeprefix(prefix): entry.size_bytes for entry in store.list(folder)}
     where = store.where(f"{prefix}{METADATA}")
     manifest = read_dcp_metadata(read_index(store, f"{prefix}{METADATA}"), sizes=sizes, step=step, where=where)
+    check_own_files(store, [file.path for file in manifest.files], folder=folder)
     checkpoint = Checkpoint(store=store, url=join(url, folder), step=step, folder=folder, manifest=manifest)
     checkpoint.prove_coverage()
     return checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from titan_ckpt.trainer.run.control_group import ControlGroup
 
 log = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
+_OF_ANY_TOKENIZER = re.compile(r"config\.json|README\.md|(?i:LICEN[CS]E|NOTICE|USE_POLICY|COPYING|THIRD_PARTY).*")
 TORCHTITAN = "tok_embeddings.weight"  # identifies checkpoints with torchtitan's names, whoever wrote the files
 
 
@@ -246,13 +248,13 @@ def check_all_taken(checkpoint: Checkpoint, report: LoadReport, parts: Sequence[
 def kept_assets(start: Start, tokenizer: bytes) -> dict[str, bytes]:
     """The assets to save with every checkpoint: those of the start, so that an imported model keeps its config and chat template.
 
-    If the run's tokenizer differs from the start's, only the start's config.json is kept.
+    If the run's tokenizer differs from the start's, only the start's config.json, licence and model card are kept.
     """
     assets: dict[str, bytes] = {}
     if start.checkpoint is not None:
         assets = {name: start.checkpoint.asset(name) for name in start.checkpoint.manifest.assets}
         if assets.get(TOKENIZER) != tokenizer:
-            assets = {name: data for name, data in assets.items() if name == "config.json"}
+            assets = {name: data for name, data in assets.items() if _OF_ANY_TOKENIZER.fullmatch(name)}
     return assets | {TOKENIZER: tokenizer}
 
 
