@@ -20,7 +20,7 @@ import numpy as np
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.uncompressed import decoded
-from titan_ckpt.converters.models.contract import check_tensors
+from titan_ckpt.converters.models.contract import check_floats, check_tensors
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD, check_spec, expected_tensors
 from titan_ckpt.converters.models.spec import ModelSpec, spec_of
 from titan_ckpt.converters.models.tensor_names import (
@@ -171,6 +171,7 @@ def _check_weights(theirs: Checkpoint, layout: Layout, spec: ModelSpec, names: l
     known = {named.ours: named.hf for named in names} | {head: HEAD}
     found = {known.get(fqn, fqn): entry.global_shape for fqn, entry in tensors.items() if is_weight(fqn, layout)}
     check_tensors(found, spec, where=str(theirs))
+    check_floats({fqn: tensors[fqn].dtype for fqn in tensors if is_weight(fqn, layout)}, where=str(theirs))
     if spec.tied_embeddings and head in tensors and not _are_equal(theirs, head, embedding):
         raise LoadContractError(
             f"{theirs}: the config ties the head to the embedding, but {head} and {embedding} differ; "

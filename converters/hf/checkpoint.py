@@ -17,7 +17,13 @@ from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.converters.hf.folder import HfModel, open_hf
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor
 from titan_ckpt.converters.hf.stream import tensor_digests
-from titan_ckpt.converters.models.contract import check_dtypes, check_tensors, main_dtype
+from titan_ckpt.converters.models.contract import (
+    check_dtypes,
+    check_floats,
+    check_tensors,
+    main_dtype,
+    warn_of_other_dtypes,
+)
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD
 from titan_ckpt.converters.models.spec import spec_to_config
 from titan_ckpt.converters.models.tensor_names import LAYOUTS, TITAN, Named, is_computed, name_in
@@ -56,6 +62,9 @@ def open_hf_checkpoint(url: str, *, store: Store | None = None) -> HfCheckpoint:
     spec = model.spec
     stored = {name: tensor for name, tensor in model.tensors.items() if not is_computed(name)}
     check_tensors({name: tensor.shape for name, tensor in stored.items()}, spec, where=str(model.store))
+    dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+    check_floats(dtypes, where=str(model.store))
+    warn_of_other_dtypes(dtypes.values(), model.declared_dtype, where=str(model.store))
     has_stored_head = spec.tied_embeddings and HEAD in stored
     if has_stored_head:
         check_tied_head(model)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from titan_ckpt.converters.models.families import FAMILIES, HfFamily, check_spec
 from titan_ckpt.converters.models.spec import Experts, ModelSpec, SpecRopeScaling
+from titan_ckpt.converters.models.transforms import FLOATS
 from titan_ckpt.errors import DamagedError, PlanError
 
 Config = dict[str, Any]
@@ -42,9 +43,11 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),
-    "quantization_config": (),
-    "compression_config": (),
+    **dict.fromkeys(("quantization_config", "compression_config", "quantization", "quant_config", "quant_method"), ()),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit"), (False,)),
 }
+# Files beside the weights that only quantised models have.
+QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quantization_config.json")
 
 # Far above every model: a damaged number must not allocate a list of its length.
 MAX_LAYERS = 10_000
@@ -125,6 +128,21 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from error
     return spec
+
+
+def declared_dtype(config: Mapping[str, Any], where: str) -> str | None:
+    """The dtype that `config` gives its weights, under either of its names; None if it names none or one for each part.
+
+    PlanError if the two names disagree, or for a dtype that is not floating-point.
+    """
+    given = {key: config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)}
+    found = {value.removeprefix("torch.") for value in given.values()} - {"auto"}
+    if len(found) > 1:
+        _refuse(where, "dtype", given, "which of the two is it?")
+    for dtype in found:
+        if dtype not in FLOATS:
+            _refuse(where, next(iter(given)), dtype, f"a model's dtype is one of {', '.join(FLOATS)}")
+    return next(iter(found), None)
 
 
 def _family(config: Mapping[str, Any], where: str) -> HfFamily:

@@ -17,7 +17,7 @@ from titan_ckpt.converters.hf.config import Config, encode_config, hf_config, pa
 from titan_ckpt.converters.hf.folder import INDEX, SINGLE, SUFFIX, encode_index
 from titan_ckpt.converters.hf.safetensors_header import encode_header
 from titan_ckpt.converters.hf.small_files import complete, model_card, source_name
-from titan_ckpt.converters.models.contract import check_tensors, main_dtype
+from titan_ckpt.converters.models.contract import check_floats, check_tensors, main_dtype
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.models.spec import ModelSpec, spec_of
 from titan_ckpt.converters.models.tensor_names import (
@@ -169,6 +169,7 @@ def _find_tensors(checkpoint: Checkpoint, layout: Layout, spec: ModelSpec) -> di
     known = {named.ours for named in wanted}
     extra = {fqn: tensors[fqn].global_shape for fqn in tensors if is_weight(fqn, layout) and fqn not in known}
     check_tensors(shapes | extra, spec, where=str(checkpoint))
+    check_floats({named.ours: tensors[named.ours].dtype for named in found.values()}, where=str(checkpoint))
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from titan_ckpt.checkpoint.foreign_files import check_own_files, check_own_folder, local_names
 from titan_ckpt.converters.hf.assets import CONFIG, carry, is_carried, why_left_out
-from titan_ckpt.converters.hf.config import Config, parse_config, spec_from_hf
+from titan_ckpt.converters.hf.config import QUANTISED_FILES, Config, declared_dtype, parse_config, spec_from_hf
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
 from titan_ckpt.converters.models.spec import ModelSpec
 from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 MAX_ASSET_BYTES = 100_000_000
 _TORCH_FILES = re.compile(r"pytorch_model.*\.bin|.*\.pth?|consolidated.*\.pth")
 
@@ -53,6 +54,11 @@ class HfModel:
     def spec(self) -> ModelSpec:
         """The spec in config.json."""
         return spec_from_hf(self.config, self.store.where(CONFIG))
+
+    @property
+    def declared_dtype(self) -> str | None:
+        """The weights' dtype according to config.json."""
+        return declared_dtype(self.config, self.store.where(CONFIG))
 
     @property
     def source(self) -> RewriteSource:
@@ -84,6 +90,14 @@ def open_hf(url: str, *, store: Store | None = None) -> HfModel:
     config = parse_config(store.read(CONFIG), store.where(CONFIG))
     if config.get("auto_map"):
         log.warning("%s: auto_map names code of the model's own, which is neither run nor copied", store.where(CONFIG))
+    if quantised := [name for name in QUANTISED_FILES if name in names]:
+        raise PlanError(
+            f"{store.where(quantised[0])}: the settings of quantised weights; convert the model they were made from"
+        )
+    if ADAPTER_CONFIG in names:
+        log.warning(
+            "%s: an adapter lies beside the model and is left out; --merge-lora merges it", store.where(ADAPTER_CONFIG)
+        )
     weight_map = _weight_map(store, names)
     weights = _read_files(store, names, weight_map)
     carried = carry(_read_assets(store, found), str(store))

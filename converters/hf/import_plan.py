@@ -11,7 +11,13 @@ import numpy as np
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.converters.hf.checkpoint import USER_KEY
 from titan_ckpt.converters.hf.folder import HfModel
-from titan_ckpt.converters.models.contract import check_dtypes, check_tensors, main_dtype
+from titan_ckpt.converters.models.contract import (
+    check_dtypes,
+    check_floats,
+    check_tensors,
+    main_dtype,
+    warn_of_other_dtypes,
+)
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.models.spec import ModelSpec, spec_to_config
 from titan_ckpt.converters.models.tensor_names import (
@@ -111,6 +117,9 @@ def plan_import(model: HfModel, *, dtype: str | None, step: int, attempt: str, l
     spec = model.spec
     found = {name: tensor.shape for name, tensor in model.tensors.items() if not is_computed(name)}
     check_tensors(found, spec, where=str(model.store))
+    dtypes = {name: model.tensors[name].dtype for name in found}
+    check_floats(dtypes, where=str(model.store))
+    warn_of_other_dtypes(dtypes.values(), model.declared_dtype, where=str(model.store))
     overflows = Overflows()
     tensors = list(_tensors(model, spec, LAYOUTS[layout], dtype, overflows))
     check_dtypes(((tensor.fqn, tensor.dtype) for tensor in tensors), where=str(model.store))

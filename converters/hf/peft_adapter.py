@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.converters.hf.config import parse_config
+from titan_ckpt.converters.hf.folder import ADAPTER_CONFIG
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
 from titan_ckpt.errors import LoadContractError, PlanError
 from titan_ckpt.rewrite.cast import to_dtype
@@ -24,7 +25,6 @@ from titan_ckpt.sharding.placement import Box, Shape
 from titan_ckpt.store.base import Buffer, Store
 from titan_ckpt.store.open import open_store
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 # Settings that change the merge, with their supported values; null is always supported.
