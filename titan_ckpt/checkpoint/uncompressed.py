@@ -44,6 +44,9 @@ class DecodedStore(Store):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return self._store.list(prefix)
 
+    def is_link(self, path: str) -> bool:
+        return self._store.is_link(path)
+
     def honours_conditions(self) -> bool:
         return self._store.honours_conditions()
 

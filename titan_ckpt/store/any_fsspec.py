@@ -4,14 +4,19 @@ An fsspec file is published when it is closed, even by an exception or the garba
 discarded and its file marked closed, so that half an object never appears. fsspec has no conditional writes; only `memory://`,
 which is local to this process, enforces them with a lock. An fsspec client may lack time limits, so each call runs on a thread
 of its own and is abandoned at the deadline of the retry policy.
+
+A failure must never look like "nothing there". fsspec's `find`, `walk`, `glob`, `exists`, `isfile` and `isdir` take errors for
+absence, so none of them is called: folders are walked here with `ls`, which raises. And when a call says that something is
+missing, the folder it should be in is listed; if that contradicts, the call is repeated.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
@@ -20,10 +25,8 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from titan_ckpt.errors import (
-    AlreadyExistsError,
     ConditionFailedError,
     NotFoundError,
-    PermissionDeniedError,
     StoreError,
     TitanError,
     TransientStoreError,
@@ -31,6 +34,7 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.location import check_relative, normalise, redact, scheme
 from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, retry
+from titan_ckpt.store.fsspec_errors import translate
 from titan_ckpt.store.time_limit import HungStoreError, call_within, on_a_thread
 
 log = logging.getLogger(__name__)
@@ -58,17 +62,25 @@ class FsspecStore(Store):
             known = ", ".join(sorted(fsspec.available_protocols()))
             raise UsageError(f"{self}: {redact(str(error))}; fsspec knows {known}") from error
         except OSError as error:
-            raise _translate(error, str(self)) from error
+            raise translate(error, str(self)) from error
         self._root = str(root).rstrip("/")
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         view = buffer.cast("B")
-        data = self._call(path, lambda: self._fs.cat_file(self._full(path), start=start, end=start + len(view)))
-        if len(data) != len(view):
-            raise StoreError(
-                f"{self.where(path)}: ends at byte {start + len(data)}, but {len(view)} bytes from byte {start} were requested"
-            )
-        view[:] = data
+        view[:] = self._call(path, lambda: self._read_range(path, start, len(view)))
+
+    def _read_range(self, path: str, start: int, length: int) -> bytes:
+        """`length` bytes; a store that sends fewer although the object has them is asked again."""
+        data: bytes = self._fs.cat_file(self._full(path), start=start, end=start + length)
+        if len(data) == length:
+            return data
+        self._fs.invalidate_cache()
+        size = int(self._fs.info(self._full(path)).get("size") or 0)
+        if size >= start + length:
+            raise TransientStoreError(f"{self.where(path)}: sent {len(data)} of {length} bytes from byte {start}")
+        raise StoreError(
+            f"{self.where(path)}: ends at byte {size}, but {length} bytes from byte {start} were requested"
+        )
 
     def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
         full = self._full(path)
@@ -141,28 +153,54 @@ class FsspecStore(Store):
         return self._in_memory
 
     def folders(self, prefix: str = "") -> list[str]:
-        found = self._look(prefix, lambda: list(self._fs.ls(self._folder(prefix), detail=True)))
-        names = (str(item["name"]).rstrip("/").rpartition("/")[2] for item in found if item["type"] == "directory")
-        return sorted(names)
+        return sorted(name for name, info in self._entries(prefix) if _is_folder(info))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        found = self._look(prefix, lambda: sorted(self._fs.find(self._folder(prefix), detail=True).items()))
-        return (self._entry(self._relative(name), info) for name, info in found)
+        entries = dict(self._entries(prefix))
+        for key in sorted(f"{name}/" if _is_folder(info) else name for name, info in entries.items()):
+            name = key.rstrip("/")
+            path = f"{prefix}/{name}" if prefix else name
+            if key != name:
+                yield from self.list(path)
+            elif (entry := self._listed(path, entries[name])) is not None:
+                yield entry
 
-    def _look(self, prefix: str, action: Callable[[], Sequence[T]]) -> Sequence[T]:
-        self._fs.invalidate_cache()
+    def _entries(self, prefix: str) -> list[tuple[str, dict[str, Any]]]:
+        """Names and details of what is directly inside a folder; none if there is no such folder."""
+        full = self._folder(prefix)
         try:
-            return self._call(prefix, action)
+            return self._call(prefix, lambda: self._ls(full))
         except NotFoundError:
-            return ()
+            return []
+
+    def _ls(self, full: str) -> list[tuple[str, dict[str, Any]]]:
+        """`fs.ls`, without what is not inside: some list a folder in itself, or siblings whose names begin with its own."""
+        self._fs.invalidate_cache()
+        folder = full.strip("/")
+        named = [(str(item["name"]).strip("/"), item) for item in self._fs.ls(full, detail=True)]
+        if strange := [name for name, _ in named if not name.startswith(folder)]:
+            raise StoreError(f"{self}: a listing of {redact(folder)} names {redact(strange[0])}, which is not inside")
+        return [(name.rpartition("/")[2], item) for name, item in named if name.rpartition("/")[0] == folder]
+
+    def _listed(self, path: str, info: dict[str, Any]) -> ObjectInfo | None:
+        """The object of a folder's entry; a link counts as the file it points to, and None if that is none."""
+        if not _is_link(info):
+            return self._entry(path, info)
+        try:
+            return replace(self.stat(path), is_link=True)
+        except NotFoundError:
+            return None
 
     def stat(self, path: str) -> ObjectInfo:
-        full = self._full(path)
-        self._fs.invalidate_cache()
-        info = self._call(path, lambda: self._fs.info(full))
+        info = self._call(path, partial(self._info, self._full(path)))
         if info.get("type") == "directory":
             raise NotFoundError(f"{self.where(path)}: not a file")
         return self._entry(path, info)
+
+    def _info(self, full: str) -> dict[str, Any]:
+        self._fs.invalidate_cache()
+        found: dict[str, Any] = self._fs.info(full)
+        return found
 
     def delete(self, paths: Iterable[str]) -> None:
         for path in paths:
@@ -177,7 +215,31 @@ class FsspecStore(Store):
 
     def _call(self, path: str, action: Callable[[], T]) -> T:
         """Run `action` with retries, its errors translated to ours."""
-        return retry(lambda: self._translated(path, action), self._policy, what=self.where(path))
+        return retry(lambda: self._confirmed(path, action), self._policy, what=self.where(path))
+
+    def _confirmed(self, path: str, action: Callable[[], T]) -> T:
+        """Run `action`; NotFoundError only if the folder of `path` does not list it either."""
+        try:
+            return self._translated(path, action)
+        except NotFoundError as error:
+            if self._is_listed(self._folder(path)):
+                raise TransientStoreError(f"{self.where(path)}: said to be missing, but its folder lists it") from error
+            raise
+
+    def _is_listed(self, full: str) -> bool:
+        """Whether the folder of `full` lists it. A folder that is said to be missing is looked for in its own, and so on."""
+        folder, _, name = full.rstrip("/").rpartition("/")
+        if not folder.strip("/") or not name:
+            return False
+        try:
+            entries = self._translated("", partial(self._ls, folder))
+            return any(found == name and not _is_link(info) for found, info in entries)  # a link may lead nowhere
+        except NotFoundError:
+            return self._is_listed(folder)
+        except (TransientStoreError, HungStoreError):
+            raise
+        except StoreError:
+            return False  # a folder that cannot be listed at all contradicts nothing
 
     def _translated(self, path: str, action: Callable[[], T]) -> T:
         try:
@@ -185,7 +247,7 @@ class FsspecStore(Store):
         except TitanError:
             raise
         except Exception as error:
-            raise _translate(error, self.where(path)) from error
+            raise translate(error, self.where(path)) from error
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{check_relative(path)}"
@@ -193,8 +255,14 @@ class FsspecStore(Store):
     def _folder(self, prefix: str) -> str:
         return self._full(prefix) if prefix else self._root
 
-    def _relative(self, name: str) -> str:
-        return name.strip("/")[len(self._root.strip("/")) :].lstrip("/")
+
+def _is_folder(info: dict[str, Any]) -> bool:
+    return bool(info["type"] == "directory") and not _is_link(info)
+
+
+def _is_link(info: dict[str, Any]) -> bool:
+    """Whether a listing's entry is a symbolic link (local and SFTP file systems)."""
+    return bool(info.get("islink")) or info.get("type") == "link"
 
 
 def _discard(file: Any) -> None:
@@ -215,16 +283,3 @@ def _modified_s(info: dict[str, Any]) -> float:
     if isinstance(value, str):
         value = datetime.fromisoformat(value)
     return value.timestamp() if isinstance(value, datetime) else float(value)
-
-
-def _translate(error: Exception, where: str) -> TitanError:
-    text = f"{where}: {type(error).__name__}: {redact(str(error))}"
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return NotFoundError(f"{where}: no such file or folder")
-    if isinstance(error, FileExistsError):
-        return AlreadyExistsError(text)
-    if isinstance(error, PermissionError):
-        return PermissionDeniedError(text)
-    if isinstance(error, ConnectionError | TimeoutError):
-        return TransientStoreError(text)
-    return StoreError(text)

@@ -43,12 +43,16 @@ class Steady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """A stored object. `version` changes whenever its bytes do: an ETag, or inode, time and size of a local file."""
+    """A stored object. `version` changes whenever its bytes do: an ETag, or inode, time and size of a local file.
+
+    `is_link`: it is a symbolic link, and the rest describes the file that it points to.
+    """
 
     path: str
     size_bytes: int
     modified_s: float
     version: str
+    is_link: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +131,18 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, paths: Iterable[str]) -> None:
-        """Remove objects, ignoring missing ones, and on a file system the folders that become empty."""
+        """Remove objects, ignoring missing ones, and on a file system the folders that become empty.
+
+        StoreError for a path that is a symbolic link or leads through one: what a link points to is not this store's to delete.
+        """
 
     @abstractmethod
     def honours_conditions(self) -> bool:
         """Whether this store enforces `write_if`; if unknown, probed once with a temporary object."""
+
+    def is_link(self, path: str) -> bool:  # noqa: ARG002 - object stores have no links
+        """Whether `path`, or a folder that it lies in below the store's URL, is a symbolic link."""
+        return False
 
     def free_bytes(self) -> int | None:
         """Bytes free where this store keeps its objects; None where that is unknown or not limited (object stores)."""

@@ -9,6 +9,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, NotFoundError, PermissionDeniedError, StoreError
@@ -129,7 +130,7 @@ class FileStore(Store):
                     with _os_errors(self.where(path)):
                         raise
                 if stat.S_ISREG(info.st_mode):
-                    yield _entry(path, info)
+                    yield _entry(path, info, is_link=entry.is_symlink())
         for entry in subfolders:
             yield from self._below(entry.path, f"{prefix}{entry.name}/")
 
@@ -140,15 +141,42 @@ class FileStore(Store):
                 raise NotFoundError(f"{self.where(path)}: not a file")
         return _entry(path, info)
 
+    def is_link(self, path: str) -> bool:
+        parts = check_relative(path).split("/")
+        return any(os.path.islink(os.path.join(self._root, *parts[: depth + 1])) for depth in range(len(parts)))
+
     def delete(self, paths: Iterable[str]) -> None:
         touched = set()
         for path in paths:
             full = self._full(path)
             with _os_errors(self.where(path)):
-                Path(full).unlink(missing_ok=True)
+                self._unlink(path)
             touched.add(os.path.dirname(full))
         for folder in sorted(touched, key=len, reverse=True):
             self._remove_empty(folder)
+
+    def _unlink(self, path: str) -> None:
+        """Remove a file, opening folder by folder so that no link is followed, even one that appears meanwhile."""
+        *folders, name = check_relative(path).split("/")
+        try:
+            with ExitStack() as opened:
+                folder = _open_folder(self._root, None, opened, flags=0)
+                for part in folders:
+                    folder = _open_folder(part, folder, opened, flags=os.O_NOFOLLOW)
+                if stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode):
+                    raise self._refused(path)
+                os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR) and self.is_link(path):
+                raise self._refused(path) from error
+            raise
+
+    def _refused(self, path: str) -> StoreError:
+        return StoreError(
+            f"{self.where(path)}: is a symbolic link or lies behind one; not deleted, since its target may belong to others"
+        )
 
     def _remove_empty(self, folder: str) -> None:
         while folder.startswith(self._root + os.sep):
@@ -207,9 +235,16 @@ class _OpenFile:
         )  # retry a short read, or raise the error for a short file
 
 
-def _entry(path: str, info: os.stat_result) -> ObjectInfo:
+def _open_folder(name: str, within: int | None, opened: ExitStack, *, flags: int) -> int:
+    """A descriptor of a folder, closed with `opened`."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | flags, dir_fd=within)
+    opened.callback(os.close, descriptor)
+    return descriptor
+
+
+def _entry(path: str, info: os.stat_result, *, is_link: bool = False) -> ObjectInfo:
     version = f"{info.st_ino:x}-{info.st_mtime_ns:x}-{info.st_size:x}"
-    return ObjectInfo(path=path, size_bytes=info.st_size, modified_s=info.st_mtime, version=version)
+    return ObjectInfo(path=path, size_bytes=info.st_size, modified_s=info.st_mtime, version=version, is_link=is_link)
 
 
 class _os_errors:  # noqa: N801  (a context manager reads as a verb)

@@ -58,6 +58,9 @@ class _Guarded(Store):
     def honours_conditions(self) -> bool:
         return self._call("probe", "").honours_conditions()
 
+    def is_link(self, path: str) -> bool:
+        return self._call("stat", path).is_link(path)
+
     def free_bytes(self) -> int | None:
         return self._call("free space", "").free_bytes()
 

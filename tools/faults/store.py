@@ -152,5 +152,8 @@ class FaultyStore(Store):
         held = tuple(paths)
         self._run("delete", ",".join(held), lambda: self.inner.delete(held))
 
+    def is_link(self, path: str) -> bool:
+        return self.inner.is_link(path)
+
     def honours_conditions(self) -> bool:
         return self.inner.honours_conditions()
