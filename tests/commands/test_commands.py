@@ -21,7 +21,6 @@ from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.cli.main import main
-from titan_ckpt.cli.prune import plan_removal
 from titan_ckpt.console.output import write_json
 from titan_ckpt.errors import DamagedError
 from titan_ckpt.format.names import OWNER, new_attempt
@@ -31,7 +30,7 @@ from titan_ckpt.sharding.placement import Shard
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
 from titan_ckpt.upkeep.copy import copy_checkpoint
-from titan_ckpt.upkeep.deletion import delete
+from titan_ckpt.upkeep.deletion import delete, plan_removal
 from titan_ckpt.upkeep.retention import RetentionPolicy
 
 DAY_S = 86_400.0
@@ -300,12 +299,11 @@ def test_prune_keeps_files_of_incremental_checkpoints(tmp_path: Path) -> None:
             content["model"]["h"] += 1
             saver.save(content, step=step)
     store = open_store(run)
-    for item in plan_removal(store, run, RetentionPolicy(keep_last=1), now_s=time.time()):
-        delete(store, item)
+    delete(store, plan_removal(store, RetentionPolicy(keep_last=1), now_s=time.time()).garbage)
     assert [i.step for i in list_checkpoints(run) if i.state == "committed"] == [3]
     assert verify(run, read_data=True) == []
     policy = RetentionPolicy(keep_last=1, is_incomplete=True, older_than_s=0)
-    assert plan_removal(store, run, policy, now_s=time.time() + DAY_S) == []
+    assert plan_removal(store, policy, now_s=time.time() + DAY_S).garbage == ()
 
 
 def test_prune_previews_and_keeps_the_newest_whole_checkpoint(run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,10 +344,9 @@ def test_prune_deletes_only_old_uncommitted_attempts(run: str) -> None:
         file = Path(run, name, old, "__0_0.distcp")
         os.utime(file, (now - 2 * DAY_S, now - 2 * DAY_S))
     policy = RetentionPolicy(keep_last=3, is_incomplete=True)
-    garbage = plan_removal(store, run, policy, now_s=now)
-    assert [(g.step, old in str(g.entries)) for g in garbage] == [(40, True), (30, True)]
-    for item in garbage:
-        delete(store, item)
+    garbage = plan_removal(store, policy, now_s=now).garbage
+    assert [(g.step, old in str(g.entries)) for g in garbage] == [(30, True), (40, True)]
+    delete(store, garbage)
     assert young in str(list(store.list("step-00000030")))
     assert store.folders("step-00000040") == []
     assert verify(run, read_data=True) == []
@@ -359,10 +356,9 @@ def test_deleting_takes_the_commit_first(run: str, monkeypatch: pytest.MonkeyPat
     deleted: list[list[str]] = []
     store = open_store(run)
     monkeypatch.setattr(store, "delete", lambda paths: deleted.append(list(paths)))
-    (garbage,) = plan_removal(store, run, RetentionPolicy(keep_last=2), now_s=time.time())
-    delete(store, garbage)
-    assert deleted[0] == ["step-00000010/COMMIT.json"]
-    assert len(deleted[1]) == 3
+    delete(store, plan_removal(store, RetentionPolicy(keep_last=2), now_s=time.time()).garbage)
+    assert deleted[:2] == [["step-00000010/COMMIT.json"], ["step-00000010/.metadata"]]
+    assert len(deleted[2]) == 2
 
 
 @pytest.mark.s3

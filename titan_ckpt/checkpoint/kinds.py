@@ -31,11 +31,12 @@ class CheckpointKind(Choice):
 
 
 class CheckpointState(Choice):
-    """`partial` has no COMMIT; `damaged` has one that does not agree with the files."""
+    """`partial` has no COMMIT; `damaged` has one that does not agree with the files; the store failed to read `unreadable`."""
 
     COMMITTED = "committed"
     PARTIAL = "partial"
     DAMAGED = "damaged"
+    UNREADABLE = "unreadable"
 
 
 class OnDamage(Choice):

@@ -1,7 +1,8 @@
 """Find, list and open the checkpoints of a run. No torch.
 
 The newest checkpoint is the newest one that is committed, resumable and whole: COMMIT agrees with the manifest, and every file
-is there with its size. A damaged one is logged, then skipped or refused as the caller asks.
+is there with its size. A damaged one is logged, then skipped or refused as the caller asks. Only proof makes one damaged: the
+store answered, twice, and what it answered is wrong. An error of the store is raised, never taken for damage or absence.
 """
 
 from __future__ import annotations
@@ -15,11 +16,19 @@ from titan_ckpt.checkpoint import foreign_formats
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState, OnDamage
-from titan_ckpt.errors import CheckpointError, DamagedError, NewerFormatError, NotCommittedError, NotFoundError
+from titan_ckpt.errors import (
+    CheckpointError,
+    DamagedError,
+    NewerFormatError,
+    NotCommittedError,
+    NotFoundError,
+    StoreError,
+    TransientStoreError,
+)
 from titan_ckpt.format.commit import Commit, read_commit
 from titan_ckpt.format.dcp_metadata import read_dcp_metadata
 from titan_ckpt.format.digest import digest
-from titan_ckpt.format.manifest import DIGEST_BYTES
+from titan_ckpt.format.manifest import DIGEST_BYTES, Manifest
 from titan_ckpt.format.manifest_json import decode_manifest
 from titan_ckpt.format.names import (
     DIGESTS,
@@ -34,15 +43,17 @@ from titan_ckpt.format.names import (
 from titan_ckpt.location import join, parse_location
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
+from titan_ckpt.store.time_limit import HungStoreError
 
 log = logging.getLogger(__name__)
 HUGGING_FACE = "config.json"
 MAX_INDEX_BYTES = 1 << 30
+LOOKS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """A step of a run as `ls` shows it. `state` is committed, partial (no COMMIT) or damaged; `problem` is the reason."""
+    """A step of a run as `ls` shows it. `problem` is the reason for a `state` other than committed."""
 
     step: int
     state: CheckpointState
@@ -60,7 +71,10 @@ class CheckpointInfo:
 
 
 def list_checkpoints(url: str | Store) -> list[CheckpointInfo]:
-    """Every step of a run, oldest first; empty if the run does not exist. Cheap: reads COMMIT files, no manifests."""
+    """Every step of a run, oldest first; empty if the run does not exist. Cheap: reads COMMIT files, no manifests.
+
+    A COMMIT that the store refuses to read makes its step "unreadable". StoreError for a failure that may pass.
+    """
     store = url if isinstance(url, Store) else open_store(url)
     return [_info(store, step) for step in _steps(store)]
 
@@ -74,7 +88,7 @@ def open_checkpoint(
     `foreign`, and a Hugging Face model (a folder with config.json) as a model-only checkpoint of step 0.
     NotCommittedError if there is nothing to open. DamagedError if the step asked for is damaged, or if the newest one is and
     `on_damage` is "error"; "fall_back" logs the damage and opens the one before. A checkpoint written by a later release is
-    never skipped: NewerFormatError.
+    never skipped: NewerFormatError. StoreError if the store fails: an older checkpoint is never opened because of that.
     """
     on_damage = OnDamage.parse(on_damage, "on_damage")
     location = parse_location(url)
@@ -82,20 +96,54 @@ def open_checkpoint(
     wanted = location.step if step is None else step
     if wanted is not None:
         return _open_step(store, location.url, wanted)
-    problems = []
-    for candidate in reversed(_steps(store)):
+    problems: list[str] = []
+    for _ in range(LOOKS):
+        steps, problems = _steps(store), []
+        found = _newest_whole(store, location.url, steps, problems, on_damage)
+        if found is not None and found.step == steps[-1]:
+            return found
+        if (
+            _steps(store)[-1:] == steps[-1:]
+        ):  # otherwise a save has committed, and retention may have deleted what was looked at
+            return found or _last_resort(store, location.url, problems)
+    raise NotCommittedError(f"{store}: new checkpoints appear faster than one can be opened; name a step: URL@STEP")
+
+
+def _newest_whole(
+    store: Store, url: str, steps: list[int], problems: list[str], on_damage: OnDamage
+) -> Checkpoint | None:
+    """The newest resumable checkpoint of `steps` that is whole; what is damaged is logged and added to `problems`."""
+    for step in reversed(steps):
         try:
-            commit = read_commit(store, candidate)
-            if commit.kind == CheckpointKind.FULL:
-                return _open_commit(store, location.url, commit)
+            found = _open_resumable(store, url, step)
         except NotCommittedError:
             continue
         except CheckpointError as error:
             if on_damage == OnDamage.ERROR or isinstance(error, NewerFormatError):
                 raise
-            log.error("%s@%d is damaged and was skipped: %s", store, candidate, error)
-            problems.append(f"step {candidate}: {error}")
-    return _last_resort(store, location.url, problems)
+            log.error("%s@%d is damaged and was skipped: %s", store, step, error)
+            problems.append(f"step {step}: {error}")
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _open_resumable(store: Store, url: str, step: int) -> Checkpoint | None:
+    """Open a step, None if it is an export. Damage is believed when a second look finds it too.
+
+    Meanwhile a writer may have replaced the commit and retention deleted what it named, or the network garbled an answer.
+    """
+    for is_last in (False, True):
+        try:
+            commit = read_commit(store, step)
+            return _open_commit(store, url, commit) if commit.kind == CheckpointKind.FULL else None
+        except (NotCommittedError, NewerFormatError):
+            raise
+        except CheckpointError:
+            if is_last:
+                raise
+    raise AssertionError("unreachable: the last look returns or raises")
 
 
 def _last_resort(store: Store, url: str, problems: list[str]) -> Checkpoint:
@@ -132,6 +180,10 @@ def _info(store: Store, step: int) -> CheckpointInfo:
         return CheckpointInfo(step=step, state=CheckpointState.PARTIAL, problem=str(error))
     except CheckpointError as error:
         return CheckpointInfo(step=step, state=CheckpointState.DAMAGED, problem=str(error))
+    except (TransientStoreError, HungStoreError):
+        raise
+    except StoreError as error:
+        return CheckpointInfo(step=step, state=CheckpointState.UNREADABLE, problem=str(error))
 
 
 def _open_step(store: Store, url: str, step: int) -> Checkpoint:
@@ -162,19 +214,23 @@ def _has_attempts(store: Store, folder: str) -> bool:
 
 
 def _open_commit(store: Store, url: str, commit: Commit) -> Checkpoint:
-    folder = step_folder(commit.step)
-    path = f"{folder}/{commit.attempt}/{MANIFEST}"
+    manifest, folder = open_manifest(store, commit), step_folder(commit.step)
+    checkpoint = Checkpoint(store=store, url=url, step=commit.step, folder=folder, manifest=manifest)
+    check_files(checkpoint)
+    checkpoint.prove_coverage()
+    return checkpoint
+
+
+def open_manifest(store: Store, commit: Commit) -> Manifest:
+    """The manifest that a COMMIT names by size and digest. DamagedError if it is missing or another one."""
+    path = f"{step_folder(commit.step)}/{commit.attempt}/{MANIFEST}"
     try:
         data = read_index(store, path)
     except NotFoundError as error:
         raise DamagedError(f"{store.where(path)}: named by COMMIT but missing") from error
     if len(data) != commit.manifest_size or digest(data).hex() != commit.manifest_digest:
         raise DamagedError(f"{store.where(path)}: not the manifest that COMMIT names (digest differs)")
-    manifest = decode_manifest(data, where=store.where(path), num_digests=lambda: stored_digests(store, path))
-    checkpoint = Checkpoint(store=store, url=url, step=commit.step, folder=folder, manifest=manifest)
-    check_files(checkpoint)
-    checkpoint.prove_coverage()
-    return checkpoint
+    return decode_manifest(data, where=store.where(path), num_digests=lambda: stored_digests(store, path))
 
 
 def read_index(store: Store, path: str) -> bytes:
@@ -192,15 +248,27 @@ def stored_digests(store: Store, manifest_path: str) -> int:
 
 
 def check_files(checkpoint: Checkpoint) -> None:
-    """Check that every data file exists with its size, with one listing per folder. DamagedError if not."""
+    """Check that every data file exists with its size, with one listing per folder. DamagedError if not.
+
+    What a listing does not show is asked for by name as well, before it counts as missing.
+    """
     folders = {os.path.dirname(checkpoint.path(file.path)) for file in checkpoint.manifest.files}
     sizes = {entry.path: entry.size_bytes for folder in folders for entry in checkpoint.store.list(folder)}
     for file in checkpoint.manifest.files:
         found = sizes.get(checkpoint.path(file.path))
+        if found is None:
+            found = _size_of(checkpoint, file.path)
         if found != file.size_bytes:
             where = checkpoint.store.where(checkpoint.path(file.path))
             state = "missing" if found is None else f"{found} bytes"
             raise DamagedError(f"{where}: expected {file.size_bytes} bytes, found it {state}")
+
+
+def _size_of(checkpoint: Checkpoint, file: str) -> int | None:
+    try:
+        return checkpoint.store.stat(checkpoint.path(file)).size_bytes
+    except NotFoundError:
+        return None
 
 
 def _open_foreign(store: Store, url: str, *, folder: str, step: int) -> Checkpoint:

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from titan_ckpt.checkpoint.kinds import CheckpointKind
+from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState
 from titan_ckpt.checkpoint.open import HUGGING_FACE, CheckpointInfo, foreign_steps, list_checkpoints, open_checkpoint
 from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.output import age_s, format_table, write_json, write_text
@@ -18,6 +18,8 @@ from titan_ckpt.location import Location, run_location
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.upkeep.deletion import check_whole
+
+BAD = (CheckpointState.DAMAGED, CheckpointState.UNREADABLE)
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -30,12 +32,12 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """List the run's checkpoints; 1 if one is damaged."""
+    """List the run's checkpoints; 1 if one is damaged or cannot be read."""
     location = run_location(arguments.url)
     store, now_s = open_store(location.url), time.time()
     infos = list_checkpoints(store)
     if arguments.check:
-        infos = [check_whole(store, location.url, info)[0] for info in infos]
+        infos = [check_whole(store, location.url, info) for info in infos]
     rows = [_row(store, info, now_s) for info in infos]
     rows = [row for row in rows if row["size_bytes"] or row["state"] != "partial"] or _foreign_rows(
         store, location, now_s
@@ -46,7 +48,7 @@ def run(arguments: Namespace) -> int:
         write_json(rows)
     else:
         write_text(_table(rows))
-    return 1 if any(row["state"] == "damaged" for row in rows) else 0
+    return 1 if any(row["state"] in BAD for row in rows) else 0
 
 
 def _row(store: Store, info: CheckpointInfo, now_s: float) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     table = format_table(["step", "state", "kind", "mesh", "size", "age"], cells, right=["step", "size", "age"])
-    problems = [f"step {row['step']}: {row['problem']}" for row in rows if row["state"] == "damaged"]
+    problems = [f"step {row['step']}: {row['problem']}" for row in rows if row["state"] in BAD]
     return "\n".join([table, *problems])
 
 

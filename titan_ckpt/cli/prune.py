@@ -6,32 +6,24 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from titan_ckpt.checkpoint.open import list_checkpoints
+from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints
 from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.output import format_table, write_json, write_text
 from titan_ckpt.console.units import format_size
-from titan_ckpt.errors import NotCommittedError
+from titan_ckpt.errors import UsageError
 from titan_ckpt.location import run_location
-from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.upkeep.deletion import (
-    Garbage,
-    age_of_step_s,
-    attempt_garbage,
-    check_whole,
-    delete,
-    read_pins,
-    referred,
-    step_garbage,
-)
-from titan_ckpt.upkeep.retention import DAY_S, RetentionPolicy, parse_age, prune
+from titan_ckpt.upkeep.deletion import RemovalPlan, delete, plan_removal, read_pins
+from titan_ckpt.upkeep.retention import DAY_S, PINS, RetentionPolicy, parse_age
 
 
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog = (
         "Never deleted: the newest whole resumable checkpoint, steps listed in RUN/pins.txt (one a line), model-only exports,\n"
-        "damaged checkpoints, files that another checkpoint refers to, and folders that are not named step-NNNNNNNN."
+        "damaged checkpoints, steps not yet copied to a second tier (RUN/unmirrored.txt), files that another checkpoint refers\n"
+        "to, and what titan-ckpt did not write: other files, symbolic links, checkpoints of other programs. While a checkpoint\n"
+        "of the run cannot be opened, nothing is deleted: which files it needs is unknown."
     )
     parser.add_argument("url", metavar="URL", help="URL of a run")
     parser.add_argument(
@@ -52,52 +44,45 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Delete what the policy does not keep; preview it without --yes."""
+    """Delete what the policy does not keep; preview it without --yes. 1 if a checkpoint that cannot be opened forbids it."""
     location = run_location(arguments.url)
     store = open_store(location.url)
+    pins, wanted = read_pins(store), frozenset(arguments.keep)
     policy = RetentionPolicy(
         keep_last=arguments.keep_last,
         keep_every=arguments.keep_every,
-        pins=read_pins(store) | frozenset(arguments.keep),
+        pins=pins | wanted,
         is_incomplete=arguments.incomplete,
         older_than_s=arguments.older_than,
     )
-    garbage = plan_removal(store, location.url, policy, now_s=time.time())
+    infos = list_checkpoints(store)
+    _check_wanted(wanted, infos, shown=str(location))
+    plan = plan_removal(store, policy, now_s=time.time())
+    absent = sorted(pins - {info.step for info in infos})
+    reasons = [*plan.kept, *(f"{store.where(PINS)}: this run has no step {step}" for step in absent)]
     if arguments.yes:
-        for item in garbage:
-            delete(store, item)
-    size = sum(item.size_bytes for item in garbage)
+        delete(store, plan.garbage)
+    size = sum(item.size_bytes for item in plan.garbage)
     if arguments.json:
-        rows = [{"what": item.what, "step": item.step, "size_bytes": item.size_bytes} for item in garbage]
-        write_json({"is_deleted": arguments.yes, "size_bytes": size, "removed": rows})
+        rows = [{"what": item.what, "step": item.step, "size_bytes": item.size_bytes} for item in plan.garbage]
+        write_json({"is_deleted": arguments.yes, "size_bytes": size, "removed": rows, "kept": reasons})
     else:
-        write_text(_text(garbage, size, is_deleted=arguments.yes))
-    return 0
+        write_text("\n".join([_text(plan, size, is_deleted=arguments.yes), *reasons]))
+    return 1 if plan.is_blocked else 0
 
 
-def plan_removal(store: Store, url: str, policy: RetentionPolicy, *, now_s: float) -> list[Garbage]:
-    """What `policy` deletes from a run. Every checkpoint is checked first: only a whole one counts as kept."""
-    checked = [check_whole(store, url, info) for info in list_checkpoints(store)]
-    infos = [info for info, _ in checked]
-    if not infos:
-        raise NotCommittedError(f"{store}: no checkpoint here")
-    ages = {}
-    if policy.is_incomplete:
-        ages = {info.step: age_of_step_s(store, info.step, now_s) for info in infos if info.state == "partial"}
-    gone = {info.step for info in prune(infos, policy, ages_s=ages)}
-    kept = referred(checkpoint for info, checkpoint in checked if checkpoint is not None and info.step not in gone)
-    garbage = [step_garbage(store, info, kept) for info in infos if info.step in gone]
-    if policy.is_incomplete:
-        for info in infos:
-            if info.state == "committed" and info.step not in gone:
-                garbage += attempt_garbage(store, info, kept, older_than_s=policy.older_than_s, now_s=now_s)
-    return [item for item in garbage if item.entries]
+def _check_wanted(wanted: frozenset[int], infos: Sequence[CheckpointInfo], *, shown: str) -> None:
+    """Refuse a `--keep` that keeps nothing: it may be a slip, and the step that was meant would go."""
+    steps = [info.step for info in infos]
+    for step in sorted(wanted - set(steps)):
+        near = ", ".join(map(str, sorted(steps, key=lambda found: abs(found - step))[:5])) or "none"
+        raise UsageError(f"--keep {step}: {shown} has no step {step}; nothing was deleted. The nearest steps: {near}")
 
 
-def _text(garbage: Sequence[Garbage], size_bytes: int, *, is_deleted: bool) -> str:
-    if not garbage:
+def _text(plan: RemovalPlan, size_bytes: int, *, is_deleted: bool) -> str:
+    if not plan.garbage:
         return "nothing to delete"
-    rows = [[item.what, len(item.entries), format_size(item.size_bytes)] for item in garbage]
+    rows = [[item.what, len(item.entries), format_size(item.size_bytes)] for item in plan.garbage]
     table = format_table(
         ["deleted" if is_deleted else "would delete", "objects", "size"], rows, right=["objects", "size"]
     )

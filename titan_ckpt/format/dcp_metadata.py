@@ -265,6 +265,15 @@ def dcp_paths(data: bytes, *, where: str) -> dict[str, tuple[str, ...]]:
         raise DamagedError(f"{where}: not a DCP index: {type(error).__name__}: {error}") from error
 
 
+def data_paths(data: bytes, *, where: str) -> frozenset[str]:
+    """Every data file that a `.metadata` names, relative to its folder. DamagedError if it is not a DCP index."""
+    try:
+        storage = _Reader(data, where).load().state["storage_data"]
+        return frozenset(str(info["relative_path"]) for info in storage.values())
+    except _MALFORMED as error:
+        raise DamagedError(f"{where}: not a DCP index: {type(error).__name__}: {error}") from error
+
+
 def _manifest_of(root: Any, sizes: Mapping[str, int], step: int, where: str) -> Manifest:
     places = {(index["fqn"], index.state.get("offset")): info for index, info in root["storage_data"].items()}
     paths = sorted({check_relative(str(info["relative_path"])) for info in places.values()})

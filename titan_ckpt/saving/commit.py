@@ -116,7 +116,7 @@ class Committer:
         if self._options.retention is None:
             return
         keep = self._not_mirrored() | self._options.in_use() | {step}
-        action = partial(apply_retention, policy=self._options.retention, keep=keep)
+        action = partial(apply_retention, policy=self._options.retention, now_s=time.time(), keep=keep)
         try:
             run_until(GIVE_UP_AT * self._options.timeout_s, action, self._store, what="deleting old checkpoints")
         except TitanError as error:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -39,6 +39,7 @@ from titan_ckpt.store.time_limit import HungStoreError, call_within, on_a_thread
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_Entries: TypeAlias = list[tuple[str, dict[str, Any]]]
 
 SINGLE_SHOT_BYTES = 8 << 20
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "content_md5", "checksum")
@@ -165,7 +166,7 @@ class FsspecStore(Store):
             elif (entry := self._listed(path, entries[name])) is not None:
                 yield entry
 
-    def _entries(self, prefix: str) -> list[tuple[str, dict[str, Any]]]:
+    def _entries(self, prefix: str) -> _Entries:
         """Names and details of what is directly inside a folder; none if there is no such folder."""
         full = self._folder(prefix)
         try:
@@ -173,7 +174,7 @@ class FsspecStore(Store):
         except NotFoundError:
             return []
 
-    def _ls(self, full: str) -> list[tuple[str, dict[str, Any]]]:
+    def _ls(self, full: str) -> _Entries:
         """`fs.ls`, without what is not inside: some list a folder in itself, or siblings whose names begin with its own."""
         self._fs.invalidate_cache()
         folder = full.strip("/")

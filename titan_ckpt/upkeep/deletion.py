@@ -1,33 +1,33 @@
-"""Delete checkpoints so that a crash at any moment leaves each one either whole or uncommitted: COMMIT goes first.
+"""Plan and carry out the deletion of checkpoints, for retention and `prune` alike.
 
-Files that a remaining checkpoint refers to are kept, whichever step's folder they are in.
+Nothing is deleted on the strength of "damaged", "partial" or an error. What is deleted is proved ours (`own_files`), is not
+needed by any checkpoint that stays, and goes in an order that leaves every checkpoint whole or gone at every moment. If one
+checkpoint of the run cannot be opened, what it refers to is unknown, so nothing is deleted at all.
 """
 
 from __future__ import annotations
 
-import calendar
 import logging
-import re
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointState
-from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints, open_checkpoint
-from titan_ckpt.errors import CheckpointError, NotFoundError
-from titan_ckpt.format.commit import commit_path
-from titan_ckpt.format.names import COMMIT, METADATA, is_attempt, step_folder
+from titan_ckpt.checkpoint.open import CheckpointInfo, check_files, list_checkpoints, open_manifest
+from titan_ckpt.errors import CheckpointError, NotCommittedError, NotFoundError
+from titan_ckpt.format.manifest import Manifest
+from titan_ckpt.format.names import COMMIT, METADATA, UNMIRRORED, step_folder
 from titan_ckpt.store.base import ObjectInfo, Store
+from titan_ckpt.upkeep.own_files import StepFiles, files_of_step, start_of
 from titan_ckpt.upkeep.retention import PINS, RetentionPolicy, parse_pins, prune
 
 log = logging.getLogger(__name__)
-_START = re.compile(r"a-(\d{8}T\d{6}Z)-")
+SHOWN_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Garbage:
-    """Objects of one folder to delete. `what` describes them to the user."""
+    """Objects of one step to delete, in order: COMMIT, `.metadata`, the rest. `what` describes them to the user."""
 
     what: str
     step: int
@@ -39,94 +39,216 @@ class Garbage:
         return sum(entry.size_bytes for entry in self.entries)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovalPlan:
+    """What to delete, and what stays although the policy would let it go, with the reason.
+
+    `is_blocked`: nothing may be deleted until a person has looked at the checkpoint that `kept` names.
+    """
+
+    garbage: tuple[Garbage, ...] = ()
+    kept: tuple[str, ...] = ()
+    is_blocked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Looked:
+    """A step and its manifest; `unknown` is why there is none although the step may have been committed."""
+
+    info: CheckpointInfo
+    manifest: Manifest | None = None
+    unknown: str = ""
+
+    def refers_to(self, store: Store) -> Iterable[str]:
+        if self.manifest is None:
+            return ()
+        checkpoint = _checkpoint(store, self.info, self.manifest)
+        return (checkpoint.path(file.path) for file in self.manifest.files)
+
+
 def read_pins(store: Store) -> frozenset[int]:
     """The steps in the run's pins file; empty if there is no such file."""
+    return _read_steps(store, PINS)
+
+
+def read_unmirrored(store: Store) -> frozenset[int]:
+    """The steps whose copy to a second tier is still due; retention and `prune` keep them."""
+    return _read_steps(store, UNMIRRORED)
+
+
+def _read_steps(store: Store, path: str) -> frozenset[int]:
     try:
-        text = store.read(PINS).decode(errors="replace")
+        text = store.read(path).decode(errors="replace")
     except NotFoundError:
         return frozenset()
-    return parse_pins(text, where=store.where(PINS))
+    return parse_pins(text, where=store.where(path))
 
 
-def check_whole(store: Store, url: str, info: CheckpointInfo) -> tuple[CheckpointInfo, Checkpoint | None]:
-    """Open a committed checkpoint: (info, checkpoint), or (info with state "damaged", None) if anything is missing."""
-    if info.state != CheckpointState.COMMITTED:
-        return info, None
+def check_whole(store: Store, url: str, info: CheckpointInfo) -> CheckpointInfo:
+    """`info`, with state "damaged" if the manifest or any file of a committed checkpoint is not whole."""
+    return _look(store, info, url=url).info
+
+
+def _look(store: Store, info: CheckpointInfo, *, url: str = "") -> _Looked:
+    if info.state == CheckpointState.PARTIAL:
+        return _Looked(info=info)
+    if info.commit is None:
+        return _Looked(info=info, unknown=info.problem)
     try:
-        return info, open_checkpoint(url, step=info.step, store=store)
+        manifest = open_manifest(store, info.commit)
     except CheckpointError as error:
-        return replace(info, state=CheckpointState.DAMAGED, problem=str(error)), None
+        return _Looked(info=_damaged(info, error), unknown=str(error))
+    try:
+        check_files(_checkpoint(store, info, manifest, url=url))
+    except CheckpointError as error:
+        return _Looked(info=_damaged(info, error), manifest=manifest)
+    return _Looked(info=info, manifest=manifest)
 
 
-def referred(checkpoints: Iterable[Checkpoint]) -> frozenset[str]:
-    """Paths of all data files that these checkpoints refer to."""
-    return frozenset(checkpoint.path(file.path) for checkpoint in checkpoints for file in checkpoint.manifest.files)
+def _damaged(info: CheckpointInfo, error: CheckpointError) -> CheckpointInfo:
+    return replace(info, state=CheckpointState.DAMAGED, problem=str(error))
 
 
-def age_of_step_s(store: Store, step: int, now_s: float) -> float:
-    """Seconds since the newest object of an uncommitted step, or since the start time in an attempt's name if that is later."""
-    return _age_s(list(store.list(step_folder(step))), now_s)
-
-
-def step_garbage(store: Store, info: CheckpointInfo, kept: frozenset[str]) -> Garbage:
-    """Everything in a step's folder except `kept`; COMMIT first, then `.metadata`, then the rest by path."""
-    entries = [entry for entry in store.list(step_folder(info.step)) if entry.path not in kept]
-    entries.sort(
-        key=lambda entry: (entry.path != commit_path(info.step), not entry.path.endswith(METADATA), entry.path)
-    )
-    return Garbage(what=f"{step_folder(info.step)} ({info.state})", step=info.step, entries=tuple(entries))
-
-
-def attempt_garbage(
-    store: Store, info: CheckpointInfo, kept: frozenset[str], *, older_than_s: float, now_s: float
-) -> list[Garbage]:
-    """Attempts in a committed step's folder that its COMMIT does not name and that are older than `older_than_s`."""
-    assert info.commit is not None
+def _checkpoint(store: Store, info: CheckpointInfo, manifest: Manifest, *, url: str = "") -> Checkpoint:
     folder = step_folder(info.step)
-    found = []
-    for name in store.folders(folder):
-        if is_attempt(name) and name != info.commit.attempt:
-            entries = list(store.list(f"{folder}/{name}"))
-            free = tuple(entry for entry in entries if entry.path not in kept)
-            if free and _age_s(entries, now_s) > older_than_s:
-                found.append(Garbage(what=f"{folder}/{name} (attempt never committed)", step=info.step, entries=free))
-    return found
+    return Checkpoint(store=store, url=url or store.url, step=info.step, folder=folder, manifest=manifest)
 
 
-def delete(store: Store, garbage: Garbage) -> None:
-    """Delete the objects; a COMMIT goes first, in a call of its own."""
-    paths = [entry.path for entry in garbage.entries]
-    first = [path for path in paths if path.endswith(f"/{COMMIT}")]
-    store.delete(first)
-    store.delete(path for path in paths if path not in first)
+def plan_removal(store: Store, policy: RetentionPolicy, *, now_s: float) -> RemovalPlan:
+    """What `policy` deletes from a run, at the time `now_s`; deletes nothing.
+
+    Every checkpoint is opened first: only a whole one counts as kept. NotCommittedError if the run has no step; StoreError if
+    anything could not be listed or read.
+    """
+    infos = list_checkpoints(store)
+    if not infos:
+        raise NotCommittedError(f"{store}: no checkpoint here")
+    unmirrored = read_unmirrored(store)
+    policy = replace(policy, pins=policy.pins | unmirrored)
+    if not policy.is_incomplete and not prune(infos, policy):
+        return RemovalPlan()
+    looked = {info.step: _look(store, info) for info in infos}
+    infos = [found.info for found in looked.values()]
+    files = _Files(store, looked)
+    ages = {}
+    if policy.is_incomplete:
+        ages = {info.step: files.age_s(info, now_s) for info in infos if info.state == CheckpointState.PARTIAL}
+    gone = {info.step for info in prune(infos, policy, ages_s=ages)}
+    unknown = [found for found in looked.values() if found.unknown]
+    if unknown and (gone or policy.is_incomplete):
+        return RemovalPlan(kept=tuple(_unknown(store, found) for found in unknown), is_blocked=True)
+    stay = [found for step, found in looked.items() if step not in gone]
+    kept = frozenset(path for found in stay for path in found.refers_to(store)) | files.named_by_partial(stay)
+    garbage, reasons = [], [_due(store, step) for step in sorted(unmirrored & looked.keys())]
+    for step, found in looked.items():
+        whole = step in gone
+        if whole or (policy.is_incomplete and found.info.state == CheckpointState.COMMITTED):
+            plan = _of_step(store, files.of(found.info), found.info, policy, kept, now_s=now_s, is_whole=whole)
+            garbage += [item for item in plan.garbage if item.entries]
+            reasons += plan.kept
+    return RemovalPlan(garbage=tuple(garbage), kept=tuple(reasons))
 
 
-def apply_retention(store: Store, policy: RetentionPolicy, *, keep: frozenset[int] = frozenset()) -> list[int]:
+class _Files:
+    """The sorted files of the steps that are looked at, each step listed once."""
+
+    def __init__(self, store: Store, looked: dict[int, _Looked]) -> None:
+        self._store, self._looked, self._found = store, looked, dict[int, StepFiles]()
+
+    def of(self, info: CheckpointInfo) -> StepFiles:
+        if info.step not in self._found:
+            self._found[info.step] = files_of_step(self._store, info, self._looked[info.step].manifest)
+        return self._found[info.step]
+
+    def age_s(self, info: CheckpointInfo, now_s: float) -> float:
+        """Seconds since the newest object of an uncommitted step, or since the start of an attempt if that is later."""
+        starts = [start_of(name) for name in self.of(info).attempts]
+        entries = self._store.list(step_folder(info.step))
+        return now_s - max([*starts, *(entry.modified_s for entry in entries)], default=now_s)
+
+    def named_by_partial(self, stay: Iterable[_Looked]) -> frozenset[str]:
+        """Files that the `.metadata` of an uncommitted step names: plain DCP readers open such a step."""
+        partial = (found.info for found in stay if found.info.state == CheckpointState.PARTIAL)
+        indices = (self.of(info).index for info in partial if self._store.folders(step_folder(info.step)))
+        return frozenset(path for index in indices if index is not None for path in index.files)
+
+
+def _of_step(
+    store: Store, files: StepFiles, info: CheckpointInfo, policy: RetentionPolicy, kept: frozenset[str], *, now_s: float,
+    is_whole: bool,
+) -> RemovalPlan:  # fmt: skip
+    """What goes from one step, and what of it stays. An attempt that began after the commit stays: it may still be written."""
+    folder, commit = step_folder(info.step), info.commit
+    began = 0.0 if commit is None else start_of(commit.attempt)
+    dead = [
+        name
+        for name, entries in files.attempts.items()
+        if (is_whole and (commit is None or start_of(name) < began))
+        or (
+            policy.is_incomplete and now_s - max(start_of(name), *(e.modified_s for e in entries)) > policy.older_than_s
+        )
+    ]
+    if is_whole:
+        garbage = [
+            Garbage(
+                what=f"{folder} ({info.state})",
+                step=info.step,
+                entries=files.removal(dead, is_whole=True, kept=kept),
+            )
+        ]
+    else:
+        garbage = [
+            Garbage(
+                what=f"{folder}/{name} (attempt never committed)",
+                step=info.step,
+                entries=files.removal([name], is_whole=False, kept=kept),
+            )
+            for name in dead
+        ]
+    reasons = []
+    if files.refusal and (is_whole or dead):
+        reasons.append(f"{store.where(folder)}: kept: {files.refusal}")
+    elif is_whole and files.others:
+        more = f" and {len(files.others) - SHOWN_NAMES} more" if len(files.others) > SHOWN_NAMES else ""
+        names = ", ".join(path.removeprefix(f"{folder}/") for path in files.others[:SHOWN_NAMES])
+        reasons.append(f"{store.where(folder)}: {names}{more} kept: not written by titan-ckpt, or not proved to be")
+    return RemovalPlan(garbage=tuple(garbage), kept=tuple(reasons))
+
+
+def _unknown(store: Store, found: _Looked) -> str:
+    return (
+        f"nothing is deleted: {store}@{found.info.step} cannot be opened, so which files of other steps it needs is unknown "
+        f"({found.unknown}). Read it with a later release, mend it, or remove {step_folder(found.info.step)} yourself"
+    )
+
+
+def _due(store: Store, step: int) -> str:
+    return f"{store}@{step}: kept: not yet copied to the second tier; to let it go, remove it from {store.where(UNMIRRORED)}"
+
+
+def delete(store: Store, garbage: Sequence[Garbage]) -> None:
+    """Delete the objects: every COMMIT, then every `.metadata`, then the rest, each in calls of their own.
+
+    A checkpoint may refer to files of another one that goes as well. So no data file goes before all commits have gone.
+    """
+    paths = [entry.path for item in garbage for entry in item.entries]
+    for name in (COMMIT, METADATA):
+        store.delete(path for path in paths if path.endswith(f"/{name}"))
+    store.delete(path for path in paths if not path.endswith((f"/{COMMIT}", f"/{METADATA}")))
+
+
+def apply_retention(
+    store: Store, policy: RetentionPolicy, *, now_s: float, keep: frozenset[int] = frozenset()
+) -> list[int]:
     """Delete what `policy`, the run's pins and `keep` let go; returns the deleted steps. A failure is logged, never raised."""
     try:
-        return _apply(store, replace(policy, pins=policy.pins | keep | read_pins(store)))
+        plan = plan_removal(store, replace(policy, pins=policy.pins | keep | read_pins(store)), now_s=now_s)
+        for reason in plan.kept:
+            log.warning("retention: %s", reason)
+        delete(store, plan.garbage)
     except Exception as error:  # noqa: BLE001  (must not fail the save that triggered it)
         log.warning("old checkpoints of %s were not deleted: %s", store, error)
         return []
-
-
-def _apply(store: Store, policy: RetentionPolicy) -> list[int]:
-    infos = list_checkpoints(store)
-    if not prune(infos, policy):
-        return []
-    checked = [check_whole(store, store.url, info) for info in infos]
-    gone = prune([info for info, _ in checked], policy)
-    going = {info.step for info in gone}
-    kept = referred(opened for info, opened in checked if opened is not None and info.step not in going)
-    for info in gone:
-        delete(store, step_garbage(store, info, kept))
-        log.info("deleted %s@%d: the policy keeps newer ones", store, info.step)
-    return sorted(going)
-
-
-def _age_s(entries: list[ObjectInfo], now_s: float) -> float:
-    starts = [
-        calendar.timegm(time.strptime(m.group(1), "%Y%m%dT%H%M%SZ")) for e in entries if (m := _START.search(e.path))
-    ]
-    newest = max([*starts, *(entry.modified_s for entry in entries)], default=now_s)
-    return now_s - newest
+    for item in plan.garbage:
+        log.info("deleted %s of %s: the policy keeps newer ones", item.what, store)
+    return sorted({item.step for item in plan.garbage})

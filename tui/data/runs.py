@@ -39,11 +39,12 @@ class StepState(StrEnum):
     COMMITTED = "committed"
     PARTIAL = "partial"
     DAMAGED = "damaged"
+    UNREADABLE = "unreadable"
     FOREIGN = "foreign"
 
 
 _TIER_ORDER = tuple(TierName)
-_BEST = (StepState.COMMITTED, StepState.FOREIGN, StepState.DAMAGED, StepState.PARTIAL)
+_BEST = (StepState.COMMITTED, StepState.FOREIGN, StepState.DAMAGED, StepState.UNREADABLE, StepState.PARTIAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
