@@ -98,8 +98,10 @@ def _look(store: Store, info: CheckpointInfo, *, url: str = "") -> _Looked:
         manifest = open_manifest(store, info.commit)
     except CheckpointError as error:
         return _Looked(info=_damaged(info, error), unknown=str(error))
+    checkpoint = _checkpoint(store, info, manifest, url=url)
     try:
-        check_files(_checkpoint(store, info, manifest, url=url))
+        check_files(checkpoint)
+        checkpoint.prove_coverage()
     except CheckpointError as error:
         return _Looked(info=_damaged(info, error), manifest=manifest)
     return _Looked(info=info, manifest=manifest)
