@@ -59,7 +59,7 @@ def prune(run: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[i
 
 
 def loads(run: Path, step: int) -> bool:
-    found = {"model": {"w": torch.zeros(40), "frozen": torch.zeros(100)}, "step": 0}
+    found: dict[str, Any] = {"model": {"w": torch.zeros(40), "frozen": torch.zeros(100)}, "step": 0}
     load(f"{run}@{step}", found)
     expected = state(step)["model"]
     return torch.equal(found["model"]["w"], expected["w"]) and torch.equal(found["model"]["frozen"], expected["frozen"])

@@ -20,11 +20,10 @@ from titan_ckpt.store.fsspec_errors import translate
 QUICK = RetryPolicy(tries=3, first_wait_s=0.0, longest_wait_s=0.0)
 
 
-class FailingFileSystem(LocalFileSystem):
+class FailingFileSystem(LocalFileSystem):  # type: ignore[misc]
     """The local file system; `fails[call]` errors are raised by that call, one each time, before it does anything."""
 
     protocol = "failing"
-    cachable = False
     fails: dict[str, list[Exception]]
 
     def _fail(self, call: str) -> None:
