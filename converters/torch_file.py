@@ -17,12 +17,22 @@ import torch
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, DamagedError, NotFoundError, UnsafeContentError
+from titan_ckpt.errors import (
+    AlreadyExistsError,
+    ConditionFailedError,
+    DamagedError,
+    NotFoundError,
+    TitanError,
+    UnsafeContentError,
+)
 from titan_ckpt.format.commit import find_commit
+from titan_ckpt.format.torch_archive import check_torch_file
 from titan_ckpt.loading.load import read_object
 from titan_ckpt.location import local_path, normalise, parse_location, scheme
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.store.open import open_store
+
+FREE_VALUES, FREE_BYTES, MAX_GROWTH = 10_000, 64 << 20, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,20 +104,65 @@ def _read(src: str) -> Mapping[str, Any]:
             check_own_files(open_store(folder or "/"), [name])
             if not os.path.isfile(path):
                 raise NotFoundError(f"{path}: no such file")
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            with open(path, "rb") as file:
+                check_torch_file(file, where=src)
+            state, size_bytes = torch.load(path, map_location="cpu", weights_only=True), os.path.getsize(path)
         else:
             folder, _, name = normalise(src).rpartition("/")
-            state = torch.load(io.BytesIO(open_store(folder).read(name)), map_location="cpu", weights_only=True)
+            content = io.BytesIO(open_store(folder).read(name))
+            check_torch_file(content, where=src)
+            content.seek(0)
+            state, size_bytes = torch.load(content, map_location="cpu", weights_only=True), content.getbuffer().nbytes
+    except TitanError:
+        raise
     except pickle.UnpicklingError as error:
         raise UnsafeContentError(
             f"{src}: holds more than tensors and plain data, or is no torch file; it was not loaded. {_first_line(error)}"
         ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise DamagedError(f"{src}: not a whole torch file: {_first_line(error)}") from error
+    except Exception as error:  # torch's reader raises whatever the call that a broken pickle names does
+        raise DamagedError(f"{src}: not a whole torch file: {type(error).__name__}: {_first_line(error)}") from error
     if not isinstance(state, Mapping) or not state:
         raise DamagedError(f"{src}: holds a {type(state).__name__}, not a state dict")
+    _check_size(state, size_bytes, src)
     return state
 
 
+def _check_size(state: Mapping[str, Any], size_bytes: int, src: str) -> None:
+    """Refuse a state that a few bytes make large: strides of 0, views and lists that the file stores once and names often."""
+    values, tensors = FREE_VALUES + size_bytes, FREE_BYTES + MAX_GROWTH * size_bytes
+    inside: list[Any] = [state]
+    while inside:
+        value = inside.pop()
+        values -= 1
+        if isinstance(value, torch.Tensor):
+            tensors -= _stored_bytes(value, src)
+        elif isinstance(value, str | bytes | bytearray):
+            values -= len(value)
+        elif isinstance(value, Mapping):
+            inside += value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            inside += value
+        if values < len(inside) or tensors < 0:
+            raise DamagedError(
+                f"{src}: {size_bytes} bytes stand for a state of more than {MAX_GROWTH} times their size: "
+                "lists or tensors that are stored once and used often. Nothing was written; save the state anew with torch.save"
+            )
+
+
+def _stored_bytes(tensor: torch.Tensor, src: str) -> int:
+    """Bytes of a tensor once it is written; DamagedError for one that has more elements than its storage."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise DamagedError(
+            f"{src}: a tensor of layout {tensor.layout} on {tensor.device}; only dense ones can be converted"
+        )
+    size_bytes = tensor.numel() * tensor.element_size()
+    if size_bytes > tensor.untyped_storage().nbytes():
+        raise DamagedError(
+            f"{src}: a tensor of shape {tuple(tensor.shape)} needs {size_bytes} bytes, but the file stores "
+            f"{tensor.untyped_storage().nbytes()} for it (strides {tensor.stride()}); save it with .contiguous()"
+        )
+    return size_bytes
+
+
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(str(error).splitlines()), type(error).__name__)[:300]

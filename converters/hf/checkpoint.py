@@ -28,7 +28,7 @@ from titan_ckpt.converters.models.families import EMBEDDING, HEAD
 from titan_ckpt.converters.models.spec import spec_to_config
 from titan_ckpt.converters.models.tensor_names import LAYOUTS, TITAN, Named, is_computed, name_in
 from titan_ckpt.errors import LoadContractError, NotFoundError
-from titan_ckpt.format.dcp_metadata import FOREIGN_ATTEMPT
+from titan_ckpt.format.dcp_read import FOREIGN_ATTEMPT
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import RAW, ChunkTable, FileEntry, Manifest, TensorEntry
 from titan_ckpt.sharding.placement import Box

@@ -7,14 +7,14 @@ config.json uses the older one, which both versions read; an imported one keeps 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from titan_ckpt.converters.models.families import FAMILIES, HfFamily, check_spec
 from titan_ckpt.converters.models.spec import Experts, ModelSpec, SpecRopeScaling
 from titan_ckpt.converters.models.transforms import FLOATS
-from titan_ckpt.errors import DamagedError, PlanError
+from titan_ckpt.errors import PlanError
+from titan_ckpt.parsing.json_values import JsonValue, parse_json, show
 
 Config = dict[str, Any]
 
@@ -52,19 +52,20 @@ QUANTISED_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config
 # Far above every model: a damaged number must not allocate a list of its length.
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 200_000
+MAX_NUMBER = 1 << 40
 # (keys, check of a value, what is expected)
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings",
          "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        lambda value: type(value) is int and value >= 1,
-        "a whole number of at least 1",
+        lambda value: type(value) is int and 1 <= value <= MAX_NUMBER,
+        f"a whole number of at least 1 (and at most {MAX_NUMBER})",
     ),
-    (("sliding_window", "max_window_layers"), lambda value: type(value) is int and value >= 0, "a whole number"),
+    (("sliding_window", "max_window_layers"), lambda value: type(value) is int and 0 <= value <= MAX_NUMBER, "a whole number"),
     (
         ("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
          "attention_factor"),
-        lambda value: type(value) in (int, float) and 0 < value < math.inf,
+        lambda value: type(value) in (int, float) and 0 < value < 1e300,
         "a positive number",
     ),
     (
@@ -78,13 +79,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 
 def parse_config(text: bytes, where: str) -> Config:
     """Parse a config.json."""
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{where}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise DamagedError(f"{where}: not a JSON object")
-    return config
+    return JsonValue(parse_json(text, where), where).free()
 
 
 def encode_config(config: Mapping[str, Any]) -> bytes:
@@ -150,13 +145,13 @@ def _family(config: Mapping[str, Any], where: str) -> HfFamily:
     kind = config.get("model_type")
     if isinstance(architectures, list) and architectures:
         found = [family for family in FAMILIES.values() if family.architecture in architectures]
-        shown = ", ".join(map(str, architectures))
+        shown = ", ".join(name[:80] if isinstance(name, str) else show(name) for name in architectures[:4])
     else:
         found = [FAMILIES[kind]] if isinstance(kind, str) and kind in FAMILIES else []
-        shown = f"model_type {kind!r}"
+        shown = f"model_type {show(kind)}"
     if not found or kind not in (None, found[0].name):
         supported = ", ".join(family.architecture for family in FAMILIES.values())
-        raise PlanError(f"{where}: {shown} (model_type {kind!r}) is not supported; supported are {supported}")
+        raise PlanError(f"{where}: {shown} (model_type {show(kind)}) is not supported; supported are {supported}")
     return found[0]
 
 
@@ -168,7 +163,7 @@ def _check_values(config: Mapping[str, Any], where: str) -> None:
             for key in keys:
                 value = record.get(key)
                 if value is not None and not is_right(value):
-                    raise PlanError(f"{where}: {key} = {value!r:.100}: expected {wanted}")
+                    raise PlanError(f"{where}: {key} = {show(value)}: expected {wanted}")
     if config["num_hidden_layers"] > MAX_LAYERS:
         raise PlanError(f"{where}: num_hidden_layers = {config['num_hidden_layers']}: more than {MAX_LAYERS} layers")
 
@@ -185,7 +180,7 @@ def _rope_record(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             where,
             "rope_parameters",
             record,
-            f"rope_scaling = {found[1]!r:.200} contradicts it; which of the two is it?",
+            f"rope_scaling = {show(found[1])} contradicts it; which of the two is it?",
         )
     if any(isinstance(value, Mapping) for value in record.values()):
         _refuse(where, "rope_parameters", record, "all layers must turn positions alike")
@@ -348,4 +343,4 @@ def _window_keys(spec: ModelSpec) -> Config:
 
 
 def _refuse(where: str, key: str, found: object, text: str) -> NoReturn:
-    raise PlanError(f"{where}: {key} = {found!r:.200} cannot be converted: {text}")
+    raise PlanError(f"{where}: {key} = {show(found)} cannot be converted: {text}")

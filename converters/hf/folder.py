@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from titan_ckpt.checkpoint.foreign_files import check_own_files, check_own_folder, local_names
 from titan_ckpt.converters.hf.assets import CONFIG, carry, is_carried, why_left_out
@@ -20,6 +20,7 @@ from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_heade
 from titan_ckpt.converters.models.spec import ModelSpec
 from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
 from titan_ckpt.location import check_relative, join
+from titan_ckpt.parsing.json_values import JsonValue, show
 from titan_ckpt.rewrite.plan import RewriteSource, SourceTensor
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
@@ -87,7 +88,7 @@ def open_hf(url: str, *, store: Store | None = None) -> HfModel:
     names = {path: size_bytes for path, size_bytes in found.items() if "/" not in path}
     if CONFIG not in names:
         _explain_missing(store, names)
-    config = parse_config(store.read(CONFIG), store.where(CONFIG))
+    config = parse_config(read_small(store, CONFIG), store.where(CONFIG))
     if config.get("auto_map"):
         log.warning("%s: auto_map names code of the model's own, which is neither run nor copied", store.where(CONFIG))
     if quantised := [name for name in QUANTISED_FILES if name in names]:
@@ -130,13 +131,21 @@ def _is_left_out(name: str, weights: Sequence[str]) -> bool:
     return not is_hidden and not is_carried(name) and name not in (*weights, INDEX)
 
 
+def read_small(store: Store, path: str) -> bytes:
+    """A JSON file of a model; PlanError if it is too large to be one."""
+    size_bytes = store.stat(path).size_bytes
+    if size_bytes > MAX_ASSET_BYTES:
+        raise PlanError(f"{store.where(path)}: {size_bytes} bytes; no such file is larger than {MAX_ASSET_BYTES}")
+    return store.read(path, 0, size_bytes)
+
+
 def _snapshot(store: Store) -> Store:
     """The store of the model: in a hub cache the snapshot of `refs/main` (else the only one), otherwise `store`."""
     snapshots = store.folders("snapshots")
     if not snapshots or store.exists(CONFIG):
         return store
     check_own_files(store, ["refs/main"])
-    revision = store.read("refs/main").decode().strip() if store.exists("refs/main") else snapshots[0]
+    revision = store.read("refs/main").decode("utf-8", "replace").strip() if store.exists("refs/main") else snapshots[0]
     if revision not in snapshots or (len(snapshots) > 1 and not store.exists("refs/main")):
         raise UsageError(f"{store}: a hub cache with snapshots {', '.join(snapshots)}; name one: {store}/snapshots/...")
     check_own_folder(store, f"snapshots/{revision}")
@@ -175,18 +184,17 @@ def _weight_map(store: Store, names: Mapping[str, int]) -> dict[str, str] | None
 
 def _read_index(store: Store) -> dict[str, str]:
     where = store.where(INDEX)
-    weight_map: Any = parse_config(store.read(INDEX), where).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    document = JsonValue(parse_config(read_small(store, INDEX), where), where)
+    weight_map = {name: file.text() for name, file in document["weight_map"].items()}
+    if not weight_map:
         raise DamagedError(f"{where}: no weight_map")
     for name, file in weight_map.items():
-        if not isinstance(file, str):
-            raise DamagedError(f"{where}: {name}: {file!r} is not a file name")
         try:
             check_relative(file)
         except UsageError as error:
-            raise UnsafeContentError(f"{where}: {name}: {file!r} is outside the model's folder") from error
+            raise UnsafeContentError(f"{where}: {name}: {show(file)} is outside the model's folder") from error
         if not file.isprintable():
-            raise UnsafeContentError(f"{where}: {name}: {file!r} is not a name for a file")
+            raise UnsafeContentError(f"{where}: {name}: {show(file)} is not a name for a file")
     return weight_map
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from titan_ckpt.checkpoint.foreign_files import check_own_files
-from titan_ckpt.converters.hf.config import parse_config
-from titan_ckpt.converters.hf.folder import ADAPTER_CONFIG
+from titan_ckpt.converters.hf.config import MAX_NUMBER, parse_config
+from titan_ckpt.converters.hf.folder import ADAPTER_CONFIG, read_small
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
 from titan_ckpt.errors import LoadContractError, PlanError
+from titan_ckpt.parsing.json_values import show
 from titan_ckpt.rewrite.cast import to_dtype
 from titan_ckpt.rewrite.selection import Overflows
 from titan_ckpt.sharding.placement import Box, Shape
@@ -74,16 +75,21 @@ def open_adapter(url: str) -> Adapter:
     """Open the adapter in a folder or prefix. PlanError for anything but plain LoRA."""
     store = open_store(url)
     check_own_files(store, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
-    config = parse_config(store.read(ADAPTER_CONFIG), store.where(ADAPTER_CONFIG))
+    config = parse_config(read_small(store, ADAPTER_CONFIG), store.where(ADAPTER_CONFIG))
     for key, only in _ONLY.items():
         if config.get(key) is not None and config[key] not in only:
             raise PlanError(
-                f"{store.where(ADAPTER_CONFIG)}: {key} = {config[key]!r:.100} is not supported; plain LoRA is"
+                f"{store.where(ADAPTER_CONFIG)}: {key} = {show(config[key])} is not supported; plain LoRA is"
             )
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+    if (
+        type(rank) is not int
+        or not 1 <= rank <= MAX_NUMBER
+        or not isinstance(alpha, int | float)
+        or abs(alpha) > MAX_NUMBER
+    ):
         raise PlanError(
-            f"{store.where(ADAPTER_CONFIG)}: r = {rank!r}, lora_alpha = {alpha!r} are not a rank and a scale"
+            f"{store.where(ADAPTER_CONFIG)}: r = {show(rank)}, lora_alpha = {show(alpha)} are not a rank and a scale"
         )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Adapter(where=str(store), scale=scale, factors=_factors(store, rank))

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from titan_ckpt.errors import DamagedError, PlanError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.parsing.json_values import JsonValue, parse_json, show
 from titan_ckpt.sharding.placement import Shape
 from titan_ckpt.store.base import Store
 
@@ -21,6 +22,8 @@ MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
 ALIGNMENT = 8
 METADATA_KEY = "__metadata__"
+MAX_DIMENSIONS = 64
+_MOST = (1 << 60) - 1
 
 DTYPE_CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -87,53 +90,41 @@ def header_length(start: bytes, size_bytes: int, where: str) -> int:
 
 def parse_header(text: bytes, *, size_bytes: int, where: str) -> Header:
     """Parse the header `text` of a file of `size_bytes`."""
-    content = _parse_json(text, where)
+    if not text.startswith(b"{"):
+        _damaged(where, "the header is not a JSON object: not a safetensors file")
+    content: dict[str, Any] = parse_json(text, where)
     metadata = content.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _damaged(where, f"{METADATA_KEY} is not a table of strings")
     data_start = LENGTH_BYTES + len(text)
     tensors = sorted(
-        (_parse_tensor(name, entry, data_start, where) for name, entry in content.items()),
+        (_parse_tensor(name, JsonValue(entry, where, show(name)[1:-1]), data_start) for name, entry in content.items()),
         key=lambda tensor: (tensor.offset, tensor.length),
     )
     _check_cover(tensors, data_start, size_bytes, where)
     return Header(tensors=tuple(tensors), metadata=metadata, size_bytes=data_start)
 
 
-def _parse_json(text: bytes, where: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            _damaged(where, f"the header lists {twice!r} twice")
-        return dict(pairs)
-
-    if not text.startswith(b"{"):
-        _damaged(where, "the header is not a JSON object: not a safetensors file")
-    try:
-        content = json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{where}: the safetensors header is not JSON: {error}") from error
-    assert isinstance(content, dict)
-    return content
-
-
-def _parse_tensor(name: str, entry: Any, data_start: int, where: str) -> StoredTensor:
-    try:
-        code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"{where}: {name}: the header entry is malformed: {entry!r:.200}") from error
-    if not all(type(number) is int and 0 <= number < 1 << 60 for number in (*shape, start, stop)):
-        _damaged(where, f"{name}: shape {shape} or offsets [{start}, {stop}] are not whole numbers of a sane size")
-    if not isinstance(code, str) or code not in _DTYPES:
-        raise PlanError(f"{where}: {name} has dtype {code!r}; readable are {', '.join(sorted(_DTYPES))}")
+def _parse_tensor(name: str, entry: JsonValue, data_start: int) -> StoredTensor:
+    code, shape, offsets = (
+        entry["dtype"].text(),
+        entry["shape"].wholes(0, _MOST),
+        entry["data_offsets"].wholes(0, _MOST),
+    )
+    if len(shape) > MAX_DIMENSIONS:
+        entry["shape"].fail(f"at most {MAX_DIMENSIONS} dimensions")
+    if len(offsets) != 2:
+        entry["data_offsets"].fail("[start, stop]")
+    if code not in _DTYPES:
+        raise PlanError(f"{entry.where}: {name} has dtype {show(code)}; readable are {', '.join(sorted(_DTYPES))}")
+    start, stop = offsets
     length = prod(shape) * ELEMENT_SIZE[_DTYPES[code]]
     if stop - start != length:
         _damaged(
-            where,
-            f"{name}: {code} of shape {shape} takes {length} bytes, offsets [{start}, {stop}] give {stop - start}",
+            entry.where,
+            f"{name}: {code} of shape {tuple(shape)} takes {show(length)} bytes, offsets [{start}, {stop}] give {stop - start}",
         )
-    return StoredTensor(name=name, dtype=_DTYPES[code], shape=shape, offset=data_start + start, length=length)
+    return StoredTensor(name=name, dtype=_DTYPES[code], shape=tuple(shape), offset=data_start + start, length=length)
 
 
 def _check_cover(tensors: Sequence[StoredTensor], data_start: int, size_bytes: int, where: str) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from titan_ckpt.console.units import format_size
 from titan_ckpt.converters.models.spec import ModelSpec
-from titan_ckpt.errors import DamagedError
 from titan_ckpt.format.manifest import Manifest
+from titan_ckpt.parsing.json_values import JsonValue, parse_json
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -125,11 +125,8 @@ def complete(assets: Mapping[str, bytes], spec: ModelSpec, where: str) -> dict[s
 
 def _end_token(tokenizer: bytes, where: str) -> tuple[str, int] | None:
     """The end-of-text token and its id; None if the tokenizer has none of END_TOKENS."""
-    try:
-        content = json.loads(tokenizer)
-        added = {str(entry["content"]): int(entry["id"]) for entry in content.get("added_tokens") or []}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{where}: {TOKENIZER} is not a tokenizer: {type(error).__name__}: {error}") from error
+    tokens = JsonValue(parse_json(tokenizer, f"{where}: {TOKENIZER}"), f"{where}: {TOKENIZER}").find("added_tokens")
+    added = {} if tokens is None else {entry["content"].text(): entry["id"].whole() for entry in tokens.entries()}
     return next(((token, added[token]) for token in END_TOKENS if token in added), None)
 
 

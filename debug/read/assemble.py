@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from titan_ckpt.debug.incident.records import (
 from titan_ckpt.debug.read.black_boxes import BlackBox, BoxReader
 from titan_ckpt.debug.read.logs import group_by_rank, merge_logs
 from titan_ckpt.debug.read.name_tables import Interner
+from titan_ckpt.debug.read.recorder_files import Sidecar
 from titan_ckpt.debug.read.snapshots import add_box, merge_dumps
 from titan_ckpt.store.base import Store
 
@@ -46,7 +46,7 @@ class RankEvidence:
     box: BlackBox | None = None
     box_source: str = ""
     heartbeat: Heartbeat | None = None
-    sidecar: Mapping[str, Any] = field(default_factory=dict)
+    sidecar: Sidecar | None = None
     process_state: str = ""
 
 
@@ -136,9 +136,9 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
     side = found.sidecar
     return RankRecord(
         rank=rank,
-        host=str(side.get("host", "")),
-        pid=side.get("pid") if isinstance(side.get("pid"), int) else (found.box.pid if found.box else None),
-        coordinates={str(k): int(v) for k, v in dict(side.get("coordinates") or {}).items()},
+        host=side.host if side else "",
+        pid=side.pid if side and side.pid is not None else (found.box.pid if found.box else None),
+        coordinates=side.coordinates if side else {},
         operations=add_box(merge_dumps(tables), box, prefer_box=prefer_box),
         dumps=tuple(dumps),
         stacks=tuple(stack for stack in found.stacks if stack.reason != "stall" or not _went_on(found, box)),
@@ -146,7 +146,7 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
         exit=exit_,
         heartbeat=found.heartbeat,
         process_state=found.process_state,
-        has_recorder=bool(side) or found.box is not None,
+        has_recorder=side is not None or found.box is not None,
     )
 
 

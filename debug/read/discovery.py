@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import zstandard
-
 from titan_ckpt.errors import NotFoundError
+from titan_ckpt.parsing.unpacking import PACKED, unpacked
 from titan_ckpt.store.base import Store
 
 MAX_FILES = 200_000
@@ -21,7 +19,6 @@ TAIL_OF_LOG = 12 << 20
 _RANK = re.compile(r"rank[_-]?0*(\d{1,6})(?!\d)", re.IGNORECASE)
 _TRAILING = re.compile(r"(?:trace|dump|flight_recorder|fr)[\w-]*?_0*(\d{1,6})$", re.IGNORECASE)
 _TORCHRUN = re.compile(r"(?:^|/)attempt_\d+/(\d{1,6})/(?:stdout|stderr)\.log$")
-_PACKED = (".gz", ".zst")
 _TEXT = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
 _ENDINGS = frozenset((".json", ".jsonl", ".stacks", ".box", ".pickle", ".pkl", ".pt", ".svg", *_TEXT))
 _STEP_FOLDER = re.compile(r"^step-\d{8,}$")
@@ -88,7 +85,7 @@ def _evidence_file(path: str, size_bytes: int, modified_s: float) -> EvidenceFil
 
 def _split(name: str) -> tuple[str, str]:
     """`rank_0.after_error.json.gz` -> (`rank_0.after_error`, `.json`)."""
-    for packed in _PACKED:
+    for packed in PACKED:
         name = name.removesuffix(packed)
     bare, dot, ending = name.rpartition(".")
     return (bare, dot + ending) if dot + ending in _ENDINGS else (name, "")
@@ -108,11 +105,11 @@ def _rank_of(path: str, bare: str) -> tuple[int | None, str]:
 
 
 def read_evidence_file(store: Store, file: EvidenceFile) -> bytes:
-    """The file's content, unpacked. ValueError when it is too large or its compression is damaged.
+    """The file's content, unpacked. ValueError or DamagedError when it is too large or its compression is damaged.
 
     Logs that are very long are read from both ends.
     """
-    is_packed = file.path.endswith(_PACKED)
+    is_packed = file.path.endswith(PACKED)
     if not is_packed and file.suffix in _TEXT and file.size_bytes > HEAD_OF_LOG + TAIL_OF_LOG:
         head = store.read(file.path, 0, HEAD_OF_LOG)
         return head + b"\n" + store.read(file.path, file.size_bytes - TAIL_OF_LOG, TAIL_OF_LOG)
@@ -122,46 +119,21 @@ def read_evidence_file(store: Store, file: EvidenceFile) -> bytes:
         data = store.read(file.path)
     except NotFoundError as error:
         raise ValueError("vanished while it was read") from error
-    if file.path.endswith(".gz"):
-        return _unzip(data)
-    if file.path.endswith(".zst"):
-        return _unzstd(data)
-    return data
+    if not is_packed:
+        return data
+    pieces = unpacked(file.path, [data], packed_bytes=len(data), most_bytes=MAX_UNPACKED_BYTES)
+    return _both_ends(pieces) if file.suffix in _TEXT else b"".join(pieces)
 
 
-def _unzip(data: bytes) -> bytes:
-    """All members of a gzip file, or the readable part of one that is cut off."""
-    parts: list[bytes] = []
-    total = 0
-    while data:
-        engine = zlib.decompressobj(wbits=31)
-        try:
-            part = engine.decompress(data, MAX_UNPACKED_BYTES - total + 1)
-        except zlib.error as error:
-            if parts:
-                break
-            raise ValueError(f"damaged gzip: {error}") from error
-        parts.append(part)
-        total += len(part)
-        if total > MAX_UNPACKED_BYTES:
-            raise ValueError(f"unpacks to more than {MAX_UNPACKED_BYTES} bytes")
-        if not engine.eof:
-            break
-        data = engine.unused_data
-    return b"".join(parts)
-
-
-def _unzstd(data: bytes) -> bytes:
-    try:
-        return b"".join(_bounded(zstandard.ZstdDecompressor().read_to_iter(data)))
-    except zstandard.ZstdError as error:
-        raise ValueError(f"damaged zstd: {error}") from error
-
-
-def _bounded(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    total = 0
-    for chunk in chunks:
-        total += len(chunk)
-        if total > MAX_UNPACKED_BYTES:
-            raise ValueError(f"unpacks to more than {MAX_UNPACKED_BYTES} bytes")
-        yield chunk
+def _both_ends(pieces: Iterator[bytes]) -> bytes:
+    """The first and last bytes of a log, and all of one that is not longer."""
+    head, tail = bytearray(), bytearray()
+    is_cut = False
+    for piece in pieces:
+        room = HEAD_OF_LOG - len(head)
+        head += piece[:room]
+        tail += piece[room:]
+        if len(tail) > 2 * TAIL_OF_LOG:
+            del tail[:-TAIL_OF_LOG]
+            is_cut = True
+    return bytes(head) + (b"\n" if is_cut else b"") + bytes(tail)

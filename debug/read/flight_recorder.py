@@ -6,7 +6,6 @@ nothing is guessed.
 
 from __future__ import annotations
 
-import json
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,10 @@ from titan_ckpt.debug.incident.records import (
 )
 from titan_ckpt.debug.read.name_tables import Interner
 from titan_ckpt.debug.read.plain_pickle import looks_like_pickle, plain_loads
+from titan_ckpt.parsing.json_values import parse_json
 
 MAX_ENTRIES = 2_000_000
+FREE_ENTRIES, BYTES_PER_ENTRY = 1000, 48
 _STATES: Mapping[str, int] = {name: code for code, name in enumerate(OperationState)}
 _P2P = re.compile(r"\b(?:batch_)?(send|recv)\s*(\d+)\s*(?:->|<-)\s*(\d+)")
 _INT32 = (1 << 31) - 1
@@ -48,14 +49,15 @@ class ParsedDump:
 
 def parse_dump(data: bytes, rank: int, interner: Interner) -> ParsedDump:
     """Read one dump of `rank`. ValueError (or UnsafeContentError) when it is not a dump or is damaged."""
-    raw = plain_loads(data) if looks_like_pickle(data[:2]) else _parse_json(data)
+    raw = plain_loads(data) if looks_like_pickle(data[:2]) else parse_json(data, "the dump")
     if not isinstance(raw, dict) or not isinstance(raw.get("entries", []), list | tuple):
         raise ValueError("holds no Flight Recorder dump (a mapping with `entries`)")
     entries: Sequence[Any] = raw.get("entries", [])
     if "entries" not in raw and "pg_config" not in raw and "version" not in raw:
         raise ValueError("holds no Flight Recorder dump (neither `entries` nor `version`)")
-    if len(entries) > MAX_ENTRIES:
-        raise ValueError(f"{len(entries)} entries; no ring is larger than {MAX_ENTRIES}")
+    most = min(MAX_ENTRIES, FREE_ENTRIES + len(data) // BYTES_PER_ENTRY)
+    if len(entries) > most:
+        raise ValueError(f"{len(entries)} entries; {len(data)} bytes hold no more than {most}")
     _check_size((raw.get("pg_config"), raw.get("version")), MAX_GROUP_PARTS)
     configured = _configured_groups(raw.get("pg_config"), interner)
     try:
@@ -81,13 +83,6 @@ def _batches(entries: Sequence[Mapping[str, Any]]) -> Array:
     return np.array(
         [bool(e.get("is_p2p")) and str(e.get("profiling_name")).endswith(":coalesced") for e in entries], bool
     )
-
-
-def _parse_json(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
 
 
 def _configured_groups(raw: Any, interner: Interner) -> dict[str, Group]:
@@ -182,7 +177,8 @@ def _numbers(values: Sequence[int | None]) -> Array:
 
 
 MAX_ALIKE = 64
-MAX_PARTS = 1 << 16  # of one entry
+MAX_PARTS = 1 << 14  # of one entry
+MAX_COMPARED = 1 << 28  # parts of entries that one dump may take to tell its entries apart
 MAX_GROUP_PARTS = 1 << 22
 
 
@@ -194,12 +190,16 @@ def _alike(rows: Sequence[_Lasting]) -> tuple[list[int], list[_Lasting]]:
     which: list[int] = []
     distinct: list[_Lasting] = []
     places: dict[Any, list[int]] = {}
-    following = [_find(rows[0], distinct, places)]
-    number = 0
+    following = [_find(rows[0], distinct, places)[0]]
+    number, compared = 0, 0
     for row in rows:
         guess = following[number]
         if distinct[guess] != row:
-            guess = following[number] = _find(row, distinct, places)
+            guess, cost = _find(row, distinct, places)
+            following[number] = guess
+            compared += cost
+            if compared > MAX_COMPARED:
+                raise ValueError("entries that take too long to tell apart")
             if guess == len(following):
                 following.append(0)
         number = guess
@@ -207,24 +207,27 @@ def _alike(rows: Sequence[_Lasting]) -> tuple[list[int], list[_Lasting]]:
     return which, distinct
 
 
-def _find(row: _Lasting, distinct: list[_Lasting], places: dict[Any, list[int]]) -> int:
-    """The number of a row, adding it. Only those of the same operation with the same third frame (mostly the caller's) are
-    compared with it."""
-    _check_size(row, MAX_PARTS)
+def _find(row: _Lasting, distinct: list[_Lasting], places: dict[Any, list[int]]) -> tuple[int, int]:
+    """The number of a row, adding it, and what that cost in compared parts.
+
+    Only those of the same operation with the same third frame (mostly the caller's) are compared with it.
+    """
+    parts = _check_size(row, MAX_PARTS)
     frames = row[7]
     near = frames[2] if frames and len(frames) > 2 else None
     alike = places.setdefault((str(row[1])[:200], id(near)), [])
     for number in alike:
         if distinct[number] == row:
-            return number
+            return number, parts * len(alike)
     if len(alike) < MAX_ALIKE:
         alike.append(len(distinct))
     distinct.append(row)
-    return len(distinct) - 1
+    return len(distinct) - 1, parts * len(alike)
 
 
-def _check_size(value: Sequence[Any], most: int) -> None:
-    """ValueError when nested lists of few bytes expand to so much that comparing or printing them would not end."""
+def _check_size(value: Sequence[Any], most: int) -> int:
+    """How many parts nested lists have. ValueError for more than `most`: a memo makes few bytes into so many that comparing or
+    printing them would not end."""
     left = most
     inside: list[Any] = [value]
     while inside:
@@ -237,6 +240,7 @@ def _check_size(value: Sequence[Any], most: int) -> None:
             for part in parts
             if type(part) is list or type(part) is tuple or type(part) is dict
         ]
+    return most - left
 
 
 @dataclass(slots=True, kw_only=True)
@@ -316,12 +320,14 @@ UNKNOWN_NUMBER = -1
 def _settle_pairs(table: Array, number: Array, is_batch: Array, *, is_whole: bool) -> Array:
     """The table with batches' states given to their members, batches themselves left out, and each send or receive numbered
     within its pair from 1 (where the ring is whole; else the number is unknown). `number` is the dump's own."""
-    for row in np.flatnonzero(is_batch):
-        batch = table[row]
-        inside = (table["p2p"] != 0) & (table["group"] == batch["group"]) & (number == number[row])
-        for column in ("state", "retired", "started_ns", "completed_ns"):
-            table[column][inside] = batch[column]
-    rows = np.flatnonzero(table["p2p"] != 0)
+    rows, batches = np.flatnonzero(table["p2p"] != 0), np.flatnonzero(is_batch)
+    keys = np.stack([table["group"].astype(np.int64), number], axis=1)
+    _, which = np.unique(keys, axis=0, return_inverse=True)
+    batch_of = np.full(len(table), -1)
+    batch_of[which[batches]] = batches  # the last of several
+    inside = rows[batch_of[which[rows]] >= 0]
+    for column in ("state", "retired", "started_ns", "completed_ns"):
+        table[column][inside] = table[column][batch_of[which[inside]]]
     table["seq"][rows] = _ordinals(table[rows]) if is_whole else UNKNOWN_NUMBER
     return table[~is_batch]
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, MAGIC, read_heartbeat
-from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.gc_off import no_gc
 from titan_ckpt.debug.incident.kinds import DumpKind, FlagKind
 from titan_ckpt.debug.incident.operation_table import MOST_OPERATIONS
 from titan_ckpt.debug.incident.records import (
     MAX_RANK,
     Dump,
-    Exit,
-    Frame,
-    Group,
     Heartbeat,
-    Launcher,
-    LogEvent,
     RankLog,
     Run,
 )
@@ -28,16 +20,17 @@ from titan_ckpt.debug.read.black_boxes import BlackBox, RawBox
 from titan_ckpt.debug.read.discovery import EvidenceFile, evidence_files, find_incident_folders, read_evidence_file
 from titan_ckpt.debug.read.flight_recorder import ParsedDump, parse_dump
 from titan_ckpt.debug.read.logs import (
-    kind_of_error,
     looks_like_launcher,
     parse_launcher,
     parse_mixed_log,
     parse_rank_log,
 )
 from titan_ckpt.debug.read.plain_pickle import looks_like_pickle
+from titan_ckpt.debug.read.recorder_files import Exits, Sidecar, read_error, read_exits, read_sidecar
 from titan_ckpt.debug.read.stacks import parse_stacks
-from titan_ckpt.errors import NotFoundError, StoreError, TitanError, UnsafeContentError
+from titan_ckpt.errors import CheckpointError, NotFoundError, StoreError, TitanError, UnsafeContentError
 from titan_ckpt.location import local_path, scheme
+from titan_ckpt.parsing.json_values import JsonValue, parse_json
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
@@ -129,7 +122,7 @@ def _read(evidence: RunEvidence, file: EvidenceFile) -> None:
         _flag(evidence, file, error)
 
 
-_DAMAGE = (UnsafeContentError, StoreError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError)
+_DAMAGE = (CheckpointError, StoreError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError)
 
 
 def _flag(evidence: RunEvidence, file: EvidenceFile, error: Exception) -> None:
@@ -207,73 +200,37 @@ def _take_box(evidence: RunEvidence, file: EvidenceFile, box: BlackBox) -> None:
 def _take_json(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     if file.rank is not None and (file.rank, file.stem) in evidence.read_stems:
         return  # the pickle of the same snapshot has the same, with call stacks
-    try:
-        value = json.loads(data)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    except ValueError as error:
-        if file.rank is None:
-            return  # not written by the recorder
-        raise ValueError(f"damaged JSON: {error}") from error
+    if file.rank is None and not data.lstrip().startswith(b"{"):
+        return  # not written by the recorder
+    value = parse_json(data, file.path)
+    document = JsonValue(value, file.path)
     kind = value.get("titan_ckpt") if isinstance(value, dict) else None
     if kind == "sidecar":
-        _take_sidecar(evidence, value)
+        _take_sidecar(evidence, read_sidecar(document))
     elif kind == "error":
-        _take_error(evidence, file, value)
+        event = read_error(document, file.path)
+        _rank(evidence, event.rank).logs.append(RankLog(source=file.path, events=(event,)))
     elif kind == "exits":
-        _take_exits(evidence, file, value)
+        _take_exits(evidence, read_exits(document, file.path))
     elif isinstance(value, dict) and ("entries" in value or "pg_config" in value) and file.rank is not None:
         _take_dump(evidence, file, data)
 
 
-def _take_sidecar(evidence: RunEvidence, value: Mapping[str, Any]) -> None:
-    record = _rank(evidence, int(value.get("rank", -1)))
-    record.sidecar = value
-    evidence.recorded_ranks = max(evidence.recorded_ranks, min(int(value.get("world_size", 0)), MAX_RANK))
-    evidence.world_size = max(evidence.world_size, min(int(value.get("world_size", 0)), MAX_RANK))
-    for item in value.get("groups", []):
-        members = tuple(sorted(int(rank) for rank in item.get("members", [])))
-        group = Group(name=str(item.get("name", "")), description=str(item.get("description", "")), members=members)
-        record.known_groups[group.name] = group
+def _take_sidecar(evidence: RunEvidence, sidecar: Sidecar) -> None:
+    record = _rank(evidence, sidecar.rank)
+    record.sidecar = sidecar
+    evidence.recorded_ranks = max(evidence.recorded_ranks, sidecar.world_size)
+    evidence.world_size = max(evidence.world_size, sidecar.world_size)
+    record.known_groups.update({group.name: group for group in sidecar.groups})
 
 
-def _take_error(evidence: RunEvidence, file: EvidenceFile, value: Mapping[str, Any]) -> None:
-    frames = tuple(
-        Frame(file=str(f[0]), line=int(f[1]), function=str(f[2]), text=str(f[3])) for f in value.get("frames", ())
-    )
-    text = f"{value.get('type', 'Error')}: {value.get('message', '')}"
-    event = LogEvent(
-        kind=kind_of_error(text),
-        rank=int(value["rank"]),
-        text=text[:400],
-        source=file.path,
-        line=0,
-        time_s=float(value.get("time_s", 0.0)),
-        frame=user_frame(frames),
-        values={"type": str(value.get("type", ""))},
-    )
-    _rank(evidence, event.rank).logs.append(RankLog(source=file.path, events=(event,)))
-
-
-def _take_exits(evidence: RunEvidence, file: EvidenceFile, value: Mapping[str, Any]) -> None:
+def _take_exits(evidence: RunEvidence, found: Exits) -> None:
     evidence.num_evidence += 1
-    evidence.world_size = max(evidence.world_size, min(int(value.get("world_size", 0)), MAX_RANK))
-    for item in value.get("exits", []):
-        evidence.exits.append(
-            Exit(
-                rank=int(item["rank"]),
-                code=int(item["code"]),
-                source=file.path,
-                pid=item.get("pid"),
-                time_s=item.get("time_s"),
-                was_told=bool(item.get("was_told")),
-                is_first=bool(item.get("is_first")),
-            )
-        )
-    for item in value.get("processes", []):
-        evidence.ranks[int(item["rank"])].process_state = str(item.get("state", ""))
-    if "code" in value:
-        evidence.launcher = Launcher(source=file.path, code=int(value["code"]))
+    evidence.world_size = max(evidence.world_size, found.world_size)
+    evidence.exits += found.exits
+    for rank, state in found.states.items():
+        evidence.ranks[rank].process_state = state
+    evidence.launcher = found.launcher or evidence.launcher
 
 
 def _take_text(evidence: RunEvidence, file: EvidenceFile, text: str) -> None:
@@ -293,11 +250,8 @@ SLACK_S = 10.0  # from a launch to the start of the recorder
 
 def _log_starts_s(evidence: RunEvidence) -> float | None:
     """When this incident's process started, by the clock of logs (local time); None if no recorder ran."""
-    starts = [
-        float(side["started_s"]) + float(side.get("utc_offset_s", 0))
-        for found in evidence.ranks.values()
-        if "started_s" in (side := found.sidecar)
-    ]
+    found = (rank.sidecar for rank in evidence.ranks.values() if rank.sidecar is not None)
+    starts = [sidecar.started_s for sidecar in found if sidecar.started_s is not None]
     return min(starts) - SLACK_S if starts else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def test_nothing_but_a_folder(tmp_path: Path) -> None:
 def test_config_that_is_no_config(tmp_path: Path, text: str) -> None:
     model = write_model(tmp_path / "in", config(), tensors(config()))
     (model / "config.json").write_text(text)
-    assert "config.json: not" in _refused(tmp_path, model)
+    assert re.search(r"config\.json: (not JSON|expected an object)", _refused(tmp_path, model))
 
 
 def test_unfinished_copy_without_config(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def _edit_index(model: Path, edit: Callable[[dict[str, Any]], object]) -> None:
         (lambda m: m.update({Q: "model-00009-of-00002.safetensors"}), "model-00009-of-00002.safetensors: missing"),
         (lambda m: m.update({Q: "../../etc/passwd"}), "outside the model's folder"),
         (lambda m: m.update({Q: "/etc/passwd"}), "outside the model's folder"),
-        (lambda m: m.update({Q: 7}), "is not a file name"),
+        (lambda m: m.update({Q: 7}), "expected text"),
         (lambda m: m.pop(Q), f"holds {Q}, which {INDEX} lists in no file"),
         (lambda m: m.update({"model.x": m[Q]}), "model.x is missing"),
         (lambda m: m.clear(), "no weight_map"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_tensor_listed_twice_is_refused(tmp_path: Path) -> None:
     "entry", [[], 1, {}, {"dtype": "F32", "shape": [1]}, {"dtype": "F32", "shape": 1, "data_offsets": [0]}]
 )
 def test_malformed_entry_is_refused(tmp_path: Path, entry: object) -> None:
-    assert "a: the header entry is malformed" in _refused(_file(tmp_path, {"a": entry}))
+    assert re.search(r": a(\.\w+)?: (expected|has no)", _refused(_file(tmp_path, {"a": entry})))
 
 
 def test_dtype_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:

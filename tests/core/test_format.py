@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from titan_ckpt.errors import DamagedError, NewerFormatError, UnsafeContentError
 from titan_ckpt.format import manifest_json as manifest_module
-from titan_ckpt.format.dcp_metadata import dcp_metadata, read_dcp_metadata
+from titan_ckpt.format.dcp_metadata import dcp_metadata
+from titan_ckpt.format.dcp_read import read_dcp_metadata
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import ChunkTable, FileEntry, Manifest, TensorEntry
 from titan_ckpt.format.manifest_json import decode_manifest, encode_manifest

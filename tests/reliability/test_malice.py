@@ -25,12 +25,12 @@ from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import CheckpointError, DamagedError, TitanError, UnsafeContentError
 from titan_ckpt.format.codec import decode_blob
-from titan_ckpt.format.dcp_metadata import read_dcp_metadata
+from titan_ckpt.format.dcp_read import read_dcp_metadata
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest_json import decode_manifest
 from titan_ckpt.format.names import COMMIT
-from titan_ckpt.format.pickle_check import check_pickle
 from titan_ckpt.loading.load import load, read_object
+from titan_ckpt.parsing.pickle_check import check_pickle
 from titan_ckpt.saving.saver import SaveOptions, Saver, save
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.copy import copy_checkpoint
@@ -170,7 +170,7 @@ def test_a_copy_of_a_forged_checkpoint_writes_nothing_outside(run: Path, tmp_pat
     assert not list(tmp_path.rglob("mark"))
 
 
-@pytest.mark.parametrize("target", ["torch", "builtins", "os", "posix", "numpy", "titan_ckpt.format.dcp_metadata"])
+@pytest.mark.parametrize("target", ["torch", "builtins", "os", "posix", "numpy", "titan_ckpt.format.dcp_read"])
 @pytest.mark.parametrize("name", ["eval", "exec", "system", "load", "__import__", "os.system", "_ignore"])
 def test_no_global_but_those_of_an_index_is_ever_found(target: str, name: str) -> None:
     data = f"c{target}\n{name}\n.".encode()
@@ -282,8 +282,9 @@ def test_the_worst_files_stay_in_bounded_memory() -> None:
         "from tests.reliability.test_malice import PICKLES, bomb\n"
         "from titan_ckpt.errors import DamagedError\n"
         "from titan_ckpt.format.manifest_json import _decode_column\n"
-        "from titan_ckpt.format.dcp_metadata import read_dcp_metadata\n"
-        "column = bomb(1 << 27, 1)\n"
+        "from titan_ckpt.format.dcp_read import read_dcp_metadata\n"
+        "from titan_ckpt.parsing.json_values import JsonValue\n"
+        "column = JsonValue(bomb(1 << 27, 1), 'm')\n"
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
         "limit = pages * resource.getpagesize() + (512 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"

@@ -89,7 +89,7 @@ class Checkpoint:
         if self.manifest.chunks.digests is not None or self.manifest.kind == CheckpointKind.FOREIGN:
             return self.manifest.chunks.digests
         attempt = f"{self.folder}/{self.manifest.attempt}"
-        expected = digests_beside(self.store.read(f"{attempt}/{MANIFEST}"))
+        expected = digests_beside(self.store.read(f"{attempt}/{MANIFEST}"), self.store.where(f"{attempt}/{MANIFEST}"))
         data = self.store.read(f"{attempt}/{DIGESTS}")
         if digest(data).hex() != expected or len(data) != DIGEST_BYTES * len(self.manifest.chunks):
             raise DamagedError(f"{self}: {DIGESTS} is not what was saved (digest differs)")

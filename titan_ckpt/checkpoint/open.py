@@ -26,7 +26,7 @@ from titan_ckpt.errors import (
     TransientStoreError,
 )
 from titan_ckpt.format.commit import Commit, read_commit
-from titan_ckpt.format.dcp_metadata import read_dcp_metadata
+from titan_ckpt.format.dcp_read import read_dcp_metadata
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import DIGEST_BYTES, Manifest
 from titan_ckpt.format.manifest_json import decode_manifest

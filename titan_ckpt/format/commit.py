@@ -25,6 +25,7 @@ from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.manifest_json import check_version, encode_manifest
 from titan_ckpt.format.names import COMMIT, DIGESTS, MANIFEST, METADATA, is_attempt, step_folder
+from titan_ckpt.parsing.json_values import JsonValue, parse_json, show
 from titan_ckpt.store.base import Store
 
 COMMIT_FORMAT = "titan-ckpt-commit"
@@ -113,10 +114,7 @@ def read_commit(store: Store, step: int) -> Commit:
         data = store.read(path, 0, entry.size_bytes)
     except NotFoundError as error:
         raise NotCommittedError(f"{store.where(step_folder(step))} is not committed: it has no {COMMIT}") from error
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{store.where(path)}: not JSON: {error}") from error
+    content = parse_json(data, store.where(path))
     if not isinstance(content, dict) or content.get("format") != COMMIT_FORMAT:
         raise DamagedError(f"{store.where(path)}: not a commit of titan-ckpt")
     if _encode({key: value for key, value in content.items() if key != DIGEST}) != data:
@@ -158,21 +156,20 @@ def _encode(content: Mapping[str, Any]) -> bytes:
 
 
 def _decode(content: Mapping[str, Any], *, version: str, where: str) -> Commit:
-    try:
-        commit = Commit(
-            step=int(content["step"]),
-            attempt=str(content["attempt"]),
-            kind=str(content["kind"]),
-            created=str(content["created"]),
-            size_bytes=int(content["size_bytes"]),
-            mesh=str(content["mesh"]),
-            manifest_size=int(content["manifest"]["size"]),
-            manifest_digest=str(content["manifest"]["xxh3_128"]),
-            metadata_digest=str(content["metadata"]["xxh3_128"]),
-            version=version,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"{where}: {type(error).__name__}: {error}: the commit is damaged") from error
+    document = JsonValue(content, where)
+    manifest, metadata = document["manifest"], document["metadata"]
+    commit = Commit(
+        step=document["step"].whole(),
+        attempt=document["attempt"].text(),
+        kind=document["kind"].text(),
+        created=document["created"].text(),
+        size_bytes=document["size_bytes"].whole(),
+        mesh=document["mesh"].text(),
+        manifest_size=manifest["size"].whole(),
+        manifest_digest=manifest["xxh3_128"].text(),
+        metadata_digest=metadata["xxh3_128"].text(),
+        version=version,
+    )
     if not is_attempt(commit.attempt):
-        raise UnsafeContentError(f"{where}: {commit.attempt!r} is not a valid attempt name")
+        raise UnsafeContentError(f"{where}: {show(commit.attempt)} is not a valid attempt name")
     return commit

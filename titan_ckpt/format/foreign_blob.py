@@ -17,7 +17,8 @@ from typing import Any
 from titan_ckpt.errors import DamagedError, UnsafeContentError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import Chunk
-from titan_ckpt.format.pickle_check import check_pickle
+from titan_ckpt.parsing.json_values import show
+from titan_ckpt.parsing.pickle_check import check_pickle
 from titan_ckpt.sharding.placement import Shape
 from titan_ckpt.sharding.placement import strides as row_major
 from titan_ckpt.store.base import Store
@@ -26,7 +27,7 @@ _LOCAL_HEADER_BYTES = 30
 _PICKLE_BYTES = 1 << 20
 WINDOW_BYTES = 8 << 20
 _NOT_A_ZIP = (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, OverflowError, struct.error, RuntimeError)
-_NOT_A_TENSOR = (KeyError, pickle.UnpicklingError, TypeError, IndexError, AttributeError, MemoryError)
+_NOT_A_TENSOR = (KeyError, pickle.UnpicklingError, TypeError, IndexError, AttributeError, MemoryError, RecursionError)
 
 
 class _Range(io.RawIOBase):
@@ -52,6 +53,8 @@ class _Range(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         rest = max(0, self._length - self._at)
         size = rest if size is None or size < 0 else min(size, rest)
+        if size > 2 * WINDOW_BYTES:
+            raise ValueError(f"a directory of {size} bytes; torch.save writes a few hundred")
         data = self._store.read(self._path, self._start + self._at, size) if size else b""
         self._at += size
         return data
@@ -129,6 +132,8 @@ def locate_payload(store: Store, path: str, chunk: Chunk) -> Chunk:
     try:
         with zipfile.ZipFile(_Range(store, path, chunk.offset, chunk.length)) as archive:
             names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            if len(names) < len(archive.infolist()):
+                raise DamagedError(f"{where}: not a tensor that torch.save wrote: two records of one name")
             data = names["data/0"]
             if names["data.pkl"].file_size > _PICKLE_BYTES or any(i.compress_type for i in names.values()):
                 raise DamagedError(
@@ -160,16 +165,19 @@ def _start_of(store: Store, path: str, chunk: Chunk, info: zipfile.ZipInfo, wher
 def _strides(arguments: Any, chunk: Chunk, where: str) -> Shape | None:
     """The stored strides, None for row-major. DamagedError if the tensor is not all of its storage."""
     storage, offset, found, strides = arguments[:4]
+    if any(type(number) is not int for number in (storage[4], offset, *found, *strides)):
+        raise DamagedError(f"{where}: stored with sizes {show(found)} and strides {show(strides)}, not whole numbers")
     num_elements = storage[4] // (ELEMENT_SIZE[arguments[6][6:]] if storage[1].endswith("UntypedStorage") else 1)
     if tuple(found) != chunk.box.sizes or offset != 0 or num_elements != chunk.box.num_elements:
         raise DamagedError(
-            f"{where}: stored with sizes {tuple(found)}, offset {offset}, {num_elements} elements; expected {chunk.box.sizes}"
+            f"{where}: stored with sizes {show(found)}, offset {show(offset)}, {show(num_elements)} elements; "
+            f"expected {chunk.box.sizes}"
         )
     pairs = zip(strides, row_major(chunk.box.sizes), found, strict=True)
     reach = sum((size - 1) * stride for size, stride in zip(found, strides, strict=True)) if 0 not in found else -1
     if min(strides, default=0) < 0 or reach >= max(num_elements, 1):
         raise DamagedError(
-            f"{where}: stored with strides {tuple(strides)}, which reach past its {num_elements} elements"
+            f"{where}: stored with strides {show(strides)}, which reach past its {num_elements} elements"
         )
     is_row_major = 0 in found or all(a == b for a, b, size in pairs if size > 1)
     return None if is_row_major else tuple(strides)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -24,7 +24,8 @@ from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, ChunkTable, FileEntry, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.format.names import DIGESTS, is_attempt, is_data_file
 from titan_ckpt.location import check_relative
-from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.parsing.json_values import JsonValue, parse_json, show
+from titan_ckpt.sharding.mesh import AXES, FOLD, MeshSpec
 from titan_ckpt.sharding.placement import Placements, Shard
 from titan_ckpt.sharding.repeating_columns import Column, Int64s, shared_column
 
@@ -32,7 +33,9 @@ MANIFEST_FORMAT = "titan-ckpt"
 MANIFEST_VERSION = 1
 MAX_PLAIN_VALUES = 4096
 MAX_INLINE_DIGESTS = 100_000
-MAX_VALUES, MOST_VALUES = 1 << 27, 1 << 29
+MAX_VALUES, MOST_VALUES = 1 << 24, 1 << 29
+MAX_TEXT = 1 << 30
+MAX_DIMENSIONS = 64
 VALUES_PER_CHUNK = 6 + 2 * 8
 MAX_RATIO = 1 << 18
 _MALFORMED = (
@@ -98,24 +101,21 @@ def decode_manifest(data: bytes, *, where: str, num_digests: Callable[[], int] =
     DamagedError if it is not a manifest, NewerFormatError if a later release wrote it, UnsafeContentError for a path outside the
     run.
     """
-    content = _parse(data, where)
+    document = JsonValue(_parse(data, where), where)
     try:
-        return _decode(content, where, num_digests)
+        return _decode(document, where, num_digests)
     except _MALFORMED as error:
         raise DamagedError(f"{where}: not a valid manifest: {type(error).__name__}: {error}") from error
 
 
-def digests_beside(data: bytes) -> str | None:
+def digests_beside(data: bytes, where: str) -> str | None:
     """Hex digest of this manifest's `digests.bin`, None if the digests are in the manifest itself."""
-    digests = json.loads(data)["digests"]
-    return digests["xxh3_128"] if isinstance(digests, dict) else None
+    digests = JsonValue(_parse(data, where), where)["digests"]
+    return digests["xxh3_128"].text() if isinstance(digests.value, dict) else None
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{where}: not JSON: {error}") from error
+    content = parse_json(data, where)
     if not isinstance(content, dict) or content.get("format") != MANIFEST_FORMAT:
         raise DamagedError(f"{where}: not a titan-ckpt manifest")
     check_version(content.get("version"), MANIFEST_VERSION, where)
@@ -124,92 +124,122 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
 
 def check_version(found: Any, known: int, where: str) -> None:
     """Check a format version: NewerFormatError if it is later than `known`, DamagedError if it is anything else."""
-    if found == known:
+    if type(found) is int and found == known:
         return
-    if isinstance(found, int) and found > known:
+    if type(found) is int and found > known:
         raise NewerFormatError(
-            f"{where}: format version {found}; this release reads version {known}: upgrade titan-ckpt "
+            f"{where}: format version {show(found)}; this release reads version {known}: upgrade titan-ckpt "
             f"(pip install -U titan-ckpt)"
         )
-    raise DamagedError(f"{where}: format version {found!r}, expected {known}")
+    raise DamagedError(f"{where}: format version {show(found)}, expected {known}")
 
 
-def _decode(content: Mapping[str, Any], where: str, num_digests: Callable[[], int]) -> Manifest:
-    placements = [None if p is None else {axes: Shard(dim) for axes, dim in p} for p in content["placements"]]
-    files = tuple(
-        FileEntry(path=_safe_path(f["path"], where), size_bytes=int(f["size"]), digest=_unhex(f["digest"]))
-        for f in content["files"]
-    )
-    tensors = _decode_tensors(content["tensors"], placements)
-    if not is_attempt(content["attempt"]):
-        raise UnsafeContentError(f"{where}: {content['attempt']!r} is not a valid attempt name")
-    count = sum(_count(content["chunks"][name]) for name in _INT_COLUMNS)
-    if count > MAX_VALUES and count > min(MOST_VALUES, VALUES_PER_CHUNK * (stored := num_digests())):
-        raise ValueError(f"a chunk table of {count} values, but only {stored} stored digests")
-    columns = {name: _decode_shared(name, content["chunks"][name], tensors) for name in _INT_COLUMNS}
+def _decode(document: JsonValue, where: str, num_digests: Callable[[], int]) -> Manifest:
+    attempt = document["attempt"].text()
+    if not is_attempt(attempt):
+        raise UnsafeContentError(f"{where}: {show(attempt)} is not a valid attempt name")
+    tensors = _decode_tensors(document["tensors"], [_decode_placements(p) for p in document["placements"].entries()])
+    chunks, digests = document["chunks"], document["digests"].value
+    _check_counts(chunks, tensors, num_digests)
+    columns = {name: _decode_shared(name, chunks[name], tensors) for name in _INT_COLUMNS}
+    mesh, pipeline = document.find("mesh"), document.find("pipeline")
     manifest = Manifest(
-        step=int(content["step"]),
-        attempt=content["attempt"],
-        kind=content["kind"],
-        created=content["created"],
-        versions=content["versions"],
-        mesh=None if content["mesh"] is None else MeshSpec.of(content["mesh"]),
-        pipeline=content["pipeline"],
+        step=document["step"].whole(),
+        attempt=attempt,
+        kind=document["kind"].text(),
+        created=document["created"].text(),
+        versions={name: version.text() for name, version in document["versions"].items()},
+        mesh=None if mesh is None else MeshSpec.of({axis: degree.whole(1) for axis, degree in mesh.items()}),
+        pipeline=None if pipeline is None else pipeline.free(),
         tensors=tensors,
-        chunks=ChunkTable(**columns, digests=_decode_digests(content["digests"])),
-        codecs=tuple(content["codecs"]),
-        objects=tuple(
-            ObjectEntry(
-                fqn=o["fqn"],
-                file=_safe_path(o["file"], where),
-                offset=int(o["offset"]),
-                length=int(o["length"]),
-                digest=_unhex(o["digest"]),
-            )
-            for o in content["objects"]
-        ),
-        files=files,
-        training=content["training"],
-        config=content["config"],
-        assets={_safe_asset(name, where): str(value) for name, value in content["assets"].items()},
-        user=content["user"],
+        chunks=ChunkTable(**columns, digests=_decode_digests(digests)),
+        codecs=tuple(codec.text() for codec in document["codecs"].entries()),
+        objects=tuple(_decode_object(value, where) for value in document["objects"].entries()),
+        files=tuple(_decode_file(value, where) for value in document["files"].entries()),
+        training=document["training"].free(),
+        config=document["config"].free(),
+        assets={_safe_asset(name, where): value.text() for name, value in document["assets"].items()},
+        user=document["user"].free(),
     )
     _check(manifest, where)
     return manifest
+
+
+def _decode_placements(value: JsonValue) -> Placements | None:
+    if value.value is None:
+        return None
+    placements: dict[str, Shard] = {}
+    for entry in value.entries():
+        pair = list(entry.entries())
+        if len(pair) != 2 or any(axis not in AXES for axis in pair[0].text().split(FOLD)):
+            entry.fail("[axes, dimension]")
+        placements[pair[0].text()] = Shard(pair[1].whole(0, MAX_DIMENSIONS))
+    return placements
+
+
+def _decode_file(value: JsonValue, where: str) -> FileEntry:
+    return FileEntry(
+        path=_safe_path(value["path"].text(), where), size_bytes=value["size"].whole(), digest=_unhex(value["digest"])
+    )
+
+
+def _decode_object(value: JsonValue, where: str) -> ObjectEntry:
+    return ObjectEntry(
+        fqn=value["fqn"].text(),
+        file=_safe_path(value["file"].text(), where),
+        offset=value["offset"].whole(),
+        length=value["length"].whole(),
+        digest=_unhex(value["digest"]),
+    )
+
+
+def _check_counts(chunks: JsonValue, tensors: Sequence[TensorEntry], num_digests: Callable[[], int]) -> None:
+    """Refuse columns of other lengths than the tensors' chunks need, or of more than is stored, before they are unpacked."""
+    widths = {False: sum(t.num_chunks for t in tensors), True: sum(t.num_chunks * len(t.global_shape) for t in tensors)}
+    total = 0
+    for name in _INT_COLUMNS:
+        count, needed = _count(chunks[name]), widths[name.startswith("box_")]
+        if count != needed:
+            _damaged(chunks.where, f"column {name!r} has {show(count)} values, but the tensors need {needed}")
+        total += count
+    if total > MAX_VALUES and total > min(MOST_VALUES, VALUES_PER_CHUNK * (stored := num_digests())):
+        raise ValueError(f"a chunk table of {total} values, but only {stored} stored digests")
 
 
 def _check(manifest: Manifest, where: str) -> None:
     """Refuse a manifest that contradicts itself, before any of its offsets is used."""
     table, sizes = manifest.chunks, np.array([f.size_bytes for f in manifest.files] or [0], dtype=np.int64)
     rows = sum(t.num_chunks for t in manifest.tensors)
-    coordinates = sum(t.num_chunks * len(t.global_shape) for t in manifest.tensors)
     _check_objects(manifest, where)
-    for name in _INT_COLUMNS:
-        found = len(getattr(table, name))
-        if found != (coordinates if name.startswith("box_") else rows):
-            _damaged(where, f"column {name!r} has {found} values")
     if table.digests is not None and len(table.digests) != rows * DIGEST_BYTES:
         _damaged(where, f"{len(table.digests)} bytes of digests for {rows} chunks")
-    if rows == 0:
-        return
-    if min(int(getattr(table, name).min(initial=0)) for name in _INT_COLUMNS) < 0:
-        _damaged(where, "a negative number in the chunk table")
-    if int(table.file.max()) >= len(manifest.files) or int(table.codec.max()) >= len(manifest.codecs):
-        _damaged(where, "a chunk names a file or codec that is not listed")
-    if unknown := set(manifest.codecs) - set(CODECS):
-        raise DamagedError(f"{where}: uses the codecs {sorted(unknown)}, unknown to this release: upgrade titan-ckpt")
-    # Compare differences: a sum of two huge numbers would overflow.
-    for start in range(0, rows, CHECKED_AT_ONCE):
-        at = slice(start, start + CHECKED_AT_ONCE)
-        if bool((table.length[at] > sizes[table.file[at]] - table.offset[at]).any()):
-            _damaged(where, "a chunk reaches past the end of its file")
-        if bool((table.payload_length[at] > table.length[at] - table.payload_offset[at]).any()):
-            _damaged(where, "a chunk's payload reaches past its blob")
+    if rows:
+        _check_rows(manifest, sizes, where)
     for tensor in manifest.tensors:
         offsets, box_sizes = manifest.boxes(tensor)
         if bool((box_sizes > np.array(tensor.global_shape, dtype=np.int64) - offsets).any()):
             _damaged(where, f"{tensor.fqn}: a chunk lies outside the global shape {tensor.global_shape}")
         _check_room(manifest, tensor, where)
+
+
+def _check_rows(manifest: Manifest, sizes: Int64s, where: str) -> None:
+    """Check the chunk table against the `sizes` of the files."""
+    table = manifest.chunks
+    if min(int(getattr(table, name).min(initial=0)) for name in _INT_COLUMNS) < 0:
+        _damaged(where, "a negative number in the chunk table")
+    if int(table.file.max()) >= len(manifest.files) or int(table.codec.max()) >= len(manifest.codecs):
+        _damaged(where, "a chunk names a file or codec that is not listed")
+    if unknown := set(manifest.codecs) - set(CODECS):
+        raise DamagedError(
+            f"{where}: uses the codecs {show(sorted(unknown))}, unknown to this release: upgrade titan-ckpt"
+        )
+    # Compare differences: a sum of two huge numbers would overflow.
+    for start in range(0, len(table), CHECKED_AT_ONCE):
+        at = slice(start, start + CHECKED_AT_ONCE)
+        if bool((table.length[at] > sizes[table.file[at]] - table.offset[at]).any()):
+            _damaged(where, "a chunk reaches past the end of its file")
+        if bool((table.payload_length[at] > table.length[at] - table.payload_offset[at]).any()):
+            _damaged(where, "a chunk's payload reaches past its blob")
 
 
 def _check_objects(manifest: Manifest, where: str) -> None:
@@ -247,23 +277,29 @@ def _encode_tensor(tensor: TensorEntry, table: list[Placements | None]) -> dict[
     return row if tensor.stages is None else row | {"stages": list(tensor.stages)}
 
 
-def _decode_tensors(rows: list[dict[str, Any]], placements: list[Any]) -> tuple[TensorEntry, ...]:
+def _decode_tensors(rows: JsonValue, placements: list[Placements | None]) -> tuple[TensorEntry, ...]:
     tensors, first = [], 0
-    for row in rows:
-        if row["dtype"] not in ELEMENT_SIZE:
-            raise ValueError(f"{row['fqn']}: unknown dtype {row['dtype']!r}")
+    for row in rows.entries():
+        shape, stages = row["shape"].wholes(), row.find("stages")
+        if row["dtype"].text() not in ELEMENT_SIZE:
+            row["dtype"].fail("a dtype of torch")
+        if len(shape) > MAX_DIMENSIONS:
+            row["shape"].fail(f"at most {MAX_DIMENSIONS} dimensions")
+        placed = placements[row["placement"].whole(0, len(placements) - 1)]
+        if any(shard.dim >= len(shape) for shard in (placed or {}).values()):
+            row["placement"].fail(f"a placement that cuts one of the {len(shape)} dimensions")
         tensors.append(
             TensorEntry(
-                fqn=row["fqn"],
-                dtype=row["dtype"],
-                global_shape=tuple(int(n) for n in row["shape"]),
-                placements=placements[row["placement"]],
-                stages=tuple(row["stages"]) if "stages" in row else None,
+                fqn=row["fqn"].text(),
+                dtype=row["dtype"].text(),
+                global_shape=tuple(shape),
+                placements=placed,
+                stages=None if stages is None else tuple(stages.wholes()),
                 first_chunk=first,
-                num_chunks=int(row["chunks"]),
+                num_chunks=row["chunks"].whole(),
             )
         )
-        first += int(row["chunks"])
+        first += tensors[-1].num_chunks
     if any(a.fqn >= b.fqn for a, b in pairwise(tensors)):
         raise ValueError("tensors are not in order of name, or one is repeated")
     return tuple(tensors)
@@ -277,7 +313,7 @@ def _encode_column(values: Int64s) -> list[int] | dict[str, Any]:
     return {"count": len(values), "zstd": base64.b64encode(packed).decode("ascii")}
 
 
-def _decode_shared(name: str, column: list[int] | dict[str, Any], tensors: tuple[TensorEntry, ...]) -> Column:
+def _decode_shared(name: str, column: JsonValue, tensors: tuple[TensorEntry, ...]) -> Column:
     """A column; in a long table as a SharedColumn with one block per tensor."""
     values = _decode_column(column)
     widths = [t.num_chunks * (len(t.global_shape) if name.startswith("box_") else 1) for t in tensors]
@@ -285,11 +321,11 @@ def _decode_shared(name: str, column: list[int] | dict[str, Any], tensors: tuple
     return shared_column(values, widths) if is_long and name != "offset" else values
 
 
-def _decode_column(column: list[int] | dict[str, Any]) -> Int64s:
-    if isinstance(column, list):
-        return np.array(column, dtype=np.int64)
+def _decode_column(column: JsonValue) -> Int64s:
+    if isinstance(column.value, list):
+        return np.array(column.wholes(), dtype=np.int64)
     count = _count(column)
-    packed = base64.b64decode(column["zstd"], validate=True)
+    packed = base64.b64decode(column["zstd"].text(MAX_TEXT), validate=True)
     if zstandard.get_frame_parameters(packed).content_size != count * 8:
         raise ValueError(f"a column of {count} values is compressed with another size")
     raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=count * 8)
@@ -298,11 +334,8 @@ def _decode_column(column: list[int] | dict[str, Any]) -> Int64s:
     return np.cumsum(np.frombuffer(raw, dtype="<i8"), dtype=np.int64)
 
 
-def _count(column: list[int] | dict[str, Any]) -> int:
-    count = len(column) if isinstance(column, list) else int(column["count"])
-    if count < 0:
-        raise ValueError(f"a column of {count} values")
-    return count
+def _count(column: JsonValue) -> int:
+    return len(column.value) if isinstance(column.value, list) else column["count"].whole()
 
 
 def _encode_digests(digests: bytes | None, beside: bool) -> str | dict[str, str] | None:
@@ -319,7 +352,7 @@ def _decode_digests(value: str | dict[str, str] | None) -> bytes | None:
 
 def _safe_path(path: str, where: str) -> str:
     if not is_data_file(path):
-        raise UnsafeContentError(f"{where}: {path!r} is not a data file of this run")
+        raise UnsafeContentError(f"{where}: {show(path)} is not a data file of this run")
     return path
 
 
@@ -327,12 +360,17 @@ def _safe_asset(name: str, where: str) -> str:
     try:
         return check_relative(name)
     except UsageError as error:
-        raise UnsafeContentError(f"{where}: asset {name!r} is not a path inside the checkpoint") from error
+        raise UnsafeContentError(f"{where}: asset {show(name)} is not a path inside the checkpoint") from error
 
 
 def _hex(value: bytes | None) -> str | None:
     return None if value is None else value.hex()
 
 
-def _unhex(value: str | None) -> bytes | None:
-    return None if value is None else bytes.fromhex(value)
+def _unhex(value: JsonValue) -> bytes | None:
+    if value.value is None:
+        return None
+    found = bytes.fromhex(value.text())
+    if len(found) != DIGEST_BYTES:
+        value.fail(f"a digest of {DIGEST_BYTES} bytes in hexadecimal")
+    return found

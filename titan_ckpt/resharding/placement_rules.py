@@ -14,6 +14,7 @@ from titan_ckpt.sharding.mesh import AXES, FOLD
 from titan_ckpt.sharding.placement import Placements, Shard
 
 FSDP_AXES = "dp_shard+cp"
+_DIMENSIONS = frozenset(map(str, range(64)))
 _COLUMN = re.compile(r"(?:^|\.)(?:q_proj|k_proj|v_proj|gate_proj|up_proj|wq|wk|wv|wqkv|w1|w3)\.(?:weight|bias)(?:\.|$)")
 _ROW = re.compile(r"(?:^|\.)(?:o_proj|down_proj|wo|w2)\.(weight|bias)(?:\.|$)")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|lm_head|output)\.(?:weight|bias)(?:\.|$)")
@@ -73,7 +74,7 @@ def _placements(value: Any, where: str) -> Placements:
     for item in value:
         axes, _, dim = str(item).partition(":")
         unknown = [axis for axis in axes.split(FOLD) if axis not in AXES]
-        if unknown or not dim.isdigit() or axes in placements:
+        if unknown or dim not in _DIMENSIONS or axes in placements:
             raise ConfigError(f"{where}: {item!r} is not axis:dim with an axis of {', '.join(AXES)}, each named once")
         placements[axes] = Shard(int(dim))
     return placements

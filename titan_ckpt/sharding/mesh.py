@@ -13,6 +13,8 @@ from titan_ckpt.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 FOLD = "+"
+MAX_RANKS = 131_072
+"""Ranks of the largest mesh: plans and listings take time and memory for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,13 @@ class MeshSpec:
         for axis, degree in degrees.items():
             if axis not in AXES:
                 raise ConfigError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
-            if not isinstance(degree, int) or degree < 1:
-                raise ConfigError(f"mesh axis {axis}: degree {degree!r} is not a positive whole number")
-        return MeshSpec(tuple(degrees.get(axis, 1) for axis in AXES))
+            if not isinstance(degree, int) or not 1 <= degree <= MAX_RANKS:
+                shown = degree if not isinstance(degree, int) or degree < 1 else "more"
+                raise ConfigError(f"mesh axis {axis}: degree {shown!r:.80} is not a whole number from 1 to {MAX_RANKS}")
+        mesh = MeshSpec(tuple(degrees.get(axis, 1) for axis in AXES))
+        if mesh.world_size > MAX_RANKS:
+            raise ConfigError(f"mesh {mesh}: {mesh.world_size} ranks; the largest mesh has {MAX_RANKS}")
+        return mesh
 
     @staticmethod
     def parse(text: str) -> MeshSpec:
@@ -48,7 +54,7 @@ class MeshSpec:
         degrees: dict[str, int] = {}
         for item in [] if text.strip() in ("", "1") else text.split(","):
             axis, _, degree = (part.strip() for part in item.partition("="))
-            if not degree.isdigit():
+            if not (degree.isascii() and degree.isdigit() and len(degree) < 20):
                 raise ConfigError(
                     f"mesh {text!r}: {item.strip()!r} is not axis=degree; for example pp=2,dp_shard=4,tp=2"
                 )

@@ -20,7 +20,8 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, DamagedError, NotFoundError, UsageError
 from titan_ckpt.format.commit import Commit, commit_path, find_commit, read_commit, write_commit
-from titan_ckpt.format.dcp_metadata import dcp_metadata, dcp_paths
+from titan_ckpt.format.dcp_metadata import dcp_metadata
+from titan_ckpt.format.dcp_read import dcp_paths
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import FileEntry, Manifest
 from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, data_file, foreign_folder

@@ -28,7 +28,7 @@ def parse_records(text: str) -> list[MetricsRecord]:
     for line in text.splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and "event" in record and "time_s" in record:
             records.append(record)

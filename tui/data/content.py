@@ -10,12 +10,12 @@ from titan_ckpt.debug.read.discovery import EvidenceFile, evidence_files, find_i
 from titan_ckpt.errors import NotFoundError, StoreError
 from titan_ckpt.format.names import parse_foreign_step
 from titan_ckpt.location import local_path, parse_location, redact, scheme
+from titan_ckpt.parsing.unpacking import PACKED
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.tui.data.runs import CONFIG_PATH, SINGLE_CHECKPOINT, holds_runs
 
 LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
-PACKED = (".gz", ".zst")
 METRICS_PATHS = ("metrics.jsonl", "logs/metrics.jsonl")
 _EVIDENCE = {".box", ".pickle", ".pkl", ".stacks", ".json", *LOG_ENDINGS}
 

@@ -8,22 +8,20 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-import zstandard
-
-from titan_ckpt.errors import DamagedError, StoreError
+from titan_ckpt.errors import StoreError
 from titan_ckpt.location import local_path, scheme
+from titan_ckpt.parsing.unpacking import unpacked
 from titan_ckpt.store.base import Store
 from titan_ckpt.tui.data.content import LogFile
 
 MAX_OPEN = 96
 _COPY_BYTES = 8 << 20
-_MAX_UNPACKED = 8 << 30
+MAX_UNPACKED = 8 << 30
 
 
 class LogFiles:
@@ -107,47 +105,16 @@ class LogFiles:
             self._folder = tempfile.TemporaryDirectory(prefix="titan-ckpt-logs-")
         path = Path(self._folder.name) / f"{index}.log"
         with path.open("wb") as out:
-            for part in _unpacked(file.path, self._parts(file)):
-                out.write(part)
+            pieces = unpacked(
+                file.path,
+                self._parts(file),
+                packed_bytes=file.size_bytes,
+                most_bytes=max(MAX_UNPACKED, file.size_bytes),
+            )
+            for piece in pieces:
+                out.write(piece)
         return str(path)
 
     def _parts(self, file: LogFile) -> Iterator[bytes]:
         for start in range(0, file.size_bytes, _COPY_BYTES):
             yield self._store.read(file.path, start, min(_COPY_BYTES, file.size_bytes - start))
-
-
-def _unpacked(path: str, parts: Iterator[bytes]) -> Iterator[bytes]:
-    """Decompressed bytes. A truncated file gives what can be read; DamagedError if that is nothing."""
-    if path.endswith(".gz"):
-        source = _gunzip(parts)
-    elif path.endswith(".zst"):
-        source = _unzstd(parts)
-    else:
-        source = parts
-    total = 0
-    try:
-        for part in source:
-            total += len(part)
-            if total > _MAX_UNPACKED:
-                raise DamagedError(f"{path}: unpacks to more than {_MAX_UNPACKED} bytes")
-            yield part
-    except (zlib.error, zstandard.ZstdError) as error:
-        if total == 0:
-            raise DamagedError(f"{path}: damaged compression: {error}") from error
-
-
-def _gunzip(parts: Iterator[bytes]) -> Iterator[bytes]:
-    engine = zlib.decompressobj(wbits=31)
-    for part in parts:
-        data = part
-        while data:
-            yield engine.decompress(data)
-            data = engine.unused_data if engine.eof else b""
-            if engine.eof:
-                engine = zlib.decompressobj(wbits=31)
-
-
-def _unzstd(parts: Iterator[bytes]) -> Iterator[bytes]:
-    engine = zstandard.ZstdDecompressor().decompressobj()
-    for part in parts:
-        yield engine.decompress(part)

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from titan_ckpt.errors import DamagedError
 from titan_ckpt.store.base import Store
 from titan_ckpt.tui.data.arrays import Floats
 
 MAX_METRICS_BYTES = 256 << 20
+LARGEST = 1e300
+MAX_COLUMNS = 1000
 # Panels in order; each plots the first of its names found in the file.
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss", ("loss", "loss_mean", "train_loss", "train/loss")),
@@ -75,6 +78,8 @@ def parse_metric_lines(data: bytes, source: str) -> Metrics:
         by_step.setdefault(step, {}).update(values)
     steps = sorted(by_step)
     names = sorted({name for values in by_step.values() for name in values})
+    if len(names) > MAX_COLUMNS:
+        raise DamagedError(f"{source}: {len(names)} different names; no run writes more than {MAX_COLUMNS}")
     columns = {name: np.array([by_step[step].get(name, math.nan) for step in steps]) for name in names}
     return Metrics(source=source, steps=np.array(steps, np.float64), columns=columns, num_damaged=num_damaged)
 
@@ -86,8 +91,4 @@ def _numbers(line: bytes) -> dict[str, float] | None:
         return None
     if not isinstance(value, dict):
         return None
-    return {
-        str(k): float(v)
-        for k, v in value.items()
-        if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
-    }
+    return {str(k): float(v) for k, v in value.items() if type(v) in (int, float) and -LARGEST < v < LARGEST}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from titan_ckpt.errors import CheckpointError, TitanError
 from titan_ckpt.format.commit import read_commit
 from titan_ckpt.format.names import LOGS, METADATA, parse_foreign_step
 from titan_ckpt.location import join, local_path, normalise, scheme
+from titan_ckpt.parsing.json_values import parse_json
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
@@ -189,10 +189,11 @@ def _save_config(store: Store, infos: Sequence[CheckpointInfo]) -> dict[str, str
     config: Any = {}
     try:
         if store.exists(CONFIG_PATH):
-            config = json.loads(store.read(CONFIG_PATH, 0, min(store.stat(CONFIG_PATH).size_bytes, _LARGEST_CONFIG)))
+            size_bytes = min(store.stat(CONFIG_PATH).size_bytes, _LARGEST_CONFIG)
+            config = parse_json(store.read(CONFIG_PATH, 0, size_bytes), CONFIG_PATH)
         elif (newest := max((i.step for i in infos if i.state == "committed"), default=None)) is not None:
             config = open_checkpoint(store.url, step=newest, store=store).manifest.config
-    except (TitanError, OSError, ValueError, RecursionError):
+    except (TitanError, OSError):
         config = {}  # the list of steps shows what is damaged
     save = config.get("save") if isinstance(config, Mapping) else None
     found = save if isinstance(save, Mapping) else {}
