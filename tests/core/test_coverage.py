@@ -29,7 +29,8 @@ from titan_ckpt.cli.main import main
 from titan_ckpt.errors import CheckpointError, DamagedError, TitanError
 from titan_ckpt.format.commit import _encode, commit_path, write_commit
 from titan_ckpt.format.coverage import coverage_problems
-from titan_ckpt.format.dcp_metadata import dcp_metadata, read_dcp_metadata
+from titan_ckpt.format.dcp_metadata import dcp_metadata
+from titan_ckpt.format.dcp_read import read_dcp_metadata
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest_json import decode_manifest
 from titan_ckpt.resharding.placement_rules import read_rules

@@ -5,10 +5,10 @@ A wrong type is a DamagedError that names the file, the place in the document, w
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -20,6 +20,7 @@ MAX_VALUES = 1 << 23
 """Values in a document, roughly: it is the number of brackets, commas and colons. A value takes up to about 64 bytes."""
 MAX_DEPTH = 64
 """Levels of lists and objects in free-form values."""
+MAX_SHOWN, MAX_ITEMS_SHOWN = 80, 6
 _MARKS = (b"[", b"{", b",", b":")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -75,28 +76,29 @@ def _finite(digits: str) -> float:
     return number
 
 
-def show(value: Any) -> str:
+def show(value: Any, levels: int = 2) -> str:
     """A value of any size as a short piece of ASCII text.
 
     >>> show([1, "a"]), show({"key": 10**400})
-    ("[1, 'a']", "{'key': 1000000000...0000000000}")
+    ("[1, 'a']", "{'key': an integer of 1329 bits}")
     """
-    text = _SHORT.repr(value)
-    return ascii(text)[1:-1] if not text.isascii() else text
-
-
-class _Short(reprlib.Repr):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxlist, self.maxdict, self.maxstring, self.maxlong, self.maxother = 2, 6, 4, 60, 24, 60
-
-    def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to print integers of more than 4,300 digits."""
-        del level
-        return repr(x) if abs(x) < 10**23 else f"an integer of {x.bit_length()} bits"
-
-
-_SHORT = _Short()
+    if isinstance(value, str):
+        return ascii(value if len(value) <= MAX_SHOWN else value[:MAX_SHOWN] + "...")
+    if type(value) is int and abs(value) >= 10**24:  # Python refuses to print one of more than 4,300 digits
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, list | tuple | dict):
+        start, end = "{}" if isinstance(value, dict) else "()" if isinstance(value, tuple) else "[]"
+        if not levels:
+            return f"{start}...{end}"
+        first = itertools.islice(value.items() if isinstance(value, dict) else value, MAX_ITEMS_SHOWN)
+        if isinstance(value, dict):
+            shown = [f"{show(key, 0)}: {show(inner, levels - 1)}" for key, inner in first]
+        else:
+            shown = [show(inner, levels - 1) for inner in first]
+        return start + ", ".join([*shown, *["..."] * (len(value) > MAX_ITEMS_SHOWN)]) + end
+    return f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True, slots=True)
