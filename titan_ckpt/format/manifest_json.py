@@ -24,7 +24,7 @@ from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, ChunkTable, FileEntry, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.format.names import DIGESTS, is_attempt, is_data_file
 from titan_ckpt.location import check_relative
-from titan_ckpt.parsing.json_values import JsonValue, parse_json, show
+from titan_ckpt.parsing.json_values import MAX_INT64, JsonValue, parse_json, show
 from titan_ckpt.sharding.mesh import AXES, FOLD, MeshSpec
 from titan_ckpt.sharding.placement import Placements, Shard
 from titan_ckpt.sharding.repeating_columns import Column, Int64s, shared_column
@@ -323,7 +323,7 @@ def _decode_shared(name: str, column: JsonValue, tensors: tuple[TensorEntry, ...
 
 def _decode_column(column: JsonValue) -> Int64s:
     if isinstance(column.value, list):
-        return np.array(column.wholes(), dtype=np.int64)
+        return np.array(column.wholes(-MAX_INT64), dtype=np.int64)
     count = _count(column)
     packed = base64.b64decode(column["zstd"].text(MAX_TEXT), validate=True)
     if zstandard.get_frame_parameters(packed).content_size != count * 8:
