@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from titan_ckpt.checkpoint.open import CheckpointInfo, read_index
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.format.commit import Commit, commit_path
-from titan_ckpt.format.dcp_metadata import data_paths
+from titan_ckpt.format.dcp_read import data_paths
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, is_attempt, is_data_file, step_folder
