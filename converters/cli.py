@@ -91,7 +91,7 @@ def _to_hf(arguments: Namespace) -> int:
         "family": plan.spec.family,
         "tensors": len(plan.tensors),
         "bytes": plan.size_bytes,
-        "files": sorted([*(file.path for file in plan.weights), *plan.small, *plan.last]),
+        "files": list(plan.names),
         "left_out": plan.left_out,
         "not_carried": dict(plan.not_carried),
         "written": not arguments.dry_run,

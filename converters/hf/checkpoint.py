@@ -13,8 +13,11 @@ from functools import cached_property
 import numpy as np
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.foreign_files import Recorded
 from titan_ckpt.checkpoint.kinds import CheckpointKind
-from titan_ckpt.converters.hf.folder import HfModel, open_hf
+from titan_ckpt.converters.hf.assets import README
+from titan_ckpt.converters.hf.digests import of_hub_blobs, of_small_files, of_weight_files, read_digests
+from titan_ckpt.converters.hf.folder import INDEX, HfModel, open_hf
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor
 from titan_ckpt.converters.hf.stream import tensor_digests
 from titan_ckpt.converters.models.contract import (
@@ -48,6 +51,23 @@ class HfCheckpoint(Checkpoint):
     def digests(self) -> bytes | None:
         """None: safetensors files have no digests."""
         return None
+
+    @property
+    def files_read(self) -> tuple[str, ...]:
+        """The weight files, their index and the small files, without README.md, which is for people."""
+        index = [INDEX] if self.model.store.exists(INDEX) else []
+        return (*self.model.files, *index, *(name for name in self.model.assets if name != README))
+
+    def recorded(self) -> list[Recorded]:
+        """Digests from `titan_ckpt_digests.json`, else the names of a hub cache's blobs."""
+        digests = read_digests(self.model.store)
+        if digests is None:
+            return list(of_hub_blobs(self.model.store, self.files_read))
+        places: dict[str, dict[str, tuple[int, int]]] = {}
+        for name, tensor in self.model.tensors.items():
+            file = self.model.files[self.model.file_of[name]]
+            places.setdefault(file, {})[name] = (tensor.offset, tensor.offset + tensor.length)
+        return [*of_weight_files(digests, places), *of_small_files(digests)]
 
     def asset(self, name: str) -> bytes:
         """Read a file stored beside the weights."""

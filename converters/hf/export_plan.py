@@ -11,12 +11,23 @@ import numpy as np
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
-from titan_ckpt.converters.hf.assets import CONFIG, README, Carried, carry, clean_settings, is_carried, why_left_out
+from titan_ckpt.converters.hf.assets import (
+    CONFIG,
+    README,
+    Carried,
+    carry,
+    clean_settings,
+    complete,
+    is_carried,
+    model_card,
+    source_name,
+    why_left_out,
+)
 from titan_ckpt.converters.hf.checkpoint import USER_KEY, HfCheckpoint
 from titan_ckpt.converters.hf.config import Config, encode_config, hf_config, parse_config, spec_from_hf
+from titan_ckpt.converters.hf.digests import DIGESTS
 from titan_ckpt.converters.hf.folder import INDEX, SINGLE, SUFFIX, encode_index
 from titan_ckpt.converters.hf.safetensors_header import encode_header
-from titan_ckpt.converters.hf.small_files import complete, model_card, source_name
 from titan_ckpt.converters.models.contract import check_floats, check_tensors, main_dtype
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD, expected_tensors
 from titan_ckpt.converters.models.spec import ModelSpec, spec_of
@@ -86,6 +97,11 @@ class ExportPlan:
     left_out: list[str]
     not_carried: Mapping[str, str]
     overflows: Overflows
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all files that are written."""
+        return tuple(sorted([*(file.path for file in self.weights), *self.small, *self.last, DIGESTS]))
 
     @property
     def size_bytes(self) -> int:

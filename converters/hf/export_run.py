@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,12 +10,15 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.checkpoint.uncompressed import decoded
 from titan_ckpt.converters.hf.config import Config
+from titan_ckpt.converters.hf.digests import DIGESTS, ModelDigests, WeightFile, encode_digests, small_files
 from titan_ckpt.converters.hf.export_plan import DEFAULT_SHARD_BYTES, ExportPlan, export_source, plan_export
 from titan_ckpt.converters.hf.publish import publish
 from titan_ckpt.converters.hf.stream import OnBytes, stream, tensor_digests
 from titan_ckpt.converters.models.families import EMBEDDING
 from titan_ckpt.errors import LoadContractError
-from titan_ckpt.rewrite.plan import RewriteSource
+from titan_ckpt.format.digest import digest
+from titan_ckpt.rewrite.execute import FileResult
+from titan_ckpt.rewrite.plan import Literal, RewriteSource
 
 if TYPE_CHECKING:
     from titan_ckpt.converters.hf.peft_adapter import Adapter
@@ -71,15 +74,31 @@ def run_export(
     _check_tied_head(checkpoint, plan, source)
     with publish(dst, size_bytes=plan.size_bytes) as target:
         results = stream(source, checkpoint.store, target, plan.weights, on_progress=on_progress)
-        for name, data in (*plan.small.items(), *plan.last.items()):
+        digests = {DIGESTS: encode_digests(_digests(plan, results))}
+        for name, data in (*plan.small.items(), *digests.items(), *plan.last.items()):
             target.write(name, [data])
     return ExportReport(
         url=dst,
-        files=tuple(sorted([*(result.path for result in results), *plan.small, *plan.last])),
+        files=plan.names,
         size_bytes=plan.size_bytes,
         digests={name: value for result in results for name, value in result.digests.items()},
         overflowed=tuple(sorted(plan.overflows.names)),
     )
+
+
+def _digests(plan: ExportPlan, results: Sequence[FileResult]) -> ModelDigests:
+    """The digests of all files that are exported."""
+    weights = {}
+    for file, result in zip(plan.weights, results, strict=True):
+        header = file.segments[0]
+        assert isinstance(header, Literal)
+        weights[file.path] = WeightFile(
+            size_bytes=result.size_bytes,
+            header_bytes=len(header.data),
+            header=digest(header.data),
+            tensors=result.digests,
+        )
+    return ModelDigests(weights=weights, files=small_files({**plan.small, **plan.last}))
 
 
 def _check_tied_head(checkpoint: Checkpoint, plan: ExportPlan, source: RewriteSource) -> None:

@@ -16,6 +16,7 @@ from typing import NoReturn
 from titan_ckpt.checkpoint.foreign_files import check_own_files, check_own_folder, local_names
 from titan_ckpt.converters.hf.assets import CONFIG, carry, is_carried, why_left_out
 from titan_ckpt.converters.hf.config import QUANTISED_FILES, Config, declared_dtype, parse_config, spec_from_hf
+from titan_ckpt.converters.hf.digests import DIGESTS, ModelDigests, read_digests
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
 from titan_ckpt.converters.models.spec import ModelSpec
 from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
@@ -64,15 +65,22 @@ class HfModel:
     @property
     def source(self) -> RewriteSource:
         """The model as the source of a rewrite, tensors in byte order."""
-        return RewriteSource(
-            objects=self.files,
-            tensors={
-                name: SourceTensor.single(
-                    tensor.dtype, tensor.shape, object_index=self.file_of[name], start=tensor.offset
-                )
-                for name, tensor in self.tensors.items()
-            },
-        )
+        return self._source(None)
+
+    @property
+    def checked_source(self) -> RewriteSource:
+        """`source` with the digests recorded beside the model, if there are any."""
+        return self._source(read_digests(self.store))
+
+    def _source(self, digests: ModelDigests | None) -> RewriteSource:
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            number = self.file_of[name]
+            recorded = None if digests is None else digests.tensor(self.files[number], name)
+            tensors[name] = SourceTensor.single(
+                tensor.dtype, tensor.shape, object_index=number, start=tensor.offset, digest=recorded
+            )
+        return RewriteSource(objects=self.files, tensors=tensors)
 
 
 def open_hf(url: str, *, store: Store | None = None) -> HfModel:
@@ -128,7 +136,7 @@ def _read_assets(store: Store, found: Mapping[str, int]) -> dict[str, bytes]:
 def _is_left_out(name: str, weights: Sequence[str]) -> bool:
     """Whether to say of a file that it is left out; hidden files belong to git and the hub."""
     is_hidden = any(part.startswith(".") for part in name.split("/"))
-    return not is_hidden and not is_carried(name) and name not in (*weights, INDEX)
+    return not is_hidden and not is_carried(name) and name not in (*weights, INDEX, DIGESTS)
 
 
 def read_small(store: Store, path: str) -> bytes:

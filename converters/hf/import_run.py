@@ -10,15 +10,17 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.units import format_size
 from titan_ckpt.converters.hf.checkpoint import check_tied_head
+from titan_ckpt.converters.hf.digests import DIGESTS, REMEDY, check_headers
 from titan_ckpt.converters.hf.folder import HfModel, open_hf
 from titan_ckpt.converters.hf.import_plan import ImportPlan, import_manifest, plan_import, state_paths
 from titan_ckpt.converters.hf.stream import OnBytes, stream
 from titan_ckpt.converters.models.tensor_names import TITAN
-from titan_ckpt.errors import AlreadyExistsError, StoreError
+from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError
 from titan_ckpt.format.commit import find_commit, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.names import ASSETS, new_attempt, step_folder
 from titan_ckpt.location import parse_location
+from titan_ckpt.rewrite.execute import FileResult
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.version import __version__
@@ -66,9 +68,7 @@ def run_import(plan: ImportPlan, url: str, *, on_progress: OnBytes | None = None
     store = open_store(url)
     folder = step_folder(plan.step)
     try:
-        results = stream(
-            plan.model.source, plan.model.store, store, plan.files, is_file_digested=True, on_progress=on_progress
-        )
+        results = _stream(plan, store, on_progress)
         for name, data in plan.model.assets.items():
             store.write(f"{folder}/{plan.attempt}/{ASSETS}/{name}", [data])
         manifest = import_manifest(
@@ -83,12 +83,26 @@ def run_import(plan: ImportPlan, url: str, *, on_progress: OnBytes | None = None
         raise
 
 
+def _stream(plan: ImportPlan, store: Store, on_progress: OnBytes | None) -> list[FileResult]:
+    """Write the data files; DamagedError if a tensor is not the one that was exported."""
+    model = plan.model
+    try:
+        return stream(
+            model.checked_source, model.store, store, plan.files, is_file_digested=True, on_progress=on_progress
+        )
+    except DamagedError as error:
+        if not model.store.exists(DIGESTS):
+            raise
+        raise DamagedError(f"{error} {REMEDY}") from error
+
+
 def check_import(plan: ImportPlan, url: str) -> None:
     """Check the destination and the weights: the step is free, the disk has space, a tied head equals the embedding."""
     store = open_store(url)
     if find_commit(store, plan.step) is not None:
         raise AlreadyExistsError(f"{store}@{plan.step} is committed already; give another run, or a step as URL@STEP")
     _check_space(store, plan)
+    check_headers(plan.model.store)
     if plan.has_stored_tied_head:
         check_tied_head(plan.model)
 

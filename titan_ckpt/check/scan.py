@@ -6,12 +6,13 @@ Foreign checkpoints have no digests; there each record of a blob must match the 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import xxhash
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.foreign_files import Recorded
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.read import read_payload
 from titan_ckpt.errors import CheckpointError, StoreError, TitanError
@@ -57,7 +59,7 @@ class _Span:
 
     start: int
     end: int
-    fqn: str
+    fqn: str | None
     expected: bytes
     hash: Any = field(default_factory=xxhash.xxh3_128)
     done: int = 0
@@ -69,6 +71,14 @@ class _Span:
         self.done += len(part)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """The damage found in data files, and what carries no digest: (path, FQN of a tensor or value)."""
+
+    problems: list[Problem]
+    unchecked: list[tuple[str, str]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Window:
     path: str
@@ -76,15 +86,63 @@ class _Window:
     length: int
 
 
-def scan_files(checkpoint: Checkpoint, digests: bytes | None, on_bytes: Callable[[int], None]) -> list[Problem]:
-    """The damage in all data files. `digests` is the chunks' digest table, None if there is none."""
+def scan_files(checkpoint: Checkpoint, digests: bytes | None, on_bytes: Callable[[int], None]) -> Scan:
+    """Scan all data files. `digests` is the chunks' digest table, None if there is none."""
     if checkpoint.manifest.kind == CheckpointKind.FOREIGN:
         return check_blobs(checkpoint, on_bytes)
-    problems: list[Problem] = []
+    files = [replace(file, path=checkpoint.path(file.path)) for file in checkpoint.manifest.files]
     spans = _spans(checkpoint.manifest, digests)
-    fetched = fetch_ahead(checkpoint.store, _windows(checkpoint))
-    for number, file in enumerate(checkpoint.manifest.files):
-        scan = _FileScan(checkpoint.path(file.path), file, spans.get(number, []))
+    problems: list[Problem] = []
+    for number, found in enumerate(
+        _scan(checkpoint.store, files, [spans.get(n, []) for n in range(len(files))], on_bytes)
+    ):
+        if digests is not None and (found or files[number].digest is None):
+            named = _check_encoded(checkpoint, number, digests)
+            found = named + [problem for problem in found if problem.fqn is not None or not named]
+        problems += found
+    return Scan(problems=problems, unchecked=_without_digest(checkpoint, has_digests=digests is not None))
+
+
+def scan_recorded(
+    checkpoint: Checkpoint, recorded: Sequence[Recorded], on_bytes: Callable[[int], None]
+) -> list[Problem]:
+    """Scan files of a format without digests, by the digests that were recorded beside them."""
+    spans: dict[str, list[_Span]] = {}
+    files, problems = [], []
+    for part in recorded:
+        if part.path not in spans:
+            if problem := _size_problem(checkpoint.store, part):
+                problems.append(problem)
+            else:
+                files.append(FileEntry(path=part.path, size_bytes=part.size_bytes, digest=None))
+        spans.setdefault(part.path, []).append(_Span(part.start, part.end, part.fqn, part.digest, _hasher(part)))
+    found = _scan(checkpoint.store, files, [spans[file.path] for file in files], on_bytes)
+    return problems + [problem for of_file in found for problem in of_file]
+
+
+def _size_problem(store: Store, part: Recorded) -> Problem | None:
+    try:
+        size_bytes = store.stat(part.path).size_bytes
+    except StoreError as error:
+        return Problem(path=part.path, message=f"cannot be read: {error}")
+    if size_bytes != part.size_bytes:
+        return Problem(path=part.path, message=f"has {size_bytes} bytes, expected {part.size_bytes}")
+    return None
+
+
+def _hasher(part: Recorded) -> Any:
+    if part.algorithm == "git-sha-1":
+        return hashlib.sha1(b"blob %d\0" % part.size_bytes, usedforsecurity=False)
+    return hashlib.sha256() if part.algorithm == "sha-256" else xxhash.xxh3_128()
+
+
+def _scan(
+    store: Store, files: Sequence[FileEntry], spans: Sequence[list[_Span]], on_bytes: Callable[[int], None]
+) -> Iterator[list[Problem]]:
+    """The problems of each file, in order; paths are relative to the store."""
+    fetched = fetch_ahead(store, _windows(files))
+    for file, of_file in zip(files, spans, strict=True):
+        scan = _FileScan(file.path, file, of_file)
         while scan.at < file.size_bytes:
             answer = next(fetched)
             if isinstance(answer, TitanError):
@@ -92,18 +150,23 @@ def scan_files(checkpoint: Checkpoint, digests: bytes | None, on_bytes: Callable
             else:
                 scan.feed(answer)
                 on_bytes(len(answer))
-        found = scan.finish()
-        if digests is not None and (found or file.digest is None):
-            named = _check_encoded(checkpoint, number, digests)
-            found = named + [problem for problem in found if problem.fqn is not None or not named]
-        problems += found
-    return problems
+        yield scan.finish()
 
 
-def _windows(checkpoint: Checkpoint) -> Iterator[_Window]:
-    for file in checkpoint.manifest.files:
+def _without_digest(checkpoint: Checkpoint, *, has_digests: bool) -> list[tuple[str, str]]:
+    """Tensors and values that neither a digest of their own nor one of their file covers."""
+    manifest = checkpoint.manifest
+    covered = {file.path for file in manifest.files if file.digest is not None}
+    lost = [(entry.file, entry.fqn) for entry in manifest.objects if entry.digest is None]
+    if not has_digests:
+        lost += [(chunk.file, entry.fqn) for entry in manifest.tensors for chunk in manifest.chunks_of(entry)]
+    return [(checkpoint.path(file), fqn) for file, fqn in lost if file not in covered]
+
+
+def _windows(files: Iterable[FileEntry]) -> Iterator[_Window]:
+    for file in files:
         for start in range(0, file.size_bytes, WINDOW_BYTES):
-            yield _Window(checkpoint.path(file.path), start, min(WINDOW_BYTES, file.size_bytes - start))
+            yield _Window(file.path, start, min(WINDOW_BYTES, file.size_bytes - start))
 
 
 def fetch_ahead(store: Store, windows: Iterable[_Window]) -> Iterator[memoryview | TitanError]:
@@ -258,22 +321,23 @@ class _Blob:
     chunk: Chunk | None
 
 
-def check_blobs(checkpoint: Checkpoint, on_bytes: Callable[[int], None]) -> list[Problem]:
+def check_blobs(checkpoint: Checkpoint, on_bytes: Callable[[int], None]) -> Scan:
     """Read a foreign checkpoint: each record must match its CRC-32, each chunk must be a tensor of the right size."""
-    problems, unchecked = list[Problem](), 0
+    problems, unchecked, num_records = list[Problem](), list[tuple[str, str]](), 0
     blobs = list(_blobs(checkpoint))
     with ThreadPoolExecutor(AHEAD, thread_name_prefix="scan") as pool:
         for blob, (found, missing) in zip(blobs, pool.map(partial(_check_blob, checkpoint), blobs), strict=True):
             problems += found
-            unchecked += missing
+            unchecked += [(blob.path, blob.fqn)] if missing else []
+            num_records += missing
             on_bytes(blob.length)
     if unchecked:
         log.warning(
             "%s: %d records carry no CRC-32: where they lie was checked, their bytes could not be",
             checkpoint,
-            unchecked,
+            num_records,
         )
-    return problems
+    return Scan(problems=problems, unchecked=unchecked)
 
 
 def _blobs(checkpoint: Checkpoint) -> Iterator[_Blob]:

@@ -6,14 +6,19 @@ tensor cover it exactly once. Data: the digests of every chunk, value and file; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from titan_ckpt.check.scan import Problem, scan_files
+from titan_ckpt.check.scan import Problem, scan_files, scan_recorded
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.foreign_files import Recorded
 from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint, read_index, stored_digests
-from titan_ckpt.errors import CheckpointError, DamagedError, NotCommittedError, NotFoundError, StoreError
+from titan_ckpt.errors import CheckpointError, NotCommittedError, NotFoundError, StoreError
 from titan_ckpt.format.commit import Commit, commit_path, read_commit
+from titan_ckpt.format.dcp_read import FOREIGN_ATTEMPT
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.manifest_json import decode_manifest
@@ -22,30 +27,77 @@ from titan_ckpt.location import parse_location
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedFile:
+    """A file, and by what its bytes were checked: `xxh3-128`, `crc-32`, ...; None: by nothing, or not all of them.
+
+    `unchecked`: the tensors and values in it that no digest covers. `is_data`: it holds tensors.
+    """
+
+    path: str
+    checked_by: str | None
+    unchecked: tuple[str, ...] = ()
+    is_data: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as a JSON object."""
+        return {"path": self.path, "checked_by": self.checked_by, "unchecked": list(self.unchecked)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of a verification. `files`: how the bytes of each file were checked; empty if only the structure was."""
+
+    problems: list[Problem]
+    files: tuple[CheckedFile, ...] = ()
+
+    @property
+    def is_ok(self) -> bool | None:
+        """False if there is a problem; None if there is none, but not everything could be compared with a digest."""
+        if self.problems:
+            return False
+        return None if any(file.checked_by is None for file in self.files) else True
+
+    @property
+    def is_data_unchecked(self) -> bool:
+        """Whether a file with tensors could not be compared with a digest."""
+        return any(file.checked_by is None and file.is_data for file in self.files)
+
 
 def verify(
     checkpoint: Checkpoint | str, *, read_data: bool = False, on_bytes: Callable[[int], None] | None = None
 ) -> list[Problem]:
-    """The problems of a checkpoint; an empty list if there are none.
+    """The problems of a checkpoint; an empty list if none were found.
 
     `URL[@STEP]` as everywhere, except that a damaged newest checkpoint is verified, not skipped. `read_data` reads every byte and
-    calls `on_bytes` with the size of each read. NotCommittedError if there is no checkpoint at all.
+    calls `on_bytes` with the size of each read. Formats without digests can hide damage; a warning names what was not checked.
+    NotCommittedError if there is no checkpoint at all.
     """
+    report = examine(checkpoint, read_data=read_data, on_bytes=on_bytes)
+    if read_data and report.is_data_unchecked:
+        names = [file.path for file in report.files if file.checked_by is None and file.is_data]
+        log.warning("%s: no digest covers all of %s: damage there cannot be seen", checkpoint, ", ".join(names[:3]))
+    return report.problems
+
+
+def examine(
+    checkpoint: Checkpoint | str, *, read_data: bool = False, on_bytes: Callable[[int], None] | None = None
+) -> Report:
+    """`verify`, and by what each file was checked."""
     on_bytes = on_bytes or (lambda _: None)
     if isinstance(checkpoint, Checkpoint):
         store, step, url = checkpoint.store, checkpoint.step, checkpoint.url
-        if checkpoint.manifest.kind == CheckpointKind.FOREIGN:
-            return _verify_foreign(checkpoint, read_data, on_bytes)
+        if checkpoint.manifest.attempt == FOREIGN_ATTEMPT:
+            return _examine_foreign(checkpoint, read_data, on_bytes)
     else:
         location = parse_location(checkpoint)
         store, url = open_store(location.url), location.url
         found = newest_committed(store) if location.step is None else location.step
         if found is None or not store.exists(commit_path(found)):
-            try:
-                foreign = open_checkpoint(url, step=found, store=store)
-            except DamagedError as error:
-                return [Problem(path=METADATA, message=str(error))]
-            return _verify_foreign(foreign, read_data, on_bytes)
+            return _examine_foreign(open_checkpoint(url, step=found, store=store), read_data, on_bytes)
         step = found
     return _Verification(store, url, step).run(read_data, on_bytes)
 
@@ -62,17 +114,17 @@ class _Verification:
         self._store, self._url, self._step, self._folder = store, url, step, step_folder(step)
         self.problems: list[Problem] = []
 
-    def run(self, read_data: bool, on_bytes: Callable[[int], None]) -> list[Problem]:
+    def run(self, read_data: bool, on_bytes: Callable[[int], None]) -> Report:
         try:
             commit = read_commit(self._store, self._step)
         except NotCommittedError:
             raise
         except CheckpointError as error:
-            return [Problem(path=commit_path(self._step), message=str(error))]
+            return Report(problems=[Problem(path=commit_path(self._step), message=str(error))])
         manifest = self._manifest(commit)
         self._check_metadata(commit)
         if manifest is None:
-            return self.problems
+            return Report(problems=self.problems)
         checkpoint = Checkpoint(
             store=self._store, url=self._url, step=self._step, folder=self._folder, manifest=manifest
         )
@@ -81,9 +133,10 @@ class _Verification:
         self.problems += check_coverage(checkpoint)
         self._check_sizes(checkpoint)
         digests = self._digests(checkpoint)
-        if read_data:
-            self.problems += scan_files(checkpoint, digests, on_bytes)
-        return self.problems
+        if not read_data:
+            return Report(problems=self.problems)
+        scan = scan_files(checkpoint, digests, on_bytes)
+        return Report(problems=self.problems + scan.problems, files=_files(checkpoint, scan.unchecked, "xxh3-128"))
 
     def _add(self, path: str, message: str) -> None:
         self.problems.append(Problem(path=path, message=message))
@@ -163,9 +216,66 @@ def check_coverage(checkpoint: Checkpoint) -> list[Problem]:
     return [Problem(path=path, fqn=fqn, message=message) for fqn, message in checkpoint.coverage_problems.items()]
 
 
-def _verify_foreign(checkpoint: Checkpoint, read_data: bool, on_bytes: Callable[[int], None]) -> list[Problem]:
-    """A foreign checkpoint has no digests, but torch.save writes a CRC-32 for each record."""
+def _examine_foreign(checkpoint: Checkpoint, read_data: bool, on_bytes: Callable[[int], None]) -> Report:
+    """A foreign checkpoint has no digests, but torch.save writes a CRC-32 for each record, and others may lie beside it."""
     problems = check_coverage(checkpoint)
+    if checkpoint.manifest.kind == CheckpointKind.FOREIGN:
+        if not read_data:
+            return Report(problems=problems, files=_files(checkpoint, None, "crc-32"))
+        scan = scan_files(checkpoint, None, on_bytes)
+        index = CheckedFile(path=checkpoint.path(METADATA), checked_by=None, is_data=False)
+        return Report(problems=problems + scan.problems, files=(*_files(checkpoint, scan.unchecked, "crc-32"), index))
+    try:
+        recorded = checkpoint.recorded()
+    except CheckpointError as error:
+        recorded, problems = [], [*problems, Problem(path=checkpoint.folder or ".", message=str(error))]
     if read_data:
-        problems += scan_files(checkpoint, None, on_bytes)
-    return problems
+        problems += scan_recorded(checkpoint, recorded, on_bytes)
+    return Report(problems=problems, files=_recorded_files(checkpoint, recorded if read_data else []))
+
+
+def _files(checkpoint: Checkpoint, unchecked: list[tuple[str, str]] | None, algorithm: str) -> tuple[CheckedFile, ...]:
+    """The data files; None: nothing in them was checked."""
+    lost: dict[str, dict[str, None]] = {}
+    for path, fqn in unchecked or ():
+        lost.setdefault(path, {})[fqn] = None
+    paths = [checkpoint.path(file.path) for file in checkpoint.manifest.files]
+    return tuple(
+        CheckedFile(
+            path=path,
+            checked_by=None if unchecked is None or path in lost else algorithm,
+            unchecked=tuple(lost.get(path, ())),
+        )
+        for path in paths
+    )
+
+
+def _recorded_files(checkpoint: Checkpoint, recorded: Sequence[Recorded]) -> tuple[CheckedFile, ...]:
+    """The files of a model, data and small ones, by the digests that cover them whole."""
+    parts: dict[str, list[Recorded]] = {}
+    for part in recorded:
+        parts.setdefault(part.path, []).append(part)
+    tensors: dict[str, dict[str, None]] = {file.path: {} for file in checkpoint.manifest.files}
+    for entry in checkpoint.manifest.tensors:
+        for chunk in checkpoint.manifest.chunks_of(entry):
+            tensors[chunk.file][entry.fqn] = None
+    found = []
+    for path in dict.fromkeys([*checkpoint.files_read, *parts]):
+        algorithms = sorted({part.algorithm for part in parts.get(path, ())})
+        is_whole = _cover(parts.get(path, []))
+        unchecked = () if is_whole else tuple(tensors.get(path, ()))
+        found.append(
+            CheckedFile(
+                path=path, checked_by=", ".join(algorithms) if is_whole else None, unchecked=unchecked,
+                is_data=path in tensors,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _cover(parts: Sequence[Recorded]) -> bool:
+    """Whether the parts of one file reach from its first to its last byte without a gap."""
+    at = 0
+    for part in sorted(parts, key=lambda part: part.start):
+        at = max(at, part.end) if part.start <= at else at
+    return bool(parts) and at >= parts[0].size_bytes

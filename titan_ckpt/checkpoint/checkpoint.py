@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from titan_ckpt.checkpoint.foreign_files import Recorded
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.errors import DamagedError, NotFoundError
 from titan_ckpt.format.coverage import coverage_problems, describe
@@ -94,6 +95,15 @@ class Checkpoint:
         if digest(data).hex() != expected or len(data) != DIGEST_BYTES * len(self.manifest.chunks):
             raise DamagedError(f"{self}: {DIGESTS} is not what was saved (digest differs)")
         return data
+
+    @property
+    def files_read(self) -> tuple[str, ...]:
+        """Store paths of all files that loading reads, data and small ones."""
+        return tuple(self.path(file.path) for file in self.manifest.files)
+
+    def recorded(self) -> list[Recorded]:
+        """Digests recorded beside the files of a format that has none; DamagedError if the record is damaged."""
+        return []
 
     def digest_of(self, entry: TensorEntry, chunk: Chunk) -> bytes | None:
         """xxh3-128 of one chunk's raw payload; None if the writer stored none."""

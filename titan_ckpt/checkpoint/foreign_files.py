@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from titan_ckpt.errors import DamagedError, UnsafeContentError
 from titan_ckpt.location import local_path, scheme
@@ -19,6 +20,22 @@ _KINDS = (
     (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Bytes `[start, end)` of a file of `size_bytes`, and their digest as somebody recorded it beside the file.
+
+    `algorithm` is xxh3-128, sha-256 or git-sha-1 (of a Git blob: its size before its bytes); `fqn` is None for no single tensor.
+    """
+
+    path: str
+    size_bytes: int
+    start: int
+    end: int
+    digest: bytes
+    algorithm: str
+    fqn: str | None = None
 
 
 def check_own_files(store: Store, paths: Iterable[str], *, folder: str = "", are_published: bool = False) -> None:

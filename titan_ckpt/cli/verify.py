@@ -1,13 +1,11 @@
-"""`titan-ckpt verify`: check one checkpoint; exit code 1 for a problem. No torch."""
+"""`titan-ckpt verify`: check one checkpoint; exit code 1 for a problem, or for data that no digest covers. No torch."""
 
 from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 
-from titan_ckpt.check.scan import Problem
-from titan_ckpt.check.verify import newest_committed, verify
+from titan_ckpt.check.verify import Report, examine, newest_committed
 from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.output import write_json, write_text
 from titan_ckpt.console.progress import ProgressLine
@@ -39,29 +37,35 @@ def run(arguments: Namespace) -> int:
     )
     started = time.monotonic()
     with ProgressLine("verify", total) as progress:
-        problems = verify(where, read_data=arguments.data, on_bytes=progress.add)
+        report = examine(where, read_data=arguments.data, on_bytes=progress.add)
         seconds, size = time.monotonic() - started, progress.done
     name = str(Location(url=location.url, step=step))
     if arguments.json:
         facts = {
             "checkpoint": name,
             "step": step,
-            "is_ok": not problems,
+            "is_ok": report.is_ok,
             "read_bytes": size,
             "seconds": round(seconds, 3),
         }
-        write_json(facts | {"problems": [problem.to_dict() for problem in problems]})
+        lists = {"files": [file.to_dict() for file in report.files], "problems": [p.to_dict() for p in report.problems]}
+        write_json(facts | lists)
     else:
-        write_text(_text(name, problems, size if arguments.data else None, seconds))
-    return 1 if problems else 0
+        write_text(_text(name, report, size if arguments.data else None, seconds))
+    return 1 if report.problems or (arguments.data and report.is_data_unchecked) else 0
 
 
-def _text(name: str, problems: Sequence[Problem], read_bytes: int | None, seconds: float) -> str:
+def _text(name: str, report: Report, read_bytes: int | None, seconds: float) -> str:
+    problems = report.problems
     how = (
         "structure only; --data reads every byte"
         if read_bytes is None
         else f"{format_size(read_bytes)} read in {format_duration(seconds)}"
     )
+    if report.is_ok is None and read_bytes is None:
+        return f"{name}: no damage found ({how})"
+    if report.is_ok is None:
+        return "\n".join([f"{name}: no damage found, but not everything could be checked ({how})", *_unchecked(report)])
     if not problems:
         return f"{name}: whole ({how})"
     more = (
@@ -73,6 +77,20 @@ def _text(name: str, problems: Sequence[Problem], read_bytes: int | None, second
     return "\n".join(
         [f"{name}: DAMAGED, {len(problems)} problem{'s' if len(problems) > 1 else ''} ({how})", *shown, *more]
     )
+
+
+def _unchecked(report: Report) -> list[str]:
+    """What no digest covers: a line for each file, with the number of tensors and values in it."""
+    lines = []
+    for file in (file for file in report.files if file.checked_by is None):
+        count = f" ({len(file.unchecked)} tensors)" if file.unchecked else ""
+        lines.append(f"  {file.path}: no digest{count}")
+    more = (
+        [f"  ... and {len(lines) - MAX_PROBLEMS_SHOWN} more; --json lists all"]
+        if len(lines) > MAX_PROBLEMS_SHOWN
+        else []
+    )
+    return lines[:MAX_PROBLEMS_SHOWN] + more
 
 
 VERIFY = Command(configure=configure, run=run)

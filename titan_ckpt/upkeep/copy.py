@@ -265,7 +265,7 @@ def _check_foreign_copy(source: Checkpoint, copy: Checkpoint, files: list[Object
             raise DamagedError(
                 f"{source.store.where(entry.path)}: changed while it was copied; copy a checkpoint that nobody writes"
             )
-    if problems := check_blobs(copy, lambda _: None):
+    if problems := check_blobs(copy, lambda _: None).problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise DamagedError(
             f"{copy.store.where(copy.folder)}: {problems[0]}{more}; it has no {METADATA} and is no checkpoint. "

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from titan_ckpt.check.diff import Difference, compare
-from titan_ckpt.check.verify import verify
+from titan_ckpt.check.verify import examine
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.console.cut_picture import CutBoxes, draw_cut
 from titan_ckpt.console.units import format_duration, format_size
@@ -166,14 +166,18 @@ def verify_rows(copies: Sequence[StepCopy], on_bytes: Callable[[int], None], wid
     """Read and verify every byte of each copy."""
     for copy in copies:
         started, where = time.monotonic(), f" in the {copy.tier} tier" if copy.tier else ""
-        problems = verify(f"{copy.store.url}@{copy.step}", read_data=True, on_bytes=on_bytes)
+        report = examine(f"{copy.store.url}@{copy.step}", read_data=True, on_bytes=on_bytes)
+        problems = report.problems
         took = format_duration(time.monotonic() - started)
         yield head(f"step {copy.step}{where}: {counted(len(problems), 'problem')} ({took})")
         for problem in problems:
             for i, line in enumerate(wrapped(str(problem), width, "  ")):
                 yield row((line, Role.BAD), is_problem=i == 0)
-        if not problems:
+        unchecked = [file.path for file in report.files if file.checked_by is None]
+        if report.is_ok:
             yield row(("all bytes match what was saved", Role.GOOD))
+        elif not problems:
+            yield row((f"no damage found, but no digest covers {', '.join(unchecked)}", Role.DIM))
 
 
 def tensor_diff_rows(a: Checkpoint, b: Checkpoint, on_bytes: Callable[[int], None]) -> Iterator[Row]:
