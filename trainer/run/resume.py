@@ -301,17 +301,6 @@ def check_data(checkpoint: Checkpoint, fingerprint: str, *, other_data: bool) ->
     )
 
 
-def changed_settings(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[str]:
-    """Settings of [optimizer] and [train] that differ from the checkpoint's, as `table.key: before -> now`."""
-    changes = []
-    for table in ("optimizer", "train"):
-        before, now = checkpoint.manifest.config.get(table), config[table]
-        if isinstance(before, Mapping):
-            known = [key for key in now if key in before and before[key] != now[key]]
-            changes += [f"{table}.{key}: {before[key]} -> {now[key]}" for key in known]
-    return changes
-
-
 def describe_start(start: Start, progress: TrainingProgress) -> str:
     """One line for the log."""
     if start.checkpoint is None:

@@ -34,6 +34,7 @@ from titan_ckpt.trainer.report.metrics_log import MetricsLog, fetch_history, ope
 from titan_ckpt.trainer.report.phases import Phases, trace_events, write_trace
 from titan_ckpt.trainer.report.profile import Inspection
 from titan_ckpt.trainer.report.records import METRICS, Event, read_records
+from titan_ckpt.trainer.run.changed_settings import check_settings
 from titan_ckpt.trainer.run.control_group import ControlGroup
 from titan_ckpt.trainer.run.export import Exporter
 from titan_ckpt.trainer.run.job import Job, Outcome
@@ -42,7 +43,6 @@ from titan_ckpt.trainer.run.rank_process import RankContext, RankProcess, pick_d
 from titan_ckpt.trainer.run.resume import (
     Start,
     TrainingProgress,
-    changed_settings,
     describe_start,
     find_start,
     kept_assets,
@@ -96,6 +96,8 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         names = [os.path.basename(folder.log(context.rank))] + ([METRICS, TRACE] if context.rank == 0 else [])
         stack.callback(lambda: upload_logs(folder, config.save.tiers, names))
         start = find_start(config.resume, config.save.tiers, control, config.model)
+        if start.checkpoint is not None and not start.model_only:
+            check_settings(start.checkpoint, as_dict(config), is_own=start.is_own)
         torch.use_deterministic_algorithms(config.train.deterministic)
         parallelized = _build(context, start)
         freeze(parallelized, config.train.freeze, control)
@@ -261,10 +263,6 @@ def _announce(job: Job, rank: int, start: Start, progress: TrainingProgress) -> 
     log.info("batch: %d samples of %d tokens, %s", shape.global_batch_size, config.data.seq_len, _describe_batch(shape))
     tiers = ", then ".join(map(redact, config.save.tiers))
     log.info("checkpoints: %s", tiers or "none (save.url is empty)")
-    if start.is_own and start.checkpoint is not None:
-        changes = changed_settings(start.checkpoint, job.config_record)
-        if changes:
-            log.info("changed since the checkpoint: %s", ", ".join(changes))
 
 
 def _describe_batch(shape: BatchShape) -> str:

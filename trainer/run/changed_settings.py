@@ -1,0 +1,101 @@
+"""What each setting does to the result of a run, and what a resume says of one that has changed since the checkpoint.
+
+EFFECTS classifies every field of every record of the config; a test compares it with the records. "The result" is the sequence of
+losses and weights, up to the order in which sums are taken (docs/design.md): the mesh and the methods change that order alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class Effect(Enum):
+    """What a changed setting means for a resumed run."""
+
+    SAME = "the result is the same"
+    SAID = "the result changes, as it may be meant to: said in the log"
+    REFUSED = "the saved state would mean something else: refused"
+    MODEL = "another model: refused by `check_model`"
+    DATA = "other samples or another order: refused by their fingerprint, unless resume.other_data"
+
+
+def _each(effect: Effect, table: str, keys: str) -> dict[str, Effect]:
+    return {f"{table}.{key}": effect for key in keys.split()}
+
+
+EFFECTS: dict[str, Effect] = {
+    **_each(Effect.MODEL, "model", "vocab_size dim n_layers n_heads n_kv_heads ffn_dim head_dim norm_eps rope_theta"),
+    **_each(Effect.MODEL, "model", "rope_scaling tied_embeddings qkv_bias o_bias qk_norm sliding_window family"),
+    **_each(Effect.MODEL, "model.rope_scaling", "kind factor original_max_seq_len low_freq_factor high_freq_factor"),
+    **_each(Effect.MODEL, "model.rope_scaling", "beta_fast beta_slow attention_factor truncate"),
+    **_each(Effect.SAME, "model", "max_seq_len"),  # positions are computed for the sequence at hand
+    **_each(Effect.SAME, "mesh", "pp dp_replicate dp_shard cp tp pp_schedule pp_layers_per_stage microbatches"),
+    **_each(Effect.SAME, "mesh", "sequence_parallel loss_parallel async_tp cp_method attention reshard_after_forward"),
+    **_each(Effect.SAME, "mesh", "cpu_offload activation_checkpoint checkpoint_every_n activation_memory_budget"),
+    **_each(Effect.SAME, "mesh", "loss_chunk_tokens compile"),
+    **_each(Effect.SAID, "mesh", "param_dtype reduce_dtype float8 float8_all_gather"),
+    **_each(Effect.DATA, "data", "source mixture seq_len tokenizer separator shuffle bad_line"),
+    **_each(Effect.DATA, "data.mixture", "url weight format text_field"),
+    **_each(Effect.SAID, "data", "document_masks"),
+    **_each(Effect.SAME, "data", "cache prefetch"),
+    **_each(Effect.SAID, "optimizer", "lr betas eps weight_decay grad_clip warmup_steps schedule decay_fraction"),
+    **_each(Effect.SAID, "optimizer", "min_lr_ratio not_finite max_skipped"),
+    **_each(Effect.DATA, "train", "seed"),
+    **_each(Effect.SAID, "train", "steps global_batch_size freeze"),
+    **_each(Effect.SAME, "train", "microbatch_size max_seconds device deterministic gc_every init_timeout_s"),
+    **_each(Effect.SAME, "train", "step_timeout_s"),
+    **_each(Effect.REFUSED, "lora", "rank alpha targets"),
+    **_each(Effect.DATA, "validation", "fraction"),
+    **_each(Effect.SAME, "validation", "every samples"),
+    **_each(Effect.SAME, "save", "url mirror every at_end keep_last keep_every codec incremental timeout_s grace_s"),
+    **_each(Effect.SAME, "export", "every url dtype"),
+    **_each(Effect.SAME, "resume", "auto from model_only other_data"),  # `open_base` compares the base of adapters
+    **_each(Effect.SAME, "log", "folder every progress tensorboard wandb trace_steps profile_steps memory_steps"),
+    **_each(Effect.SAME, "debug", "recorder stall_s"),
+}
+
+
+def check_settings(checkpoint: Checkpoint, config: Mapping[str, Any], *, is_own: bool) -> None:
+    """Compare the settings of the run that saved `checkpoint` with `config`, and log those that change the result.
+
+    ConfigError for settings without which the saved state means something else, if the run goes on (`is_own`).
+    """
+    before = checkpoint.manifest.config
+    refused = _changes(before, config, Effect.REFUSED) if is_own else []
+    if refused:
+        raise ConfigError(
+            f"{checkpoint} was saved by a run with other settings: {', '.join(refused)}; set them back, or start a run of its "
+            "own (another save.url)"
+        )
+    if said := _changes(before, config, Effect.SAID):
+        log.warning("changed since the checkpoint: %s", ", ".join(said))
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], effect: Effect) -> list[str]:
+    """Settings of this effect in both configs that differ, as `table.key: before -> now`."""
+    changes = []
+    for name in (name for name, of in EFFECTS.items() if of == effect):
+        table, _, key = name.partition(".")
+        then, since = before.get(table), now.get(table)
+        if (
+            not isinstance(then, Mapping)
+            or not isinstance(since, Mapping)
+            or (table == "lora" and _is_off(then, since))
+        ):
+            continue
+        if key in then and key in since and then[key] != since[key]:
+            changes.append(f"{name}: {then[key]} -> {since[key]}")
+    return changes
+
+
+def _is_off(*tables: Mapping[str, Any]) -> bool:
+    """Whether no run has adapters, so that their settings mean nothing."""
+    return not any(table.get("rank") for table in tables)
