@@ -29,6 +29,7 @@ from titan_ckpt.store.base import RetryPolicy
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.s3 import S3Store
 from titan_ckpt.store.s3_errors import translate
+from titan_ckpt.store.s3_multipart import MultipartUpload
 from titan_ckpt.store.s3_parts import PART_BYTES, PartBuffers, upload_parts
 from tools.s3_server import Server
 
@@ -140,16 +141,16 @@ def test_a_failed_upload_leaves_no_parts_behind(s3_url: str) -> None:
 
 @pytest.mark.s3
 def test_a_part_damaged_in_transit_is_refused_and_sent_again(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, honest = s3(s3_url), S3Store._client_upload_part
+    store, honest = s3(s3_url), MultipartUpload.send_once
     damaged: list[int] = []
 
-    def damage_once(self: S3Store, view: memoryview, **rest: Any) -> Any:
+    def damage_once(self: MultipartUpload, view: memoryview, **rest: Any) -> Any:
         if not damaged:
             damaged.append(rest["PartNumber"])
             view = memoryview(bytes(len(view)))
         return honest(self, view, **rest)
 
-    monkeypatch.setattr(S3Store, "_client_upload_part", damage_once)
+    monkeypatch.setattr(MultipartUpload, "send_once", damage_once)
     data = os.urandom(2 * PART_BYTES)
     store.write("big", [data])
     assert damaged

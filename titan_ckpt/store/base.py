@@ -65,9 +65,19 @@ class RetryPolicy:
     deadline_s: float = 120.0
 
 
-def retry(action: Callable[[], T], policy: RetryPolicy, *, what: str, sleep: Callable[[float], None] = time.sleep) -> T:
-    """Return `action()`, retried on TransientStoreError only; after the last try, raise that error."""
-    give_up_at = time.monotonic() + policy.deadline_s
+def retry(
+    action: Callable[[], T],
+    policy: RetryPolicy,
+    *,
+    what: str,
+    give_up_at: float | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """Return `action()`, retried on TransientStoreError only; after the last try, raise that error.
+
+    `give_up_at` (of `time.monotonic`) is the deadline if the action knows it too; else it is the policy's, from now on.
+    """
+    give_up_at = time.monotonic() + policy.deadline_s if give_up_at is None else give_up_at
     for attempt in range(1, policy.tries + 1):
         try:
             return action()

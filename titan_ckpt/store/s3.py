@@ -7,39 +7,54 @@ server checks a CRC32 of each request (measured against other clients in docs/pe
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from titan_ckpt.errors import ConditionFailedError, NotFoundError, StoreError, TitanError, TransientStoreError
+from titan_ckpt.errors import ConditionFailedError, NotFoundError, StoreError, TransientStoreError
 from titan_ckpt.location import check_relative, normalise
 from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, probe_conditions, retry
+from titan_ckpt.store.deadline import TimedCall, current_call
+from titan_ckpt.store.s3_answers import (
+    Listing,
+    check_checksum,
+    check_deleted,
+    check_head,
+    check_range,
+    check_written,
+    listed,
+)
 from titan_ckpt.store.s3_client import S3Options, make_client
 from titan_ckpt.store.s3_errors import translate
+from titan_ckpt.store.s3_multipart import MultipartUpload, SentPart
 from titan_ckpt.store.s3_parts import (
     PART_BYTES,
     PartBuffers,
     UploadPart,
     crc32_text,
-    etag,
     server_time_s,
     split_url,
-    total_size,
     upload_parts,
 )
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PARTS_IN_FLIGHT = 4
 THREADS = 8
 READ_SLICE_BYTES = 512 << 10
 DELETE_BATCH = 1000
+# Reads of an object that is replaced again and again.
+READ_TRIES = 3
+# A listing of many pages takes longer than one call.
+LISTING_DEADLINES = 10
+
+
+class ReplacedError(StoreError):
+    """The object is not the one that was read before; what was read of it so far is of no use."""
 
 
 class S3Store(Store):
@@ -57,52 +72,64 @@ class S3Store(Store):
         self._in_flight = threading.BoundedSemaphore(THREADS)
         self._buffers = PartBuffers()
         self._bucket_seen = False
+        self._first_read: dict[str, str] = {}
 
     # Reading
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        view = buffer.cast("B")
+        """As `Store.read_into`. ReplacedError if the object is another one than at the first read since it was listed."""
+        found = self._read(path, start, buffer.cast("B"))
+        if self._first_read.setdefault(path, found) != found:
+            raise ReplacedError(f"{self.where(path)}: was replaced since it was first read; open the checkpoint again")
+
+    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        """As `Store.read`. An object that is replaced meanwhile is read again."""
+        for _ in range(READ_TRIES):
+            entry = self.stat(path) if length is None else None
+            buffer = bytearray(max(entry.size_bytes - start, 0) if entry else length or 0)
+            try:
+                found = self._read(path, start, memoryview(buffer))
+            except ReplacedError:
+                continue
+            except StoreError:
+                if entry is not None and self.stat(path).version != entry.version:
+                    continue
+                raise
+            if entry is None or entry.version == found:
+                return bytes(buffer)
+        raise ReplacedError(f"{self.where(path)}: was replaced during each of {READ_TRIES} reads")
+
+    def _read(self, path: str, start: int, view: memoryview) -> str:
+        """Fill `view` in parts; returns the object's ETag, which is the same for all parts."""
         if len(view) <= PART_BYTES:
-            self._get_range(path, start, view)
-            return
+            return self._get_range(path, start, view)
         jobs = [
             self._pool.submit(self._get_range, path, start + offset, view[offset : offset + PART_BYTES])
             for offset in range(0, len(view), PART_BYTES)
         ]
-        if len(set(_all_results(jobs))) > 1:
-            raise StoreError(f"{self.where(path)}: was replaced while it was being read; open the checkpoint again")
+        found = set(_all_results(jobs))
+        if len(found) > 1:
+            raise ReplacedError(f"{self.where(path)}: was replaced while it was being read; open the checkpoint again")
+        return found.pop()
 
     def _get_range(self, path: str, start: int, view: memoryview) -> str:
         """Fill `view` from byte `start`; returns the object's ETag."""
         if len(view) == 0:
-            return str(self._head(path)["ETag"])
+            return self.stat(path).version
 
         def get() -> str:
-            response = self._client.get_object(
-                Bucket=self._bucket, Key=self._key(path), Range=f"bytes={start}-{start + len(view) - 1}"
-            )
-            body, done = response["Body"], 0
-            give_up_at = time.monotonic() + self._policy.deadline_s
+            wanted = f"bytes={start}-{start + len(view) - 1}"
+            answer = self._client.get_object(Bucket=self._bucket, Key=self._key(path), Range=wanted)
             try:
-                while done < len(view) and time.monotonic() < give_up_at:
-                    count = body.readinto(view[done : done + READ_SLICE_BYTES])
-                    if count == 0:
-                        break
-                    done += count
+                found = check_range(answer, start, len(view), self.where(path))
+                _fill(view, answer["Body"])
+                check_checksum(answer, start, view)
             except BaseException:
-                body.close()
+                answer["Body"].close()
                 raise
-            if done < len(view):
-                raise self._too_short(path, start, len(view), total_size(response))
-            return str(response["ETag"])
+            return found
 
         return self._call(path, "read", get)
-
-    def _too_short(self, path: str, start: int, wanted: int, size: int | None) -> StoreError:
-        if size is not None and start + wanted <= size:
-            return TransientStoreError(f"{self.where(path)}: the connection closed before {wanted} bytes had arrived")
-        end = "" if size is None else f"ends at byte {size}, but "
-        return StoreError(f"{self.where(path)}: {end}{wanted} bytes from byte {start} were requested")
 
     # Writing
 
@@ -151,72 +178,59 @@ class S3Store(Store):
         return self._call(path, "write", lambda: self._put_once(path, view))
 
     def _put_once(self, path: str, view: memoryview, **condition: str) -> ObjectInfo:
-        response = self._client.put_object(
-            Bucket=self._bucket, Key=self._key(path), Body=view, ChecksumCRC32=crc32_text(view), **condition
+        crc = crc32_text(view)
+        answer = self._client.put_object(
+            Bucket=self._bucket, Key=self._key(path), Body=view, ChecksumCRC32=crc, **condition
         )
-        return self._written(path, len(view), response)
+        return self._written(path, len(view), check_written(answer, crc), answer)
 
-    def _written(self, path: str, size_bytes: int, response: Any) -> ObjectInfo:
-        return ObjectInfo(path=path, size_bytes=size_bytes, modified_s=server_time_s(response), version=etag(response))
+    def _written(self, path: str, size_bytes: int, version: str, answer: Any) -> ObjectInfo:
+        self._first_read.pop(path, None)
+        return ObjectInfo(path=path, size_bytes=size_bytes, modified_s=server_time_s(answer), version=version)
 
     def _write_multipart(self, path: str, parts: Iterator[UploadPart]) -> ObjectInfo:
-        upload = {"Bucket": self._bucket, "Key": self._key(path)}
-        begin = lambda: self._client.create_multipart_upload(**upload, ChecksumAlgorithm="CRC32")
-        upload["UploadId"] = self._call(path, "start a multipart upload of", begin)["UploadId"]
-        in_flight: set[Future[dict[str, Any]]] = set()
-        sent: list[dict[str, Any]] = []
-        size = 0
+        upload = MultipartUpload(self._client, self._bucket, self._key(path), path, self._call)
+        in_flight: set[Future[SentPart]] = set()
+        sent: list[SentPart] = []
         try:
             for number, part in enumerate(parts, start=1):
-                size += len(part.view)
-                in_flight.add(self._begin_part(path, upload, number, part))
+                in_flight.add(self._begin_part(upload, number, part))
                 del part
                 if len(in_flight) >= PARTS_IN_FLIGHT:
                     done, in_flight = wait(in_flight, return_when=FIRST_COMPLETED)
                     sent += [job.result() for job in done]
             sent += [job.result() for job in in_flight]
-            sent.sort(key=lambda response: int(response["PartNumber"]))
-            return self._complete(path, upload, sent, size)
+            return self._complete(path, upload, sorted(sent, key=lambda part: part.number))
         except BaseException:
             _drop(in_flight)
-            self._abort(path, upload)
+            upload.abort()
             raise
 
-    def _begin_part(self, path: str, upload: dict[str, Any], number: int, part: UploadPart) -> Future[dict[str, Any]]:
+    def _begin_part(self, upload: MultipartUpload, number: int, part: UploadPart) -> Future[SentPart]:
         """Submit a part for upload once fewer than THREADS are in flight; more would only wait in memory."""
 
-        def end(_: Future[dict[str, Any]]) -> None:
+        def end(_: Future[SentPart]) -> None:
             self._in_flight.release()
             self._buffers.give_back(part)
 
         self._in_flight.acquire()
-        job = self._pool.submit(self._upload_part, path, upload, number, part.view)
+        job = self._pool.submit(upload.send, number, part.view)
         job.add_done_callback(end)
         return job
 
-    def _upload_part(self, path: str, upload: dict[str, Any], number: int, view: memoryview) -> dict[str, Any]:
-        crc = crc32_text(view)
-        send = partial(self._client_upload_part, view, **upload, PartNumber=number, ChecksumCRC32=crc)
-        response = self._call(path, f"upload part {number} of", send)
-        return {"PartNumber": number, "ETag": response["ETag"], "ChecksumCRC32": crc}
-
-    def _client_upload_part(self, view: memoryview, **arguments: Any) -> Any:
-        return self._client.upload_part(**arguments, Body=view)
-
-    def _complete(self, path: str, upload: dict[str, Any], parts: list[dict[str, Any]], size: int) -> ObjectInfo:
-        earlier_try = False
+    def _complete(self, path: str, upload: MultipartUpload, parts: Sequence[SentPart]) -> ObjectInfo:
+        size, earlier_try = sum(part.size_bytes for part in parts), False
 
         def complete() -> ObjectInfo:
             nonlocal earlier_try
             try:
-                response = self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
+                return self._written(path, size, *upload.complete_once(parts))
             except Exception as error:
                 is_gone = isinstance(self._translate(path, "complete", error), NotFoundError)
                 if is_gone and earlier_try and self._is_ours(path, size, len(parts)):
                     return self.stat(path)  # an earlier try succeeded, only its response was lost
                 earlier_try = True
                 raise
-            return self._written(path, size, response)
 
         return self._call(path, "complete the upload of", complete)
 
@@ -227,57 +241,54 @@ class S3Store(Store):
             return False
         return entry.size_bytes == size and entry.version.endswith(f"-{num_parts}")
 
-    def _abort(self, path: str, upload: dict[str, Any]) -> None:
-        try:
-            self._call(path, "abort the upload of", lambda: self._client.abort_multipart_upload(**upload))
-        except TitanError as error:
-            log.warning("an unfinished multipart upload is left behind and may be billed: %s", error)
-
     # Listing, deleting
 
     def folders(self, prefix: str = "") -> list[str]:
         start = self._folder_key(prefix)
         names = []
-        for page in self._pages(prefix, Prefix=start, Delimiter="/"):
-            names += [str(p["Prefix"])[len(start) :].rstrip("/") for p in page.get("CommonPrefixes", [])]
+        for _, found in self._pages(prefix, Prefix=start, Delimiter="/"):
+            names += [name[len(start) :].rstrip("/") for name in found]
         return sorted(name for name in names if name)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        strip = len(self._folder_key(""))
-        for page in self._pages(prefix, Prefix=self._folder_key(prefix)):
-            for item in page.get("Contents", []):
-                if not item["Key"].endswith("/"):
-                    yield ObjectInfo(
-                        path=item["Key"][strip:],
-                        size_bytes=int(item["Size"]),
-                        modified_s=item["LastModified"].timestamp(),
-                        version=etag(item),
-                    )
+        for items, _ in self._pages(prefix, Prefix=self._folder_key(prefix)):
+            for entry in items:
+                self._seen(entry)
+                yield entry
 
-    def _pages(self, prefix: str, **query: Any) -> Iterator[Any]:
-        while True:
-            page = self._call(prefix, "list", lambda: self._client.list_objects_v2(Bucket=self._bucket, **query))
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            query["ContinuationToken"] = page["NextContinuationToken"]
+    def _pages(self, prefix: str, **query: Any) -> Iterator[tuple[Sequence[ObjectInfo], Sequence[str]]]:
+        """(Objects, folder prefixes) of each page of a listing."""
+        listing = Listing(query["Prefix"], self.where(prefix))
+        strip = len(self._folder_key(""))
+        give_up_at = time.monotonic() + LISTING_DEADLINES * self._policy.deadline_s
+
+        def get() -> tuple[Sequence[ObjectInfo], Sequence[str]]:
+            items, folders = listing.add(self._client.list_objects_v2(Bucket=self._bucket, **query, **listing.query))
+            return list(listed(items, strip)), folders
+
+        while not listing.is_done:
+            if time.monotonic() > give_up_at:
+                raise StoreError(
+                    f"{self.where(prefix)}: the listing has not come to its end in "
+                    f"{LISTING_DEADLINES * self._policy.deadline_s:g} s"
+                )
+            yield self._call(prefix, "list", get)
+
+    def _seen(self, entry: ObjectInfo) -> None:
+        """The object that later reads must find is the one of this listing."""
+        if entry.path in self._first_read:
+            self._first_read[entry.path] = entry.version
 
     def stat(self, path: str) -> ObjectInfo:
-        response = self._head(path)
-        return ObjectInfo(
-            path=path,
-            size_bytes=int(response["ContentLength"]),
-            modified_s=response["LastModified"].timestamp(),
-            version=etag(response),
-        )
-
-    def _head(self, path: str) -> Any:
         key = self._key(path)
+        head = lambda: check_head(path, self._client.head_object(Bucket=self._bucket, Key=key))
         try:
-            return self._call(path, "stat", lambda: self._client.head_object(Bucket=self._bucket, Key=key))
+            entry = self._call(path, "stat", head)
         except NotFoundError:
             self._check_bucket()  # a response to HEAD does not show whether bucket or object is missing
             raise
+        self._seen(entry)
+        return entry
 
     def _check_bucket(self) -> None:
         if not self._bucket_seen:
@@ -292,14 +303,10 @@ class S3Store(Store):
         if len(keys) == 1:
             self._call("", "delete", lambda: self._client.delete_object(Bucket=self._bucket, Key=keys[0]))
             return
-        objects = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+        objects = {"Objects": [{"Key": key} for key in keys], "Quiet": False}
 
         def delete() -> None:
-            response = self._client.delete_objects(Bucket=self._bucket, Delete=objects)
-            for failure in response.get("Errors", []):
-                text = f"s3://{self._bucket}/{failure.get('Key')}: cannot delete: {failure.get('Code')}"
-                is_transient = failure.get("Code") in ("InternalError", "SlowDown", "ServiceUnavailable")
-                raise (TransientStoreError if is_transient else StoreError)(text)
+            check_deleted(self._client.delete_objects(Bucket=self._bucket, Delete=objects), keys, self._bucket)
 
         self._call("", "delete", delete)
 
@@ -314,19 +321,25 @@ class S3Store(Store):
     # Shared by all calls
 
     def _call(self, path: str, verb: str, action: Callable[[], T]) -> T:
-        """Run `action` with retries, its errors translated to ours."""
+        """Run `action` with retries until the deadline, its errors translated to ours."""
+        outer = current_call()
+        give_up_at = time.monotonic() + self._policy.deadline_s
+        if outer is not None:
+            give_up_at = min(give_up_at, outer.give_up_at)
 
         def attempt() -> T:
-            try:
-                response = action()
-            except TitanError:
-                raise
-            except Exception as error:
-                raise self._translate(path, verb, error) from error
+            with TimedCall(give_up_at) as call:
+                try:
+                    result = action()
+                except Exception as error:
+                    if call.is_over:
+                        late = f"no whole answer within {self._policy.deadline_s:g} s"
+                        raise TransientStoreError(late) from error
+                    raise self._translate(path, verb, error) from error
             self._bucket_seen = True
-            return response
+            return result
 
-        return retry(attempt, self._policy, what=f"{verb} {self.where(path)}")
+        return retry(attempt, self._policy, what=f"{verb} {self.where(path)}", give_up_at=give_up_at)
 
     def _translate(self, path: str, verb: str, error: Exception) -> Exception:
         return translate(error, f"{self.where(path)}: cannot {verb}", self._bucket)
@@ -337,6 +350,18 @@ class S3Store(Store):
     def _folder_key(self, prefix: str) -> str:
         whole = "/".join(part for part in (self._prefix, check_relative(prefix) if prefix else "") if part)
         return f"{whole}/" if whole else ""
+
+
+def _fill(view: memoryview, body: Any) -> None:
+    """Read a body of exactly the length of `view`."""
+    done = 0
+    while done < len(view):
+        count = body.readinto(view[done : done + READ_SLICE_BYTES])
+        if count == 0:
+            raise TransientStoreError(f"the connection closed after {done} of {len(view)} bytes")
+        done += count
+    if body.read(1):
+        raise TransientStoreError(f"the answer goes on after the {len(view)} bytes that were requested")
 
 
 def _all_results(jobs: list[Future[T]]) -> list[T]:

@@ -13,8 +13,10 @@ import botocore.session
 from botocore import UNSIGNED
 from botocore.config import Config
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, StoreError
+from titan_ckpt.location import redact
 from titan_ckpt.store.s3_errors import translate
+from titan_ckpt.store.s3_wire import guard
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
@@ -70,7 +72,7 @@ def make_client(options: S3Options, where: str) -> Any:
     try:
         session = botocore.session.Session(profile=options.profile)
         session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
-        return session.create_client(
+        client = session.create_client(
             "s3",
             endpoint_url=options.endpoint_url,
             region_name=options.region or session.get_config_variable("region") or "us-east-1",
@@ -79,5 +81,9 @@ def make_client(options: S3Options, where: str) -> Any:
             aws_session_token=options.session_token,
             config=config,
         )
-    except (botocore.exceptions.BotoCoreError, ValueError) as error:
+    except botocore.exceptions.BotoCoreError as error:
         raise translate(error, f"{where}: cannot create an S3 client") from error
+    except ValueError as error:
+        raise StoreError(f"{where}: cannot create an S3 client: {redact(str(error))}") from error
+    guard(client)
+    return client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import botocore.exceptions as boto
+import botocore.parsers
 import urllib3.exceptions
 
 from titan_ckpt.errors import (
@@ -34,6 +35,8 @@ _CONNECTION = (
     boto.ConnectionError, boto.HTTPClientError, boto.IncompleteReadError, boto.ChecksumError, urllib3.exceptions.HTTPError,
     OSError,
 )  # fmt: skip
+# botocore reads fields of an answer without checks.
+_UNREADABLE = (botocore.parsers.ResponseParserError, ValueError, TypeError, LookupError, AttributeError)
 
 SET_CREDENTIALS = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (and AWS_ENDPOINT_URL where it is not AWS)"
@@ -56,6 +59,9 @@ def translate(error: Exception, what: str, bucket: str = "") -> TitanError:
         )
     if isinstance(error, _CONNECTION):
         return TransientStoreError(f"{what}: {_connection_text(error)}")
+    if isinstance(error, _UNREADABLE) and not isinstance(error, boto.BotoCoreError):
+        kind = type(error).__name__
+        return TransientStoreError(f"{what}: the answer cannot be understood: {kind}: {redact(str(error))}")
     return StoreError(f"{what}: {type(error).__name__}: {redact(str(error))}")
 
 
@@ -76,6 +82,8 @@ def _translate_response(error: boto.ClientError, what: str, bucket: str) -> Tita
         return NotFoundError(
             f"{what}: bucket {bucket!r} does not exist here; create it, or check the name and the endpoint"
         )
+    if status == 404 and error.operation_name in ("ListObjectsV2", "DeleteObjects"):
+        return TransientStoreError(f"{text}; a bucket was asked, so this is not S3's answer")
     if code in _NOT_FOUND or status == 404:
         return NotFoundError(f"{what}: no such object")
     if code in ("412", "PreconditionFailed") or status == 412:

@@ -116,18 +116,9 @@ def crc32_text(view: memoryview) -> str:
     return base64.b64encode(crc32(view).to_bytes(4, "big")).decode("ascii")
 
 
-def etag(response: Any) -> str:
-    """An object's ETag without its quotes."""
-    return str(response["ETag"]).strip('"')
-
-
-def server_time_s(response: Any) -> float:
-    """The server's time in a response, or ours if it has none."""
-    date = response["ResponseMetadata"]["HTTPHeaders"].get("date")
-    return parsedate_to_datetime(date).timestamp() if date else time.time()
-
-
-def total_size(response: Any) -> int | None:
-    """Size of the whole object, from the response to a ranged GET; None if missing."""
-    total = str(response.get("ContentRange", "")).rpartition("/")[2]
-    return int(total) if total.isdigit() else None
+def server_time_s(answer: Any) -> float:
+    """The server's time in an answer, or ours if it has none."""
+    try:
+        return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"].get("date")).timestamp()
+    except (TypeError, ValueError):
+        return time.time()
