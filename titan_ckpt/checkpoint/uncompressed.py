@@ -50,6 +50,12 @@ class DecodedStore(Store):
     def honours_conditions(self) -> bool:
         return self._store.honours_conditions()
 
+    def free_bytes(self) -> int | None:
+        return self._store.free_bytes()
+
+    def held_by_writes(self, num_files: int) -> int:
+        return self._store.held_by_writes(num_files)
+
     def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:  # noqa: ARG002
         raise UsageError(f"{self.where(path)}: a decoded view of a checkpoint is read-only")
 

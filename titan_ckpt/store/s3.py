@@ -78,29 +78,69 @@ class S3Store(Store):
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         """As `Store.read_into`. ReplacedError if the object is another one than at the first read since it was listed."""
-        found = self._read(path, start, buffer.cast("B"))
-        if self._first_read.setdefault(path, found) != found:
+        version, _ = self._read(path, start, buffer.cast("B"))
+        if self._first_read.setdefault(path, version) != version:
             raise ReplacedError(f"{self.where(path)}: was replaced since it was first read; open the checkpoint again")
 
     def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
         """As `Store.read`. An object that is replaced meanwhile is read again."""
         for _ in range(READ_TRIES):
-            entry = self.stat(path) if length is None else None
-            buffer = bytearray(max(entry.size_bytes - start, 0) if entry else length or 0)
             try:
-                found = self._read(path, start, memoryview(buffer))
-            except ReplacedError:
-                continue
-            except StoreError:
-                if entry is not None and self.stat(path).version != entry.version:
-                    continue
-                raise
-            if entry is None or entry.version == found:
-                return bytes(buffer)
-        raise ReplacedError(f"{self.where(path)}: was replaced during each of {READ_TRIES} reads")
+                return self._read_range(path, start, length) if length is not None else self._read_rest(path, start)
+            except ReplacedError as error:
+                last = error
+        raise ReplacedError(f"{self.where(path)}: {READ_TRIES} reads failed: {last}")
 
-    def _read(self, path: str, start: int, view: memoryview) -> str:
-        """Fill `view` in parts; returns the object's ETag, which is the same for all parts."""
+    def _read_range(self, path: str, start: int, length: int) -> bytes:
+        buffer = bytearray(max(length, 0))
+        self._read(path, start, memoryview(buffer))
+        return bytes(buffer)
+
+    def _read_rest(self, path: str, start: int) -> bytes:
+        """The bytes from `start` to the end. The first answer must confirm the size before memory is taken for the rest."""
+        entry = self.stat(path)
+        size = entry.size_bytes - start
+        try:
+            first = bytearray(max(min(size, PART_BYTES), 0))
+            found = self._read(path, start, memoryview(first)) if first else self._read_empty(path, entry)
+            self._check_same(entry, *found)
+            if size <= PART_BYTES:
+                return bytes(first)
+            buffer = bytearray(size)
+            buffer[:PART_BYTES] = first
+            found = self._read(path, start + PART_BYTES, memoryview(buffer)[PART_BYTES:])
+        except ReplacedError:
+            raise
+        except StoreError as error:
+            if self.stat(path).version != entry.version:
+                raise ReplacedError(f"{self.where(path)}: was replaced while it was being read") from error
+            raise
+        self._check_same(entry, *found)
+        return bytes(buffer)
+
+    def _check_same(self, entry: ObjectInfo, version: str, size: int | None) -> None:
+        if version != entry.version or size not in (None, entry.size_bytes):
+            expected = f"{entry.size_bytes} bytes (ETag {entry.version})"
+            raise ReplacedError(
+                f"{self.where(entry.path)}: was replaced while it was being read: first {expected}, then {size} (ETag {version})"
+            )
+
+    def _read_empty(self, path: str, entry: ObjectInfo) -> tuple[str, int | None]:
+        """Ask for an object that is said to be empty, which S3 has no range for."""
+        if entry.size_bytes:
+            return entry.version, entry.size_bytes
+
+        def get() -> tuple[str, int | None]:
+            answer = self._client.get_object(Bucket=self._bucket, Key=self._key(path))
+            try:
+                return check_range(answer, 0, 0, self.where(path))
+            finally:
+                answer["Body"].close()
+
+        return self._call(path, "read", get)
+
+    def _read(self, path: str, start: int, view: memoryview) -> tuple[str, int | None]:
+        """Fill `view` in parts; returns the object's ETag and size, which are the same for all parts."""
         if len(view) <= PART_BYTES:
             return self._get_range(path, start, view)
         jobs = [
@@ -112,12 +152,13 @@ class S3Store(Store):
             raise ReplacedError(f"{self.where(path)}: was replaced while it was being read; open the checkpoint again")
         return found.pop()
 
-    def _get_range(self, path: str, start: int, view: memoryview) -> str:
-        """Fill `view` from byte `start`; returns the object's ETag."""
+    def _get_range(self, path: str, start: int, view: memoryview) -> tuple[str, int | None]:
+        """Fill `view` from byte `start`; returns the object's ETag and size."""
         if len(view) == 0:
-            return self.stat(path).version
+            entry = self.stat(path)
+            return entry.version, entry.size_bytes
 
-        def get() -> str:
+        def get() -> tuple[str, int | None]:
             wanted = f"bytes={start}-{start + len(view) - 1}"
             answer = self._client.get_object(Bucket=self._bucket, Key=self._key(path), Range=wanted)
             try:

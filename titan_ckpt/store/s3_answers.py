@@ -16,6 +16,7 @@ from titan_ckpt.store.base import ObjectInfo
 from titan_ckpt.store.s3_parts import crc32_text
 
 MAX_LISTED = 2_000_000
+LARGEST_BYTES = 1 << 60  # S3 stores 50 TB at most
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 
 
@@ -27,8 +28,8 @@ def etag(answer: Any) -> str:
     return found.strip('"')
 
 
-def check_range(answer: Any, start: int, length: int, where: str) -> str:
-    """The ETag of an object whose bytes from `start` the answer promises. StoreError if the object is too short."""
+def check_range(answer: Any, start: int, length: int, where: str) -> tuple[str, int | None]:
+    """(ETag, size if it is said) of an object whose bytes from `start` the answer promises. StoreError if it is too short."""
     status, told = int(answer["ResponseMetadata"]["HTTPStatusCode"]), answer.get("ContentLength")
     first, last, total = _promised(answer, status)
     if total is not None and start + length > total:
@@ -39,7 +40,7 @@ def check_range(answer: Any, start: int, length: int, where: str) -> str:
         )
     if told is not None and int(told) != length:
         raise TransientStoreError(f"{length} bytes were requested, but the answer has {told}")
-    return etag(answer)
+    return etag(answer), total
 
 
 def _promised(answer: Any, status: int) -> tuple[int, int, int | None]:
@@ -80,7 +81,7 @@ def check_written(answer: Any, crc32: str = "") -> str:
 def check_head(path: str, answer: Any) -> ObjectInfo:
     """An object's size, time and version."""
     size, modified = answer.get("ContentLength"), answer.get("LastModified")
-    if not isinstance(size, int) or size < 0 or not isinstance(modified, datetime):
+    if not isinstance(size, int) or not 0 <= size <= LARGEST_BYTES or not isinstance(modified, datetime):
         raise TransientStoreError(
             f"the answer has no size or no time (Content-Length {size!r}, Last-Modified {modified!r})"
         )

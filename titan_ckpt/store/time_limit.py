@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import TypeVar
 
 from titan_ckpt.errors import StoreError
@@ -37,6 +38,19 @@ class _Guarded(Store):
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         self._call("read", path).read_into(path, start, buffer)
 
+    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        return self._call("read", path).read(path, start, length)
+
+    @contextmanager
+    def opened(self, path: str) -> Iterator[Callable[[int, int], bytes]]:
+        with self._call("open", path).opened(path) as read:
+
+            def guarded(start: int, length: int) -> bytes:
+                self._call("read", path)
+                return read(start, length)
+
+            yield guarded
+
     def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
         return self._call("write", path).write(path, parts)
 
@@ -47,10 +61,15 @@ class _Guarded(Store):
         return self._call("list", prefix).folders(prefix)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self._call("list", prefix).list(prefix)
+        for entry in self._call("list", prefix).list(prefix):
+            yield entry
+            self._call("list", prefix)
 
     def stat(self, path: str) -> ObjectInfo:
         return self._call("stat", path).stat(path)
+
+    def exists(self, path: str) -> bool:
+        return self._call("stat", path).exists(path)
 
     def delete(self, paths: Iterable[str]) -> None:
         self._call("delete", "").delete(paths)
@@ -63,6 +82,12 @@ class _Guarded(Store):
 
     def free_bytes(self) -> int | None:
         return self._call("free space", "").free_bytes()
+
+    def held_by_writes(self, num_files: int) -> int:
+        return self._inner.held_by_writes(num_files)
+
+    def where(self, path: str) -> str:
+        return self._inner.where(path)
 
 
 class _Work:

@@ -157,3 +157,9 @@ class FaultyStore(Store):
 
     def honours_conditions(self) -> bool:
         return self.inner.honours_conditions()
+
+    def free_bytes(self) -> int | None:
+        return self.inner.free_bytes()
+
+    def held_by_writes(self, num_files: int) -> int:
+        return self.inner.held_by_writes(num_files)
