@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import fsspec
@@ -68,29 +69,57 @@ class FsspecStore(Store):
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         view = buffer.cast("B")
-        view[:] = self._call(path, lambda: self._read_range(path, start, len(view)))
+        if len(view):
+            view[:] = self._call(path, lambda: self._range(path, start, len(view)))
+        else:
+            self.stat(path)
 
-    def _read_range(self, path: str, start: int, length: int) -> bytes:
-        """`length` bytes; a store that sends fewer although the object has them is asked again."""
-        data: bytes = self._fs.cat_file(self._full(path), start=start, end=start + length)
-        if len(data) == length:
-            return data
-        self._fs.invalidate_cache()
-        size = int(self._fs.info(self._full(path)).get("size") or 0)
-        if size >= start + length:
-            raise TransientStoreError(f"{self.where(path)}: sent {len(data)} of {length} bytes from byte {start}")
-        raise StoreError(
-            f"{self.where(path)}: ends at byte {size}, but {length} bytes from byte {start} were requested"
-        )
+    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        if length is not None:
+            return super().read(path, start, length)
+        return self._call(path, lambda: self._rest(path, start))
+
+    def _range(self, path: str, start: int, length: int) -> Buffer:
+        data = self._cat(path, start, start + length)
+        if len(data) > length:
+            raise TransientStoreError(f"{len(data)} bytes came for a request of {length}")
+        size = start + len(data) if len(data) == length else self._stated(path).size_bytes
+        if start + length > size:
+            raise StoreError(
+                f"{self.where(path)}: ends at byte {size}, but {length} bytes from byte {start} were requested"
+            )
+        if len(data) < length:
+            raise TransientStoreError(f"{len(data)} bytes came for a request of {length}, though the object is longer")
+        return data
+
+    def _rest(self, path: str, start: int) -> bytes:
+        """The bytes from `start` to the end. One more is requested, so that a size that is too small is noticed."""
+        size = self._stated(path).size_bytes
+        data = self._cat(path, start, size + 1) if start <= size else b""
+        if len(data) != max(size - start, 0):
+            raise TransientStoreError(f"the object has {size} bytes, but {len(data)} came from byte {start} to the end")
+        return bytes(data)
+
+    def _cat(self, path: str, start: int, end: int) -> Buffer:
+        data = self._fs.cat_file(self._full(path), start=start, end=end)
+        if not isinstance(data, Buffer):
+            raise TransientStoreError(f"{type(data).__name__} came instead of bytes")
+        return data
 
     def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
         full = self._full(path)
         head, rest = self._take_head(iter(parts))
         if rest is None:
-            self._call(path, lambda: self._publish(full, head))
-        else:
-            self._stream(path, head, rest)
-        return self.stat(path)
+            return self._call(path, lambda: self._publish(path, full, head))
+        size = self._stream(path, head, rest)
+        return self._check_size(self.stat(path), size)
+
+    def _check_size(self, entry: ObjectInfo, size_bytes: int) -> ObjectInfo:
+        """`entry`, if the object has the size that was written."""
+        if entry.size_bytes != size_bytes:
+            where = self.where(entry.path)
+            raise TransientStoreError(f"{where}: {size_bytes} bytes were written, but the store has {entry.size_bytes}")
+        return entry
 
     def _take_head(self, parts: Iterator[Buffer]) -> tuple[bytes, Iterator[Buffer] | None]:
         """Split off what one request can write: (the first bytes, the remaining parts or None).
@@ -104,20 +133,28 @@ class FsspecStore(Store):
                 return bytes(head), parts
         return bytes(head), None
 
-    def _publish(self, full: str, data: bytes) -> None:
+    def _publish(self, path: str, full: str, data: bytes) -> ObjectInfo:
         try:
             self._fs.pipe_file(full, data)
         except FileNotFoundError:
             self._fs.makedirs(full.rpartition("/")[0], exist_ok=True)
             self._fs.pipe_file(full, data)
+        return self._check_size(self._stated(path), len(data))
 
-    def _stream(self, path: str, head: bytes, rest: Iterator[Buffer]) -> None:
-        """Write a large object without retries: `rest` can be read only once, and fsspec retries its own requests."""
+    def _stream(self, path: str, head: bytes, rest: Iterator[Buffer]) -> int:
+        """Write a large object without retries: `rest` can be read only once, and fsspec retries its own requests.
+
+        Returns its size.
+        """
         file = self._translated(path, lambda: self._open(self._full(path)))
+        size = 0
         try:
-            self._translated(path, lambda: file.write(head))
-            for part in rest:
-                self._translated(path, partial(file.write, memoryview(part).cast("B")))
+            for part in chain([head], rest):
+                view = memoryview(part).cast("B")
+                count = self._translated(path, partial(file.write, view))
+                if isinstance(count, int) and count != len(view):
+                    raise StoreError(f"{self.where(path)}: the store took {count} of {len(view)} bytes")
+                size += len(view)
             self._translated(path, file.close)
             self._translated(path, file.commit)
         except HungStoreError:
@@ -127,6 +164,7 @@ class FsspecStore(Store):
         except BaseException:
             _discard(file)
             raise
+        return size
 
     def _open(self, full: str) -> Any:
         with suppress(FileExistsError, NotImplementedError):
@@ -193,15 +231,14 @@ class FsspecStore(Store):
             return None
 
     def stat(self, path: str) -> ObjectInfo:
-        info = self._call(path, partial(self._info, self._full(path)))
+        return self._call(path, lambda: self._stated(path))
+
+    def _stated(self, path: str) -> ObjectInfo:
+        self._fs.invalidate_cache()
+        info: dict[str, Any] = self._fs.info(self._full(path))
         if info.get("type") == "directory":
             raise NotFoundError(f"{self.where(path)}: not a file")
         return self._entry(path, info)
-
-    def _info(self, full: str) -> dict[str, Any]:
-        self._fs.invalidate_cache()
-        found: dict[str, Any] = self._fs.info(full)
-        return found
 
     def delete(self, paths: Iterable[str]) -> None:
         for path in paths:
@@ -210,7 +247,9 @@ class FsspecStore(Store):
                 self._call(path, remove)
 
     def _entry(self, path: str, info: dict[str, Any]) -> ObjectInfo:
-        size, modified_s = int(info.get("size") or 0), _modified_s(info)
+        size, modified_s = info.get("size"), _modified_s(info)
+        if not isinstance(size, int) or size < 0:
+            raise StoreError(f"{self.where(path)}: the store does not say how large it is (size {size!r})")
         known = next((str(info[key]).strip('"') for key in _VERSION_KEYS if info.get(key)), None)
         return ObjectInfo(path=path, size_bytes=size, modified_s=modified_s, version=known or f"{modified_s!r}-{size}")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gzip
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -35,7 +35,11 @@ class Shape:
 
     def fits(self, request: Request) -> bool:
         """Whether there is such an answer to this request."""
-        return not self.operations or request.operation in self.operations
+        return self.fits_any([request.operation])
+
+    def fits_any(self, operations: Iterable[str]) -> bool:
+        """Whether there is such an answer to one of these operations."""
+        return not self.operations or not self.operations.isdisjoint(operations)
 
 
 def _sent(how: str) -> Make:
