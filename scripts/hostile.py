@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from tools.hostile.outcome import Outcome
+from tools.hostile.s3_campaign import run_server
 
 Part = Callable[[int, float], Outcome]
-PARTS: dict[str, Part] = {}
+PARTS: dict[str, Part] = {"server": run_server}
 SHOWN_FAILURES = 20
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from titan_ckpt.errors import NotFoundError, TitanError
 from titan_ckpt.store import s3, s3_answers, s3_parts
@@ -96,13 +97,11 @@ _NO_SHAPE = Shape(name="honest", make=lambda _, answer: answer)
 @contextmanager
 def small_parts() -> Iterator[None]:
     """Parts of PART_BYTES and listings of 300 names, so that a case costs milliseconds."""
-    held = s3.PART_BYTES, s3_parts.PART_BYTES, s3_answers.MAX_LISTED
-    s3.PART_BYTES = s3_parts.PART_BYTES = PART_BYTES
-    s3_answers.MAX_LISTED = 300
-    try:
+    small = [(s3, "PART_BYTES", PART_BYTES), (s3_parts, "PART_BYTES", PART_BYTES), (s3_answers, "MAX_LISTED", 300)]
+    with ExitStack() as stack:
+        for module, name, value in small:
+            stack.enter_context(patch.object(module, name, value))
         yield
-    finally:
-        s3.PART_BYTES, s3_parts.PART_BYTES, s3_answers.MAX_LISTED = held
 
 
 @dataclass(frozen=True, slots=True)

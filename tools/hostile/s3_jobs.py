@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -33,10 +34,12 @@ RUN, COPY, WIDE, MODEL, OUT = (f"s3://bucket/{name}" for name in ("run", "copy",
 POLICY = RetryPolicy(tries=3, first_wait_s=0.0001, longest_wait_s=0.001, deadline_s=1.0)
 LONGEST_S = 60.0
 STEPS = (1, 2, 3)
+INCOMPLETE = ("prune", RUN, "--keep-last", "3", "--incomplete", "--older-than", "0s", "--yes")
 MODEL_CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 12,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "rms_norm_eps": 1e-5,
-    "rope_theta": 5000.0, "max_position_embeddings": 64, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "float32",
+    "rope_theta": 5000.0, "max_position_embeddings": 64, "tie_word_embeddings": False, "hidden_act": "silu",
+    "torch_dtype": "float32",
 }  # fmt: skip
 
 
@@ -110,7 +113,7 @@ class Jobs:
             Job("verify --data", lambda: _command("verify", "--data", RUN), always_true),
             Job("cp", lambda: _command("cp", f"{RUN}@2", COPY), lambda: is_right(COPY, 2)),
             Job("prune", lambda: _command("prune", RUN, "--keep-last", "1", "--yes"), always_true, STEPS[-1:]),
-            Job("prune --incomplete", lambda: _command("prune", RUN, "--incomplete", "--yes"), always_true),
+            Job("prune --incomplete", lambda: _command(*INCOMPLETE), always_true),
             Job("reshard", lambda: _command("reshard", RUN, WIDE, "--mesh", "dp_shard=3"), lambda: is_right(WIDE, 3)),
             Job("to-hf", lambda: _command("convert", "to-hf", MODEL, OUT), lambda: _same_export(server, self.exported)),
             Job("diff", lambda: _command("diff", "--values", f"{RUN}@2", f"{RUN}@3"), lambda: False),
@@ -163,22 +166,8 @@ class Jobs:
 @contextlib.contextmanager
 def hostile_jobs() -> Iterator[Jobs]:
     """A server with its jobs; `s3://` URLs of this process lead to it, with short deadlines."""
-    held = {
-        name: os.environ.get(name)
-        for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
-    }
-    policy = open_module.RetryPolicy
     with HostileS3() as server:
-        os.environ.update(
-            AWS_ENDPOINT_URL=server.endpoint, AWS_ACCESS_KEY_ID="k", AWS_SECRET_ACCESS_KEY="s", AWS_REGION="us-east-1"
-        )
-        open_module.RetryPolicy = lambda: POLICY  # type: ignore[assignment,misc]
-        try:
+        keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "us-east-1"}
+        environment = patch.dict(os.environ, {"AWS_ENDPOINT_URL": server.endpoint, **keys})
+        with environment, patch.object(open_module, "RetryPolicy", lambda: POLICY):
             yield Jobs(server)
-        finally:
-            open_module.RetryPolicy = policy  # type: ignore[misc]
-            for name, value in held.items():
-                if value is None:
-                    os.environ.pop(name)
-                else:
-                    os.environ[name] = value
