@@ -48,9 +48,6 @@ test-dist: $(READY) ## only tests that start several processes or a server
 coverage: $(READY) ## the quick tests under coverage.py; fails below the floor in pyproject.toml
 	$(BIN)/python -m pytest -m "$(QUICK)" --cov --cov-report=term $(ARGS)
 
-hostile: $(READY) ## nothing deleted, ended, leaked or read wrongly in hostile surroundings (ARGS="server --minutes 2 --seed 1")
-	$(BIN)/python -m scripts.hostile $(ARGS)
-
 mutants: $(READY) ## put small faults into the code and count those that no test notices (ARGS="--count 40 --seed 1")
 	$(BIN)/python -m tools.mutants $(ARGS)
 

@@ -47,6 +47,10 @@ _VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "content_md5", "checks
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
 
 
+class _NotAFileError(NotFoundError):
+    """There is a folder of that name."""
+
+
 class FsspecStore(Store):
     """Objects under a URL of any fsspec file system; `options` are passed to that file system."""
 
@@ -82,14 +86,14 @@ class FsspecStore(Store):
     def _range(self, path: str, start: int, length: int) -> Buffer:
         data = self._cat(path, start, start + length)
         if len(data) > length:
-            raise TransientStoreError(f"{len(data)} bytes came for a request of {length}")
+            raise TransientStoreError(f"sent {len(data)} bytes from byte {start}, though {length} were requested")
         size = start + len(data) if len(data) == length else self._stated(path).size_bytes
         if start + length > size:
             raise StoreError(
                 f"{self.where(path)}: ends at byte {size}, but {length} bytes from byte {start} were requested"
             )
         if len(data) < length:
-            raise TransientStoreError(f"{len(data)} bytes came for a request of {length}, though the object is longer")
+            raise TransientStoreError(f"sent {len(data)} of {length} bytes from byte {start}")
         return data
 
     def _rest(self, path: str, start: int) -> bytes:
@@ -237,7 +241,7 @@ class FsspecStore(Store):
         self._fs.invalidate_cache()
         info: dict[str, Any] = self._fs.info(self._full(path))
         if info.get("type") == "directory":
-            raise NotFoundError(f"{self.where(path)}: not a file")
+            raise _NotAFileError(f"{self.where(path)}: not a file")
         return self._entry(path, info)
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -262,7 +266,7 @@ class FsspecStore(Store):
         try:
             return self._translated(path, action)
         except NotFoundError as error:
-            if self._is_listed(self._folder(path)):
+            if not isinstance(error, _NotAFileError) and self._is_listed(self._folder(path)):
                 raise TransientStoreError(f"{self.where(path)}: said to be missing, but its folder lists it") from error
             raise
 
