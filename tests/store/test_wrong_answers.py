@@ -21,7 +21,7 @@ from titan_ckpt.errors import StoreError, TitanError, TransientStoreError
 from titan_ckpt.store.base import RetryPolicy, Store
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
-from titan_ckpt.store.s3 import ReplacedError
+from titan_ckpt.store.s3_answers import ReplacedError
 from titan_ckpt.store.time_limit import HungStoreError, run_until
 from tools.faults.store import FaultyStore
 from tools.hostile.memory_s3 import Answer, Request

@@ -21,11 +21,13 @@ from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, probe_
 from titan_ckpt.store.deadline import TimedCall, current_call
 from titan_ckpt.store.s3_answers import (
     Listing,
+    ReplacedError,
     check_checksum,
     check_deleted,
     check_head,
     check_range,
     check_written,
+    fill,
     listed,
 )
 from titan_ckpt.store.s3_client import S3Options, make_client
@@ -35,7 +37,9 @@ from titan_ckpt.store.s3_parts import (
     PART_BYTES,
     PartBuffers,
     UploadPart,
+    all_results,
     crc32_text,
+    drop,
     server_time_s,
     split_url,
     upload_parts,
@@ -45,16 +49,11 @@ T = TypeVar("T")
 
 PARTS_IN_FLIGHT = 4
 THREADS = 8
-READ_SLICE_BYTES = 512 << 10
 DELETE_BATCH = 1000
 # Reads of an object that is replaced again and again.
 READ_TRIES = 3
 # A listing of many pages takes longer than one call.
 LISTING_DEADLINES = 10
-
-
-class ReplacedError(StoreError):
-    """The object is not the one that was read before; what was read of it so far is of no use."""
 
 
 class S3Store(Store):
@@ -147,7 +146,7 @@ class S3Store(Store):
             self._pool.submit(self._get_range, path, start + offset, view[offset : offset + PART_BYTES])
             for offset in range(0, len(view), PART_BYTES)
         ]
-        found = set(_all_results(jobs))
+        found = set(all_results(jobs))
         if len(found) > 1:
             raise ReplacedError(f"{self.where(path)}: was replaced while it was being read; open the checkpoint again")
         return found.pop()
@@ -163,7 +162,7 @@ class S3Store(Store):
             answer = self._client.get_object(Bucket=self._bucket, Key=self._key(path), Range=wanted)
             try:
                 found = check_range(answer, start, len(view), self.where(path))
-                _fill(view, answer["Body"])
+                fill(view, answer["Body"])
                 check_checksum(answer, start, view)
             except BaseException:
                 answer["Body"].close()
@@ -243,7 +242,7 @@ class S3Store(Store):
             sent += [job.result() for job in in_flight]
             return self._complete(path, upload, sorted(sent, key=lambda part: part.number))
         except BaseException:
-            _drop(in_flight)
+            drop(in_flight)
             upload.abort()
             raise
 
@@ -391,32 +390,3 @@ class S3Store(Store):
     def _folder_key(self, prefix: str) -> str:
         whole = "/".join(part for part in (self._prefix, check_relative(prefix) if prefix else "") if part)
         return f"{whole}/" if whole else ""
-
-
-def _fill(view: memoryview, body: Any) -> None:
-    """Read a body of exactly the length of `view`."""
-    done = 0
-    while done < len(view):
-        count = body.readinto(view[done : done + READ_SLICE_BYTES])
-        if count == 0:
-            raise TransientStoreError(f"the connection closed after {done} of {len(view)} bytes")
-        done += count
-    if body.read(1):
-        raise TransientStoreError(f"the answer goes on after the {len(view)} bytes that were requested")
-
-
-def _all_results(jobs: list[Future[T]]) -> list[T]:
-    """Results of all jobs. If one fails, cancel or await the rest, since they write into the caller's memory."""
-    try:
-        return [job.result() for job in jobs]
-    except BaseException:
-        _drop(jobs)
-        raise
-
-
-def _drop(jobs: Iterable[Future[T]]) -> None:
-    """Cancel the jobs that have not started and await the others."""
-    remaining = list(jobs)
-    for job in remaining:
-        job.cancel()
-    wait(remaining)

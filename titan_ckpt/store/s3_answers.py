@@ -16,8 +16,13 @@ from titan_ckpt.store.base import ObjectInfo
 from titan_ckpt.store.s3_parts import crc32_text
 
 MAX_LISTED = 2_000_000
+READ_SLICE_BYTES = 512 << 10
 LARGEST_BYTES = 1 << 60  # S3 stores 50 TB at most
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
+
+
+class ReplacedError(StoreError):
+    """The object is not the one that was read before; what was read of it so far is of no use."""
 
 
 def etag(answer: Any) -> str:
@@ -56,6 +61,18 @@ def _promised(answer: Any, status: int) -> tuple[int, int, int | None]:
             f"the answer {status} does not say which bytes it holds ({answer.get('ContentRange')!r})"
         )
     return int(found[1]), int(found[2]), None if found[3] == "*" else int(found[3])
+
+
+def fill(view: memoryview, body: Any) -> None:
+    """Read a body of exactly the length of `view`."""
+    done = 0
+    while done < len(view):
+        count = body.readinto(view[done : done + READ_SLICE_BYTES])
+        if count == 0:
+            raise TransientStoreError(f"the connection closed after {done} of {len(view)} bytes")
+        done += count
+    if body.read(1):
+        raise TransientStoreError(f"the answer goes on after the {len(view)} bytes that were requested")
 
 
 def check_checksum(answer: Any, start: int, data: memoryview) -> None:

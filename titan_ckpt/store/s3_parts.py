@@ -6,9 +6,10 @@ import base64
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ try:  # the same CRC-32, six times as fast as zlib's: training needs the process
 except ImportError:  # no wheel for this platform
     from zlib import crc32
 
+T = TypeVar("T")
 ByteArray: TypeAlias = npt.NDArray[np.uint8]
 
 PART_BYTES = 16 << 20
@@ -122,3 +124,20 @@ def server_time_s(answer: Any) -> float:
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"].get("date")).timestamp()
     except (TypeError, ValueError):
         return time.time()
+
+
+def all_results(jobs: list[Future[T]]) -> list[T]:
+    """Results of all jobs. If one fails, cancel or await the rest, since they write into the caller's memory."""
+    try:
+        return [job.result() for job in jobs]
+    except BaseException:
+        drop(jobs)
+        raise
+
+
+def drop(jobs: Iterable[Future[T]]) -> None:
+    """Cancel the jobs that have not started and await the others."""
+    remaining = list(jobs)
+    for job in remaining:
+        job.cancel()
+    wait(remaining)
