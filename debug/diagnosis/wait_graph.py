@@ -65,7 +65,7 @@ def _behind(lane: Lane, seq: int) -> list[int]:
 
 def can_wait(state: Situation) -> bool:
     """Whether a rank with a pending operation may be waiting for it. A stack that ends in user code may be at
-    `work.wait()`, which leaves no frame of its own; the source line shows it, if recorded."""
+    `work.wait()` or `loss.item()`, which leave no frame of their own; the source line shows it, if recorded."""
     if state.kind in (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD, RankState.FINISHED):
         return False
     if state.kind != RankState.ON_CPU:

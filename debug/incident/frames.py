@@ -9,7 +9,7 @@ from titan_ckpt.debug.incident.kinds import RankState
 from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, StackSnapshot, Thread
 
 _LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<|importlib|/torch/(?:distributed|utils|nn|autograd|_|optim)"
+    r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<|importlib|/torch/(?:distributed|utils|nn|autograd|_|optim)|\.so(?:\.\d+)*$"
 )
 # Files of the recorder itself, also where releases before 0.2 had them.
 _WRAPPER = re.compile(r"/debug/(?:record/)?(?:hooks|recorder|ring)\.py$")
@@ -21,7 +21,22 @@ _INIT = ("init_process_group", "_new_process_group_helper", "_store_based_barrie
 _TEARDOWN = ("destroy_process_group", "_shutdown", "_exit_function", "_python_exit")
 _P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "_symmetric_memory/__init__.py")
-_WAITS = re.compile(r"\.wait\(|synchronize\(|\.item\(|\.cpu\(")
+_WAITS_FOR_WORK = re.compile(r"\w*work\w*(?:\[\w+\])?\.wait\(", re.IGNORECASE)
+# Calls into C++ that leave no frame of their own; each may wait for what is pending on the device or in a process group.
+_WAITS = re.compile(
+    r"\b(synchronize|item|cpu|tolist|numpy|nonzero|run_backward)\("
+)
+_TORCH = re.compile(r"/(?:torch|transformer_engine|deepspeed|triton/runtime)/")
+# Parts of torch that work in Python or read files: a thread in these computes, or waits for something else than ranks.
+_TORCH_ON_CPU = re.compile(
+    r"/torch/(?:utils/data|multiprocessing|_dynamo|_inductor|_functorch|fx|export|jit|onnx|hub|package|serialization\.py|storage\.py"
+    r"|distributed/(?:checkpoint|elastic|rendezvous|launcher)|profiler|testing|compiler|library\.py|_library)"
+)
+_NATIVE_WAITS = re.compile(r"cu(?:da)?(?:Stream|Event|Device|Ctx)Synchronize|hip\w+Synchronize|\bnccl\w+|gloo::|c10d::")
+_KNOWN_CALLS = frozenset(
+    {"backward", "forward", "step", "clip_grad_norm_", "item", "synchronize", "cpu", "tolist", "numpy", "all_reduce", "wait"}
+)
+MAX_FRAMES = 64
 
 
 def is_library(frame: Frame) -> bool:
@@ -98,19 +113,45 @@ def _lateness(reason: str) -> int:
 
 def main_thread_state(main: Thread) -> tuple[RankState, str]:
     """What a main thread is in, and the name of the library call it waits in."""
-    is_waiting = False
-    for frame in main.frames[:12]:
-        if frame.function == "wait" and frame.file.endswith(_HOOKS):
-            is_waiting = True  # our wrapper of Work.wait; a blocking call shows its own name further out
-        elif is_library(frame):
-            found = _library_call(main, frame)
-            if found is not None:
-                return found
-        elif is_waiting or (_WAITS.search(frame.text) and "work" in frame.text.lower()):
-            return RankState.IN_COLLECTIVE, "wait"
-        else:
-            return RankState.ON_CPU, ""
-    return RankState.ON_CPU, ""
+    inside = _library_frames(main)
+    if is_importing(inside):
+        return RankState.ON_CPU, ""
+    is_waiting = any(frame.function == "wait" and frame.file.endswith(_HOOKS) for frame in inside)
+    found = next((call for frame in inside if (call := _library_call(main, frame)) is not None), None)
+    if found is not None:
+        return found
+    user = main.frames[len(inside)] if len(inside) < len(main.frames) else None
+    if is_waiting or (not inside and user and _WAITS_FOR_WORK.search(user.text)):
+        return RankState.IN_COLLECTIVE, "wait"
+    if inside and _runs_torch(inside[0]):
+        return RankState.IN_TORCH, _spoken_call(inside)
+    near = main.frames[0] if main.frames else None
+    waits = _WAITS.search(near.text) if near else None
+    return (RankState.IN_TORCH, waits.group(1)) if waits else (RankState.ON_CPU, "")
+
+
+def _library_frames(main: Thread) -> tuple[Frame, ...]:
+    """The frames further in than the user's innermost one."""
+    count = next((i for i, frame in enumerate(main.frames[:MAX_FRAMES]) if not is_library(frame)), None)
+    return main.frames[: MAX_FRAMES if count is None else count]
+
+
+def is_importing(frames: Sequence[Frame]) -> bool:
+    """Whether a module is being imported: what its body calls is no wait for other ranks."""
+    return any(frame.file.startswith("<frozen importlib") for frame in frames)
+
+
+def _runs_torch(innermost: Frame) -> bool:
+    """Whether below this frame there is C++ of torch, or of what it calls, that may wait for a pending operation."""
+    if _NATIVE_WAITS.search(innermost.function):
+        return True
+    return bool(_TORCH.search(innermost.file)) and not _TORCH_ON_CPU.search(innermost.file)
+
+
+def _spoken_call(inside: Sequence[Frame]) -> str:
+    """The function of torch that the user's program called, by a name that users know."""
+    names = [frame.function for frame in inside]
+    return next((name for name in reversed(names) if name in _KNOWN_CALLS), names[-1])
 
 
 def _library_call(main: Thread, frame: Frame) -> tuple[RankState, str] | None:
@@ -121,7 +162,7 @@ def _library_call(main: Thread, frame: Frame) -> tuple[RankState, str] | None:
         return RankState.IN_INIT, _outermost(main, _INIT) or name
     if "torch/distributed" in file and name in _P2P:
         return RankState.IN_P2P, name
-    if file.endswith(_COLLECTIVES) and name != "wrapper":
+    if file.endswith(_COLLECTIVES) and name not in ("wrapper", "<module>"):
         return RankState.IN_COLLECTIVE, name
     return None
 

@@ -63,6 +63,7 @@ class RankState(StrEnum):
     IN_P2P = "in_p2p"
     IN_INIT = "in_init"
     IN_TEARDOWN = "in_teardown"
+    IN_TORCH = "in_torch"  # in C++ below a call of torch, which may wait for a pending operation
     ON_CPU = "on_cpu"
     DEAD = "dead"
     FROZEN = "frozen"
@@ -75,6 +76,11 @@ class RankState(StrEnum):
     def is_waiting(self) -> bool:
         """Whether it waited for other ranks."""
         return self in (RankState.IN_COLLECTIVE, RankState.IN_P2P, RankState.IN_INIT)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it waited for other ranks, or was where a wait leaves no frame of its own."""
+        return self.is_waiting or self == RankState.IN_TORCH
 
 
 class OperationState(StrEnum):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from titan_ckpt.debug.incident import contradictions as disagreement
-from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.frames import is_importing, user_frame
 from titan_ckpt.debug.incident.kinds import DumpKind, FlagKind
 from titan_ckpt.debug.incident.operation_table import operation_blocks, with_blocks
 from titan_ckpt.debug.incident.records import (
@@ -33,6 +33,8 @@ from titan_ckpt.debug.read.name_tables import Interner
 from titan_ckpt.debug.read.recorder_files import Sidecar
 from titan_ckpt.debug.read.snapshots import add_box, merge_dumps
 from titan_ckpt.store.base import Store
+
+STALL = "stall"  # why a recorder dumped
 
 
 @dataclass(slots=True)
@@ -141,7 +143,7 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
         coordinates=side.coordinates if side else {},
         operations=add_box(merge_dumps(tables), box, prefer_box=prefer_box),
         dumps=tuple(dumps),
-        stacks=tuple(stack for stack in found.stacks if stack.reason != "stall" or not _went_on(found, box)),
+        stacks=tuple(stack for stack in found.stacks if stack.reason != STALL or not _went_on(found, box)),
         log=merge_logs(found.logs),
         exit=exit_,
         heartbeat=found.heartbeat,
@@ -151,11 +153,23 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
 
 
 def _went_on(found: RankEvidence, box: Array) -> bool:
-    """Whether the black box has collectives newer than the dump of a stall: the rank went on, so that stack misleads."""
-    stalls = [table for dump, table in found.dumps if dump.reason == "stall"]
-    collectives = box["created_ns"][box["p2p"] == 0]
+    """Whether something newer shows that the rank went on after the dump of a stall: that stack misleads. Newer are operations
+    in the black box or in another dump; after an import in which nothing was issued yet, also a step or an error in its log."""
+    stalls = [table for dump, table in found.dumps if dump.reason == STALL]
+    others = [table["created_ns"] for dump, table in found.dumps if dump.reason != STALL]
+    others.append(box["created_ns"][box["p2p"] == 0])
     newest = max((int(table["created_ns"].max(initial=0)) for table in stalls), default=0)
-    return bool(stalls) and int(collectives.max(initial=0)) > newest
+    if not stalls:
+        return False
+    return max(int(times.max(initial=0)) for times in others) > newest or (newest == 0 and _came_from_import(found))
+
+
+def _came_from_import(found: RankEvidence) -> bool:
+    """Whether a rank that stalled in an import wrote a step, an error or an orderly end afterwards."""
+    mains = [stack.main for stack in found.stacks if stack.reason == STALL and stack.main]
+    has_ended = found.heartbeat is not None and found.heartbeat.is_stopped
+    has_trained = any(log.last_step is not None or log.events for log in found.logs)
+    return any(is_importing(main.frames) for main in mains) and (has_ended or has_trained)
 
 
 def _box_dump(found: RankEvidence, box: BlackBox) -> Dump:

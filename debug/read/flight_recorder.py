@@ -16,6 +16,7 @@ import numpy as np
 
 from titan_ckpt.debug.incident.kinds import OperationState
 from titan_ckpt.debug.incident.records import (
+    COMPLETED,
     MAX_RANK,
     OPERATION,
     RECV,
@@ -274,12 +275,19 @@ def _row(one: _Lasting, words: _Words) -> tuple[int, ...]:
     position, group = words.group(pair)
     kind, interner = words.kind(str(name)), words.interner
     sizes = output_sizes if kind.has_output_sizes else sizes
+    code = _STATES.get(state, SCHEDULED)
     return (
-        position, 0, kind.op, kind.p2p, _STATES.get(state, SCHEDULED), bool(retired),
+        position, 0, kind.op, kind.p2p, code, bool(retired) and (code == COMPLETED or not _has_states(str(name))),
         interner.dtype(dtypes) if dtypes else 0, interner.size(sizes) if sizes else 0,
         interner.stack(frames) if frames else 0, _peer(group, kind.peer) if kind.p2p else -1,
         min(timeout_ms or 0, _INT32), 0, 0, 0,
     )  # fmt: skip
+
+
+def _has_states(name: str) -> bool:
+    """Whether the backend that an operation's name begins with says when the device completed it. NCCL's watchdog retires also
+    what timed out or was aborted (ProcessGroupNCCL: a work with an exception counts as completed), and then it was not."""
+    return name.startswith(("nccl:", "xccl:", "rccl:", "ncclx:"))
 
 
 class _Kind(NamedTuple):
