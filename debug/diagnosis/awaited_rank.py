@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
-from titan_ckpt.debug.diagnosis.wait_graph import Edge, shortest_chain
+from titan_ckpt.debug.diagnosis.wait_graph import Edge, overtakes, shortest_chain
 from titan_ckpt.debug.incident.busy_with import PHASES
 from titan_ckpt.debug.incident.confidence import Basis
+from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import COMPLETED, Evidence, RankRecord, Run, Situation, Verdict
 
@@ -53,6 +54,10 @@ _ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
     (VerdictKind.STUCK_ON_CPU, Subtype.NONE): ("take a stack of that rank: `py-spy dump --pid PID`",),
     (VerdictKind.SKIPPED_COLLECTIVE, Subtype.FINISHED_EARLY): (
         "give every rank the same number of batches (drop the last, or pad), or use join",
+    ),
+    (VerdictKind.ORDER_MISMATCH, Subtype.ACROSS_GROUPS): (
+        "make every rank issue the operations of its groups in the same order",
+        "look for a branch between these two operations that depends on the rank or on rank-local data",
     ),
     (VerdictKind.PG_INIT_HANG, Subtype.NEW_GROUP): ("call new_group on every rank, members or not, in the same order",),
     (VerdictKind.INSUFFICIENT_DATA, Subtype.NONE): (
@@ -150,9 +155,37 @@ def _reason(run: Run, state: Situation, edge: Edge | None) -> _Reason:
     if state.kind == RankState.IN_P2P:
         text = f"waits in {state.call}{where} for a peer that does not come"
         return _Reason(verdict=VerdictKind.P2P_MISSING_PEER, confidence=Basis.STACK_IN_P2P.confidence, text=text)
-    if state.kind == RankState.IN_COLLECTIVE and edge is not None:
+    if (overtaken := _overtakes(run, state, edge)) is not None:
+        return overtaken
+    if edge is not None and (state.kind == RankState.IN_COLLECTIVE or _has_pending_in_torch(run, state)):
         return _in_collective(run, state, edge)
+    if state.kind == RankState.IN_TORCH:
+        text = f"is in {state.call}{where}, and did not issue the operation that the others wait for"
+        return _Reason(verdict=VerdictKind.STUCK_ON_CPU, confidence=Basis.STACK_IN_TORCH.confidence, text=text)
     return _without_stack(run, state)
+
+
+def _has_pending_in_torch(run: Run, state: Situation) -> bool:
+    return state.kind == RankState.IN_TORCH and _has_pending(run, state.rank)
+
+
+def _overtakes(run: Run, state: Situation, edge: Edge | None) -> _Reason | None:
+    """A rank that went on to another group's operation without the one that the others wait for."""
+    rows = overtakes(run, state.rank, edge) if edge is not None and not edge.is_p2p else None
+    if edge is None or rows is None:
+        return None
+    done = run.operation(state.rank, rows[1])
+    frame = user_frame(done.frames, run.wrappers)
+    text = (
+        f"issued {done.op} #{done.seq} of group {done.group}{f' at {frame.place}' if frame else ''} without "
+        f"{_operation_waited_for(run, edge)} #{edge.seq} of group {run.groups[edge.group]}, which the others issue before it"
+    )
+    return _Reason(
+        verdict=VerdictKind.ORDER_MISMATCH,
+        subtype=Subtype.ACROSS_GROUPS,
+        confidence=Basis.OVERTOOK.confidence,
+        text=text,
+    )
 
 
 def cause_of_death(subtype: Subtype, signal: str, *, are_many: bool = False) -> str:
@@ -224,11 +257,13 @@ def _without_stack(run: Run, state: Situation) -> _Reason:
             verdict=VerdictKind.RANK_DIED, subtype=Subtype.PYTHON_EXCEPTION, confidence=Basis.DUMPED_FOR_EXCEPTION.confidence,
             text="died of an exception: its recorder dumped for one; the text of it was not collected",
         )  # fmt: skip
-    if record.heartbeat is not None:
-        return _by_phase(record.heartbeat.phase)
-    if is_silent and timeouts and not closed:
+    has_others = any(other.heartbeat for other in run.ranks.values() if other.rank != state.rank)
+    ticked_on = record.heartbeat is not None and has_others  # else the heartbeat may be that of long before
+    if is_silent and timeouts and not closed and not ticked_on:
         text = "left nothing, and its peers' connections to it stayed open until they timed out"
         return _Reason(verdict=VerdictKind.RANK_FROZEN, confidence=Basis.CONNECTIONS_OPEN.confidence, text=text)
+    if record.heartbeat is not None:
+        return _by_phase(record.heartbeat.phase)
     if is_silent:
         text = "left no dump and no stack, as a dead or frozen rank does"
         return _Reason(verdict=VerdictKind.RANK_DIED, confidence=Basis.LEFT_NOTHING.confidence, text=text)

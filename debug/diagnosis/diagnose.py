@@ -68,7 +68,8 @@ def _faults(
         yield from group_conflicts(run)
     unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
     named = [root for root in ends.sinks if root not in unseen or _is_known_gone(run, unseen)]
-    yield from _without_reason([verdict_of(run, root, edges, states) for root in named], states)
+    reasons = [verdict_of(run, root, edges, states) for root in named]
+    yield from _without_reason([found for found in reasons if not _is_outnumbered(found, edges)], states)
     for cycle in ends.cycles:
         yield deadlock(run, cycle, edges, states)
     yield from transport(run, found_lanes)
@@ -89,18 +90,41 @@ def _without_reason(found: Sequence[Verdict], states: Mapping[int, Situation]) -
     is as likely that those went too far."""
     absent = (RankState.UNKNOWN, RankState.SILENT)
     unclear = [v for v in found if v.culprits and states[v.culprits[0]].kind in absent and not v.subtype]
-    yield from (verdict for verdict in found if verdict not in unclear)
+    overtaking = [v for v in found if v.subtype == Subtype.ACROSS_GROUPS]
+    yield from (verdict for verdict in found if verdict not in unclear and verdict not in overtaking)
+    if overtaking:
+        yield _named_together(overtaking)
     culprits = tuple(sorted(rank for verdict in unclear for rank in verdict.culprits))
     victims = tuple(sorted({rank for verdict in unclear for rank in verdict.victims} - set(culprits)))
     if len(unclear) == 1:
         yield unclear[0]
     elif unclear and len(culprits) < len(victims):
-        first = max(unclear, key=lambda verdict: verdict.confidence)
-        yield replace(
-            first, culprits=culprits, victims=victims, confidence=first.confidence * NAMED_TOGETHER,
-            headline=f"{first.headline}; the same is true of ranks {', '.join(map(str, culprits[:8]))}",
-            evidence=tuple(item for verdict in unclear[:4] for item in verdict.evidence[:2]),
-        )  # fmt: skip
+        yield _named_together(unclear)
+
+
+def _named_together(found: Sequence[Verdict]) -> Verdict:
+    """One verdict on ranks of which the same is known."""
+    if len(found) == 1:
+        return found[0]
+    culprits = tuple(sorted(rank for verdict in found for rank in verdict.culprits))
+    victims = tuple(sorted({rank for verdict in found for rank in verdict.victims} - set(culprits)))
+    first = max(found, key=lambda verdict: verdict.confidence)
+    return replace(
+        first, culprits=culprits, victims=victims, confidence=first.confidence * NAMED_TOGETHER,
+        headline=f"{first.headline}; the same is true of ranks {', '.join(map(str, culprits[:8]))}",
+        evidence=tuple(item for verdict in found[:4] for item in verdict.evidence[:2]),
+    )  # fmt: skip
+
+
+def _is_outnumbered(verdict: Verdict, edges: Sequence[Edge]) -> bool:
+    """Whether a verdict that rests on nothing but an operation not issued has more such ranks than ranks that wait in it: then
+    those few went further than the rest, and not issuing it accuses nobody."""
+    if verdict.confidence > Basis.NOT_ISSUED.confidence or not verdict.culprits:
+        return False
+    direct = [edge for edge in edges if edge.awaited == verdict.culprits[0]]
+    at = {(edge.group, edge.seq) for edge in direct if not edge.is_p2p}
+    behind = {edge.awaited for edge in edges if (edge.group, edge.seq) in at}
+    return len(behind) > len({edge.waiter for edge in edges if (edge.group, edge.seq) in at})
 
 
 def _is_known_gone(run: Run, unseen: Sequence[int]) -> bool:

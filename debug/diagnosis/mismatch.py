@@ -195,26 +195,29 @@ _SWAPPED = _Reading(verdict=VerdictKind.ORDER_MISMATCH, alternative=VerdictKind.
 
 
 def _later_shift(meeting: _Meeting, common: _Side, deviant: _Side) -> _Reading | None:
-    """If operations went on after the disagreement (NCCL, asynchronous calls), their order shows what happened."""
+    """If operations went on after the disagreement (NCCL, asynchronous calls), their order shows what happened. Where several
+    readings fit, the one by which the most operations come from the same lines on both sides."""
     ours = _following(meeting, common.ranks[0], 6)
     theirs = _following(meeting, deviant.ranks[0], 6)
     if min(len(ours), len(theirs)) < 2:
         return None
-    if ours[0] == theirs[1] and ours[1] == theirs[0] and ours[2:][: len(theirs) - 2] == theirs[2:][: len(ours) - 2]:
-        return _SWAPPED
-    n = min(len(ours) - 1, len(theirs))
-    if n >= 2 and ours[1 : 1 + n] == theirs[:n]:
-        return _SKIPPED
-    n = min(len(theirs) - 1, len(ours))
-    if n >= 2 and theirs[1 : 1 + n] == ours[:n]:
-        return _EXTRA
-    return None
+    readings = (
+        (_SWAPPED, [(ours[0], theirs[1]), (ours[1], theirs[0]), *zip(ours[2:], theirs[2:], strict=False)]),
+        (_SKIPPED, list(zip(ours[1:], theirs, strict=False))),
+        (_EXTRA, list(zip(ours, theirs[1:], strict=False))),
+    )
+    fitting = [
+        (reading, pairs) for reading, pairs in readings if len(pairs) > 1 and all(a[0] == b[0] for a, b in pairs)
+    ]
+    return max(fitting, key=lambda one: sum(a == b for a, b in one[1]), default=(None,))[0]
 
 
-def _following(meeting: _Meeting, rank: int, count: int) -> list[int]:
-    lane = meeting.lane
-    values = lane.signature[lane.members.index(rank), meeting.seq - lane.first_seq :][:count]
-    return [int(value) for value in values if value >= 0]
+def _following(meeting: _Meeting, rank: int, count: int) -> list[tuple[int, int]]:
+    """(signature, call site) of a rank's operations from the disagreement on; call site 0: not recorded."""
+    lane, frames = meeting.lane, meeting.run.ranks[rank].operations["frames"]
+    at, start = lane.members.index(rank), meeting.seq - lane.first_seq
+    cells = zip(lane.signature[at, start:][:count].tolist(), lane.row[at, start:][:count].tolist(), strict=True)
+    return [(signature, int(frames[row])) for signature, row in cells if signature >= 0]
 
 
 def _different_ops(meeting: _Meeting, common: _Side, deviant: _Side) -> _Reading:

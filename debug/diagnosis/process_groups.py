@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from titan_ckpt.debug.diagnosis.rank_death import is_absent
 from titan_ckpt.debug.incident.confidence import Basis
@@ -17,16 +17,23 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
     waiting = [rank for rank, state in states.items() if state.kind == RankState.IN_INIT and not _is_over(run, state)]
     if not waiting:
         return
+    disagreements = list(group_conflicts(run))
+    if disagreements:
+        yield from disagreements
+        return
     has_run = any(len(run.ranks[rank].operations) for rank in waiting)
     awaited = _awaited_in_store(run)
     others = tuple(rank for rank in run.ranks if rank not in waiting)
     named = tuple(rank for rank in sorted(awaited) if rank in others)
     seen = tuple(rank for rank in others if not is_absent(run.ranks[rank]))
-    culprits = named or seen or others
+    culprits = named or _fewer_in_init(waiting, others, states) or seen or others
     if len(culprits) > 1 and not seen:
         culprits = ()  # nothing was collected of any of them
     if any(states[rank].kind == RankState.DEAD for rank in culprits) or (has_run and not culprits):
         return  # the death is the cause, which the wait graph finds
+    if set(culprits) <= set(waiting) and culprits:
+        yield _went_alone(culprits, others, states)
+        return
     first = states[waiting[0]]
     call = first.call or "init_process_group"
     evidence = [item for rank in (*culprits[:3], waiting[0]) for item in states[rank].evidence[:2]]
@@ -51,6 +58,41 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
             else "check MASTER_ADDR, MASTER_PORT and WORLD_SIZE on that host",
         ),
     )  # fmt: skip
+
+
+def _went_alone(culprits: tuple[int, ...], others: tuple[int, ...], states: Mapping[int, Situation]) -> Verdict:
+    """A few ranks make a process group where most ranks wait in an operation."""
+    first, other = states[culprits[0]], states[others[0]]
+    return Verdict(
+        verdict=VerdictKind.PG_INIT_HANG,
+        subtype=Subtype.NEW_GROUP,
+        culprits=culprits,
+        victims=others,
+        op=other.call,
+        confidence=Basis.INIT_ABSENT.confidence,
+        headline=f"{rank_list(culprits)} called {first.call or 'new_group'}{first.where}, where the others do not come: they "
+        f"wait in {other.call or 'an operation'}{other.where}",
+        evidence=(*first.evidence[:2], *other.evidence[:1]),
+        chain=tuple((rank, culprits[0]) for rank in others),
+        next_steps=("call new_group on every rank, members or not, in the same order",),
+    )
+
+
+def _fewer_in_init(waiting: Sequence[int], others: Sequence[int], states: Mapping[int, Situation]) -> tuple[int, ...]:
+    """The ranks that make a group while more others wait in an operation: then these few took another way than most."""
+    elsewhere = [rank for rank in others if states[rank].kind in (RankState.IN_COLLECTIVE, RankState.IN_P2P)]
+    return tuple(waiting) if len(elsewhere) == len(others) > len(waiting) else ()
+
+
+def _made_by_members_alone(used: Mapping[tuple[int, ...], tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The group that exactly its members made, while ranks outside of it gave its name to a larger one: they alone called
+    new_group for it. (torch numbers groups by calls, so all ranks must make each of them, members or not.)"""
+    found = [
+        members
+        for members, users in used.items()
+        if users == members and any(set(members) < set(other) and set(used[other]) - set(members) for other in used)
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def _is_over(run: Run, state: Situation) -> bool:
@@ -85,8 +127,11 @@ def group_conflicts(run: Run) -> Iterator[Verdict]:
         if len(used) < 2:
             continue
         ordered = sorted(used, key=lambda members: (-len(used[members]), members))
+        alone = _made_by_members_alone(used)
+        if alone is not None:
+            ordered = [*(members for members in ordered if members != alone), alone]
         most, others = used[ordered[0]], [used[members] for members in ordered[1:]]
-        is_tie = len(most) == len(others[0])
+        is_tie = alone is None and len(most) == len(others[0])
         culprits = tuple(sorted({rank for ranks in others for rank in ranks} | set(most if is_tie else ())))
         yield Verdict(
             verdict=VerdictKind.PG_CONFIG_CONFLICT, culprits=culprits, victims=() if is_tie else most, group=conflict.name,

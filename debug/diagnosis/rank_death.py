@@ -6,7 +6,7 @@ import signal
 
 from titan_ckpt.debug.incident.busy_with import last_words
 from titan_ckpt.debug.incident.confidence import Basis
-from titan_ckpt.debug.incident.frames import crash_frame, crashed_thread, hang_stack, main_frame
+from titan_ckpt.debug.incident.frames import crash_frame, crashed_thread, hang_stack, main_frame, main_thread_state
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, Exit, LogEvent, RankRecord, Situation
 
@@ -35,10 +35,15 @@ def own_exception(record: RankRecord) -> LogEvent | None:
     first = next((event for event in events if event.kind in _FAILURES), None)
     if first is None or first.kind not in _OWN:
         return None
-    if first.values.get("type", "").rpartition(".")[2] in _REQUESTED_ENDS:
+    if is_interrupt(first):
         return None
     same = (event for event in events if event.frame and event.kind == first.kind)
     return next(same, first)
+
+
+def is_interrupt(event: LogEvent) -> bool:
+    """Whether an exception is how a process answers a launcher that ends it; its traceback shows where the program was."""
+    return event.values.get("type", "").rpartition(".")[2] in _REQUESTED_ENDS
 
 
 def lost_threads(record: RankRecord) -> list[Evidence]:
@@ -47,9 +52,31 @@ def lost_threads(record: RankRecord) -> list[Evidence]:
 
 
 def _was_survived(record: RankRecord, event: LogEvent) -> bool:
-    """Whether an exception ended only a thread: the main thread was seen to hang later, or a launcher had to stop it."""
-    has_lived = hang_stack(record) is not None or (record.exit is not None and record.exit.was_told)
-    return bool(event.values.get("thread")) and has_lived
+    """Whether the process lived on after an exception: it ended only a thread, was caught and logged, or came from the end
+    that a launcher made of the process."""
+    if event.kind not in _OWN:
+        return False
+    if event.values.get("thread"):
+        return hang_stack(record) is not None or (record.exit is not None and record.exit.was_told)
+    return _logged_on(record, event) or _was_told_first(record)
+
+
+def _logged_on(record: RankRecord, event: LogEvent) -> bool:
+    """Whether the rank logged a training step after it: then it was caught."""
+    log = record.log
+    if log is None:
+        return False
+    is_later = event.source == log.source and log.last_step_line > event.line
+    return is_later or (event.time_s is not None and any(time_s > event.time_s for time_s in log.step_times.values()))
+
+
+def _was_told_first(record: RankRecord) -> bool:
+    """Whether its recorder heard SIGTERM while the main thread ran the program as ever: an exception came of that signal."""
+    told = [stack for stack in record.stacks if "sigterm" in stack.reason and stack.main and stack.main.frames]
+    if not told or (record.exit is not None and not record.exit.was_told):
+        return False
+    before = hang_stack(record)
+    return before is not None and before.main is not None and main_thread_state(before.main)[0] != RankState.IN_TEARDOWN
 
 
 def _raised(record: RankRecord) -> Situation | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from titan_ckpt.debug.diagnosis.rank_death import dead, event_evidence, lost_threads
+from titan_ckpt.debug.diagnosis.rank_death import dead, event_evidence, is_interrupt, lost_threads
 from titan_ckpt.debug.diagnosis.rank_frozen import frozen
 from titan_ckpt.debug.incident.busy_with import busy_with, last_words
 from titan_ckpt.debug.incident.confidence import Basis
-from titan_ckpt.debug.incident.frames import hang_stack, main_thread_state, user_frame
+from titan_ckpt.debug.incident.frames import hang_stack, is_library, main_thread_state, user_frame
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Situation
 
@@ -65,12 +65,20 @@ def _by_stack(run: Run, record: RankRecord) -> Situation | None:
 
 
 def _by_log(record: RankRecord) -> Situation | None:
-    """Without a stack: a rank whose log reports that peers were absent waited for them."""
+    """Without a stack: a rank whose log reports that peers were absent waited for them, and one that a launcher interrupted
+    shows in its traceback where it was."""
     event = next((event for event in record.events if event.kind in _WAITED), None)
     if event is not None:
         kind = RankState.IN_INIT if event.kind == EventKind.STORE_WAIT else RankState.IN_COLLECTIVE
         frame = next((e.frame for e in record.events if e.frame), None)
         return Situation(rank=record.rank, kind=kind, frame=frame, evidence=(event_evidence(event),))
+    interrupted = next((event for event in record.events if event.frame and is_interrupt(event)), None)
+    if interrupted is not None and interrupted.frame is not None and not is_library(interrupted.frame):
+        kind = RankState.IN_COLLECTIVE if "call" in interrupted.values else RankState.ON_CPU
+        return Situation(
+            rank=record.rank, kind=kind, frame=interrupted.frame, call=interrupted.values.get("call", ""),
+            evidence=(event_evidence(interrupted),),
+        )  # fmt: skip
     has_ended = record.heartbeat is not None and record.heartbeat.is_stopped
     if (record.exit is not None and record.exit.code == 0) or (record.exit is None and has_ended):
         ended = Evidence(text="ended normally", rank=record.rank)

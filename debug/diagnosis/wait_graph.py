@@ -35,7 +35,7 @@ def wait_edges(run: Run, lanes: Iterable[Lane], states: Mapping[int, Situation])
     edges += _p2p_edges(run, states)
     waiting = {edge.waiter for edge in edges}
     edges += [edge for edge in _unknown_peers(run, states) if edge.waiter not in waiting]
-    return edges
+    return edges + _queued_edges(run, states, {edge.waiter for edge in edges})
 
 
 def _collective_edges(lane: Lane, states: Mapping[int, Situation]) -> list[Edge]:
@@ -107,6 +107,66 @@ def _is_issued(other: _Half, seq: int, newest: Mapping[_Half, int], pending: Map
     if seq > 0 and newest.get(other, 0) >= 0:
         return newest.get(other, 0) >= seq
     return other in pending
+
+
+def _queued_edges(run: Run, states: Mapping[int, Situation], blocked: set[int]) -> list[Edge]:
+    """A send or recv that both sides have put on their devices, where the peer's is queued behind an operation that is itself
+    blocked: so the rank waits for that peer. (NCCL only: gloo transfers without an order.)"""
+    edges = []
+    for rank, record in run.ranks.items():
+        if rank in blocked or not can_wait(states[rank]):
+            continue
+        for row in pending_p2p(run, rank):
+            mine = record.operations[row]
+            peer = int(mine["peer"])
+            if peer in blocked and peer in run.ranks and _is_queued(run.ranks[peer].operations, mine, rank):
+                edges.append(
+                    Edge(waiter=rank, awaited=peer, group=int(mine["group"]), seq=int(mine["seq"]), is_p2p=True)
+                )
+    return edges
+
+
+def _is_queued(theirs: Array, mine: Array, rank: int) -> bool:
+    """Whether the peer's half of `mine` is pending behind another pending operation of the peer."""
+    if not theirs["state"].any():
+        return False
+    pending = np.flatnonzero(~theirs["retired"] & (theirs["state"] != COMPLETED))
+    other = SEND + RECV - int(mine["p2p"])
+    same = (theirs["p2p"] == other) & (theirs["peer"] == rank) & (theirs["group"] == mine["group"])
+    halves = np.flatnonzero(same & (theirs["seq"] == mine["seq"]))
+    return len(halves) > 0 and len(pending) > 0 and halves[-1] in pending and int(pending[0]) < int(halves[-1])
+
+
+def overtakes(run: Run, root: int, edge: Edge) -> tuple[int, int] | None:
+    """Rows (of the waiter, of `root`) of an operation that the waiter issued only after the one that it awaits `root` in, and
+    that `root` issued without that one: then the two took their groups in different orders. None if there is none.
+
+    Ranks of a mesh use different groups of one description; operations of equal number on these are equal.
+    """
+    first, second = run.ranks[edge.waiter].operations, run.ranks[root].operations
+    awaited = np.flatnonzero((first["group"] == edge.group) & (first["seq"] == edge.seq) & (first["p2p"] == 0))
+    if not len(awaited):
+        return None
+    later = np.arange(len(first)) > awaited[-1]
+    for row in np.flatnonzero(later & (first["p2p"] == 0)).tolist():
+        group = _counterpart(run, int(first["group"][row]), root)
+        found = np.flatnonzero((second["group"] == group) & (second["seq"] == first["seq"][row]) & (second["p2p"] == 0))
+        if group >= 0 and group != edge.group and len(found):
+            return row, int(found[-1])
+    return None
+
+
+def _counterpart(run: Run, group: int, rank: int) -> int:
+    """The group of `rank` that plays the part of `group`: itself, or that of the same description; -1 if there is none."""
+    mine = run.groups[group]
+    if rank in mine.members:
+        return group
+    alike = [
+        place
+        for place, other in enumerate(run.groups)
+        if other.description == mine.description and mine.description and rank in other.members
+    ]
+    return alike[0] if len(alike) == 1 else -1
 
 
 def pending_p2p(run: Run, rank: int) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from signal import SIGKILL
 
 from titan_ckpt.debug.diagnosis.awaited_rank import advice
@@ -16,6 +16,7 @@ from titan_ckpt.debug.diagnosis.rank_death import is_absent, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.incident.busy_with import busy_by_log, has_recorder_talk
 from titan_ckpt.debug.incident.confidence import Basis
+from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation, Verdict
 
@@ -41,9 +42,26 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         rank for rank in others if _is_suspect(run, rank, states[rank], has_unseen=bool(unseen), is_closed=is_closed)
     ]
     if suspects and len(suspects) <= max(1, len(states) // 2):
-        yield from (_suspect(run, rank, witnesses, states) for rank in suspects)
+        yield from _together([_suspect(run, rank, witnesses, states) for rank in suspects])
     elif not suspects and not any(0 < len(group.members) < run.world_size for group in run.groups):
         yield from _deviant(run, witnesses, states)
+
+
+def _together(found: Sequence[Verdict]) -> Iterator[Verdict]:
+    """Ranks of which the same is known, and of none the line, in one verdict: they were lost together, as with their host."""
+    alike: dict[object, list[Verdict]] = {}
+    for number, verdict in enumerate(found):
+        has_line = verdict.confidence > Basis.WITNESSES.confidence
+        alike.setdefault(number if has_line else (verdict.verdict, verdict.subtype), []).append(verdict)
+    for verdicts in alike.values():
+        culprits = tuple(rank for verdict in verdicts for rank in verdict.culprits)
+        what = verdicts[0].headline.partition(f"rank {culprits[0]} ")[2]
+        headline = verdicts[0].headline if len(verdicts) == 1 else f"{rank_list(culprits)}: each {what}"
+        evidence = tuple(item for verdict in verdicts[:4] for item in verdict.evidence[:2])
+        yield verdicts[0] if len(verdicts) == 1 else replace(
+            verdicts[0], culprits=culprits, headline=headline, evidence=evidence,
+            chain=tuple(pair for verdict in verdicts for pair in verdict.chain)[:64],
+        )  # fmt: skip
 
 
 def sizes_in_logs(run: Run) -> Iterator[Verdict]:
@@ -62,6 +80,9 @@ def sizes_in_logs(run: Run) -> Iterator[Verdict]:
                 next_steps=("turn the recorder on, or set TORCH_FR_BUFFER_SIZE=2000 and dump: dumps name the rank",),
             )
             return
+
+
+WITHIN_S = 2.0  # an error that has no time of its own is dated by the line before it, which is older
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +106,11 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation) 
         text = "is frozen: it neither waited nor logged anything, and did not react to SIGTERM"
         return _Suspicion(verdict=VerdictKind.RANK_FROZEN, text=text)
     if not is_on_cpu and saw_peers_close(run) and not saw_timeouts(run) and not has_other_death(run, rank):
+        if record.exit is None and any(other.exit for other in run.ranks.values()):
+            text = (
+                "ended while the others waited for it: their connections to it closed, and no failure of it is listed"
+            )
+            return _Suspicion(verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.FINISHED_EARLY, text=text)
         text = "is gone: its peers' connections to it were closed, and its log just ends"
         if record.exit and _ended_first(run, record):
             text += f"; it ended first, with exit code {record.exit.code}"
@@ -160,7 +186,7 @@ def _went_on_logging(run: Run, record: RankRecord) -> bool:
         (event.time_s for event in events if event.kind == EventKind.COMM_CLOSED and event.time_s), default=None
     )
     last = record.log.last_time_s if record.log else None
-    return closed is not None and last is not None and (last > closed or has_recorder_talk(record))
+    return closed is not None and last is not None and (last > closed + WITHIN_S or has_recorder_talk(record))
 
 
 def _fell_silent(run: Run, rank: int, witnesses: Sequence[int]) -> bool:
@@ -175,28 +201,27 @@ def _needed_sigkill(record: RankRecord) -> bool:
 def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """All waited, but not in the same call: a small minority took another way. In send and recv ranks differ by right."""
     calls = {rank: _waited_in(run.ranks[rank], states[rank]) for rank in witnesses}
-    counts = Counter(call for call in calls.values() if call).most_common()
-    if (
-        len(counts) != 2
-        or 2 * counts[1][1] > counts[0][1]
-        or any(states[rank].kind == RankState.IN_P2P for rank in witnesses)
-    ):
+    places = {rank: calls[rank] or _place(states[rank]) for rank in witnesses}
+    counts = Counter(place for place in places.values() if place).most_common()
+    if any(states[rank].kind == RankState.IN_P2P for rank in witnesses) or any(map(_is_p2p, calls.values())):
         return
-    if any("send" in call or "recv" in call for call, _ in counts):
+    common = counts[0][0] if len(counts) == 2 and 2 * counts[1][1] <= counts[0][1] else _routine(run, places)
+    culprits = tuple(rank for rank, place in places.items() if place and place != common)
+    if not common or not culprits:
         return
-    common = counts[0][0]
-    culprits = tuple(rank for rank, call in calls.items() if call and call != common)
-    first, other = states[culprits[0]], states[next(rank for rank, call in calls.items() if call == common)]
+    first, other = states[culprits[0]], states[next(rank for rank, place in places.items() if place == common)]
+    basis = Basis.OTHER_WAIT if len(culprits) < len(witnesses) - len(culprits) else Basis.LEFT_ROUTINE
     yield Verdict(
         verdict=VerdictKind.SKIPPED_COLLECTIVE,
         culprits=culprits,
         victims=tuple(rank for rank in witnesses if rank not in culprits),
-        op=common,
+        op=calls[other.rank],
         step=run.step_of(culprits[0]),
-        confidence=Basis.OTHER_WAIT.confidence,
-        headline=f"rank {culprits[0]} waited in {calls[culprits[0]]}"
+        confidence=basis.confidence,
+        headline=f"{rank_list(culprits)} waited in {calls[culprits[0]] or 'another operation'}"
         + first.where
-        + f" while the others waited in {common}: it skipped one, or took them in another order",
+        + f" while the others waited in {calls[other.rank] or 'an operation of torch'}{other.where}: it skipped one, or took "
+        "them in another order",
         evidence=(*first.evidence[:1], *other.evidence[:1]),
         chain=tuple((rank, culprits[0]) for rank in witnesses if rank not in culprits),
         next_steps=(
@@ -204,6 +229,31 @@ def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]
             "with the recorder on, or with dumps, this would be certain",
         ),
     )
+
+
+def _is_p2p(call: str) -> bool:
+    return "send" in call or "recv" in call
+
+
+def _place(state: Situation) -> str:
+    """The user's line of a wait below torch, which has no name of its own in a traceback."""
+    return state.frame.place if state.frame else ""
+
+
+def _routine(run: Run, places: Mapping[int, str]) -> str:
+    """Of two parties, the place of the one that is in the step that all repeat: the backward pass, whose operations DDP and
+    FSDP issue themselves. The other party called something explicitly, so it left the step or did not take it."""
+    below = {place for rank, place in places.items() if _call_of(run.ranks[rank]) in ROUTINE}
+    distinct = {place for place in places.values() if place}
+    return next(iter(below)) if len(below) == 1 and len(distinct) == 2 and all(places.values()) else ""
+
+
+ROUTINE = ("backward", "forward")
+
+
+def _call_of(record: RankRecord) -> str:
+    event = _event(record, _SYMPTOMS, needs="below")
+    return event.values["below"] if event else ""
 
 
 def _waited_in(record: RankRecord, state: Situation) -> str:

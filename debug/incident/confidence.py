@@ -55,6 +55,16 @@ class Basis(Enum):
         (V.SKIPPED_COLLECTIVE,),
         "its stack is in another collective than the one it is awaited in; no dump",
     )
+    OVERTOOK = (
+        0.8,
+        (V.ORDER_MISMATCH,),
+        "it issued an operation of another group that the others issue only after the one they wait in",
+    )
+    STACK_IN_TORCH = (
+        0.6,
+        (V.STUCK_ON_CPU,),
+        "its stack is in a call of torch, and it has nothing pending that could hold it",
+    )
     STACK_IN_P2P = 0.6, (V.P2P_MISSING_PEER,), "its stack is in a send or recv whose peer nobody recorded"
     CONNECTIONS_OPEN = 0.6, (V.RANK_FROZEN,), "left nothing; its peers' connections to it timed out instead of closing"
     WAITS_FOR_UNRECORDED = 0.5, (V.P2P_MISSING_PEER,), "waits for something that its dump does not hold"
@@ -111,6 +121,11 @@ class Basis(Enum):
         "no dumps; the others waited, it did not",
     )
     OTHER_WAIT = 0.65, (V.SKIPPED_COLLECTIVE,), "no dumps; all waited, a small minority in another call"
+    LEFT_ROUTINE = (
+        0.6,
+        (V.SKIPPED_COLLECTIVE,),
+        "no dumps; all waited, equal parties: one in the backward pass, one not",
+    )
     SIZE_IN_LOG = 0.75, (V.SIZE_MISMATCH,), "gloo's error in the log of a rank that received the wrong size; no culprit"
 
     # no hang

@@ -29,27 +29,31 @@ class Conflict:
 
 
 def conflicts(run: Run) -> list[Conflict]:
-    """Groups of one name whose member lists overlap without being equal."""
-    by_name: defaultdict[str, list[int]] = defaultdict(list)
-    for position, group in enumerate(run.groups):
+    """Groups of one name whose member lists overlap without being equal, among those that ranks used or knew."""
+    users: defaultdict[str, dict[tuple[int, ...], set[int]]] = defaultdict(dict)
+    for group in run.groups:
         if group.members:
-            by_name[group.name].append(position)
-    several = {name: positions for name, positions in by_name.items() if len(positions) > 1}
-    return [found for name, positions in several.items() if (found := _conflict(run, name, positions)) is not None]
+            users[group.name].setdefault(group.members, set())
+    for rank, record in run.ranks.items():
+        for group in record.groups:
+            if rank in group.members:
+                users[group.name].setdefault(group.members, set()).add(rank)
+    several = {name: lists for name, lists in users.items() if len(lists) > 1}
+    for position, group in enumerate(run.groups):
+        if group.members and group.name in several:
+            using = (r for r, record in run.ranks.items() if bool((record.operations["group"] == position).any()))
+            several[group.name][group.members].update(using)
+    return [found for name, lists in several.items() if (found := _conflict(name, lists)) is not None]
 
 
-def _conflict(run: Run, name: str, positions: list[int]) -> Conflict | None:
-    lists = {run.groups[position].members for position in positions}
-    counts = Counter(rank for members in lists for rank in members)
+def _conflict(name: str, users: Mapping[tuple[int, ...], set[int]]) -> Conflict | None:
+    counts = Counter(rank for members in users for rank in members)
     shared = tuple(sorted(rank for rank, count in counts.items() if count > 1))
-    if not shared:
+    if len(users) < 2 or not shared:
         return None
-    users: dict[tuple[int, ...], tuple[int, ...]] = dict.fromkeys(sorted(lists), ())
-    for position in positions:
-        members = run.groups[position].members
-        using = (r for r, record in run.ranks.items() if bool((record.operations["group"] == position).any()))
-        users[members] = tuple(sorted({*users[members], *using}))
-    return Conflict(name=name, users=users, shared=shared)
+    return Conflict(
+        name=name, users={members: tuple(sorted(users[members])) for members in sorted(users)}, shared=shared
+    )
 
 
 def rank_list(ranks: Sequence[int]) -> str:

@@ -23,9 +23,7 @@ _P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "_symmetric_memory/__init__.py")
 _WAITS_FOR_WORK = re.compile(r"\w*work\w*(?:\[\w+\])?\.wait\(", re.IGNORECASE)
 # Calls into C++ that leave no frame of their own; each may wait for what is pending on the device or in a process group.
-_WAITS = re.compile(
-    r"\b(synchronize|item|cpu|tolist|numpy|nonzero|run_backward)\("
-)
+_WAITS = re.compile(r"\b(synchronize|item|cpu|tolist|numpy|nonzero|run_backward)\(")
 _TORCH = re.compile(r"/(?:torch|transformer_engine|deepspeed|triton/runtime)/")
 # Parts of torch that work in Python or read files: a thread in these computes, or waits for something else than ranks.
 _TORCH_ON_CPU = re.compile(
@@ -34,7 +32,19 @@ _TORCH_ON_CPU = re.compile(
 )
 _NATIVE_WAITS = re.compile(r"cu(?:da)?(?:Stream|Event|Device|Ctx)Synchronize|hip\w+Synchronize|\bnccl\w+|gloo::|c10d::")
 _KNOWN_CALLS = frozenset(
-    {"backward", "forward", "step", "clip_grad_norm_", "item", "synchronize", "cpu", "tolist", "numpy", "all_reduce", "wait"}
+    {
+        "backward",
+        "forward",
+        "step",
+        "clip_grad_norm_",
+        "item",
+        "synchronize",
+        "cpu",
+        "tolist",
+        "numpy",
+        "all_reduce",
+        "wait",
+    }
 )
 MAX_FRAMES = 64
 

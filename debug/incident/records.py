@@ -106,13 +106,14 @@ class LogEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLog:
-    """What was recognized in a rank's own log; `tail` is its last lines."""
+    """What was recognized in a rank's own log; `tail` is its last lines, `last_step_line` where it last logged a step (or 0)."""
 
     source: str
     events: tuple[LogEvent, ...] = ()
     tail: tuple[str, ...] = ()
     tail_line: int = 0
     last_step: int | None = None
+    last_step_line: int = 0
     last_time_s: float | None = None
     step_times: Mapping[int, float] = field(default_factory=dict)
 
@@ -191,7 +192,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """Everything known of one rank."""
+    """Everything known of one rank. `groups`: the process groups that its process knew, where its recorder wrote that down."""
 
     rank: int
     host: str = ""
@@ -205,6 +206,7 @@ class RankRecord:
     heartbeat: Heartbeat | None = None
     process_state: str = ""
     has_recorder: bool = False
+    groups: tuple[Group, ...] = ()
 
     @property
     def events(self) -> tuple[LogEvent, ...]:

@@ -149,6 +149,7 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
         heartbeat=found.heartbeat,
         process_state=found.process_state,
         has_recorder=side is not None or found.box is not None,
+        groups=tuple(found.known_groups.values()),
     )
 
 

@@ -70,6 +70,7 @@ class _Stream:
     number: int = 0
     time_s: float | None = None
     last_step: int | None = None
+    last_step_line: int = 0
     step_times: dict[int, float] = field(default_factory=dict)
     frames: list[Frame] | None = None
     thread: str = ""
@@ -129,6 +130,7 @@ def merge_logs(logs: Iterable[RankLog]) -> RankLog | None:
         tail=last.tail,
         tail_line=last.tail_line,
         last_step=max(steps, default=None),
+        last_step_line=max((log.last_step_line for log in known if log.source == last.source), default=0),
         last_time_s=last.last_time_s,
         step_times=times,
     )
@@ -141,6 +143,7 @@ def _finish(stream: _Stream) -> RankLog:
         tail=tuple(stream.tail),
         tail_line=stream.number,
         last_step=stream.last_step,
+        last_step_line=stream.last_step_line,
         last_time_s=stream.time_s,
         step_times=stream.step_times,
     )
@@ -155,7 +158,7 @@ def _take(stream: _Stream, number: int, line: str) -> None:
     if match := _TIME.search(line):
         stream.time_s = _seconds(*match.groups()) or stream.time_s
         if step := _STEP.search(line):
-            stream.last_step = int(step.group(1))
+            stream.last_step, stream.last_step_line = int(step.group(1)), number
             if stream.time_s is not None and len(stream.step_times) < 100_000:
                 stream.step_times.setdefault(stream.last_step, stream.time_s)
     if line.startswith("Exception in thread "):
@@ -195,6 +198,8 @@ def _events_of(stream: _Stream, number: int, line: str) -> None:
         kind = EventKind.SIGTERM
     if kind and raised and (call := _torch_call(stream.frames or [])):
         values["call"] = call
+    elif kind and raised and (below := _below_torch(stream.frames or [])):
+        values["below"] = below
     if kind and raised and stream.thread:
         values["thread"], stream.thread = stream.thread, ""
     if kind:
@@ -219,6 +224,15 @@ def _torch_call(frames: Sequence[Frame]) -> str:
     """The torch.distributed function that a traceback (innermost call last) went through."""
     calls = (f.function for f in reversed(frames) if f.file.endswith("distributed_c10d.py") and f.function != "wrapper")
     return next(calls, "")
+
+
+def _below_torch(frames: Sequence[Frame]) -> str:
+    """The pass of the training step whose C++ raised: "backward" or "forward"; "" if it was another part of the program."""
+    inner = frames[-1].file if frames else ""
+    names = [f.function for f in reversed(frames)]
+    if "/torch/" not in inner:
+        return ""
+    return next((name for name in names if name in ("backward", "forward")), "")
 
 
 def kind_of_error(line: str) -> EventKind:
