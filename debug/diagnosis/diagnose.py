@@ -10,10 +10,11 @@ from titan_ckpt.debug.diagnosis.align import Lane, lanes
 from titan_ckpt.debug.diagnosis.awaited_rank import cause_of_death, stopped_ticking, verdict_of
 from titan_ckpt.debug.diagnosis.deadlock import deadlock
 from titan_ckpt.debug.diagnosis.mismatch import mismatch
-from titan_ckpt.debug.diagnosis.no_culprit import healthy, looks_well, undecided, went_on
+from titan_ckpt.debug.diagnosis.no_culprit import healthy, looks_quiet, looks_well, running, undecided, went_on
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
+from titan_ckpt.debug.diagnosis.standstill import is_not_yet, pace_of_live
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.transport import transport
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, roots, wait_edges
@@ -42,10 +43,22 @@ def _diagnose(run: Run) -> list[Verdict]:
     if not found and found_lanes and not went_on(run):
         found = [*by_witnesses(run, states)] or [*_fell_silent(run, edges, states)]
     if not found:
-        is_well = went_on(run) or looks_well(run, found_lanes, edges, states)
-        found = [healthy(run, found_lanes, went_on(run)) if is_well else undecided(run, edges, states)]
+        found = [_without_fault(run, found_lanes, edges, states)]
     ranked = _ranked(_merged(run, found))
+    pace = pace_of_live(run, edges)
+    if pace is not None and is_not_yet(ranked[0]):
+        ranked = [running(pace, ranked[0])]
     return [_with_step(run, verdict) for verdict in ranked[:MAX_VERDICTS]]
+
+
+def _without_fault(
+    run: Run, found_lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]
+) -> Verdict:
+    is_over = went_on(run)
+    if is_over or looks_well(run, found_lanes, edges, states):
+        return healthy(run, found_lanes, is_over)
+    is_waiting = bool(edges) or any(state.kind.is_waiting for state in states.values())
+    return running(None, None) if looks_quiet(run) and not is_waiting else undecided(run, edges, states)
 
 
 def _faults(

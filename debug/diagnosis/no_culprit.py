@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception
+from titan_ckpt.debug.diagnosis.standstill import Pace
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
@@ -17,20 +18,57 @@ _TROUBLE = re.compile(r"error|except|abort|timeout|stall|fatal|hang", re.IGNOREC
 
 
 def went_on(run: Run) -> bool:
-    """Whether the job ended well or went on after the dumps: then nothing hung."""
+    """Whether the job ended well: then nothing hung. A claim that no error, no exit code and no rank may contradict."""
+    if any(record.exit and record.exit.code for record in run.ranks.values()):
+        return False
     if run.launcher is not None and run.launcher.code == 0:
         return True
+    if any(own_exception(record) or _has_failed(record) for record in run.ranks.values()):
+        return False
     beats = [record.heartbeat for record in run.ranks.values()]
     if beats and all(beat is not None and beat.is_stopped for beat in beats):
-        return not any(own_exception(record) for record in run.ranks.values())
+        return True
     codes = [record.exit.code for record in run.ranks.values() if record.exit]
-    return len(codes) == run.world_size > 0 and not any(codes)
+    return len(codes) == run.world_size > 0
+
+
+def _has_failed(record: RankRecord) -> bool:
+    """Whether the communication library or the interpreter reported an error."""
+    return any(event.kind not in (EventKind.SIGTERM, EventKind.EXCEPTION) for event in record.events)
 
 
 def looks_well(run: Run, lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]) -> bool:
     """Whether the operations of all ranks agree and nothing indicates trouble."""
-    is_stopped = any(state.kind.is_waiting or state.kind == RankState.SILENT for state in states.values())
-    return bool(lanes) and not edges and not is_stopped and not any(map(_had_trouble, run.ranks.values()))
+    is_stopped = any(state.kind.may_wait or state.kind == RankState.SILENT for state in states.values())
+    is_equal = all(int(lane.last.min()) == int(lane.last.max()) and bool(lane.done.all()) for lane in lanes)
+    has_none = not any(map(_had_trouble, run.ranks.values()))
+    return bool(lanes) and is_equal and not edges and not is_stopped and has_none
+
+
+def looks_quiet(run: Run) -> bool:
+    """Whether there is evidence of each rank, and none of trouble: nobody can tell a running job from one that hangs by it."""
+    has_any = all(record.dumps or record.log or record.stacks for record in run.ranks.values())
+    return bool(run.ranks) and has_any and not any(map(_had_trouble, run.ranks.values()))
+
+
+def running(pace: Pace | None, suspected: Verdict | None) -> Verdict:
+    """RUNNING: what one look shows of a job that may well go on, and what a second one would have to show."""
+    facts = "no error, no exit code, and nothing that has waited for long"
+    if pace is not None:
+        facts = f"its newest wait lasted {pace.waited_s:.1f} s; in this job one of {pace.limit_s:.0f} s would not be unusual"
+    if suspected is not None:
+        facts += f"; if it does not go on: {suspected.headline}"
+    return Verdict(
+        verdict=VerdictKind.RUNNING,
+        suspects=suspected.culprits if suspected else (),
+        group=suspected.group if suspected else "",
+        seq=suspected.seq if suspected else None,
+        op=suspected.op if suspected else "",
+        confidence=Basis.ONE_LOOK.confidence,
+        headline="the job runs, or has just stopped: one look cannot tell",
+        evidence=(Evidence(text=facts), *(suspected.evidence[:4] if suspected else ())),
+        next_steps=("look again in a minute: only a job that has not gone on between two looks hangs",),
+    )
 
 
 def _had_trouble(record: RankRecord) -> bool:

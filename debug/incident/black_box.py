@@ -25,7 +25,9 @@ COUNT_AT = 24
 COUNT = struct.Struct("<Q")
 # step, phase, time of the phase, last tick of the watching thread, stopped: from byte 128, so that they share a cache line
 HEARTBEAT = struct.Struct("<qqqqq")
-HEARTBEAT_AT, TEXT_USED_AT = 128, 192
+# number of ticks at which the process had come further, time of the last of these; zeros in boxes of releases before 0.2
+PROGRESS = struct.Struct("<qq")
+HEARTBEAT_AT, PROGRESS_AT, TEXT_USED_AT = 128, 168, 192
 TEXT_USED = struct.Struct("<q")
 # Then 16 bytes, equal for equal texts, so that a reader of thousands of boxes reads each text once; 0: not known
 TEXT_DIGEST_AT, TEXT_END = 200, 216
@@ -61,9 +63,11 @@ def read_heartbeat(data: bytes, source: str) -> Heartbeat:
     """The heartbeat from the first HEADER_BYTES of a box."""
     step, phase, phase_ns, alive_ns, stopped = HEARTBEAT.unpack_from(data, HEARTBEAT_AT)
     name = PHASES[phase] if 0 <= phase < len(PHASES) else ""
+    moves, moved_ns = PROGRESS.unpack_from(data, PROGRESS_AT)
     return Heartbeat(
-        step=step, phase=name, phase_ns=phase_ns, alive_ns=alive_ns, source=source, is_stopped=bool(stopped)
-    )
+        step=step, phase=name, phase_ns=phase_ns, alive_ns=alive_ns, source=source, is_stopped=bool(stopped),
+        moves=moves, moved_ns=moved_ns,
+    )  # fmt: skip
 
 
 MAX_MEMBERS = 1 << 20

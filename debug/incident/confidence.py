@@ -136,8 +136,9 @@ class Basis(Enum):
         "the same in a job that may hang; up to 0.85 if the others waited most of the time",
     )
     ALL_DONE = 0.9, (V.HEALTHY,), "the job went on or ended well, and every rank left a dump"
-    ALL_AGREE = 0.75, (V.HEALTHY,), "the operations of all ranks agree, with no sign of trouble"
-    QUIET_LOGS = 0.6, (V.HEALTHY,), "logs only, with no sign of trouble"
+    ALL_AGREE = 0.75, (V.HEALTHY,), "all ranks issued and completed the same operations, with no sign of trouble"
+    QUIET_LOGS = 0.6, (V.HEALTHY,), "logs only: the job ended well"
+    ONE_LOOK = 0.5, (V.RUNNING,), "one look at a job without a sign of trouble: it runs, or has just stopped"
     UNDECIDED = 0.3, (V.INSUFFICIENT_DATA,), "no verdict fits"
 
 

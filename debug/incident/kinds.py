@@ -9,6 +9,7 @@ class VerdictKind(StrEnum):
     """What went wrong; `docs/hangs.md` explains each."""
 
     HEALTHY = "HEALTHY"
+    RUNNING = "RUNNING"
     INSUFFICIENT_DATA = "INSUFFICIENT_DATA"
     SKIPPED_COLLECTIVE = "SKIPPED_COLLECTIVE"
     ORDER_MISMATCH = "ORDER_MISMATCH"

@@ -134,7 +134,10 @@ class Exit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """The recorder's last entry: where the training loop was, and when its watching thread last ran (ns since epoch)."""
+    """The recorder's last entry: where the training loop was, and when its watching thread last ran (ns since epoch).
+
+    `moves` counts the ticks at which the process had come further since the tick before, `moved_ns` is when the last of these
+    was (0: not recorded)."""
 
     step: int
     phase: str
@@ -142,6 +145,8 @@ class Heartbeat:
     alive_ns: int
     source: str
     is_stopped: bool = False
+    moves: int = 0
+    moved_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +347,8 @@ class Situation:
 class Verdict:
     """A possible cause. `chain` holds pairs (waiting rank, rank it waits for); `confidence` is between 0 and 1.
 
-    Of a rank that died: `signal` that killed it, `file` and `line` of the code that ended it.
+    Of a rank that died: `signal` that killed it, `file` and `line` of the code that ended it. `suspects` are ranks that the
+    evidence points at, but not enough to accuse them: `culprits` is empty then.
     """
 
     verdict: VerdictKind
@@ -361,6 +367,7 @@ class Verdict:
     signal: str = ""
     file: str = ""
     line: int = 0
+    suspects: tuple[int, ...] = ()
 
     @property
     def is_healthy(self) -> bool:

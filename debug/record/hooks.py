@@ -32,6 +32,8 @@ from titan_ckpt.debug.incident.black_box import (
     HEARTBEAT_AT,
     MAGIC,
     PHASES,
+    PROGRESS,
+    PROGRESS_AT,
     RECORD,
     TEXT_BYTES,
     TEXT_END,
@@ -96,6 +98,7 @@ class BoxWriter:
         self._digest = xxhash.xxh3_128()
         self.count = 0
         self._step, self._phase, self._phase_ns, self._stopped = -1, 0, time.time_ns(), 0
+        self._moves = 0
         self.beat()
 
     def add_text(self, kind: str, key: int, value: Any) -> None:
@@ -126,6 +129,11 @@ class BoxWriter:
             self.map, HEARTBEAT_AT, self._step, self._phase, self._phase_ns, time.time_ns(), self._stopped
         )
 
+    def move(self) -> None:
+        """Record that this process has come further since the last tick."""
+        self._moves += 1
+        PROGRESS.pack_into(self.map, PROGRESS_AT, self._moves, time.time_ns())
+
     def stop(self) -> None:
         """Mark an orderly end; the file stays."""
         self._stopped = 1
@@ -142,13 +150,17 @@ class Hooks:
         self._originals: list[tuple[type, str, Any]] = []
         self._codes: dict[int, CodeType] = {}
         self._num_sites = 0
+        self._ended_ns = self._raised_ns = 0
         layers = {id(code): layers for code, layers in _wrapped_functions()}
         self._ring = new_ring(box.map, box.capacity, self, self._dtypes, layers)
 
     def progress(self) -> int:
-        """A number that changes whenever an operation is issued or waited for; updates the box's count."""
+        """A number that changes whenever an operation is issued or ends well; updates the box's count. (A wait that times out is
+        no progress: the dump of the stall before it stays.)"""
         self._box.count = self._ring.count
-        return self._box.count + self._ring.ended_ns
+        if self._ring.ended_ns != self._raised_ns:
+            self._ended_ns = self._ring.ended_ns
+        return self._box.count + self._ended_ns
 
     def install(self) -> None:
         """Wrap; undone by `remove`."""
@@ -202,7 +214,7 @@ class Hooks:
 
     def _wait(self, original: Any) -> Callable[..., Any]:
         # In Python, and by this name: `titan_ckpt.debug.incident.frames` finds a rank that waits by this frame in its stack.
-        take, ended, raised = self._ring.take, self._ring.ended, self._ring.raised
+        ring, take, ended, raised = self._ring, self._ring.take, self._ring.ended, self._ring.raised
 
         def wait(work: Any, *timeout: Any, **named: Any) -> Any:
             at = take(work)
@@ -212,6 +224,7 @@ class Hooks:
                 result = original(work, *timeout, **named) if timeout or named else original(work)
             except BaseException:
                 raised(at)
+                self._raised_ns = ring.ended_ns
                 raise
             ended(at)
             return result

@@ -8,7 +8,7 @@ clock), and on each occasion (stall, sigterm, exception, demand) `.<occasion>.pi
 `.<occasion>.stacks`. Two parts work without the GIL: the interpreter's C timer writes `.gil.stacks` when something
 holds it, and torch's C++ worker server listens on `.sock` for `debug collect`.
 
-Only this module, `hooks` and `worker_server` import torch in this package.
+Only this module, `hooks`, `progress` and `worker_server` import torch in this package.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from titan_ckpt.debug.incident.black_box import CAPACITY
 from titan_ckpt.debug.record.environment import environment
 from titan_ckpt.debug.record.hooks import BoxWriter, Hooks, phase_number
 from titan_ckpt.debug.record.own_stacks import all_stacks, with_source
+from titan_ckpt.debug.record.progress import Progress, torch_progress
 from titan_ckpt.debug.record.worker_server import WorkerServer
 from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.store.open import open_store
@@ -88,7 +89,8 @@ class Recorder:
     ) -> Recorder:  # fmt: skip
         """Start recording into the local `folder`.
 
-        `stall_s`: dump if no operation starts or ends and no phase changes for this long (None: 120 s, 0: never).
+        `stall_s`: dump if no operation starts or ends, in Python or in C++ (DDP, FSDP), and no phase changes for this long
+        (None: 120 s, 0: never).
         `on_signal` is called with the signal number from its own thread when SIGTERM arrives, even while the main
         thread hangs in a collective. Set a flag there; the recorder then never ends the process itself. With neither
         `on_signal` nor a handler in the program, SIGTERM ends the process as usual, once the evidence is on disk.
@@ -254,10 +256,11 @@ class Recorder:
             self._box.beat()
             self._rearm()
             now = self._position()
-            if not is_warm and now[0]:
+            if not is_warm and (now[0] or now[2][0]):
                 is_warm = True
                 self._spawn("warm", _warm_up)
             if now != seen:
+                self._box.move()
                 if dumped:
                     self._forget_stall()
                 seen, since, dumped = now, time.monotonic(), False
@@ -272,8 +275,8 @@ class Recorder:
         if self._position() != position:
             self._forget_stall()
 
-    def _position(self) -> tuple[int, tuple[int, int]]:
-        return self._hooks.progress(), self._box.phase
+    def _position(self) -> tuple[int, tuple[int, int], Progress]:
+        return self._hooks.progress(), self._box.phase, torch_progress()
 
     def _be_patient(self) -> None:
         """Extend the timer while our own dump imports torch; keep it armed, as the program may still hold the GIL."""

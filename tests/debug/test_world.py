@@ -1,7 +1,7 @@
 """The analyzer on 135 pieces of evidence from jobs that hung, crashed or were healthy, with the truth about each.
 
-`tests/data/incidents.tar.xz` holds them and MANIFEST.json: `culprits` (these ranks) or `any_of` (one or more), `verdicts` that are
-right (none: any that accuses the right ranks), `innocent` ranks, `undecided` (an honest answer), `healthy` jobs.
+`tests/data/incidents.tar.xz` holds them and MANIFEST.json: `culprits` (these ranks) or `any_of` (one or more), `verdicts` that
+are right (none: any that accuses the right ranks), `innocent` ranks, `undecided` (an honest answer), `healthy` jobs.
 """
 
 from __future__ import annotations

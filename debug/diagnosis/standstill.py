@@ -1,0 +1,122 @@
+"""Whether a job stands still or was merely looked at while it ran. One look at a live job cannot tell: ranks are at different
+operations at every moment. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.incident.kinds import DumpKind, EventKind, VerdictKind
+from titan_ckpt.debug.incident.records import COMPLETED, Array, RankRecord, Run, Verdict
+
+LEAST_STANDSTILL_S = 10.0
+UNKNOWN_PACE_S = 60.0  # where too little was recorded to know how long a step takes
+TIMES_LONGEST_GAP = 2.0  # a wait this many times as long as the longest before is no slow step
+LEAST_GAPS = 8
+STALL = "stall"
+
+# Verdicts that say only that a rank has not come yet. The others (a death, operations that disagree) hold in a live job too.
+NOT_YET = frozenset(
+    {
+        VerdictKind.STUCK_ON_CPU, VerdictKind.WAIT_CHAIN, VerdictKind.P2P_MISSING_PEER, VerdictKind.P2P_CYCLE,
+        VerdictKind.PG_INIT_HANG, VerdictKind.SCHEDULED_NOT_STARTED, VerdictKind.STARTED_NOT_COMPLETED,
+        VerdictKind.TEARDOWN_STUCK, VerdictKind.WRONG_GROUP, VerdictKind.INSUFFICIENT_DATA, VerdictKind.STRAGGLER,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Of a live job: for how long its newest wait lasts, and from when on that is a standstill (seconds)."""
+
+    waited_s: float
+    limit_s: float
+
+
+def pace_of_live(run: Run, edges: Sequence[Edge]) -> Pace | None:
+    """How a job that nothing shows to have ended or stalled was waiting when it was looked at; None if it has stalled, or if
+    the evidence does not say when it was taken."""
+    if _has_ended(run) or _has_stalled(run):
+        return None
+    waits = [wait for rank in _pending_ranks(run, edges) if (wait := _wait(run.ranks[rank])) is not None]
+    if not waits:
+        return None
+    waited_s = max(waits)
+    limit_s = max(LEAST_STANDSTILL_S, _patience_s(run))
+    return Pace(waited_s=waited_s, limit_s=limit_s) if waited_s < limit_s else None
+
+
+def _has_ended(run: Run) -> bool:
+    """Whether anything but a look at live processes was left: an exit, an error, a launcher's report."""
+    if run.launcher is not None and run.launcher.code is not None:
+        return True
+    return any(map(_shows_end, run.ranks.values()))
+
+
+def _shows_end(record: RankRecord) -> bool:
+    is_gone = record.process_state == "gone" or record.process_state[:1] in ("T", "t", "Z", "X")
+    has_left = record.heartbeat is not None and record.heartbeat.is_stopped
+    is_dumped = any(_is_of_trouble(dump.reason) for dump in record.dumps)
+    has_failed = any(event.kind not in (EventKind.SIGTERM, EventKind.EXCEPTION) for event in record.events)
+    return is_gone or has_left or is_dumped or has_failed or record.exit is not None
+
+
+def _is_of_trouble(reason: str) -> bool:
+    return any(word in reason for word in ("exception", "sigterm", "timeout", "abort", "fatal", "gil"))
+
+
+def _has_stalled(run: Run) -> bool:
+    """Whether a recorder saw two moments without progress between them: that is what makes it dump a stall."""
+    return any(stack.reason == STALL for record in run.ranks.values() for stack in record.stacks)
+
+
+def _pending_ranks(run: Run, edges: Sequence[Edge]) -> Iterator[int]:
+    waiting = {edge.waiter for edge in edges}
+    for rank, record in run.ranks.items():
+        if rank in waiting or bool(_pending(record.operations).any()):
+            yield rank
+
+
+def _pending(table: Array) -> Array:
+    pending: Array = ~table["retired"] & (table["state"] != COMPLETED)
+    return pending
+
+
+def _wait(record: RankRecord) -> float | None:
+    """For how long a rank's newest operation had been pending when the evidence was taken; None if no time is known."""
+    created = record.operations["created_ns"][_pending(record.operations)]
+    looked_ns = looked_at_ns(record)
+    if not len(created) or not looked_ns or int(created.max()) <= 0:
+        return None
+    since = max(int(created.max()), record.heartbeat.moved_ns if record.heartbeat else 0)
+    return max(0.0, (looked_ns - since) / 1e9)
+
+
+def looked_at_ns(record: RankRecord) -> int:
+    """The newest moment that a rank's evidence is known to show: its recorder's last tick, else the time of its dump."""
+    if record.heartbeat is not None and record.heartbeat.alive_ns:
+        return record.heartbeat.alive_ns
+    times = [d.time_s for d in record.dumps if d.kind == DumpKind.FLIGHT_RECORDER and d.time_s]
+    return int(max(times) * 1e9) if times else 0
+
+
+def _patience_s(run: Run) -> float:
+    """How long a rank may wait before it counts as standing still: some times the longest pause between operations so far."""
+    pauses = [pause for record in run.ranks.values() if (pause := _longest_pause_s(record)) is not None]
+    return TIMES_LONGEST_GAP * max(pauses) if pauses else UNKNOWN_PACE_S
+
+
+def _longest_pause_s(record: RankRecord) -> float | None:
+    """The longest time between two operations of a rank; None where it issued too few."""
+    created = np.sort(record.operations["created_ns"][record.operations["created_ns"] > 0])
+    return float(np.diff(created).max() / 1e9) if len(created) > LEAST_GAPS else None
+
+
+def is_not_yet(verdict: Verdict) -> bool:
+    """Whether a verdict says only that something has not come yet."""
+    is_order = verdict.verdict in (VerdictKind.SKIPPED_COLLECTIVE, VerdictKind.ORDER_MISMATCH)
+    return verdict.verdict in NOT_YET or (is_order and verdict.seq is None)
