@@ -8,8 +8,9 @@ import sys
 
 from titan_ckpt.console.command import Command
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
-from titan_ckpt.debug.diagnosis.report import report_json, report_text
 from titan_ckpt.debug.read.reader import open_run
+from titan_ckpt.debug.report.as_json import report_json
+from titan_ckpt.debug.report.text import report_text
 from titan_ckpt.errors import UsageError
 
 _EPILOG = """\

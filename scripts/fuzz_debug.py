@@ -21,9 +21,10 @@ from pathlib import Path
 import zstandard
 
 from titan_ckpt.debug import diagnose, open_run
-from titan_ckpt.debug.diagnosis.report import report_json, report_text
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, RECORD
 from titan_ckpt.debug.record.hooks import BoxWriter
+from titan_ckpt.debug.report.as_json import report_json
+from titan_ckpt.debug.report.text import report_text
 from titan_ckpt.errors import TitanError
 from tools.paths import INCIDENTS
 

@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Input, Static
 
-from titan_ckpt.debug.diagnosis.report import report_text
+from titan_ckpt.debug.report.text import report_text
 from titan_ckpt.location import redact
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content

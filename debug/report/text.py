@@ -1,11 +1,9 @@
-"""Verdicts as text (what, where, why, what to do, in about twenty lines) and as JSON."""
+"""Verdicts as text: what, where, why, what to do, in about twenty lines."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
 
@@ -65,15 +63,3 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _wrapped(text: str, indent: int) -> str:
     return f"\n{' ' * min(indent, 4)}".join(textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
-
-
-def report_json(run: Run, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """The interface for other programs; `docs/hangs.md` describes it."""
-    return {
-        "version": 1,
-        "url": run.url,
-        "incident": run.incident,
-        "world_size": run.world_size,
-        "verdicts": [asdict(verdict) for verdict in verdicts],
-        "flags": [asdict(flag) for flag in run.flags],
-    }
