@@ -51,11 +51,11 @@ class Upload:
 class Committer:
     """Claims a run and commits its saves. Made and called by all ranks together; only the coordinator writes.
 
-    `not_mirrored()` returns the steps that retention must keep until they are mirrored.
+    `not_mirrored()` returns the steps that retention must keep until they are mirrored, None while that is unknown.
     """
 
     def __init__(
-        self, store: Store, ranks: RankGroup, options: SaveOptions, *, not_mirrored: Callable[[], frozenset[int]]
+        self, store: Store, ranks: RankGroup, options: SaveOptions, *, not_mirrored: Callable[[], frozenset[int] | None]
     ) -> None:
         self._store, self._ranks, self._options, self._not_mirrored = store, ranks, options, not_mirrored
         self._claim = self._claim_run() if options.is_exclusive else None
@@ -113,9 +113,10 @@ class Committer:
         return None
 
     def _apply_retention(self, step: int) -> None:
-        if self._options.retention is None:
+        not_mirrored = self._not_mirrored()
+        if self._options.retention is None or not_mirrored is None:
             return
-        keep = self._not_mirrored() | self._options.in_use() | {step}
+        keep = not_mirrored | self._options.in_use() | {step}
         action = partial(apply_retention, policy=self._options.retention, now_s=time.time(), keep=keep)
         try:
             run_until(GIVE_UP_AT * self._options.timeout_s, action, self._store, what="deleting old checkpoints")

@@ -76,7 +76,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
         timeout_s, mirror = self._options.timeout_s, self._options.mirror
         self._mirror = None if mirror is None else Mirror(self._store, mirror, timeout_s=timeout_s)
-        not_mirrored = no_steps if self._mirror is None else self._mirror.waiting
+        not_mirrored = no_steps if self._mirror is None else self._mirror.due
         self._committer = Committer(self._store, self._ranks, self._options, not_mirrored=not_mirrored)
         self._known = KnownChunks(is_incremental=self._options.incremental)
         self._agreement = Agreement(self._ranks, self._options.mesh)

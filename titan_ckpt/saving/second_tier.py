@@ -2,6 +2,9 @@
 
 `Saver` writes the fast tier. `Mirror` copies each commit, every rank its own files, and the coordinator commits the copy when all
 ranks are done. A job resumes from the nearest tier in which every rank finds the newest checkpoint whole.
+
+A step whose copy failed is due: it is tried again after the next step, when the saver is closed, and when the next job starts.
+Until then the fast tier keeps it: `Mirror.due` tells retention, the file `unmirrored.txt` tells `prune` and later jobs.
 """
 
 from __future__ import annotations
@@ -16,20 +19,24 @@ from dataclasses import dataclass
 from functools import partial
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
-from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.errors import NotCommittedError, TitanError
-from titan_ckpt.format.commit import find_commit, read_commit
-from titan_ckpt.format.names import data_file
-from titan_ckpt.location import redact_text
+from titan_ckpt.checkpoint.kinds import CheckpointState
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
+from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, TitanError
+from titan_ckpt.format.commit import commit_version, find_commit, read_commit
+from titan_ckpt.format.names import UNMIRRORED, data_file
+from titan_ckpt.location import redact, redact_text
 from titan_ckpt.saving.options import GIVE_UP_AT
 from titan_ckpt.state.exchange import Failure, RankGroup, raise_failures
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import run_until
 from titan_ckpt.upkeep.copy import Copier
+from titan_ckpt.upkeep.deletion import read_unmirrored
 
 log = logging.getLogger(__name__)
 MAX_BEHIND = 2
+LONGEST_LOOK_S = 10.0
+NOTHING, UNKNOWN = -1, -2  # in place of the newest step of a tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +57,10 @@ class Mirror:
         self._steps: queue.Queue[int | None] = queue.Queue(MAX_BEHIND)
         self._error: BaseException | None = None
         self._last: int | None = None
+        self._lock = threading.Lock()
         self._waiting: set[int] = set()
+        self._due: set[int] = set()  # the coordinator's; complete once it is known what earlier jobs left
+        self._is_known, self._has_looked = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="titan-ckpt-mirror", daemon=True)
         self._thread.start()
 
@@ -59,7 +69,8 @@ class Mirror:
 
         Never raises: one rank may know of an error before the others, and all of them must mirror the same steps.
         """
-        self._waiting.add(step)
+        with self._lock:
+            self._waiting.add(step)
         self._steps.put(step)
 
     def check(self) -> None:
@@ -72,26 +83,88 @@ class Mirror:
         """Counters for a training log."""
         return MirrorMetrics(last_mirrored_step=self._last, waiting=len(self._waiting))
 
-    def waiting(self) -> frozenset[int]:
-        """Steps that the first tier must keep because they are not copied yet."""
-        return frozenset(self._waiting)
+    def due(self) -> frozenset[int] | None:
+        """On the coordinator, steps that the first tier must keep because they are not copied yet; None while that is unknown."""
+        self._has_looked.wait(LONGEST_LOOK_S)
+        with self._lock:
+            return frozenset(self._waiting | self._due) if self._is_known else None
 
     def close(self) -> None:
-        """Mirror the waiting steps, release the thread and the process group, raise the first error."""
+        """Mirror the waiting and the due steps, release the thread and the process group, raise the first error."""
         self._steps.put(None)
         self._thread.join()
         self._ranks.close()
         self.check()
 
     def _run(self) -> None:
+        """One round for what earlier jobs left, one after each step, one at the end; each also tries what is due."""
+        self._round(None)
         while (step := self._steps.get()) is not None:
-            try:
-                self._mirror(step)
-                self._last = step
-            except BaseException as error:  # noqa: BLE001  (raised by the next check)
-                log.error("step %d was not mirrored to %s: %s", step, self._target, error)
-                self._error = self._error or error
-            self._waiting.discard(step)
+            self._round(step)
+            with self._lock:
+                self._waiting.discard(step)
+        self._round(None)
+
+    def _round(self, step: int | None) -> None:
+        """Mirror `step` and what is due. The coordinator names the steps, so that all ranks copy the same."""
+        try:
+            for number in self._ranks.broadcast(self._todo(step) if self._ranks.is_coordinator else []):
+                if not self._try(number, is_first=number == step):
+                    break
+        except BaseException as error:  # noqa: BLE001  (raised by the next check)
+            log.error("mirroring to %s failed: %s", self._target, error)
+            self._error = self._error or error
+
+    def _try(self, step: int, *, is_first: bool) -> bool:
+        """Mirror a step; False if that failed, so that a store that is down is not asked for each step that is due.
+
+        The first failure of a step is raised by the next check, later ones are logged.
+        """
+        error: BaseException | None = None
+        try:
+            self._mirror(step)
+            self._last = max(step, self._last or 0)
+        except BaseException as caught:  # noqa: BLE001  (raised by the next check)
+            log.error("step %d was not mirrored to %s, and stays in %s: %s", step, self._target, self._source, caught)
+            error = caught
+            self._error = self._error or (error if is_first else None)
+        if self._ranks.is_coordinator:
+            self._note(step, is_due=error is not None)
+        return error is None
+
+    def _todo(self, step: int | None) -> list[int]:
+        """The step itself, then what is due, newest first; on the coordinator."""
+        try:
+            run_until(self._give_up_s, self._look, self._source, self._target, what="comparing the two tiers")
+        except Exception as error:  # noqa: BLE001  (retention waits until it is known)
+            log.warning("what %s lacks is unknown, so %s keeps everything: %s", self._target, self._source, error)
+        self._has_looked.set()
+        due = sorted(self._due - {step}, reverse=True) if self._is_known else []
+        return due if step is None else [step, *due]
+
+    def _look(self, source: Store, target: Store) -> None:
+        """Find what earlier jobs left, once, and forget due steps that are gone."""
+        if not self._is_known:
+            found = left_over(source, target)
+            with self._lock:
+                self._due, self._is_known = self._due | found, True
+        for step in sorted(self._due):
+            if commit_version(source, step) is None:
+                log.warning("%s@%d was deleted before it was copied to %s", source, step, target)
+                self._note(step, is_due=False)
+
+    def _note(self, step: int, *, is_due: bool) -> None:
+        """Remember whether a step is due, in `unmirrored.txt` too."""
+        with self._lock:
+            was_due = step in self._due
+            self._due = self._due | {step} if is_due else self._due - {step}
+        if was_due == is_due:
+            return
+        try:
+            action = partial(mark_unmirrored, step=step, is_due=is_due)
+            run_until(self._give_up_s, action, self._source, what=f"writing {UNMIRRORED}")
+        except Exception as error:  # noqa: BLE001  (this job knows it anyway)
+            log.warning("%s was not written: %s", self._source.where(UNMIRRORED), error)
 
     def _mirror(self, step: int) -> None:
         started = time.perf_counter()
@@ -127,22 +200,54 @@ class Mirror:
         copier.copy_small(read_commit(source, step), is_committed=is_committed)
 
 
+def left_over(source: Store, target: Store) -> set[int]:
+    """Committed steps of `source` that `target` lacks and was to get.
+
+    Those in `unmirrored.txt`, and those newer than the newest that `target` has: the job may have died before it copied them.
+    Into an empty target only the newest is copied, not the whole history of the run.
+    """
+    there = {info.step for info in list_checkpoints(target) if info.state == CheckpointState.COMMITTED}
+    here = {info.step for info in list_checkpoints(source) if info.state == CheckpointState.COMMITTED}
+    newest = max(there, default=max(here, default=0) - 1)
+    return {step for step in here - there if step > newest or step in read_unmirrored(source)}
+
+
+def mark_unmirrored(source: Store, *, step: int, is_due: bool) -> None:
+    """Add a step to the list of those whose copy is due, or take it off; without any, there is no such file."""
+    known = read_unmirrored(source)
+    steps = known | {step} if is_due else known - {step}
+    if not steps:
+        source.delete([UNMIRRORED])
+    elif steps != known:
+        head = "# Not yet copied to the second tier; retention and prune keep these steps. Remove a line to let its step go."
+        source.write(UNMIRRORED, ["\n".join([head, *map(str, sorted(steps)), ""]).encode()])
+
+
 def open_nearest(urls: Sequence[str], *, all_steps: Callable[[int], list[int]] | None = None) -> Checkpoint:
     """Open the newest whole checkpoint of several tiers, from the first tier that has it.
 
     `all_steps` gathers every rank's newest step, so that all ranks of a job open the same checkpoint: a tier whose newest step
-    differs between ranks (say, a machine's local disk) is skipped. NotCommittedError if no tier is left.
+    differs between ranks (say, a machine's local disk) is skipped. NotCommittedError if no tier is left. StoreError on every rank
+    if any of them could not look at a tier: it may hold a newer checkpoint than the others.
     """
     found: list[Checkpoint] = []
     problems: list[str] = []
     for url in urls:
         mine: Checkpoint | None = None
+        step, failure = NOTHING, "another rank could not read it"
         try:
             mine = open_checkpoint(url)
-        except TitanError as error:
+            step = mine.step
+        except CheckpointError as error:
             problems.append(str(error))
-        step = -1 if mine is None else mine.step
-        if set(all_steps(step) if all_steps else [step]) == {step} and mine is not None:
+        except TitanError as error:
+            step, failure = UNKNOWN, str(error)
+        steps = set(all_steps(step) if all_steps else [step])
+        if UNKNOWN in steps:
+            raise StoreError(
+                f"{redact(url)}: {failure}; it may hold the newest checkpoint. Try again, or name a step: URL@STEP"
+            )
+        if steps == {step} and mine is not None:
             found.append(mine)
     if not found:
         raise NotCommittedError(f"no tier holds a checkpoint that every rank sees whole: {'; '.join(problems) or urls}")
