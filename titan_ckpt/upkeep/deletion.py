@@ -126,9 +126,10 @@ def plan_removal(store: Store, policy: RetentionPolicy, *, now_s: float) -> Remo
     if not infos:
         raise NotCommittedError(f"{store}: no checkpoint here")
     unmirrored = read_unmirrored(store)
+    reasons = [_due(store, info.step) for info in prune(infos, policy) if info.step in unmirrored]
     policy = replace(policy, pins=policy.pins | unmirrored)
     if not policy.is_incomplete and not prune(infos, policy):
-        return RemovalPlan()
+        return RemovalPlan(kept=tuple(reasons))
     looked = {info.step: _look(store, info) for info in infos}
     infos = [found.info for found in looked.values()]
     files = _Files(store, looked)
@@ -141,7 +142,7 @@ def plan_removal(store: Store, policy: RetentionPolicy, *, now_s: float) -> Remo
         return RemovalPlan(kept=tuple(_unknown(store, found) for found in unknown), is_blocked=True)
     stay = [found for step, found in looked.items() if step not in gone]
     kept = frozenset(path for found in stay for path in found.refers_to(store)) | files.named_by_partial(stay)
-    garbage, reasons = [], [_due(store, step) for step in sorted(unmirrored & looked.keys())]
+    garbage = []
     for step, found in looked.items():
         whole = step in gone
         if whole or (policy.is_incomplete and found.info.state == CheckpointState.COMMITTED):
