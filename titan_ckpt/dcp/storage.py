@@ -39,7 +39,7 @@ from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import AlreadyExistsError, UsageError
 from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, decode_blob
-from titan_ckpt.format.commit import commit_version, write_commit
+from titan_ckpt.format.commit import found_before, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.manifest import DIGEST_BYTES, ChunkTable, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.format.names import new_attempt, step_folder
@@ -132,8 +132,8 @@ class StorageWriter(TorchStorageWriter):
         self._store, self._at = open_store(location.url), step
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Remember the version of the commit that this save will replace."""
-        self._previous = commit_version(self._store, self._at) if is_coordinator else None
+        """Remember what this save will replace."""
+        self._previous = found_before(self._store, self._at) if is_coordinator else None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""

@@ -2,11 +2,17 @@
 
 Data first, then `manifest.json` (and `digests.bin`), then `.metadata` for plain DCP readers, then `COMMIT.json`. Each write is
 complete and durable when it returns, so after a crash at any moment, all files of a COMMIT exist.
+
+Two jobs that save one step: both files are written only if they are as they were when the save began, so of jobs that overlap
+only one writes `.metadata`. Two objects cannot change at once, so a job may still write it between the two writes of another.
+Then its own COMMIT fails and it puts the winner's `.metadata` back; and the winner looks once more after its COMMIT. Only if the
+loser dies in between, plain DCP readers see the loser's (complete) checkpoint; `verify` reports it, `verify --fix` mends it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +34,7 @@ from titan_ckpt.format.names import COMMIT, DIGESTS, MANIFEST, METADATA, is_atte
 from titan_ckpt.parsing.json_values import JsonValue, parse_json, show
 from titan_ckpt.store.base import Store
 
+log = logging.getLogger(__name__)
 COMMIT_FORMAT = "titan-ckpt-commit"
 COMMIT_VERSION = 1
 DIGEST = "xxh3_128"
@@ -55,12 +62,31 @@ def commit_path(step: int) -> str:
     return f"{step_folder(step)}/{COMMIT}"
 
 
-def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces: str | None) -> Commit:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Before:
+    """The versions of a step's COMMIT and `.metadata` when a save of it began; None where there was none."""
+
+    commit: str | None
+    metadata: str | None
+
+
+def found_before(store: Store, step: int) -> Before:
+    """What a save of `step` replaces."""
+    return Before(commit=commit_version(store, step), metadata=_version(store, metadata_path(step)))
+
+
+def metadata_path(step: int) -> str:
+    """Path of a step's `.metadata`, relative to the run."""
+    return f"{step_folder(step)}/{METADATA}"
+
+
+def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces: Before | None) -> Commit:
     """Commit a checkpoint whose data files are all written.
 
-    `replaces` is the `commit_version` when the save began (None: there was no commit). ConditionFailedError if another job
+    `replaces` is what was there when the save began; None if the step must have no commit. ConditionFailedError if another job
     committed this step meanwhile; on a store without conditional writes (`Store.honours_conditions`) the last writer wins.
     """
+    before = replaces or Before(commit=None, metadata=_version(store, metadata_path(manifest.step)))
     folder = step_folder(manifest.step)
     if problems := coverage_problems(manifest):
         raise CheckpointError(
@@ -71,7 +97,6 @@ def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces:
     store.write(f"{folder}/{manifest.attempt}/{MANIFEST}", [encoded.manifest])
     if encoded.digests is not None:
         store.write(f"{folder}/{manifest.attempt}/{DIGESTS}", [encoded.digests])
-    store.write(f"{folder}/{METADATA}", [metadata])
     content = {
         "format": COMMIT_FORMAT,
         "version": COMMIT_VERSION,
@@ -84,21 +109,77 @@ def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces:
         "manifest": {"size": len(encoded.manifest), "xxh3_128": digest(encoded.manifest).hex()},
         "metadata": {"size": len(metadata), "xxh3_128": digest(metadata).hex()},
     }
-    path = commit_path(manifest.step)
+    version = publish(store, manifest.step, manifest.attempt, metadata, _encode(content), before)
+    return _decode(content, version=version, where=store.where(commit_path(manifest.step)))
+
+
+def publish(store: Store, step: int, attempt: str, metadata: bytes, commit: bytes, before: Before) -> str:
+    """Write a step's `.metadata` and then its COMMIT, which names `attempt`; returns the version of the COMMIT."""
+    path, previous = metadata_path(step), _previous(store, step, before)
+    if commit_version(store, step) != before.commit:
+        raise _lost(store, step, attempt)
+    written = _write_metadata(store, path, metadata, before.metadata)
+    if written is None:
+        raise _lost(store, step, attempt)
     try:
-        entry = store.write_if(path, _encode(content), version=replaces)
+        version = store.write_if(commit_path(step), commit, version=before.commit).version
     except StoreError as error:
         # If only the response was lost, the commit is ours, whatever error the retry got.
-        current = _readable_commit(store, manifest.step)
-        if current is not None and current.attempt == manifest.attempt:
-            return current
-        if not isinstance(error, ConditionFailedError):
+        current = _readable_commit(store, step)
+        if current is None or current.attempt != attempt:
+            if isinstance(error, ConditionFailedError):
+                _put_back(store, path, previous, current, written)
+                raise _lost(store, step, attempt) from error
             raise
-        raise ConditionFailedError(
-            f"{store.where(path)}: another job committed step {manifest.step} while this one was saving it; this save "
-            f"(attempt {manifest.attempt}) was not committed. Stop one of the two jobs, or give them different URLs."
-        ) from error
-    return _decode(content, version=entry.version, where=store.where(path))
+        version = current.version
+    _keep_metadata(store, path, metadata, written)
+    return version
+
+
+def _write_metadata(store: Store, path: str, data: bytes, version: str | None) -> str | None:
+    """Write `.metadata` if it still has `version`; its new version, None if another job was first."""
+    try:
+        return store.write_if(path, data, version=version).version
+    except ConditionFailedError:
+        found = _version(store, path)
+        return found if found is not None and store.read(path) == data else None  # only the response was lost
+
+
+def _previous(store: Store, step: int, before: Before) -> bytes | None:
+    """The `.metadata` that a save replaces, to put it back should the save lose; None if there is none."""
+    try:
+        return None if before.metadata is None else store.read(metadata_path(step))
+    except NotFoundError:
+        return None
+
+
+def _put_back(store: Store, path: str, previous: bytes | None, winner: Commit | None, written: str) -> None:
+    """After a lost race, restore the winner's `.metadata`, if it is the one that this job replaced."""
+    if previous is None or winner is None or digest(previous).hex() != winner.metadata_digest:
+        return
+    try:
+        store.write_if(path, previous, version=written)
+    except ConditionFailedError:
+        return  # the winner was faster
+    except StoreError as error:
+        log.warning("%s: the winner's index was not put back (run `verify --fix`): %s", store.where(path), error)
+
+
+def _keep_metadata(store: Store, path: str, data: bytes, written: str) -> None:
+    """After the commit, replace what another job may have written over this save's `.metadata`."""
+    try:
+        found = _version(store, path)
+        if found != written:
+            store.write_if(path, data, version=found)
+    except StoreError as error:  # the checkpoint is committed and whole; only plain DCP readers may be misled
+        log.warning("%s: may not be the one that was committed (run `verify --fix`): %s", store.where(path), error)
+
+
+def _lost(store: Store, step: int, attempt: str) -> ConditionFailedError:
+    return ConditionFailedError(
+        f"{store.where(commit_path(step))}: another job committed step {step} while this one was saving it, or is about to; this "
+        f"save (attempt {attempt}) was not committed. Stop one of the two jobs, or give them different URLs."
+    )
 
 
 def read_commit(store: Store, step: int) -> Commit:
@@ -128,8 +209,12 @@ def read_commit(store: Store, step: int) -> Commit:
 
 def commit_version(store: Store, step: int) -> str | None:
     """The store's version of a step's COMMIT, even if its content is invalid; None if there is none."""
+    return _version(store, commit_path(step))
+
+
+def _version(store: Store, path: str) -> str | None:
     try:
-        return store.stat(commit_path(step)).version
+        return store.stat(path).version
     except NotFoundError:
         return None
 

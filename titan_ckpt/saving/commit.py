@@ -15,7 +15,7 @@ from functools import partial
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import check_files
 from titan_ckpt.errors import TitanError
-from titan_ckpt.format.commit import write_commit
+from titan_ckpt.format.commit import Before, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.names import step_folder
 from titan_ckpt.location import redact_text
@@ -36,15 +36,15 @@ log = logging.getLogger(__name__)
 class Upload:
     """This rank's finished upload, or the error that ended it.
 
-    `share` is set on the coordinator only, as is `replaces`, the version of the commit that the new one replaces (None: no commit
-    before). `paths` maps names to their keys in the nested state, for `.metadata`. `started_s` is a `time.perf_counter()`.
+    `share` is set on the coordinator only, as is `replaces`, what was there when the save began. `paths` maps names to their keys
+    in the nested state, for `.metadata`. `started_s` is a `time.perf_counter()`.
     """
 
     attempt: SaveAttempt
     part: RankPart | Failure
     share: Share | None
     paths: dict[str, tuple[str, ...]]
-    replaces: str | None
+    replaces: Before | None
     started_s: float
 
 

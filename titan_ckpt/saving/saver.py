@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from titan_ckpt.checkpoint.kinds import CheckpointKind
-from titan_ckpt.format.commit import commit_version
+from titan_ckpt.format.commit import Before, found_before
 from titan_ckpt.format.names import ASSETS, step_folder
 from titan_ckpt.saving.agreement import Agreement, SavePlan
 from titan_ckpt.saving.commit import Committer, Upload
@@ -221,7 +221,7 @@ class Saver:
         """Upload, commit and mirror one save; runs on the upload thread."""
         started_s, step = time.perf_counter(), job.attempt.step
         part: RankPart | Failure
-        replaces: str | None = None
+        replaces: Before | None = None
         own_error: BaseException | None = None
         give_up_s, what = GIVE_UP_AT * self._options.timeout_s, f"uploading step {step}"
         try:
@@ -253,10 +253,10 @@ class Saver:
             upload_s=time.perf_counter() - started_s,
         )
 
-    def _upload(self, job: _Job, store: Store) -> tuple[RankPart, str | None]:
-        """This rank's part, and on the coordinator the version of the commit that the new one replaces."""
+    def _upload(self, job: _Job, store: Store) -> tuple[RankPart, Before | None]:
+        """This rank's part, and on the coordinator what the save replaces."""
         attempt, is_coordinator = job.attempt, self._ranks.is_coordinator
-        replaces = commit_version(store, attempt.step) if is_coordinator else None
+        replaces = found_before(store, attempt.step) if is_coordinator else None
         part = upload(
             store,
             RankContents(items=job.plan.items, source=job.source, objects=job.objects, own_objects=job.plan.objects),

@@ -22,7 +22,7 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, TitanError
-from titan_ckpt.format.commit import commit_version, find_commit, read_commit
+from titan_ckpt.format.commit import commit_version, found_before, read_commit
 from titan_ckpt.format.names import UNMIRRORED, data_file
 from titan_ckpt.location import redact, redact_text
 from titan_ckpt.saving.options import GIVE_UP_AT
@@ -191,13 +191,16 @@ class Mirror:
                 copier.copy_file(file, trust_size=True)
 
     def _commit(self, step: int, source: Store, target: Store) -> None:
-        """Commit the copy, after copying the files that no current rank owns (an incremental save may refer to them)."""
+        """Commit the copy, after copying the files that no current rank owns (an incremental save may refer to them).
+
+        An earlier save of the step in the target is replaced: the first tier is right.
+        """
         checkpoint = open_checkpoint(source.url, step=step, store=source)
+        before = found_before(target, step)
         copier = Copier(checkpoint, target, lambda _: None)
         for file in checkpoint.manifest.files:
             copier.copy_file(file, trust_size=True)
-        is_committed = find_commit(target, step) is not None
-        copier.copy_small(read_commit(source, step), is_committed=is_committed)
+        copier.copy_small(read_commit(source, step), before)
 
 
 def left_over(source: Store, target: Store) -> set[int]:

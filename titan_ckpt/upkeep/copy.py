@@ -18,8 +18,17 @@ import xxhash
 from titan_ckpt.check.scan import check_blobs
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
-from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, DamagedError, NotFoundError, UsageError
-from titan_ckpt.format.commit import Commit, commit_path, find_commit, read_commit, write_commit
+from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, UsageError
+from titan_ckpt.format.commit import (
+    Before,
+    Commit,
+    commit_path,
+    find_commit,
+    found_before,
+    publish,
+    read_commit,
+    write_commit,
+)
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.dcp_read import dcp_paths
 from titan_ckpt.format.digest import digest
@@ -57,7 +66,7 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: OnBytes | No
         return copy_foreign(source, target, on_bytes or (lambda _: None))
     source.prove_coverage()
     commit = read_commit(source.store, source.step)
-    present = find_commit(target, source.step)
+    before, present = found_before(target, source.step), find_commit(target, source.step)
     own_paths = self_contained_paths(source.manifest)
     is_moved = any(path != own for path, own in own_paths.items())
     if present is not None and not (present.attempt == commit.attempt and (is_moved or _is_same(present, commit))):
@@ -68,7 +77,7 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: OnBytes | No
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="cp") as pool:
         kept = list(pool.map(copier.copy_file, source.manifest.files))
     if not is_moved:
-        copier.copy_small(commit, is_committed=present is not None)
+        copier.copy_small(commit, before)
     elif present is None:
         copier.commit_moved(commit)
     sizes = [file.size_bytes for file in source.manifest.files]
@@ -136,15 +145,16 @@ class Copier:
                 f"{store.where(path)}: not what was saved (digest differs); `titan-ckpt verify --data` names the damage"
             )
 
-    def copy_small(self, commit: Commit, *, is_committed: bool) -> None:
-        """Copy assets, manifest, digests, `.metadata`, and COMMIT last."""
+    def copy_small(self, commit: Commit, before: Before) -> None:
+        """Copy assets, manifest, digests, `.metadata`, and COMMIT last. `before` is what the target had when the copy began."""
         attempt = self._copy_assets()
         self._copy(f"{attempt}/{MANIFEST}", commit.manifest_digest)
         if self._source.manifest.chunks.digests is None and self._source.digests is not None:
             self._put(f"{attempt}/{DIGESTS}", self._source.digests)
-        self._copy(f"{self._source.folder}/{METADATA}", commit.metadata_digest)
-        if not is_committed:
-            self._commit(commit)
+        index = self._verified_small(f"{self._source.folder}/{METADATA}", commit.metadata_digest)
+        publish(
+            self._target, commit.step, commit.attempt, index, self._source.store.read(commit_path(commit.step)), before
+        )
 
     def commit_moved(self, commit: Commit) -> None:
         """Write assets, and a manifest, `.metadata` and COMMIT with the files' new paths."""
@@ -165,15 +175,6 @@ class Copier:
         for name in self._source.manifest.assets:
             self._put(f"{attempt}/{ASSETS}/{name}", self._source.asset(name))
         return attempt
-
-    def _commit(self, commit: Commit) -> None:
-        path = commit_path(commit.step)
-        try:
-            self._target.write_if(path, self._source.store.read(path), version=None)
-        except ConditionFailedError as error:
-            raise ConditionFailedError(
-                f"{self._target.where(path)}: somebody else committed this step meanwhile"
-            ) from error
 
     def _copy(self, path: str, expected: str) -> None:
         self._put(path, self._verified_small(path, expected))
