@@ -63,10 +63,11 @@ reshard-matrix: $(READY) ## train on each of 11 meshes, reshard to each, resume:
 fuzz: $(READY) ## an hour of the debugger on damaged dumps, logs and black boxes (ARGS="--minutes 5")
 	$(BIN)/python -m scripts.fuzz_debug $(ARGS)
 
-faults: $(READY) ## kill saves, fail every store call, damage every file: docs/reliability.md (20 minutes)
+faults: $(READY) ## kill saves, fail store calls in turn and at random, damage every file: docs/reliability.md (30 minutes)
 	$(BIN)/python -m scripts.faults --kills 200
 	$(BIN)/python -m scripts.faults --kills 100 --s3
 	$(BIN)/python -m scripts.faults --matrix
+	$(BIN)/python -m scripts.faults --random 5000
 	$(BIN)/python -m scripts.faults --damage 150
 
 faults-debug: $(READY) ## hang real jobs in every known way and diagnose each (ARGS="--ranks 2,4,8 --runs 3")

@@ -3,6 +3,7 @@
     python -m scripts.faults --kills 200                 SIGKILL a real job at random moments of its saves, local disk
     python -m scripts.faults --kills 100 --s3            the same on a real S3 server, started here
     python -m scripts.faults --matrix                    a fault at every store call of every rank (tools/faults/cases.py)
+    python -m scripts.faults --random 5000               saves on a store that fails at random (tools/faults/random_saves.py)
     python -m scripts.faults --damage 200                damage of every kind to every kind of file (tools/faults/damage.py)
 
 After every kill the newest committed checkpoint must be the last known one or a later one, with correct bytes, and the next job
@@ -42,6 +43,7 @@ from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.upkeep.retention import RetentionPolicy
 from tools.faults.cases import KINDS, FaultCase, RankOutcome, all_cases, count_calls, run_case
 from tools.faults.damage import damage_table
+from tools.faults.random_saves import describe, random_runs
 from tools.faults.store import FaultMode
 from tools.rank_pool import RankPool
 from tools.s3_server import running_server
@@ -227,6 +229,18 @@ def damage(folder: Path, flips: int, *, seed: int) -> int:
     return 0 if is_good else 1
 
 
+def random_saves(folder: Path, saves: int, *, seed: int) -> int:
+    """Print the totals of `saves` saves over a store whose calls fail at random; 1 if anything went wrong."""
+    outcome, started = None, time.monotonic()
+    for outcome in random_runs(folder, saves, seed=seed):
+        sys.stderr.write(f"\rsave {outcome.saves}/{saves}: {outcome.committed} committed, {len(outcome.wrong)} wrong ")
+        shutil.rmtree(folder)
+    assert outcome is not None, "no saves were asked for"
+    facts = {"random": saves, "seed": seed, **describe(outcome), "seconds": round(time.monotonic() - started, 1)}
+    sys.stdout.write(json.dumps(facts) + "\n")
+    return 1 if outcome.wrong else 0
+
+
 def _run_pooled(
     pools: queue.SimpleQueue[RankPool], folder: Path, case: FaultCase
 ) -> tuple[FaultCase, list[str], RankOutcome]:
@@ -254,6 +268,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--s3", action="store_true")
     parser.add_argument("--matrix", action="store_true")
+    parser.add_argument(
+        "--random", type=int, metavar="N", help="save N times over an fsspec store that fails at random"
+    )
     parser.add_argument("--damage", type=int, metavar="N", help="flip and truncate each file N times, at random places")
     parser.add_argument("--hows", default="before,after,torn,hang", help="which faults the matrix injects")
     parser.add_argument("--ranks", type=int, default=2)
@@ -262,6 +279,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.random:
+            return random_saves(Path(folder, "runs"), arguments.random, seed=arguments.seed)
         if arguments.damage:
             return damage(Path(folder), arguments.damage, seed=arguments.seed)
         if arguments.matrix:

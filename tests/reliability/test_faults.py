@@ -18,6 +18,7 @@ from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.time_limit import HungStoreError, run_until
 from tools.faults.cases import KINDS, FaultCase, all_cases, count_calls, run_case
+from tools.faults.random_saves import random_runs
 from tools.faults.store import FaultMode, FaultyStore, StoreFault
 from tools.rank_pool import RankPool
 
@@ -152,3 +153,12 @@ def test_a_mirror_copies_the_commit_before_a_failed_save(tmp_path: Path) -> None
     with pytest.raises(OSError, match="No space"):
         saver.close()
     assert open_checkpoint(str(tmp_path / "safe")).step == 1
+
+
+def test_saves_over_a_store_that_fails_at_random_lose_nothing(tmp_path: Path) -> None:
+    for outcome in random_runs(tmp_path, 150, seed=5):
+        assert outcome.wrong == []
+    assert outcome.saves == 150
+    assert outcome.committed > 60
+    assert min(outcome.injected[kind] for kind in ("error", "timeout", "false 404", "short read")) > 20
+    assert outcome.deleted > 10
