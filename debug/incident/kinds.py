@@ -125,6 +125,14 @@ class EventKind(StrEnum):
     OOM = "oom"
     WATCHDOG = "watchdog"  # NCCL's watchdog: group, sequence number, operation
     SIGTERM = "sigterm"
+    HEARTBEAT = "heartbeat"  # NCCL's heartbeat monitor: the watchdog itself is stuck, or another rank asked for dumps
+    DESYNC = "desync"  # torch's report of ranks that lag behind; they are in the value `names`
+    DEVICE_ERROR = "device_error"  # a GPU or its driver failed
+    KILLED = "killed"  # a kernel, scheduler or shell says that a process was killed
+    NODE_LOST = "node_lost"  # a scheduler lost a host
+    PREEMPTED = "preempted"  # this and the next two: ends that are no fault of the job
+    TIME_LIMIT = "time_limit"
+    CANCELLED = "cancelled"
 
     @property
     def is_communication(self) -> bool:

@@ -92,7 +92,10 @@ class StackSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEvent:
-    """A line of a log that was recognized."""
+    """A line of a log that was recognized. `rank` is -1 if the writer is not known.
+
+    The value `names` lists other ranks that the text names ("2" or "2,3"), `host` and `pid` the process that it is about.
+    """
 
     kind: EventKind
     rank: int
@@ -256,7 +259,8 @@ class Launcher:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One incident of one job. `wrappers` are lines (file, line) of the program that issue several kinds of operations:
-    helpers around torch.distributed, never the line to blame."""
+    helpers around torch.distributed, never the line to blame. `job_log` holds what no rank is known to have written:
+    schedulers, kernels, a console without prefixes."""
 
     url: str
     incident: str
@@ -268,6 +272,7 @@ class Run:
     launcher: Launcher | None = None
     incidents: tuple[str, ...] = ()
     wrappers: frozenset[tuple[str, int]] = frozenset()
+    job_log: RankLog | None = None
 
     def members(self, group: int) -> tuple[int, ...]:
         """Ranks of a group: as recorded, else all that used it."""

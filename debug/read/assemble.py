@@ -32,6 +32,7 @@ from titan_ckpt.debug.read.logs import group_by_rank, merge_logs
 from titan_ckpt.debug.read.name_tables import Interner
 from titan_ckpt.debug.read.recorder_files import Sidecar
 from titan_ckpt.debug.read.snapshots import add_box, merge_dumps
+from titan_ckpt.debug.read.text.job_text import JobText
 from titan_ckpt.store.base import Store
 
 STALL = "stall"  # why a recorder dumped
@@ -67,6 +68,10 @@ class RunEvidence:
     num_evidence: int = 0
     recorded_ranks: int = 0
     boxes: BoxReader = field(init=False)
+    texts: list[JobText] = field(default_factory=list)
+    job_log: RankLog | None = None
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    pids: Mapping[int, int] = field(default_factory=dict)
     first_record: dict[int, int] = field(default_factory=dict)
     unusable_groups: set[int] = field(default_factory=set)
 
@@ -100,6 +105,7 @@ def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -
         names=evidence.interner.names(),
         launcher=evidence.launcher,
         incidents=incidents,
+        job_log=evidence.job_log,
     )
     return replace(run, flags=(*evidence.flags, *_flags(evidence, run)), wrappers=_wrappers(run))
 
@@ -138,8 +144,8 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
     side = found.sidecar
     return RankRecord(
         rank=rank,
-        host=side.host if side else "",
-        pid=side.pid if side and side.pid is not None else (found.box.pid if found.box else None),
+        host=(side.host if side else "") or evidence.hosts.get(rank, ""),
+        pid=side.pid if side and side.pid is not None else (found.box.pid if found.box else evidence.pids.get(rank)),
         coordinates=side.coordinates if side else {},
         operations=add_box(merge_dumps(tables), box, prefer_box=prefer_box),
         dumps=tuple(dumps),

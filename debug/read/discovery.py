@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,16 +19,17 @@ TAIL_OF_LOG = 12 << 20
 
 _RANK = re.compile(r"rank[_-]?0*(\d{1,6})(?!\d)", re.IGNORECASE)
 _TRAILING = re.compile(r"(?:trace|dump|flight_recorder|fr)[\w-]*?_0*(\d{1,6})$", re.IGNORECASE)
-_TORCHRUN = re.compile(r"(?:^|/)attempt_\d+/(\d{1,6})/(?:stdout|stderr)\.log$")
-_TEXT = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
-_ENDINGS = frozenset((".json", ".jsonl", ".stacks", ".box", ".pickle", ".pkl", ".pt", ".svg", *_TEXT))
+_TORCHRUN = re.compile(r"(?P<base>(?:^|.*/)attempt_\d{1,6})/(?P<local>\d{1,6})/(?:stdout|stderr)\.log(?:\.gz|\.zst)?$")
+TEXT_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
+_ENDINGS = frozenset((".json", ".jsonl", ".stacks", ".box", ".pickle", ".pkl", ".pt", ".svg", *TEXT_ENDINGS))
 _STEP_FOLDER = re.compile(r"^step-\d{8,}$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceFile:
     """A file that may be evidence. `stem` is its name without rank-independent endings: snapshots of equal stem belong
-    together (a pickle, its JSON twin, its stacks)."""
+    together (a pickle, its JSON twin, its stacks). `host_folder`: torchrun's log folder; `rank` then counts the ranks of its
+    host."""
 
     path: str
     rank: int | None
@@ -36,6 +38,7 @@ class EvidenceFile:
     suffix: str
     size_bytes: int
     modified_s: float
+    host_folder: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,7 @@ def _evidence_file(path: str, size_bytes: int, modified_s: float) -> EvidenceFil
     rank, rest = _rank_of(path, bare)
     return EvidenceFile(
         path=path, rank=rank, reason=rest.strip("._-"), stem=bare, suffix=suffix,
-        size_bytes=size_bytes, modified_s=modified_s,
+        size_bytes=size_bytes, modified_s=modified_s, host_folder=match["base"] if (match := _TORCHRUN.match(path)) else "",
     )  # fmt: skip
 
 
@@ -96,8 +99,8 @@ def _rank_of(path: str, bare: str) -> tuple[int | None, str]:
         return int(match.group(1)), bare[match.end() :]
     if match := _TRAILING.search(bare):
         return int(match.group(1)), ""
-    if match := _TORCHRUN.search(path):
-        return int(match.group(1)), ""
+    if match := _TORCHRUN.match(path):
+        return int(match["local"]), ""
     folders = path.rpartition("/")[0]
     if match := _RANK.search(folders.rpartition("/")[2]):
         return int(match.group(1)), bare
@@ -107,12 +110,9 @@ def _rank_of(path: str, bare: str) -> tuple[int | None, str]:
 def read_evidence_file(store: Store, file: EvidenceFile) -> bytes:
     """The file's content, unpacked. ValueError or DamagedError when it is too large or its compression is damaged.
 
-    Logs that are very long are read from both ends.
+    Logs, which may be longer, are read by `log_chunks`.
     """
     is_packed = file.path.endswith(PACKED)
-    if not is_packed and file.suffix in _TEXT and file.size_bytes > HEAD_OF_LOG + TAIL_OF_LOG:
-        head = store.read(file.path, 0, HEAD_OF_LOG)
-        return head + b"\n" + store.read(file.path, file.size_bytes - TAIL_OF_LOG, TAIL_OF_LOG)
     if file.size_bytes > MAX_FILE_BYTES:
         raise ValueError(f"{file.size_bytes} bytes: larger than any evidence file")
     try:
@@ -122,18 +122,32 @@ def read_evidence_file(store: Store, file: EvidenceFile) -> bytes:
     if not is_packed:
         return data
     pieces = unpacked(file.path, [data], packed_bytes=len(data), most_bytes=MAX_UNPACKED_BYTES)
-    return _both_ends(pieces) if file.suffix in _TEXT else b"".join(pieces)
+    return b"".join(pieces)
 
 
-def _both_ends(pieces: Iterator[bytes]) -> bytes:
-    """The first and last bytes of a log, and all of one that is not longer."""
-    head, tail = bytearray(), bytearray()
-    is_cut = False
-    for piece in pieces:
-        room = HEAD_OF_LOG - len(head)
-        head += piece[:room]
-        tail += piece[room:]
-        if len(tail) > 2 * TAIL_OF_LOG:
-            del tail[:-TAIL_OF_LOG]
-            is_cut = True
-    return bytes(head) + (b"\n" if is_cut else b"") + bytes(tail)
+CHUNK = 1 << 20
+MAX_LOG_BYTES = 64 << 30  # unpacked
+
+
+def log_chunks(store: Store, file: EvidenceFile) -> Iterator[tuple[bytes, bool]]:
+    """A log of any length, unpacked, in chunks; True for those between its head and its tail. Holds TAIL_OF_LOG at most."""
+    held: deque[bytes] = deque()
+    head = size = 0
+    parts = _raw_chunks(store, file)
+    for chunk in unpacked(file.path, parts, packed_bytes=file.size_bytes, most_bytes=MAX_LOG_BYTES):
+        if head < HEAD_OF_LOG:
+            head += len(chunk)
+            yield chunk, False
+            continue
+        held.append(chunk)
+        size += len(chunk)
+        while size - len(held[0]) >= TAIL_OF_LOG:
+            size -= len(held[0])
+            yield held.popleft(), True
+    for chunk in held:
+        yield chunk, False
+
+
+def _raw_chunks(store: Store, file: EvidenceFile) -> Iterator[bytes]:
+    for start in range(0, file.size_bytes, CHUNK):
+        yield store.read(file.path, start, min(CHUNK, file.size_bytes - start))

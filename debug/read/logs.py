@@ -1,4 +1,4 @@
-"""Parse logs: fatal errors, errors that are only symptoms, watchdog lines, exit codes, the last lines.
+"""All logs of a run together: which writer is which rank, what each rank logged, and how processes ended.
 
 A rank that logs "connection closed by peer" or "timed out" is a witness, not a suspect.
 """
@@ -6,116 +6,263 @@ A rank that logs "connection closed by peer" or "timed out" is a witness, not a 
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import EventKind
-from titan_ckpt.debug.incident.records import Exit, Frame, Launcher, LogEvent, RankLog
-
-TAIL_LINES = 40
-MAX_EVENTS = 400
-MAX_LINE = 2_000
-
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)")
-_PREFIX = re.compile(r"^\s*\[(?:rank|default)(\d{1,6})\]:\s?")
-_SLURM = re.compile(r"^\s*(\d{1,6}): ")
-_STEP = re.compile(r"\bstep[ =:#-]{0,3}(\d{1,9})\b", re.IGNORECASE)
-_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d{1,9}), in (.+)$')
-_RAISED = re.compile(
-    r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Failure|EnforceNotMet))(?::\s*(.*))?$"
-)
-_LOGGED = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b.*?\b([A-Z]\w*(?:Error|Exception)): ?(.*)$")
-_FATAL = re.compile(r"Fatal Python error: (.+)$")
-_OOM = re.compile(r"OutOfMemoryError|out of memory|oom-kill|Out Of Memory|MemoryError\b|std::bad_alloc", re.IGNORECASE)
-_CLOSED = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|ncclRemoteError"
-    r"|remote worker crash|Connection refused|recvValue failed|Failed to recv"
-)
-_TIMEOUT = re.compile(
-    r"Timed out waiting|wait timeout after|Watchdog caught|timed out after \d+ ?ms|Socket Timeout|timeout.*collective"
-)
-_MISMATCH = re.compile(
-    r"op\.preamble\.length <= op\.nbytes|data size doesn't match expected size|message truncated", re.IGNORECASE
-)
-_ARGUMENT = re.compile(r"enforce fail at \S*gloo/gloo/\w+\.cc")  # gloo's check of the caller's own arguments
-_COMM = re.compile(
-    r"DistBackendError|DistNetworkError|DistStoreError|gloo/|NCCL (?:error|communicator|operation)|ProcessGroup(?:Gloo|NCCL)"
-    r"|c10d|NCCLUtils"
-)
-_STORE_KEY = re.compile(r"wait timeout after \d+ms, keys: (\S+)")
-_KEY_RANK = re.compile(r"(?:^|/)(\d{1,6})$")
-_WATCHDOG = re.compile(
-    r"(?:\[PG (?:ID \S+ )?(?:PG )?(?:GUID )?(?P<group>[^\]]*?) Rank (?P<rank>\d+)\])?"
-    r".*Watchdog caught collective operation timeout: "
-    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+), NumelIn=(?P<numel_in>\d+), NumelOut=(?P<numel_out>\d+)"
-    r"(?:, Timeout\(ms\)=(?P<timeout>\d+))?"
-)
-_LAST_WORK = re.compile(
-    r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+), last completed (?:NCCL )?work: (?P<completed>-?\d+)"
-)
-_SIGTERM = re.compile(r"SIGTERM|signal 15\b", re.IGNORECASE)
+from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent, RankLog
+from titan_ckpt.debug.read.text.endings import Ending, Note
+from titan_ckpt.debug.read.text.job_text import JobText, Writer
+from titan_ckpt.debug.read.text.streams import MAX_EVENTS, Stream, merged_log, values_of
 
 
-@dataclass(slots=True)
-class _Stream:
-    """One rank's lines of one file, while they are read."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLogs:
+    """What all text files of a run said. `job` holds what no rank is known to have written."""
 
-    rank: int
-    source: str
-    events: list[LogEvent] = field(default_factory=list)
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
-    number: int = 0
-    time_s: float | None = None
-    last_step: int | None = None
-    last_step_line: int = 0
-    step_times: dict[int, float] = field(default_factory=dict)
-    frames: list[Frame] | None = None
-    thread: str = ""
+    ranks: Mapping[int, Sequence[RankLog]]
+    job: RankLog | None
+    exits: Sequence[Exit]
+    launcher: Launcher | None
+    hosts: Mapping[int, str]
+    pids: Mapping[int, int]
+    crashes: Sequence[tuple[int, str, str]]  # rank, source, text: stacks that the fault handler wrote into a log
 
 
-def parse_rank_log(text: str, source: str, rank: int, *, since_s: float | None = None) -> RankLog:
-    """The log of one rank, from `since_s` on (by the log's own clock) if its lines have times."""
-    stream = _Stream(rank=rank, source=source)
-    lines = text.splitlines()
-    first = _first_line_since(lines, since_s) if since_s is not None else 0
-    for number, line in enumerate(lines[first:], first + 1):
-        line = line[:MAX_LINE]
-        match = _PREFIX.match(line)
-        _take(stream, number, line[match.end() :] if match else line)
-    return _finish(stream)
+def combine(texts: Sequence[JobText], known_pids: Mapping[int, int] | None = None) -> JobLogs:
+    """Resolve the writers of all files at once: a pid named in one file may be a rank in another. `known_pids`: rank by pid."""
+    who = _Who(texts, known_pids or {})
+    ranks: defaultdict[int, list[RankLog]] = defaultdict(list)
+    job: list[RankLog] = []
+    exits: list[Exit] = []
+    for text in texts:
+        by_rank: defaultdict[int, list[Stream]] = defaultdict(list)
+        for writer, stream in text.writers.items():
+            by_rank[who.rank(writer)].append(stream)
+        ended = _exits(text, who)
+        exits += ended
+        for rank in _unheard(text, by_rank, ended):
+            by_rank[rank] = [Stream(source=text.source, rank=rank)]
+        for rank, streams in by_rank.items():
+            if rank >= 0:
+                ranks[rank].append(merged_log(streams, rank))
+            else:
+                job.append(merged_log(streams, -1))
+        _take_notes(text, who, ranks, job)
+    pids = {ended.rank: ended.pid for ended in exits if ended.pid is not None}
+    pids.update({rank: writer[2] for writer, rank in who.links.items() if writer[0] == "pid"})
+    crashes = [
+        (who.rank(writer), text.source, "\n".join(stream.crash))
+        for text in texts
+        for writer, stream in text.writers.items()
+        if stream.crash
+    ]
+    logs = JobLogs(
+        ranks=ranks, job=merge_logs(job), exits=exits, launcher=_launcher(texts, exits), hosts=who.hosts, pids=pids,
+        crashes=crashes,
+    )  # fmt: skip
+    return _with_meant_ranks(logs)
 
 
-def _first_line_since(lines: Sequence[str], since_s: float) -> int:
-    """Where a log that was appended to, restart after restart, reaches the run in question."""
-    has_times = False
-    for number, line in enumerate(lines):
-        match = _TIME.search(line[:MAX_LINE])
-        time_s = _seconds(*match.groups()) if match else None
-        has_times |= time_s is not None
-        if time_s is not None and time_s >= since_s:
-            return number
-    return len(lines) if has_times else 0
+class _Who:
+    """The ranks of writers that are named otherwise: by process, by place on a host, by node."""
+
+    def __init__(self, texts: Sequence[JobText], known_pids: Mapping[int, int]) -> None:
+        self.links: dict[Writer, int] = {}
+        self.hosts: dict[int, str] = {}
+        self._pids: dict[int, int] = dict(known_pids)
+        self.is_elastic = any(text.endings.is_elastic for text in texts)
+        writers = {writer for text in texts for writer in text.writers}
+        for text in texts:
+            self.links.update({writer: rank for writer, rank in text.links.items() if rank <= MAX_RANK})
+            self.hosts.update(text.hosts)
+            for ending in text.endings.found:
+                self._learn(text, ending)
+        self._pids.update({writer[2]: rank for writer, rank in self.links.items() if writer[0] == "pid"})
+        self._offsets = _offsets(texts, self.links)
+        has_places = any(writer[0] in ("rank", "local") for writer in writers) or bool(self.links)
+        nodes = {writer: node for text in texts for writer, node in text.nodes.items()}
+        self._nodes = {} if has_places else {**nodes, **_single_process_hosts(writers)}
+
+    def _learn(self, text: JobText, ending: Ending) -> None:
+        if ending.rank is None or (ending.is_task and self.is_elastic):
+            return
+        if ending.local_rank is not None:
+            self.links.setdefault(("local", f"{text.scope}|", ending.local_rank), ending.rank)
+        if ending.pid:
+            self._pids.setdefault(ending.pid, ending.rank)
+        if ending.host:
+            self.hosts.setdefault(ending.rank, ending.host)
+
+    def rank(self, writer: Writer) -> int:
+        """The rank of a writer, -1 where it is not known."""
+        kind, place, number = writer
+        if kind == "rank":
+            return number if number <= MAX_RANK else -1
+        if writer in self.links:
+            return self.links[writer]
+        if kind == "local":
+            return self._offsets.get(place, 0) + number
+        if kind == "pid":
+            return self._pids.get(number, self._nodes.get(writer, -1))
+        return self._nodes.get(writer, -1)
+
+    def of_ending(self, text: JobText, ending: Ending) -> int:
+        """The rank that ended."""
+        if ending.rank is not None:
+            return -1 if ending.is_task and self.is_elastic else ending.rank
+        if ending.local_rank is not None:
+            return self.rank(("local", f"{text.scope}|", ending.local_rank))
+        return self.of_pid(ending.pid)
+
+    def of_pid(self, pid: int | None) -> int:
+        return self._pids.get(pid, -1) if pid else -1
+
+    def of_host(self, host: str) -> list[int]:
+        """The ranks on a host, by its short name."""
+        short = host.partition(".")[0]
+        known = [rank for rank, name in self.hosts.items() if short and name.partition(".")[0] == short]
+        return known or [rank for writer, rank in self._nodes.items() if writer[1] == host]
 
 
-def parse_mixed_log(text: str, source: str) -> dict[int, RankLog]:
-    """The logs of all ranks in one file whose lines start with `[rank3]:`, `[default3]:` or srun's `3: `."""
-    streams: dict[int, _Stream] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line[:MAX_LINE]
-        match = _PREFIX.match(line) or _SLURM.match(line)
-        if match:
-            rank = int(match.group(1))
-            stream = streams.setdefault(rank, _Stream(rank=rank, source=source))
-            _take(stream, number, line[match.end() :])
-    return {rank: _finish(stream) for rank, stream in streams.items()}
+def _offsets(texts: Sequence[JobText], links: Mapping[Writer, int]) -> dict[str, int]:
+    """The first rank of each place in which local ranks count: as a line shows it, else in the order of the hosts."""
+    offsets: dict[str, int] = {}
+    for (kind, place, number), rank in links.items():
+        if kind == "local" and rank >= number:
+            offsets.setdefault(place, rank - number)
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for text in texts:
+        for kind, place, number in text.writers:
+            if kind == "local":
+                sizes[place] = max(sizes[place], number + 1)
+    if len(sizes) > 1 and not set(sizes) & set(offsets) and len({re.sub(r"\d+", "#", place) for place in sizes}) == 1:
+        begin = 0
+        for place in sorted(sizes, key=_natural):
+            offsets[place] = begin
+            begin += sizes[place]
+    return offsets
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,9})", text)]
+
+
+_POD_NUMBER = re.compile(r"(?:^|[-_])(\d{1,5})$")
+
+
+def _single_process_hosts(writers: Iterable[Writer]) -> dict[Writer, int]:
+    """Where nothing but hosts or nodes is known: their numbers, as in pods of one process (`job-master-0`, `job-worker-1`)."""
+    nodes = {writer: writer[2] for writer in writers if writer[0] == "node"}
+    hosts = [writer for writer in writers if writer[0] == "host" and _POD_NUMBER.search(writer[1])]
+    has_master = any("master" in writer[1] for writer in hosts)
+    for writer in hosts:
+        match = _POD_NUMBER.search(writer[1])
+        if match is not None and "-" in writer[1]:
+            nodes[writer] = int(match.group(1)) + (has_master and "master" not in writer[1])
+    return nodes if len(set(nodes.values())) == len(nodes) else {}
+
+
+# --------------------------------------------------------------------------------------------------------- endings
+
+
+def _exits(text: JobText, who: _Who) -> list[Exit]:
+    """The exits that a file tells of, one a rank: a table's (which has the time) rather than a line's."""
+    told = text.endings.told
+    found: dict[int, Exit] = {}
+    for ending in text.endings.found:
+        rank = who.of_ending(text, ending)
+        if not 0 <= rank <= MAX_RANK:
+            continue
+        known = found.get(rank)
+        if known is None or known.time_s is None:
+            is_stopped = ending.pid in told or (ending.is_task and ending.code == -15)
+            found[rank] = Exit(
+                rank=rank, code=ending.code, source=text.source, line=ending.line, pid=ending.pid, time_s=ending.time_s,
+                was_told=is_stopped, is_first=ending.is_first,
+            )  # fmt: skip
+    return [*found.values(), *_stopped(text, who, found)]
+
+
+def _stopped(text: JobText, who: _Who, found: Mapping[int, Exit]) -> list[Exit]:
+    """Ranks that torchrun stopped and that its table of failures does not list: those that are left over, if they are as many."""
+    listed = {ended.pid for ended in found.values()}
+    pids = sorted(pid for pid in text.endings.told if pid not in listed)
+    if not pids or not found:
+        return []
+    first = min(who.rank(("local", f"{text.scope}|", 0)), min(found))
+    left = [rank for rank in range(first, first + len(found) + len(pids)) if rank not in found]
+    if len(left) != len(pids):
+        return []
+    return [
+        Exit(rank=rank, code=text.endings.told[pid], source=text.source, pid=pid, was_told=True)
+        for rank, pid in zip(left, pids, strict=True)
+    ]
+
+
+def _unheard(text: JobText, by_rank: Mapping[int, Sequence[Stream]], exits: Sequence[Exit]) -> list[int]:
+    """Ranks of a console that logged nothing of their own in it, though others did: their logs are empty, not missing."""
+    is_console = text.endings.is_elastic and any(rank >= 0 for rank in by_rank)
+    return [ended.rank for ended in exits if ended.rank not in by_rank] if is_console else []
+
+
+def _take_notes(text: JobText, who: _Who, ranks: defaultdict[int, list[RankLog]], job: list[RankLog]) -> None:
+    """What was said of processes and hosts, as events of the ranks that are meant, else of the job."""
+    for note in text.endings.notes:
+        pid = note.values.get("pid", "")
+        meant = [who.of_pid(int(pid))] if pid else who.of_host(note.values.get("host", ""))
+        event = _note_event(text, note)
+        for rank in [rank for rank in meant if rank >= 0]:
+            ranks[rank].append(RankLog(source=text.source, events=(replace(event, rank=rank),)))
+        if not any(rank >= 0 for rank in meant):
+            job.append(RankLog(source=text.source, events=(event,)))
+
+
+def _note_event(text: JobText, note: Note) -> LogEvent:
+    return LogEvent(kind=note.kind, rank=-1, text=note.text, source=text.source, line=note.line, values=note.values)
+
+
+def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | None:
+    """How the job's launcher ended, from the last file that shows it."""
+    for text in reversed(texts):
+        if (
+            text.endings.is_elastic
+            or text.endings.code is not None
+            or "launcher" in text.source
+            or "torchrun" in text.source
+        ):
+            of_file = [ended for ended in exits if ended.source == text.source]
+            first = next((ended.rank for ended in of_file if ended.is_first), None)
+            code = text.endings.code if text.endings.code is not None else 1 if of_file else None
+            return Launcher(source=text.source, code=code, first_rank=first)
+    return None
+
+
+def _with_meant_ranks(logs: JobLogs) -> JobLogs:
+    """Events of the kernel and of drivers that name a process of a known rank, moved to that rank."""
+    if logs.job is None:
+        return logs
+    by_pid = {pid: rank for rank, pid in logs.pids.items()}
+    ranks = {rank: list(found) for rank, found in logs.ranks.items()}
+    kept = []
+    for event in logs.job.events:
+        pid = event.values.get("pid", "")
+        rank = by_pid.get(int(pid), -1) if pid.isdigit() else -1
+        if rank < 0:
+            kept.append(event)
+            continue
+        moved = replace(event, rank=rank, values=values_of(event, pid=pid))
+        ranks.setdefault(rank, []).append(RankLog(source=event.source, events=(moved,)))
+    return replace(logs, ranks=ranks, job=replace(logs.job, events=tuple(kept)))
+
+
+# ------------------------------------------------------------------------------------------------------- several files
 
 
 def merge_logs(logs: Iterable[RankLog]) -> RankLog | None:
     """One log of several files of the same rank (stdout and stderr, or restarts); the newest one gives its end."""
-    known = sorted(logs, key=lambda log: (log.last_time_s or 0.0, bool(log.events), len(log.tail)))
+    known = sorted(logs, key=lambda log: (log.last_time_s or 0.0, bool(log.events and log.tail), len(log.tail)))
     if not known:
         return None
     last = known[-1]
@@ -123,10 +270,10 @@ def merge_logs(logs: Iterable[RankLog]) -> RankLog | None:
     times: dict[int, float] = {}
     for log in known:
         times.update(log.step_times)
-    events = sorted((event for log in known for event in log.events), key=lambda event: event.time_s or 0.0)
+    events = sorted(_distinct(known), key=lambda event: event.time_s or 0.0)
     return RankLog(
         source=last.source,
-        events=tuple(events[:MAX_EVENTS]),
+        events=tuple(events if len(events) <= MAX_EVENTS else events[: MAX_EVENTS // 2] + events[-MAX_EVENTS // 2 :]),
         tail=last.tail,
         tail_line=last.tail_line,
         last_step=max(steps, default=None),
@@ -136,182 +283,18 @@ def merge_logs(logs: Iterable[RankLog]) -> RankLog | None:
     )
 
 
-def _finish(stream: _Stream) -> RankLog:
-    return RankLog(
-        source=stream.source,
-        events=tuple(stream.events[:MAX_EVENTS]),
-        tail=tuple(stream.tail),
-        tail_line=stream.number,
-        last_step=stream.last_step,
-        last_step_line=stream.last_step_line,
-        last_time_s=stream.time_s,
-        step_times=stream.step_times,
-    )
-
-
-def _take(stream: _Stream, number: int, line: str) -> None:
-    """Account for one line, its rank prefix removed."""
-    if not line.strip():
-        return
-    stream.number = number
-    stream.tail.append(line)
-    if match := _TIME.search(line):
-        stream.time_s = _seconds(*match.groups()) or stream.time_s
-        if step := _STEP.search(line):
-            stream.last_step, stream.last_step_line = int(step.group(1)), number
-            if stream.time_s is not None and len(stream.step_times) < 100_000:
-                stream.step_times.setdefault(stream.last_step, stream.time_s)
-    if line.startswith("Exception in thread "):
-        stream.thread = line.removeprefix("Exception in thread ").rstrip(":\n ")[:100]
-    elif line.startswith("Traceback (most recent call last)"):
-        stream.frames = []
-    elif stream.frames is not None and (frame := _FRAME.match(line)):
-        if len(stream.frames) < 200:
-            stream.frames.append(Frame(file=frame.group(1), line=int(frame.group(2)), function=frame.group(3)))
-    elif len(stream.events) < MAX_EVENTS:
-        _events_of(stream, number, line)
-
-
-def _events_of(stream: _Stream, number: int, line: str) -> None:
-    raised = _RAISED.match(line) if stream.frames is not None else None
-    logged = None if raised else _LOGGED.search(line)
-    values: dict[str, str] = {}
-    kind: EventKind | None = None
-    if (match := _WATCHDOG.search(line)) or (match := _LAST_WORK.search(line)):
-        kind, values = EventKind.WATCHDOG, {key: value for key, value in match.groupdict().items() if value}
-    elif match := _STORE_KEY.search(line):
-        kind, values = EventKind.STORE_WAIT, {"key": match.group(1), **_awaited(match.group(1))}
-    elif match := _FATAL.search(line):
-        kind, values = EventKind.FATAL_SIGNAL, {"error": match.group(1)}
-    elif _MISMATCH.search(line):
-        kind = EventKind.COMM_MISMATCH
-    elif raised or logged:
-        found = raised or logged
-        assert found is not None
-        kind, values = (
-            kind_of_error(line),
-            {"type": found.group(1), "message": found.group(2) or ""},
-        )
-    elif _OOM.search(line):
-        kind = EventKind.OOM
-    elif _SIGTERM.search(line):
-        kind = EventKind.SIGTERM
-    if kind and raised and (call := _torch_call(stream.frames or [])):
-        values["call"] = call
-    elif kind and raised and (below := _below_torch(stream.frames or [])):
-        values["below"] = below
-    if kind and raised and stream.thread:
-        values["thread"], stream.thread = stream.thread, ""
-    if kind:
-        frame = user_frame(reversed(stream.frames)) if raised and stream.frames else None
-        stream.events.append(
-            LogEvent(
-                kind=kind,
-                rank=stream.rank,
-                text=line.strip()[:400],
-                source=stream.source,
-                line=number,
-                time_s=stream.time_s,
-                frame=frame,
-                values=values,
-            )
-        )
-    if raised or (stream.frames and not line.startswith(" ")):
-        stream.frames = None
-
-
-def _torch_call(frames: Sequence[Frame]) -> str:
-    """The torch.distributed function that a traceback (innermost call last) went through."""
-    calls = (f.function for f in reversed(frames) if f.file.endswith("distributed_c10d.py") and f.function != "wrapper")
-    return next(calls, "")
-
-
-def _below_torch(frames: Sequence[Frame]) -> str:
-    """The pass of the training step whose C++ raised: "backward" or "forward"; "" if it was another part of the program."""
-    inner = frames[-1].file if frames else ""
-    names = [f.function for f in reversed(frames)]
-    if "/torch/" not in inner:
-        return ""
-    return next((name for name in names if name in ("backward", "forward")), "")
-
-
-def kind_of_error(line: str) -> EventKind:
-    """Classify an error: the program's own, or the symptom of a peer's trouble."""
-    if _MISMATCH.search(line):
-        return EventKind.COMM_MISMATCH
-    if _ARGUMENT.search(line):
-        return EventKind.EXCEPTION
-    if _OOM.search(line):
-        return EventKind.OOM
-    if _CLOSED.search(line):
-        return EventKind.COMM_CLOSED
-    if _TIMEOUT.search(line):
-        return EventKind.COMM_TIMEOUT
-    return EventKind.COMM_ERROR if _COMM.search(line) else EventKind.EXCEPTION
-
-
-def _awaited(key: str) -> dict[str, str]:
-    match = _KEY_RANK.search(key)
-    return {"rank": match.group(1)} if match else {}
-
-
-def _seconds(date: str, clock: str) -> float | None:
-    try:
-        moment = datetime.fromisoformat(f"{date}T{clock.replace(',', '.')}")
-    except ValueError:
-        return None
-    return moment.replace(tzinfo=UTC).timestamp()
-
-
-# ---------------------------------------------------------------------------------------------------- launchers
-
-_BLOCK_RANK = re.compile(r"^\s*rank\s+: (\d+) \(local_rank: (\d+)\)")
-_BLOCK_EXIT = re.compile(r"^\s*exitcode\s+: (-?\d+) \(pid: (\d+)\)")
-_BLOCK_TIME = re.compile(r"^\s*time\s+: (\d{4}-\d\d-\d\d)_(\d\d:\d\d:\d\d)")
-_TOLD = re.compile(r"Sending process (\d+) closing signal SIG(?:TERM|INT)")
-_RC = re.compile(r"^\s*(?:rc|exit(?:[ _-]?code| status)?)\s*[=:]\s*(-?\d+)\s*$", re.IGNORECASE)
-_ELASTIC = re.compile(r"torch/distributed/elastic|ChildFailedError|first observed failure")
-
-
-def looks_like_launcher(text: str) -> bool:
-    """Whether torchrun (its elastic agent) wrote this."""
-    return bool(_ELASTIC.search(text[:200_000]))
-
-
-def parse_launcher(text: str, source: str) -> tuple[Launcher, list[Exit]]:
-    """Exit codes by rank. A rank that the agent stopped (SIGTERM) did not end by itself."""
-    told = {int(pid) for pid in _TOLD.findall(text)}
-    codes = [int(match.group(1)) for line in text.splitlines()[-5:] if (match := _RC.match(line[:200]))]
-    exits = list(_exits(text, source, told))
-    first = next((exit_.rank for exit_ in exits if exit_.is_first), None)
-    return Launcher(source=source, code=codes[-1] if codes else (1 if exits else None), first_rank=first), exits
-
-
-def _exits(text: str, source: str, told: set[int]) -> Iterator[Exit]:
-    rank: int | None = None
-    time_s: float | None = None
-    is_first = False
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line[:500]
-        if "first observed failure" in line:
-            is_first = True
-        elif match := _BLOCK_TIME.match(line):
-            time_s = _seconds(*match.groups())
-        elif match := _BLOCK_RANK.match(line):
-            rank = int(match.group(1)[:9])
-        elif (match := _BLOCK_EXIT.match(line)) and rank is not None:
-            code, pid = int(match.group(1)[:9]), int(match.group(2)[:12])
-            yield Exit(
-                rank=rank,
-                code=code,
-                source=source,
-                line=number,
-                pid=pid,
-                time_s=time_s,
-                was_told=pid in told,
-                is_first=is_first,
-            )
-            rank = None
+def _distinct(logs: Sequence[RankLog]) -> list[LogEvent]:
+    """Events of several files; one that a console repeats from a rank's own file counts once."""
+    if len(logs) == 1:
+        return list(logs[0].events)
+    seen: dict[tuple[EventKind, str, float | None], str] = {}
+    kept = []
+    for log in sorted(logs, key=lambda log: log.source.count("/"), reverse=True):
+        for event in log.events:
+            key = event.kind, event.text, event.time_s
+            if seen.setdefault(key, log.source) == log.source:
+                kept.append(event)
+    return kept
 
 
 def group_by_rank(exits: Iterable[Exit]) -> dict[int, Exit]:

@@ -17,17 +17,17 @@ from titan_ckpt.debug.incident.records import (
 )
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence, assemble
 from titan_ckpt.debug.read.black_boxes import BlackBox, RawBox
-from titan_ckpt.debug.read.discovery import EvidenceFile, evidence_files, find_incident_folders, read_evidence_file
-from titan_ckpt.debug.read.flight_recorder import ParsedDump, parse_dump
-from titan_ckpt.debug.read.logs import (
-    looks_like_launcher,
-    parse_launcher,
-    parse_mixed_log,
-    parse_rank_log,
+from titan_ckpt.debug.read.discovery import (
+    TEXT_ENDINGS,
+    EvidenceFile,
+    evidence_files,
+    find_incident_folders,
+    read_evidence_file,
 )
+from titan_ckpt.debug.read.flight_recorder import ParsedDump, parse_dump
 from titan_ckpt.debug.read.plain_pickle import looks_like_pickle
 from titan_ckpt.debug.read.recorder_files import Exits, Sidecar, read_error, read_exits, read_sidecar
-from titan_ckpt.debug.read.stacks import parse_stacks
+from titan_ckpt.debug.read.text_files import finish_texts, is_json_lines, is_streamed, stream_text, take_text
 from titan_ckpt.errors import CheckpointError, NotFoundError, StoreError, TitanError, UnsafeContentError
 from titan_ckpt.location import local_path, scheme
 from titan_ckpt.parsing.json_values import JsonValue, parse_json
@@ -53,6 +53,7 @@ def open_run(url: str, *, store: Store | None = None) -> Run:
         for file in sorted(found, key=_reading_order):
             if not keep or not file.path.endswith(".box"):
                 _read(evidence, file)
+        finish_texts(evidence)
         if evidence.num_evidence == 0:
             raise _nothing(store, evidence, place.folders)
         return assemble(evidence, place.incident, place.incidents)
@@ -117,7 +118,10 @@ def _read_tails(evidence: RunEvidence, found: Sequence[EvidenceFile], keep: int)
 
 def _read(evidence: RunEvidence, file: EvidenceFile) -> None:
     try:
-        _take(evidence, file, read_evidence_file(evidence.store, file))
+        if is_streamed(file):
+            stream_text(evidence, file)
+        else:
+            _take(evidence, file, read_evidence_file(evidence.store, file))
     except _DAMAGE as error:
         _flag(evidence, file, error)
 
@@ -139,8 +143,8 @@ def _take(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     if file.suffix == ".svg" or not data:
         if file.rank is not None and not data and file.suffix in ("", ".pickle", ".pkl", ".json", ".box"):
             evidence.flag(FlagKind.DUMP_CORRUPT, "is empty", file.path, file.rank)
-        elif file.rank is None:
-            _take_text(evidence, file, "")
+        elif file.suffix in TEXT_ENDINGS:
+            take_text(evidence, file, b"")
         return
     if data.startswith(MAGIC) or file.suffix == ".box":
         _take_box(evidence, file, evidence.boxes.parse(data, file.path))
@@ -151,7 +155,7 @@ def _take(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     elif file.suffix in (".pickle", ".pkl") or (file.suffix == "" and b"\0" in data[:4096]):
         raise ValueError("is no pickle (wrong first bytes)")
     else:
-        _take_text(evidence, file, data.decode("utf-8", "replace"))
+        take_text(evidence, file, data)
 
 
 def _rank(evidence: RunEvidence, rank: int) -> RankEvidence:
@@ -202,6 +206,9 @@ def _take_json(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
         return  # the pickle of the same snapshot has the same, with call stacks
     if file.rank is None and not data.lstrip().startswith(b"{"):
         return  # not written by the recorder
+    if is_json_lines(data):
+        take_text(evidence, file, data)
+        return
     value = parse_json(data, file.path)
     document = JsonValue(value, file.path)
     kind = value.get("titan_ckpt") if isinstance(value, dict) else None
@@ -231,47 +238,6 @@ def _take_exits(evidence: RunEvidence, found: Exits) -> None:
     for rank, state in found.states.items():
         evidence.ranks[rank].process_state = state
     evidence.launcher = found.launcher or evidence.launcher
-
-
-def _take_text(evidence: RunEvidence, file: EvidenceFile, text: str) -> None:
-    if file.rank is not None:
-        _take_rank_text(evidence, file, text)
-        return
-    if looks_like_launcher(text) or "launcher" in file.stem or "torchrun" in file.stem:
-        evidence.num_evidence += 1
-        evidence.launcher, exits = parse_launcher(text, file.path)
-        evidence.exits.extend(exits)
-    for rank, log in parse_mixed_log(text, file.path).items():
-        _rank(evidence, rank).logs.append(log)
-
-
-SLACK_S = 10.0  # from a launch to the start of the recorder
-
-
-def _log_starts_s(evidence: RunEvidence) -> float | None:
-    """When this incident's process started, by the clock of logs (local time); None if no recorder ran."""
-    found = (rank.sidecar for rank in evidence.ranks.values() if rank.sidecar is not None)
-    starts = [sidecar.started_s for sidecar in found if sidecar.started_s is not None]
-    return min(starts) - SLACK_S if starts else None
-
-
-def _take_rank_text(evidence: RunEvidence, file: EvidenceFile, text: str) -> None:
-    assert file.rank is not None
-    if evidence.recorded_ranks and file.rank >= evidence.recorded_ranks and file.suffix in (".log", ".out", ".err"):
-        return  # of an earlier, larger run
-    record = _rank(evidence, file.rank)
-    has_stacks = "most recent call first" in text[:4096] and "Traceback" not in text[:4096]
-    if file.suffix == ".stacks" or (has_stacks and file.suffix in ("", ".txt")):
-        if file.reason == "gil":
-            text = text[max(0, text.rfind("Timeout (")) :]  # the timer may have gone off before: the last time counts
-        is_abort = file.reason == "fatal" and "Fatal Python error: Aborted" in text[:200]
-        record.stacks.append(parse_stacks(text, file.path, "fatal abort" if is_abort else file.reason))
-        return
-    record.logs.append(parse_rank_log(text, file.path, file.rank, since_s=_log_starts_s(evidence)))
-    if "(most recent call first)" in text and "Fatal Python error" in text:
-        crash = text[text.index("Fatal Python error") :]
-        is_abort = crash.startswith("Fatal Python error: Aborted")
-        record.stacks.append(parse_stacks(crash, file.path, "fatal abort" if is_abort else "fatal"))
 
 
 def read_box_heartbeat(store: Store, path: str) -> Heartbeat | None:

@@ -21,9 +21,10 @@ from titan_ckpt.cli.main import main
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, HEARTBEAT, HEARTBEAT_AT, RECORD
 from titan_ckpt.debug.incident.kinds import FlagKind
-from titan_ckpt.debug.read.logs import parse_launcher, parse_mixed_log, parse_rank_log
+from titan_ckpt.debug.read.logs import combine
 from titan_ckpt.debug.read.plain_pickle import plain_loads
 from titan_ckpt.debug.read.stacks import parse_stacks
+from titan_ckpt.debug.read.text.job_text import JobText, read_text
 from titan_ckpt.debug.record.hooks import BoxWriter
 from titan_ckpt.errors import DamagedError, TitanError, UnsafeContentError
 from tools.paths import DATA, INCIDENTS
@@ -66,8 +67,10 @@ def test_run_layout_takes_the_newest_incident_and_the_logs(tmp_path: Path) -> No
 
 
 def test_one_log_with_prefixed_lines_is_split_by_rank() -> None:
-    text = "[rank0]: Traceback (most recent call last):\n[default3]: step 7 start\n2: hello\n"
-    assert set(parse_mixed_log(text, "job.log")) == {0, 2, 3}
+    text = (
+        b"[rank0]: Traceback (most recent call last):\n[default3]: step 7 start\n[2026-11-22 01:00:00] [rank 2] hello\n"
+    )
+    assert set(combine([read_text(JobText(source="job.log", scope="job.log"), [(text, False)])]).ranks) == {0, 2, 3}
 
 
 def test_single_dump_file_is_accepted() -> None:
@@ -193,11 +196,9 @@ def test_wild_json_values_never_crash_the_analyzer(tmp_path: Path) -> None:
 def test_mutated_logs_and_stacks_never_crash_their_parsers(seed: int) -> None:
     rng = random.Random(seed)
     for path in [*INCIDENTS.glob("s*/*.log"), *INCIDENTS.glob("s*/*.stacks")]:
-        text = mutate(rng, path.read_bytes() or b"x").decode("utf-8", "replace")
-        parse_rank_log(text, path.name, 0)
-        parse_mixed_log(text, path.name)
-        parse_launcher(text, path.name)
-        parse_stacks(text, path.name, "")
+        data = mutate(rng, path.read_bytes() or b"x")
+        combine([read_text(JobText(source=path.name, scope=path.name), [(data, False), (data, True)])])
+        parse_stacks(data.decode("utf-8", "replace"), path.name, "")
 
 
 def test_pickle_that_asks_for_a_huge_memo_is_refused_at_once() -> None:

@@ -1,0 +1,57 @@
+"""Times at the beginning of a log line, in the styles that loggers, container runtimes, kernels and schedulers use."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from functools import lru_cache
+
+_MONTHS = {
+    name: number
+    for number, name in enumerate(
+        ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"], 1
+    )
+}
+WORDS = frozenset((*_MONTHS, "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"))
+_CLOCK = r"(?P<clock>\d\d:\d\d:\d\d(?:[.,]\d{1,9})?)"
+_MONTH = rf"(?P<word>{'|'.join(_MONTHS)})"
+_ZONE = r"(?:Z\b|[+-]\d\d:?\d\d\b| ?UTC\b)?"
+
+# What may stand before a text, most usual first; an opening bracket is optional and closed again.
+_STYLES = (
+    rf"(?P<year>\d{{4}})[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _]{_CLOCK}{_ZONE}",
+    rf"(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>\d{{2,4}})[ T]+{_CLOCK}",
+    rf"(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun),? )?{_MONTH} +(?P<day>\d{{1,2}}) {_CLOCK}(?: (?P<year>\d{{4}}))?",
+    rf"{_CLOCK}",
+)
+LEADING = tuple(re.compile(rf"[\[(]?{style}[\])]?(?:[ \t]|:(?= )|(?=[\[<]))[ \t]?") for style in _STYLES)
+KERNEL = re.compile(r"\[\s{0,8}(?P<uptime>\d{1,9}\.\d{1,9})\](?:\[\s*[TC]?\d+\])? ")
+GLOG = re.compile(rf"\[?[EWIF](?P<month>\d{{1,2}})(?P<day>\d\d) {_CLOCK}")
+ANYWHERE = re.compile(rf"(?P<year>\d{{4}})-(?P<month>\d\d)-(?P<day>\d\d)[T _]{_CLOCK}")
+
+
+def seconds(match: re.Match[str], year: int) -> float | None:
+    """The moment that a match of a pattern above gives, in seconds since the epoch, read as UTC; None where it has no date.
+
+    `year` is used where the text has none (glog, syslog).
+    """
+    found = match.groupdict()
+    if not found.get("day"):
+        return None
+    month = _MONTHS.get(found.get("word") or "", 0) or int(found.get("month") or 0)
+    number = int(found.get("year") or year)
+    clock, _, fraction = found["clock"].replace(",", ".").partition(".")
+    hour, minute, second = (int(part) for part in clock.split(":"))
+    begin = _day(number + 2000 * (number < 100), month, int(found["day"]))
+    if begin is None or hour > 23 or minute > 59 or second > 60:
+        return None
+    return begin + 3600 * hour + 60 * minute + second + (float(f"0.{fraction}") if fraction else 0.0)
+
+
+@lru_cache(maxsize=1024)
+def _day(year: int, month: int, day: int) -> float | None:
+    """When a day begins."""
+    try:
+        return datetime(year, month, day, tzinfo=UTC).timestamp()
+    except ValueError:
+        return None

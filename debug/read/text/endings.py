@@ -1,0 +1,306 @@
+"""How processes ended, by what launchers, schedulers, shells and kernels say of them.
+
+Sources: torch/distributed/elastic/multiprocessing (api.py, errors/__init__.py; 1.9 to 2.13) and torch/multiprocessing/spawn.py;
+Slurm's src/srun/libsrun and slurmstepd; Open MPI's help-prte-runtime texts, Hydra's pmiserv, Intel MPI; Lightning's process
+observer; kubelet's events and `kubectl get pods`; bash's job messages.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from signal import Signals
+
+from titan_ckpt.debug.incident.kinds import EventKind
+from titan_ckpt.debug.read.text.clocks import seconds
+from titan_ckpt.debug.read.text.prefixes import Line
+
+_WORDS = {
+    "Segmentation fault": -11,
+    "Aborted": -6,
+    "Bus error": -7,
+    "Killed": -9,
+    "Floating point exception": -8,
+    "Illegal instruction": -4,
+    "Terminated": -15,
+    "Out Of Memory": -9,
+    "Interrupt": -2,
+    "User defined signal 1": -10,
+    "Trace/breakpoint trap": -5,
+    "Hangup": -1,
+}
+_WORD = "|".join(_WORDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """One process's end, by what was said of it; `is_task`: `rank` counts a scheduler's tasks."""
+
+    code: int
+    line: int
+    rank: int | None = None
+    local_rank: int | None = None
+    pid: int | None = None
+    host: str = ""
+    time_s: float | None = None
+    is_task: bool = False
+    is_first: bool = False
+    is_oom: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something about a host or process that is no exit code: a lost node, a kill, a time limit."""
+
+    kind: EventKind
+    text: str
+    line: int
+    values: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Endings:
+    """What one file says of endings, line by line."""
+
+    found: list[Ending] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    told: dict[int, int] = field(default_factory=dict)  # pid -> signal that the launcher sent
+    is_elastic: bool = False
+    attempts: int = 0
+    code: int | None = None
+    _failed: bool = False
+    _first: bool = False
+    _rank: tuple[int, int] | None = None
+    _time_s: float | None = None
+    _spawned: int | None = None
+
+    def take(self, number: int, line: Line) -> bool:
+        """Account for one line; True if a new attempt of the job begins with it."""
+        text = line.text[:1000]
+        if "srun: " in text or "slurm" in text:
+            self._slurm(number, text)
+        if (
+            "torch/distributed/elastic" in text
+            or "exitcode" in text
+            or "rank" in text
+            or "time" in text
+            or "Root Cause" in text
+        ):
+            self._elastic(number, text)
+        if "process" in text or "Process" in text or "RANK" in text or "xit code" in text or "KILLED" in text:
+            self._mpi(number, text)
+            self._spawn(number, text)
+        self._kubernetes_or_shell(number, line, text)
+        return self._is_restart(text)
+
+    # -- torchrun
+
+    def _elastic(self, number: int, text: str) -> None:
+        if "torch/distributed/elastic" in text or "ChildFailedError" in text:
+            self.is_elastic = True
+        if match := _CLOSING.search(text):
+            self.told.setdefault(int(match["pid"]), -_number(match["signal"]))
+        elif match := _FORCED.search(text):
+            self.told[int(match["pid"])] = -9
+        elif match := _FAILED.search(text):
+            self._failed = True
+            self.found.append(
+                Ending(
+                    code=int(match["code"]), line=number, local_rank=int(match["local"]), pid=int(match["pid"]), is_first=True,
+                )
+            )  # fmt: skip
+        elif "Root Cause" in text or "first observed failure" in text:
+            self._first = True
+        elif match := _BLOCK_TIME.match(text):
+            self._time_s = _table_time(match)
+        elif match := _BLOCK_RANK.match(text):
+            self._rank = int(match["rank"]), int(match["local"])
+        elif self._rank is not None and (match := _BLOCK_EXIT.match(text)):
+            rank, local = self._rank
+            self.found.append(
+                Ending(
+                    code=int(match["code"]), line=number, rank=rank, local_rank=local, pid=int(match["pid"]), time_s=self._time_s,
+                    is_first=self._first,
+                )
+            )  # fmt: skip
+            self._rank, self._first = None, False
+        elif match := _RC.match(text):
+            self.code = int(match["code"])
+
+    def _is_restart(self, text: str) -> bool:
+        if "ill restart worker group" in text or ("attempts left" in text and "restart" in text):
+            self._forget()
+            return True
+        return False
+
+    def _forget(self) -> None:
+        self.attempts += 1
+        self.found.clear()
+        self.told.clear()
+        self._failed, self._first, self._rank = False, False, None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the launcher reported a failed worker since the last restart, without its final table."""
+        return self._failed
+
+    def begin_attempt(self) -> None:
+        """Ranks began again from an earlier step: all that was said is of an earlier attempt."""
+        self._forget()
+
+    # -- Slurm
+
+    def _slurm(self, number: int, text: str) -> None:
+        if match := _TASKS.search(text):
+            words = match["word"]
+            code = -int(match["signal"]) if match["signal"] else int(match["code"]) if match["code"] else _WORDS[words]
+            tasks = ranges(match["tasks"])
+            for task in tasks:
+                self.found.append(
+                    Ending(
+                        code=code, line=number, rank=task, host=_one_host(match["host"]), is_task=True,
+                        is_first=len(tasks) == 1 and not any(ending.is_task for ending in self.found),
+                        is_oom=words == "Out Of Memory",
+                    )
+                )  # fmt: skip
+        elif match := _NODE_LOST.search(text):
+            self._note(EventKind.NODE_LOST, number, text, host=match["host"] or match["other"])
+        elif match := _CANCELLED.search(text):
+            kind = next((kind for word, kind in _WHY.items() if word in (match["why"] or "")), EventKind.CANCELLED)
+            self._note(kind, number, text)  # the host in this line is the step's, which need not be the lost one
+        elif "oom_kill event" in text or "oom-kill event" in text:
+            self._note(EventKind.OOM, number, text, cause="oom")
+
+    def _note(self, kind: EventKind, number: int, text: str, **values: str) -> None:
+        self.notes.append(
+            Note(kind=kind, text=text.strip()[:400], line=number, values={k: v for k, v in values.items() if v})
+        )
+
+    # -- MPI, torch.multiprocessing, Lightning
+
+    def _mpi(self, number: int, text: str) -> None:
+        if match := _MPIRUN.search(text):
+            self.found.append(
+                Ending(
+                    code=-int(match["signal"]), line=number, rank=int(match["rank"]), pid=int(match["pid"]), host=match["host"],
+                    is_first=True,
+                )
+            )  # fmt: skip
+        elif match := _MPI_NAME.search(text):
+            self._spawned = int(match["rank"])
+        elif self._spawned is not None and (match := _MPI_CODE.search(text)):
+            self.found.append(Ending(code=int(match["code"]), line=number, rank=self._spawned, is_first=True))
+            self._spawned = None
+        elif match := _HYDRA.search(text):
+            self._spawned = int(match["rank"])
+        elif self._spawned is not None and (match := _HYDRA_SIGNAL.search(text)):
+            self.found.append(Ending(code=-int(match["signal"]), line=number, rank=self._spawned))
+            self._spawned = None
+
+    def _spawn(self, number: int, text: str) -> None:
+        if match := _SPAWN.search(text):
+            code = -_number(match["signal"]) if match["signal"] else int(match["code"])
+            self.found.append(Ending(code=code, line=number, local_rank=int(match["rank"]), is_first=True))
+        elif match := _LIGHTNING.search(text):
+            self.found.append(
+                Ending(
+                    code=int(match["code"]), line=number, rank=int(match["rank"]), pid=int(match["pid"]), is_first=True
+                )
+            )
+
+    # -- Kubernetes, shells
+
+    def _kubernetes_or_shell(self, number: int, line: Line, text: str) -> None:
+        if ("OOMKilled" in text or "Evicted" in text or "Error" in text) and (match := _POD.search(text)):
+            cause = {"OOMKilled": "oom", "Evicted": "evicted"}.get(match["why"], "")
+            if cause:
+                self._note(EventKind.KILLED, number, text, host=match["pod"], cause=cause)
+        elif "OOMKilled" in text or "evicted" in text or "Evicted" in text:
+            self._note(EventKind.KILLED, number, text, host=line.host, cause="evicted" if "victed" in text else "oom")
+        elif "NodeNotReady" in text or "node is not ready" in text:
+            self._note(EventKind.NODE_LOST, number, text, host=line.host)
+        elif ("preempt" in text.lower() or "spot interruption" in text.lower()) and _PREEMPTED.search(text):
+            self._note(EventKind.PREEMPTED, number, text, host=line.host)
+        elif match := (_SHELL.match(text) if text.startswith(_SHELL_STARTS) or ": line " in text else None):
+            code = _WORDS[match["word"]]
+            values = {"signal": Signals(-code).name, "pid": match["pid"] or "", "host": line.host}
+            if rank := _RANK_VARIABLE.search(text):
+                self.found.append(Ending(code=code, line=number, rank=int(rank["rank"])))
+            else:
+                self._note(EventKind.KILLED, number, text, **values)
+
+
+_CLOSING = re.compile(r"Sending process (?P<pid>\d{1,9}) closing signal (?P<signal>SIG[A-Z]{2,5})")
+_FORCED = re.compile(r"Unable to shutdown process (?P<pid>\d{1,9}) via \S{1,40}, forcefully exi?t?ing via")
+_FAILED = re.compile(
+    r"failed \(exitcode: (?P<code>-?\d{1,4})\) local_rank: (?P<local>\d{1,6}) \(pid: (?P<pid>\d{1,9})\)"
+)
+_BLOCK_RANK = re.compile(r"\s*rank\s*: (?P<rank>\d{1,6}) \(local_rank: (?P<local>\d{1,6})\)")
+_BLOCK_EXIT = re.compile(r"\s*exitcode\s*: (?P<code>-?\d{1,4}) \(pid: (?P<pid>\d{1,9})\)")
+_BLOCK_TIME = re.compile(r"\s*time\s*: (?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[_ ](?P<clock>\d\d:\d\d:\d\d)")
+_RC = re.compile(r"\s*(?:rc|exit(?:[ _-]?code| status)?)\s*[=:]\s*(?P<code>-?\d{1,9})\s*$", re.IGNORECASE)
+_TASKS = re.compile(
+    rf"srun: error: (?P<host>[\w.\[\],-]{{1,200}}): tasks? (?P<tasks>[\d,\[\]-]{{1,400}}): "
+    rf"(?:(?P<word>{_WORD})|Exited with exit code (?P<code>\d{{1,3}})|[Ss]ignal (?P<signal>\d{{1,2}}))"
+)
+_NODE_LOST = re.compile(
+    r"[Nn]ode failure on (?P<host>[\w.\[\],-]{1,200})|[Nn]ode (?P<other>[\w.-]{1,80}) (?:not responding|is down)"
+)
+_CANCELLED = re.compile(
+    r"\*\*\* (?:JOB|STEP) \S{1,60} ON (?P<host>\S{1,200}) CANCELLED AT \S{1,40}(?P<why> DUE TO [A-Z ]{1,40})?"
+)
+_WHY = {
+    "TIME LIMIT": EventKind.TIME_LIMIT, "NODE FAILURE": EventKind.NODE_LOST, "PREEMPTION": EventKind.PREEMPTED,
+    "REQUEUE": EventKind.PREEMPTED,
+}  # fmt: skip
+_MPIRUN = re.compile(
+    r"noticed that process rank (?P<rank>\d{1,6}) with PID (?P<pid>\d{1,9}) on node (?P<host>\S{1,80}) "
+    r"exited on signal (?P<signal>\d{1,2})"
+)
+_MPI_NAME = re.compile(r"Process name: \[{1,2}[^\s]{1,80},(?P<rank>\d{1,6})\]")
+_MPI_CODE = re.compile(r"Exit code: +(?P<code>\d{1,3})")
+_HYDRA = re.compile(r"RANK (?P<rank>\d{1,6}) PID \d{1,9} RUNNING AT")
+_HYDRA_SIGNAL = re.compile(r"KILLED BY SIGNAL: (?P<signal>\d{1,2})")
+_SPAWN = re.compile(
+    r"[Pp]rocess (?P<rank>\d{1,6}) terminated with (?:signal (?P<signal>SIG[A-Z]{2,5})|exit code (?P<code>\d{1,3})$)"
+)
+_LIGHTNING = re.compile(
+    r"\[rank: (?P<rank>\d{1,6})\] Child process with PID (?P<pid>\d{1,9}) terminated with code (?P<code>-?\d{1,3})"
+)
+_POD = re.compile(r"^(?:pod/)?(?P<pod>[a-z0-9][a-z0-9.-]{1,120}) +\d{1,3}/\d{1,3} +(?P<why>OOMKilled|Evicted|Error) ")
+_PREEMPTED = re.compile(
+    r"(?i)\bpreempt(?:ed|ing|ion)\b.{0,80}(?:instance|node|pod|job|vm|cluster|notice)"
+    r"|(?:instance|node|pod|job|vm|cluster)\b.{0,80}\bpreempted|spot interruption"
+)
+_SHELL = re.compile(
+    rf"(?:(?:\S{{1,200}}: )?line \d{{1,9}}: +(?P<pid>\d{{1,9}}) )?(?P<word>{_WORD})(?: \(core dumped\))?(?:\s+\S.{{0,400}})?$"
+)
+_SHELL_STARTS = tuple(_WORDS)
+_RANK_VARIABLE = re.compile(r"\b(?:RANK|--(?:node_?)?rank)[= ](?P<rank>\d{1,6})\b")
+
+
+def _table_time(match: re.Match[str]) -> float | None:
+    """The moment in a torchrun table."""
+    return seconds(match, 1970)
+
+
+def _number(name: str) -> int:
+    """A signal's number; SIGTERM's where the name is damaged."""
+    return int(Signals[name]) if name in Signals.__members__ else int(Signals.SIGTERM)
+
+
+def ranges(text: str) -> list[int]:
+    """
+    >>> ranges("0-2,5")
+    [0, 1, 2, 5]
+    """
+    found: list[int] = []
+    for part in text.strip("[]").split(","):
+        low, _, high = part.partition("-")
+        if low.isdigit() and (not high or high.isdigit()):
+            found.extend(range(int(low[:6]), min(int((high or low)[:6]), int(low[:6]) + 100_000) + 1))
+    return found
+
+
+def _one_host(text: str) -> str:
+    return "" if "[" in text or "," in text else text

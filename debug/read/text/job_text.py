@@ -1,0 +1,256 @@
+"""One file of text: whose lines they are, what these say, and how processes ended."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from titan_ckpt.debug.read.text.endings import Endings
+from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, is_broken, physical_lines, wrap_width
+from titan_ckpt.debug.read.text.messages import LANDMARKS
+from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixes
+from titan_ckpt.debug.read.text.streams import Stream
+
+Writer = tuple[
+    str, str, int
+]  # what kind of number, where it counts, the number: ("rank", "", 3), ("local", host, 0), ("pid", host, 12)
+NOBODY: Writer = ("job", "", -1)
+MAX_WRITERS = 200_000
+
+
+@dataclass(slots=True)
+class JobText:
+    """What one file said. `writers` are streams by writer; `links` says which rank a writer is and `nodes` which node it is on,
+    where lines say so."""
+
+    source: str
+    scope: str
+    default: Writer = NOBODY
+    year: int = 1970
+    since_s: float | None = None
+    writers: dict[Writer, Stream] = field(default_factory=dict)
+    links: dict[Writer, int] = field(default_factory=dict)
+    nodes: dict[Writer, int] = field(default_factory=dict)
+    hosts: dict[int, str] = field(default_factory=dict)
+    endings: Endings = field(default_factory=Endings)
+    weak: tuple[str, ...] = ()
+    num_lines: int = 0
+    _old: dict[Writer, bool] = field(default_factory=dict)
+
+    def take(self, number: int, raw: str) -> None:
+        """Account for one written line."""
+        line = peel(raw, self.weak, self.year)
+        self.num_lines += 1
+        writer = self._writer(line)
+        if writer[0] != "rank" and "ank" in line.text:
+            writer = self._named_inside(line, writer)
+        if self.since_s is not None and self._is_old(writer, line.time_s):
+            return
+        if self.endings.take(number, line):
+            self._begin_attempt()
+        stream = self.writers.get(writer)
+        if stream is None:
+            if len(self.writers) >= MAX_WRITERS:
+                return
+            stream = self.writers[writer] = Stream(source=self.source, rank=writer[2] if writer[0] == "rank" else -1)
+        before = stream.last_step
+        stream.take(number, line)
+        if self.endings.has_failed and before is not None and (stream.last_step or 0) < before:
+            self.endings.begin_attempt()  # a rank counts its steps again: torchrun restarted the job
+            self._begin_attempt(keep=stream)
+
+    def _begin_attempt(self, keep: Stream | None = None) -> None:
+        for stream in self.writers.values():
+            if stream is keep:
+                step, time_s = stream.last_step, stream.time_s
+                stream.restart()
+                stream.last_step, stream.time_s = step, time_s
+            else:
+                stream.restart()
+
+    def _writer(self, line: Line) -> Writer:
+        """Who wrote a line, by the most exact of what its prefixes say; other names of a known rank are noted."""
+        names: list[Writer] = []
+        if line.pid is not None:
+            names.append(("pid", line.host, line.pid))
+        if line.local_rank is not None:
+            names.append(("local", f"{self.scope}|{line.host}", line.local_rank))
+        if line.rank is not None:
+            if line.host:
+                self.hosts.setdefault(line.rank, line.host)
+            for name in names or ([self.default] if self.default[0] == "local" else ()):
+                self.links.setdefault(name, line.rank)
+            return ("rank", "", line.rank)
+        if names:
+            if line.node is not None:
+                self.nodes.setdefault(names[-1], line.node)
+            return names[-1]
+        if self.default is not NOBODY:
+            return self.default
+        if line.node is not None:
+            return ("node", "", line.node)
+        return ("host", line.host, 0) if line.host else NOBODY
+
+    def _named_inside(self, line: Line, writer: Writer) -> Writer:
+        """A rank that stands in the text: after a progress bar, or where torch names itself."""
+        if match := _TORCH_RANK.search(line.text):
+            rank, line.text = int(match.group(1)), line.text[match.end() :]
+            line.shown = line.text
+        elif ("ProcessGroup" in line.text or "atchdog" in line.text) and (match := _OWN_GROUP.search(line.text)):
+            rank = int(match.group(1) or match.group(2))
+        elif match := _RAY_RANK.search(line.text):
+            self.links[("pid", match["host"], int(match["pid"]))] = int(match["rank"])
+            return writer
+        else:
+            return writer
+        if writer[0] in ("pid", "local"):
+            self.links.setdefault(writer, rank)
+        return ("rank", "", rank)
+
+    def _is_old(self, writer: Writer, time_s: float | None) -> bool:
+        """Whether a line was written before the run in question: a log that is appended to, restart after restart."""
+        assert self.since_s is not None
+        was_old = self._old.get(writer, False)
+        if time_s is not None:
+            is_old = self._old[writer] = time_s < self.since_s
+            if writer in self.writers and (is_old or was_old):
+                self.writers[writer].restart()
+            return is_old
+        return self._old.get(writer, False)
+
+
+_TORCH_RANK = re.compile(r"\[?rank(\d{1,6})\]: ?")
+_OWN_GROUP = re.compile(
+    r"\[PG (?:ID )?0 (?:PG GUID [^\]]{0,80})?Rank (\d{1,6})\]"
+    r"|\[Rank (\d{1,6})\] (?:Watchdog|Process group|NCCL watchdog|Some NCCL|To avoid|Found)"
+)
+_RAY_RANK = re.compile(
+    r"\(node_id=\w{1,80}, ip=(?P<host>[\w.:]{1,80}), pid=(?P<pid>\d{1,9})\) world_rank=(?P<rank>\d{1,6})"
+)
+
+
+def read_text(text: JobText, chunks: Iterable[tuple[bytes, bool]]) -> JobText:
+    """Read a file; of chunks marked True (the middle of a huge file) only what is near a landmark."""
+    opener = Opener()
+    sample: list[tuple[int, str]] = []
+    is_sampled = False
+    for number, raw in _joined(_written(opener, _numbered(chunks)), opener):
+        if is_sampled:
+            text.take(number, raw)
+            continue
+        sample.append((number, raw))
+        if len(sample) >= SAMPLE:
+            is_sampled = True
+            _take_sample(text, sample)
+    if not is_sampled:
+        _take_sample(text, sample)
+    return text
+
+
+def _take_sample(text: JobText, sample: list[tuple[int, str]]) -> None:
+    text.weak = weak_prefixes([raw for _, raw in sample])
+    for number, raw in sample:
+        text.take(number, raw)
+
+
+def _written(opener: Opener, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    waiting: list[tuple[int, str]] = []
+    for number, raw in lines:
+        if len(waiting) < SAMPLE and opener.width == 0:
+            waiting.append((number, raw))
+            if len(waiting) < SAMPLE:
+                continue
+            opener.width = wrap_width([line for _, line in waiting]) or -1
+            for first, held in waiting:
+                yield from ((first, line) for line in opener.open(held))
+            continue
+        yield from ((number, line) for line in opener.open(raw))
+    if opener.width == 0:
+        opener.width = wrap_width([line for _, line in waiting]) or -1
+        for first, held in waiting:
+            yield from ((first, line) for line in opener.open(held))
+
+
+def _joined(lines: Iterable[tuple[int, str]], opener: Opener) -> Iterator[tuple[int, str]]:
+    """Messages that a terminal broke, in one line again."""
+    held: tuple[int, str] | None = None
+    for number, line in lines:
+        if held is not None:
+            start = peel(line)
+            if start.text == line and not line.startswith("[") and len(held[1]) < MAX_MESSAGE:
+                joined = held[0], held[1] + line
+                held = joined if is_broken(joined[1], line, opener.width) else None
+                if held is None:
+                    yield joined
+                continue
+            yield held
+            held = None
+        if is_broken(line, line, opener.width):
+            held = number, line
+        else:
+            yield number, line
+    if held is not None:
+        yield held
+
+
+def _numbered(chunks: Iterable[tuple[bytes, bool]]) -> Iterator[tuple[int, str]]:
+    """Physical lines with their numbers in the file."""
+    number = 0
+    rest = b""
+    for chunk, is_middle in chunks:
+        data = rest + chunk
+        cut = data.rfind(b"\n") + 1
+        data, rest = data[:cut], data[cut:]
+        if is_middle:
+            for first, part in _windows(data):
+                for place, line in enumerate(physical_lines([part]), 1):
+                    yield number + first + place, line
+        else:
+            for place, line in enumerate(physical_lines([data]), 1):
+                yield number + place, line
+        number += data.count(b"\n")
+    for place, line in enumerate(physical_lines([rest]), 1):
+        yield number + place, line
+
+
+BEFORE, AFTER = 2, 60  # lines around a landmark
+
+
+def _windows(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Parts of `data` around landmarks, each with the number of lines before it."""
+    places = sorted({place for mark in LANDMARKS for place in _places(data, mark)})
+    end = counted = lines = 0
+    for place in places:
+        if place < end:
+            continue
+        start = place
+        for _ in range(BEFORE + 1):
+            start = data.rfind(b"\n", end, start)
+            if start < 0:
+                start = end - 1
+                break
+        start += 1
+        end = place
+        for _ in range(AFTER):
+            end = data.find(b"\n", end) + 1
+            if not end:
+                end = len(data)
+                break
+        lines += data.count(b"\n", counted, start)
+        counted = start
+        yield lines, data[start:end]
+
+
+MOST_PLACES = 20_000
+
+
+def _places(data: bytes, mark: bytes) -> Iterator[int]:
+    """Where a landmark stands: the first MOST_PLACES times, a line's only once."""
+    place = data.find(mark)
+    for _ in range(MOST_PLACES):
+        if place < 0:
+            return
+        yield place
+        line_end = data.find(b"\n", place)
+        place = data.find(mark, line_end) if line_end >= 0 else -1

@@ -1,0 +1,345 @@
+"""What a line says, its prefixes removed: a kind of event and its values. Each rule is tried only where a literal of it occurs.
+
+Texts from: torch/csrc/distributed/c10d (ProcessGroupNCCL, ProcessGroupGloo, ProcessGroupWrapper, TCPStore, TraceUtils; releases
+1.8 to 2.13), gloo/transport/tcp, NCCL (src/misc/socket.cc, src/transport/net_ib), NVIDIA's list of Xid errors, Linux
+mm/oom_kill.c, CPython's Modules/faulthandler.c, Open MPI's and UCX's signal handlers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from titan_ckpt.debug.incident.kinds import EventKind
+
+Values = dict[str, str]
+
+_OOM_WORDS = (
+    "OutOfMemoryError",
+    "out of memory",
+    "oom-kill",
+    "oom_kill",
+    "OOM Killed",
+    "Out Of Memory",
+    "Out of memory",
+    "MemoryError",
+    "std::bad_alloc",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "insufficient shared memory",
+    "unable to mmap",
+    "OUT_OF_MEMORY",
+)
+_CLOSED_WORDS = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "remote process exiting",
+    "ncclRemoteError", "remote worker crash", "Connection refused", "recvValue failed", "Failed to recv", "failed to recv",
+    "Connection closed by remote peer", "closed by remote", "No route to host", "peer closed",
+)  # fmt: skip
+_TIMEOUT = re.compile(
+    r"Timed out waiting|wait timeout after|Watchdog caught|timed out after \d+ ?(?:ms|seconds)|Socket Timeout"
+    r"|timeout.{0,80}collective"
+    r"|failed to pass monitoredBarrier|Timed out after \d+ seconds|Application timeout caused pair closure|RendezvousTimeoutError"
+    r"|socket has timed out|[Tt]imeout waiting for key"
+)
+_MISMATCH = (
+    "op.preamble.length <= op.nbytes", "data size doesn't match expected size", "essage truncated",
+    "Detected mismatch between collectives on ranks",
+)  # fmt: skip
+_ARGUMENT = re.compile(r"enforce fail at \S{0,300}gloo/gloo/\w+\.cc")  # gloo's check of the caller's own arguments
+_COMM_WORDS = (
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "gloo/",
+    "NCCL error",
+    "NCCL communicator",
+    "NCCL operation",
+    "ncclSystemError",
+    "ncclInternalError",
+    "ncclUnhandledCudaError",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "c10d",
+    "NCCLUtils",
+    "connectFullMesh",
+)
+_SOCKET_ERRORS = ("ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "ConnectionAbortedError")
+DEVICE_WORDS = (
+    "CUDA error", "HIP error", "uncorrectable ECC", "NVRM: Xid", "fallen off the bus", "GPU is lost", "device-side assert",
+    "illegal memory access", "Memory access fault by GPU", "HSA_STATUS_ERROR", "unspecified launch failure", "hipError",
+)  # fmt: skip
+
+
+def _has(text: str, words: tuple[str, ...]) -> bool:
+    return any(word in text for word in words)
+
+
+def kind_of_error(text: str, *, is_torch: bool = True) -> EventKind:
+    """Classify an error: the program's own, or the symptom of a peer's trouble. `is_torch`: torch may have raised it."""
+    if _has(text, _MISMATCH):
+        return EventKind.COMM_MISMATCH
+    if _ARGUMENT.search(text):
+        return EventKind.EXCEPTION
+    is_comm = _has(text, _COMM_WORDS)
+    if not is_torch and not is_comm and text.lstrip().startswith(_SOCKET_ERRORS):
+        return EventKind.EXCEPTION
+    if _has(text, _OOM_WORDS):
+        return EventKind.OOM
+    if _has(text, _CLOSED_WORDS):
+        return EventKind.COMM_CLOSED
+    if _TIMEOUT.search(text):
+        return EventKind.COMM_TIMEOUT
+    if _has(text, DEVICE_WORDS):
+        return EventKind.EXCEPTION
+    return EventKind.COMM_ERROR if is_comm else EventKind.EXCEPTION
+
+
+# --------------------------------------------------------------------------------------------------------- values
+
+_GROUP = re.compile(
+    r"\[PG (?:ID (?P<id>\S{1,40}) )?(?:PG )?(?:GUID )?(?P<group>[^\]\n]{0,120}?) Rank (?P<rank>\d{1,6})\]"
+)
+_WORK = re.compile(r"Work\w{0,12}\((?P<fields>[^()]{0,200}(?:\([^()]{0,20}\)[^()]{0,200}){0,3})\)")
+_FIELD = re.compile(r"(?P<key>\w+(?:\(ms\))?) ?= ?(?P<value>\[[^\]]{0,120}\]|[^,\s)]{1,60})")
+_ELAPSED = re.compile(r"ran for (\d{1,18}) milliseconds")
+_PLAIN_RANK = re.compile(r"\[[Rr]ank (\d{1,6})\]")
+_FIELD_NAMES = {
+    "SeqNum": "seq",
+    "OpType": "op",
+    "NumelIn": "numel_in",
+    "NumelOut": "numel_out",
+    "Timeout(ms)": "timeout",
+    "TensorShape": "shape",
+}
+_LAST_WORK = re.compile(
+    r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,18}), ?last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})"
+)
+_AT_WORK = re.compile(
+    r"(?:at (?:NCCL )?work:?|work sequence id:|at work sequence id:) (?P<seq>\d{1,18})|work \(seq: (?P<other>\d{1,18})\)"
+)
+
+
+def _watchdog(text: str) -> Values | None:
+    """ProcessGroupNCCL's watchdog: `WorkNCCL(SeqNum=77, OpType=ALLREDUCE, NumelIn=4, Timeout(ms)=6000) ran for ...`."""
+    values = _group(text)
+    if work := _WORK.search(text):
+        for field in _FIELD.finditer(work["fields"]):
+            if name := _FIELD_NAMES.get(field["key"]):
+                values[name] = field["value"]
+    if elapsed := _ELAPSED.search(text):
+        values["elapsed"] = elapsed.group(1)
+    if last := _LAST_WORK.search(text):
+        values.update(last.groupdict())
+        if "seq" not in values and (at := _AT_WORK.search(text)):
+            values["seq"] = at["seq"] or at["other"]
+    return values if {"op", "enqueued"} & set(values) else None
+
+
+def _group(text: str) -> Values:
+    """Group and the writer's rank in it; `[Rank 3]` alone (torch 1.x) is a rank of an unnamed group."""
+    if match := _GROUP.search(text):
+        return {"group": match["group"], "rank": match["rank"]}
+    match = _PLAIN_RANK.search(text)
+    return {"rank": match.group(1)} if match else {}
+
+
+_STORE_KEY = re.compile(
+    r"(?:wait timeout after \d{1,12} ?ms, keys:|[Tt]imeout waiting for key:?|waiting for key) '?(?P<key>[^\s,']{1,200})"
+)
+_KEY_RANK = re.compile(r"(?:^|/)(\d{1,6})$")
+_UNIQUE_ID = re.compile(r"retrieving ncclUniqueId from \[(\d{1,6})\]")
+_CLIENTS = re.compile(r"waiting for clients\. (?P<joined>\d{1,7})/(?P<expected>\d{1,7}) clients joined")
+
+
+def _store_wait(text: str) -> Values | None:
+    if match := _CLIENTS.search(text):
+        return {"joined": match["joined"], "expected": match["expected"]}
+    if match := _UNIQUE_ID.search(text):
+        return {"key": "ncclUniqueId", "rank": match.group(1)}
+    if match := _STORE_KEY.search(text):
+        awaited = _KEY_RANK.search(match["key"])
+        return {"key": match["key"], **({"rank": awaited.group(1)} if awaited else {})}
+    return None
+
+
+_LIST = r"(?P<names>\d{1,6}(?:, ?\d{1,6}){0,4000})"
+_BARRIER = re.compile(rf"Ranks? {_LIST} failed to pass monitoredBarrier")
+_FINGERPRINTS = re.compile(
+    r"Rank (?P<own>\d{1,6}) is running (?:collective: )?(?P<what>.{0,600}?),? ?but Rank (?P<names>\d{1,6}) is running "
+    r"(?:collective: )?(?P<other>.{0,600})"
+)
+_OP_TYPE = re.compile(r"OpType=(\w+)")
+_DESYNC = re.compile(
+    rf"\[{_LIST}\] (?:joined but didn't finish collective #(?P<seq>\d{{1,12}})"
+    r"|finished collective #\d{1,12}, but didn't join collective #(?P<missed>\d{1,12}))"
+)
+
+
+def _named(pattern: re.Pattern[str]) -> Callable[[str], Values | None]:
+    def values(text: str) -> Values | None:
+        match = pattern.search(text)
+        if match is None:
+            return None
+        return {key: value.replace(" ", "") for key, value in match.groupdict().items() if value}
+
+    return values
+
+
+def _mismatch(text: str) -> Values:
+    """ProcessGroupWrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL): the writer's collective and another rank's."""
+    match = _FINGERPRINTS.search(text)
+    if match is None:
+        return {}
+    ops = {
+        name: found.group(1)
+        for name, part in (("op", "what"), ("other_op", "other"))
+        if (found := _OP_TYPE.search(match[part]))
+    }
+    return {"own": match["own"], "names": match["names"], **ops}
+
+
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<bus>[\w:.]{1,20})\): (?P<xid>\d{1,4})(?:, pid='?(?P<pid>\d{1,9}))?")
+_OOM_KILLED = re.compile(
+    r"(?:Killed process|Kill process|reaped process) (?P<pid>\d{1,9})|oom-kill:.{0,300}?\bpid=(?P<task>\d{1,9})"
+)
+_WORKER = re.compile(r"DataLoader worker \(pids?\(?s?\)? ?(?P<worker>[\d, ]{1,60})\)")
+_SIGNAL_WORDS = {
+    "Segmentation fault": "SIGSEGV", "Bus error": "SIGBUS", "Illegal instruction": "SIGILL", "Floating point exception": "SIGFPE",
+    "general protection fault": "SIGSEGV", "segfault at": "SIGSEGV",
+}  # fmt: skip
+_FATAL = re.compile(r"Fatal Python error: (?P<error>.{1,200})$")
+_OWN_PID = re.compile(
+    r"\b\w{1,40}\[(?P<pid>\d{1,9})\]:? (?:segfault|general protection|trap)"
+    r"|\*\*\* SIG\w+ .{0,60}received by PID (?P<by>\d{1,9})"
+)
+
+
+def _device(text: str) -> Values:
+    match = _XID.search(text)
+    return {key: value for key, value in match.groupdict().items() if value} if match else {}
+
+
+def _kernel_oom(text: str) -> Values:
+    match = _OOM_KILLED.search(text)
+    pid = next((value for value in match.groups() if value), "") if match else ""
+    return {"pid": pid, "cause": "oom"} if pid else {}
+
+
+def _fatal(text: str) -> Values | None:
+    if match := _FATAL.search(text):
+        return {"error": match["error"]}
+    word = next((word for word in _SIGNAL_WORDS if word in text), None)
+    if word is None:
+        return None
+    match = _OWN_PID.search(text)
+    pid = (match["pid"] or match["by"]) if match else ""
+    return {"error": word, "signal": _SIGNAL_WORDS[word], **({"pid": pid} if pid else {})}
+
+
+# ---------------------------------------------------------------------------------------------------------- rules
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Of the texts that hold one of `words`, those that `values` accepts (None: no) are of `kind`."""
+
+    kind: EventKind
+    words: tuple[str, ...]
+    values: Callable[[str], Mapping[str, str] | None] = lambda _text: {}
+
+
+_RULES = (
+    _Rule(
+        EventKind.WATCHDOG, ("atchdog caught collective", "last enqueued", "collective operation timeout"), _watchdog
+    ),
+    _Rule(EventKind.DESYNC, ("but didn't join collective", "joined but didn't finish"), _named(_DESYNC)),
+    _Rule(EventKind.COMM_TIMEOUT, ("failed to pass monitoredBarrier",), _named(_BARRIER)),
+    _Rule(EventKind.COMM_MISMATCH, _MISMATCH, _mismatch),
+    _Rule(
+        EventKind.STORE_WAIT,
+        ("wait timeout after", "clients joined", "aiting for key", "retrieving ncclUniqueId"),
+        _store_wait,
+    ),
+    _Rule(
+        EventKind.HEARTBEAT, ("eartbeat monitor timed out", "watchdog got stuck for", "dump signal"), lambda _text: {}
+    ),
+    _Rule(
+        EventKind.DEVICE_ERROR,
+        ("NVRM: Xid", "fallen off the bus", "GPU is lost", "uncorrectable ECC", "Memory access fault by GPU"),
+        _device,
+    ),
+    _Rule(EventKind.KILLED, ("Killed process", "reaped process", "oom-kill:"), _kernel_oom),
+    _Rule(EventKind.FATAL_SIGNAL, ("Fatal Python error", *(f"{word}" for word in _SIGNAL_WORDS)), _fatal),
+)
+_LAST_RULES = (
+    _Rule(EventKind.OOM, _OOM_WORDS),
+    _Rule(
+        EventKind.DEVICE_ERROR,
+        ("terminated with exception: CUDA error", "what():  CUDA error", "HSA_STATUS_ERROR", "what():  HIP error"),
+    ),
+    _Rule(
+        EventKind.COMM_CLOSED,
+        ("Connection closed by remote peer", "NCCL WARN Call to recv", "NCCL WARN Net : Call to recv"),
+    ),
+    _Rule(EventKind.COMM_ERROR, ("NCCL WARN NET/IB", "NCCL WARN Cuda failure")),
+    _Rule(EventKind.SIGTERM, ("SIGTERM", "signal 15", "Signal 15", "SIGUSR1")),
+)
+_NO_DIGITS = str.maketrans("", "", "0123456789")
+_TRIGGERS = tuple(sorted({word.rstrip("0123456789") for rule in (*_RULES, *_LAST_RULES) for word in rule.words}))
+# Literals that a middle part of a huge log is searched for; `Error` covers most of the words above.
+LANDMARKS = tuple(
+    word.encode()
+    for word in (
+        "Traceback (most recent",
+        "Error",
+        "rror:",
+        "FAILED",
+        "exitcode",
+        "atchdog",
+        "NCCL WARN",
+        "NVRM",
+        "illed",
+        "OOM",
+        "ut of memory",
+        "ut Of Memory",
+        "SIGTERM",
+        "ignal",
+        "fault",
+        "clients joined",
+        "collective",
+        "DUE TO",
+        "restart",
+        "Node failure",
+        "Bus error",
+    )
+)
+
+
+@lru_cache(maxsize=4096)
+def _is_plain(text: str) -> bool:
+    """Whether a line without its digits holds no literal of a rule: most lines of a log differ in numbers only."""
+    return not _has(text, _TRIGGERS)
+
+
+def recognize(text: str) -> tuple[EventKind, Values] | None:
+    """What a line says that is not the last line of a traceback; None if nothing is known of it."""
+    if _is_plain(text.translate(_NO_DIGITS)):
+        return None
+    for rules in (_RULES, _LAST_RULES):
+        for rule in rules:
+            if _has(text, rule.words):
+                values = rule.values(text)
+                if values is not None:
+                    return rule.kind, dict(values)
+    return None
+
+
+def details(kind: EventKind, text: str) -> Values:
+    """Values of an error message (a traceback's last line), by the same rules: who is named, what was waited for."""
+    for rule in _RULES:
+        if rule.kind == kind and _has(text, rule.words):
+            return dict(rule.values(text) or {})
+    worker = _WORKER.search(text)
+    return {"worker": worker["worker"]} if worker else {}

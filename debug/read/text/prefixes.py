@@ -1,0 +1,240 @@
+"""Peel what launchers, schedulers and loggers put before a line: any number of prefixes in any order, in one mechanism.
+
+Sources of the forms: torchrun's `--tee` and `--log-line-prefix-template` (torch/distributed/elastic/multiprocessing/api.py),
+torch's own `[rank3]:` (c10/util/Logging.cpp, torch/distributed/distributed_c10d.py `_exception_hook`), `srun --label`, Open MPI's
+`--tag-output` and `--timestamp-output`, Hydra's `-prepend-rank`, `kubectl logs --prefix`, stern, docker compose, pdsh,
+Ray's `(name pid=1, ip=...)`, SkyPilot's `(head, rank=0, pid=1)`, NCCL's `host:pid:tid [device] NCCL INFO`, CRI's log format,
+syslog and the kernel's ring buffer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from titan_ckpt.debug.read.text import clocks
+
+MAX_LAYERS = 16
+_LOOK = 400  # characters in which a prefix must end
+
+
+@dataclass(slots=True)
+class Line:
+    """One line without its prefixes, and what those said. `shown` still has the time if that was the last prefix.
+
+    `rank` is global; `local_rank` counts on its host; `node` counts hosts.
+    """
+
+    text: str
+    shown: str = ""
+    rank: int | None = None
+    local_rank: int | None = None
+    node: int | None = None
+    host: str = ""
+    pid: int | None = None
+    time_s: float | None = None
+
+
+_Take = Callable[[Line, re.Match[str]], None]
+
+
+def _rank(line: Line, match: re.Match[str]) -> None:
+    if line.rank is None or match[0].startswith("[rank"):  # torch's own is global; `[Rank 0]` may count in a group
+        line.rank = int(match["rank"])
+
+
+def _role(line: Line, match: re.Match[str]) -> None:
+    if match["role"].lower() == "rank":
+        line.rank = int(match["n"])
+    else:
+        line.local_rank = int(match["n"])
+
+
+def _fields(line: Line, match: re.Match[str]) -> None:
+    """Ray's and SkyPilot's `(name, rank=0, pid=123, ip=10.0.0.1)`."""
+    body = match["fields"]
+    values = {key: value.strip() for key, value in re.findall(r"(\w+)=([^,\s)]+)", body)}
+    name = body.partition(",")[0].strip()
+    is_node = re.fullmatch(r"head|worker-?\d+|node-?\d+", name) is not None
+    rank = values.get("world_rank") or values.get("global_rank") or values.get("rank", "")
+    if rank.isdigit():
+        if is_node:  # SkyPilot counts nodes
+            line.node = int(rank[:6])
+        else:
+            line.rank = int(rank[:6])
+    if values.get("local_rank", "").isdigit():
+        line.local_rank = int(values["local_rank"][:6])
+    line.host = values.get("ip") or (name if is_node else line.host)
+    if values.get("pid", "").isdigit():
+        line.pid = int(values["pid"][:12])
+
+
+def _host(line: Line, match: re.Match[str]) -> None:
+    line.host = match["host"]
+
+
+def _nccl(line: Line, match: re.Match[str]) -> None:
+    line.host, line.pid = match["host"], int(match["pid"])
+
+
+def _nothing(_line: Line, _match: re.Match[str]) -> None:
+    return
+
+
+_N = r"0*(?P<rank>\d{1,6})"
+_NAME = r"[A-Za-z0-9](?:[\w.-]{0,80}[A-Za-z0-9])?"
+# By the first character. Every pattern is anchored and bounded, so a line costs time linear in its length.
+# Where a rule has a literal, it is tried only on heads that hold it.
+_BRACKET: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
+    ("]", re.compile(rf"\[[Rr][Aa][Nn][Kk][ _:=-]?{_N}\]:? ?"), _rank),
+    (">:", re.compile(rf"\[(?:[^\[\],]{{0,60}}@)?\d{{1,9}},{_N}\]<std\w{{3,4}}>: ?"), _rank),
+    ("]:", re.compile(r"\[(?P<role>[A-Za-z_][\w.-]{0,40}?)0*(?P<n>\d{1,6})\]: ?"), _role),
+    ("]:", re.compile(rf"\[[^\[\]]{{0,60}}\b(?:global_?)?[Rr]ank[ _:=-]?{_N}\b[^\[\]]{{0,60}}\]: ?"), _rank),
+    ("[pod/", re.compile(r"\[pod/(?P<host>[\w.-]{1,120})/[\w.-]{1,120}\] "), _host),
+    ("] [", re.compile(r"\[\d{1,9}\] (?=\[)"), _nothing),
+)
+_PAREN: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
+    ("=", re.compile(r"\((?P<fields>[^()]{0,200}\b(?:pid|ip|rank)=[^()]{0,200})\) ?"), _fields),
+)
+_WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
+    ("std", re.compile(r"(?:stdout|stderr) [FP] "), _nothing),
+    ("", re.compile(rf"(?:[Rr]ank|RANK)[ _=-]?{_N}(?::| \|) ?"), _rank),
+    (
+        "NCCL",
+        re.compile(rf"(?P<host>{_NAME}):(?P<pid>\d{{1,9}}):\d{{1,9}}(?::\d{{1,9}})? (?=\[\d+\] NCCL|\[\d+\] |NCCL )"),
+        _nccl,
+    ),
+    (" kernel: ", re.compile(rf"(?P<host>{_NAME}) kernel: "), _host),
+    (
+        "]: ",
+        re.compile(rf"(?P<host>{_NAME}) (?:slurmstepd|slurmd|kubelet|containerd|systemd|python\d?)\[\d{{1,9}}\]: "),
+        _host,
+    ),
+    ("| ", re.compile(rf"(?P<host>{_NAME})\s{{1,40}}\| "), _host),
+)
+# Ambiguous alone ("3: apples"): they count where most lines of a file have them.
+_WEAK: dict[str, tuple[re.Pattern[str], _Take]] = {
+    "srun": (re.compile(rf"\s{{0,6}}{_N}: ?"), _rank),
+    "hydra": (re.compile(rf"\[{_N}\]:? "), _rank),
+    "pdsh": (re.compile(rf"(?P<host>{_NAME}): "), _host),
+    "stern": (re.compile(rf"(?P<host>{_NAME}-{_NAME}) [a-z0-9-]{{2,60}} "), _host),
+}
+_TORCH_TERMINAL = "ProcessGroup"
+
+
+def peel(line: str, weak: Sequence[str] = (), year: int = 1970) -> Line:
+    """The line without its prefixes. `weak` names the ambiguous forms that this file uses (`weak_prefixes`).
+
+    >>> peel("[default3]:[rank7]: hello").text, peel("[default3]:[rank7]: hello").rank
+    ('hello', 7)
+    """
+    found = Line(text=line)
+    at = shown = 0
+    for _ in range(MAX_LAYERS):
+        end, is_time = _layer(line[at : at + _LOOK], found, weak, year)
+        if not end:
+            break
+        at += end
+        shown = shown if is_time else at
+    found.text, found.shown = line[at:], line[shown:]
+    return found
+
+
+def _layer(head: str, found: Line, weak: Sequence[str], year: int) -> tuple[int, bool]:
+    """How much of `head` its first prefix takes, and whether that is a time."""
+    first = head[:1]
+    if first == "[":
+        rules = _BRACKET
+    elif first == "(":
+        rules = _PAREN
+    elif first.isalnum():
+        rules = _WORD
+    elif first == " " and weak:
+        rules = ()
+    else:
+        return 0, False
+    if first.isdigit() and (end := _time(head, found, year)):
+        return end, True
+    for literal, pattern, take in rules:
+        if literal in head and (match := pattern.match(head)):
+            take(found, match)
+            return match.end(), False
+    if not first.isdigit() and (end := _time(head, found, year)):
+        return end, True
+    for name in weak:
+        pattern, take = _WEAK[name]
+        if (match := pattern.match(head)) and not _is_word(name, match):
+            take(found, match)
+            return match.end(), False
+    return 0, False
+
+
+def _time(head: str, found: Line, year: int) -> int:
+    if match := clocks.GLOG.match(head):  # stays: `[E1122 02:07:08 ProcessGroupNCCL.cpp:685]` is a part of the message
+        found.time_s = clocks.seconds(match, year) or found.time_s
+        return 0
+    if head[0] == "[" and (match := clocks.KERNEL.match(head)):
+        return match.end()
+    if head[0].isalpha() and head[:3] not in clocks.WORDS:
+        return 0
+    for pattern in clocks.LEADING:
+        if match := pattern.match(head):
+            found.time_s = clocks.seconds(match, year) or found.time_s
+            return match.end()
+    return 0
+
+
+_WORDS = re.compile(
+    r"(?i:info|warning|warn|error|critical|debug|fatal|file|note|traceback|step|epoch|loss|srun|slurmstepd|slurmd|mpirun|"
+    r"kernel|nvrm|killed|process|python|bash|sh|terminate|exception|frame|gpu|cuda|nccl|thread|rank|host|time|total|raise)\d?|"
+    r".*(?:Error|Exception|Warning|Exit|Interrupt)"
+)
+
+
+def _is_word(name: str, match: re.Match[str]) -> bool:
+    """Whether what looks like a host's name is a word of the text."""
+    return name in ("pdsh", "stern") and _WORDS.fullmatch(match["host"]) is not None
+
+
+SAMPLE = 400
+LEAST_SHARE = 0.6
+_UNLABELLED = ("srun:", "slurmstepd:", "mpirun", "+ ", "- ", "prterun")
+
+
+def weak_prefixes(lines: Sequence[str]) -> tuple[str, ...]:
+    """The ambiguous forms that most of `lines` have, outermost first.
+
+    >>> weak_prefixes(["0: start", "1: start", "1: Traceback (most recent call last):"])
+    ('srun',)
+    """
+    enabled: list[str] = []
+    for _ in range(3):
+        rests = [peel(line, enabled).text for line in lines[:SAMPLE]]
+        rests = [rest for rest in rests if rest.strip() and not rest.startswith(_UNLABELLED)]
+        new = next((name for name in _WEAK if name not in enabled and _is_usual(name, rests)), None)
+        if new is None:
+            break
+        enabled.append(new)
+    return tuple(enabled)
+
+
+def _is_usual(name: str, rests: Sequence[str]) -> bool:
+    pattern, _ = _WEAK[name]
+    labels: Counter[str] = Counter()
+    for rest in rests:
+        match = pattern.match(rest[:_LOOK])
+        if match and not _is_word(name, match):
+            labels[match.groupdict().get("rank") or match.groupdict().get("host") or ""] += 1
+    known = sum(labels.values())
+    if not known or known < LEAST_SHARE * len(rests) or (name in ("hydra", "srun") and _counts_up(rests, pattern)):
+        return False
+    return name in ("hydra", "srun") or all(re.search(r"[\d-]", label) for label in labels)
+
+
+def _counts_up(rests: Sequence[str], pattern: re.Pattern[str]) -> bool:
+    """Whether the numbers are those of the lines: each once, in order."""
+    numbers = [int(match["rank"]) for rest in rests if (match := pattern.match(rest[:_LOOK]))]
+    return len(numbers) > 3 and all(b == a + 1 for a, b in itertools.pairwise(numbers))

@@ -1,0 +1,242 @@
+"""One writer's lines of one file, while they are read: its events, tracebacks, crash stacks, last lines and steps."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.kinds import EventKind
+from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog
+from titan_ckpt.debug.read.text import clocks
+from titan_ckpt.debug.read.text.messages import details, kind_of_error, recognize
+from titan_ckpt.debug.read.text.prefixes import Line
+
+TAIL_LINES = 40
+MAX_EVENTS = 400
+MAX_FRAMES = 200
+MAX_CRASH_LINES = 2_000
+MAX_STEPS = 100_000
+
+_TRACEBACK = "Traceback (most recent call last)"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_STEP = re.compile(r"\b(?:global_?)?step[ =:#-]{0,3}(\d{1,9})\b", re.IGNORECASE)
+_FRAME = re.compile(r'\s*(?:\| )?File "([^"]{1,400})", line (\d{1,9}), in (.{1,400})$')
+_RICH_FRAME = re.compile(r"[│|] (/[^:\s]{1,300}):(\d{1,9}) in (\S{1,100})")
+_RAISED = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::\s*(.*))?\s*$", re.DOTALL)
+_ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|EnforceNotMet|Iteration|Killed)$")
+_LOGGED = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b.{0,400}?\b([A-Z]\w{0,80}(?:Error|Exception)): ?(.*)$", re.DOTALL)
+_CRASH = re.compile(
+    r"Fatal Python error: |Timeout \(\d+:\d\d:\d\d(?:\.\d+)?\)!|(?:Current thread|Thread) 0x[0-9a-f]+ .{0,80}\(most recent "
+    r"call first\)"
+)
+_FIRST_KINDS = (
+    EventKind.WATCHDOG,
+    EventKind.STORE_WAIT,
+    EventKind.COMM_MISMATCH,
+    EventKind.COMM_TIMEOUT,
+    EventKind.DESYNC,
+    EventKind.FATAL_SIGNAL,
+)
+
+
+@dataclass(slots=True)
+class Stream:
+    """One writer's lines. `rank` is -1 until it is known."""
+
+    source: str
+    rank: int = -1
+    first: list[LogEvent] = field(default_factory=list)
+    last: deque[LogEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS // 2))
+    tail: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    time_s: float | None = None
+    last_step: int | None = None
+    last_step_line: int = 0
+    step_times: dict[int, float] = field(default_factory=dict)
+    frames: list[Frame] | None = None
+    chained: bool = False
+    thread: str = ""
+    crash: list[str] | None = None
+
+    def take(self, number: int, line: Line) -> None:
+        """Account for one line, its prefixes removed."""
+        text = line.text
+        if not text.strip():
+            return
+        self.tail.append((number, line.shown or text))
+        self._note_time(number, line)
+        if self.crash is not None and len(self.crash) < MAX_CRASH_LINES:
+            self.crash.append(text)
+        elif (self.crash is None and "Python error" in text) or "imeout (" in text or "hread 0x" in text:
+            self._note_crash(text)
+        if text.startswith("Exception in thread "):
+            self.thread = text.removeprefix("Exception in thread ").rstrip(":\n ")[:100]
+        elif _TRACEBACK in text:
+            self.frames = []
+        elif self.frames is not None and (frame := _frame(text)):
+            if len(self.frames) < MAX_FRAMES:
+                self.frames.append(frame)
+        else:
+            self._note_event(number, text)
+
+    def restart(self) -> None:
+        """What was read so far belongs to an earlier attempt of the job."""
+        self.first.clear()
+        self.last.clear()
+        self.tail.clear()
+        self.step_times.clear()
+        self.last_step, self.frames, self.crash, self.chained, self.thread = None, None, None, False, ""
+        self.last_step_line = 0
+
+    def add(self, event: LogEvent) -> None:
+        """Keep the first and the newest events where there are very many."""
+        if len(self.first) < MAX_EVENTS // 2:
+            self.first.append(event)
+        else:
+            self.last.append(event)
+
+    @property
+    def events(self) -> tuple[LogEvent, ...]:
+        """All kept events in their order."""
+        return (*self.first, *self.last)
+
+    def _note_time(self, number: int, line: Line) -> None:
+        time_s = line.time_s
+        if time_s is None and ":" in line.text[:200] and (match := clocks.ANYWHERE.search(line.text[:400])):
+            time_s = clocks.seconds(match, 1970)
+        if time_s is not None:
+            self.time_s = time_s
+        if time_s is not None and "step" in line.text.lower() and (step := _STEP.search(line.text)):
+            self.last_step, self.last_step_line = int(step.group(1)), number
+            if len(self.step_times) < MAX_STEPS:
+                self.step_times.setdefault(self.last_step, time_s)
+
+    def _note_crash(self, text: str) -> None:
+        if match := _CRASH.search(text):
+            self.crash = [text[match.start() :]]
+
+    def _note_event(self, number: int, text: str) -> None:
+        if text.startswith(_CHAINED):
+            self.chained, self.frames = True, None
+            return
+        raised = self._raised(text)
+        found = _understood(text, raised, self.frames or ())
+        if found is not None:
+            kind, values = found
+            self._keep(number, text, kind, values, raised is not None)
+        if raised or (self.frames and not text.startswith((" ", "\t", "│", "|", "╰"))):
+            self.frames = None
+
+    def _raised(self, text: str) -> re.Match[str] | None:
+        """The last line of a traceback: the exception's type and message."""
+        if self.frames is None or text[:1].isspace():
+            return None
+        match = _RAISED.match(text)
+        return match if match and (_ERROR_NAME.search(match.group(1)) or self.frames) else None
+
+    def _keep(self, number: int, text: str, kind: EventKind, values: dict[str, str], is_raised: bool) -> None:
+        frame = None
+        if is_raised:
+            values = {**values, **self._of_traceback()}
+            frame = user_frame(reversed(self.frames)) if self.frames else None
+        self.add(
+            LogEvent(
+                kind=kind, rank=self.rank, text=text.strip()[:400], source=self.source, line=number, time_s=self.time_s,
+                frame=frame, values=values,
+            )
+        )  # fmt: skip
+
+    def _of_traceback(self) -> dict[str, str]:
+        """The torch call of a traceback, its thread, and the exceptions that it was raised in the handling of."""
+        values: dict[str, str] = {}
+        if call := _torch_call(self.frames or []):
+            values["call"] = call
+        elif below := _below_torch(self.frames or []):
+            values["below"] = below
+        if self.thread:
+            values["thread"], self.thread = self.thread, ""
+        if self.chained:
+            self.chained = False
+            box = self.last or self.first
+            if box and "type" in box[-1].values and box[-1].kind != EventKind.WATCHDOG:
+                cause = box.pop()
+                values["causes"] = ", ".join(filter(None, (cause.values.get("causes"), cause.values["type"])))
+        return values
+
+    def log(self) -> RankLog:
+        """The finished record."""
+        return RankLog(
+            source=self.source, events=self.events, tail=tuple(text for _, text in self.tail),
+            tail_line=self.tail[-1][0] if self.tail else 0, last_step=self.last_step, last_step_line=self.last_step_line, last_time_s=self.time_s,
+            step_times=self.step_times,
+        )  # fmt: skip
+
+
+def _frame(text: str) -> Frame | None:
+    match = _FRAME.match(text) or (_RICH_FRAME.match(text) if text[:1] in "│|" else None)
+    return Frame(file=match.group(1), line=int(match.group(2)), function=match.group(3)) if match else None
+
+
+def _understood(
+    text: str, raised: re.Match[str] | None, frames: Sequence[Frame]
+) -> tuple[EventKind, dict[str, str]] | None:
+    """The kind and values of a line: by what it says, or as the exception that ended a traceback."""
+    said = recognize(text)
+    logged = None
+    if (raised is None and said is None and "rror" in text) or "xception" in text:
+        logged = _LOGGED.search(text[:1000])
+    match = raised or logged
+    if match is None:
+        return said
+    if match.group(1).endswith("ChildFailedError"):  # the launcher's summary of what its workers logged
+        return None
+    values = {"type": match.group(1), "message": (match.group(2) or "")[:400]}
+    if said is not None and said[0] in _FIRST_KINDS:
+        return said[0], {**values, **said[1]} if raised else said[1]
+    kind = kind_of_error(text, is_torch=logged is not None or any("torch" in frame.file for frame in frames))
+    return kind, {**values, **details(kind, text)}
+
+
+def _torch_call(frames: Sequence[Frame]) -> str:
+    """The torch.distributed function that a traceback (innermost call last) went through."""
+    calls = (f.function for f in reversed(frames) if f.file.endswith("distributed_c10d.py") and f.function != "wrapper")
+    return next(calls, "")
+
+
+def _below_torch(frames: Sequence[Frame]) -> str:
+    """The pass of the training step whose C++ raised: "backward" or "forward"; "" if it was another part of the program."""
+    inner = frames[-1].file if frames else ""
+    names = [f.function for f in reversed(frames)]
+    if "/torch/" not in inner:
+        return ""
+    return next((name for name in names if name in ("backward", "forward")), "")
+
+
+def merged_log(streams: Sequence[Stream], rank: int) -> RankLog:
+    """One log of several streams of one writer in one file, by their lines' order."""
+    if len(streams) == 1 and streams[0].rank == rank:
+        return streams[0].log()
+    last = max(streams, key=lambda stream: stream.tail[-1][0] if stream.tail else 0)
+    tail = sorted(line for stream in streams for line in stream.tail)[-TAIL_LINES:]
+    steps = [stream.last_step for stream in streams if stream.last_step is not None]
+    times: dict[int, float] = {}
+    for stream in streams:
+        times.update(stream.step_times)
+    events = sorted((event for stream in streams for event in stream.events), key=lambda event: event.line)
+    return RankLog(
+        source=last.source, events=tuple(_of_rank(event, rank) for event in events), tail=tuple(text for _, text in tail),
+        tail_line=tail[-1][0] if tail else 0, last_step=max(steps, default=None),
+        last_step_line=max(stream.last_step_line for stream in streams),
+        last_time_s=max((stream.time_s for stream in streams if stream.time_s is not None), default=None), step_times=times,
+    )  # fmt: skip
+
+
+def _of_rank(event: LogEvent, rank: int) -> LogEvent:
+    return event if event.rank == rank else replace(event, rank=rank)
+
+
+def values_of(event: LogEvent, **more: str) -> Mapping[str, str]:
+    """An event's values and some more."""
+    return {**event.values, **{key: value for key, value in more.items() if value}}

@@ -1,0 +1,164 @@
+"""Text files of a run: stacks to stack snapshots, everything else to `JobText`; at the end all of them to logs of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from itertools import chain
+
+from titan_ckpt.debug.incident.records import MAX_RANK, RankLog
+from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence
+from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, log_chunks
+from titan_ckpt.debug.read.logs import combine
+from titan_ckpt.debug.read.stacks import parse_stacks
+from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, Writer, read_text
+
+STREAMED_BYTES = 4 << 20
+_NO_LOGS = (
+    ".py",
+    ".md",
+    ".rst",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".csv",
+    ".html",
+    ".xml",
+    ".sh",
+    ".c",
+    ".cpp",
+    ".cu",
+    ".ipynb",
+    ".lock",
+)
+_LOG_WORDS = (
+    "log",
+    "out",
+    "err",
+    "console",
+    "slurm",
+    "dmesg",
+    "syslog",
+    "messages",
+    "stdout",
+    "stderr",
+    "journal",
+    "train",
+)
+SLACK_S = 10.0  # from a launch to the start of the recorder
+
+
+def is_streamed(file: EvidenceFile) -> bool:
+    """Whether a file is a log to be read in chunks: it may be larger than memory."""
+    is_packed = file.path.endswith((".gz", ".zst"))
+    return file.suffix in TEXT_ENDINGS and (is_packed or file.size_bytes > STREAMED_BYTES)
+
+
+def stream_text(evidence: RunEvidence, file: EvidenceFile) -> None:
+    """Read a log of any length."""
+    chunks = log_chunks(evidence.store, file)
+    first = next(chunks, (b"", False))
+    if len(first[0]) < STREAMED_BYTES and is_stacks(file, first[0]):
+        take_text(evidence, file, b"".join(chunk for chunk, _ in chain([first], chunks)))
+    else:
+        _take_log(evidence, file, chain([first], chunks))
+
+
+def is_json_lines(data: bytes) -> bool:
+    """Whether each line is a JSON object of its own, as container runtimes write logs."""
+    lines = [line for line in data[:1_000_000].split(b"\n")[:20] if line.strip()]
+    is_docker = len(lines) == 1 and lines[0].startswith(b'{"log":')
+    return is_docker or (len(lines) > 1 and all(line.startswith(b"{") and len(line) > 2 for line in lines))
+
+
+def take_text(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
+    """Stacks or a log."""
+    if file.rank is not None and is_stacks(file, data):
+        _take_stacks(evidence, file, data.decode("utf-8", "replace"))
+    else:
+        _take_log(evidence, file, [(data, False)])
+
+
+def is_stacks(file: EvidenceFile, data: bytes) -> bool:
+    """Whether a file is a stack dump, and no log with one inside."""
+    head = data[:4096]
+    has_stacks = b"most recent call first" in head and b"Traceback" not in head
+    return file.suffix == ".stacks" or (has_stacks and file.suffix in ("", ".txt"))
+
+
+def _take_stacks(evidence: RunEvidence, file: EvidenceFile, text: str) -> None:
+    assert file.rank is not None
+    if file.reason == "gil":
+        text = text[max(0, text.rfind("Timeout (")) :]  # the timer may have gone off before: the last time counts
+    is_abort = file.reason == "fatal" and "Fatal Python error: Aborted" in text[:200]
+    _rank(evidence, file.rank).stacks.append(parse_stacks(text, file.path, "fatal abort" if is_abort else file.reason))
+
+
+def _rank(evidence: RunEvidence, rank: int) -> RankEvidence:
+    if not 0 <= rank <= MAX_RANK:
+        raise ValueError(f"rank {rank} is not possible")
+    evidence.num_evidence += 1
+    return evidence.ranks[rank]
+
+
+def _take_log(evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[tuple[bytes, bool]]) -> None:
+    name = file.path.rpartition("/")[2].lower()
+    if name.endswith(_NO_LOGS):
+        return
+    if file.rank is not None and evidence.recorded_ranks and file.rank >= evidence.recorded_ranks:
+        return  # of an earlier, larger run
+    text = JobText(
+        source=file.path,
+        scope=file.host_folder or file.path,
+        default=_writer(file),
+        year=datetime.fromtimestamp(max(0.0, min(file.modified_s, 4e9)), UTC).year,
+        since_s=_log_starts_s(evidence),
+    )
+    read_text(text, chunks)
+    is_log = file.suffix in TEXT_ENDINGS or any(word in name for word in _LOG_WORDS)
+    has_content = (
+        text.endings.found or text.endings.notes or any(s.events or w[0] == "rank" for w, s in text.writers.items())
+    )
+    if is_log or has_content:
+        evidence.num_evidence += 1
+        evidence.texts.append(text)
+
+
+def _writer(file: EvidenceFile) -> Writer:
+    if file.rank is None:
+        return NOBODY
+    return ("local", f"{file.host_folder}|", file.rank) if file.host_folder else ("rank", "", file.rank)
+
+
+def _log_starts_s(evidence: RunEvidence) -> float | None:
+    """When this incident's process started, by the clock of logs (local time); None if no recorder ran."""
+    found = (rank.sidecar for rank in evidence.ranks.values() if rank.sidecar is not None)
+    starts = [sidecar.started_s for sidecar in found if sidecar.started_s is not None]
+    return min(starts) - SLACK_S if starts else None
+
+
+def finish_texts(evidence: RunEvidence) -> None:
+    """Give every rank its logs, exits and crash stacks, once all files were read."""
+    pids: dict[int, int] = {}
+    for rank, known in evidence.ranks.items():
+        pid = known.sidecar.pid if known.sidecar else known.box.pid if known.box else None
+        if pid:
+            pids[pid] = rank
+    logs = combine(evidence.texts, pids)
+    for rank, found in logs.ranks.items():
+        if not evidence.recorded_ranks or rank < evidence.recorded_ranks:
+            evidence.ranks[rank].logs.extend(found)
+    for rank, source, crash in logs.crashes:
+        if rank >= 0:
+            is_fatal, is_abort = crash.startswith("Fatal"), crash.startswith("Fatal Python error: Aborted")
+            reason = "fatal abort" if is_abort else "fatal" if is_fatal else "log"
+            evidence.ranks[rank].stacks.append(parse_stacks(crash, source, reason))
+    evidence.exits.extend(logs.exits)
+    evidence.launcher = logs.launcher or evidence.launcher
+    evidence.job_log = _without_ranks_noise(logs.job)
+    evidence.hosts, evidence.pids = logs.hosts, logs.pids
+
+
+def _without_ranks_noise(job: RankLog | None) -> RankLog | None:
+    """The job's log, if anything is in it."""
+    return job if job is not None and (job.tail or job.events) else None
