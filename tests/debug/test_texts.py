@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from titan_ckpt.debug import open_run
 from titan_ckpt.debug.incident.kinds import EventKind
-from titan_ckpt.debug.incident.records import LogEvent, Run
+from titan_ckpt.debug.incident.records import LogEvent
 from titan_ckpt.debug.read.logs import JobLogs, combine
 from titan_ckpt.debug.read.text.job_text import JobText, read_text
 
@@ -35,12 +35,6 @@ def only_event(logs: JobLogs, rank: int) -> LogEvent:
     assert log is not None
     [event] = log.events
     return event
-
-
-def job_folder(folder: Path, **files: str) -> Run:
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
-    return open_run(str(folder))
 
 
 # -------------------------------------------------------------------------------------------------------- prefixes

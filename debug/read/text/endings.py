@@ -90,6 +90,8 @@ class Endings:
         if "process" in text or "Process" in text or "RANK" in text or "xit code" in text or "KILLED" in text:
             self._mpi(number, text)
             self._spawn(number, text)
+        if match := _RC.match(text):
+            self.code = int(match["code"])
         self._kubernetes_or_shell(number, line, text)
         return self._is_restart(text)
 
@@ -124,8 +126,6 @@ class Endings:
                 )
             )  # fmt: skip
             self._rank, self._first = None, False
-        elif match := _RC.match(text):
-            self.code = int(match["code"])
 
     def _is_restart(self, text: str) -> bool:
         if "ill restart worker group" in text or ("attempts left" in text and "restart" in text):

@@ -23,7 +23,7 @@ _LOOK = 400  # characters in which a prefix must end
 
 @dataclass(slots=True)
 class Line:
-    """One line without its prefixes, and what those said. `shown` still has the time if that was the last prefix.
+    """One line without its prefixes, and what those said. `shown` still has the time.
 
     `rank` is global; `local_rank` counts on its host; `node` counts hosts.
     """
@@ -132,14 +132,15 @@ def peel(line: str, weak: Sequence[str] = (), year: int = 1970) -> Line:
     ('hello', 7)
     """
     found = Line(text=line)
-    at = shown = 0
+    at = 0
+    time = ""
     for _ in range(MAX_LAYERS):
         end, is_time = _layer(line[at : at + _LOOK], found, weak, year)
         if not end:
             break
+        time = line[at : at + end] if is_time else time
         at += end
-        shown = shown if is_time else at
-    found.text, found.shown = line[at:], line[shown:]
+    found.text, found.shown = line[at:], time + line[at:]
     return found
 
 
