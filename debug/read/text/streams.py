@@ -169,7 +169,8 @@ class Stream:
         """The finished record."""
         return RankLog(
             source=self.source, events=self.events, tail=tuple(text for _, text in self.tail),
-            tail_line=self.tail[-1][0] if self.tail else 0, last_step=self.last_step, last_step_line=self.last_step_line, last_time_s=self.time_s,
+            tail_line=self.tail[-1][0] if self.tail else 0, last_step=self.last_step,
+            last_step_line=self.last_step_line, last_time_s=self.time_s,
             step_times=self.step_times,
         )  # fmt: skip
 
