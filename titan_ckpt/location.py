@@ -1,21 +1,18 @@
-"""URLs of runs and checkpoints: parse `URL@STEP`, join, hide secrets. No I/O, except to follow symbolic links."""
+"""URLs of runs and checkpoints: parse `URL@STEP`, join. No I/O, except to follow symbolic links."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from titan_ckpt.errors import UsageError
+from titan_ckpt.redaction import redact as redact
+from titan_ckpt.redaction import redact_text as redact_text
+from titan_ckpt.redaction import redact_values as redact_values
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]*)(?:://|::)", re.IGNORECASE)
 _AT_STEP = re.compile(r"@(\d+|latest)$")
-_USERINFO = re.compile(r"(?<=://)[^/@]*@")
-_TEXT_USERINFO = re.compile(r"(?<=://)[^/@\s'\"]*@")
-_URL_QUERY = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s?'\"]*)\?[^\s'\",;:)]*", re.IGNORECASE)
-_QUERY = re.compile(r"\?.*$", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -91,33 +88,6 @@ def is_inside(url: str, folder: str) -> bool:
     """
     inner, outer = (os.path.realpath(u) if scheme(u) == "file" else u for u in (normalise(url), normalise(folder)))
     return f"{inner}/".startswith(f"{outer}/")
-
-
-def redact(url: str) -> str:
-    """`url` with user info and query hidden, since they may contain credentials.
-
-    >>> redact("s3://key:secret@bucket/run?token=1")
-    's3://***@bucket/run?***'
-    """
-    return _QUERY.sub("?***", _USERINFO.sub("***@", url))
-
-
-def redact_text(text: str) -> str:
-    """`text` with user info and query hidden in every URL.
-
-    >>> redact_text("PUT https://me:secret@host/a?token=1: refused")
-    'PUT https://***@host/a?***: refused'
-    """
-    return _URL_QUERY.sub(r"\1?***", _TEXT_USERINFO.sub("***@", text))
-
-
-def redact_values(value: Any) -> Any:
-    """A JSON value with user info and query hidden in every URL of its strings."""
-    if isinstance(value, str):
-        return redact_text(value)
-    if isinstance(value, Mapping):
-        return {key: redact_values(inner) for key, inner in value.items()}
-    return [redact_values(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def check_relative(path: str) -> str:

@@ -1,0 +1,193 @@
+"""No secret survives redaction, whatever it is made of and however it is written; what is around it stays readable."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import string
+import time
+from collections.abc import Callable
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from titan_ckpt.redaction import redact, redact_text, redact_values
+
+PRINTABLE = string.ascii_letters + string.digits + string.punctuation
+NAMES = (
+    "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "password", "db-password", "client_secret", "accessToken", "apiKey",
+    "AccountKey", "private_key", "session_token", "SharedAccessSignature", "PGPASSWORD", "sas_token", "OPENAI_API_KEY",
+)  # fmt: skip
+
+# Shapes in which a secret of any printable characters without spaces stands unquoted.
+RAW: dict[str, Callable[[str], str]] = {
+    "user info": lambda s: f"PUT https://AKIAUSER:x{s}@host.example/bucket/key: certificate verify failed",
+    "user info of a store": lambda s: f"s3://key:x{s}@bucket/run@1200: certificate verify failed",
+    "query": lambda s: f"GET https://host.example/bucket/key?sv=1&sig=x{s}x: certificate verify failed",
+    "azure query with colons": lambda s: (
+        f"GET https://host.example/bucket?se=2026-01-01T00:00:00Z&sig=x{s}x&sp=r: certificate verify failed"
+    ),
+    "header": lambda s: f"host.example bucket\nAuthorization: Bearer x{s}\ncertificate verify failed",
+    "environment": lambda s: f"host.example bucket\nHF_TOKEN=x{s}x certificate verify failed",
+    "yaml line": lambda s: f"host: host.example bucket\n  password: x{s}x\ncertificate verify failed",
+    "option": lambda s: f"host.example bucket --api-key x{s}x certificate verify failed",
+    "xml": lambda s: f"host.example bucket <SecretAccessKey>x{s.replace('<', '_')}x</SecretAccessKey> certificate verify failed",
+}  # fmt: skip
+
+# Shapes that quote, where a secret may have spaces, too.
+QUOTED: dict[str, Callable[[str, str], str]] = {
+    "json": lambda n, s: json.dumps({"host": "host.example", n: s, "reason": "certificate verify failed"}),
+    "nested json": lambda n, s: json.dumps(
+        {"env": json.dumps({n: s, "bucket": 1}), "reason": "host.example certificate verify failed"}
+    ),
+    "repr": lambda n, s: repr({"host": "host.example", "nested": {n: s}, "reason": "certificate verify failed"}),
+    "call": lambda n, s: f"connect('host.example', {n.replace('-', '_')}={s!r}): certificate verify failed",
+    "toml": lambda n, s: f'host = "host.example"\n{n} = {json.dumps(s)}\nreason = "certificate verify failed"',
+    "yaml": lambda n, s: yaml.safe_dump({"host": "host.example", n: s, "reason": "certificate verify failed"}, width=10**6),
+    "shell": lambda n, s: f"host.example export {n}={shlex.quote(s + ' ')} certificate verify failed".replace("'\"'\"'", "_"),
+}  # fmt: skip
+
+
+def leaks(secret: str, shown: str, around: str) -> list[str]:
+    """Parts of the secret, of four characters or more, that are shown and are not part of what is around it."""
+    parts = {secret[at : at + 4] for at in range(len(secret) - 3)}
+    return sorted(part for part in parts if part in shown and part not in around and "***" not in part)
+
+
+@pytest.mark.parametrize("shape", RAW)
+def test_no_unquoted_secret_survives(shape: str) -> None:
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @example("pa/ss@wo:rd?#")
+    @example("'\"`;,)]}>")
+    @example("se://x@y/z")
+    @given(st.text(PRINTABLE, min_size=6, max_size=40))
+    def check(secret: str) -> None:
+        text = RAW[shape](secret)
+        shown = redact_text(text)
+        assert leaks(secret, shown, RAW[shape]("")) == [], (text, shown)
+        assert "certificate verify failed" in shown, (text, shown)
+        assert "bucket" in shown, (text, shown)
+
+    check()
+
+
+@pytest.mark.parametrize("shape", QUOTED)
+def test_no_quoted_secret_survives(shape: str) -> None:
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @example("password", "a' b\" c\\")
+    @given(st.sampled_from(NAMES), st.text(PRINTABLE + " ", min_size=6, max_size=40))
+    def check(name: str, secret: str) -> None:
+        text = QUOTED[shape](name, secret)
+        shown = redact_text(text)
+        assert leaks(secret, shown, QUOTED[shape](name, "")) == [], (text, shown)
+        assert "host.example" in shown, (text, shown)
+        assert "certificate verify failed" in shown, (text, shown)
+
+    check()
+
+
+@pytest.mark.parametrize("shape", ["json", "nested json"])
+def test_json_stays_json(shape: str) -> None:
+    @settings(max_examples=100, deadline=None, derandomize=True)
+    @given(st.sampled_from(NAMES), st.text(PRINTABLE + " \n\t", min_size=6, max_size=40))
+    def check(name: str, secret: str) -> None:
+        json.loads(redact_text(QUOTED[shape](name, secret)))
+
+    check()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text(PRINTABLE, min_size=6, max_size=40))
+def test_a_url_alone_shows_host_and_path(secret: str) -> None:
+    shown = redact(f"s3://key:x{secret}@bucket/run?sig={secret}")
+    assert leaks(secret, shown, "s3://***@bucket/run?***") == []
+    assert "@bucket/run" in shown or "***" in shown
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.sampled_from(NAMES), st.text(min_size=6, max_size=40), VALUES)
+def test_secrets_of_nested_values_are_hidden_by_name(name: str, secret: str, other: object) -> None:
+    shapes = [
+        {"a": [{name: secret, "o": other}]},
+        {name: {"x": [secret, other]}},
+        {"env": [{"name": name, "value": secret}]},
+        {"argv": ["run", f"--{name}", secret]},
+        [[name, secret]],
+        {"text": json.dumps({name: secret})},
+    ]
+    for value in shapes:
+        shown = json.dumps(redact_values(value))
+        assert "***" in shown, value
+        assert json.dumps(secret)[1:-1] not in shown or json.dumps(secret)[1:-1] in json.dumps(other), value
+
+
+TOKENS = [
+    "AKIAIOSFODNN7EXAMPLE", "hf_" + "aB3" * 11, "ghp_" + "aB3" * 12, "github_pat_" + "a1_B" * 10, "sk-proj-" + "aB3-" * 8,
+    "xoxb-1234567890-abcdefghij", "AIza" + "Sy0-" * 9, "ya29." + "a0Af-" * 5, "GOOG1E" + "ABC123" * 9, "glpat-" + "aB3_" * 6,
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl", "IQoJb3JpZ2luX2VjE" + "aB3/" * 30, "npm_" + "aB3" * 12,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("token", TOKENS)
+def test_tokens_with_a_known_mark_are_hidden_anywhere(token: str) -> None:
+    assert redact_text(f"step 3 ({token}) failed") == "step 3 (***) failed"
+
+
+def test_a_private_key_is_hidden_with_its_lines() -> None:
+    key = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBg\nkqhkiG9w0BAQ==\n-----END PRIVATE KEY-----"
+    for text in (key, json.dumps({"k": key})):
+        assert "MIIE" not in redact_text(text)
+        assert "kqhk" not in redact_text(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/run@1200: 7 of 8 ranks reported", "step 3: tokens: 1200, tokens/s: 31.5, num_tokens=7",
+        "model.layers.0.attention.wq.weight: global shape (4096, 4096)", '{"eos_token": "</s>", "max_tokens": 5}',
+        "http://localhost:9000/bucket/run@latest is down", "https://host:443: connection refused by host:80",
+        "no URL? here a@b", "hf://org/model@main/config.json", "unknown key model.n_layers; did you mean n_layer?",
+        "digest 0123456789abcdef0123456789abcdef01234567 differs", "TLS failed: unable to get local issuer certificate",
+        "token=None, password=null", "rank 3 dp_shard1 tp1 12:30:05 author: me, signal: SIGTERM", "memory://run/step-00000001",
+        "tokenizer: data/tokenizer.json, key: model.embed_tokens.weight", "Basic validation of the header passed",
+    ],
+)  # fmt: skip
+def test_text_without_secrets_is_not_changed(text: str) -> None:
+    assert redact_text(text) == text
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.text(PRINTABLE + " \n", max_size=120))
+def test_redacting_twice_changes_nothing_more(text: str) -> None:
+    once = redact_text(text)
+    assert len(redact_text(once)) <= len(once) + 40
+
+
+PIECES = [
+    "a", "://", "x://u:", "x://u:p@", "a://b:x://", "a://b:x", "'a://b?' ", "a://b?", "@", "?", "token=", "token=a;", "token='",
+    'token="""', "token=[", "token=[ ", "token=a ", "password: ", "\\", "-", "--token ", "<", "<a", "<token>", "[", "hf_", "sk-",
+    "-----BEGIN PRIVATE KEY-----", "eyJaaaaaaaa.", "Bearer ", "Basic aaaa",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_time_grows_with_the_length_alone(piece: str) -> None:
+    """Eight times the text takes at most thirty times as long; quadratic would be sixty-four."""
+    sizes = (16_000, 128_000)
+    best = [min(_seconds(piece * (size // len(piece))) for _ in range(3)) for size in sizes]
+    assert best[1] < 30 * best[0] + 0.05, best
+
+
+def _seconds(text: str) -> float:
+    started = time.process_time()
+    redact_text(text)
+    return time.process_time() - started
