@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
-from titan_ckpt.console.command import Command
+from titan_ckpt.console.command import Command, Parser
+from titan_ckpt.console.output import write_json, write_text
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.debug.report.as_json import report_json
@@ -70,7 +69,7 @@ def _parse_verb(word: str, verb: Command, arguments: argparse.Namespace) -> argp
 
 
 def _verb_parser(word: str, verb: Command) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"titan-ckpt debug {word}")
+    parser = Parser(prog=f"titan-ckpt debug {word}")
     verb.configure(parser)
     return parser
 
@@ -85,9 +84,9 @@ def _diagnose(path: str, *, as_text: bool) -> int:
     evidence = open_run(path)
     verdicts = diagnose(evidence)
     if as_text:
-        sys.stdout.write(report_text(evidence, verdicts))
+        write_text(report_text(evidence, verdicts))
     else:
-        sys.stdout.write(json.dumps(report_json(evidence, verdicts), indent=1) + "\n")
+        write_json(report_json(evidence, verdicts))
     return 0 if verdicts[0].is_healthy else 1
 
 

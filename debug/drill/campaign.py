@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from titan_ckpt.console.output import flush, write_text
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.drill.inject import CASES, TRUTH, inject, is_possible
 from titan_ckpt.debug.read.reader import open_run
@@ -76,7 +77,7 @@ def run_campaign(words: Sequence[str] | None = None) -> int:
             if is_possible(case, ranks)
         ]
     wrong = [result for result in results if not result.is_right]
-    sys.stdout.write(f"{len(results) - len(wrong)} of {len(results)} right\n")
+    write_text(f"{len(results) - len(wrong)} of {len(results)} right")
     if given.table:
         put_table(given.table, results)
     return 1 if wrong else 0
@@ -84,8 +85,8 @@ def run_campaign(words: Sequence[str] | None = None) -> int:
 
 def _reported(result: CaseResult) -> CaseResult:
     mark = "ok   " if result.is_right else "WRONG"
-    sys.stdout.write(f"{mark} {result.case:18} {result.ranks} ranks {result.seconds:5.1f} s  {result.found}\n")
-    sys.stdout.flush()
+    write_text(f"{mark} {result.case:18} {result.ranks} ranks {result.seconds:5.1f} s  {result.found}")
+    flush()
     return result
 
 

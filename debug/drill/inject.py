@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ckpt.console.command import Command
+from titan_ckpt.console.output import write_note, write_text
 from titan_ckpt.debug.read.black_boxes import BoxReader
 from titan_ckpt.debug.read.name_tables import Interner
 from titan_ckpt.debug.record.environment import environment
@@ -273,8 +274,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     _need_torch()
     folder = inject(arguments.case, Path(arguments.out or f"incident-{arguments.case}"), ranks=arguments.ranks)
-    sys.stdout.write(f"{folder}\n")
-    sys.stderr.write(f"now try: titan-ckpt debug {folder}\n")
+    write_text(f"{folder}")
+    write_note(f"now try: titan-ckpt debug {folder}")
     return 0
 
 

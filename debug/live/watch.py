@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from titan_ckpt.console.command import Command
+from titan_ckpt.console.output import flush, write_json, write_text
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.records import Heartbeat
@@ -123,13 +122,13 @@ def watch(
 def _print(beats: Mapping[int, Heartbeat], found: Sequence[Alarm], as_json: bool) -> None:
     if as_json:
         value = {"ranks": {str(r): asdict(b) for r, b in beats.items()}, "alarms": [asdict(alarm) for alarm in found]}
-        sys.stdout.write(json.dumps(value) + "\n")
+        write_json(value, indent=None)
     else:
         running = {rank: beat for rank, beat in beats.items() if not beat.is_stopped}
         state = _phases(running) if running else "all ranks ended in good order"
-        sys.stdout.write(f"{len(running)} of {len(beats)} ranks run: {state}\n")
-        sys.stdout.writelines(f"{alarm.kind}: {alarm.text}\n" for alarm in found)
-    sys.stdout.flush()
+        lines = [f"{len(running)} of {len(beats)} ranks run: {state}", *(f"{a.kind}: {a.text}" for a in found)]
+        write_text("\n".join(lines))
+    flush()
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

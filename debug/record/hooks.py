@@ -10,6 +10,7 @@ once (for a group, a dtype, a call site) is here.
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import time
@@ -44,6 +45,10 @@ from titan_ckpt.debug.incident.black_box import (
 )
 from titan_ckpt.debug.incident.records import RECV, SEND
 from titan_ckpt.debug.record.ring import NO_PEER, RingGroup, new_ring
+from titan_ckpt.errors import TitanError
+from titan_ckpt.private_files import PrivateFolder
+
+log = logging.getLogger(__name__)
 
 # Method of ProcessGroup -> (name as the Flight Recorder writes it, which argument holds the tensors that ranks share).
 COLLECTIVES: Mapping[str, tuple[str, int]] = {
@@ -88,10 +93,7 @@ class BoxWriter:
     def __init__(self, path: Path, *, rank: int, world_size: int, capacity: int = CAPACITY) -> None:
         self.path = path
         self.capacity = capacity
-        with open(path, "wb") as file:
-            file.truncate(file_size(capacity))
-        with open(path, "r+b") as file:  # the map keeps a descriptor of its own
-            self.map = mmap.mmap(file.fileno(), file_size(capacity))
+        self.map = _map_file(path, file_size(capacity))
         HEADER.pack_into(self.map, 0, MAGIC, rank, world_size, os.getpid(), capacity, 0, time.time_ns())
         self._text_at = HEADER_BYTES + capacity * RECORD.size
         self._text_used = 0
@@ -138,6 +140,17 @@ class BoxWriter:
         """Mark an orderly end; the file stays."""
         self._stopped = 1
         self.beat()
+
+
+def _map_file(path: Path, size_bytes: int) -> mmap.mmap:
+    """A new file, mapped; memory that is lost with the process if the file cannot be made, since training must go on."""
+    try:
+        descriptor = PrivateFolder(path.parent).create(path.name, size_bytes)
+    except (OSError, TitanError) as error:
+        log.error("no black box, so a killed process leaves no record: %s", error)
+        return mmap.mmap(-1, size_bytes)
+    with open(descriptor, "r+b") as file:  # the map keeps a descriptor of its own
+        return mmap.mmap(file.fileno(), size_bytes)
 
 
 class Hooks:

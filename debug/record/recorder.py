@@ -6,7 +6,8 @@
 Files per rank in `folder`: `rank_00003.box` (the black box), `.sidecar.json` (host, pid, groups, mesh coordinates,
 clock), and on each occasion (stall, sigterm, exception, demand) `.<occasion>.pickle` (the Flight Recorder's dump) and
 `.<occasion>.stacks`. Two parts work without the GIL: the interpreter's C timer writes `.gil.stacks` when something
-holds it, and torch's C++ worker server listens on `.sock` for `debug collect`.
+holds it, and torch's C++ worker server listens on `.sock`. `debug collect` asks at `.ask` for a dump, and at `.sock` if Python
+does not answer. Files have mode 0600; one that cannot be written is logged, and training goes on.
 
 Only this module, `hooks`, `progress` and `worker_server` import torch in this package.
 """
@@ -25,21 +26,25 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 
 from titan_ckpt.debug.incident.black_box import CAPACITY
+from titan_ckpt.debug.record.demand import DemandServer
 from titan_ckpt.debug.record.environment import environment
 from titan_ckpt.debug.record.hooks import BoxWriter, Hooks, phase_number
 from titan_ckpt.debug.record.own_stacks import all_stacks, with_source
 from titan_ckpt.debug.record.progress import Progress, torch_progress
+from titan_ckpt.debug.record.signal_reader import SignalReader
 from titan_ckpt.debug.record.worker_server import WorkerServer
 from titan_ckpt.errors import TitanError, UsageError
+from titan_ckpt.private_files import PrivateFolder
 from titan_ckpt.store.open import open_store
 
 log = logging.getLogger(__name__)
@@ -65,6 +70,7 @@ class Recorder:
         self._on_signal = on_signal
         self._upload = upload
         self._stem = f"rank_{rank:05d}"
+        self._files = PrivateFolder(folder)
         self._box = BoxWriter(folder / f"{self._stem}.box", rank=rank, world_size=world_size, capacity=capacity)
         self._hooks = Hooks(self._box)
         self._started_s = time.time()
@@ -72,14 +78,14 @@ class Recorder:
         self._free_ticks, self._ticked_at = 0, time.monotonic()
         self._dump_lock = threading.Lock()
         self._ended = threading.Event()
-        self._gil_file: IO[bytes] = open(folder / f"{self._stem}.gil.stacks", "wb", buffering=0)  # noqa: SIM115  (C writes to it)
-        self._fatal_file: IO[bytes] = open(folder / f"{self._stem}.fatal.stacks", "wb", buffering=0)  # noqa: SIM115
-        self._previous: dict[int, Any] = {}
-        self._wakeup: socket.socket | None = None
-        self._sender: socket.socket | None = None
+        self._gil_name, self._fatal_name = f"{self._stem}.gil.stacks", f"{self._stem}.fatal.stacks"
+        self._gil_file, self._fatal_file = self._open(self._gil_name), self._open(self._fatal_name)
+        self._had_faulthandler = faulthandler.is_enabled()
+        self._signals: SignalReader | None = None
         self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
         self._server: WorkerServer | None = None
+        self._demands: DemandServer | None = None
 
     @classmethod
     def start(
@@ -97,7 +103,6 @@ class Recorder:
         `upload`: a URL to copy every dump to, for runs whose folder is not local.
         """
         target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
         seconds = DEFAULT_STALL_S if stall_s is None else stall_s
         if seconds < 0 or rank < 0 or rank >= world_size:
             raise UsageError(f"Recorder.start: rank {rank} of {world_size}, stall_s {seconds}: out of range")
@@ -111,12 +116,26 @@ class Recorder:
     def _begin(self) -> None:
         self._hooks.install()
         self._server = WorkerServer.start(self.folder / f"{self._stem}.sock")
+        self._demands = DemandServer.start(self.folder / f"{self._stem}.ask", self.rank, lambda: self.dump("demand"))
         self._write_sidecar()
         faulthandler.enable(self._fatal_file)
         if threading.current_thread() is threading.main_thread():
-            self._listen()
+            self._signals = SignalReader((signal.SIGTERM, signal.SIGUSR2), self._hear)
+        leave = weakref.WeakMethod(self._leave_in_child)
+        os.register_at_fork(after_in_child=lambda: (found := leave()) and found())
         self._spawn("watch", self._watch)
         atexit.register(self.stop)
+
+    def _leave_in_child(self) -> None:
+        """A forked child has none of our threads: what it inherited must not speak, hear or crash for its parent."""
+        if self._ended.is_set():
+            return
+        self._hooks.remove()
+        _restore_faulthandler(self._had_faulthandler)
+        if self._signals is not None:
+            self._signals.leave_in_child()
+        if self._demands is not None:
+            self._demands.close_in_child()
 
     def _spawn(self, name: str, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name=f"titan-recorder-{name}", daemon=True)
@@ -148,7 +167,7 @@ class Recorder:
                 for f in reversed(traceback.extract_tb(error.__traceback__))
             ],
         }
-        self._write(f"{self._stem}.error.json", json.dumps(value).encode())
+        self._attempt(f"{self._stem}.error.json", lambda: json.dumps(value).encode())
         self.dump("exception")
 
     def dump(self, reason: str) -> None:
@@ -172,25 +191,30 @@ class Recorder:
         ):  # a forked child has none of our threads and does not own the box
             return
         self._ended.set()
+        if self._demands is not None:
+            self._demands.stop()
+            self._demands = None
         if self._server is not None:
             self._server.stop()
             self._server = None
         self._box.stop()
         self._hooks.remove()
         faulthandler.cancel_dump_traceback_later()
-        faulthandler.disable()
-        self._stop_listening()
+        _restore_faulthandler(self._had_faulthandler)
+        if self._signals is not None:
+            self._signals.stop()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=2)
-        if self._wakeup is not None:
-            self._wakeup.close()
         self._write_sidecar()
-        for file in (self._gil_file, self._fatal_file):
-            file.close()
-            if os.path.getsize(file.name) == 0:
-                os.unlink(file.name)
+        self._close_files()
         atexit.unregister(self.stop)
+
+    def _close_files(self) -> None:
+        for name, file in ((self._gil_name, self._gil_file), (self._fatal_name, self._fatal_file)):
+            if os.fstat(file.fileno()).st_size == 0:
+                self._files.remove(name, file.fileno())
+            file.close()
 
     def __enter__(self) -> Recorder:
         return self
@@ -208,17 +232,19 @@ class Recorder:
         try:
             content = make()
             if content:
-                self._write(name, content)
+                self._files.write(name, content)
                 return name
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, TitanError) as error:
             log.error("rank %d: %s could not be written: %s", self.rank, name, error)
         return ""
 
-    def _write(self, name: str, content: bytes) -> None:
-        """Write atomically, without fsync: the process may die next, the machine rarely does."""
-        temporary = self.folder / f".tmp-{name}"
-        temporary.write_bytes(content)
-        temporary.replace(self.folder / name)
+    def _open(self, name: str) -> IO[bytes]:
+        """A file that C writes to; one without a name where it cannot be made, so that training goes on."""
+        try:
+            return open(self._files.create(name), "wb", buffering=0)
+        except (OSError, TitanError) as error:
+            log.error("rank %d: %s could not be written: %s", self.rank, name, error)
+            return open(os.devnull, "wb", buffering=0)
 
     def _write_sidecar(self) -> None:
         value = {
@@ -234,6 +260,7 @@ class Recorder:
             "utc_offset_s": time.localtime().tm_gmtoff,
             "torch": torch.__version__,
             "endpoint": self._server.endpoint if self._server else "",
+            "ask": self._demands.endpoint if self._demands else "",
         }
         self._attempt(f"{self._stem}.sidecar.json", lambda: json.dumps(value).encode())
 
@@ -241,7 +268,7 @@ class Recorder:
         try:
             store = open_store(self._upload or "")
             for name in names:
-                store.write(name, [(self.folder / name).read_bytes()])
+                store.write(name, [self._files.read(name)])
         except (TitanError, OSError) as error:
             log.error("rank %d: evidence stays in %s, uploading it failed: %s", self.rank, self.folder, error)
 
@@ -305,42 +332,21 @@ class Recorder:
     def _forget_stall(self) -> None:
         """Delete the stall dump of a process that resumed: it would only mislead."""
         for suffix in ("stacks", "pickle"):
-            (self.folder / f"{self._stem}.stall.{suffix}").unlink(missing_ok=True)
+            self._files.remove(f"{self._stem}.stall.{suffix}")
 
     # ---------------------------------------------------------------------------------------------------- signals
 
-    def _listen(self) -> None:
-        """Receive signals even while the main thread hangs, when no Python handler can run: C writes the signal number
-        to the wakeup descriptor, a socket, and our own thread reads it."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._wakeup = theirs
-        self._sender = ours
-        signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGUSR2):
-            self._previous[number] = signal.getsignal(number)
-            signal.signal(number, self._handler)
-        self._spawn("signals", self._hear)
-
-    def _handler(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous.get(number)
-        if callable(previous):
-            previous(number, frame)
-
-    def _hear(self) -> None:
-        assert self._wakeup is not None
-        while not self._ended.is_set():
-            data = self._wakeup.recv(64)
-            if not data:
-                return
-            if signal.SIGTERM in data:
-                if self._on_signal is not None:
-                    self._on_signal(int(signal.SIGTERM))
+    def _hear(self, data: bytes, previous: Mapping[int, Any]) -> None:
+        """In the signals' thread: `data` are the numbers of signals that arrived, `previous` the program's handlers."""
+        if signal.SIGTERM in data:
+            if self._on_signal is not None:
+                self._on_signal(int(signal.SIGTERM))
+            if not self._ended.is_set():
                 self.dump("sigterm")
-                if self._on_signal is None and self._previous.get(signal.SIGTERM) == signal.SIG_DFL:
-                    self._die(signal.SIGTERM)
-            elif signal.SIGUSR2 in data:
-                self.dump("demand")
+            if self._on_signal is None and previous.get(signal.SIGTERM) == signal.SIG_DFL:
+                self._die(signal.SIGTERM)
+        elif signal.SIGUSR2 in data and not self._ended.is_set():
+            self.dump("demand")
 
     def _die(self, number: int) -> None:
         """End the process as the signal would without our handler."""
@@ -348,16 +354,13 @@ class Recorder:
         sys.stderr.flush()
         os._exit(128 + number)
 
-    def _stop_listening(self) -> None:
-        if self._wakeup is None:
-            return
-        if threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(-1)
-            for number, previous in self._previous.items():
-                if signal.getsignal(number) == self._handler:
-                    signal.signal(number, previous if previous is not None else signal.SIG_DFL)
-        if self._sender is not None:
-            self._sender.close()
+
+def _restore_faulthandler(was_enabled: bool) -> None:
+    """As it was before the recorder: on stderr, or off."""
+    faulthandler.disable()
+    if was_enabled:
+        with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # stderr is closed, or no file
+            faulthandler.enable()
 
 
 def _warm_up() -> None:

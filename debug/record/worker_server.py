@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titan_ckpt.debug.record.worker_endpoint import MAX_SOCKET_PATH, is_answering
+from titan_ckpt.debug.record.private_socket import PrivateSocket, bind_privately
+from titan_ckpt.debug.record.worker_endpoint import is_answering
 
 log = logging.getLogger(__name__)
 START_S = 5.0
@@ -21,33 +20,20 @@ START_S = 5.0
 class WorkerServer:
     """A server that listens on the Unix socket `endpoint`, of this user alone."""
 
-    def __init__(self, server: Any, endpoint: str, folder: Path | None) -> None:
-        self._server, self.endpoint, self._folder = server, endpoint, folder
+    def __init__(self, bound: PrivateSocket[Any]) -> None:
+        self._bound, self._server, self.endpoint = bound, bound.listener, bound.path
 
     @staticmethod
     def start(path: Path) -> WorkerServer | None:
-        """Listen at `path`, or where that is too long for a socket in a temporary folder; None, and a warning, where torch
-        cannot: all else works without it."""
+        """Listen at `path`, or in a temporary folder; None, and a warning, where torch cannot: all else works without it."""
         server = getattr(torch._C._distributed_c10d, "_WorkerServer", None)
         if server is None:
             return None
-        endpoint, folder = path.absolute(), None
-        if len(os.fsencode(endpoint)) > MAX_SOCKET_PATH:
-            folder = Path(tempfile.mkdtemp(prefix="titan-"))
-            endpoint = folder / "sock"
-        endpoint.unlink(missing_ok=True)
         try:
-            started = WorkerServer(server(str(endpoint)), str(endpoint), folder)
+            return WorkerServer(bind_privately(path, server))
         except (OSError, RuntimeError) as error:
-            log.warning("no worker server at %s: %s", endpoint, error)
-            if folder is not None:
-                folder.rmdir()
+            log.warning("no worker server at %s: %s", path, error)
             return None
-        try:
-            endpoint.chmod(0o600)
-        except OSError as error:  # it goes on: only `stop` may end it
-            log.warning("the worker server's socket %s keeps its mode: %s", endpoint, error)
-        return started
 
     def stop(self) -> None:
         """Shut it down once it answers: shutting down one that has not begun to listen waits for ever.
@@ -63,6 +49,4 @@ class WorkerServer:
         else:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._server))
             log.warning("the worker server at %s does not answer and is left to the end of the process", self.endpoint)
-        Path(self.endpoint).unlink(missing_ok=True)
-        if self._folder is not None:
-            self._folder.rmdir()
+        self._bound.remove()
