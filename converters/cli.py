@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command
-from titan_ckpt.console.output import write_json
+from titan_ckpt.console.escapes import escape_line
+from titan_ckpt.console.output import write_json, write_text
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.converters.hf.assets import CONFIG
@@ -108,7 +108,7 @@ def _to_hf(arguments: Namespace) -> int:
             facts["verification"] = result.as_json()
     _show(facts, as_json=arguments.json)
     if result is not None and not arguments.json:
-        sys.stdout.write(_verdict(result))
+        write_text(_verdict(result))
     return 0 if result is None or result.is_equal else 1
 
 
@@ -159,9 +159,7 @@ def _show_torch(report: TorchReport, *, as_json: bool) -> int:
         write_json(asdict(report))
     else:
         size = format_size(report.size_bytes)
-        sys.stdout.write(
-            f"wrote {report.url}: {report.num_tensors} tensors, {report.num_values} other values, {size}\n"
-        )
+        write_text(f"wrote {report.url}: {report.num_tensors} tensors, {report.num_values} other values, {size}\n")
     return 0
 
 
@@ -183,14 +181,15 @@ def _show(facts: dict[str, Any], *, as_json: bool) -> None:
         return
     verb = "wrote" if facts["written"] else "would write"
     size = format_size(facts["bytes"])
-    sys.stdout.write(
+    write_text(
         f"{verb} {facts['destination']}: a {facts['family']} model, {facts['tensors']} tensors, {size}\n"
-        f"  from   {facts['source']}\n  files  {', '.join(facts['files'])}\n"
+        f"  from   {facts['source']}\n  files  {escape_line(', '.join(facts['files']))}\n"
     )
     if names := facts["left_out"]:
-        sys.stdout.write(f"  left out, since every reader computes them: {', '.join(names[:3])}{_more(names[3:])}\n")
+        shown = escape_line(", ".join(names[:3]))
+        write_text(f"  left out, since every reader computes them: {shown}{_more(names[3:])}")
     if others := [f"{name!r} ({why})" for name, why in facts["not_carried"].items()]:
-        sys.stdout.write(f"  not carried: {', '.join(others[:5])}{_more(others[5:])}\n")
+        write_text(f"  not carried: {escape_line(', '.join(others[:5]))}{_more(others[5:])}")
 
 
 def _more(names: list[str]) -> str:

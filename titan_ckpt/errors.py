@@ -19,17 +19,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+# Exit codes beside 0 (fine) and 1 (a finding). 70 is EX_SOFTWARE of sysexits.h; 130 and 141 are a shell's for SIGINT and SIGPIPE.
+USAGE, FAILED, INTERNAL, INTERRUPTED, OUTPUT_CLOSED = 2, 3, 70, 130, 141
+
 
 class TitanError(Exception):
     """An error that the user can act on; commands print its message without a traceback."""
 
-    exit_code: ClassVar[int] = 3
+    exit_code: ClassVar[int] = FAILED
 
 
 class UsageError(TitanError):
     """The request is invalid; nothing was attempted."""
 
-    exit_code = 2
+    exit_code = USAGE
 
 
 class ConfigError(UsageError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -11,10 +10,11 @@ from dataclasses import asdict
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command
+from titan_ckpt.console.output import write_json, write_note, write_text
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.errors import TitanError, UsageError
-from titan_ckpt.location import join
+from titan_ckpt.location import join, redact_text
 from titan_ckpt.trainer.config.toml_records import Resolved, as_dict, render, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, resolve_mesh
 from titan_ckpt.trainer.data.batches import reader_of
@@ -88,7 +88,10 @@ def run(arguments: Namespace) -> int:
     resolved = resolve(TrainConfig, arguments.config, arguments.set)
     check_config(resolved.config)
     if arguments.print_config:
-        sys.stdout.write(json.dumps(as_dict(resolved.config)) + "\n" if arguments.json else render(resolved))
+        if arguments.json:
+            write_json(as_dict(resolved.config), indent=None)
+        else:
+            write_text(render(resolved))
         return 0
     if arguments.pretokenise:
         return pretokenise_all(resolved.config, arguments.pretokenise)
@@ -104,9 +107,9 @@ def run(arguments: Namespace) -> int:
         saves = save_schedule(found, rank_mtbf_h=arguments.rank_mtbf_hours, bandwidth=rate)
         if arguments.json:
             facts = asdict(found) | {"mesh": str(mesh), "peak_bytes": found.memory.total, "saves": asdict(saves)}
-            sys.stdout.write(json.dumps(facts) + "\n")
+            write_json(facts, indent=None)
             return 0
-        sys.stdout.write(format_estimate(found, saves))
+        write_text(format_estimate(found, saves))
         return 0
     preflight(resolved.config)
     if world_size == 1:
@@ -122,7 +125,7 @@ def export_to_peft(config: TrainConfig, destination: str) -> int:
         raise UsageError("--export-adapter reads the newest checkpoint of save.url, which is empty; give it with --set")
     checkpoint = open_checkpoint(config.save.url)
     count = export_adapter(checkpoint, destination)
-    sys.stdout.write(f"{destination}: {count} factors of {checkpoint}\n")
+    write_text(f"{destination}: {count} factors of {checkpoint}")
     return 0
 
 
@@ -133,7 +136,7 @@ def pretokenise_all(config: TrainConfig, destination: str) -> int:
         target = destination if len(config.data.sources) == 1 else join(destination, f"{number:02d}")
         files, reader = list_files(source.url), reader_of(source, config.data)
         header = pretokenise(files, tokenizer, reader, target, progress=_TokeniseProgress(source.url))
-        sys.stdout.write(f"{target}: {header.num_tokens} tokens of {header.num_documents} documents\n")
+        write_text(f"{target}: {header.num_tokens} tokens of {header.num_documents} documents")
     return 0
 
 
@@ -153,7 +156,7 @@ class _TokeniseProgress:
                 self._line.close()
         elif int(10 * share) > self._tenths:
             self._tenths = int(10 * share)
-            sys.stderr.write(f"{self._what}: {share:.0%} of {format_size(total)}\n")
+            write_note(f"{self._what}: {share:.0%} of {format_size(total)}")
 
 
 def run_as_rank(resolved: Resolved[TrainConfig]) -> int:
@@ -173,7 +176,7 @@ def run_as_rank(resolved: Resolved[TrainConfig]) -> int:
         if is_launched_here():
             _leave(record.exit_code)
         if isinstance(error, TitanError):
-            sys.stderr.write(f"titan-ckpt: error: rank {process.rank}: {error}\n")
+            write_note(redact_text(f"titan-ckpt: error: rank {process.rank}: {error}"))
             _leave(record.exit_code)
         raise
     return 130 if outcome.is_from_other_rank and not is_launched_here() else 0

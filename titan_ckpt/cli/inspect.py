@@ -11,6 +11,7 @@ from typing import Any
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command, add_json_flag
+from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import format_table, write_json, write_text
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import UsageError
@@ -97,7 +98,7 @@ def _text(checkpoint: Checkpoint, tensors: Sequence[TensorEntry], objects: Seque
     ]
     lines = [format_table([], facts), "", _tensor_table(tensors)]
     if objects:
-        lines += ["", "values: " + ", ".join(objects)]
+        lines += ["", "values: " + escape_line(", ".join(objects))]
     if has_files:
         rows = [[f.path, format_size(f.size_bytes), f.digest.hex() if f.digest else "-"] for f in manifest.files]
         lines += ["", format_table(["file", "size", "xxh3-128"], rows, right=["size"])]

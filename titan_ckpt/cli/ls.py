@@ -10,6 +10,7 @@ from typing import Any
 from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState
 from titan_ckpt.checkpoint.open import HUGGING_FACE, CheckpointInfo, foreign_steps, list_checkpoints, open_checkpoint
 from titan_ckpt.console.command import Command, add_json_flag
+from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import age_s, format_table, write_json, write_text
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.errors import NotCommittedError
@@ -105,7 +106,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     table = format_table(["step", "state", "kind", "mesh", "size", "age"], cells, right=["step", "size", "age"])
-    problems = [f"step {row['step']}: {row['problem']}" for row in rows if row["state"] in BAD]
+    problems = [f"step {row['step']}: {escape_line(row['problem'])}" for row in rows if row["state"] in BAD]
     return "\n".join([table, *problems])
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from titan_ckpt.console.command import Command
-from titan_ckpt.errors import MissingExtraError, TitanError
+from titan_ckpt.cli.failures import close_output, nothing_printed_elsewhere, report_failure
+from titan_ckpt.console.command import Command, Parser, ParserExit
+from titan_ckpt.console.output import OutputClosedError, flush
+from titan_ckpt.errors import INTERRUPTED, OUTPUT_CLOSED, MissingExtraError
 from titan_ckpt.version import __version__
 
 # Each command's module is imported when the command runs, so that `ls` starts without torch and `debug` without the trainer.
@@ -122,13 +121,13 @@ examples:
   titan-ckpt debug s3://bucket/run
 
 URL@STEP names a checkpoint; a bare run URL names its newest committed one.
-exit codes: 0 fine, 1 a finding, 2 usage or config, 3 the operation failed, 130 interrupted
+exit codes: 0 fine, 1 a finding, 2 usage or config, 3 the operation failed, 70 a bug, 130 interrupted
 """
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser; only command `only` is loaded and given its arguments (all of them when None)."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="titan-ckpt",
         description="Train, reshard, convert and debug with checkpoints at the centre.",
         epilog=EPILOG,
@@ -182,39 +181,47 @@ def missing_extra(error: ModuleNotFoundError, command: str) -> Exception:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; every TitanError becomes its text on stderr and its exit code."""
+    """Run one command; every error becomes its text on stderr and an exit code (docs/design.md)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments
+    in_threads: list[BaseException] = []
+    try:
+        with nothing_printed_elsewhere(is_verbose=bool({"-v", "--verbose"} & {*arguments}), found=in_threads):
+            code = _run(arguments, is_program=argv is None)
+            for error in in_threads:
+                code = report_failure(error, arguments, show_traceback=show_traceback)
+            flush()
+        return code
+    except ParserExit:
+        raise
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OutputClosedError:
+        close_output()
+        return OUTPUT_CLOSED
+    except BaseException as error:  # noqa: BLE001  (a SystemExit, too: only the parser may end the program)
+        return _reported(error, arguments, show_traceback=show_traceback)
+
+
+def _run(arguments: Sequence[str], *, is_program: bool) -> int:
     name = next((a for a in arguments if a in COMMANDS), "")
     try:
         namespace = build_parser(only=name).parse_args(arguments)
-        logging.basicConfig(
-            level=logging.INFO if namespace.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-        )
-        if argv is None and name != "train":  # training has signal handlers of its own
+        if is_program and name != "train":  # training has signal handlers of its own
             signal.signal(signal.SIGTERM, _interrupt)
         return int(namespace.run(namespace))
     except ModuleNotFoundError as error:
-        return _fail(missing_extra(error, name), show_traceback)
-    except TitanError as error:
-        return _fail(error, show_traceback)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        raise missing_extra(error, name) from error
+
+
+def _reported(error: BaseException, arguments: Sequence[str], *, show_traceback: bool) -> int:
+    try:
+        return report_failure(error, arguments, show_traceback=show_traceback)
+    except OutputClosedError:
+        close_output()
+        return OUTPUT_CLOSED
 
 
 def _interrupt(_signum: int, _frame: FrameType | None) -> None:
     """What a scheduler stops is cleaned up like what Ctrl-C stops, also where SIGINT is ignored (`nohup`, `&` in a script)."""
     raise KeyboardInterrupt
-
-
-def _fail(error: Exception, show_traceback: bool) -> int:
-    if not isinstance(error, TitanError):
-        raise error
-    if show_traceback:
-        traceback.print_exception(error)
-    else:
-        sys.stderr.write(f"titan-ckpt: error: {error}\n")
-    return error.exit_code

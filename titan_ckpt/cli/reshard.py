@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-
-from tabulate import tabulate
+from typing import Any
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.cut_picture import CutBoxes, draw_cut
+from titan_ckpt.console.escapes import escape_line
+from titan_ckpt.console.output import format_table, write_coloured, write_json, write_text
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_duration, format_size, parse_size
 from titan_ckpt.errors import ConfigError, UsageError
@@ -85,7 +85,7 @@ def run(arguments: Namespace) -> int:
     store = open_store(location.url)
     check_destination(plan, location.url, store)
     if arguments.show is not None:
-        sys.stdout.write(show(plan, arguments.show, is_coloured=sys.stdout.isatty()))
+        write_coloured(show(plan, arguments.show, is_coloured=sys.stdout.isatty()))
     if arguments.dry_run:
         return _dry_run(plan, store, arguments)
     workers = _workers(os.environ)
@@ -95,7 +95,10 @@ def run(arguments: Namespace) -> int:
             on_progress=progress.add, workers=workers,
         )  # fmt: skip
     if report.checkpoint is not None:
-        sys.stdout.write(_done(plan, report, is_json=arguments.json))
+        if arguments.json:
+            write_json(_facts(plan, report))
+        else:
+            write_text(_done(plan, report))
     return 0
 
 
@@ -134,7 +137,10 @@ def _workers(environment: os._Environ[str]) -> Workers:
 def _dry_run(plan: ReshardPlan, store: Store, arguments: Namespace) -> int:
     link = Link(bytes_per_s=arguments.bandwidth, latency_s=arguments.latency)
     facts = estimate_reshard(plan, store, memory_bytes=arguments.memory, is_checked=not arguments.no_check, link=link)
-    sys.stdout.write(json.dumps(facts.to_dict(), indent=1) + "\n" if arguments.json else estimate_text(facts))
+    if arguments.json:
+        write_json(facts.to_dict())
+    else:
+        write_text(estimate_text(facts))
     return 0
 
 
@@ -154,7 +160,7 @@ def estimate_text(facts: ReshardEstimate) -> str:
     rows += [("largest read", f"{format_size(r.length)} at {r.start} of {r.object}") for r in facts.largest_reads[:1]]
     if facts.guessed:
         rows.append(("by table", f"tensor-parallel cuts the source did not have, such as {facts.guessed[0]}"))
-    return tabulate(rows, tablefmt="plain") + "\n"
+    return format_table([], rows) + "\n"
 
 
 def _range(facts: ReshardEstimate) -> str:
@@ -178,7 +184,7 @@ def show(plan: ReshardPlan, fqn: str, *, is_coloured: bool) -> str:
     recorded = plan.checkpoint.manifest.mesh
     return "\n".join(
         [
-            f"{fqn} {tensor.dtype} {list(tensor.global_shape)}",
+            f"{escape_line(fqn)} {tensor.dtype} {list(tensor.global_shape)}",
             f"source {'' if recorded is None else recorded}: {before.num_chunks} chunks, by rank",
             draw_cut(tensor.global_shape, source, source=source, is_coloured=is_coloured),
             f"target {plan.target.mesh}, cut {format_placements(tensor.placements or {})}: {tensor.num_chunks} chunks, by rank",
@@ -192,12 +198,12 @@ def _rank_of(path: str) -> str:
     """The rank in a data file's name (`__3_0.distcp`), else the name."""
     name = path.rpartition("/")[2]
     parts = name.removeprefix("__").split("_")
-    return parts[0] if name.startswith("__") and parts[0].isdigit() else name
+    return parts[0] if name.startswith("__") and parts[0].isdigit() else escape_line(name)
 
 
-def _done(plan: ReshardPlan, report: ReshardReport, *, is_json: bool) -> str:
+def _facts(plan: ReshardPlan, report: ReshardReport) -> dict[str, Any]:
     traffic = report.traffic
-    facts = {
+    return {
         "checkpoint": str(report.checkpoint),
         "mesh": str(plan.target.mesh),
         "files": report.num_files,
@@ -208,8 +214,10 @@ def _done(plan: ReshardPlan, report: ReshardReport, *, is_json: bool) -> str:
         "seconds": round(report.wall_s, 3),
         "overflowed": list(report.overflowed),
     }
-    if is_json:
-        return json.dumps(facts, indent=1) + "\n"
+
+
+def _done(plan: ReshardPlan, report: ReshardReport) -> str:
+    traffic = report.traffic
     kept = f", {report.kept_files} kept from an earlier run" if report.kept_files else ""
     rate = format_size(traffic.written_bytes / max(report.wall_s, 1e-9))
     return (

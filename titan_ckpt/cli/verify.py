@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 
 from titan_ckpt.check.verify import Report, examine, newest_committed
 from titan_ckpt.console.command import Command, add_json_flag
+from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import write_json, write_text
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_duration, format_size
@@ -73,7 +74,7 @@ def _text(name: str, report: Report, read_bytes: int | None, seconds: float) -> 
         if len(problems) > MAX_PROBLEMS_SHOWN
         else []
     )
-    shown = [f"  {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
+    shown = [f"  {escape_line(str(problem))}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
     return "\n".join(
         [f"{name}: DAMAGED, {len(problems)} problem{'s' if len(problems) > 1 else ''} ({how})", *shown, *more]
     )

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from titan_ckpt.console.output import write_text
+
+
+class ParserExit(SystemExit):
+    """`--help`, `--version` or a wrong argument ends the program; other SystemExits come from libraries."""
+
+
+class Parser(ArgumentParser):
+    """An argument parser that prints through the console."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message:
+            write_text(message, sys.stderr if file is None or file is sys.stderr else sys.stdout)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Print `message` to stderr and end the program."""
+        self._print_message(message or "")
+        raise ParserExit(status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

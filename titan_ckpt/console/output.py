@@ -1,8 +1,9 @@
-"""Tables and JSON on stdout."""
+"""The one place that prints: text, tables and JSON, without anything that a terminal would obey."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,23 +12,86 @@ from typing import Any, TextIO
 
 from tabulate import tabulate
 
+from titan_ckpt.console.escapes import escape_line, escape_text
+from titan_ckpt.errors import TitanError
+from titan_ckpt.location import redact_text
 
-def write_json(value: Any, out: TextIO | None = None) -> None:
-    """Write `value` as indented JSON to stdout; infinity and NaN become null."""
-    (out or sys.stdout).write(json.dumps(_finite(value), indent=1) + "\n")
+
+class OutputClosedError(Exception):
+    """Whoever read our output has closed it, as `head` does."""
+
+
+def write_json(value: Any, out: TextIO | None = None, *, indent: int | None = 1) -> None:
+    """Write `value` as JSON in ASCII to stdout; infinity and NaN become null."""
+    _write(out or sys.stdout, json.dumps(_finite(value), indent=indent, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {_key(key): _finite(inner) for key, inner in value.items()}
     return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+def _key(key: Any) -> Any:
+    return str(key) if isinstance(key, float) and not math.isfinite(key) else key
+
+
 def write_text(text: str, out: TextIO | None = None) -> None:
-    """Write `text` as lines to stdout."""
-    (out or sys.stdout).write(text if text.endswith("\n") else text + "\n")
+    """Write `text` as lines to stdout, with what a terminal would obey escaped."""
+    write_coloured(escape_text(text), out)
+
+
+def write_coloured(text: str, out: TextIO | None = None) -> None:
+    """Write lines to stdout as they are: for our own colours. Every name in `text` went through `escape_line`."""
+    _write(out or sys.stdout, text if text.endswith("\n") else text + "\n")
+
+
+def write_note(text: str) -> None:
+    """Write a line about what is done, or is wrong, to stderr. Further lines are indented, to pass for no line of ours."""
+    _write(sys.stderr, escape_text(_indented(text)) + "\n")
+
+
+def write_error(error: BaseException | str) -> None:
+    """Write an error, without secrets, to stderr."""
+    write_note(f"titan-ckpt: error: {redact_text(str(error))}")
+
+
+def flush() -> None:
+    """Flush stdout and stderr; OutputClosedError or TitanError if that fails."""
+    for stream in (sys.stdout, sys.stderr):
+        _write(stream, "")
+        try:
+            stream.flush()
+        except BrokenPipeError as error:
+            raise OutputClosedError from error
+        except OSError as error:
+            raise TitanError(f"the output cannot be written: {error.strerror}") from error
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        encoding = stream.encoding or "ascii"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    except BrokenPipeError as error:
+        raise OutputClosedError from error
+    except OSError as error:
+        raise TitanError(f"the output cannot be written: {error.strerror}") from error
+
+
+def _indented(text: str) -> str:
+    return "\n    ".join(text.rstrip("\n").split("\n"))
+
+
+class LogFormatter(logging.Formatter):
+    """Log lines for files and the terminal: escaped, and without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The lines of `record`."""
+        return escape_text(redact_text(super().format(record)))
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Sequence[str] = ()) -> str:
@@ -39,7 +103,8 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, right
       1200     9 B
     """
     align = ["right" if header in right else "left" for header in headers]
-    return tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=align if rows else None)
+    cells = [[escape_line(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    return tabulate(cells, headers, tablefmt="plain", disable_numparse=True, colalign=align if rows else None)
 
 
 def age_s(created: str, now_s: float) -> float | None:

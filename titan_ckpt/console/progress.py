@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TextIO
+
+from titan_ckpt.console.escapes import escape_line, escape_text
+from titan_ckpt.console.output import write_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -27,9 +30,9 @@ class ProgressLine:
         *,
         is_bytes: bool = True,
         is_shown: bool = True,
-        stream: IO[str] | None = None,
+        stream: TextIO | None = None,
     ) -> None:
-        self._label, self._total, self._is_bytes = label, total, is_bytes
+        self._label, self._total, self._is_bytes = escape_line(label), total, is_bytes
         self._stream = stream or sys.stderr
         self._is_shown = is_shown and self._stream.isatty()
         self._lock = threading.Lock()
@@ -58,10 +61,10 @@ class ProgressLine:
     def print(self, text: str) -> None:
         """Write `text` above the line."""
         if self._drawn is None:
-            self._stream.write(f"{text}\n")
+            write_text(text, self._stream)
             self._stream.flush()
         else:
-            self._drawn[0].console.out(text, highlight=False)
+            self._drawn[0].console.out(escape_text(text), highlight=False)
 
     def close(self) -> None:
         """Erase the line."""

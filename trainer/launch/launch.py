@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from titan_ckpt.console.output import write_note
 from titan_ckpt.errors import TitanError
 from titan_ckpt.trainer.config.train_config import TrainConfig, fixed_world_size
 from titan_ckpt.trainer.report.logs import RunFolder
@@ -232,7 +233,7 @@ def _after_signal(error: SignalException, folder: RunFolder, launched_s: float, 
             f"stopped by {name}, but a rank was still running after save.grace_s = {grace_s:g} s and was killed; "
             "committed checkpoints are intact"
         ) from error
-    sys.stderr.write(f"titan-ckpt: stopped by {name}{'' if Event.START in events else ' before training began'}\n")
+    write_note(f"titan-ckpt: stopped by {name}{'' if Event.START in events else ' before training began'}")
     return 130
 
 

@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TextIO
 
+from titan_ckpt.console.escapes import escape_text
+from titan_ckpt.console.output import LogFormatter
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.errors import StoreError
 from titan_ckpt.format.names import DEBUG, LOGS
-from titan_ckpt.location import join, local_path, normalise, scheme
+from titan_ckpt.location import join, local_path, normalise, redact_text, scheme
 from titan_ckpt.sharding.mesh import MeshSpec, format_coordinate
 from titan_ckpt.store.open import open_store
 
@@ -74,12 +76,12 @@ class RankLogging:
     """Log handlers of one rank, as a context manager: its file at INFO, the console at INFO on rank 0 and ERROR elsewhere."""
 
     def __init__(
-        self, path: str, *, rank: int, mesh: MeshSpec, console: IO[str] | None = None, has_bar: bool = False
+        self, path: str, *, rank: int, mesh: MeshSpec, console: TextIO | None = None, has_bar: bool = False
     ) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         who = describe_rank(mesh, rank)
         self._file = logging.FileHandler(path, encoding="utf-8")
-        self._file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{who}] %(name)s: %(message)s"))
+        self._file.setFormatter(LogFormatter(f"%(asctime)s %(levelname)s [{who}] %(name)s: %(message)s"))
         stream = console or sys.stderr
         has_line = has_bar and rank == 0 and stream.isatty()
         self.bar = ProgressLine("step", is_bytes=False, stream=stream) if has_line else None
@@ -135,7 +137,7 @@ class _ConsoleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        return f"{self._prefix}{level}{record.getMessage()}"
+        return escape_text(redact_text(f"{self._prefix}{level}{record.getMessage()}"))
 
 
 def upload_logs(folder: RunFolder, tiers: Sequence[str], names: Sequence[str]) -> None:

@@ -5,8 +5,6 @@ The SVG is written by hand: three line charts do not justify a plotting library 
 
 from __future__ import annotations
 
-import json
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +12,8 @@ from math import floor, log10
 from xml.sax.saxutils import escape
 
 from titan_ckpt.console.command import Command
+from titan_ckpt.console.output import write_json, write_text
+from titan_ckpt.console.picture import add_force_flag, write_picture
 from titan_ckpt.errors import NotFoundError, UsageError
 from titan_ckpt.format.names import LOGS
 from titan_ckpt.location import join, parse_location, redact
@@ -170,6 +170,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", default="run.svg", metavar="FILE.svg", help="where the picture goes (run.svg)"
     )
+    add_force_flag(parser)
     parser.add_argument("--json", action="store_true", help="print where the wall time went as JSON")
 
 
@@ -179,13 +180,12 @@ def run(arguments: Namespace) -> int:
         raise UsageError(f"-o {arguments.output}: the picture is an SVG; name it so, for example -o run.svg")
     records = fetch_records(arguments.url)
     account = goodput(records)
-    with open(arguments.output, "w", encoding="utf-8") as file:
-        file.write(draw_svg(redact(arguments.url), account.text(), run_panels(records)))
+    picture = draw_svg(redact(arguments.url), account.text(), run_panels(records))
+    write_picture(arguments.output, picture, is_forced=arguments.force)
     if arguments.json:
-        json.dump({**asdict(account), "fraction": account.fraction, "output": arguments.output}, sys.stdout)
-        sys.stdout.write("\n")
+        write_json({**asdict(account), "fraction": account.fraction, "output": arguments.output}, indent=None)
     else:
-        sys.stdout.write(f"{arguments.output}: {account.text()}\n")
+        write_text(f"{arguments.output}: {account.text()}")
     return 0
 
 

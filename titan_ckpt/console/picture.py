@@ -1,0 +1,50 @@
+"""Pictures that commands write where the user says: never over a file that is not such a picture."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from argparse import ArgumentParser
+
+from titan_ckpt.errors import AlreadyExistsError, StoreError
+
+MARK = "<!-- titan-ckpt -->"
+_HEAD_BYTES = 4096
+
+
+def add_force_flag(parser: ArgumentParser) -> None:
+    """Add `--force`, which every command has that writes a file of the user's choice."""
+    parser.add_argument("--force", action="store_true", help="replace a file that titan-ckpt did not write")
+
+
+def check_picture(path: str, *, is_forced: bool) -> None:
+    """AlreadyExistsError if something is at `path` that is not a picture of ours, unless `is_forced`."""
+    if not os.path.lexists(path) or is_forced:
+        return
+    if os.path.islink(path) or not os.path.isfile(path) or not _is_ours(path):
+        raise AlreadyExistsError(f"{path} is there already, and is no picture of titan-ckpt; --force replaces it")
+
+
+def write_picture(path: str, svg: str, *, is_forced: bool) -> None:
+    """Write an SVG to `path`, whole or not at all; StoreError if that is not possible."""
+    check_picture(path, is_forced=is_forced)
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".tmp-{secrets.token_hex(8)}-{name}"[:250])
+    head, end, rest = svg.partition(">")
+    try:
+        with open(temporary, "x", encoding="utf-8", errors="replace") as file:
+            file.write(f"{head}{end}{MARK}{rest}")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from error
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return MARK.encode() in file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from error
