@@ -54,7 +54,7 @@ def main() -> int:
 
 def _take(url: str, path: Path, keys: tuple[str, ...], height: int) -> None:
     app = TitanApp(find_content(url), clock=lambda: CLOCK_S)
-    write_screenshot(app, str(path), width=100, height=height, keys=keys)
+    write_screenshot(app, str(path), width=100, height=height, keys=keys, is_forced=True)
     sys.stdout.write(f"{path.relative_to(ROOT)} {path.stat().st_size:,} bytes\n")
 
 

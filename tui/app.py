@@ -11,18 +11,20 @@ from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
-from textual.widgets import ContentSwitcher, Input, Static
+from textual.widgets import ContentSwitcher, Input
 
+from titan_ckpt.console.escapes import escape_text
 from titan_ckpt.debug.report.text import report_text
-from titan_ckpt.location import redact
+from titan_ckpt.location import redact, redact_text
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
-from titan_ckpt.tui.rows import RowLink, truncate
+from titan_ckpt.tui.rows import RowLink, clean, truncate
 from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.screens.checkpoints import CheckpointsPane
 from titan_ckpt.tui.screens.help import HelpScreen
 from titan_ckpt.tui.session.loading import SessionLoader
 from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.pane import Pane
 
 FOLLOW_S = 2.0
@@ -62,12 +64,12 @@ class TitanApp(App[None]):
         self._status_text = ""
 
     def compose(self) -> ComposeResult:
-        yield Static("", id="tabs", markup=False)
+        yield OneLine(id="tabs")
         with ContentSwitcher(initial=f"pane-{self._first_screen}", id="panes"):
             for pane in PANES:
                 yield pane(self.session)
         yield Input(id="prompt", classes="hidden", compact=True)
-        yield Static("", id="status", markup=False)
+        yield OneLine(id="status")
 
     def on_mount(self) -> None:
         self._paint_tabs()
@@ -197,7 +199,7 @@ class TitanApp(App[None]):
         self.pane.pin()
 
     def action_copy(self) -> None:
-        text = self.pane.copied_text()
+        text = clean(self.pane.copied_text())
         self.copy_to_clipboard(text)
         self.show_status(f"copied: {text[:60]}" if text else "nothing to copy")
 
@@ -219,9 +221,9 @@ class TitanApp(App[None]):
         assert incident is not None
         try:
             with Path(path).expanduser().open("x", encoding="utf-8") as file:
-                file.write(report_text(incident.run, incident.verdicts))
-        except OSError as error:
-            self.show_status(f"{path} not written: {error.strerror}")
+                file.write(escape_text(redact_text(report_text(incident.run, incident.verdicts))))
+        except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+            self.show_status(f"{path} not written: {getattr(error, 'strerror', None) or error}")
         else:
             self.show_status(f"report written to {path}")
 
@@ -234,7 +236,7 @@ class TitanApp(App[None]):
         prompt.value = initial
         prompt.remove_class("hidden")
         self._answer = then
-        self.query_one("#status", Static).update(truncate(f" {label}", self.size.width))
+        self.query_one("#status", OneLine).show(truncate(f" {label}", self.size.width))
         prompt.focus()
 
     def on_pane_ask(self, message: Pane.Ask) -> None:
@@ -270,7 +272,7 @@ class TitanApp(App[None]):
         else:
             text = self._hints()
         follow = "[following] " if self.session.is_following else ""
-        self.query_one("#status", Static).update(truncate(f" {follow}{text}", self.size.width))
+        self.query_one("#status", OneLine).show(truncate(f" {follow}{text}", self.size.width))
 
     def _hints(self) -> str:
         """The screen's keys that fit on the status line."""
@@ -286,7 +288,7 @@ class TitanApp(App[None]):
             f"[{p.number} {p.label}]" if p.number == current else f"{p.number} {_short(p.label, is_wide)}"
             for p in PANES
         ]
-        self.query_one("#tabs", Static).update(" ".join(names))
+        self.query_one("#tabs", OneLine).show(" ".join(names))
 
     def on_resize(self) -> None:
         self.call_later(self._paint_tabs)  # the new size is not known yet

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 
 from titan_ckpt.console.command import Command
+from titan_ckpt.console.output import write_text
+from titan_ckpt.console.picture import add_force_flag
 from titan_ckpt.errors import UsageError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.app import TitanApp
@@ -38,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--screen", type=int, choices=range(1, 9), default=0, metavar="1-8", help="first screen to show"
     )
     parser.add_argument("--screenshot", metavar="FILE.svg", help="write the screen as SVG and exit")
+    add_force_flag(parser)
     parser.add_argument(
         "--size", type=parse_screen_size, default=(80, 24), metavar="80x24", help="size of the screenshot"
     )
@@ -69,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.screenshot:
         width, height = arguments.size
         keys = tuple(key for key in arguments.keys.split(",") if key)
-        write_screenshot(app, arguments.screenshot, width=width, height=height, keys=keys)
-        sys.stdout.write(f"{arguments.screenshot}\n")
+        write_screenshot(app, arguments.screenshot, width=width, height=height, keys=keys, is_forced=arguments.force)
+        write_text(arguments.screenshot)
         return 0
     with logs_on_bottom_line(app):
         app.run()

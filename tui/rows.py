@@ -32,7 +32,8 @@ TextSpan: TypeAlias = tuple[str, Role]
 # Whole escape sequences first (colours, titles), then other control and bidirectional characters.
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"
-    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+    r"|[\U000e0000-\U000e0fff]"
 )
 
 
@@ -119,13 +120,15 @@ def head(text: str) -> Row:
 
 
 def clean(text: str) -> str:
-    """Remove control sequences from `text`: logs and dumps are untrusted input.
+    """One line without control sequences: logs, names and dumps are untrusted input.
 
     >>> clean("a\\tb\\x1b[31mred\\x07")
     'a   bred'
     """
-    text = text.replace("\t", "   ")
-    return _CONTROL.sub("", text) if not text.isprintable() else text
+    if text.isprintable():
+        return text
+    text = text.replace("\t", "   ").replace("\n", " ")
+    return _CONTROL.sub("", text)
 
 
 def ranks_text(ranks: Sequence[int], limit: int = 12) -> str:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import re
-from pathlib import Path
 
 from textual.pilot import Pilot
 
+from titan_ckpt.console.picture import check_picture, write_picture
 from titan_ckpt.tui.app import TitanApp
 
 _FONT_FACES = re.compile(r"@font-face\s*\{[^}]*\}")
 _POLL_S, _HOPS = 0.02, 5
 
 
-def write_screenshot(app: TitanApp, path: str, *, width: int, height: int, keys: tuple[str, ...] = ()) -> None:
-    """Run `app` headless, press `keys` once everything is loaded, and write the screen to `path`."""
-    svg = asyncio.run(_take(app, (width, height), keys))
-    Path(path).write_text(svg, encoding="utf-8")
+def write_screenshot(
+    app: TitanApp, path: str, *, width: int, height: int, keys: tuple[str, ...] = (), is_forced: bool = False
+) -> None:
+    """Run `app` headless, press `keys` once everything is loaded, and write the screen to `path`.
+
+    Another program's file at `path` is replaced only if `is_forced`."""
+    check_picture(path, is_forced=is_forced)
+    write_picture(path, asyncio.run(_take(app, (width, height), keys)), is_forced=is_forced)
 
 
 async def _take(app: TitanApp, size: tuple[int, int], keys: tuple[str, ...]) -> str:

@@ -87,7 +87,7 @@ class LogFiles:
         if found is None:
             if len(self._open) >= MAX_OPEN:
                 os.close(self._open.popitem(last=False)[1])
-            found = os.open(self._path(index), os.O_RDONLY | os.O_CLOEXEC)
+            found = os.open(self._path(index), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._open[index] = found
         return found
 

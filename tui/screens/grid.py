@@ -9,7 +9,6 @@ import numpy as np
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.message import Message
-from textual.widgets import Static
 
 from titan_ckpt.tui.data.grid import Grid, Order, build_grid, build_time_grid, next_stop, per_row_to_fit, sort_orders
 from titan_ckpt.tui.data.incident import Incident
@@ -17,6 +16,7 @@ from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
 from titan_ckpt.tui.screens.grid_rows import GridRows, Viewport, axis_text, label_width, legend_text, stretch_of
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.line_view import MARK, LineView
+from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.pane import Pane, filter_ranks
 
 MAX_CELLS_AT_ONCE = 1_000_000
@@ -72,11 +72,11 @@ class GridPane(Pane):
         self._key: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
-        yield Static("", classes="title", markup=False)
-        yield Static("", id="ruler", markup=False)
-        yield Static("", id="axis", markup=False)
+        yield OneLine(classes="title")
+        yield OneLine(id="ruler")
+        yield OneLine(id="axis")
         yield GridView()
-        yield Static("", id="legend", markup=False)
+        yield OneLine(id="legend")
 
     def state(self) -> tuple[object, ...]:
         view = (self._per_cell, self._first, self._spot, self._is_time, self._order, self._per_row, self._height())
@@ -88,11 +88,11 @@ class GridPane(Pane):
     def update_rows(self, *, force: bool = False) -> None:
         super().update_rows(force=force)
         grid = self._grid
-        self.query_one("#ruler", Static).update(self.ruler())
+        self.query_one("#ruler", OneLine).show(self.ruler())
         before = 0 if grid is None else label_width(grid) + len(MARK)
         axis = "" if grid is None else axis_text(grid, self._first, self._per_cell, self._cell_width(grid))
-        self.query_one("#axis", Static).update(f"{'':>{before}}{axis}")
-        self.query_one("#legend", Static).update("" if grid is None else f" {legend_text()}")
+        self.query_one("#axis", OneLine).show(f"{'':>{before}}{axis}")
+        self.query_one("#legend", OneLine).show("" if grid is None else f" {legend_text()}")
 
     def _cell_width(self, grid: Grid) -> int:
         return max(self.body.line_width - label_width(grid), 1)
@@ -109,7 +109,7 @@ class GridPane(Pane):
         return f"{what:>{before - 1}} v" if is_left and before > len(what) + 1 else f"{'':>{before}}v {what}"
 
     def on_line_view_moved(self) -> None:
-        self.query_one("#ruler", Static).update(self.ruler())
+        self.query_one("#ruler", OneLine).show(self.ruler())
 
     def title(self) -> str:
         grid, rows = self._grid, self.body.rows

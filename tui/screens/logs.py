@@ -10,7 +10,6 @@ from typing import ClassVar
 import numpy as np
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Static
 
 from titan_ckpt.debug.incident.records import NO_OPERATIONS, Run
 from titan_ckpt.errors import StoreError
@@ -22,6 +21,7 @@ from titan_ckpt.tui.data.log_lines import ERROR, WARNING
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, ranks_text, row, truncate
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.line_view import LineView
+from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.pane import Pane
 
 _SCAN_LINES = 1 << 16
@@ -109,8 +109,8 @@ class LogsPane(Pane):
         self._anchor_ms: int | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static("", classes="title", markup=False)
-        yield Static("", id="unreadable", markup=False)
+        yield OneLine(classes="title")
+        yield OneLine(id="unreadable")
         yield LineView()
 
     def state(self) -> tuple[object, ...]:
@@ -196,12 +196,12 @@ class LogsPane(Pane):
         logs = self.session.logs.value
         problems = logs.problems if logs is not None else ()
         more = f" (and {len(problems) - 1:,} more, see screen 1)" if len(problems) > 1 else ""
-        note = self.query_one("#unreadable", Static)
+        note = self.query_one("#unreadable", OneLine)
         note.display = bool(problems)
         if problems:
             path, problem = problems[0]
             text = problem if path in problem else f"{path}: {problem}"
-            note.update(truncate(f" ! not readable: {text}", self.size.width - len(more)) + more)
+            note.show(truncate(f" ! not readable: {text}", self.size.width - len(more)) + more)
 
     def _keep_place(self) -> None:
         """Remember the time under the cursor, to return to it in the new rows."""

@@ -10,11 +10,11 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import Static
 
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, parse_ranks, row, truncate, wrapped
 from titan_ckpt.tui.session.session import Loadable, Session
 from titan_ckpt.tui.widgets.line_view import LineView
+from titan_ckpt.tui.widgets.one_line import OneLine
 
 NO_INCIDENT = (
     "An incident is a folder of Flight Recorder dumps, stacks or logs, or a run with a debug/ folder. To create one, run "
@@ -71,7 +71,7 @@ class Pane(Vertical):
         self._seen: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
-        yield Static("", classes="title", markup=False)
+        yield OneLine(classes="title")
         yield self.make_body()
 
     def make_body(self) -> Widget:
@@ -86,7 +86,7 @@ class Pane(Vertical):
     def set_title(self, text: str) -> None:
         """Set the line below the tabs."""
         suffix = f"   filter: {self.filter_text}" if self.filter_text else ""
-        self.query_one(".title", Static).update(
+        self.query_one(".title", OneLine).show(
             " " + truncate(text, (self.size.width or self.app.size.width) - len(suffix) - 1) + suffix
         )
 
