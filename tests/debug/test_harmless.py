@@ -22,6 +22,7 @@ from titan_ckpt.debug.live.collect import collect
 from titan_ckpt.debug.live.publish import publish
 from titan_ckpt.debug.record import demand as demand_module
 from titan_ckpt.debug.record.demand import demand
+from titan_ckpt.debug.record.private_socket import Peer
 from titan_ckpt.debug.record.recorder import Recorder
 from titan_ckpt.errors import AlreadyExistsError, StoreError
 from titan_ckpt.private_files import PrivateFolder, open_regular
@@ -115,9 +116,8 @@ def test_stop_in_a_thread_leaves_no_closed_descriptor(tmp_path: Path) -> None:
 
 
 def test_no_dump_for_another_user(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = demand_module.peer_of
-    monkeypatch.setattr(demand_module, "peer_of", lambda c: demand_module.Peer(pid=peer(c).pid, uid=54321))
-    monkeypatch.setattr(demand_module.os, "geteuid", lambda: 7)
+    monkeypatch.setattr(demand_module, "peer_of", lambda _: Peer(pid=1, uid=54321))
+    monkeypatch.setattr(os, "geteuid", lambda: 7)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(recorder.folder / "rank_00000.ask"))
     with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
