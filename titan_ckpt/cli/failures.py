@@ -46,7 +46,7 @@ def _kept(error: BaseException, arguments: Sequence[str]) -> str:
 
 
 @contextmanager
-def nothing_printed_elsewhere(*, is_verbose: bool, found: list[BaseException]) -> Iterator[None]:
+def nothing_printed_elsewhere(found: list[BaseException]) -> Iterator[None]:
     """Log records, warnings and errors of threads go through the console; the latter are added to `found`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter("%(levelname)s %(name)s: %(message)s"))
@@ -54,7 +54,7 @@ def nothing_printed_elsewhere(*, is_verbose: bool, found: list[BaseException]) -
     is_ours = not root.handlers
     if is_ours:
         root.addHandler(handler)
-        root.setLevel(logging.INFO if is_verbose else logging.WARNING)
+        root.setLevel(logging.WARNING)
         logging.captureWarnings(True)
     in_threads, unraisable = threading.excepthook, sys.unraisablehook
     threading.excepthook = lambda failed: _take(failed.exc_value, found)
@@ -66,7 +66,7 @@ def nothing_printed_elsewhere(*, is_verbose: bool, found: list[BaseException]) -
         if is_ours:
             logging.captureWarnings(False)
             root.removeHandler(handler)
-            root.setLevel(level)
+        root.setLevel(level)
 
 
 def _take(error: BaseException | None, found: list[BaseException]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -186,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_traceback = "--traceback" in arguments
     in_threads: list[BaseException] = []
     try:
-        with nothing_printed_elsewhere(is_verbose=bool({"-v", "--verbose"} & {*arguments}), found=in_threads):
+        with nothing_printed_elsewhere(in_threads):
             code = _run(arguments, is_program=argv is None)
             for error in in_threads:
                 code = report_failure(error, arguments, show_traceback=show_traceback)
@@ -207,6 +208,8 @@ def _run(arguments: Sequence[str], *, is_program: bool) -> int:
     name = next((a for a in arguments if a in COMMANDS), "")
     try:
         namespace = build_parser(only=name).parse_args(arguments)
+        if namespace.verbose:
+            logging.getLogger().setLevel(logging.INFO)
         if is_program and name != "train":  # training has signal handlers of its own
             signal.signal(signal.SIGTERM, _interrupt)
         return int(namespace.run(namespace))
