@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def test_export_goes_to_a_bucket_in_another_dtype(run: Path, s3_url: str) -> Non
     assert torch.equal(found, tensors(model_config(), seed=6)["model.norm.weight"].bfloat16())
 
 
-def test_failed_export_reports_the_commands_error(run: Path, tmp_path: Path) -> None:
+def test_failed_export_reports_the_commands_error(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     (tmp_path / "checkpoint-2").write_text("mine")
     outcomes: list[ExportOutcome] = []
     with _exporter(run, str(tmp_path), outcomes) as exporter:
@@ -87,6 +89,39 @@ def test_failed_export_reports_the_commands_error(run: Path, tmp_path: Path) -> 
     assert "exists already" in outcomes[0].problem
     assert "not committed" in outcomes[1].problem
     assert (tmp_path / "checkpoint-2").read_text() == "mine"
+    assert "step 2: the export failed, training is not affected" in caplog.text
+    assert "exported to" not in caplog.text
+
+
+def test_the_log_tells_an_export_from_a_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(subprocess, "Popen", _NoProcess)
+    outcomes: list[ExportOutcome] = []
+    with Exporter(ExportConfig(every=1, url="out"), "run", outcomes.append) as exporter:
+        exporter.poll(3)
+        exporter.poll(None)
+    assert "step 3: exported to out/checkpoint-3 in" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(_NoProcess, "returncode", 3)
+    with Exporter(ExportConfig(every=1, url="out"), "run", outcomes.append) as exporter:
+        exporter.poll(4)
+        exporter.poll(None)
+    assert "step 4: the export failed, training is not affected: exit code 3" in caplog.text
+    assert [outcome.problem for outcome in outcomes] == ["", "exit code 3"]
+
+
+class _NoProcess:
+    """A command that ends at once."""
+
+    returncode = 0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        return None
+
+    def poll(self) -> int:
+        return self.returncode
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])

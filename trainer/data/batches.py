@@ -27,8 +27,7 @@ from titan_ckpt.trainer.data.hub import PREFIX
 from titan_ckpt.trainer.data.sample_order import SampleOrder, SampleRef, SourceSize
 from titan_ckpt.trainer.data.token_files import TokenFile, cached_tokens, is_tokens, open_tokens
 from titan_ckpt.trainer.data.tokenizer import Tokenizer
-
-IGNORED = -100  # label of masked tokens, as in Hugging Face; model.loss ignores it
+from titan_ckpt.trainer.model.loss import IGNORED as IGNORED
 
 
 @dataclass(frozen=True, slots=True)

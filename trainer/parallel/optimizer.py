@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, TitanError
 from titan_ckpt.trainer.model.decoder import local_tensor
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized, unwrap_float8
 
@@ -78,6 +78,10 @@ class Moments:
     step: Tensor
 
 
+class NoGradientError(TitanError):
+    """A weight that should be trained has no gradient."""
+
+
 class Optimizer:
     """AdamW; its state is allocated at construction, so that a checkpoint can load into it."""
 
@@ -91,10 +95,17 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update every weight that has a gradient."""
+        """Update every weight that is trained; NoGradientError names those that the loss does not depend on."""
         self.parallelized.finish_gradients()
+        trained = [fqn for fqn, weight in self._weights.items() if weight.requires_grad]
+        if lost := [fqn for fqn in trained if self._weights[fqn].grad is None]:
+            more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+            raise NoGradientError(
+                f"no gradient has reached {', '.join(lost[:5])}{more}, so training would leave them as they are: the loss does "
+                "not depend on them. Leave them out on purpose with train.freeze"
+            )
         for decay, fqns in self._groups:
-            self._update([fqn for fqn in fqns if self._weights[fqn].grad is not None], lr, decay)
+            self._update([fqn for fqn in fqns if self._weights[fqn].requires_grad], lr, decay)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
