@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+from tools.hostile.model_folders import run_models
 from tools.hostile.outcome import Outcome
 from tools.hostile.s3_campaign import run_server
 
 Part = Callable[[int, float], Outcome]
-PARTS: dict[str, Part] = {"server": run_server}
+PARTS: dict[str, Part] = {"models": run_models, "server": run_server}
 SHOWN_FAILURES = 20
 
 
