@@ -60,8 +60,8 @@ release: $(READY) ## check, build and try out a release; publishes nothing (ARGS
 reshard-matrix: $(READY) ## train on each of 11 meshes, reshard to each, resume: bit-equal losses (minutes)
 	$(BIN)/python -m benchmarks.resharding.reshard_matrix
 
-fuzz: $(READY) ## an hour of the debugger on damaged dumps, logs and black boxes (ARGS="--minutes 5")
-	$(BIN)/python -m scripts.fuzz_debug $(ARGS)
+fuzz: $(READY) ## fuzz all that reads bytes of others, 20 minutes a family (ARGS="--family manifest --minutes 5")
+	$(BIN)/python -m scripts.fuzz $(ARGS)
 
 faults: $(READY) ## kill saves, fail store calls in turn and at random, damage every file: docs/reliability.md (30 minutes)
 	$(BIN)/python -m scripts.faults --kills 200

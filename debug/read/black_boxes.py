@@ -125,6 +125,8 @@ class BoxReader:
             if length == capacity or start + length > capacity:  # small, or around the end: all of it
                 start, length = 0, capacity
             ring = read(HEADER_BYTES + start * RECORD.size, length * RECORD.size)
+            if len(ring) < length * RECORD.size:
+                raise ValueError(f"is cut off: a ring of {capacity} records ends after {len(ring)} bytes")
             if length < capacity and NUMBER.unpack_from(ring, len(ring) - NUMBER.size)[0] > count:
                 ring = read(HEADER_BYTES, capacity * RECORD.size)  # the count is too old
         return RawBox(head=head, header=header, ring=ring, words=words, source=path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
 import zipfile
 from typing import Any, BinaryIO
 
@@ -19,7 +20,8 @@ from titan_ckpt.parsing.pickle_check import check_pickle
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_RECORDS = 1 << 20
-_ZIP = b"PK\x03\x04"
+MAX_NAME = 200
+_ZIP, _LOCAL_HEADER_BYTES = b"PK\x03\x04", 30
 _LEGACY_PICKLES = 4  # magic number, protocol version, system information, the object
 # Element sizes of torch's storage classes, in bytes.
 _STORAGES = {
@@ -63,10 +65,18 @@ def _check_zip(file: BinaryIO, size_bytes: int, where: str) -> None:
                 f"{where}: has no data.pkl of at most {MAX_PICKLE_BYTES} bytes: not a file of torch.save"
             )
         folder = name.removesuffix("data.pkl")
-        for key, needed in _storages(archive.read(name), where).items():
+        for key, needed in _storages(_record(file, archive.getinfo(name)), where).items():
             found = sizes.get(f"{folder}data/{key}")
             if found is None or found < needed:
                 raise DamagedError(f"{where}: storage {show(key)} needs {needed} bytes, its record has {found}")
+
+
+def _record(file: BinaryIO, info: zipfile.ZipInfo) -> bytes:
+    """The bytes of a record, whatever its CRC says: torch may omit it, and does not check it."""
+    file.seek(info.header_offset)
+    name_length, extra_length = struct.unpack_from("<HH", file.read(_LOCAL_HEADER_BYTES), 26)
+    file.seek(name_length + extra_length, os.SEEK_CUR)
+    return file.read(info.file_size)
 
 
 def _check_legacy(data: bytes, size_bytes: int, where: str) -> None:
@@ -128,6 +138,8 @@ class _Reader(pickle.Unpickler):
         self.storages: dict[str, int] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        if len(module) + len(name) > MAX_NAME:  # torch searches its own message for names, in quadratic time
+            raise DamagedError(f"{self._where}: names a class of {len(module) + len(name)} characters")
         if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGES:
             return _STORAGES[name]
         return type(name.encode("ascii", "replace").decode() or "?", (_Inert,), {})

@@ -20,6 +20,7 @@ from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, Un
 from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
+from titan_ckpt.format.torch_archive import check_torch_file
 from titan_ckpt.loading.broadcast import is_reader, read_and_send
 from titan_ckpt.loading.requests import Request, fetch, grouped
 from titan_ckpt.sharding.placement import Box
@@ -147,6 +148,7 @@ def read_tensor(checkpoint: Checkpoint, fqn: str, box: Box | None = None) -> tor
 def read_object(checkpoint: Checkpoint, fqn: str) -> Any:
     """Unpickle a non-tensor value by torch's weights-only rules. UnsafeContentError for a blob that needs code to run."""
     data = read_object_bytes(checkpoint, fqn)
+    check_torch_file(io.BytesIO(data), where=f"{checkpoint}: value {fqn!r}")
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

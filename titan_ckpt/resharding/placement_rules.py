@@ -58,7 +58,7 @@ def read_rules(text: str, *, where: str) -> tuple[PlacementRule, ...]:
     """
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of 5,000 digits, 1,000 brackets
         raise ConfigError(f"{where}: not valid TOML: {error}") from error
     if set(table) != {"placements"} or not isinstance(table["placements"], dict):
         raise ConfigError(f'{where}: expected one table [placements] with lines such as \'"*.o_proj.*" = ["tp:1"]\'')

@@ -56,7 +56,7 @@ class MeshSpec:
             axis, _, degree = (part.strip() for part in item.partition("="))
             if not (degree.isascii() and degree.isdigit() and len(degree) < 20):
                 raise ConfigError(
-                    f"mesh {text!r}: {item.strip()!r} is not axis=degree; for example pp=2,dp_shard=4,tp=2"
+                    f"mesh {text[:60]!r}: {item.strip()[:60]!r} is not axis=degree; for example pp=2,dp_shard=4,tp=2"
                 )
             if axis in degrees:
                 raise ConfigError(f"mesh {text!r}: axis {axis!r} is given twice")

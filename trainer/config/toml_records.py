@@ -53,7 +53,7 @@ def read_file(path: str, _chain: tuple[str, ...] = ()) -> tuple[Tree, Origins]:
         raise ConfigError(f"{path}{needed_by}: no such config file") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     base = own.pop("base", None)
     if base is None:
@@ -78,7 +78,7 @@ def parse_set(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {text!r}: write section.key=value, for example --set mesh.tp=4")
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         if value.lstrip()[:1] in tuple("\"'[{"):
             raise ConfigError(f"--set {text!r}: {value.strip()!r} is not a TOML value") from None
         return key, value.strip()

@@ -1,0 +1,111 @@
+"""A family's campaign: a child process fuzzes, the parent ends it when one input takes too long, and starts it again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.fuzz.family import LONGEST_S, LONGEST_S_PER_MB
+from tools.fuzz.hunt import HEAD, save
+
+POLL_S = 0.5
+MOST_KEPT, LARGEST_KEPT, KEPT_BYTES = 24, 6 << 10, 48 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a campaign did; `findings` are files that hold the inputs."""
+
+    family: str
+    minutes: float
+    executions: int
+    corpus: int
+    blocks: int
+    findings: tuple[str, ...]
+
+
+def run_campaign(family: str, folder: Path, *, minutes: float, seed: int) -> Result:
+    """Fuzz `family` for `minutes`."""
+    folder = folder / family
+    (folder / "corpus").mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    until = started + 60 * minutes
+    executions = blocks = 0
+    while (left_s := until - time.monotonic()) > 0:
+        (folder / "current").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "scripts.fuzz", "--child", family, str(folder), str(left_s), str(seed)]
+        child = subprocess.Popen(command)
+        _watch(child, folder)
+        done, reached = _progress(folder)
+        executions, blocks, seed = executions + done, max(blocks, reached), seed + 1
+        if child.returncode and done == 0:
+            raise RuntimeError(f"{family}: the process ended with {child.returncode} before its first input")
+    findings = tuple(sorted(path.name for path in (folder / "findings").glob("*")))
+    corpus = len(list((folder / "corpus").iterdir()))
+    took = (time.monotonic() - started) / 60
+    return Result(family=family, minutes=took, executions=executions, corpus=corpus, blocks=blocks, findings=findings)
+
+
+def _watch(child: subprocess.Popen[bytes], folder: Path) -> None:
+    """Wait for the child; kill it when one input has taken too much processor time."""
+    at, cpu_s = -1, 0.0
+    while child.poll() is None:
+        time.sleep(POLL_S)
+        now, data = _current(folder)
+        spent = _cpu_s(child.pid)
+        if now != at:
+            at, cpu_s = now, spent
+        elif now >= 0 and spent - cpu_s > 2 + max(LONGEST_S, LONGEST_S_PER_MB * len(data) / 1e6):
+            child.kill()
+            save(folder / "findings", data, "hang")
+            shutil.copy(folder / "current", folder / f"hang-{at}")
+        child.poll()
+    if child.returncode not in (0, -9):
+        save(folder / "findings", _current(folder)[1], f"died {child.returncode}")
+
+
+def _current(folder: Path) -> tuple[int, bytes]:
+    try:
+        content = (folder / "current").read_bytes()
+        number, _, length, _ = HEAD.unpack_from(content)
+    except (OSError, struct.error):
+        return -1, b""
+    return number, content[HEAD.size : HEAD.size + length]
+
+
+def _progress(folder: Path) -> tuple[int, int]:
+    try:
+        number, _, _, blocks = HEAD.unpack_from((folder / "current").read_bytes())
+    except (OSError, struct.error):
+        return 0, 0
+    return number, blocks
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def keep(family: str, folder: Path, target: Path) -> int:
+    """Copy findings and a small part of the corpus to `target`, the smallest inputs first; returns how many."""
+    found = [*(folder / family / "findings").glob("*"), *sorted((folder / family / "corpus").iterdir(), key=_size)]
+    (target / family).mkdir(parents=True, exist_ok=True)
+    total = copied = 0
+    for path in found:
+        if _size(path) <= LARGEST_KEPT and copied < MOST_KEPT and total + _size(path) <= KEPT_BYTES:
+            shutil.copy(path, target / family / path.name[:60])
+            total, copied = total + _size(path), copied + 1
+    return copied
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
