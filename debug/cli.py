@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.output import write_json, write_text
@@ -10,10 +12,11 @@ from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.debug.report.as_json import report_json
 from titan_ckpt.debug.report.text import report_text
-from titan_ckpt.errors import UsageError
+from titan_ckpt.errors import TitanError, UsageError
 
 _EPILOG = """\
-  titan-ckpt debug PATH [--json]          diagnose a run, an incident folder, or any folder of dumps and logs
+  titan-ckpt debug PATH [--json] [--all]  diagnose a run, an incident folder, or any folder of dumps and logs;
+                                          of several incidents the newest, with --all each in one line
   titan-ckpt debug collect [OPTIONS]      gather dumps, stacks and states of a job on this host into one folder
   titan-ckpt debug inject CASE [OPTIONS]  hang a small real job on purpose and leave its incident (a drill)
   titan-ckpt debug watch URL [OPTIONS]    follow a running job; report when it stops or a rank falls behind
@@ -26,11 +29,12 @@ exit codes: 0 healthy, 1 a fault was found, 2 usage, 3 nothing readable
 def configure(parser: argparse.ArgumentParser) -> None:
     """PATH is the first word; a verb's own words follow it and are parsed by the verb."""
     parser.epilog = _EPILOG
-    parser.usage = "titan-ckpt debug PATH [--json] | collect ... | inject CASE ... | watch URL ..."
+    parser.usage = "titan-ckpt debug PATH [--json] [--all] | collect ... | inject CASE ... | watch URL ..."
     parser.add_argument(
         "path", metavar="PATH", help="a run's URL, an incident folder, a folder of dumps or of logs, or one dump"
     )
     parser.add_argument("--json", action="store_true", help="print all verdicts and flags as JSON")
+    parser.add_argument("--all", action="store_true", help="judge each of several incidents, one line each")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -40,9 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
     if verb is not None:
         return verb.run(_parse_verb(arguments.path, verb, arguments))
     for word in arguments.rest:
-        if word != "--json":
+        if word not in ("--json", "--all"):
             raise UsageError(f"unexpected argument {word!r} after PATH; `titan-ckpt debug --help` shows the forms")
-    return _diagnose(arguments.path, as_text=not (arguments.json or "--json" in arguments.rest))
+    as_text = not (arguments.json or "--json" in arguments.rest)
+    if arguments.all or "--all" in arguments.rest:
+        return _diagnose_all(arguments.path, as_text=as_text)
+    return _diagnose(arguments.path, as_text=as_text)
 
 
 def _verb(word: str) -> Command | None:
@@ -84,10 +91,48 @@ def _diagnose(path: str, *, as_text: bool) -> int:
     evidence = open_run(path)
     verdicts = diagnose(evidence)
     if as_text:
-        write_text(report_text(evidence, verdicts))
+        write_text(report_text(evidence, verdicts) + _other_incidents(evidence.incidents, evidence.incident))
     else:
         write_json(report_json(evidence, verdicts))
     return 0 if verdicts[0].is_healthy else 1
+
+
+MOST_LISTED = 20
+
+
+def _other_incidents(incidents: Sequence[str], judged: str) -> str:
+    """The incidents that were not judged, newest first, one line each."""
+    others = [name for name in reversed(incidents) if name != judged]
+    if not others:
+        return ""
+    lines = [f"  {name}" for name in others[:MOST_LISTED]]
+    more = [f"  and {len(others) - MOST_LISTED} older ones"] if len(others) > MOST_LISTED else []
+    return "\n".join(["other incidents here (judge each with --all):", *lines, *more]) + "\n"
+
+
+def _diagnose_all(path: str, *, as_text: bool) -> int:
+    """Judge each incident under `path`, oldest first; the worst of their exit codes."""
+    code = 0
+    reports: list[dict[str, Any]] = []
+    newest = open_run(path)
+    for incident in newest.incidents or (newest.incident,):
+        try:
+            evidence = newest if incident == newest.incident else open_run(path, incident=incident)
+        except TitanError as error:
+            text, report = f"nothing readable: {error}", {"incident": incident, "error": str(error)}
+            code = max(code, 1)
+        else:
+            verdicts = diagnose(evidence)
+            top, report = verdicts[0], report_json(evidence, verdicts)
+            culprits = ", ".join(map(str, top.culprits[:8])) or "-"
+            text = f"{top.verdict}  rank {culprits}  {top.confidence:.0%}  {top.headline}"
+            code = max(code, 0 if top.is_healthy else 1)
+        if as_text:
+            write_text(f"{incident or path}  {text}\n")
+        reports.append(report)
+    if not as_text:
+        write_json(reports)
+    return code
 
 
 DEBUG = Command(configure=configure, run=run)

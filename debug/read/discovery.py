@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from titan_ckpt.debug.read.several import find_several
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.parsing.unpacking import PACKED, unpacked
 from titan_ckpt.store.base import Store
@@ -50,30 +51,60 @@ class IncidentFolders:
     incidents: tuple[str, ...]
 
 
-def find_incident_folders(store: Store) -> IncidentFolders:
-    """The newest incident of a run (`debug/<incident>/` plus `logs/`), a folder of incidents, or the folder itself."""
+def find_incident_folders(store: Store, incident: str | None = None) -> IncidentFolders:
+    """The newest incident of a run (`debug/<incident>/` plus `logs/`), a folder of incidents, or the folder itself.
+
+    `incident`: this one of `IncidentFolders.incidents` instead. NotFoundError if there is none of that name.
+    """
     folders = store.folders()
     if "debug" in folders:
         incidents = tuple(store.folders("debug"))
-        newest = incidents[-1] if incidents else ""
+        newest = _chosen(store, incidents, incident)
         main = f"debug/{newest}" if newest else "debug"
         return IncidentFolders(
             incident=newest, folders=(main, *(["logs"] if "logs" in folders else [])), incidents=incidents
         )
     if any(_STEP_FOLDER.match(name) for name in folders):
         return IncidentFolders(incident="", folders=("logs",) if "logs" in folders else (), incidents=())
-    return IncidentFolders(incident="", folders=("",), incidents=())
+    several = tuple(found.folder for found in find_several(store))
+    chosen = _chosen(store, several, incident)
+    return IncidentFolders(incident=chosen, folders=(chosen,), incidents=several)
+
+
+def _chosen(store: Store, incidents: Sequence[str], wanted: str | None) -> str:
+    """The incident of that name, or the newest; "" if there are none."""
+    if wanted is None:
+        return incidents[-1] if incidents else ""
+    if wanted not in incidents:
+        raise NotFoundError(f"{store}: no incident {wanted!r}; there are: {', '.join(incidents[:20]) or 'none'}")
+    return wanted
 
 
 def evidence_files(store: Store, folders: IncidentFolders) -> list[EvidenceFile]:
-    """Every file of the incident, sorted by path."""
-    found = []
+    """Every file of the incident, sorted by path; of torchrun's attempts only the last, for the earlier ones are history."""
+    found: list[EvidenceFile] = []
     for folder in folders.folders:
         for entry in store.list(folder):
             found.append(_evidence_file(entry.path, entry.size_bytes, entry.modified_s))
             if len(found) >= MAX_FILES:
-                return found
-    return found
+                return _of_last_attempts(found)
+    return _of_last_attempts(found)
+
+
+def _of_last_attempts(files: list[EvidenceFile]) -> list[EvidenceFile]:
+    last: dict[str, int] = {}
+    for file in files:
+        if file.host_folder:
+            base, _, number = file.host_folder.rpartition("attempt_")
+            last[base] = max(last.get(base, 0), int(number))
+    if not any(last.values()):
+        return files
+    return [
+        file
+        for file in files
+        if not file.host_folder
+        or int(file.host_folder.rpartition("_")[2]) == last[file.host_folder.rpartition("attempt_")[0]]
+    ]
 
 
 def _evidence_file(path: str, size_bytes: int, modified_s: float) -> EvidenceFile:

@@ -20,6 +20,7 @@ from titan_ckpt.debug.read.black_boxes import BlackBox, RawBox
 from titan_ckpt.debug.read.discovery import (
     TEXT_ENDINGS,
     EvidenceFile,
+    IncidentFolders,
     evidence_files,
     find_incident_folders,
     read_evidence_file,
@@ -35,13 +36,14 @@ from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
 
-def open_run(url: str, *, store: Store | None = None) -> Run:
+def open_run(url: str, *, store: Store | None = None, incident: str | None = None) -> Run:
     """Read the newest incident at `url`: a run, an incident folder, a bare folder of dumps or logs, or one dump file.
 
+    `Run.incidents` names the incidents where there are several, oldest first; `incident` chooses one of them.
     NotFoundError if nothing is there, TitanError if nothing there is evidence.
     """
     store, only = _open(url, store)
-    place = find_incident_folders(store)
+    place = _ONE if only is not None else find_incident_folders(store, incident)
     evidence = RunEvidence(store=store)
     with no_gc():
         found = [file for file in evidence_files(store, place) if only is None or file.path == only]
@@ -57,6 +59,9 @@ def open_run(url: str, *, store: Store | None = None) -> Run:
         if evidence.num_evidence == 0:
             raise _nothing(store, evidence, place.folders)
         return assemble(evidence, place.incident, place.incidents)
+
+
+_ONE = IncidentFolders(incident="", folders=("",), incidents=())
 
 
 def _open(url: str, store: Store | None) -> tuple[Store, str | None]:
