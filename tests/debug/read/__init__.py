@@ -1,0 +1,1 @@
+"""Tests of `debug/read` on logs and folders as others write them."""
