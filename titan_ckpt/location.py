@@ -12,7 +12,15 @@ from titan_ckpt.redaction import redact_text as redact_text
 from titan_ckpt.redaction import redact_values as redact_values
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]*)(?:://|::)", re.IGNORECASE)
-_AT_STEP = re.compile(r"@(\d+|latest)$")
+_AT_STEP = re.compile(r"@([0-9]+|latest)\Z")
+_STEP_FOLDER = re.compile(r"step-[0-9]{8,}")
+_ATTEMPT_FOLDER = re.compile(r"a-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
+_ONE_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)", re.IGNORECASE)
+# Files and folders that titan-ckpt itself makes in a run.
+_RESERVED = frozenset(
+    {"COMMIT.json", "OWNER.json", "manifest.json", "digests.bin", ".metadata", "pins.txt", "unmirrored.txt"}
+)
+MAX_STEP = 10**15  # below 2**53, which every JSON reader keeps exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -41,11 +49,52 @@ def parse_location(text: str) -> Location:
         raise UsageError("empty URL; give a folder or a URL such as s3://bucket/run, optionally with @STEP")
     match = _AT_STEP.search(text)
     url = normalise(text[: match.start()] if match else text)
-    step = int(match.group(1)) if match and match.group(1) != "latest" else None
-    folder = re.search(r"/step-(\d{8,})$", url)
-    if folder and match is None:
-        return Location(url=url[: folder.start()], step=int(folder.group(1)))
-    return Location(url=url, step=step)
+    if match is not None:
+        return Location(url=url, step=None if match.group(1) == "latest" else _step(match.group(1), text))
+    run, _, name = url.rpartition("/")
+    if _STEP_FOLDER.fullmatch(name):
+        return Location(url=run, step=_step(name.removeprefix("step-"), text))
+    return Location(url=url)
+
+
+def _step(digits: str, text: str) -> int:
+    if len(digits) > len(str(MAX_STEP)) or int(digits) > MAX_STEP:
+        raise UsageError(f"{redact(text)[:200]}: no step is larger than {MAX_STEP}")
+    return int(digits)
+
+
+def check_writable(url: str) -> None:
+    """UsageError unless a run that is saved at `url` can be opened by that same URL; nothing is written before this check."""
+    problem = _why_unwritable(url)
+    if problem:
+        raise UsageError(
+            f"{redact(url)!r}: {problem}. Expected a folder or the URL of a run, such as s3://bucket/runs/a"
+        )
+
+
+def _why_unwritable(url: str) -> str:
+    if not url.isprintable():
+        return "it has a control character or another character that cannot be printed"
+    if "?" in url or ("#" in url and scheme(url) != "file"):
+        return "a run's URL has no query and no fragment; put a client's options into its own configuration"
+    if _ONE_SLASH.match(url):
+        return "one slash after the scheme; a URL has two"
+    found = normalise(url)
+    for text in (url, found):
+        if parse_location(text) != Location(url=found):
+            return "this addresses one step of a run (or @latest); a job saves to the run itself, and gives the step besides"
+    if scheme(url) == "file" and url.lower().startswith("file://") and not local_path(url).startswith(("/", "~")):
+        return "the part after file:// must be an absolute path"
+    names = found.partition("://")[2].split("/") if "://" in found else found.strip("/").split("/")
+    if any(_STEP_FOLDER.fullmatch(name) or _ATTEMPT_FOLDER.fullmatch(name) for name in names):
+        return "it lies inside the folder of a step, which is deleted with its step"
+    if "://" in found and any(name in ("", ".", "..") for name in names[1:]):
+        return "it has an empty name, `.` or `..` between slashes"
+    if not found.strip("/"):
+        return "it is the root of the file system"
+    if names[-1] != names[-1].strip():
+        return "its name begins or ends with a space"
+    return "its name is that of a file that titan-ckpt writes" if names[-1] in _RESERVED else ""
 
 
 def scheme(url: str) -> str:
@@ -60,7 +109,7 @@ def scheme(url: str) -> str:
 
 def local_path(url: str) -> str:
     """The file-system path of a `file` URL or plain path."""
-    return url[7:] if url.startswith("file://") else url
+    return url[7:] if url[:7].lower() == "file://" else url
 
 
 def normalise(url: str) -> str:
@@ -101,6 +150,6 @@ def check_relative(path: str) -> str:
 def run_location(url: str) -> Location:
     """Parse the URL of a run; UsageError if it has a step."""
     location = parse_location(url)
-    if location.step is not None:
-        raise UsageError(f"{location}: give the URL of the run, without a step")
+    if location.step is not None or location.url != normalise(url):
+        raise UsageError(f"{redact(url)}: give the URL of the run, without a step")
     return location

@@ -19,7 +19,7 @@ from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError
 from titan_ckpt.format.commit import find_commit, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.names import ASSETS, new_attempt, step_folder
-from titan_ckpt.location import parse_location
+from titan_ckpt.location import check_writable, parse_location
 from titan_ckpt.rewrite.execute import FileResult
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
@@ -65,6 +65,7 @@ def import_hf(
 def run_import(plan: ImportPlan, url: str, *, on_progress: OnBytes | None = None) -> None:
     """Write and commit `plan` into the run at `url`; a failure leaves nothing behind."""
     check_import(plan, url)
+    check_writable(url)
     store = open_store(url)
     folder = step_folder(plan.step)
     try:
@@ -98,6 +99,7 @@ def _stream(plan: ImportPlan, store: Store, on_progress: OnBytes | None) -> list
 
 def check_import(plan: ImportPlan, url: str) -> None:
     """Check the destination and the weights: the step is free, the disk has space, a tied head equals the embedding."""
+    check_writable(url)
     store = open_store(url)
     if find_commit(store, plan.step) is not None:
         raise AlreadyExistsError(f"{store}@{plan.step} is committed already; give another run, or a step as URL@STEP")

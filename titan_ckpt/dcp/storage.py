@@ -42,9 +42,9 @@ from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, decode_blob
 from titan_ckpt.format.commit import found_before, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.manifest import DIGEST_BYTES, ChunkTable, Manifest, ObjectEntry, TensorEntry
-from titan_ckpt.format.names import new_attempt, step_folder
+from titan_ckpt.format.names import check_step, new_attempt, step_folder
 from titan_ckpt.loading.load import LoadPolicy, LoadReport, ReadPlan, read_object_bytes
-from titan_ckpt.location import parse_location
+from titan_ckpt.location import check_writable, parse_location
 from titan_ckpt.saving.merge_parts import created, versions
 from titan_ckpt.saving.staging import Direct
 from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, upload
@@ -129,7 +129,8 @@ class StorageWriter(TorchStorageWriter):
         step = location.step if location.step is not None else self._step
         if step is None:
             raise UsageError(f"{location}: which step? Write URL@STEP, or give StorageWriter(url, step=...)")
-        self._store, self._at = open_store(location.url), step
+        check_writable(location.url)
+        self._store, self._at = open_store(location.url), check_step(step)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
         """Remember what this save will replace."""

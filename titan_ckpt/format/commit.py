@@ -30,7 +30,7 @@ from titan_ckpt.format.coverage import coverage_problems, describe
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.manifest_json import check_version, encode_manifest
-from titan_ckpt.format.names import COMMIT, DIGESTS, MANIFEST, METADATA, is_attempt, step_folder
+from titan_ckpt.format.names import COMMIT, DIGESTS, MANIFEST, METADATA, check_step, is_attempt, step_folder
 from titan_ckpt.parsing.json_values import JsonValue, parse_json, show
 from titan_ckpt.store.base import Store
 
@@ -86,6 +86,7 @@ def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces:
     `replaces` is what was there when the save began; None if the step must have no commit. ConditionFailedError if another job
     committed this step meanwhile; on a store without conditional writes (`Store.honours_conditions`) the last writer wins.
     """
+    check_step(manifest.step)
     before = replaces or Before(commit=None, metadata=_version(store, metadata_path(manifest.step)))
     folder = step_folder(manifest.step)
     if problems := coverage_problems(manifest):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import secrets
 import time
+from contextlib import suppress
+from typing import SupportsIndex, cast
+
+from titan_ckpt.errors import UsageError
+from titan_ckpt.location import MAX_STEP
 
 COMMIT = "COMMIT.json"
 MANIFEST = "manifest.json"
@@ -20,6 +26,18 @@ _STEP = re.compile(r"step-(\d{8,})")
 _FOREIGN_STEP = re.compile(r"step-(\d{1,18})")
 _ATTEMPT = re.compile(r"a-\d{8}T\d{6}Z-[0-9a-f]{8}")
 _DATA_FILE = re.compile(r"(?:\.\./step-\d{8,}/)?a-\d{8}T\d{6}Z-[0-9a-f]{8}/__\d+_\d+\.distcp")
+
+
+def check_step(step: object) -> int:
+    """`step` as an int. UsageError unless it is a whole number (a numpy integer, too) from 0 to MAX_STEP."""
+    number: int | None = None
+    if not isinstance(step, bool) and "bool" not in str(getattr(step, "dtype", "")):
+        with suppress(TypeError):
+            number = operator.index(cast(SupportsIndex, step))
+    if number is None or not 0 <= number <= MAX_STEP:
+        shown = repr(step) if number is None or abs(number) < 10 * MAX_STEP else "a huge number"
+        raise UsageError(f"step is {shown[:100]}; it must be a whole number from 0 to {MAX_STEP}")
+    return number
 
 
 def step_folder(step: int) -> str:

@@ -30,7 +30,7 @@ from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, FileEntry, Manifest, ObjectEntry
 from titan_ckpt.format.names import ASSETS, data_file, step_folder
 from titan_ckpt.format.torch_blob import envelope
-from titan_ckpt.location import is_inside
+from titan_ckpt.location import check_writable, is_inside
 from titan_ckpt.resharding.file_groups import group_ranks, spread
 from titan_ckpt.resharding.placement_rules import PlacementRule
 from titan_ckpt.resharding.target import Placer, TargetLayout, TargetPlacement, lay_out, stages_for
@@ -228,7 +228,8 @@ def run_plan(
 
 
 def check_destination(plan: ReshardPlan, url: str, store: Store) -> None:
-    """Refuse a destination inside the source, or one that already has this step."""
+    """Refuse a destination that cannot be addressed, lies inside the source, or already has this step."""
+    check_writable(url)
     if is_inside(url, plan.checkpoint.url) and not is_inside(plan.checkpoint.url, url):
         raise UsageError(f"the destination {store} lies inside the source {plan.checkpoint}; give a URL beside it")
     if find_commit(store, plan.step) is not None:

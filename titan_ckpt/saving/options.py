@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.errors import UsageError
 from titan_ckpt.format.codec import CODECS
 from titan_ckpt.format.manifest import RAW
+from titan_ckpt.format.names import check_step
 from titan_ckpt.location import redact_values
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.store.base import Store
@@ -69,8 +70,13 @@ class SaveRequest:
     assets: Mapping[str, bytes] | None = None
     user: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        with suppress(UsageError):  # `check` raises it, once all ranks can know
+            object.__setattr__(self, "step", check_step(self.step))
+
     def check(self) -> None:
-        """UsageError for a kind that cannot be saved."""
+        """UsageError for a step or a kind that cannot be saved."""
+        check_step(self.step)
         if CheckpointKind.parse(self.kind, "kind") == CheckpointKind.FOREIGN:
             raise UsageError("kind is 'foreign'; only full and model checkpoints can be saved")
 

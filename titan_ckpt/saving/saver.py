@@ -25,6 +25,7 @@ import torch
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.format.commit import Before, found_before
 from titan_ckpt.format.names import ASSETS, step_folder
+from titan_ckpt.location import check_writable
 from titan_ckpt.saving.agreement import Agreement, SavePlan
 from titan_ckpt.saving.commit import Committer, Upload
 from titan_ckpt.saving.incremental import KnownChunks
@@ -71,6 +72,9 @@ class Saver:
 
     def __init__(self, url: str | Store, options: SaveOptions | None = None) -> None:
         self._options = options or SaveOptions()
+        for target in (url, self._options.mirror):
+            if target is not None:
+                check_writable(target.url if isinstance(target, Store) else target)
         self._store = url if isinstance(url, Store) else open_store(url)
         self._ranks = RankGroup(timeout_s=self._options.timeout_s)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
@@ -119,6 +123,7 @@ class Saver:
         started = time.perf_counter()
         earlier = self._unreported_error()
         request = SaveRequest(step=step, kind=kind, training=training, config=config, assets=assets, user=user)
+        step = request.step
         with self._phase("ckpt_stage", step):
             job, tensors = self._prepare(state, request, earlier)
             if self._arena is None or self._arena.items != job.plan.items:

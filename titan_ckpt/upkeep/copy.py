@@ -34,7 +34,7 @@ from titan_ckpt.format.dcp_read import dcp_paths
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import FileEntry, Manifest
 from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, data_file, foreign_folder
-from titan_ckpt.location import is_inside
+from titan_ckpt.location import check_writable, is_inside
 from titan_ckpt.store.base import ObjectInfo, Store
 
 FILES_AT_ONCE = 4
@@ -60,6 +60,7 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: OnBytes | No
     its manifest and `.metadata` name them there. AlreadyExistsError if the target has another save of that step. DamagedError,
     and no commit, if the source's bytes differ from its manifest. Foreign checkpoints go through `copy_foreign`.
     """
+    check_writable(target.url)
     if is_inside(target.url, source.url):
         raise UsageError(f"the copy {target} would lie inside its source {source}; give a URL beside it")
     if source.manifest.kind == CheckpointKind.FOREIGN:
