@@ -1,40 +1,66 @@
 """Agreement of all ranks before a save: that every rank takes part, in the same step, and which rank writes what.
 
-The division is reused while every rank's state keeps its shape, so that a usual save costs one small exchange.
+Each rank first does everything that can fail by itself (`prepare`); the exchange then tells all ranks of all failures. The
+division is reused while every rank's state keeps its shape, so that a usual save costs one small exchange.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from titan_ckpt.errors import TitanError
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.names import new_attempt
 from titan_ckpt.saving.options import SaveRequest
+from titan_ckpt.saving.replicas import Replicas
 from titan_ckpt.saving.writers import Share, divide
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_on, raise_failures
-from titan_ckpt.state.state_dict import FlatState, LocalShard, flatten, local_shard
+from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_of, raise_failures, save_error
+from titan_ckpt.state.state_dict import FlatState, LocalShard, dump_object, flatten, local_shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """This rank's part in a save, before the ranks agree: its shards, its other values as bytes, and the checked request."""
+
+    flat: FlatState
+    items: list[LocalShard]
+    objects: dict[str, bytes]
+    request: SaveRequest
+    signature: bytes
+
+
+def prepare(state: Mapping[str, Any], request: SaveRequest) -> Prepared:
+    """Flatten and check `state`, serialise its values, redact the request. UsageError for what cannot be stored."""
+    request.check()
+    flat = flatten(state)
+    items = [local_shard(fqn, tensor) for fqn, tensor in flat.tensors.items()]
+    objects = {fqn: dump_object(fqn, value) for fqn, value in flat.objects.items()}
+    signature = digest(pickle.dumps((items, sorted(flat.objects))))
+    return Prepared(flat=flat, items=items, objects=objects, request=request.redacted(), signature=signature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """The agreed division: what this rank writes. `share` is set on the coordinator only."""
+    """The agreed division: what this rank writes, and its copies of what others hold too. `share` is set on the coordinator only.
+
+    `copies` are indices into this rank's items, one list for each bucket of `replicas.buckets_of`.
+    """
 
     signature: bytes
     items: list[LocalShard]
     objects: list[str]
+    copies: list[list[int]]
     share: Share | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """This rank's flat state, the plan, and the attempt's name that all ranks share."""
+    """The plan, and the attempt's name that all ranks share."""
 
-    flat: FlatState
     plan: SavePlan
     attempt: str
 
@@ -52,54 +78,103 @@ class _Readiness:
 class Agreement:
     """The save plan of all ranks, made anew when the state of any rank changes its shape."""
 
-    def __init__(self, ranks: RankGroup, mesh: MeshSpec | None) -> None:
-        self._ranks, self._mesh = ranks, mesh
+    def __init__(self, ranks: RankGroup, mesh: MeshSpec | None, *, replicas: Replicas) -> None:
+        self._ranks, self._mesh, self._replicas = ranks, mesh, replicas
         self._plan: SavePlan | None = None
+        self.end()
 
-    def reach(self, state: Mapping[str, Any], request: SaveRequest, earlier: BaseException | None) -> Agreed:
-        """Agree on a save; an error on one rank is raised on all.
+    def end(self) -> None:
+        """Forget how far the agreement came: its save is over."""
+        self.is_reached = self._is_asked = self._must_divide = self._are_items_sent = False
 
-        That includes an `earlier` error that only some ranks know of yet: either all ranks skip this save, or all take part.
+    def finish(self, step: int, error: BaseException) -> None:
+        """Take part in what is left of an agreement that this rank cannot go on with, so that the others learn of it at once."""
+        if not self._is_asked:
+            with suppress(SaveError):
+                self.reach(step, None, error)
+        elif self._must_divide:
+            failure = failure_of(self._ranks, error)
+            if not self._are_items_sent:
+                self._ranks.gather((failure, list[LocalShard](), list[str]()))
+            answer = self._ranks.scatter([(failure, _NOTHING)] * self._ranks.world_size)
+            self.is_reached = answer[0] is None
+
+    def reach(self, step: int, mine: Prepared | None, error: BaseException | None) -> Agreed:
+        """Agree on a save; `mine` is None if this rank failed with `error`, which SaveError then tells every rank.
+
+        Between two exchanges nothing may raise on one rank alone, or the others would wait for it. Afterwards `is_reached`
+        says whether they all go on, whatever happens here.
         """
-        flat: FlatState | None = None
-        items: list[LocalShard] = []
-        failure: Failure | None = None
-        signature = b""
+        ready = self._readiness(step, mine, error)
+        ranks = self._ranks.all_gather(ready)
+        self._is_asked = True
+        is_current = self._plan is not None and all(each.has_current_plan for each in ranks)
+        failure, refusal = None, None
         try:
-            if earlier is not None:
-                raise earlier
-            request.check()
-            flat = flatten(state)
-            items = [local_shard(fqn, tensor) for fqn, tensor in flat.tensors.items()]
-            signature = digest(pickle.dumps((items, sorted(flat.objects))))
-        except Exception:  # noqa: BLE001  (raised below, on every rank)
-            failure = failure_on(self._ranks)
-        is_current = self._plan is not None and self._plan.signature == signature
-        mine = _Readiness(failure=failure, has_current_plan=is_current, attempt=new_attempt(), step=request.step)
-        ranks = self._ranks.all_gather(mine)
-        if earlier is not None:
-            raise earlier
-        raise_failures([each.failure for each in ranks], f"nothing was committed: the save of step {request.step}")
-        if len(steps := {each.step for each in ranks}) > 1:
-            shown = ", ".join(f"rank {rank}: {each.step}" for rank, each in enumerate(ranks))
-            raise SaveError(f"nothing was committed: the ranks save {len(steps)} different steps at once ({shown})")
-        assert flat is not None
-        if self._plan is None or not all(each.has_current_plan for each in ranks):
-            self._plan = self._divide(items, flat, signature, request.step)
-        return Agreed(flat=flat, plan=self._plan, attempt=ranks[0].attempt)
+            refusal = _refusal(ranks, step)
+        except BaseException as caught:  # noqa: BLE001  (raised on every rank)
+            failure = caught
+        if refusal is not None:
+            raise refusal
+        if not is_current:
+            self._must_divide = True
+            self._plan = self._divide(mine, step, failure)
+        self.is_reached = True
+        if failure is not None:
+            raise failure
+        assert self._plan is not None
+        return Agreed(plan=self._plan, attempt=ranks[0].attempt)
 
-    def _divide(self, items: list[LocalShard], flat: FlatState, signature: bytes, step: int) -> SavePlan:
-        held = self._ranks.gather((items, sorted(flat.objects)))
-        share: Share | None = None
-        failure: Failure | None = None
-        orders: list[tuple[list[int], list[str]]] = [([], [])] * self._ranks.world_size
-        if self._ranks.is_coordinator:
-            try:
-                share = divide([entry[0] for entry in held], [entry[1] for entry in held], self._mesh)
-                orders = list(zip(share.items, share.objects, strict=True))
-            except TitanError:
-                failure = failure_on(self._ranks)
-        answer = self._ranks.scatter([(failure, order) for order in orders])
-        raise_failures([answer[0]], f"nothing was committed: the save of step {step}")
-        mine, objects = answer[1]
-        return SavePlan(signature=signature, items=[items[index] for index in mine], objects=objects, share=share)
+    def _readiness(self, step: int, mine: Prepared | None, error: BaseException | None) -> _Readiness:
+        try:
+            failure = None if error is None else failure_of(self._ranks, error)
+            is_current = mine is not None and self._plan is not None and self._plan.signature == mine.signature
+            return _Readiness(failure=failure, has_current_plan=is_current, attempt=new_attempt(), step=step)
+        except BaseException as caught:  # noqa: BLE001  (raised on every rank)
+            failure = failure_of(self._ranks, caught)
+            return _Readiness(failure=failure, has_current_plan=False, attempt="", step=step)
+
+    def _divide(self, mine: Prepared | None, step: int, error: BaseException | None) -> SavePlan:
+        failure = None if error is None else failure_of(self._ranks, error)
+        held = self._ranks.gather((failure, [], []) if mine is None else (failure, mine.items, sorted(mine.objects)))
+        self._are_items_sent = True
+        share, answers = self._answers(held)
+        failure, (order, objects, copies) = self._ranks.scatter(answers)
+        self._must_divide = False
+        self.is_reached = failure is None
+        raise_failures([failure], f"nothing was committed: the save of step {step}")
+        assert mine is not None
+        items = [mine.items[index] for index in order]
+        return SavePlan(signature=mine.signature, items=items, objects=objects, copies=copies, share=share)
+
+    def _answers(self, held: list[_Held]) -> tuple[Share | None, list[_Answer]]:
+        """On the coordinator the share, and for each rank its part of it or the error; nothing elsewhere."""
+        if not self._ranks.is_coordinator:
+            return None, [(None, _NOTHING)]
+        failed = next((failure for failure, _, _ in held if failure is not None), None)
+        if failed is not None:
+            return None, [(failed, _NOTHING)] * self._ranks.world_size
+        try:
+            share = divide(
+                [items for _, items, _ in held], [names for _, _, names in held], self._mesh, replicas=self._replicas
+            )
+            return share, [(None, orders) for orders in zip(share.items, share.objects, share.copies, strict=True)]
+        except BaseException as error:  # noqa: BLE001  (raised on every rank)
+            return None, [(failure_of(self._ranks, error), _NOTHING)] * self._ranks.world_size
+
+
+_Held = tuple[Failure | None, list[LocalShard], list[str]]
+_Orders = tuple[list[int], list[str], list[list[int]]]
+_Answer = tuple[Failure | None, _Orders]
+_NOTHING: _Orders = ([], [], [])
+
+
+def _refusal(ranks: list[_Readiness], step: int) -> SaveError | None:
+    """Why no rank saves: one is not ready, or they save different steps."""
+    failures = [each.failure for each in ranks if each.failure is not None]
+    if failures:
+        return save_error(failures, f"nothing was committed: the save of step {step}")
+    if len(steps := {each.step for each in ranks}) > 1:
+        shown = ", ".join(f"rank {rank}: {each.step}" for rank, each in enumerate(ranks))
+        return SaveError(f"nothing was committed: the ranks save {len(steps)} different steps at once ({shown})")
+    return None

@@ -14,7 +14,6 @@ from functools import partial
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import check_files
-from titan_ckpt.errors import TitanError
 from titan_ckpt.format.commit import Before, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.names import step_folder
@@ -23,7 +22,7 @@ from titan_ckpt.saving.merge_parts import merge_parts
 from titan_ckpt.saving.options import COMMIT_BY, GIVE_UP_AT, SaveAttempt, SaveOptions
 from titan_ckpt.saving.upload import RankPart
 from titan_ckpt.saving.writers import Share
-from titan_ckpt.state.exchange import Failure, RankGroup, failure_on, raise_failures
+from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_failures, reason_of
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.time_limit import run_until
 from titan_ckpt.upkeep.deletion import apply_retention
@@ -58,17 +57,18 @@ class Committer:
         self, store: Store, ranks: RankGroup, options: SaveOptions, *, not_mirrored: Callable[[], frozenset[int] | None]
     ) -> None:
         self._store, self._ranks, self._options, self._not_mirrored = store, ranks, options, not_mirrored
+        self._are_parts_sent = self._is_over = False
         self._claim = self._claim_run() if options.is_exclusive else None
 
     def _claim_run(self) -> str | None:
         """The coordinator's claim. A store that cannot be written fails here, on every rank."""
         token: str | None = None
         failure: Failure | None = None
-        error: Exception | None = None
+        error: BaseException | None = None
         if self._ranks.is_coordinator:
             try:
                 token = run_until(GIVE_UP_AT * self._options.timeout_s, claim, self._store, what="claiming the run")
-            except Exception as caught:  # noqa: BLE001  (raised below, once the other ranks know)
+            except BaseException as caught:  # noqa: BLE001  (raised below, once the other ranks know)
                 error, failure = caught, Failure(self._ranks.rank, redact_text(str(caught)))
         outcome = self._ranks.broadcast(failure)
         if error is not None:
@@ -82,11 +82,26 @@ class Committer:
         If any rank failed, nothing is committed and every rank gets the failure.
         """
         parts = self._ranks.gather(upload.part)
+        self._are_parts_sent = True
         is_coordinator = self._ranks.is_coordinator
         outcome = self._ranks.broadcast(self._commit_in_time(upload, parts) if is_coordinator else None)
+        self._is_over = True
         if outcome is None and is_coordinator:
             self._apply_retention(upload.attempt.step)
         return outcome
+
+    def finish(self, failure: Failure, step: int) -> None:
+        """Take part in what is left of a commit that this rank cannot go on with, so that the others learn of it at once."""
+        if self._is_over:
+            return
+        if not self._are_parts_sent:
+            self._ranks.gather(failure)
+        outcome = self._ranks.broadcast(failure)
+        log.error("the save of step %d failed: %s", step, reason_of(outcome.text))
+
+    def end(self) -> None:
+        """Forget how far the commit came: its save is over."""
+        self._are_parts_sent = self._is_over = False
 
     def _commit_in_time(self, upload: Upload, parts: list[RankPart | Failure]) -> Failure | None:
         """Commit in what is left of the time limit; an error is returned, so that every rank learns of it."""
@@ -96,13 +111,13 @@ class Committer:
         what = f"committing step {upload.attempt.step}, which may still appear"
         try:
             return run_until(rest_s, partial(self._commit, upload, parts), self._store, what=what)
-        except Exception:  # noqa: BLE001  (reported to every rank)
-            return failure_on(self._ranks)
+        except BaseException as error:  # noqa: BLE001  (reported to every rank)
+            return failure_of(self._ranks, error)
 
     def _commit(self, upload: Upload, parts: list[RankPart | Failure], store: Store) -> Failure | None:
         failures = [part for part in parts if isinstance(part, Failure)]
         if failures:
-            return Failure(failures[0].rank, "\n".join(failure.text for failure in failures))
+            return _first(failures)
         assert upload.share is not None
         step = upload.attempt.step
         manifest = merge_parts(upload.attempt, [part for part in parts if isinstance(part, RankPart)], upload.share)
@@ -113,12 +128,19 @@ class Committer:
         return None
 
     def _apply_retention(self, step: int) -> None:
-        not_mirrored = self._not_mirrored()
-        if self._options.retention is None or not_mirrored is None:
+        if self._options.retention is None:
             return
-        keep = not_mirrored | self._options.in_use() | {step}
-        action = partial(apply_retention, policy=self._options.retention, now_s=time.time(), keep=keep)
         try:
+            not_mirrored = self._not_mirrored()
+            if not_mirrored is None:
+                return
+            keep = not_mirrored | self._options.in_use() | {step}
+            action = partial(apply_retention, policy=self._options.retention, now_s=time.time(), keep=keep)
             run_until(GIVE_UP_AT * self._options.timeout_s, action, self._store, what="deleting old checkpoints")
-        except TitanError as error:
-            log.warning("step %d was saved, but deleting old checkpoints failed: %s", step, error)
+        except Exception as error:  # noqa: BLE001  (the save is committed, on every rank)
+            log.warning("step %d was saved, but deleting old checkpoints failed: %s", step, redact_text(str(error)))
+
+
+def _first(failures: list[Failure]) -> Failure:
+    """All failures as one of the first rank."""
+    return Failure(failures[0].rank, "\n".join(failure.text for failure in failures))

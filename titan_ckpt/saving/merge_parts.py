@@ -14,6 +14,7 @@ from titan_ckpt.format.codec import CODECS
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import ChunkTable, FileEntry, Manifest, ObjectEntry
 from titan_ckpt.saving.options import SaveAttempt
+from titan_ckpt.saving.replicas import compare_copies
 from titan_ckpt.saving.upload import RankPart
 from titan_ckpt.saving.writers import Share
 from titan_ckpt.sharding.repeating_columns import Int64s
@@ -38,6 +39,7 @@ def merge_parts(attempt: SaveAttempt, parts: Sequence[RankPart], share: Share) -
     """The manifest of a save; `parts` in rank order. TitanError if ranks have different values under one name."""
     request = attempt.request
     _check_objects(parts, attempt.step)
+    compare_copies(share.buckets, [part.copy_digests for part in parts], attempt.step)
     files = sorted(dict.fromkeys(file for part in parts for file in part.files), key=lambda file: file.path)
     number = {file: n for n, file in enumerate(files)}
     columns = np.concatenate([_global_columns(part, number) for part in parts])[share.rows].T

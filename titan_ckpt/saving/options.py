@@ -14,6 +14,7 @@ from titan_ckpt.format.codec import CODECS
 from titan_ckpt.format.manifest import RAW
 from titan_ckpt.format.names import check_step
 from titan_ckpt.location import redact_values
+from titan_ckpt.saving.replicas import Replicas
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.store.base import Store
 from titan_ckpt.upkeep.retention import RetentionPolicy
@@ -38,9 +39,10 @@ class SaveOptions:
     second, safer store to which every commit is copied in the background; the URL that is saved to is then the fast tier,
     `retention` applies to it alone, and a step that is not copied yet is never deleted. `in_use()` returns steps that retention
     must keep because they are being read. `is_exclusive` claims the run: jobs that saved there before can no longer commit.
-    `timeout_s` bounds a save: a store call that hangs is abandoned early enough for every rank to learn of it. It must exceed the
-    longest upload by a quarter. `phase(name, step)` is entered around ckpt_stage, ckpt_upload and ckpt_commit, for a recorder of
-    hangs.
+    `replicas="equal"` compares the copies of elements that several ranks hold (plain tensors, replicated shards), and fails the
+    save if they differ; "first" stores the lowest rank's unseen. `timeout_s` bounds a save: a store call that hangs is abandoned
+    early enough for every rank to learn of it. It must exceed the longest upload by a quarter. `phase(name, step)` is entered
+    around ckpt_stage, ckpt_upload and ckpt_commit, for a recorder of hangs.
     """
 
     mesh: MeshSpec | None = None
@@ -51,12 +53,14 @@ class SaveOptions:
     in_use: Callable[[], frozenset[int]] = no_steps
     mirror: str | Store | None = field(default=None, repr=False)
     is_exclusive: bool = True
+    replicas: Replicas | str = Replicas.EQUAL
     timeout_s: float = 1800.0
     phase: PhaseHook | None = None
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:
             raise UsageError(f"unknown codec {self.codec!r}; the codecs are {', '.join(CODECS)}")
+        object.__setattr__(self, "replicas", Replicas.parse(self.replicas, "replicas"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

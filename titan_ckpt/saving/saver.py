@@ -2,8 +2,9 @@
 
 The phases of one save, on each rank:
 
-    plan      choose the boxes this rank writes; reused while no rank's state changes shape
-    stage     copy into the arena; then `save` returns
+    prepare   flatten, check and serialise what this rank has
+    plan      tell all ranks of any failure, choose the boxes this rank writes; reused while no rank's state changes shape
+    stage     copy into the arena, fingerprint what other ranks hold too; then `save` returns
     upload    from the arena to the store, on a thread
     commit    gather every rank's part, or its error, on the coordinator, which writes manifest, .metadata and COMMIT;
               broadcast the outcome (see `saving.commit`)
@@ -12,11 +13,12 @@ The phases of one save, on each rank:
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,10 +27,10 @@ import torch
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.format.commit import Before, found_before
 from titan_ckpt.format.names import ASSETS, step_folder
-from titan_ckpt.location import check_writable
-from titan_ckpt.saving.agreement import Agreement, SavePlan
+from titan_ckpt.saving.agreement import Agreed, Agreement, Prepared, prepare
 from titan_ckpt.saving.commit import Committer, Upload
 from titan_ckpt.saving.incremental import KnownChunks
+from titan_ckpt.saving.job import SaveJob
 from titan_ckpt.saving.options import (
     GIVE_UP_AT,
     SaveAttempt,
@@ -39,28 +41,16 @@ from titan_ckpt.saving.options import (
     SaverMetrics,
     no_steps,
 )
-from titan_ckpt.saving.second_tier import Mirror
-from titan_ckpt.saving.staging import Arena, Direct, PayloadSource
+from titan_ckpt.saving.replicas import Replicas
+from titan_ckpt.saving.second_tier import Mirror, open_tiers
+from titan_ckpt.saving.staging import Arena, Copies, Direct, PayloadSource
+from titan_ckpt.saving.turns import Turns
 from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOptions, upload
-from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_on, raise_failures
-from titan_ckpt.state.state_dict import dump_object
+from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_of, raise_failures
 from titan_ckpt.store.base import Store
-from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import run_until
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """One save on its way through the upload thread."""
-
-    attempt: SaveAttempt
-    plan: SavePlan
-    source: PayloadSource
-    objects: dict[str, bytes]
-    paths: dict[str, tuple[str, ...]]
-    stall_s: float
 
 
 class Saver:
@@ -68,24 +58,26 @@ class Saver:
 
     At most one upload is in flight: a `save` that comes too early waits for the previous one (and logs it), so that host memory
     stays at one copy of this rank's share. An upload error on any rank is raised by the next call.
+
+    Threads take turns. UsageError for a call from a hook or callback of a save, from a forked child, or after `close`.
     """
 
     def __init__(self, url: str | Store, options: SaveOptions | None = None) -> None:
         self._options = options or SaveOptions()
-        for target in (url, self._options.mirror):
-            if target is not None:
-                check_writable(target.url if isinstance(target, Store) else target)
-        self._store = url if isinstance(url, Store) else open_store(url)
-        self._ranks = RankGroup(timeout_s=self._options.timeout_s)
+        timeout_s = self._options.timeout_s
+        self._ranks = RankGroup(timeout_s=timeout_s)
+        self._store, mirror = open_tiers(self._ranks, url, self._options.mirror)
+        # Every exchange between ranks runs on this thread: they cannot mix, and no signal interrupts one half-way.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
-        timeout_s, mirror = self._options.timeout_s, self._options.mirror
+        self._turns = Turns(own_thread=self._thread.submit(threading.get_ident).result())
         self._mirror = None if mirror is None else Mirror(self._store, mirror, timeout_s=timeout_s)
         not_mirrored = no_steps if self._mirror is None else self._mirror.due
         self._committer = Committer(self._store, self._ranks, self._options, not_mirrored=not_mirrored)
         self._known = KnownChunks(is_incremental=self._options.incremental)
-        self._agreement = Agreement(self._ranks, self._options.mesh)
+        self._agreement = Agreement(self._ranks, self._options.mesh, replicas=Replicas(self._options.replicas))
         self._arena: Arena | None = None
         self._pending: SaveHandle | None = None
+        self._running: Future[Any] | None = None
         self._uploaded_bytes = 0
         self._last_committed_step: int | None = None
         self._stall_s = 0.0
@@ -120,20 +112,13 @@ class Saver:
         `training`, `config` and `user` must be JSON; they and `assets` (small files by name) are taken from the coordinator.
         `kind="model"` marks an export, from which training never resumes by itself.
         """
-        started = time.perf_counter()
-        earlier = self._unreported_error()
-        request = SaveRequest(step=step, kind=kind, training=training, config=config, assets=assets, user=user)
-        step = request.step
-        with self._phase("ckpt_stage", step):
-            job, tensors = self._prepare(state, request, earlier)
-            if self._arena is None or self._arena.items != job.plan.items:
-                self._arena = None  # free the old one before the new one is allocated
-                self._arena = Arena(job.plan.items, is_pinned=any(tensor.is_cuda for tensor in tensors))
-            self._arena.stage(tensors)
-        self._stall_s = time.perf_counter() - started
-        job = replace(job, source=self._arena, stall_s=self._stall_s)
-        self._pending = SaveHandle(step=step, stall_s=self._stall_s, future=self._thread.submit(self._run, job))
-        return self._pending
+        with self._turns.taken("save"):
+            started = time.perf_counter()
+            request = SaveRequest(step=step, kind=kind, training=training, config=config, assets=assets, user=user)
+            _, handle = self._begin(state, request, is_staged=True)
+            self._stall_s = handle.stall_s = time.perf_counter() - started
+            self._pending = handle
+            return handle
 
     def save_now(
         self,
@@ -147,28 +132,94 @@ class Saver:
         user: Mapping[str, Any] | None = None,
     ) -> SaveReport:
         """Like `save`, but read the tensors in place, without a staged copy, and return after the commit."""
-        started = time.perf_counter()
-        earlier = self._unreported_error()
-        request = SaveRequest(step=step, kind=kind, training=training, config=config, assets=assets, user=user)
-        job, _ = self._prepare(state, request, earlier)
-        report = self._run(job)
-        self._stall_s = time.perf_counter() - started
-        return replace(report, stall_s=self._stall_s)
+        with self._turns.taken("save_now"):
+            started = time.perf_counter()
+            request = SaveRequest(step=step, kind=kind, training=training, config=config, assets=assets, user=user)
+            job, handle = self._begin(state, request, is_staged=False)
+            try:
+                report = handle.wait()
+            except BaseException:
+                job.is_cancelled.set()  # an interrupted caller may change the tensors while they are read
+                raise
+            self._stall_s = time.perf_counter() - started
+            return replace(report, stall_s=self._stall_s)
+
+    def _begin(self, state: Mapping[str, Any], request: SaveRequest, *, is_staged: bool) -> tuple[SaveJob, SaveHandle]:
+        """Agree with the other ranks, stage, start the upload. If this rank fails, whenever that is, all ranks learn of it."""
+        started, job = time.perf_counter(), None
+        with ExitStack() as phase:
+            try:
+                earlier = self._unreported_error()
+                mine, error = self._prepare(state, request, earlier, phase if is_staged else None)
+                reached = self._thread.submit(self._agreement.reach, request.step, mine, error)
+                try:
+                    agreed = reached.result()
+                except SaveError:
+                    if error is not None and (error is earlier or not isinstance(error, Exception)):
+                        raise error from None
+                    raise
+                assert mine is not None
+                job = self._job(mine, agreed, is_staged=is_staged)
+                phase.close()
+                job = replace(job, stall_s=time.perf_counter() - started)
+                self._running = job.running = future = self._thread.submit(self._run, job)
+                return job, SaveHandle(step=request.step, stall_s=job.stall_s, future=future)
+            except BaseException as error:
+                if job is not None and job.running is not None:
+                    job.is_cancelled.set()
+                else:
+                    self._running = self._thread.submit(self._refuse, request.step, error)
+                raise
 
     def _prepare(
-        self, state: Mapping[str, Any], request: SaveRequest, earlier: BaseException | None
-    ) -> tuple[_Job, list[torch.Tensor]]:
-        """The job, with the tensors themselves as its source, and those tensors: one per item of the plan."""
-        agreed = self._agreement.reach(state, request, earlier)
-        flat, plan = agreed.flat, agreed.plan
-        tensors = [flat.tensors[item.fqn] for item in plan.items]
+        self, state: Mapping[str, Any], request: SaveRequest, earlier: BaseException | None, phase: ExitStack | None
+    ) -> tuple[Prepared | None, BaseException | None]:
+        """What this rank can do before the ranks agree, or the error that it will tell them."""
+        if earlier is not None:
+            return None, earlier
+        try:
+            if phase is not None:
+                phase.enter_context(self._phase("ckpt_stage", request.step))
+            return prepare(state, request), None
+        except BaseException as error:  # noqa: BLE001  (raised once the other ranks know)
+            return None, error
+
+    def _job(self, mine: Prepared, agreed: Agreed, *, is_staged: bool) -> SaveJob:
+        """Stage this rank's share, or take the tensors themselves as the source of its bytes."""
+        plan, tensors = agreed.plan, [mine.flat.tensors[item.fqn] for item in agreed.plan.items]
+        is_on_gpu = any(tensor.is_cuda for tensor in tensors)
+        copies = Copies([mine.flat.tensors[item.fqn] for item in mine.items], plan.copies)
+        source: PayloadSource = Direct(tensors)
+        if is_staged:
+            if self._arena is None or self._arena.items != plan.items:
+                self._arena = None  # free the old one before the new one is allocated
+                self._arena = Arena(plan.items, is_pinned=is_on_gpu)
+            self._arena.stage(tensors)
+            source = self._arena
+        elif is_on_gpu:
+            torch.cuda.synchronize()  # the upload thread reads them on a stream of its own
         attempt = SaveAttempt(
-            name=agreed.attempt, request=request.redacted(), mesh=self._options.mesh, pipeline=self._options.pipeline
+            name=agreed.attempt, request=mine.request, mesh=self._options.mesh, pipeline=self._options.pipeline
         )
-        objects = {fqn: dump_object(value) for fqn, value in flat.objects.items()}
-        source = Direct(tensors)
-        job = _Job(attempt=attempt, plan=plan, source=source, objects=objects, paths=flat.paths, stall_s=0.0)
-        return job, tensors
+        return SaveJob(
+            attempt=attempt, plan=plan, source=source, copies=copies, objects=mine.objects, paths=mine.flat.paths
+        )
+
+    def _refuse(self, step: int, error: BaseException) -> None:
+        """Tell the other ranks of an `error` here, unless they know; runs on the upload thread, after what was under way."""
+        try:
+            self._known.forget()
+            if not self._agreement.is_reached:
+                self._agreement.finish(step, error)
+            if self._agreement.is_reached:
+                self._committer.finish(failure_of(self._ranks, error), step)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """The save is over on this rank, one way or the other."""
+        self._agreement.end()
+        self._committer.end()
 
     def check(self) -> None:
         """Raise the error of a failed save: this rank's own, or SaveError with another rank's traceback. Call it every step."""
@@ -179,12 +230,15 @@ class Saver:
 
     def wait(self) -> SaveReport | None:
         """Wait for the save in flight and raise its error; None if there is none, or if its handle was waited for."""
+        self._turns.check("wait")
         pending, self._pending = self._pending, None
         return None if pending is None or pending.is_reported else pending.wait()
 
     def _unreported_error(self) -> BaseException | None:
-        """Wait for the save in flight; its error if the caller does not know it yet."""
+        """Wait until nothing is in flight; the error of the last save if the caller does not know it yet."""
         try:
+            if self._running is not None:
+                self._running.exception()
             self.wait()
         except BaseException as error:  # noqa: BLE001  (raised once the other ranks know)
             return error
@@ -202,9 +256,12 @@ class Saver:
 
     def close(self) -> None:
         """Wait for the save in flight and for its mirror copy, raise their errors, release threads and process groups."""
+        if self._turns.is_forked:
+            return
         try:
             self.wait()
         finally:
+            self._turns.is_closed = True
             try:
                 if self._mirror is not None:
                     self._mirror.close()
@@ -214,6 +271,9 @@ class Saver:
 
     def _abandon(self) -> None:
         """The caller is failing: let an upload in flight end, but log its error, which must not replace the caller's."""
+        if self._turns.is_forked:
+            return
+        self._turns.is_closed = True
         pending, self._pending = self._pending, None
         if pending is not None and not pending.is_reported and (error := pending.future.exception()) is not None:
             log.error("the save of step %d failed as well: %s", pending.step, error)
@@ -222,33 +282,36 @@ class Saver:
     def _phase(self, name: str, step: int) -> AbstractContextManager[Any]:
         return nullcontext() if self._options.phase is None else self._options.phase(name, step)
 
-    def _run(self, job: _Job) -> SaveReport:
-        """Upload, commit and mirror one save; runs on the upload thread."""
-        started_s, step = time.perf_counter(), job.attempt.step
-        part: RankPart | Failure
-        replaces: Before | None = None
-        own_error: BaseException | None = None
-        give_up_s, what = GIVE_UP_AT * self._options.timeout_s, f"uploading step {step}"
+    def _run(self, job: SaveJob) -> SaveReport:
+        """Upload, commit and mirror one save; runs on the upload thread. Whatever fails here, the other ranks learn of it."""
         try:
-            with self._phase("ckpt_upload", step):
-                part, replaces = run_until(give_up_s, partial(self._upload, job), self._store, what=what)
-        except BaseException as error:  # noqa: BLE001  (raised below, once the other ranks know)
-            own_error, part = error, failure_on(self._ranks)
-        done = Upload(
-            attempt=job.attempt, part=part, share=job.plan.share, paths=job.paths, replaces=replaces, started_s=started_s
-        )  # fmt: skip
-        with self._phase("ckpt_commit", step):
-            outcome = self._committer.commit(done)
-        if own_error is not None or outcome is not None:
+            return self._upload_and_commit(job)
+        except BaseException as error:
             self._known.forget()
-        if own_error is not None:
-            raise own_error
-        raise_failures([outcome], f"nothing was committed: the save of step {step}")
-        assert isinstance(part, RankPart)
-        if self._mirror is not None:
-            self._mirror.add(step)
-        self._last_committed_step = step
-        self._known.remember(job.plan.items, part, step)
+            self._committer.finish(failure_of(self._ranks, error), job.attempt.step)
+            raise
+        finally:
+            self._end()
+
+    def _upload_and_commit(self, job: SaveJob) -> SaveReport:
+        started_s, step = time.perf_counter(), job.attempt.step
+        part, replaces, error = self._uploaded(job)
+        with ExitStack() as phase:
+            try:
+                phase.enter_context(self._phase("ckpt_commit", step))
+            except BaseException as caught:  # noqa: BLE001  (raised below, once the other ranks know)
+                part, error = failure_of(self._ranks, caught), error or caught
+            outcome = self._committer.commit(
+                Upload(
+                    attempt=job.attempt, part=part, share=job.plan.share, paths=job.paths, replaces=replaces,
+                    started_s=started_s,
+                )
+            )  # fmt: skip
+            if error is not None:
+                raise error
+            raise_failures([outcome], f"nothing was committed: the save of step {step}")
+            assert isinstance(part, RankPart)
+            self._after_commit(job, part, phase)
         return SaveReport(
             step=step,
             attempt=job.attempt.name,
@@ -258,13 +321,45 @@ class Saver:
             upload_s=time.perf_counter() - started_s,
         )
 
-    def _upload(self, job: _Job, store: Store) -> tuple[RankPart, Before | None]:
+    def _after_commit(self, job: SaveJob, part: RankPart, phase: ExitStack) -> None:
+        """What follows a commit. The step is saved on every rank, so that an error here is logged, and cannot undo it."""
+        step = job.attempt.step
+        self._last_committed_step = step
+        if self._mirror is not None:
+            self._mirror.add(step)
+        try:
+            phase.close()
+            self._known.remember(job.plan.items, part, step)
+        except Exception as error:  # noqa: BLE001  (logged)
+            self._known.forget()
+            log.error("step %d is saved; what follows a commit failed: %s", step, failure_of(self._ranks, error).text)
+
+    def _uploaded(self, job: SaveJob) -> tuple[RankPart | Failure, Before | None, BaseException | None]:
+        """This rank's part, or its error and what the other ranks hear of it; and the commit to replace."""
+        step, give_up_s = job.attempt.step, GIVE_UP_AT * self._options.timeout_s
+        try:
+            with self._phase("ckpt_upload", step):
+                what = f"uploading step {step}"
+                part, replaces = run_until(give_up_s, partial(self._upload, job), self._store, what=what)
+            if job.is_cancelled.is_set():
+                raise SaveError(f"nothing was committed: the save of step {step} was interrupted")
+        except BaseException as error:  # noqa: BLE001  (raised by the caller, once the other ranks know)
+            return failure_of(self._ranks, error), None, error
+        return part, replaces, None
+
+    def _upload(self, job: SaveJob, store: Store) -> tuple[RankPart, Before | None]:
         """This rank's part, and on the coordinator what the save replaces."""
         attempt, is_coordinator = job.attempt, self._ranks.is_coordinator
         replaces = found_before(store, attempt.step) if is_coordinator else None
         part = upload(
             store,
-            RankContents(items=job.plan.items, source=job.source, objects=job.objects, own_objects=job.plan.objects),
+            RankContents(
+                items=job.plan.items,
+                source=job.source,
+                objects=job.objects,
+                own_objects=job.plan.objects,
+                copies=job.copies.digests,
+            ),
             RankFile(step=attempt.step, attempt=attempt.name, rank=self._ranks.rank),
             UploadOptions(
                 codec=self._options.codec, known=self._known.find(store, job.plan.items), on_bytes=self._count_bytes

@@ -13,7 +13,6 @@ import logging
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +23,9 @@ from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, TitanError
 from titan_ckpt.format.commit import commit_version, found_before, read_commit
 from titan_ckpt.format.names import UNMIRRORED, data_file
-from titan_ckpt.location import redact, redact_text
+from titan_ckpt.location import check_writable, redact
 from titan_ckpt.saving.options import GIVE_UP_AT
-from titan_ckpt.state.exchange import Failure, RankGroup, raise_failures
+from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_failures, raise_on_all
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import run_until
@@ -179,8 +178,8 @@ class Mirror:
         what = f"mirroring step {step}"
         try:
             run_until(self._give_up_s, partial(action, step), self._source, self._target, what=what)
-        except Exception:  # noqa: BLE001  (raised on every rank)
-            return Failure(self._ranks.rank, redact_text(traceback.format_exc()))
+        except BaseException as error:  # noqa: BLE001  (raised on every rank)
+            return failure_of(self._ranks, error)
         return None
 
     def _copy_own(self, step: int, source: Store, target: Store) -> None:
@@ -224,6 +223,24 @@ def mark_unmirrored(source: Store, *, step: int, is_due: bool) -> None:
     elif steps != known:
         head = "# Not yet copied to the second tier; retention and prune keep these steps. Remove a line to let its step go."
         source.write(UNMIRRORED, ["\n".join([head, *map(str, sorted(steps)), ""]).encode()])
+
+
+def open_tiers(ranks: RankGroup, url: str | Store, mirror: str | Store | None) -> tuple[Store, Store | None]:
+    """The stores of a run and of its mirror; an error on one rank is raised on all. A collective call."""
+    error: BaseException | None = None
+    first, second = url, mirror
+    try:
+        for target in (url, mirror):
+            if target is not None:
+                check_writable(target.url if isinstance(target, Store) else target)
+        first = open_store(url) if isinstance(url, str) else url
+        second = open_store(mirror) if isinstance(mirror, str) else mirror
+    except BaseException as caught:  # noqa: BLE001  (raised below, once the other ranks know)
+        error = caught
+    raise_on_all(ranks, error, "opening the run's store")
+    assert isinstance(first, Store)
+    assert second is None or isinstance(second, Store)
+    return first, second
 
 
 def open_nearest(urls: Sequence[str], *, all_steps: Callable[[int], list[int]] | None = None) -> Checkpoint:

@@ -13,8 +13,10 @@ from typing import Protocol
 
 import torch
 
+from titan_ckpt.format.digest import digest
 from titan_ckpt.format.torch_blob import align
-from titan_ckpt.state.state_dict import LocalShard, as_bytes, detached_shard
+from titan_ckpt.saving.replicas import bucket_digests
+from titan_ckpt.state.state_dict import LocalShard, as_bytes, plain
 
 
 class PayloadSource(Protocol):
@@ -50,7 +52,7 @@ class Arena:
 
     def _copy(self, tensors: Sequence[torch.Tensor], *, non_blocking: bool) -> None:
         for index, (tensor, item) in enumerate(zip(tensors, self.items, strict=True)):
-            local = detached_shard(tensor)
+            local = plain(tensor)
             self._bytes(index).view(local.dtype).view(item.sizes).copy_(local, non_blocking=non_blocking)
 
     def _bytes(self, index: int) -> torch.Tensor:
@@ -72,4 +74,51 @@ class Direct:
 
     def payload(self, index: int) -> memoryview:
         """The bytes of item `index`."""
-        return as_bytes(detached_shard(self._tensors[index]).cpu().contiguous())
+        return as_bytes(plain(self._tensors[index]).cpu().contiguous())
+
+
+class Copies:
+    """Fingerprints of this rank's copies of what other ranks hold too, taken while the save stages.
+
+    In CPU memory a fingerprint is the digest of the bytes; on another device, sums that stay there until `digests` is called.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], buckets: list[list[int]]) -> None:
+        self._buckets = buckets
+        self._taken = {index: _fingerprint(plain(tensors[index])) for bucket in buckets for index in bucket}
+
+    def digests(self) -> list[bytes]:
+        """One digest for each bucket."""
+        return bucket_digests(self._buckets, lambda index: _as_digest(self._taken[index]))
+
+
+def _fingerprint(local: torch.Tensor) -> bytes | torch.Tensor:
+    if local.device.type == "cpu":
+        return digest(as_bytes(local.contiguous()))
+    return device_sums(local)
+
+
+def _as_digest(taken: bytes | torch.Tensor) -> bytes:
+    return taken if isinstance(taken, bytes) else digest(as_bytes(taken.cpu()))
+
+
+def device_sums(local: torch.Tensor) -> torch.Tensor:
+    """Three sums of a tensor's bits modulo 2^64, on its device: plain, and weighted by row and by column of rows of `SUM_ROW`.
+
+    Any single difference changes the first; elements that changed places change the others.
+    """
+    bits = local.contiguous().view(-1).view(_BITS[min(local.element_size(), 8)])
+    whole = bits[: len(bits) // SUM_ROW * SUM_ROW].view(-1, SUM_ROW)
+    sums = []
+    for part in (whole, bits[whole.numel() :].view(1, -1)):
+        rows, columns = part.sum(1, dtype=torch.int64), part.sum(0, dtype=torch.int64)
+        sums += [rows.sum(), _weighted(rows), _weighted(columns)]
+    return torch.stack(sums)
+
+
+def _weighted(values: torch.Tensor) -> torch.Tensor:
+    return (values * (torch.arange(len(values), device=values.device) * _ODD + 1)).sum()
+
+
+SUM_ROW, _ODD = 4096, 0x9E3779B97F4A7C1
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

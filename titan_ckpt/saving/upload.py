@@ -57,8 +57,8 @@ class RankPart:
     """A rank's part of a checkpoint: what it wrote, and references to equal chunks of earlier checkpoints.
 
     `files` contain its chunks; its own file (if it wrote one) is first. `columns` has a row per chunk: index in `files`, offset,
-    length, payload offset, payload length, index in CODECS. `written_bytes` is the size of its own file, `raw_bytes` that of its
-    tensors.
+    length, payload offset, payload length, index in CODECS. `copy_digests` are of this rank's copies of what other ranks hold,
+    one for each of its buckets (`saving.replicas`). `written_bytes` is the size of its own file, `raw_bytes` that of its tensors.
     """
 
     files: tuple[FileEntry, ...]
@@ -66,6 +66,7 @@ class RankPart:
     digests: bytes
     objects: tuple[StoredObject, ...]
     all_object_digests: dict[str, bytes]
+    copy_digests: list[bytes]
     written_bytes: int
     raw_bytes: int
 
@@ -74,13 +75,14 @@ class RankPart:
 class RankContents:
     """What a rank has to save: `items` with the `source` of their bytes, and non-tensor values by name.
 
-    `objects` are all values of this rank; `own_objects` names those that it writes.
+    `objects` are all values of this rank; `own_objects` names those that it writes. `copies()` digests what other ranks hold too.
     """
 
     items: Sequence[LocalShard]
     source: PayloadSource
     objects: dict[str, bytes]
     own_objects: list[str]
+    copies: Callable[[], list[bytes]] = list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,7 @@ def upload(store: Store, contents: RankContents, target: RankFile, options: Uplo
         digests=b"".join(chunk.digest for chunk in chunks),
         objects=tuple(writer.objects),
         all_object_digests={fqn: digest(data) for fqn, data in objects.items()},
+        copy_digests=contents.copies(),
         written_bytes=writer.end,
         raw_bytes=sum(item.size_bytes for item in items),
     )

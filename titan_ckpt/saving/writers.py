@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from titan_ckpt.errors import TitanError
 from titan_ckpt.format.manifest import TensorEntry
+from titan_ckpt.saving.replicas import BoxKey, Bucket, Replicas, buckets_of
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, Shape, Shard
 from titan_ckpt.sharding.repeating_columns import Int64s
@@ -42,12 +43,15 @@ class HeldShard(Protocol):
 class Share:
     """The division of one state over the ranks.
 
-    `items[rank]` are indices into that rank's list of shards, in file order. `rows[i]` is the index, in all ranks' items
+    `items[rank]` are indices into that rank's list of shards, in file order, `copies[rank]` those of the shards that other ranks
+    hold too, one list for each of its `buckets`. `rows[i]` is the index, in all ranks' items
     concatenated, of row `i` of the chunk table.
     """
 
     items: list[list[int]]
     objects: list[list[str]]
+    buckets: list[Bucket]
+    copies: list[list[list[int]]]
     tensors: tuple[TensorEntry, ...]
     rows: Int64s
     box_offsets: Int64s
@@ -62,14 +66,21 @@ class _Tensor:
     ranks: list[int] = field(default_factory=list)
 
 
-def divide(held: Sequence[Sequence[HeldShard]], objects: Sequence[Sequence[str]], mesh: MeshSpec | None) -> Share:
-    """Choose the writer of every box from the shards of each rank.
+def divide(
+    held: Sequence[Sequence[HeldShard]],
+    objects: Sequence[Sequence[str]],
+    mesh: MeshSpec | None,
+    *,
+    replicas: Replicas = Replicas.EQUAL,
+) -> Share:
+    """Choose the writer of every box from the shards of each rank: with `replicas="first"` its lowest rank.
 
     TitanError if ranks disagree about a tensor, or if together they do not hold all of it.
     """
     tensors = _collect(held)
     _check_complete(tensors)
-    writers = _assign(held, tensors)
+    writers = _assign(held, tensors, from_first=replicas == Replicas.FIRST)
+    buckets = [] if replicas == Replicas.FIRST else buckets_of(_shared(tensors))
     items, position = _file_order(held, writers)
     base = np.concatenate([[0], np.cumsum([len(order) for order in items])])
     entries: list[TensorEntry] = []
@@ -87,6 +98,8 @@ def divide(held: Sequence[Sequence[HeldShard]], objects: Sequence[Sequence[str]]
     return Share(
         items=items,
         objects=_divide_objects(objects),
+        buckets=buckets,
+        copies=[[bucket.items[rank] for bucket in buckets if rank in bucket.items] for rank in range(len(held))],
         tensors=tuple(entries),
         rows=np.array(rows, dtype=np.int64),
         box_offsets=np.array(offsets, dtype=np.int64),
@@ -136,8 +149,16 @@ def _some(ranks: list[int]) -> str:
     return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} in all)"
 
 
+def _shared(tensors: dict[str, _Tensor]) -> Iterator[tuple[BoxKey, list[tuple[int, int]]]]:
+    """The boxes that several ranks hold, with their holders."""
+    for fqn, tensor in tensors.items():
+        for box, holders in tensor.boxes.items():
+            if len(holders) > 1:
+                yield (fqn, box), holders
+
+
 def _assign(
-    held: Sequence[Sequence[HeldShard]], tensors: dict[str, _Tensor]
+    held: Sequence[Sequence[HeldShard]], tensors: dict[str, _Tensor], *, from_first: bool
 ) -> dict[tuple[str, tuple[Shape, Shape]], tuple[int, int]]:
     """The (rank, index) that writes each box: its only holder, else the holder with the fewest bytes so far."""
     load = [0] * len(held)
@@ -145,7 +166,7 @@ def _assign(
     for fqn, tensor in tensors.items():
         for box, holders in tensor.boxes.items():
             size_bytes = held[holders[0][0]][holders[0][1]].size_bytes
-            if len(holders) == 1:
+            if len(holders) == 1 or from_first:
                 writers[(fqn, box)] = holders[0]
                 load[holders[0][0]] += size_bytes
             else:

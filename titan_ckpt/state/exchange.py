@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -86,12 +87,25 @@ class Failure:
     text: str
 
 
-def raise_failures(failures: list[Failure | None], what: str) -> None:
+def raise_failures(failures: Sequence[Failure | None], what: str) -> None:
     """SaveError with the first traceback if any rank failed."""
     found = [failure for failure in failures if failure is not None]
     if found:
-        ranks = ", ".join(str(failure.rank) for failure in found)
-        raise SaveError(f"{what} failed on rank {ranks}: {reason_of(found[0].text)}\n{found[0].text}")
+        raise save_error(found, what)
+
+
+def save_error(failures: Sequence[Failure], what: str) -> SaveError:
+    """The error that every rank raises: which ranks failed, and the first one's reason and traceback."""
+    ranks = ", ".join(str(failure.rank) for failure in failures)
+    return SaveError(f"{what} failed on rank {ranks}: {reason_of(failures[0].text)}\n{failures[0].text}")
+
+
+def raise_on_all(ranks: RankGroup, error: BaseException | None, what: str) -> None:
+    """Raise on every rank if any has an `error`: its own there, SaveError elsewhere. A collective call."""
+    failures = ranks.all_gather(None if error is None else failure_of(ranks, error))
+    if error is not None:
+        raise error
+    raise_failures(failures, what)
 
 
 def reason_of(text: str) -> str:
@@ -107,6 +121,9 @@ def reason_of(text: str) -> str:
     return f"{name.rpartition('.')[2]}:{message}"
 
 
-def failure_on(ranks: RankGroup) -> Failure:
-    """The exception being handled as a Failure of this rank, without secrets."""
-    return Failure(ranks.rank, redact_text(traceback.format_exc()))
+def failure_of(ranks: RankGroup, error: BaseException) -> Failure:
+    """An exception as a Failure of this rank, without secrets. Never raises, whatever the exception's own methods do."""
+    try:
+        return Failure(ranks.rank, redact_text("".join(traceback.format_exception(error))))
+    except BaseException:  # noqa: BLE001  (the other ranks must hear something)
+        return Failure(ranks.rank, f"{type(error).__name__}: its text could not be made\n")

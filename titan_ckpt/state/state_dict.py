@@ -180,14 +180,24 @@ def detached_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard with the values that it shows: a lazily conjugated or negated view is computed."""
+    return detached_shard(tensor).resolve_conj().resolve_neg()
+
+
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Writable view of the memory of a contiguous CPU tensor."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
-def dump_object(value: Any) -> bytes:
-    """Serialize a non-tensor value as DCP does."""
+def dump_object(fqn: str, value: Any) -> bytes:
+    """Serialize a non-tensor value as DCP does. UsageError if it cannot be pickled."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    try:
+        torch.save(value, buffer)
+    except Exception as error:
+        raise UsageError(
+            f"{fqn}: a {type(value).__name__} cannot be stored: {type(error).__name__}: {error}"
+        ) from error
     return buffer.getvalue()

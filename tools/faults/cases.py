@@ -21,7 +21,7 @@ import torch
 
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
-from titan_ckpt.loading.load import load
+from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.retention import RetentionPolicy
@@ -145,12 +145,13 @@ def problems(url: str, seen: RankOutcome, step: int) -> list[str]:
     allowed = {max(good), step}
     if newest.step not in allowed:
         return [f"after step {step} the newest is {newest.step}, expected one of {allowed}"]
-    return _content_problems(url, newest.step)
+    return content_problems(url, newest.step)
 
 
-def _content_problems(url: str, step: int) -> list[str]:
+def content_problems(url: str, step: int) -> list[str]:
+    """What a committed step holds other than was saved."""
     state, expected = make_state(0), make_state(step)
-    load(open_checkpoint(url, step=step), state)
+    load(open_checkpoint(url, step=step), state, policy=LoadPolicy(extra="allow"))
     is_right = state["step"] == step and all(
         torch.equal(state[top][name], tensor) for top in ("model", "frozen") for name, tensor in expected[top].items()
     )
@@ -182,7 +183,7 @@ def _is_harmless(case: FaultCase, call: str) -> bool:
 
 def _final_problems(url: str) -> list[str]:
     infos = [info for info in list_checkpoints(url) if info.state == "committed"]
-    found = [f"{url}@{info.step}: {text}" for info in infos for text in _content_problems(url, info.step)]
+    found = [f"{url}@{info.step}: {text}" for info in infos for text in content_problems(url, info.step)]
     found += [str(problem) for info in infos for problem in verify(f"{url}@{info.step}", read_data=True)]
     newest = max((info.step for info in infos), default=0)
     return found if newest == STEPS[-1] else [*found, f"{url}: the newest is {newest}, not {STEPS[-1]}"]

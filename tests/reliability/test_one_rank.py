@@ -1,0 +1,185 @@
+"""One rank that fails inside a save: every rank raises at once, nothing is lost, the next save works."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.saving import saver as saver_module
+from titan_ckpt.saving import staging
+from titan_ckpt.saving.saver import SaveOptions, Saver
+from tools.faults.one_rank import OneRankCase, points_of, run_case
+from tools.rank_pool import RankPool
+
+pytestmark = pytest.mark.dist
+MOST_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("sync", 0), ("async", 1), ("codec", 0), ("mirror", 1)])
+def test_a_fault_in_any_function_of_a_save_leaves_none_waiting(
+    pool: RankPool, tmp_path: Path, kind: str, rank: int
+) -> None:
+    points = points_of(pool, tmp_path / "count", kind, rank)
+    assert len(points) > 50, points
+    rng = random.Random(f"{kind}-{rank}")
+    hits = 0
+    for number, point in enumerate(rng.sample(points, 6)):
+        case = OneRankCase(kind=kind, rank=rank, point=point, error=rng.randrange(4))
+        found, seen, longest = run_case(pool, tmp_path / f"{number}", case)
+        assert found == []
+        assert longest < MOST_S
+        hits += seen.is_hit
+    assert hits > 3  # the others are only called once for a shape, or when a thread comes late
+
+
+class Unpicklable:
+    """What a state must not hold."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("a handle of this process")
+
+
+class BadMapping(dict[str, Any]):
+    """A state that raises while it is read."""
+
+    def items(self) -> Any:
+        raise MemoryError("no room for the state dict")
+
+
+class BadTextError(Exception):
+    """An error whose own text raises."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _break_state(what: str, state: dict[str, Any]) -> dict[str, Any]:
+    if what == "value":
+        return {**state, "handle": Unpicklable()}
+    if what == "mapping":
+        return BadMapping(state)
+    return state
+
+
+def _raise(error: BaseException) -> Callable[..., Any]:
+    def action(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return action
+
+
+PATCHES: dict[str, tuple[Any, str, BaseException]] = {
+    "arena": (saver_module, "Arena", MemoryError("no memory for staging")),
+    "interrupt": (saver_module, "prepare", KeyboardInterrupt()),
+    "upload": (saver_module, "upload", BadTextError()),
+    "copies": (staging, "digest", RuntimeError("a digest that fails")),
+}
+
+
+def _one_bad_save(rank: int, url: str, what: str, is_async: bool) -> tuple[str, float, list[int]]:
+    """Save step 1, fail step 2 on rank 1, save step 3: what step 2 raised, how long it took, the committed steps."""
+    state = {"model": {"w": torch.arange(8.0)}, "note": "n"}
+    with Saver(url, SaveOptions(timeout_s=60)) as saver:
+        saver.save(state, step=1).wait()
+        started = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1 and what in PATCHES:
+                owner, name, error = PATCHES[what]
+                patch.setattr(owner, name, _raise(error))
+                saver._arena = None
+            try:
+                mine = _break_state(what, state) if rank == 1 else state
+                if is_async:
+                    saver.save(mine, step=2).wait()
+                else:
+                    saver.save_now(mine, step=2)
+                raised = ""
+            except BaseException as error:  # noqa: BLE001  (KeyboardInterrupt is one of them)
+                raised = f"{type(error).__name__}: {error!r}"
+        seconds = time.monotonic() - started
+        saver.save(state, step=3).wait()
+    return raised, seconds, [open_checkpoint(f"{url}@{step}").step for step in (1, 3)]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("what", ["value", "mapping", "interrupt", "upload", "copies", "arena"])
+def test_one_bad_rank_raises_on_all_and_the_next_save_works(
+    pool: RankPool, tmp_path: Path, what: str, is_async: bool
+) -> None:
+    if what == "arena" and not is_async:
+        return
+    answers = pool.run(_one_bad_save, f"{tmp_path}/run", what, is_async)
+    for rank, (raised, seconds, steps) in enumerate(answers):
+        assert raised, f"rank {rank} did not raise"
+        assert seconds < MOST_S
+        assert steps == [1, 3]
+    assert "rank 1" in answers[0][0]
+    assert answers[1][0].startswith("KeyboardInterrupt") == (what == "interrupt")
+
+
+def _save_plain(rank: int, url: str, what: str, replicas: str) -> str:
+    """Save a state that differs on rank 1 in one element, or not."""
+    weight = torch.arange(20.0).reshape(4, 5)
+    if what == "dtensor":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",))
+        weight = distribute_tensor(weight, mesh, [Replicate()])
+    state = {"w": weight, "counter": torch.tensor(7), f"rng.{rank}": torch.tensor([rank])}
+    if rank == 1 and what != "equal":
+        held = weight.to_local() if isinstance(weight, DTensor) else weight
+        held[3, 4] += 1
+    try:
+        with Saver(url, SaveOptions(replicas=replicas, timeout_s=60)) as saver:
+            saver.save(state, step=1).wait()
+    except Exception as error:  # noqa: BLE001  (compared by the test)
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["equal", "plain", "dtensor"])
+def test_a_copy_that_differs_between_ranks_is_not_saved(pool: RankPool, tmp_path: Path, what: str) -> None:
+    answers = pool.run(_save_plain, f"{tmp_path}/run", what, "equal")
+    if what == "equal":
+        assert answers == ["", ""]
+        return
+    for text in answers:
+        assert "w: the copy on rank 1 differs from the one on rank 0" in text
+
+
+def test_the_first_ranks_copy_is_saved_on_request(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_save_plain, f"{tmp_path}/run", "plain", "first") == ["", ""]
+    checkpoint = open_checkpoint(f"{tmp_path}/run")
+    assert torch.equal(checkpoint.read("w"), torch.arange(20.0).reshape(4, 5))
+    assert [checkpoint.read(f"rng.{rank}").item() for rank in (0, 1)] == [0, 1]
+
+
+def _open_on_one_bad_rank(rank: int, url: str) -> tuple[str, float]:
+    started = time.monotonic()
+    try:
+        Saver(url if rank == 0 else "nowhere://x", SaveOptions(timeout_s=60))
+    except Exception as error:  # noqa: BLE001  (compared by the test)
+        return type(error).__name__, time.monotonic() - started
+    return "", 0.0
+
+
+def test_a_store_that_one_rank_cannot_open_raises_on_all(pool: RankPool, tmp_path: Path) -> None:
+    answers = pool.run(_open_on_one_bad_rank, f"{tmp_path}/run")
+    assert answers[0][0] == "SaveError"
+    assert answers[1][0] not in ("", "SaveError")
+    assert max(seconds for _, seconds in answers) < MOST_S
+    assert threading.active_count() < 50
