@@ -18,6 +18,7 @@ from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.converters.hf.config import MAX_NUMBER, parse_config
 from titan_ckpt.converters.hf.folder import ADAPTER_CONFIG, read_small
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
+from titan_ckpt.converters.models.transforms import FLOATS
 from titan_ckpt.errors import LoadContractError, PlanError
 from titan_ckpt.parsing.json_values import show
 from titan_ckpt.rewrite.cast import to_dtype
@@ -32,7 +33,36 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.wei
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "use_dora": (False,), "fan_in_fan_out": (False,), "bias": ("none",), "modules_to_save": ([],),
     "rank_pattern": ({},), "alpha_pattern": ({},), "lora_bias": (False,), "layer_replication": ([],),
+    # Others (pissa, olora, corda, loftq, lora_ga) change the base weights that the factors are added to.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
+# Settings that leave the merge as it is: the factors themselves say which layers they belong to. All others must be unset.
+_HARMLESS = frozenset(
+    [
+        "auto_mapping",
+        "base_model_name_or_path",
+        "ensure_weight_tying",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_config",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "target_parameters",
+        "task_type",
+        "use_rslora",
+    ]
+)
+_UNSET: tuple[Any, ...] = (None, False, {}, [], "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +106,11 @@ def open_adapter(url: str) -> Adapter:
     store = open_store(url)
     check_own_files(store, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
     config = parse_config(read_small(store, ADAPTER_CONFIG), store.where(ADAPTER_CONFIG))
-    for key, only in _ONLY.items():
-        if config.get(key) is not None and config[key] not in only:
+    for key, value in config.items():
+        allowed = (*_ONLY[key], None) if key in _ONLY else _UNSET
+        if key not in _HARMLESS and value not in allowed:
             raise PlanError(
-                f"{store.where(ADAPTER_CONFIG)}: {key} = {show(config[key])} is not supported; plain LoRA is"
+                f"{store.where(ADAPTER_CONFIG)}: {show(key)} = {show(value)} is not supported; plain LoRA is"
             )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if (
@@ -101,6 +132,8 @@ def _factors(store: Store, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
         match = _NAME.fullmatch(stored.name)
         if match is None:
             raise PlanError(f"{store.where(ADAPTER_WEIGHTS)}: {stored.name} is not a LoRA factor of a linear layer")
+        if stored.dtype not in FLOATS:
+            raise PlanError(f"{store.where(ADAPTER_WEIGHTS)}: {stored.name} is {stored.dtype}, expected floating point")
         sides.setdefault(f"{match['module']}.weight", {})[match["side"]] = _read(store, stored)
     for name, found in sides.items():
         if (

@@ -95,6 +95,12 @@ def test_update_that_the_dtype_cannot_hold_is_reported(tmp_path: Path) -> None:
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3"}, "peft_type"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"kasa_config": {"beta": 1}}, "kasa_config"),
+        ({"a_setting_of_the_future": 1}, "a_setting_of_the_future"),
         ({"r": 8}, "of rank 8"),
         ({"r": 0}, "r = 0"),
     ],
@@ -106,11 +112,24 @@ def test_adapter_that_is_more_than_plain_lora_is_refused(tmp_path: Path, changes
     assert not (tmp_path / "out").exists()
 
 
+def test_settings_that_leave_the_merge_alone_are_taken(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "in", config(), tensors(config()))
+    harmless = {
+        "init_lora_weights": "gaussian",
+        "layers_to_transform": [0],
+        "task_type": "CAUSAL_LM",
+        "loftq_config": {},
+    }
+    adapter = _adapter(tmp_path / "adapter", **harmless, use_dora=None, trainable_token_indices=None, peft_version="9")
+    export_hf(str(model), str(tmp_path / "out"), merge_lora=str(adapter))
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
         ("base_model.model.model.layers.9.mlp.up_proj", torch.ones(4, 32), "which this model does not have"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", torch.ones(4, 96), "not a LoRA factor"),
+        (f"base_model.model.{Q}", torch.ones(4, 32, dtype=torch.int8), "is int8, expected floating point"),
         (f"base_model.model.{Q}", torch.ones(4, 31), r"the update is \(32, 31\), the weight \(32, 32\)"),
     ],
 )

@@ -64,6 +64,8 @@ def test_adapters_are_saved_alone_resumed_and_merged_on_export(tmp_path: Path, r
     assert set(found) == {f"model.{factor}" for factor in factors} | moments
 
     assert run("whole", base, *SETS, more=("--export-adapter", f"{tmp_path}/adapter")) == 0
+    assert run("whole", base, *SETS, more=("--export-adapter", f"{tmp_path}/adapter")) == 3  # it is there already
+    assert str(tmp_path) not in (tmp_path / "adapter" / "adapter_config.json").read_text()
     merging = ["--merge-lora", f"{tmp_path}/adapter", "--dtype", "float32"]
     assert main(["convert", "to-hf", f"{tmp_path}/base", f"{tmp_path}/hf", *merging]) == 0
     plain, merged = _tensors(open_checkpoint(f"{tmp_path}/base")), open_checkpoint(f"{tmp_path}/hf")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
-from titan_ckpt.errors import ConfigError, MissingExtraError, UsageError
+from titan_ckpt.errors import AlreadyExistsError, ConfigError, MissingExtraError, UsageError
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.device_mesh import RankMesh
 from titan_ckpt.trainer.model.decoder import TENSOR_CUTS, Decoder, Linear
@@ -112,15 +112,21 @@ def adapters_of(names: Iterable[str]) -> list[str]:
 
 
 def export_adapter(checkpoint: Checkpoint, target: str) -> int:
-    """Write a checkpoint's adapters as a PEFT folder, for PEFT or `convert to-hf --merge-lora`; returns the number of factors."""
+    """Write a checkpoint's adapters as a PEFT folder, for PEFT or `convert to-hf --merge-lora`; returns the number of factors.
+
+    AlreadyExistsError if there is something at `target`.
+    """
     lora = checkpoint.manifest.config.get("lora", {})
     names = adapters_of(tensor.fqn for tensor in checkpoint.manifest.tensors if tensor.fqn.startswith("model."))
     if not names or not lora.get("rank"):
         raise UsageError(f"{checkpoint} holds no adapters; it is not of a run with [lora]")
     tensors = {f"base_model.model.{name.removeprefix('model.')}": checkpoint.read(name) for name in names}
     store = open_store(target)
-    store.write("adapter_model.safetensors", [_safetensors(tensors)])
-    store.write("adapter_config.json", [json.dumps(_peft_config(checkpoint), indent=1).encode()])
+    found = next(store.list(), None)
+    if found is not None:
+        raise AlreadyExistsError(f"{store}: holds {found.path} already; give another name or remove it first")
+    store.write_if("adapter_model.safetensors", _safetensors(tensors), version=None)
+    store.write_if("adapter_config.json", json.dumps(_peft_config(checkpoint), indent=1).encode(), version=None)
     return len(names)
 
 
@@ -135,8 +141,9 @@ def _safetensors(tensors: dict[str, Tensor]) -> bytes:
 
 def _peft_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.manifest.config
+    base = str(config["resume"]["from"]).partition("?")[0].rstrip("/").rpartition("/")[2]  # no path, host or password
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": config["resume"]["from"],
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": config["lora"]["rank"], "lora_alpha": config["lora"]["alpha"],
         "target_modules": list(config["lora"]["targets"]), "bias": "none", "inference_mode": True,
     }  # fmt: skip
