@@ -69,6 +69,7 @@ faults: $(READY) ## kill saves, fail store calls in turn and at random, damage e
 	$(BIN)/python -m scripts.faults --matrix
 	$(BIN)/python -m scripts.faults --random 5000
 	$(BIN)/python -m scripts.faults --damage 150
+	$(BIN)/python -m scripts.faults --power-cuts 1000
 
 faults-debug: $(READY) ## hang real jobs in every known way and diagnose each (ARGS="--ranks 2,4,8 --runs 3")
 	$(BIN)/python -m titan_ckpt.debug.drill.campaign $(ARGS)

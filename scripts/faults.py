@@ -5,6 +5,7 @@
     python -m scripts.faults --matrix                    a fault at every store call of every rank (tools/faults/cases.py)
     python -m scripts.faults --random 5000               saves on a store that fails at random (tools/faults/random_saves.py)
     python -m scripts.faults --damage 200                damage of every kind to every kind of file (tools/faults/damage.py)
+    python -m scripts.faults --power-cuts 1000           what power cuts may leave of a run (tools/faults/power.py)
 
 After every kill the newest committed checkpoint must be the last known one or a later one, with correct bytes, and the next job
 resumes from it. Prints one JSON line; exit code 1 if anything was lost or wrong.
@@ -43,6 +44,7 @@ from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.upkeep.retention import RetentionPolicy
 from tools.faults.cases import KINDS, FaultCase, RankOutcome, all_cases, count_calls, run_case
 from tools.faults.damage import damage_table
+from tools.faults.power_cases import run_cuts
 from tools.faults.random_saves import describe, random_runs
 from tools.faults.store import FaultMode
 from tools.rank_pool import RankPool
@@ -241,6 +243,16 @@ def random_saves(folder: Path, saves: int, *, seed: int) -> int:
     return 1 if outcome.wrong else 0
 
 
+def power_cuts(folder: Path, cuts: int, *, seed: int) -> int:
+    """Print the outcome of `cuts` power cuts; 1 if anything promised was lost."""
+    started = time.monotonic()
+    outcome = run_cuts(folder, cuts, seed=seed)
+    seconds = round(time.monotonic() - started, 1)
+    shown = {**asdict(outcome), "problems": outcome.problems[:20], "num_problems": len(outcome.problems)}
+    sys.stdout.write(json.dumps({"power_cuts": cuts, **shown, "seconds": seconds}) + "\n")
+    return 1 if outcome.problems else 0
+
+
 def _run_pooled(
     pools: queue.SimpleQueue[RankPool], folder: Path, case: FaultCase
 ) -> tuple[FaultCase, list[str], RankOutcome]:
@@ -272,6 +284,7 @@ def main() -> int:
         "--random", type=int, metavar="N", help="save N times over an fsspec store that fails at random"
     )
     parser.add_argument("--damage", type=int, metavar="N", help="flip and truncate each file N times, at random places")
+    parser.add_argument("--power-cuts", type=int, metavar="N", help="cut the power of modelled disks N times")
     parser.add_argument("--hows", default="before,after,torn,hang", help="which faults the matrix injects")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pools", type=int, default=4, help="jobs at once in the matrix")
@@ -283,6 +296,8 @@ def main() -> int:
             return random_saves(Path(folder, "runs"), arguments.random, seed=arguments.seed)
         if arguments.damage:
             return damage(Path(folder), arguments.damage, seed=arguments.seed)
+        if arguments.power_cuts:
+            return power_cuts(Path(folder), arguments.power_cuts, seed=arguments.seed)
         if arguments.matrix:
             hows = tuple(FaultMode(how) for how in arguments.hows.split(","))
             seen = matrix(Path(folder), hows, num_ranks=arguments.ranks, num_pools=arguments.pools)

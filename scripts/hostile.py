@@ -41,7 +41,12 @@ def _run(name: str, seed: int, seconds: float) -> Outcome:
     started = time.monotonic()
     outcome = PARTS[name](seed, seconds)
     outcome.seconds = round(time.monotonic() - started, 1)
-    shown = {**asdict(outcome), "failures": outcome.failures[:SHOWN_FAILURES], "failed": len(outcome.failures)}
+    shown = {
+        **asdict(outcome),
+        "counts": dict(outcome.counts),  # asdict makes a Counter of pairs of it
+        "failures": outcome.failures[:SHOWN_FAILURES],
+        "failed": len(outcome.failures),
+    }
     sys.stdout.write(json.dumps(shown) + "\n")
     return outcome
 

@@ -9,7 +9,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
 from titan_ckpt.errors import AlreadyExistsError, ConditionFailedError, NotFoundError, PermissionDeniedError, StoreError
@@ -30,6 +30,7 @@ class FileStore(Store):
     def __init__(self, url: str) -> None:
         super().__init__(normalise(url))
         self._root = local_path(self.url)
+        self._durable = set[str]()
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, check_relative(path))
@@ -87,7 +88,7 @@ class FileStore(Store):
         folder, name = os.path.split(target)
         temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{name}-{secrets.token_hex(6)}")
         with _os_errors(self.where(path)):
-            _make_folders(folder)
+            self._make_folders(folder)
             try:
                 with open(temporary, "wb", buffering=0) as file:
                     _write_through(file.fileno(), parts)
@@ -97,6 +98,29 @@ class FileStore(Store):
                 raise
             _fsync_folder(folder)
         return self.stat(path)
+
+    def _make_folders(self, folder: str) -> None:
+        """Create `folder`, and make the whole path to it durable, so that a power cut cannot lose it.
+
+        Whoever made a folder that exists need not have synced its name.
+        """
+        missing, at = [], folder
+        while not os.path.isdir(at):
+            missing.append(at)
+            at = os.path.dirname(at)
+        for path in reversed(missing):
+            try:
+                os.mkdir(path)
+            except FileExistsError:
+                if not os.path.isdir(path):
+                    raise
+        self._durable.difference_update(missing)
+        while folder not in self._durable and (parent := os.path.dirname(folder)) != folder:
+            is_ours = folder.startswith(self._root + os.sep) or folder in missing
+            with nullcontext() if is_ours else suppress(OSError):
+                _fsync_folder(parent)
+            self._durable.add(folder)
+            folder = parent
 
     def folders(self, prefix: str = "") -> list[str]:
         try:
@@ -153,6 +177,9 @@ class FileStore(Store):
                 self._unlink(path)
             touched.add(os.path.dirname(full))
         for folder in sorted(touched, key=len, reverse=True):
+            # What goes first (a commit) must not come back after a power cut, when what goes next (its data) does not.
+            with suppress(FileNotFoundError):
+                _fsync_folder(folder)
             self._remove_empty(folder)
 
     def _unlink(self, path: str) -> None:
@@ -187,6 +214,7 @@ class FileStore(Store):
                 os.rmdir(folder)
             except OSError:
                 return
+            self._durable.discard(folder)
             folder = os.path.dirname(folder)
 
     def honours_conditions(self) -> bool:
@@ -330,21 +358,6 @@ def _begin_writeback(descriptor: int, start: int, length: int) -> None:
     """Start writeback: on Linux, DONTNEED starts to write dirty pages and keeps those in flight (mm/fadvise.c)."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
-
-
-def _make_folders(folder: str) -> None:
-    """Create `folder` and fsync each parent that gained an entry, so that a crash cannot lose the path."""
-    missing = []
-    while not os.path.isdir(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    for path in reversed(missing):
-        try:
-            os.mkdir(path)
-        except FileExistsError:
-            if not os.path.isdir(path):
-                raise
-        _fsync_folder(os.path.dirname(path))
 
 
 def _fsync_folder(folder: str) -> None:
