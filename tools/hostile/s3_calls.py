@@ -18,8 +18,9 @@ from tools.hostile.s3_shapes import Shape
 
 PART_BYTES = 4096
 DEADLINE_S = 0.5
-# A call of the store may take several calls of S3, each with its own deadline: 10 for a listing, 4 for a read.
-LONGEST_S = 12 * DEADLINE_S + 3
+# A call of the store may take several calls of S3, each with its own deadline: 10 for a listing, 4 for a read. And some time
+# for busy processors.
+LONGEST_S = 12 * DEADLINE_S + 24
 MOST_BYTES = 200 << 20
 POLICY = RetryPolicy(tries=3, first_wait_s=0.0001, longest_wait_s=0.001, deadline_s=DEADLINE_S)
 SMALL, LARGE = bytes(range(256)), bytes(n % 251 for n in range(5 * PART_BYTES + 77))

@@ -31,7 +31,8 @@ from tools.hostile.s3_calls import Seen
 from tools.hostile.s3_server import HostileS3, Rule, honest
 
 RUN, COPY, WIDE, MODEL, OUT = (f"s3://bucket/{name}" for name in ("run", "copy", "wide", "model", "out"))
-POLICY = RetryPolicy(tries=3, first_wait_s=0.0001, longest_wait_s=0.001, deadline_s=1.0)
+HASTY = RetryPolicy(tries=3, first_wait_s=0.0001, longest_wait_s=0.001, deadline_s=1.0)
+PATIENT = RetryPolicy()
 LONGEST_S = 60.0
 STEPS = (1, 2, 3)
 INCOMPLETE = ("prune", RUN, "--keep-last", "3", "--incomplete", "--older-than", "0s", "--yes")
@@ -95,7 +96,7 @@ class Jobs:
     """The jobs, and a server with a run of three steps and a model."""
 
     def __init__(self, server: HostileS3) -> None:
-        self.server = server
+        self.server, self.policy = server, PATIENT
         for step in STEPS:
             _save(RUN, step)
         self._put_hugging_face()
@@ -138,7 +139,7 @@ class Jobs:
     def run(self, job: Job, rule: Rule) -> Seen:
         """Run a job under `rule`, then look honestly at what is left."""
         self.server.memory.replace_all(self.start)
-        self.server.rule = rule
+        self.server.rule, self.policy = rule, HASTY
         started = time.monotonic()
         try:
             code, problem = job.run(), ""
@@ -147,13 +148,16 @@ class Jobs:
         except Exception as error:  # noqa: BLE001  (an uncaught error is a finding)
             code, problem = 70, f"{type(error).__name__}: {error}"
         seconds, num_shaped = time.monotonic() - started, self.server.num_shaped
-        self.server.rule = honest
+        self.server.rule, self.policy = honest, PATIENT
         problem = problem or self._judge(job, code, seconds)
         return Seen("not reached" if not num_shaped else "right" if code == 0 else "error", seconds, problem)
 
     def _judge(self, job: Job, code: int, seconds: float) -> str:
-        if code == 0 and not job.did():
-            return "reported success, but did not do its work"
+        try:
+            if code == 0 and not job.did():
+                return "reported success, but did not do its work"
+        except TitanError as error:
+            return f"reported success, but left nothing to open: {error}"
         for step in job.kept:
             try:
                 if not is_right(RUN, step):
@@ -169,5 +173,7 @@ def hostile_jobs() -> Iterator[Jobs]:
     with HostileS3() as server:
         keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "us-east-1"}
         environment = patch.dict(os.environ, {"AWS_ENDPOINT_URL": server.endpoint, **keys})
-        with environment, patch.object(open_module, "RetryPolicy", lambda: POLICY):
-            yield Jobs(server)
+        with environment:
+            jobs = Jobs(server)
+            with patch.object(open_module, "RetryPolicy", lambda: jobs.policy):
+                yield jobs
