@@ -18,6 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from titan_ckpt.checkpoint.uncompressed import DecodedStore
 from titan_ckpt.errors import StoreError, TitanError, TransientStoreError
+from titan_ckpt.store import deadline
 from titan_ckpt.store.base import RetryPolicy, Store
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
@@ -311,3 +312,29 @@ def test_a_server_that_answered_once_and_died_is_reported(server: HostileS3, cap
     with caplog.at_level(logging.WARNING), pytest.raises(TransientStoreError, match="given up after 3 tries"):
         store.stat("small")
     assert "try 2 of 3" in caplog.text
+
+
+def test_an_endpoint_that_never_answers_is_given_up_soon(
+    server: HostileS3, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that has answered once gets the whole deadline."""
+    for name, value in (("FIRST_TRY_S", 0.05), ("FIRST_ANSWER_S", 0.2), ("FIRST_ANSWER_SHARE", 0.001)):
+        monkeypatch.setattr(deadline, name, value)
+    patient = RetryPolicy(tries=9, first_wait_s=0.0001, longest_wait_s=0.001, deadline_s=60)
+    store = open_store("s3://bucket/run", retry_policy=patient, **server.options)
+    server.memory.replace_all(START)
+    server.rule = always(SHAPES["no answer"])
+    started = time.monotonic()
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(TransientStoreError, match=r"given up.*check that the server runs"),
+    ):
+        store.stat("small")
+    assert time.monotonic() - started < 20
+    assert "no whole answer within 0.05 s" in caplog.text
+    server.rule = honest
+    monkeypatch.setattr(deadline, "FIRST_TRY_S", 20)
+    monkeypatch.setattr(deadline, "FIRST_ANSWER_S", 20)
+    assert store.exists("small")
+    monkeypatch.setattr(deadline, "FIRST_ANSWER_S", 0.0)
+    assert store.exists("small")

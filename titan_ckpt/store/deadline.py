@@ -14,16 +14,19 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+FIRST_TRY_S, FIRST_ANSWER_S, FIRST_ANSWER_SHARE = 3.5, 24.0, 0.2
+
 
 class TimedCall:
     """A call that must end at `give_up_at` (of `time.monotonic`). A context manager; calls of a thread may nest.
 
-    The connections that this thread uses inside it call `use`; `is_over` says whether the time ran out.
+    The connections that this thread uses inside it call `use`. `is_over`: the time ran out; `is_answered`: a server answered,
+    whatever it said.
     """
 
     def __init__(self, give_up_at: float) -> None:
         self.give_up_at = give_up_at
-        self.is_over = False
+        self.is_over = self.is_answered = False
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
 
@@ -62,6 +65,20 @@ class TimedCall:
 def current_call() -> TimedCall | None:
     """The call that this thread is in."""
     return getattr(_this_thread, "call", None)
+
+
+def time_limits(deadline_s: float, *, is_first: bool) -> tuple[float, float]:
+    """(The time to give up, seconds of the first try) of a call with retries that begins now; each further try has twice as long.
+
+    `is_first`: no answer has ever come, so the endpoint may be wrong, and the user wants to know soon.
+    """
+    now, outer = time.monotonic(), current_call()
+    give_up_at = now + deadline_s
+    if is_first:
+        give_up_at = min(give_up_at, now + max(FIRST_ANSWER_S, FIRST_ANSWER_SHARE * deadline_s))
+    if outer is not None:
+        give_up_at = min(give_up_at, outer.give_up_at)
+    return give_up_at, FIRST_TRY_S if is_first else deadline_s
 
 
 def _shut_down(connection: socket.socket) -> None:

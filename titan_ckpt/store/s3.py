@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from titan_ckpt.errors import ConditionFailedError, NotFoundError, StoreError, TransientStoreError
 from titan_ckpt.location import check_relative, normalise
 from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, probe_conditions, retry
-from titan_ckpt.store.deadline import TimedCall, current_call
+from titan_ckpt.store.deadline import TimedCall, time_limits
 from titan_ckpt.store.s3_answers import (
     Listing,
     ReplacedError,
@@ -52,6 +52,8 @@ THREADS = 8
 DELETE_BATCH = 1000
 # Reads of an object that is replaced again and again.
 READ_TRIES = 3
+# They send and receive little, so a server that is there answers them soon.
+SMALL_CALLS = ("stat", "list", "find")
 # A listing of many pages takes longer than one call.
 LISTING_DEADLINES = 10
 
@@ -70,7 +72,7 @@ class S3Store(Store):
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="s3")
         self._in_flight = threading.BoundedSemaphore(THREADS)
         self._buffers = PartBuffers()
-        self._bucket_seen = False
+        self._bucket_seen = self._is_answered = False
         self._first_read: dict[str, str] = {}
 
     # Reading
@@ -362,20 +364,23 @@ class S3Store(Store):
 
     def _call(self, path: str, verb: str, action: Callable[[], T]) -> T:
         """Run `action` with retries until the deadline, its errors translated to ours."""
-        outer = current_call()
-        give_up_at = time.monotonic() + self._policy.deadline_s
-        if outer is not None:
-            give_up_at = min(give_up_at, outer.give_up_at)
+        is_first = verb in SMALL_CALLS and not self._is_answered
+        give_up_at, try_s = time_limits(self._policy.deadline_s, is_first=is_first)
 
         def attempt() -> T:
-            with TimedCall(give_up_at) as call:
+            nonlocal try_s
+            begun, limit = time.monotonic(), min(give_up_at, time.monotonic() + try_s)
+            try_s *= 2
+            with TimedCall(limit) as call:
                 try:
                     result = action()
                 except Exception as error:
                     if call.is_over:
-                        late = f"no whole answer within {self._policy.deadline_s:g} s"
-                        raise TransientStoreError(late) from error
+                        hint = "" if call.is_answered else "; check that the server runs and AWS_ENDPOINT_URL"
+                        raise TransientStoreError(f"no whole answer within {limit - begun:.3g} s{hint}") from error
                     raise self._translate(path, verb, error) from error
+                finally:
+                    self._is_answered |= call.is_answered
             self._bucket_seen = True
             return result
 

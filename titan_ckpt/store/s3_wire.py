@@ -116,6 +116,8 @@ def _send(session: Any, request: Any, event_name: str, **_: Any) -> AWSResponse:
     operation = event_name.rpartition(".")[2]
     request.stream_output = True  # else the session reads the body, however long
     answer = session.send(request)
+    if (call := current_call()) is not None:
+        call.is_answered = True
     try:
         encoding = str(answer.headers.get("Content-Encoding", "")).strip().lower()
         if encoding not in ("", "identity", "aws-chunked"):

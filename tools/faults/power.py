@@ -75,7 +75,7 @@ def recorded(root: Path) -> Iterator[Recording]:
     recording.folders.add(recording.id_of(str(root)) or 0)
     hooks = _Hooks(recording)
     with ExitStack() as stack:
-        for name in ("mkdir", "rmdir", "link", "unlink", "remove", "rename", "replace", "fsync", "writev", "write"):
+        for name in hooks.names:
             stack.enter_context(patch.object(os, name, hooks.wrapped(name, getattr(os, name))))
         stack.enter_context(patch.object(builtins, "open", hooks.opened(builtins.open)))
         yield recording
@@ -86,10 +86,19 @@ class _Hooks:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
+        self._records = {
+            "mkdir": self._mkdir, "rmdir": self._rmdir, "unlink": self._rmdir, "remove": self._rmdir, "link": self._link,
+            "rename": self._relink, "replace": self._relink, "fsync": self._fsync, "writev": self._write, "write": self._write,
+        }  # fmt: skip
+
+    @property
+    def names(self) -> list[str]:
+        """The functions that are recorded."""
+        return list(self._records)
 
     def wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         """`real`, recorded after it succeeded."""
-        record = getattr(self, f"_{name}", self._relink)
+        record = self._records[name]
 
         def call(*arguments: Any, **options: Any) -> Any:
             with self._recording.lock:
@@ -141,8 +150,6 @@ class _Hooks:
     def _rmdir(self, paths: list[str], _found: list[int | None]) -> None:
         self._name(paths[0], None)
 
-    _unlink = _remove = _rmdir
-
     def _link(self, paths: list[str], found: list[int | None]) -> None:
         self._name(paths[1], found[0])
 
@@ -155,10 +162,8 @@ class _Hooks:
     def _fsync(self, _paths: list[str], found: list[int | None]) -> None:
         self._recording.add("sync", found[0] or 0)
 
-    def _writev(self, paths: list[str], found: list[int | None]) -> None:
+    def _write(self, paths: list[str], found: list[int | None]) -> None:
         self._recording.add("bytes", found[0] or 0, content=Path(paths[0]).read_bytes())
-
-    _write = _writev
 
 
 @dataclass(slots=True)
