@@ -185,13 +185,19 @@ def _exits(text: JobText, who: _Who) -> list[Exit]:
     return [*found.values(), *_stopped(text, who, found)]
 
 
+MOST_LEFT = 1024
+
+
 def _stopped(text: JobText, who: _Who, found: Mapping[int, Exit]) -> list[Exit]:
-    """Ranks that torchrun stopped and that its table of failures does not list: those that are left over, if they are as many."""
+    """Ranks that torchrun's table of failures does not list: those it stopped, if as many are left over, or that ended well."""
     listed = {ended.pid for ended in found.values()}
     pids = sorted(pid for pid in text.endings.told if pid not in listed)
-    if not pids or not found:
+    if not found:
         return []
     first = min(who.rank(("local", f"{text.scope}|", 0)), min(found))
+    if not pids and text.endings.is_elastic:  # torchrun stops all that still run: who is between others had ended well
+        ended_well = [rank for rank in range(first, max(found)) if rank not in found]
+        return [Exit(rank=rank, code=0, source=text.source) for rank in ended_well[:MOST_LEFT]]
     left = [rank for rank in range(first, first + len(found) + len(pids)) if rank not in found]
     if len(left) != len(pids):
         return []

@@ -196,7 +196,9 @@ def _understood(
     values = {"type": match.group(1), "message": (match.group(2) or "")[:400]}
     if said is not None and said[0] in _FIRST_KINDS:
         return said[0], {**values, **said[1]} if raised else said[1]
-    kind = kind_of_error(text, is_torch=logged is not None or any("torch" in frame.file for frame in frames))
+    kind = kind_of_error(
+        text, is_torch=logged is not None or any("torch/distributed/" in frame.file for frame in frames)
+    )
     return kind, {**values, **details(kind, text)}
 
 

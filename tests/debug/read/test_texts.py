@@ -234,6 +234,23 @@ def test_rank_that_torchrun_stopped_is_found_by_elimination() -> None:
     assert logs.ranks[1][0].events == ()
 
 
+def test_rank_that_torchrun_had_not_to_stop_ended_well() -> None:
+    text = (
+        "[rank0]: hi\nE1122 01:53:32.1 1 torch/distributed/elastic/agent/server/api.py:9] x\n"
+        "  rank      : 2 (local_rank: 2)\n  exitcode  : 1 (pid: 1203)\n  rank      : 0 (local_rank: 0)\n  exitcode  : 1 "
+        "(pid: 1201)\n"
+    )
+    assert {ended.rank: ended.code for ended in read(text).exits} == {0: 1, 1: 0, 2: 1}
+
+
+def test_socket_of_a_loader_worker_is_the_ranks_own_error() -> None:
+    text = (
+        'Traceback (most recent call last):\n  File "/job/a.py", line 3, in f\n'
+        '  File "/x/torch/utils/data/dataloader.py", line 9, in g\nConnectionResetError: [Errno 104] Connection reset by peer\n'
+    )
+    assert only_event(read("\n".join(f"[rank1]: {line}" for line in text.split("\n"))), 1).kind == EventKind.EXCEPTION
+
+
 def test_earlier_attempt_of_an_elastic_job_is_history() -> None:
     text = (
         "[default0]:[rank0]: ValueError: first\n[default0]:[rank0]: Traceback (most recent call "
