@@ -15,15 +15,15 @@ from pathlib import Path
 import zstandard
 
 from titan_ckpt.debug import diagnose, open_run
-from titan_ckpt.debug.diagnosis.report import report_json, report_text
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, MAGIC, RECORD, TEXT_USED, TEXT_USED_AT, read_heartbeat
 from titan_ckpt.debug.read.black_boxes import BoxReader
 from titan_ckpt.debug.read.discovery import EvidenceFile, read_evidence_file
 from titan_ckpt.debug.read.flight_recorder import parse_dump
-from titan_ckpt.debug.read.logs import looks_like_launcher, parse_launcher, parse_mixed_log, parse_rank_log
 from titan_ckpt.debug.read.name_tables import Interner
 from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.record.hooks import BoxWriter
+from titan_ckpt.debug.report.as_json import report_json
+from titan_ckpt.debug.report.text import report_text
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui.data.content import LogFile
 from titan_ckpt.tui.data.log_files import LogFiles
@@ -129,14 +129,13 @@ def _logs() -> list[bytes]:
 
 
 def _read_log(data: bytes) -> None:
-    text = data.decode("utf-8", "replace")
-    parse_rank_log(text, "log", 0)
-    parse_rank_log(text, "log", 0, since_s=1.7e9)
-    parse_mixed_log(text, "log")
-    if looks_like_launcher(text):
-        parse_launcher(text, "log")
-    parse_stacks(text, "log", "")
+    """As the log of a rank, as that of a launcher, as stacks, and as the log screen reads it."""
+    parse_stacks(data.decode("utf-8", "replace"), "log", "")
     scan(data)
+    for name in ("rank_00000.log", "launcher.log"):
+        with suppress(TitanError):
+            run = open_run("memory://fuzz", store=MemoryStore({name: data}))
+            report_text(run, diagnose(run))
 
 
 def _packed() -> list[bytes]:
@@ -231,7 +230,7 @@ FAMILIES: dict[str, Family] = {
             name="box", seeds=lambda: [data for _, data in boxes()], mutate=mutate_box, read=_read_box, errors=_DAMAGE
         ),
         Family(name="sidecar", seeds=_sidecars, mutate=mutate_json, read=_read_sidecar),
-        Family(name="log", seeds=_logs, mutate=mutate_text, read=_read_log, errors=()),
+        Family(name="log", seeds=_logs, mutate=mutate_text, read=_read_log),
         Family(
             name="packed", seeds=_packed, mutate=mutate_packed, read=_read_packed, bound=lambda n: (64 << 20) + 400 * n
         ),

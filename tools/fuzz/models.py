@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from titan_ckpt.converters.hf.assets import complete
 from titan_ckpt.converters.hf.config import hf_config, parse_config, spec_from_hf
 from titan_ckpt.converters.hf.folder import open_hf
 from titan_ckpt.converters.hf.peft_adapter import open_adapter
 from titan_ckpt.converters.hf.safetensors_header import LENGTH_BYTES, encode_header, read_header
-from titan_ckpt.converters.hf.small_files import complete
 from titan_ckpt.converters.models.families import FAMILIES as MODELS
 from titan_ckpt.converters.models.families import expected_tensors
 from titan_ckpt.converters.torch_file import _read as read_torch_file
