@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from titan_ckpt.console.command import Command, Parser
-from titan_ckpt.console.output import write_json, write_text
+from titan_ckpt.console.output import write_json, write_note, write_text
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
+from titan_ckpt.debug.incident.kinds import VerdictKind
+from titan_ckpt.debug.incident.records import Run, Verdict
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.debug.report.as_json import report_json
 from titan_ckpt.debug.report.text import report_text
 from titan_ckpt.errors import TitanError, UsageError
 
+SECOND_LOOK_S = 10.0
+TICKING_S = 5.0
 _EPILOG = """\
   titan-ckpt debug PATH [--json] [--all]  diagnose a run, an incident folder, or any folder of dumps and logs;
                                           of several incidents the newest, with --all each in one line
@@ -22,7 +27,8 @@ _EPILOG = """\
   titan-ckpt debug watch URL [OPTIONS]    follow a running job; report when it stops or a rank falls behind
 
 A folder that is named like a verb is given as ./collect. Each verb has its own --help.
-exit codes: 0 healthy, 1 a fault was found, 2 usage, 3 nothing readable
+exit codes: 0 healthy, 1 a fault was found, 2 usage, 3 nothing readable, 4 a fault, or perhaps one, but the evidence does not
+decide, 5 the job runs, or has just stopped: look again
 """
 
 
@@ -88,13 +94,38 @@ def verb_parsers() -> list[argparse.ArgumentParser]:
 
 
 def _diagnose(path: str, *, as_text: bool) -> int:
+    evidence, verdicts = _look(path)
+    if as_text:
+        text = report_text(evidence, verdicts, time.time())
+        write_text(text + _other_incidents(evidence.incidents, evidence.incident))
+    else:
+        write_json(report_json(evidence, verdicts, time.time()))
+    return exit_code(verdicts[0])
+
+
+def _look(path: str) -> tuple[Run, list[Verdict]]:
+    """The evidence and its verdicts; of a job that may go on, after a second look at what its recorders write meanwhile."""
     evidence = open_run(path)
     verdicts = diagnose(evidence)
-    if as_text:
-        write_text(report_text(evidence, verdicts) + _other_incidents(evidence.incidents, evidence.incident))
-    else:
-        write_json(report_json(evidence, verdicts))
-    return 0 if verdicts[0].is_healthy else 1
+    if verdicts[0].verdict != VerdictKind.RUNNING or not _is_ticking(evidence):
+        return evidence, verdicts
+    write_note(f"the job may go on: looking again in {SECOND_LOOK_S:.0f} s")
+    time.sleep(SECOND_LOOK_S)
+    evidence = open_run(path)
+    return evidence, diagnose(evidence)
+
+
+def _is_ticking(evidence: Run) -> bool:
+    """Whether a recorder wrote to its black box within the last seconds: then a second look shows more."""
+    beats = (record.heartbeat for record in evidence.ranks.values())
+    return any(beat and not beat.is_stopped and time.time() - beat.alive_ns / 1e9 < TICKING_S for beat in beats)
+
+
+def exit_code(top: Verdict) -> int:
+    """0 healthy, 1 fault, 4 undecided, 5 running."""
+    if top.verdict == VerdictKind.RUNNING:
+        return 5
+    return 0 if top.is_healthy else 4 if top.is_undecided else 1
 
 
 MOST_LISTED = 20
@@ -111,8 +142,8 @@ def _other_incidents(incidents: Sequence[str], judged: str) -> str:
 
 
 def _diagnose_all(path: str, *, as_text: bool) -> int:
-    """Judge each incident under `path`, oldest first; the worst of their exit codes."""
-    code = 0
+    """Judge each incident under `path`, oldest first. Exit code 1 if one has a fault, else the largest of theirs."""
+    codes = {0}
     reports: list[dict[str, Any]] = []
     newest = open_run(path)
     for incident in newest.incidents or (newest.incident,):
@@ -120,19 +151,19 @@ def _diagnose_all(path: str, *, as_text: bool) -> int:
             evidence = newest if incident == newest.incident else open_run(path, incident=incident)
         except TitanError as error:
             text, report = f"nothing readable: {error}", {"incident": incident, "error": str(error)}
-            code = max(code, 1)
+            codes.add(1)
         else:
             verdicts = diagnose(evidence)
-            top, report = verdicts[0], report_json(evidence, verdicts)
+            top, report = verdicts[0], report_json(evidence, verdicts, time.time())
             culprits = ", ".join(map(str, top.culprits[:8])) or "-"
             text = f"{top.verdict}  rank {culprits}  {top.confidence:.0%}  {top.headline}"
-            code = max(code, 0 if top.is_healthy else 1)
+            codes.add(exit_code(top))
         if as_text:
             write_text(f"{incident or path}  {text}\n")
         reports.append(report)
     if not as_text:
         write_json(reports)
-    return code
+    return 1 if 1 in codes else max(codes)
 
 
 DEBUG = Command(configure=configure, run=run)

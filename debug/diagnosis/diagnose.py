@@ -16,7 +16,7 @@ from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception, sign
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
 from titan_ckpt.debug.diagnosis.standstill import is_not_yet, pace_of_live
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
-from titan_ckpt.debug.diagnosis.transport import transport
+from titan_ckpt.debug.diagnosis.transport import same_operation, transport
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, roots, wait_edges
 from titan_ckpt.debug.diagnosis.without_dumps import by_witnesses, sizes_in_logs
 from titan_ckpt.debug.incident.confidence import DIED_FIRST, EXPLAINED, NAMED_TOGETHER, OTHER_FAULT, WEIGHTS, Basis
@@ -57,6 +57,9 @@ def _without_fault(
     is_over = went_on(run)
     if is_over or looks_well(run, found_lanes, edges, states):
         return healthy(run, found_lanes, is_over)
+    stuck = same_operation(run, found_lanes) if not edges else None
+    if stuck is not None:
+        return stuck
     is_waiting = bool(edges) or any(state.kind.is_waiting for state in states.values())
     return running(None, None) if looks_quiet(run) and not is_waiting else undecided(run, edges, states)
 

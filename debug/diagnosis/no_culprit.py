@@ -117,12 +117,28 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
             *(Evidence(text=flag.text, source=flag.source) for flag in run.flags[:3]),
         ),
         chain=chain[:64],
-        next_steps=(
-            f"collect from {rank_list(unseen) if unseen else 'every rank'}: a Flight Recorder dump, the stack (py-spy dump --pid "
-            "PID), the log, the exit code (torchrun's output), dmesg of the host",
-            "turn the recorder on (titan_ckpt.debug.Recorder.start(folder, rank=..., world_size=...)) and run again",
-        ),
+        next_steps=_to_collect(run, unseen),
     )
+
+
+def _to_collect(run: Run, unseen: Sequence[int]) -> tuple[str, ...]:
+    """What would decide, by what there is already."""
+    records = run.ranks.values()
+    has_recorder = any(record.has_recorder for record in records)
+    lacking = [
+        *(["a Flight Recorder dump"] if not any(record.has_flight_recorder for record in records) else []),
+        *(["the stack (`py-spy dump --pid PID`)"] if not any(record.stacks for record in records) else []),
+        *(["the log of each rank"] if not any(record.log for record in records) else []),
+        *(["the launcher's output with the exit codes"] if run.launcher is None else []),
+    ]
+    whom = rank_list(unseen) if unseen else "every rank"
+    what = ", ".join(lacking) or "a second look a minute later"
+    steps = [f"collect from {whom}, while the job still hangs: {what}"]
+    if not has_recorder:
+        steps.append(
+            "turn the recorder on (titan_ckpt.debug.Recorder.start(folder, rank=..., world_size=...)) and run again"
+        )
+    return tuple(steps)
 
 
 def _headline(run: Run, unseen: Sequence[int], has_waiters: bool) -> str:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
-from titan_ckpt.debug.incident.kinds import DumpKind, EventKind, VerdictKind
-from titan_ckpt.debug.incident.records import COMPLETED, Array, RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.kinds import EventKind, VerdictKind
+from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.waits import looked_at_ns, pending
 
 LEAST_STANDSTILL_S = 10.0
 UNKNOWN_PACE_S = 60.0  # where too little was recorded to know how long a step takes
@@ -77,31 +78,18 @@ def _has_stalled(run: Run) -> bool:
 def _pending_ranks(run: Run, edges: Sequence[Edge]) -> Iterator[int]:
     waiting = {edge.waiter for edge in edges}
     for rank, record in run.ranks.items():
-        if rank in waiting or bool(_pending(record.operations).any()):
+        if rank in waiting or bool(pending(record.operations).any()):
             yield rank
-
-
-def _pending(table: Array) -> Array:
-    pending: Array = ~table["retired"] & (table["state"] != COMPLETED)
-    return pending
 
 
 def _wait(record: RankRecord) -> float | None:
     """For how long a rank's newest operation had been pending when the evidence was taken; None if no time is known."""
-    created = record.operations["created_ns"][_pending(record.operations)]
+    created = record.operations["created_ns"][pending(record.operations)]
     looked_ns = looked_at_ns(record)
     if not len(created) or not looked_ns or int(created.max()) <= 0:
         return None
     since = max(int(created.max()), record.heartbeat.moved_ns if record.heartbeat else 0)
     return max(0.0, (looked_ns - since) / 1e9)
-
-
-def looked_at_ns(record: RankRecord) -> int:
-    """The newest moment that a rank's evidence is known to show: its recorder's last tick, else the time of its dump."""
-    if record.heartbeat is not None and record.heartbeat.alive_ns:
-        return record.heartbeat.alive_ns
-    times = [d.time_s for d in record.dumps if d.kind == DumpKind.FLIGHT_RECORDER and d.time_s]
-    return int(max(times) * 1e9) if times else 0
 
 
 def _patience_s(run: Run) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, elements_of
 from titan_ckpt.debug.incident.confidence import Basis
+from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import DumpKind, VerdictKind
 from titan_ckpt.debug.incident.operation_table import operation_blocks
@@ -49,14 +50,26 @@ def _not_finished(run: Run, lane: Lane) -> Iterator[Verdict]:
     column = int(unfinished[0])
     at = states[:, column]
     seq = lane.first_seq + int(everywhere[column])
-    waiting = tuple(lane.members[i] for i in np.flatnonzero(at == SCHEDULED))
-    running = tuple(lane.members[i] for i in np.flatnonzero(at == STARTED))
+    is_timed = any(bool((run.ranks[rank].operations["started_ns"] > 0).any()) for rank in lane.members)
+    waiting = tuple(lane.members[i] for i in np.flatnonzero(at == SCHEDULED)) if is_timed else ()
+    running = tuple(lane.members[i] for i in np.flatnonzero(at == STARTED if is_timed else at != COMPLETED))
     if waiting and len(waiting) < len(lane.members):
         yield _verdict(run, lane, seq, waiting, VerdictKind.SCHEDULED_NOT_STARTED, Basis.NOT_STARTED)
     elif running:
         is_few = len(running) <= len(lane.members) // 2
         basis = Basis.FEW_NOT_COMPLETED if is_few else Basis.MANY_NOT_COMPLETED
         yield _verdict(run, lane, seq, running if is_few else (), VerdictKind.STARTED_NOT_COMPLETED, basis)
+
+
+def same_operation(run: Run, lanes: Sequence[Lane]) -> Verdict | None:
+    """STARTED_NOT_COMPLETED without a culprit, where all members of a group issued the same newest collective and none has
+    ended it: so it is no rank's program that does not come. None if that is not so."""
+    for lane in lanes:
+        is_everywhere = not lane.is_silent.any() and int(lane.last.min()) == int(lane.last.max()) >= 0
+        if is_everywhere and not lane.done.any():
+            seq = int(lane.last[0])
+            return _verdict(run, lane, seq, (), VerdictKind.STARTED_NOT_COMPLETED, Basis.MANY_NOT_COMPLETED)
+    return None
 
 
 def _has_dump(run: Run, rank: int) -> bool:
@@ -66,7 +79,7 @@ def _has_dump(run: Run, rank: int) -> bool:
 _TEXT = {
     VerdictKind.SCHEDULED_NOT_STARTED: "put {what} on a stream, but the device never started it: something before it on that "
     "stream does not end",
-    VerdictKind.STARTED_NOT_COMPLETED: "started {what}, which never completed: the network or a device is at fault, not the "
+    VerdictKind.STARTED_NOT_COMPLETED: "issued {what}, which never completed: the network or a device is at fault, not the "
     "program",
 }
 
@@ -94,8 +107,9 @@ def _verdict(run: Run, lane: Lane, seq: int, culprits: tuple[int, ...], verdict:
         ),
         chain=tuple((rank, culprits[0]) for rank in victims) if culprits else (),
         next_steps=(
-            "check the links and devices of these ranks (dmesg for Xid, ibstat, nvidia-smi)",
-            "run nccl-tests over the same hosts",
+            f"on the hosts of {rank_list(ranks)}: `dmesg -T | grep -i xid`, `nvidia-smi`, `ibstat`, cables and switch ports",
+            "ask NCCL which rank it misses: `ncclras -v` on any of these hosts (NCCL 2.24 and later)",
+            "run nccl-tests (`all_reduce_perf -b 8 -e 1G -f 2`) over the same hosts; start again with NCCL_DEBUG=INFO",
         ),
     )  # fmt: skip
 

@@ -376,5 +376,10 @@ class Verdict:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether no fault was found."""
+        """Whether it is shown that nothing is wrong."""
         return self.verdict == VerdictKind.HEALTHY
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the evidence shows a fault, or may, but neither who nor what is at fault."""
+        return self.verdict in (VerdictKind.INSUFFICIENT_DATA, VerdictKind.WAIT_CHAIN) and not self.culprits

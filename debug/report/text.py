@@ -6,23 +6,35 @@ import textwrap
 from collections.abc import Sequence
 
 from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
+from titan_ckpt.debug.report.facts import commands, waiting, when, where
 
 WIDTH = 100
 MAX_EVIDENCE = 6
 MAX_OTHERS = 3
 
 
-def report_text(run: Run, verdicts: Sequence[Verdict]) -> str:
-    """The top verdict in full, the others in a line each."""
+def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = None) -> str:
+    """The top verdict in full, the others in a line each. `now_s`: the present (seconds since epoch), for the age of a hang."""
     top = verdicts[0]
+    moment = when(run, now_s) if now_s is not None and not top.is_healthy else ""
     name = f"{top.verdict} ({top.subtype})" if top.subtype else top.verdict
-    lines = [f"{name}: {_wrapped(top.headline, len(name) + 2)}", *_facts(run, top), ""]
+    lines = [
+        f"{name}: {_wrapped(top.headline, len(name) + 2)}",
+        *_facts(run, top),
+        *([f"  {moment}"] if moment else []),
+        "",
+    ]
     if top.evidence:
         lines += ["why:", *(_evidence(item) for item in top.evidence[:MAX_EVIDENCE])]
     if top.chain:
         lines.append(_chain(top))
-    if top.next_steps:
-        lines += ["what to do:", *(f"  {i}. {_wrapped(step, 5)}" for i, step in enumerate(top.next_steps, 1))]
+    if not top.is_healthy and (held := list(waiting(run))):
+        lines += ["who waits in what:", *(f"  - {_wrapped(line, 4)}" for line in held)]
+    if not top.is_healthy and (located := where(run, top)):
+        lines.append(f"where: {_wrapped('; '.join(located), 2)}")
+    steps = (*top.next_steps, *(() if top.is_healthy else commands(run, top)))
+    if steps:
+        lines += ["what to do:", *(f"  {i}. {_wrapped(step, 5)}" for i, step in enumerate(steps, 1))]
     for other in verdicts[1 : 1 + MAX_OTHERS]:
         lines.append(f"less likely ({other.confidence:.0%}): {other.verdict}: {_wrapped(other.headline, 2)}")
     lines += [f"note: {flag.flag}: {flag.text}{_ranks(flag.ranks)}" for flag in run.flags[:4]]

@@ -27,7 +27,7 @@ from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import NO_INCIDENT, Pane
 
 LIVE_S = 30.0
-_NO_FAULT = (VerdictKind.HEALTHY, VerdictKind.INSUFFICIENT_DATA)
+_NO_FAULT = (VerdictKind.HEALTHY, VerdictKind.RUNNING, VerdictKind.INSUFFICIENT_DATA)
 
 
 class OverviewPane(Pane):
@@ -108,11 +108,7 @@ def live_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
 
 def _verdict_rows(top: Verdict, width: int) -> Iterator[Row]:
     role: Role = (
-        Role.GOOD
-        if top.verdict == VerdictKind.HEALTHY
-        else Role.WARN
-        if top.verdict == VerdictKind.INSUFFICIENT_DATA
-        else Role.BAD
+        Role.GOOD if top.verdict == VerdictKind.HEALTHY else Role.WARN if top.verdict in _NO_FAULT else Role.BAD
     )
     name = f"{top.verdict} ({top.subtype})" if top.subtype else top.verdict
     link = _operation(top)

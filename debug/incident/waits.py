@@ -1,0 +1,96 @@
+"""Who waits in which operation, since when, and where the process is: the facts that every report gives. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.kinds import DumpKind
+from titan_ckpt.debug.incident.records import COMPLETED, Array, Operation, RankRecord, Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Ranks with the same operation pending; `since_ns` is when the first of them issued it (0: unknown)."""
+
+    ranks: tuple[int, ...]
+    operation: Operation
+    file: str
+    line: int
+    since_ns: int
+
+    @property
+    def text(self) -> str:
+        """`all_reduce #7 of group default_pg (577 Float) at train.py:12`."""
+        op = self.operation
+        what = " ".join(part for part in (op.sizes, op.dtypes) if part)
+        number = f" #{op.seq}" if op.seq >= 0 else ""
+        where = f" at {self.file}:{self.line}" if self.file else ""
+        return f"{op.op}{number} of group {op.group}{f' ({what})' if what else ''}{where}"
+
+
+def pending(table: Array) -> Array:
+    """Which operations were issued and have not ended."""
+    found: Array = ~table["retired"] & (table["state"] != COMPLETED)
+    return found
+
+
+def waits(run: Run) -> list[Wait]:
+    """What each rank waits in, its oldest pending operation, equal ones together; the most ranks first."""
+    alike: dict[tuple[int, int, int, int], list[int]] = {}
+    rows: dict[int, int] = {}
+    for rank, record in run.ranks.items():
+        open_rows = np.flatnonzero(pending(record.operations))
+        if len(open_rows):
+            rows[rank] = int(open_rows[0])
+            entry = record.operations[rows[rank]]
+            alike.setdefault((int(entry["group"]), int(entry["seq"]), int(entry["op"]), int(entry["peer"])), []).append(
+                rank
+            )
+    return sorted(
+        (_wait(run, ranks, rows) for ranks in alike.values()), key=lambda wait: (-len(wait.ranks), wait.ranks)
+    )
+
+
+def _wait(run: Run, ranks: list[int], rows: dict[int, int]) -> Wait:
+    operation = run.operation(ranks[0], rows[ranks[0]])
+    frame = user_frame(operation.frames, run.wrappers)
+    created = [int(run.ranks[rank].operations["created_ns"][rows[rank]]) for rank in ranks]
+    return Wait(
+        ranks=tuple(ranks), operation=operation, file=frame.file if frame else "", line=frame.line if frame else 0,
+        since_ns=min((time for time in created if time > 0), default=0),
+    )  # fmt: skip
+
+
+def began_ns(run: Run) -> int:
+    """When the job stopped going on: the newest moment at which a rank issued what it still waits in; 0 if unknown."""
+    return max((wait.since_ns for wait in waits(run)), default=0)
+
+
+def looked_at_ns(record: RankRecord) -> int:
+    """The newest moment that a rank's evidence is known to show: its recorder's last tick, else the time of its dump."""
+    if record.heartbeat is not None and record.heartbeat.alive_ns:
+        return record.heartbeat.alive_ns
+    times = [d.time_s for d in record.dumps if d.kind == DumpKind.FLIGHT_RECORDER and d.time_s]
+    return int(max(times) * 1e9) if times else 0
+
+
+def last_sign_ns(run: Run) -> int:
+    """The newest moment that any rank's evidence shows; 0 if unknown."""
+    return max(map(looked_at_ns, run.ranks.values()), default=0)
+
+
+def places(run: Run, ranks: Iterable[int]) -> list[str]:
+    """`rank 3: host node17, pid 9192`, of those ranks whose host or process is known."""
+    found = []
+    for rank in ranks:
+        record = run.ranks.get(rank)
+        parts = (
+            [f"host {record.host}" if record.host else "", f"pid {record.pid}" if record.pid else ""] if record else []
+        )
+        if any(parts):
+            found.append(f"rank {rank}: " + ", ".join(part for part in parts if part))
+    return found

@@ -1,0 +1,72 @@
+"""The facts under a verdict: who waits in what and since when, where the processes are, which commands to run next. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from titan_ckpt.console.units import format_duration
+from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.records import Run, Verdict
+from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns, places, waits
+
+MAX_WAITS = 4
+MAX_PLACES = 4
+MAX_COMMANDS = 3
+
+
+def when(run: Run, now_s: float) -> str:
+    """`stopped 2026-11-22 01:49:23 UTC, 3 h ago; last sign of life 13 s later`; "" if no time is known."""
+    began, last = began_ns(run) / 1e9, last_sign_ns(run) / 1e9
+    if not began:
+        return f"last sign of life {_moment(last)}{_age(now_s, last)}" if last else ""
+    after = f"; last sign of life {format_duration(last - began)} later" if last > began else ""
+    return f"stopped {_moment(began)}{_age(now_s, began)}{after}"
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _age(now_s: float, then_s: float) -> str:
+    return f", {format_duration(now_s - then_s)} ago" if now_s > then_s else ""
+
+
+def waiting(run: Run) -> Iterator[str]:
+    """A line per operation that ranks wait in."""
+    found = waits(run)
+    for wait in found[:MAX_WAITS]:
+        yield f"{rank_list(wait.ranks)}: {wait.text}"
+    if len(found) > MAX_WAITS:
+        yield f"and {len(found) - MAX_WAITS} more operations; see --json"
+
+
+def concerned(run: Run, top: Verdict) -> tuple[int, ...]:
+    """The ranks to look at: the culprits or suspects, else those that wait in nothing, else all."""
+    named = top.culprits or top.suspects
+    if named:
+        return named
+    waiters = {rank for wait in waits(run) for rank in wait.ranks}
+    absent = tuple(rank for rank in run.ranks if rank not in waiters)
+    return absent if waiters and absent else tuple(run.ranks)
+
+
+def where(run: Run, top: Verdict) -> list[str]:
+    """Host and process of the ranks to look at."""
+    return places(run, concerned(run, top)[:MAX_PLACES])
+
+
+def commands(run: Run, top: Verdict) -> list[str]:
+    """The exact commands that show more of the ranks to look at, where their hosts and processes are known."""
+    found = []
+    for rank in concerned(run, top):
+        record = run.ranks[rank]
+        if not record.host or not record.pid:
+            continue
+        has_ended = record.exit is not None or record.process_state == "gone"
+        has_ended |= record.heartbeat is not None and record.heartbeat.is_stopped
+        if has_ended:
+            found.append(f"ssh {record.host} \"dmesg -T | grep -iE 'oom|xid|segfault|killed process'\"")
+        else:
+            found.append(f"ssh {record.host} py-spy dump --pid {record.pid}")
+    return list(dict.fromkeys(found))[:MAX_COMMANDS]

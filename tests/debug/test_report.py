@@ -1,0 +1,134 @@
+"""The report: its JSON against the schema, exit codes, actions for launchers, places, times and commands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from titan_ckpt.cli.main import main
+from titan_ckpt.debug import Run, Verdict, diagnose, open_run
+from titan_ckpt.debug.cli import exit_code
+from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
+from titan_ckpt.debug.report.action import action_for
+from titan_ckpt.debug.report.as_json import SCHEMA, report_json
+from titan_ckpt.debug.report.text import report_text
+from tools.paths import INCIDENTS
+
+CASES = sorted(path.name for path in INCIDENTS.iterdir() if path.is_dir())
+
+
+def violations(value: Any, schema: dict[str, Any], at: str = "$") -> list[str]:
+    """Where `value` breaks the part of JSON Schema that ours uses."""
+    kinds: dict[str, Any] = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "null": type(None),
+    }
+    if "type" in schema:
+        allowed = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        if not any(isinstance(value, kinds[kind]) for kind in allowed):
+            return [f"{at}: {value!r} is no {allowed}"]
+    found = []
+    if ("enum" in schema and value not in schema["enum"]) or ("const" in schema and value != schema["const"]):
+        found.append(f"{at}: {value!r}")
+    if isinstance(value, dict) and "properties" in schema:
+        properties = schema["properties"]
+        found += [f"{at}.{key}: missing" for key in schema["required"] if key not in value]
+        found += [f"{at}.{key}: unknown" for key in value if key not in properties]
+        found += [
+            v
+            for key, part in value.items()
+            if key in properties
+            for v in violations(part, properties[key], f"{at}.{key}")
+        ]
+    if isinstance(value, list):
+        found += [v for i, part in enumerate(value) for v in violations(part, schema["items"], f"{at}[{i}]")]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_json_follows_its_schema(case: str) -> None:
+    run = open_run(str(INCIDENTS / case))
+    assert violations(json.loads(json.dumps(report_json(run, diagnose(run), 2e9))), SCHEMA) == []
+
+
+def test_schema_refuses_what_it_does_not_describe() -> None:
+    run = open_run(str(INCIDENTS / "skip"))
+    report = json.loads(json.dumps(report_json(run, diagnose(run))))
+    del report["verdicts"][0]["culprits"]
+    report["action"]["action"] = "PANIC"
+    assert violations(report, SCHEMA) == ["$.action.action: 'PANIC'", "$.verdicts[0].culprits: missing"]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code"),
+    [
+        ("HEALTHY", 0),
+        ("SKIPPED_COLLECTIVE", 1),
+        ("STRAGGLER", 1),
+        ("INSUFFICIENT_DATA", 4),
+        ("WAIT_CHAIN", 4),
+        ("RUNNING", 5),
+    ],
+)
+def test_exit_codes(verdict: str, code: int) -> None:
+    assert exit_code(Verdict(verdict=VerdictKind(verdict))) == code
+
+
+@pytest.fixture
+def run() -> Run:
+    run = open_run(str(INCIDENTS / "skip"))
+    record = replace(run.ranks[2], host="node17", pid=9192, exit=None, heartbeat=None)
+    return replace(run, ranks={**run.ranks, 2: record})
+
+
+@pytest.mark.parametrize(
+    ("verdict", "subtype", "action", "hosts"),
+    [
+        ("SKIPPED_COLLECTIVE", "", "STOP", ()),
+        ("RANK_DIED", "python_exception", "STOP", ()),
+        ("RANK_DIED", "signal", "RESTART", ()),
+        ("STUCK_ON_CPU", "dataloader", "RESTART", ()),
+        ("RANK_FROZEN", "", "EXCLUDE", ("node17",)),
+        ("STARTED_NOT_COMPLETED", "", "EXCLUDE", ("node17",)),
+        ("HEALTHY", "", "NONE", ()),
+        ("RUNNING", "", "NONE", ()),
+        ("INSUFFICIENT_DATA", "", "NONE", ()),
+    ],
+)
+def test_actions(run: Run, verdict: str, subtype: str, action: str, hosts: tuple[str, ...]) -> None:
+    top = Verdict(verdict=VerdictKind(verdict), subtype=Subtype(subtype), culprits=(2,), confidence=0.9)
+    found = action_for(run, top)
+    assert (found.action, found.hosts) == (action, hosts)
+
+
+def test_a_lead_stops_and_excludes_nobody(run: Run) -> None:
+    top = Verdict(verdict=VerdictKind.RANK_FROZEN, culprits=(2,), confidence=0.5)
+    assert action_for(run, top).action == "RESTART"
+
+
+def test_report_names_place_time_waits_and_command(run: Run) -> None:
+    text = report_text(run, diagnose(run), 2e9)
+    assert "ssh node17 py-spy dump --pid 9192" in text
+    assert "where: rank 2: host node17, pid 9192" in text
+    assert "who waits in what:\n  - ranks 0, 1, 3: all_reduce #7 of group default_pg" in text
+    assert " UTC, " in text
+    assert " ago" in text
+
+
+def test_dead_ranks_are_not_dumped(run: Run) -> None:
+    gone = replace(run, ranks={**run.ranks, 2: replace(run.ranks[2], process_state="gone")})
+    report = report_json(gone, diagnose(gone))
+    assert not any("py-spy" in command for command in report["commands"])
+
+
+def test_page_for_bots_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["debug", "--help"])
+    assert "4 a fault, or perhaps one" in " ".join(capsys.readouterr().out.split())
