@@ -114,7 +114,7 @@ def test_adapter_that_is_more_than_plain_lora_is_refused(tmp_path: Path, changes
 
 def test_settings_that_leave_the_merge_alone_are_taken(tmp_path: Path) -> None:
     model = write_model(tmp_path / "in", config(), tensors(config()))
-    harmless = {
+    harmless: dict[str, Any] = {
         "init_lora_weights": "gaussian",
         "layers_to_transform": [0],
         "task_type": "CAUSAL_LM",
