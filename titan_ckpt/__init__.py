@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints, open_checkpoint
     from titan_ckpt.dcp.storage import StorageReader, StorageWriter
     from titan_ckpt.errors import TitanError
-    from titan_ckpt.loading.load import LoadPolicy, LoadReport, load
+    from titan_ckpt.loading.load import load
+    from titan_ckpt.loading.policy import LoadPolicy, LoadReport
     from titan_ckpt.resharding.reshard import plan_reshard, run_plan
     from titan_ckpt.resharding.workers import Workers
     from titan_ckpt.saving.options import SaveOptions, SaveReport
@@ -59,8 +60,8 @@ __getattr__, __dir__ = lazy_names(
     {
         "Checkpoint": "checkpoint.checkpoint",
         "CheckpointInfo": "checkpoint.open",
-        "LoadPolicy": "loading.load",
-        "LoadReport": "loading.load",
+        "LoadPolicy": "loading.policy",
+        "LoadReport": "loading.policy",
         "MeshSpec": "sharding.mesh",
         "RetentionPolicy": "upkeep.retention",
         "SaveOptions": "saving.options",

@@ -115,7 +115,7 @@ def test_damage_inside_an_encoded_chunk_is_found_and_named(tmp_path: Path) -> No
 
 
 def test_an_unknown_codec_is_refused() -> None:
-    with pytest.raises(UsageError, match="the codecs are raw, planes-zstd"):
+    with pytest.raises(UsageError, match="use one of raw, planes-zstd"):
         SaveOptions(codec="gzip")
 
 

@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.errors import StoreError
+from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.saving import saver as saver_module
 from titan_ckpt.saving import staging
 from titan_ckpt.saving.saver import SaveOptions, Saver
+from titan_ckpt.store.local import FileStore
 from tools.faults.one_rank import OneRankCase, points_of, run_case
 from tools.rank_pool import RankPool
 
@@ -166,6 +170,36 @@ def test_the_first_ranks_copy_is_saved_on_request(pool: RankPool, tmp_path: Path
     checkpoint = open_checkpoint(f"{tmp_path}/run")
     assert torch.equal(checkpoint.read("w"), torch.arange(20.0).reshape(4, 5))
     assert [checkpoint.read(f"rng.{rank}").item() for rank in (0, 1)] == [0, 1]
+
+
+def _load_on_one_bad_rank(rank: int, url: str, how: str) -> tuple[str, float, list[float]]:
+    """Load a sharded state that only rank 1 has a name too many for, or whose bytes rank 1 cannot read."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    state: dict[str, Any] = {"w": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}
+    with Saver(url, SaveOptions(timeout_s=60)) as saver:
+        saver.save(state, step=1).wait()
+    dist.barrier()
+    target: dict[str, Any] = {"w": distribute_tensor(torch.zeros(8), mesh, [Shard(0)])}
+    policy = LoadPolicy(broadcast=how == "broadcast")
+    started, raised = time.monotonic(), ""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and how == "contract":
+            target["more"] = torch.zeros(2)
+        if rank == 1 and how != "contract":
+            patch.setattr(FileStore, "read_into", _raise(StoreError("a disk that fails")))
+        try:
+            load(url, target, policy=policy)
+        except Exception as error:  # noqa: BLE001  (compared by the test)
+            raised = f"{type(error).__name__}: {error}"
+    return raised, time.monotonic() - started, target["w"].to_local().tolist()
+
+
+@pytest.mark.parametrize("how", ["contract", "read", "broadcast"])
+def test_a_rank_that_cannot_load_raises_on_all(pool: RankPool, tmp_path: Path, how: str) -> None:
+    answers = pool.run(_load_on_one_bad_rank, f"{tmp_path}/run", how)
+    assert answers[0][0].startswith("CheckpointError: nothing was loaded, since rank 1 failed")
+    assert answers[1][0].startswith("LoadContractError" if how == "contract" else "StoreError")
+    assert max(seconds for _, seconds, _ in answers) < MOST_S
 
 
 def _open_on_one_bad_rank(rank: int, url: str) -> tuple[str, float]:

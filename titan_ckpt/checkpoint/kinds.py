@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Self
 
-from titan_ckpt.errors import UsageError
+from titan_ckpt.arguments import check_word
 
 
 class Choice(StrEnum):
@@ -16,10 +16,8 @@ class Choice(StrEnum):
     @classmethod
     def parse(cls, value: str, name: str) -> Self:
         """The member for a caller's string. UsageError for any other word; `name` is the argument it came in."""
-        try:
-            return cls(value)
-        except ValueError:
-            raise UsageError(f"{name} is {value!r}; use one of {', '.join(cls)}") from None
+        check_word(value, cls, name)
+        return cls(value)
 
 
 class CheckpointKind(Choice):

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.open import open_checkpoint
@@ -46,6 +47,7 @@ from titan_ckpt.format.names import check_step, new_attempt, step_folder
 from titan_ckpt.loading.load import LoadPolicy, LoadReport, ReadPlan, read_object_bytes
 from titan_ckpt.location import check_writable, parse_location
 from titan_ckpt.saving.merge_parts import created, versions
+from titan_ckpt.saving.options import SaveRequest
 from titan_ckpt.saving.staging import Direct
 from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, upload
 from titan_ckpt.sharding.mesh import MeshSpec
@@ -118,8 +120,11 @@ class StorageWriter(TorchStorageWriter):
         config: Mapping[str, Any] | None = None,
         user: Mapping[str, Any] | None = None,
     ) -> None:
+        check_type(mesh, "mesh", MeshSpec, or_none=True, hint="MeshSpec.parse('dp_shard=8,tp=2')")
         self._url, self._step, self._mesh = url, step, mesh
-        self._training, self._config, self._user = training or {}, config or {}, user or {}
+        request = SaveRequest(step=0 if step is None else step, training=training, config=config, user=user)
+        request.check()
+        self._request = request.redacted()
         if url is not None and (step is not None or parse_location(url).step is not None):
             self.reset()
 
@@ -218,9 +223,9 @@ class StorageWriter(TorchStorageWriter):
             codecs=CODECS,
             objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
             files=tuple(files),
-            training=self._training,
-            config=self._config,
-            user=self._user,
+            training=self._request.training or {},
+            config=self._request.config or {},
+            user=self._request.user or {},
         )  # fmt: skip
 
 
@@ -232,6 +237,7 @@ class StorageReader(TorchStorageReader):
     """
 
     def __init__(self, url: str | None = None, *, policy: LoadPolicy | None = None) -> None:
+        check_type(policy, "policy", LoadPolicy, or_none=True, hint="LoadPolicy(...)")
         self._url, self._policy = url, policy or LoadPolicy()
         self._checkpoint: Checkpoint | None = None
         self.report = LoadReport()

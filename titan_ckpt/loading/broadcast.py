@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan_ckpt.state.exchange import Failure, raise_failures
+from titan_ckpt.errors import CheckpointError
+from titan_ckpt.location import redact_text
+from titan_ckpt.state.exchange import Failure, reason_of
 from titan_ckpt.state.state_dict import detached_shard
 
 AXIS = "dp_replicate"
@@ -31,26 +34,54 @@ def is_reader(tensor: torch.Tensor) -> bool:
     return group is None or dist.get_rank(group) == 0
 
 
-def read_and_send(tensors: Mapping[str, torch.Tensor], read: Callable[[], None]) -> None:
-    """Run `read`, which fills the tensors that this rank reads, then send each to its replicas.
+@contextmanager
+def raised_together(tensors: Iterable[torch.Tensor], *, is_world: bool) -> Iterator[None]:
+    """Run the block on every rank of the meshes of `tensors`, or of the job (`is_world`); if one fails, all raise.
 
-    If a reader fails, every rank of its group raises, so that none waits for bytes that never come.
+    A rank's own error is raised there, CheckpointError on the others. A collective call, in the order of the meshes' ranks.
     """
-    groups = {id(group): group for t in tensors.values() if (group := replica_group(t)) is not None}
     error: BaseException | None = None
-    failure: Failure | None = None
     try:
-        read()
-    except Exception as caught:  # noqa: BLE001  (raised below, once the replicas know)
-        error, failure = caught, Failure(dist.get_rank() if dist.is_initialized() else 0, traceback.format_exc())
-    failures: list[Failure | None] = [failure]
-    for group in groups.values():
+        yield
+    except BaseException as caught:  # noqa: BLE001  (raised below, once the other ranks know)
+        error = caught
+    failure = None if error is None else described(error)
+    for group in _groups(tensors, is_world=is_world):
         answers: list[Failure | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(answers, failure, group=group)
-        failures += answers
+        failure = failure or next((answer for answer in answers if answer is not None), None)
     if error is not None:
         raise error
-    raise_failures(failures, "loading")
+    if failure is not None:
+        raise CheckpointError(f"nothing was loaded, since rank {failure.rank} failed: {reason_of(failure.text)}")
+
+
+def described(error: BaseException) -> Failure:
+    """An error as the other ranks hear of it."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return Failure(rank, redact_text("".join(traceback.format_exception(error))))
+
+
+def _groups(tensors: Iterable[torch.Tensor], *, is_world: bool) -> Iterator[dist.ProcessGroup]:
+    """Groups through which a word reaches every rank: along each dimension of each mesh, in the same order everywhere."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if is_world and dist.group.WORLD is not None:
+        yield dist.group.WORLD
+        return
+    meshes = {
+        (tuple(mesh.mesh.flatten().tolist()), mesh.mesh.shape, mesh.mesh_dim_names or ()): mesh
+        for tensor in tensors
+        if isinstance(tensor, DTensor)
+        for mesh in [tensor.device_mesh]
+    }
+    for _, mesh in sorted(meshes.items(), key=lambda item: item[0]):
+        if mesh.get_coordinate() is not None:
+            yield from (mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
+
+
+def send_to_replicas(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Send each tensor from the rank that read it to its replicas."""
     for name in sorted(tensors):
         group = replica_group(tensors[name])
         if group is not None:

@@ -5,88 +5,42 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
-from titan_ckpt.checkpoint.kinds import Choice
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, UnsafeContentError
 from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
 from titan_ckpt.format.torch_archive import check_torch_file
-from titan_ckpt.loading.broadcast import is_reader, read_and_send
+from titan_ckpt.loading.broadcast import is_reader, raised_together, send_to_replicas
+from titan_ckpt.loading.casts import count_changed, holds_every_value
+from titan_ckpt.loading.destinations import destination_problems
+from titan_ckpt.loading.policy import LoadPolicy, LoadReport, OnMismatch, VerifyReads
 from titan_ckpt.loading.requests import Request, fetch, grouped
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.sharding.placement import strides as row_major
-from titan_ckpt.state.state_dict import DTYPE_NAME, TORCH_DTYPE, as_bytes, detached_shard, flatten, local_shard
+from titan_ckpt.state.state_dict import (
+    DTYPE_NAME,
+    TORCH_DTYPE,
+    FlatState,
+    as_bytes,
+    detached_shard,
+    flatten,
+    local_shard,
+    put,
+)
 
 log = logging.getLogger(__name__)
-
-
-class OnMismatch(Choice):
-    """What to do with a difference between checkpoint and state."""
-
-    ERROR = "error"
-    WARN = "warn"
-    ALLOW = "allow"
-
-
-class VerifyReads(Choice):
-    """Which digests to check: of chunks that are read whole, of all (reading them whole), or none."""
-
-    READ = "read"
-    ALL = "all"
-    NONE = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPolicy:
-    """What to do if checkpoint and state differ: "error", "warn" or "allow". A different global shape is always an error.
-
-    `missing`: names that only the state has. `extra`: names that only the checkpoint has, below the state's own top-level names.
-    `cast`: a dtype that can represent every stored value; `lossy_cast`: one that may not.
-    `verify="read"` checks the digest of every chunk that is read whole; "all" reads every chunk whole; "none" checks nothing.
-    `broadcast` reads once for all replicas along `dp_replicate` and sends the bytes between ranks; then all ranks must load.
-    UsageError for any other word.
-    """
-
-    missing: OnMismatch | str = OnMismatch.ERROR
-    extra: OnMismatch | str = OnMismatch.ERROR
-    cast: OnMismatch | str = OnMismatch.ERROR
-    lossy_cast: OnMismatch | str = OnMismatch.ERROR
-    verify: VerifyReads | str = VerifyReads.READ
-    broadcast: bool = False
-    threads: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("missing", "extra", "cast", "lossy_cast"):
-            object.__setattr__(self, name, OnMismatch.parse(getattr(self, name), name))
-        object.__setattr__(self, "verify", VerifyReads.parse(self.verify, "verify"))
-
-
-@dataclass(slots=True)
-class LoadReport:
-    """What a load did on this rank, by name; `objects` are the values that are not tensors.
-
-    `needed_bytes` is the size of the tensors, `fetched_bytes` what was read for them, `unverified_bytes` the part of the needed
-    bytes whose digest was not checked, because their chunks were read in part.
-    """
-
-    loaded: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    extra: list[str] = field(default_factory=list)
-    cast: dict[str, str] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
-    needed_bytes: int = 0
-    fetched_bytes: int = 0
-    unverified_bytes: int = 0
+SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,37 +53,53 @@ class _Region:
     target: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _StagedCopy:
+    """Stored values in host memory, and the tensor of another dtype, layout or device that gets them."""
+
+    fqn: str
+    read: torch.Tensor
+    target: torch.Tensor
+
+
 def load(
     checkpoint: Checkpoint | str, state: MutableMapping[str, Any], *, policy: LoadPolicy | None = None
 ) -> LoadReport:
     """Fill the tensors of `state` in place and replace its other values; each rank reads only its own shards.
 
     `state` is nested mappings of tensors and plain values, as `Saver.save` takes them; keys joined by dots are the names in the
-    checkpoint, and a DTensor, on any mesh, gets this rank's shard. Ranks need not load together unless the policy broadcasts.
-    A URL opens the newest whole checkpoint, `URL@STEP` that step.
+    checkpoint, and a DTensor, on any mesh, gets this rank's shard. A URL opens the newest whole checkpoint, `URL@STEP` that step.
 
-    LoadContractError, before anything is read, for a difference that `policy` does not allow. DamagedError if stored bytes differ
-    from what was saved; the contents of the tensors are then undefined.
+    LoadContractError for a difference that `policy` does not allow, and for a tensor that cannot be filled (on the meta device,
+    expanded, sharing memory with one of another value), before any tensor changes. DamagedError if stored bytes differ from what
+    was saved; the contents of the tensors are then undefined. CheckpointError on ranks where all is well if another one failed.
     """
-    checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    check_type(policy, "policy", LoadPolicy, or_none=True, hint="LoadPolicy(...)")
     policy = policy or LoadPolicy()
     flat = flatten(state)
-    report = LoadReport()
-    _apply_contract(checkpoint, flat.tensors, flat.objects, policy, report)
-    plan = ReadPlan(checkpoint, policy, report)
-    wanted = {fqn: flat.tensors[fqn] for fqn in report.loaded if fqn in flat.tensors}
-    for fqn, tensor in wanted.items():
-        if not policy.broadcast or is_reader(tensor):
-            plan.add(checkpoint.manifest.by_fqn[fqn], tensor)
-    if policy.broadcast:
-        read_and_send(wanted, plan.run)
-    else:
+    shared = flat.tensors if policy.together or policy.broadcast else {}
+    with raised_together(shared.values(), is_world=policy.broadcast):
+        checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+        report, plan = _planned(checkpoint, flat, policy)
+        wanted = {fqn: flat.tensors[fqn] for fqn in report.loaded if fqn in flat.tensors}
+        report.objects.update({fqn: read_object(checkpoint, fqn) for fqn in report.loaded if fqn in flat.objects})
         plan.run()
-    for fqn in flat.objects:
-        if fqn in checkpoint.manifest.objects_by_fqn:
-            report.objects[fqn] = read_object(checkpoint, fqn)
-            _replace(state, flat.paths[fqn], report.objects[fqn])
+    if policy.broadcast:
+        send_to_replicas(wanted)
+    for fqn, value in report.objects.items():
+        put(state, flat.keys[fqn], value)
     return report
+
+
+def _planned(checkpoint: Checkpoint, flat: FlatState, policy: LoadPolicy) -> tuple[LoadReport, ReadPlan]:
+    """Check everything that can be checked without the tensors' bytes, and plan this rank's reads."""
+    report = LoadReport()
+    _apply_contract(checkpoint, flat, policy, report)
+    plan = ReadPlan(checkpoint, policy, report)
+    for fqn in report.loaded:
+        if fqn in flat.tensors and (not policy.broadcast or is_reader(flat.tensors[fqn])):
+            plan.add(checkpoint.manifest.by_fqn[fqn], flat.tensors[fqn])
+    return report, plan
 
 
 def read_tensor(checkpoint: Checkpoint, fqn: str, box: Box | None = None) -> torch.Tensor:
@@ -178,21 +148,9 @@ def _damage(checkpoint: Checkpoint, path: str, fqn: str, start: int, length: int
     )
 
 
-def _replace(state: MutableMapping[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for key in path[:-1]:
-        state = state[key]
-    state[path[-1]] = value
-
-
-def _apply_contract(
-    checkpoint: Checkpoint,
-    tensors: Mapping[str, torch.Tensor],
-    objects: Mapping[str, Any],
-    policy: LoadPolicy,
-    report: LoadReport,
-) -> None:
+def _apply_contract(checkpoint: Checkpoint, flat: FlatState, policy: LoadPolicy, report: LoadReport) -> None:
     """Sort every name into the report, then raise one error for all differences that the policy forbids."""
-    stored = checkpoint.manifest
+    stored, tensors, objects = checkpoint.manifest, flat.tensors, flat.objects
     errors: list[str] = []
     for fqn, tensor in tensors.items():
         entry = stored.by_fqn.get(fqn)
@@ -209,11 +167,18 @@ def _apply_contract(
     wanted = {*tensors, *objects}
     names = [*stored.by_fqn, *stored.objects_by_fqn]
     report.extra.extend(fqn for fqn in names if fqn.partition(".")[0] in tops and fqn not in wanted)
+    fillable = {fqn: tensors[fqn] for fqn in report.loaded if fqn in tensors}
+    errors += destination_problems(fillable, partial(_have_equal_values, checkpoint, fillable))
     _judge(policy.missing, "missing from the checkpoint", report.missing, errors)
     _judge(policy.extra, "in the checkpoint but not in the state", report.extra, errors)
     if errors:
-        shown = "\n  ".join(errors[:20]) + (f"\n  ... and {len(errors) - 20} more" if len(errors) > 20 else "")
-        raise LoadContractError(f"{checkpoint} does not fit the state:\n  {shown}")
+        raise LoadContractError(f"{checkpoint} does not fit the state:{_listed(errors)}")
+
+
+def _listed(errors: list[str]) -> str:
+    """The first errors, one a line."""
+    more = [f"... and {len(errors) - SHOWN} more"] if len(errors) > SHOWN else []
+    return "".join(f"\n  {line}" for line in [*errors[:SHOWN], *more])
 
 
 def _judge(answer: str, what: str, fqns: list[str], errors: list[str]) -> None:
@@ -230,11 +195,28 @@ def _judge_dtype(
 ) -> None:
     if TORCH_DTYPE[stored] == wanted:
         return
-    is_exact = torch.promote_types(TORCH_DTYPE[stored], wanted) == wanted
+    is_exact = holds_every_value(TORCH_DTYPE[stored], wanted)
     text = f"{stored} -> {DTYPE_NAME.get(wanted, str(wanted))}"
     report.cast[fqn] = text
-    answer = policy.cast if is_exact else policy.lossy_cast
-    _judge(answer, f"{text} {'changes the dtype' if is_exact else 'may lose precision'}", [fqn], errors)
+    if is_exact or _is_judged_by_values(policy):
+        _judge(policy.cast, f"{text} changes the dtype", [fqn], errors)
+    else:
+        _judge(policy.lossy_cast, f"{text} may lose precision", [fqn], errors)
+
+
+def _is_judged_by_values(policy: LoadPolicy) -> bool:
+    """Whether a cast that may lose values is refused only if it does."""
+    return policy.lossy_cast == OnMismatch.ERROR and policy.cast != OnMismatch.ERROR
+
+
+def _have_equal_values(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], a: str, b: str) -> bool:
+    """Whether two names whose tensors are the same memory are stored with equal values, on this rank's shard."""
+    entries = [checkpoint.manifest.by_fqn[fqn] for fqn in (a, b)]
+    boxes = [local_shard(fqn, tensors[fqn]).box for fqn in (a, b)]
+    if entries[0].dtype != entries[1].dtype or boxes[0].sizes != boxes[1].sizes:
+        return False
+    found = [read_tensor(checkpoint, fqn, box) for fqn, box in zip((a, b), boxes, strict=True)]
+    return bytes(as_bytes(found[0])) == bytes(as_bytes(found[1]))
 
 
 class ReadPlan:
@@ -243,9 +225,10 @@ class ReadPlan:
     def __init__(self, checkpoint: Checkpoint, policy: LoadPolicy, report: LoadReport) -> None:
         checkpoint.prove_coverage()
         self._checkpoint, self._policy, self._report = checkpoint, policy, report
-        self._regions: list[_Region] = []
+        self._direct: list[_Region] = []
+        self._staged: list[_Region] = []
+        self._copies: list[_StagedCopy] = []
         self._reads: list[Request] = []
-        self._afterwards: list[Callable[[], None]] = []
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
         """Fill this rank's shard of `tensor`."""
@@ -253,25 +236,26 @@ class ReadPlan:
 
     def add_local(self, entry: TensorEntry, box: Box, local: torch.Tensor) -> None:
         """Fill `local`, which is `box` of the stored tensor, on any device and in any dtype and layout."""
-        if local.is_contiguous() and local.device.type == "cpu" and local.dtype == TORCH_DTYPE[entry.dtype]:
-            self.add_box(entry, box, local)
+        if _is_direct(local, TORCH_DTYPE[entry.dtype]):
+            self._add_regions(self._direct, entry, box, local)
             return
         copy = torch.empty(box.sizes, dtype=TORCH_DTYPE[entry.dtype], pin_memory=local.is_cuda)
-        self.add_box(entry, box, copy)
-        self._afterwards.append(lambda: _copy_into(local, copy))
+        self._add_regions(self._staged, entry, box, copy)
+        self._copies.append(_StagedCopy(entry.fqn, copy, local))
 
     def add_box(self, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
         """Fill the contiguous CPU tensor `target`, which is `box` of the stored tensor."""
-        if box.num_elements == 0:
-            return
-        for chunk in self._checkpoint.manifest.chunks_touching(entry, box):
+        self._add_regions(self._direct, entry, box, target)
+
+    def _add_regions(self, regions: list[_Region], entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
+        for chunk in self._checkpoint.manifest.chunks_touching(entry, box) if box.num_elements else ():
             part = chunk.box.intersect(box)
             if part is not None:
-                self._regions.append(_Region(entry, chunk, part, _narrow(target, part.relative_to(box))))
+                regions.append(_Region(entry, chunk, part, _narrow(target, part.relative_to(box))))
 
-    def _located(self, pool: ThreadPoolExecutor) -> Iterable[Chunk]:
+    def _located(self, regions: list[_Region], pool: ThreadPoolExecutor) -> Iterable[Chunk]:
         """The regions' chunks with payload offsets. In foreign blobs that takes small reads, which run in parallel."""
-        chunks = [region.chunk for region in self._regions]
+        chunks = [region.chunk for region in regions]
         if all(chunk.payload_offset >= 0 for chunk in chunks):
             return chunks
         return pool.map(partial(self._checkpoint.locate, row_major=False), chunks)
@@ -320,20 +304,39 @@ class ReadPlan:
         return None if self._policy.verify == VerifyReads.NONE else self._checkpoint.digest_of(entry, chunk)
 
     def run(self) -> None:
-        """Read everything in parallel; stops at the first error."""
-        store = self._checkpoint.store
+        """Read everything in parallel; stops at the first error. Nothing is changed before every cast has been judged."""
         with ThreadPoolExecutor(max_workers=self._policy.threads, thread_name_prefix="titan-ckpt-load") as pool:
-            for region, chunk in zip(self._regions, self._located(pool), strict=True):
-                self._add_chunk(region, chunk)
-            futures = [pool.submit(fetch, store, group) for group in grouped(self._reads)]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-        for action in self._afterwards:
-            action()
+            self._read(self._staged, pool)
+            if _is_judged_by_values(self._policy):
+                self._judge_values()
+            self._read(self._direct, pool)
+        for copy in self._copies:
+            _copy_into(copy.target, copy.read)
+
+    def _read(self, regions: list[_Region], pool: ThreadPoolExecutor) -> None:
+        self._reads = []
+        for region, chunk in zip(regions, self._located(regions, pool), strict=True):
+            self._add_chunk(region, chunk)
+        futures = [pool.submit(fetch, self._checkpoint.store, group) for group in grouped(self._reads)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+    def _judge_values(self) -> None:
+        """LoadContractError for casts that would change values, before any destination is written."""
+        lost = []
+        for copy in self._copies:
+            changed = count_changed(copy.read, copy.target.dtype)
+            if changed:
+                cast = f"{DTYPE_NAME[copy.read.dtype]} -> {DTYPE_NAME.get(copy.target.dtype, str(copy.target.dtype))}"
+                lost.append(f"{copy.fqn}: {cast} changes {changed} of {copy.read.numel()} values")
+        if lost:
+            raise LoadContractError(
+                f"{self._checkpoint} does not fit the state, and lossy_cast is 'error':{_listed(lost)}"
+            )
 
 
 def _span(inner: Box, strides: tuple[int, ...]) -> tuple[int, int]:
@@ -355,8 +358,14 @@ def _copy_box(data: memoryview, inner: Box, first: int, strides: tuple[int, ...]
     view.copy_(flat.as_strided(inner.sizes, strides, storage_offset=offset))
 
 
+def _is_direct(local: torch.Tensor, stored: torch.dtype) -> bool:
+    """Whether stored bytes can be read straight into the memory of `local`."""
+    is_as_shown = not (local.is_conj() or local.is_neg())
+    return local.is_contiguous() and is_as_shown and local.device.type == "cpu" and local.dtype == stored
+
+
 def _copy_into(local: torch.Tensor, copy: torch.Tensor) -> None:
-    with torch.no_grad():
+    with torch.inference_mode(local.is_inference()), torch.no_grad():
         local.copy_(copy)
 
 

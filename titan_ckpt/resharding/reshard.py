@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from titan_ckpt.arguments import check_json
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.open import open_checkpoint
@@ -139,6 +140,8 @@ def plan_reshard(
     (`resharding.placement_rules`); `selection` picks tensors, names and dtypes (`rewrite.selection`).
     """
     checkpoint.prove_coverage()
+    for name in ("training", "config", "user"):
+        check_json(getattr(checkpoint.manifest, name), f"{checkpoint}: {name}")
     source_files = checkpoint.manifest.files
     checkpoint = decoded(checkpoint)
     manifest = checkpoint.manifest

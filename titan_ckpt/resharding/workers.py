@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from titan_ckpt.errors import DamagedError, NotFoundError, StoreError
+from titan_ckpt.arguments import check_number, check_whole
+from titan_ckpt.errors import DamagedError, NotFoundError, StoreError, UsageError
 from titan_ckpt.format.names import data_file, is_attempt, new_attempt, step_folder
 from titan_ckpt.rewrite.execute import FileResult
 from titan_ckpt.store.base import Store
@@ -30,6 +31,14 @@ class Workers:
     index: int = 0
     poll_s: float = 0.5
     patience_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        check_whole(self.count, "count", at_least=1)
+        check_whole(self.index, "index", at_least=0)
+        if self.index >= self.count:
+            raise UsageError(f"index is {self.index}; of {self.count} workers the last is {self.count - 1}")
+        check_number(self.poll_s, "poll_s", above=0)
+        check_number(self.patience_s, "patience_s", above=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,14 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan_ckpt.arguments import (
+    check_callable,
+    check_flag,
+    check_json,
+    check_number,
+    check_type,
+    check_word,
+)
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.errors import UsageError
 from titan_ckpt.format.codec import CODECS
@@ -58,8 +66,16 @@ class SaveOptions:
     phase: PhaseHook | None = None
 
     def __post_init__(self) -> None:
-        if self.codec not in CODECS:
-            raise UsageError(f"unknown codec {self.codec!r}; the codecs are {', '.join(CODECS)}")
+        check_type(self.mesh, "mesh", MeshSpec, or_none=True, hint="MeshSpec.parse('dp_shard=8,tp=2')")
+        check_type(self.pipeline, "pipeline", Mapping, or_none=True, hint="PipelineSpec(...).to_dict()")
+        check_word(self.codec, CODECS, "codec")
+        check_type(self.retention, "retention", RetentionPolicy, or_none=True, hint="RetentionPolicy(keep_last=3)")
+        check_type(self.mirror, "mirror", str, Store, or_none=True, hint="the URL of the second tier")
+        for name in ("incremental", "is_exclusive"):
+            check_flag(getattr(self, name), name)
+        check_number(self.timeout_s, "timeout_s", above=0)
+        check_callable(self.in_use, "in_use")
+        check_callable(self.phase, "phase", or_none=True)
         object.__setattr__(self, "replicas", Replicas.parse(self.replicas, "replicas"))
 
 
@@ -79,8 +95,11 @@ class SaveRequest:
             object.__setattr__(self, "step", check_step(self.step))
 
     def check(self) -> None:
-        """UsageError for a step or a kind that cannot be saved."""
+        """UsageError for a step, a kind or metadata that cannot be saved."""
         check_step(self.step)
+        for name in ("training", "config", "user"):
+            check_type(getattr(self, name), name, Mapping, or_none=True, hint="a mapping of JSON values")
+            check_json(getattr(self, name), name)
         if CheckpointKind.parse(self.kind, "kind") == CheckpointKind.FOREIGN:
             raise UsageError("kind is 'foreign'; only full and model checkpoints can be saved")
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.format.commit import Before, found_before
 from titan_ckpt.format.names import ASSETS, step_folder
@@ -63,6 +64,7 @@ class Saver:
     """
 
     def __init__(self, url: str | Store, options: SaveOptions | None = None) -> None:
+        check_type(options, "options", SaveOptions, or_none=True, hint="SaveOptions(...)")
         self._options = options or SaveOptions()
         timeout_s = self._options.timeout_s
         self._ranks = RankGroup(timeout_s=timeout_s)
@@ -330,7 +332,7 @@ class Saver:
         try:
             phase.close()
             self._known.remember(job.plan.items, part, step)
-        except Exception as error:  # noqa: BLE001  (logged)
+        except BaseException as error:  # noqa: BLE001  (logged)
             self._known.forget()
             log.error("step %d is saved; what follows a commit failed: %s", step, failure_of(self._ranks, error).text)
 

@@ -26,6 +26,13 @@ class MeshSpec:
 
     degrees: tuple[int, ...] = (1,) * len(AXES)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.degrees, tuple) or len(self.degrees) != len(AXES):
+            raise ConfigError(f"degrees are {self.degrees!r}; use MeshSpec.of or MeshSpec.parse, which name the axes")
+        for axis, degree in zip(AXES, self.degrees, strict=True):
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise ConfigError(f"mesh axis {axis}: degree {degree!r} is not a positive whole number")
+
     @staticmethod
     def of(degrees: Mapping[str, int]) -> MeshSpec:
         """The mesh with these degrees by axis name.

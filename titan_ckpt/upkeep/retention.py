@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from titan_ckpt.arguments import check_flag, check_number, check_type, check_whole
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import CheckpointInfo
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, UsageError
 
 PINS = "pins.txt"
 DAY_S = 86_400.0
@@ -35,12 +36,18 @@ class RetentionPolicy:
     older_than_s: float = DAY_S
 
     def __post_init__(self) -> None:
-        if self.keep_last < 1:
-            raise ConfigError(f"keep_last is {self.keep_last}; at least 1 checkpoint is always kept")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ConfigError(f"keep_every is {self.keep_every}; give a number of steps above 0")
-        if self.older_than_s < 0:
-            raise ConfigError(f"older_than_s is {self.older_than_s}; an age is not negative")
+        try:
+            check_whole(self.keep_last, "keep_last", at_least=1)
+            if self.keep_every is not None:
+                check_whole(self.keep_every, "keep_every", at_least=1)
+            check_type(self.pins, "pins", frozenset, set, list, tuple, hint="a set of steps")
+            for step in self.pins:
+                check_whole(step, "a step in pins", at_least=0)
+            check_flag(self.is_incomplete, "is_incomplete")
+            check_number(self.older_than_s, "older_than_s", at_least=0)
+        except UsageError as error:
+            raise ConfigError(str(error)) from None
+        object.__setattr__(self, "pins", frozenset(self.pins))
 
 
 def prune(

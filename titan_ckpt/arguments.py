@@ -1,0 +1,78 @@
+"""Checks of what callers pass: words of a closed set, numbers in a range, types, JSON. UsageError names argument and value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+
+from titan_ckpt.errors import UsageError
+
+MAX_DEPTH = 200
+
+
+def check_word(value: object, words: Iterable[str], name: str) -> None:
+    """UsageError unless `value` is one of `words`; suggests the nearest."""
+    known = [str(word) for word in words]
+    if isinstance(value, str) and value in known:
+        return
+    near = get_close_matches(value, known, n=1) if isinstance(value, str) else []
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UsageError(f"{name} is {value!r}; {hint}use one of {', '.join(known)}")
+
+
+def check_flag(value: object, name: str) -> None:
+    """UsageError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}; give True or False")
+
+
+def check_whole(value: object, name: str, *, at_least: int) -> None:
+    """UsageError unless `value` is an int, not a bool, from `at_least` on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise UsageError(f"{name} is {value!r}; give a whole number from {at_least} on")
+
+
+def check_number(value: object, name: str, *, above: float | None = None, at_least: float | None = None) -> None:
+    """UsageError unless `value` is a finite number `above` or `at_least` a bound."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_inside = is_number and (above is None or value > above) and (at_least is None or value >= at_least)  # type: ignore[operator]
+    if not is_inside:
+        bound = f"above {above:g}" if above is not None else f"from {at_least or 0:g} on"
+        raise UsageError(f"{name} is {value!r}; give a finite number {bound}")
+
+
+def check_type(value: object, name: str, *types: type, or_none: bool = False, hint: str) -> None:
+    """UsageError unless `value` has one of `types`; `hint` says what to give."""
+    if not (isinstance(value, types) or (or_none and value is None)):
+        raise UsageError(
+            f"{name} is {value!r}, of type {type(value).__name__}; give {hint}{' or None' if or_none else ''}"
+        )
+
+
+def check_callable(value: Callable[..., object] | None, name: str, *, or_none: bool = False) -> None:
+    """UsageError unless `value` can be called."""
+    if not (callable(value) or (or_none and value is None)):
+        raise UsageError(f"{name} is {value!r}; give a function{' or None' if or_none else ''}")
+
+
+def check_json(value: object, name: str, depth: int = 0) -> None:
+    """UsageError, with the place, unless JSON holds `value`: text as keys, finite numbers, no other types."""
+    if depth > MAX_DEPTH:
+        raise UsageError(f"{name} is nested more than {MAX_DEPTH} deep, or contains itself")
+    if value is None or isinstance(value, str | bool | int):
+        return
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise UsageError(f"{name} is {value!r}, which JSON cannot hold; store None or text instead")
+        return
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise UsageError(f"{name} has the key {key!r}; JSON would change it to text: use text as keys")
+            check_json(inner, f"{name}.{key}", depth + 1)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            check_json(inner, f"{name}[{index}]", depth + 1)
+    else:
+        raise UsageError(f"{name} is of type {type(value).__name__}, which is not JSON: convert it to numbers or text")

@@ -1,0 +1,74 @@
+"""What a load does with differences between checkpoint and state, and what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_ckpt.arguments import check_flag, check_whole
+from titan_ckpt.checkpoint.kinds import Choice
+
+
+class OnMismatch(Choice):
+    """What to do with a difference between checkpoint and state."""
+
+    ERROR = "error"
+    WARN = "warn"
+    ALLOW = "allow"
+
+
+class VerifyReads(Choice):
+    """Which digests to check: of chunks that are read whole, of all (reading them whole), or none."""
+
+    READ = "read"
+    ALL = "all"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPolicy:
+    """What to do if checkpoint and state differ: "error", "warn" or "allow". A different global shape is always an error.
+
+    `missing`: names that only the state has. `extra`: names that only the checkpoint has, below the state's own top-level names.
+    `cast`: a dtype that can represent the stored values; `lossy_cast`: one that cannot. Where the dtypes do not tell (int64 to
+    float16) and only `lossy_cast` is "error", the values are compared before a tensor changes.
+    `verify="read"` checks the digest of every chunk that is read whole; "all" reads every chunk whole; "none" checks nothing.
+    `broadcast` reads once for all replicas along `dp_replicate` and sends the bytes between ranks; then all ranks must load.
+    With `together`, ranks that share DTensors load together and all raise if one fails; False for a rank that loads alone.
+    UsageError for any other word.
+    """
+
+    missing: OnMismatch | str = OnMismatch.ERROR
+    extra: OnMismatch | str = OnMismatch.ERROR
+    cast: OnMismatch | str = OnMismatch.ERROR
+    lossy_cast: OnMismatch | str = OnMismatch.ERROR
+    verify: VerifyReads | str = VerifyReads.READ
+    broadcast: bool = False
+    together: bool = True
+    threads: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("missing", "extra", "cast", "lossy_cast"):
+            object.__setattr__(self, name, OnMismatch.parse(getattr(self, name), name))
+        for name in ("broadcast", "together"):
+            check_flag(getattr(self, name), name)
+        check_whole(self.threads, "threads", at_least=1)
+        object.__setattr__(self, "verify", VerifyReads.parse(self.verify, "verify"))
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What a load did on this rank, by name; `objects` are the values that are not tensors.
+
+    `needed_bytes` is the size of the tensors, `fetched_bytes` what was read for them, `unverified_bytes` the part of the needed
+    bytes whose digest was not checked, because their chunks were read in part.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    cast: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    needed_bytes: int = 0
+    fetched_bytes: int = 0
+    unverified_bytes: int = 0
