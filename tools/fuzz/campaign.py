@@ -15,7 +15,7 @@ from tools.fuzz.family import LONGEST_S, LONGEST_S_PER_MB
 from tools.fuzz.hunt import HEAD, save
 
 POLL_S = 0.5
-MOST_KEPT, LARGEST_KEPT, KEPT_BYTES = 24, 6 << 10, 48 << 10
+MOST_KEPT, LARGEST_KEPT, KEPT_BYTES = 12, 3 << 10, 16 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
