@@ -14,7 +14,7 @@ from titan_ckpt.console.output import write_json, write_note, write_text
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.errors import TitanError, UsageError
-from titan_ckpt.location import join, redact_text
+from titan_ckpt.location import join
 from titan_ckpt.trainer.config.toml_records import Resolved, as_dict, render, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, resolve_mesh
 from titan_ckpt.trainer.data.batches import reader_of
@@ -176,7 +176,7 @@ def run_as_rank(resolved: Resolved[TrainConfig]) -> int:
         if is_launched_here():
             _leave(record.exit_code)
         if isinstance(error, TitanError):
-            write_note(redact_text(f"titan-ckpt: error: rank {process.rank}: {error}"))
+            write_note(f"titan-ckpt: error: rank {process.rank}: {error}")
             _leave(record.exit_code)
         raise
     return 130 if outcome.is_from_other_rank and not is_launched_here() else 0

@@ -25,6 +25,8 @@ from titan_ckpt.debug.drill.inject import CASES, TRUTH, inject, is_possible
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.errors import TitanError
 
+_OWN = re.compile(r"(?:\.tmp-.*|rank_\d{5}\..*|exits\.json|s)\Z")  # names of what a drill writes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
@@ -42,7 +44,7 @@ def run_case(case: str, ranks: int, folder: Path) -> CaseResult:
     started = time.monotonic()
     try:
         if not (folder / TRUTH).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove_own(folder)
             inject(case, folder, ranks=ranks)
     except TitanError as error:
         return CaseResult(case=case, ranks=ranks, is_right=False, found=str(error), seconds=time.monotonic() - started)
@@ -53,6 +55,15 @@ def run_case(case: str, ranks: int, folder: Path) -> CaseResult:
     is_right = is_right and truth.subtype in (None, top.subtype)
     found = f"{top.verdict}/{top.subtype} {list(top.culprits)} {top.confidence:.2f} {top.headline}"
     return CaseResult(case=case, ranks=ranks, is_right=is_right, found=found, seconds=seconds)
+
+
+def _remove_own(folder: Path) -> None:
+    """Remove what a drill that was cut left; TitanError if `folder` has anything else."""
+    others = [path for path in folder.rglob("*") if _OWN.match(path.name) is None] if folder.is_dir() else []
+    if others or folder.is_symlink():
+        raise TitanError(f"{folder}: {others[0] if others else folder} is not of a drill; give another --keep")
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def run_campaign(words: Sequence[str] | None = None) -> int:

@@ -8,6 +8,8 @@ import sys
 import threading
 from types import FrameType
 
+from titan_ckpt.location import redact_text
+
 
 def all_stacks() -> list[str]:
     """Every thread's stack, in faulthandler's form, innermost call first; the main thread last as there."""
@@ -35,6 +37,6 @@ def with_source(lines: list[str]) -> bytes:
     for line in lines:
         is_main = "[MainThread]" in line if line.startswith(("Thread", "Current")) else is_main
         match = _PLACE.match(line) if is_main else None
-        text = linecache.getline(match.group(1), int(match.group(2))).strip() if match else ""
+        text = redact_text(linecache.getline(match.group(1), int(match.group(2))).strip()) if match else ""
         found.append(f"{line}  | {text}" if text else line)
     return "\n".join(found).encode("utf-8", "replace")

@@ -44,6 +44,7 @@ from titan_ckpt.debug.record.progress import Progress, torch_progress
 from titan_ckpt.debug.record.signal_reader import SignalReader
 from titan_ckpt.debug.record.worker_server import WorkerServer
 from titan_ckpt.errors import TitanError, UsageError
+from titan_ckpt.location import redact_text
 from titan_ckpt.private_files import PrivateFolder
 from titan_ckpt.store.open import open_store
 
@@ -160,10 +161,10 @@ class Recorder:
             "titan_ckpt": "error",
             "rank": self.rank,
             "type": type(error).__name__,
-            "message": str(error)[:2000],
+            "message": redact_text(str(error))[:2000],
             "time_s": time.time(),
             "frames": [
-                [f.filename, f.lineno or 0, f.name, f.line or ""]
+                [f.filename, f.lineno or 0, f.name, redact_text(f.line or "")]
                 for f in reversed(traceback.extract_tb(error.__traceback__))
             ],
         }

@@ -25,10 +25,10 @@ def report_failure(error: BaseException, arguments: Sequence[str], *, show_trace
     if is_known and not show_traceback:
         write_error(error if isinstance(error, TitanError) else f"{error.filename}: {error.strerror}")  # type: ignore[attr-defined]
     elif show_traceback:
-        write_note(redact_text("".join(traceback.format_exception(error))))
+        write_note("".join(traceback.format_exception(error)))
     else:
         what = traceback.format_exception_only(error)[-1].strip() or type(error).__name__
-        write_note(f"titan-ckpt: internal error: {redact_text(what)}\n{_kept(error, arguments)}")
+        write_note(f"titan-ckpt: internal error: {what}\n{_kept(error, arguments)}")
     return error.exit_code if isinstance(error, TitanError) else FAILED if is_known else INTERNAL
 
 
@@ -76,7 +76,7 @@ def _take(error: BaseException | None, found: list[BaseException]) -> None:
 
 def _ignored(failed: Any) -> None:
     """An error in a destructor, which Python cannot raise anywhere."""
-    write_note(redact_text(f"ignored in {failed.object!r}: {failed.exc_value!r}"))
+    write_note(f"ignored in {failed.object!r}: {failed.exc_value!r}")
 
 
 def close_output() -> None:

@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from titan_ckpt.console.escapes import escape_line, escape_text
 from titan_ckpt.errors import TitanError
-from titan_ckpt.location import redact_text
+from titan_ckpt.location import redact_text, redact_values
 
 
 class OutputClosedError(Exception):
@@ -22,8 +22,8 @@ class OutputClosedError(Exception):
 
 
 def write_json(value: Any, out: TextIO | None = None, *, indent: int | None = 1) -> None:
-    """Write `value` as JSON in ASCII to stdout; infinity and NaN become null."""
-    _write(out or sys.stdout, json.dumps(_finite(value), indent=indent, allow_nan=False) + "\n")
+    """Write `value` as JSON in ASCII to stdout, without secrets; infinity and NaN become null."""
+    _write(out or sys.stdout, json.dumps(_finite(redact_values(value)), indent=indent, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -39,8 +39,8 @@ def _key(key: Any) -> Any:
 
 
 def write_text(text: str, out: TextIO | None = None) -> None:
-    """Write `text` as lines to stdout, with what a terminal would obey escaped."""
-    write_coloured(escape_text(text), out)
+    """Write `text` as lines to stdout, without secrets, and with what a terminal would obey escaped."""
+    write_coloured(escape_text(redact_text(text)), out)
 
 
 def write_coloured(text: str, out: TextIO | None = None) -> None:
@@ -50,12 +50,12 @@ def write_coloured(text: str, out: TextIO | None = None) -> None:
 
 def write_note(text: str) -> None:
     """Write a line about what is done, or is wrong, to stderr. Further lines are indented, to pass for no line of ours."""
-    _write(sys.stderr, escape_text(_indented(text)) + "\n")
+    _write(sys.stderr, escape_text(redact_text(_indented(text))) + "\n")
 
 
 def write_error(error: BaseException | str) -> None:
-    """Write an error, without secrets, to stderr."""
-    write_note(f"titan-ckpt: error: {redact_text(str(error))}")
+    """Write an error to stderr."""
+    write_note(f"titan-ckpt: error: {error}")
 
 
 def flush() -> None:

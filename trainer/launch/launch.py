@@ -21,12 +21,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from titan_ckpt.console.output import write_note
-from titan_ckpt.errors import TitanError
+from titan_ckpt.errors import FAILED, INTERNAL, TitanError
+from titan_ckpt.location import redact_text
 from titan_ckpt.trainer.config.train_config import TrainConfig, fixed_world_size
 from titan_ckpt.trainer.report.logs import RunFolder
 from titan_ckpt.trainer.report.records import METRICS, Event, read_records
@@ -152,14 +154,22 @@ def write_error(folder: RunFolder, rank: int, error: BaseException) -> RankError
         rank=rank,
         time_s=time.time(),
         kind=type(error).__name__,
-        message=str(error) or traceback.format_exception_only(error)[-1].strip(),
-        exit_code=error.exit_code if isinstance(error, TitanError) else 3,
+        message=redact_text(str(error) or traceback.format_exception_only(error)[-1].strip()),
+        exit_code=_exit_code(error),
         is_ours=is_ours,
     )
     os.makedirs(folder.logs, exist_ok=True)
     with open(folder.error(rank), "w", encoding="utf-8") as file:
         json.dump(asdict(record), file)
     return record
+
+
+def _exit_code(error: BaseException) -> int:
+    """The error's own; 3 for what the machine or its peers did (memory, network, files), 70 for what nobody expected."""
+    if isinstance(error, TitanError):
+        return error.exit_code
+    is_outside = isinstance(error, OSError | MemoryError | torch.OutOfMemoryError | dist.DistError)
+    return FAILED if is_outside or any(word in str(error) for word in _SYMPTOMS) else INTERNAL
 
 
 def read_errors(folder: RunFolder) -> list[RankError]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.device_mesh import BACKENDS, one_thread_groups
 from titan_ckpt.trainer.report.logs import RunFolder
 from titan_ckpt.trainer.run.stop_signals import StopRequest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +107,14 @@ def start_recorder(context: RankContext, stop: StopRequest) -> Recorder | None:
     upload = None
     if config.save.url and not folder.is_at(config.save.url):
         upload = join(config.save.url, DEBUG, incident)
-    return Recorder.start(
-        os.path.join(folder.debug, incident), rank=process.rank, world_size=process.world_size,
-        coordinates=context.mesh.coordinate(process.rank), stall_s=config.debug.stall_s, on_signal=stop.request, upload=upload,
-    )  # fmt: skip
+    try:
+        return Recorder.start(
+            os.path.join(folder.debug, incident), rank=process.rank, world_size=process.world_size, upload=upload,
+            coordinates=context.mesh.coordinate(process.rank), stall_s=config.debug.stall_s, on_signal=stop.request,
+        )  # fmt: skip
+    except OSError as error:
+        log.error("no recorder of hangs: %s: %s; training goes on without it", error.filename, error.strerror)
+        return None
 
 
 def _incident_name(process: RankProcess) -> str:
