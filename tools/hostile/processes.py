@@ -53,7 +53,7 @@ REAL = {
     + _TELL,
     "handler replaced": _RECORD + "held = start()\nsignal.signal(signal.SIGUSR2, signal.SIG_DFL)\n" + _TELL,
     "forked child": _RECORD
-    + "held = start()\nhere, there = os.pipe()\nif os.fork() == 0:\n    os.read(here, 1); os._exit(0)\n"
+    + "held = start()\nhere, there = os.pipe()\nif os.fork() == 0:\n    os.close(there); os.read(here, 1); os._exit(0)\n"
     + _TELL,
 }
 _NOT_OURS = (
@@ -77,8 +77,8 @@ class _Job:
 def run_processes(seed: int, seconds: float) -> Outcome:
     """Collect from folders with all kinds of sidecars, round after round; every process must live on as it was."""
     outcome, rng = Outcome(part="processes"), random.Random(seed)
-    until = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as scratch, _jobs(Path(scratch)) as jobs:
+        until = time.monotonic() + seconds
         while not outcome.cases or time.monotonic() < until:
             _round(rng.choice(jobs), jobs, Path(scratch), rng, outcome)
             for job in jobs:
@@ -135,7 +135,9 @@ def _jobs(scratch: Path) -> Iterator[list[_Job]]:
     finally:
         for job in jobs:
             job.process.kill()
-            job.process.communicate()
+            job.process.wait()
+            assert job.process.stdout is not None
+            job.process.stdout.close()
 
 
 def _is_as_it_was(job: _Job) -> bool:
