@@ -67,6 +67,7 @@ faults: $(READY) ## kill saves, fail store calls in turn and at random, damage e
 	$(BIN)/python -m scripts.faults --kills 200
 	$(BIN)/python -m scripts.faults --kills 100 --s3
 	$(BIN)/python -m scripts.faults --matrix
+	$(BIN)/python -m scripts.faults --one-rank
 	$(BIN)/python -m scripts.faults --random 5000
 	$(BIN)/python -m scripts.faults --damage 150
 	$(BIN)/python -m scripts.faults --power-cuts 1000

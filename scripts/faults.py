@@ -4,6 +4,7 @@
     python -m scripts.faults --kills 100 --s3            the same on a real S3 server, started here
     python -m scripts.faults --matrix                    a fault at every store call of every rank (tools/faults/cases.py)
     python -m scripts.faults --random 5000               saves on a store that fails at random (tools/faults/random_saves.py)
+    python -m scripts.faults --one-rank                  one rank fails in every function of a save (tools/faults/one_rank.py)
     python -m scripts.faults --damage 200                damage of every kind to every kind of file (tools/faults/damage.py)
     python -m scripts.faults --power-cuts 1000           what power cuts may leave of a run (tools/faults/power.py)
 
@@ -44,6 +45,7 @@ from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.upkeep.retention import RetentionPolicy
 from tools.faults.cases import KINDS, FaultCase, RankOutcome, all_cases, count_calls, run_case
 from tools.faults.damage import damage_table
+from tools.faults.one_rank import campaign as one_rank_campaign
 from tools.faults.power_cases import run_cuts
 from tools.faults.random_saves import describe, random_runs
 from tools.faults.store import FaultMode
@@ -283,6 +285,7 @@ def main() -> int:
     parser.add_argument(
         "--random", type=int, metavar="N", help="save N times over an fsspec store that fails at random"
     )
+    parser.add_argument("--one-rank", action="store_true", help="one rank fails in every function of a save in turn")
     parser.add_argument("--damage", type=int, metavar="N", help="flip and truncate each file N times, at random places")
     parser.add_argument("--power-cuts", type=int, metavar="N", help="cut the power of modelled disks N times")
     parser.add_argument("--hows", default="before,after,torn,hang", help="which faults the matrix injects")
@@ -298,6 +301,10 @@ def main() -> int:
             return damage(Path(folder), arguments.damage, seed=arguments.seed)
         if arguments.power_cuts:
             return power_cuts(Path(folder), arguments.power_cuts, seed=arguments.seed)
+        if arguments.one_rank:
+            facts = one_rank_campaign(Path(folder), KINDS, num_ranks=arguments.ranks)
+            sys.stdout.write(json.dumps({"one_rank": True, **facts}) + "\n")
+            return 1 if facts["problems"] else 0
         if arguments.matrix:
             hows = tuple(FaultMode(how) for how in arguments.hows.split(","))
             seen = matrix(Path(folder), hows, num_ranks=arguments.ranks, num_pools=arguments.pools)

@@ -137,7 +137,7 @@ class Committer:
             keep = not_mirrored | self._options.in_use() | {step}
             action = partial(apply_retention, policy=self._options.retention, now_s=time.time(), keep=keep)
             run_until(GIVE_UP_AT * self._options.timeout_s, action, self._store, what="deleting old checkpoints")
-        except Exception as error:  # noqa: BLE001  (the save is committed, on every rank)
+        except BaseException as error:  # noqa: BLE001  (the save is committed, on every rank)
             log.warning("step %d was saved, but deleting old checkpoints failed: %s", step, redact_text(str(error)))
 
 

@@ -190,6 +190,22 @@ def run_case(pool: RankPool, folder: Path, case: OneRankCase) -> tuple[list[str]
     return [f"{case}: {text}" for text in judge(folder, case, ranks)], ranks[case.rank], longest
 
 
+def campaign(folder: Path, kinds: tuple[str, ...], *, num_ranks: int) -> dict[str, Any]:
+    """Every point of every kind of save on ranks 0 and 1: the number of cases, of faults that were met, and all problems."""
+    facts: dict[str, Any] = {"ranks": num_ranks, "cases": 0, "met": 0, "longest_s": 0.0, "problems": []}
+    with RankPool(num_ranks) as pool:
+        for kind in kinds:
+            for rank in (0, 1):
+                for number, point in enumerate(points_of(pool, folder / f"{kind}-{rank}", kind, rank)):
+                    case = OneRankCase(kind=kind, rank=rank, point=point, error=number)
+                    found, seen, longest = run_case(pool, folder / f"{kind}-{rank}-{number}", case)
+                    facts["cases"] += 1
+                    facts["met"] += seen.is_hit
+                    facts["longest_s"] = max(facts["longest_s"], round(longest, 1))
+                    facts["problems"] += found
+    return facts
+
+
 def judge(folder: Path, case: OneRankCase, ranks: list[Seen]) -> list[str]:
     """All problems with the outcome of a case."""
     found = [
