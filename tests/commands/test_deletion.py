@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import random
 import shutil
 import time
 import warnings
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
@@ -25,9 +28,11 @@ from titan_ckpt.format.commit import DIGEST, _encode
 from titan_ckpt.loading.load import load
 from titan_ckpt.saving.saver import SaveOptions, Saver, save
 from titan_ckpt.store.local import FileStore
+from titan_ckpt.upkeep.copy import copy_checkpoint
 from titan_ckpt.upkeep.deletion import delete, plan_removal
 from titan_ckpt.upkeep.retention import RetentionPolicy
 from tools.faults.store import ERRORS, FaultyStore, StoreFault
+from tools.hostile.deletion import make_template, try_once
 
 ALL = ["--keep-last", "1", "--incomplete", "--older-than", "0s", "--yes"]
 OLD_S = 10 * 86400.0
@@ -163,12 +168,13 @@ def test_a_file_that_a_damaged_step_needs_stays(tmp_path: Path, capsys: pytest.C
     assert len(list((tmp_path / "step-00000001").glob("a-*/*.distcp"))) == 1
 
 
-@pytest.mark.parametrize("what", ["step", "attempt", "file"])
+@pytest.mark.parametrize("what", ["step", "attempt", "file", "COMMIT.json", ".metadata"])
 def test_links_and_what_they_point_to_stay(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     fill(run, 1, 2, 3)
     step = run / "step-00000001"
-    target = {"step": step, "attempt": next(step.glob("a-*")), "file": next(step.glob("a-*/*.distcp"))}[what]
+    known = {"step": step, "attempt": next(step.glob("a-*")), "file": next(step.glob("a-*/*.distcp"))}
+    target = known.get(what, step / what)
     other.mkdir()
     target.rename(other / target.name)
     target.symlink_to(other / target.name)
@@ -375,3 +381,31 @@ def test_a_save_leaves_what_users_put_into_its_folder(tmp_path: Path) -> None:
     (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
     save(str(tmp_path), state(1), step=1)
     assert (tmp_path / "step-00000001" / "notes.txt").read_text() == "mine"
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_template(tmp_path_factory.mktemp("hostile"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**40))
+def test_nothing_that_is_not_ours_goes_from_any_tree(template: Path, seed: int) -> None:
+    """Files, links, foreign folders, half saves, damage; retention or prune; any policy (`scripts.hostile deletion`)."""
+    folder = template.parent / f"case-{seed}"
+    try:
+        assert try_once(random.Random(seed), template, folder)[0] == []
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("is_incremental", [False, True])
+def test_a_copy_has_the_assets_of_its_source(tmp_path: Path, is_incremental: bool) -> None:
+    run, copy = tmp_path / "run", str(tmp_path / "copy")
+    assets = {"tokenizer.json": b"{}", "sub/vocab.txt": b"a b"}
+    with Saver(str(run), SaveOptions(incremental=is_incremental)) as saver:
+        for step in (1, 2):
+            saver.save(state(step), step=step, assets=assets).wait()
+    copy_checkpoint(open_checkpoint(str(run)), FileStore(copy))
+    assert {name: open_checkpoint(copy).asset(name) for name in assets} == assets
+    assert verify(copy, read_data=True) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, Namespace
 
+from titan_ckpt.check.mend import mend_metadata
 from titan_ckpt.check.verify import Report, examine, newest_committed
 from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.escapes import escape_line
@@ -21,6 +22,9 @@ MAX_PROBLEMS_SHOWN = 50
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("url", metavar="URL[@STEP]", help="a checkpoint; without a step the newest committed one")
+    parser.add_argument(
+        "--fix", action="store_true", help="first mend a .metadata that is not the one that was committed"
+    )
     parser.add_argument("--data", action="store_true", help="read every byte and check every digest")
     add_json_flag(parser)
 
@@ -30,6 +34,7 @@ def run(arguments: Namespace) -> int:
     location = parse_location(arguments.url)
     store = open_store(location.url)
     step = newest_committed(store) if location.step is None else location.step
+    is_mended = arguments.fix and step is not None and mend_metadata(store, step)
     where = str(location) if step is None else f"{location.url}@{step}"
     total = (
         sum(entry.size_bytes for entry in store.list("" if step is None else step_folder(step)))
@@ -46,12 +51,15 @@ def run(arguments: Namespace) -> int:
             "checkpoint": name,
             "step": step,
             "is_ok": report.is_ok,
+            "is_mended": is_mended,
             "read_bytes": size,
             "seconds": round(seconds, 3),
         }
         lists = {"files": [file.to_dict() for file in report.files], "problems": [p.to_dict() for p in report.problems]}
         write_json(facts | lists)
     else:
+        if is_mended:
+            write_text(f"{name}: its .metadata was another one; the one that was committed is back")
         write_text(_text(name, report, size if arguments.data else None, seconds))
     return 1 if report.problems or (arguments.data and report.is_data_unchecked) else 0
 

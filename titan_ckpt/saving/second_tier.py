@@ -59,6 +59,7 @@ class Mirror:
         self._lock = threading.Lock()
         self._waiting: set[int] = set()
         self._due: set[int] = set()  # the coordinator's; complete once it is known what earlier jobs left
+        self._unwritten: set[int] = set()  # steps whose line in `unmirrored.txt` could not be written
         self._is_known, self._has_looked = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="titan-ckpt-mirror", daemon=True)
         self._thread.start()
@@ -103,6 +104,7 @@ class Mirror:
             with self._lock:
                 self._waiting.discard(step)
         self._round(None)
+        self._note_again()
 
     def _round(self, step: int | None) -> None:
         """Mirror `step` and what is due. The coordinator names the steps, so that all ranks copy the same."""
@@ -138,8 +140,13 @@ class Mirror:
         except Exception as error:  # noqa: BLE001  (retention waits until it is known)
             log.warning("what %s lacks is unknown, so %s keeps everything: %s", self._target, self._source, error)
         self._has_looked.set()
+        self._note_again()
         due = sorted(self._due - {step}, reverse=True) if self._is_known else []
         return due if step is None else [step, *due]
+
+    def _note_again(self) -> None:
+        for number in sorted(self._unwritten):
+            self._note(number, is_due=number in self._due)
 
     def _look(self, source: Store, target: Store) -> None:
         """Find what earlier jobs left, once, and forget due steps that are gone."""
@@ -157,13 +164,15 @@ class Mirror:
         with self._lock:
             was_due = step in self._due
             self._due = self._due | {step} if is_due else self._due - {step}
-        if was_due == is_due:
+        if was_due == is_due and step not in self._unwritten:
             return
         try:
             action = partial(mark_unmirrored, step=step, is_due=is_due)
             run_until(self._give_up_s, action, self._source, what=f"writing {UNMIRRORED}")
+            self._unwritten.discard(step)
         except Exception as error:  # noqa: BLE001  (this job knows it anyway)
-            log.warning("%s was not written: %s", self._source.where(UNMIRRORED), error)
+            self._unwritten.add(step)
+            log.warning("%s was not written and is tried again: %s", self._source.where(UNMIRRORED), error)
 
     def _mirror(self, step: int) -> None:
         started = time.perf_counter()

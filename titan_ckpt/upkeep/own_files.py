@@ -17,7 +17,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from titan_ckpt.checkpoint.open import CheckpointInfo, read_index
@@ -26,7 +26,7 @@ from titan_ckpt.format.commit import Commit, commit_path
 from titan_ckpt.format.dcp_read import data_paths
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
-from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, is_attempt, is_data_file, step_folder
+from titan_ckpt.format.names import ASSETS, COMMIT, DIGESTS, MANIFEST, METADATA, is_attempt, is_data_file, step_folder
 from titan_ckpt.store.base import ObjectInfo, Store
 
 _START = re.compile(r"a-(\d{8}T\d{6}Z)-")
@@ -103,7 +103,7 @@ def files_of_step(store: Store, info: CheckpointInfo, manifest: Manifest | None)
     ours = {*named, *(entry.path for found in attempts.values() for entry in found)}
     ours |= {found.path for found in (commit, index.entry if index and index.is_ours else None) if found is not None}
     return StepFiles(
-        step=info.step, refusal=_refusal(index, named, own), commit=commit, index=index,
+        step=info.step, refusal=_refusal(index, named, own, entries.values()), commit=commit, index=index,
         attempt=info.commit.attempt if info.commit else None, attempts=attempts,
         committed=tuple(own[path] for path in sorted(named) if path in own), others=tuple(sorted(entries.keys() - ours)),
     )  # fmt: skip
@@ -140,7 +140,10 @@ def _index(store: Store, entry: ObjectInfo | None, commit: Commit | None) -> Dcp
     return DcpIndex(entry=entry, is_ours=is_ours, is_committed=is_committed, files=files, attempts=names)
 
 
-def _refusal(index: DcpIndex | None, named: set[str], own: dict[str, ObjectInfo]) -> str:
+def _refusal(index: DcpIndex | None, named: set[str], own: dict[str, ObjectInfo], entries: Iterable[ObjectInfo]) -> str:
+    """Why nothing of a step may go: what must go before the data cannot, or it is unknown what is needed."""
+    if links := sorted(e.path for e in entries if e.is_link and e.path.endswith((f"/{COMMIT}", f"/{METADATA}"))):
+        return f"{links[0]} is a symbolic link"
     if index is not None and not index.is_ours and not index.files:
         return f"its {METADATA} cannot be decoded, so what it needs is unknown"
     if missing := sorted(path for path in named - own.keys() if path.endswith(".distcp")):
