@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import pickle
-import random
 import shutil
 import time
 import warnings
@@ -17,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
@@ -32,7 +29,6 @@ from titan_ckpt.upkeep.copy import copy_checkpoint
 from titan_ckpt.upkeep.deletion import delete, plan_removal
 from titan_ckpt.upkeep.retention import RetentionPolicy
 from tools.faults.store import ERRORS, FaultyStore, StoreFault
-from tools.hostile.deletion import make_template, try_once
 
 ALL = ["--keep-last", "1", "--incomplete", "--older-than", "0s", "--yes"]
 OLD_S = 10 * 86400.0
@@ -381,22 +377,6 @@ def test_a_save_leaves_what_users_put_into_its_folder(tmp_path: Path) -> None:
     (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
     save(str(tmp_path), state(1), step=1)
     assert (tmp_path / "step-00000001" / "notes.txt").read_text() == "mine"
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_template(tmp_path_factory.mktemp("hostile"))
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**40))
-def test_nothing_that_is_not_ours_goes_from_any_tree(template: Path, seed: int) -> None:
-    """Files, links, foreign folders, half saves, damage; retention or prune; any policy (`scripts.hostile deletion`)."""
-    folder = template.parent / f"case-{seed}"
-    try:
-        assert try_once(random.Random(seed), template, folder)[0] == []
-    finally:
-        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("is_incremental", [False, True])
