@@ -11,7 +11,7 @@ QUICK := not dist and not s3 and not hf and not e2e
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz faults faults-debug hostile soak bench demo docs wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz faults faults-debug hostile soak arena bench demo docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ hostile: $(READY) ## campaigns against hostile files, links, servers and process
 
 soak: $(READY) ## an hour of training, kills, reshards and prunes over a faulty network (ARGS="--minutes 5 --seed 1")
 	$(BIN)/python -m scripts.soak $(ARGS)
+
+arena: $(READY) ## score this and other tools on recorded incidents: docs/arena.md (ARGS="--folder F --tool NAME=COMMAND")
+	$(BIN)/python -m benchmarks.diagnosis.arena $(ARGS)
 
 bench: $(READY) ## run all benchmarks that fit this machine, with peers: docs/performance.md (ARGS="--quick" or "--only core_local")
 	$(BIN)/python -m benchmarks.suite $(ARGS)
