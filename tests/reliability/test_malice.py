@@ -156,7 +156,7 @@ def test_a_value_whose_file_is_no_value_is_damage(run: Path) -> None:
     checkpoint = open_checkpoint(str(run))
     entry = checkpoint.manifest.objects[0]
     forge(run, lambda m: m["objects"][0].update(length=entry.length - 30, digest=None))
-    with pytest.raises(DamagedError, match="not a value that torch"):
+    with pytest.raises(DamagedError, match=r"not a (value that torch|whole torch file)"):
         read_object(open_checkpoint(str(run)), "n")
 
 
