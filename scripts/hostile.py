@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from tools.hostile.evidence_links import run_evidence_links
 from tools.hostile.deletion import deletion
+from tools.hostile.evidence_links import run_evidence_links
 from tools.hostile.model_folders import run_models
 from tools.hostile.outcome import Outcome
 from tools.hostile.processes import run_processes
@@ -25,12 +25,12 @@ from tools.hostile.s3_campaign import run_server
 
 Part = Callable[[int, float], Outcome]
 PARTS: dict[str, Part] = {
+    "deletion": deletion,
     "models": run_models,
     "server": run_server,
     "processes": run_processes,
     "links": run_evidence_links,
 }
-PARTS: dict[str, Part] = {"deletion": deletion, "models": run_models, "server": run_server}
 SHOWN_FAILURES = 20
 
 
