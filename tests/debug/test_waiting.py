@@ -1,11 +1,25 @@
-"""Which stacks are waits: in a collective, or in C++ below a call of torch, in the forms that recorders write."""
+"""Which stacks are waits, in the forms that recorders write, and real jobs that hang below torch."""
 
 from __future__ import annotations
 
-import pytest
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.incident.frames import main_thread_state
 from titan_ckpt.debug.read.stacks import parse_stacks
+from titan_ckpt.debug.record.environment import environment
+from titan_ckpt.debug.record.progress import torch_progress
 
 SITE = "/opt/venv/lib/python3.12/site-packages"
 SELECT = '  File "/usr/lib/python3.12/selectors.py", line 415 in select'
@@ -74,3 +88,68 @@ def test_pyspy_stack_below_torch_may_wait() -> None:
     main = parse_stacks(f'Thread 1 (active): "MainThread"\n{inner}\n    main (/job/train.py:7)\n', "pyspy", "").main
     assert main is not None
     assert main_thread_state(main)[0] == "in_torch"
+
+
+PROGRAM = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from titan_ckpt.debug import Recorder
+folder, rank = sys.argv[1], int(sys.argv[2])
+Recorder.start(folder, rank=rank, world_size=2, stall_s=2)
+dist.init_process_group("gloo", init_method="file://" + folder + "/store", rank=rank, world_size=2)
+layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+{wrap}
+def spin(step):
+    while rank == 1 and step == 3:
+        pass  # the culprit
+for step in range(6):
+    spin(step)
+    model(torch.ones(2, 8)).sum().backward()
+"""
+WRAPS = {
+    "ddp": "model = nn.parallel.DistributedDataParallel(layers)",
+    "fsdp2": "from torch.distributed.fsdp import fully_shard\nmodel = fully_shard(layers)",
+}
+
+
+def test_operations_issued_from_cpp_are_progress(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(4, 1))
+        before = torch_progress()
+        assert torch_progress() == before
+        model(torch.ones(2, 4)).sum().backward()
+        assert torch_progress() != before
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", WRAPS)
+def test_hang_below_backward_names_the_busy_rank(kind: str, tmp_path: Path) -> None:
+    code = textwrap.dedent(PROGRAM).format(wrap=WRAPS[kind])
+    variables = {**os.environ, **environment(200), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(rank)], env=variables, stderr=subprocess.DEVNULL
+        )
+        for rank in range(2)
+    ]
+    try:
+        give_up = time.monotonic() + 120
+        stalls = [tmp_path / f"rank_{rank:05d}.stall.pickle" for rank in range(2)]
+        while time.monotonic() < give_up and diagnose_folder(tmp_path, stalls) != ("STUCK_ON_CPU", (1,)):
+            time.sleep(0.5)
+        assert diagnose_folder(tmp_path, stalls) == ("STUCK_ON_CPU", (1,))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def diagnose_folder(folder: Path, stalls: list[Path]) -> tuple[str, tuple[int, ...]]:
+    """The first verdict, once both ranks have dumped a stall."""
+    if not all(path.exists() for path in stalls):
+        return "", ()
+    top = diagnose(open_run(str(folder)))[0]
+    return str(top.verdict), top.culprits
