@@ -33,10 +33,12 @@ RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u2
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose folder, tensors, values, metadata, logs, stacks and metrics are full of escapes; step 2 is damaged."""
-    run = tmp_path_factory.mktemp("runs") / f"run {EVIL}"
+    runs = tmp_path_factory.mktemp("runs")
+    run = runs / "plain"
     for step in (1, 2):
         state = {f"{EVIL}.{name}": torch.full((4, 4), float(step)) for name in "ab"} | {f"{EVIL}.n": step}
         save(str(run), state, step=step, user={EVIL: EVIL}, training={"note": EVIL})
+    run = run.rename(runs / f"run {EVIL}")
     (damaged,) = run.glob("step-00000002/a-*/*.distcp")
     damaged.write_bytes(damaged.read_bytes()[:-40])
     (run / "logs").mkdir(exist_ok=True)
