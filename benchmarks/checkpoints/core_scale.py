@@ -57,7 +57,7 @@ def part_of(rank: int, items: list[LocalShard], attempt: str) -> RankPart:
     return RankPart(
         files=(FileEntry(path=data_file(attempt, rank), size_bytes=end, digest=bytes(16)),),
         columns=np.array(rows, dtype=np.int64), digests=np.random.default_rng(rank).bytes(16 * len(items)), objects=(),
-        all_object_digests={}, written_bytes=end, raw_bytes=end,
+        all_object_digests={}, copy_digests=[], written_bytes=end, raw_bytes=end,
     )  # fmt: skip
 
 

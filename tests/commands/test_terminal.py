@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -136,7 +137,10 @@ def raising(error: BaseException) -> Callable[[Any], NoReturn]:
 
 
 def as_command(monkeypatch: pytest.MonkeyPatch, run: Callable[[Any], int]) -> None:
-    command = Command(configure=lambda parser: parser.add_argument("url"), run=run)
+    def configure(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("url")
+
+    command = Command(configure=configure, run=run)
     monkeypatch.setattr(main_module, "load_command", lambda _: command)
 
 
