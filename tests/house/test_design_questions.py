@@ -18,4 +18,4 @@ def test_there_are_twenty_questions() -> None:
 
 @pytest.mark.parametrize(("line", "folder"), QUESTIONS)
 def test_a_line_stands_in_its_folder(line: str, folder: str) -> None:
-    assert any(line in path.read_text() for path in (ROOT / folder).glob("*.py"))
+    assert any(line in path.read_text() for path in (ROOT / folder).rglob("*.py"))

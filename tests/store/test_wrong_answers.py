@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,11 @@ def test_wrong_answers_give_errors_or_right_results(server: HostileS3, call: Cal
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES.values() if shape.is_slow], ids=lambda shape: shape.name)
 def test_a_slow_answer_ends_with_an_error_at_the_deadline(server: HostileS3, shape: Shape) -> None:
     call = next(call for call in CALLS if call.name == ("list" if shape.operations else "read many parts"))
-    seen = run_case(server, call, shape, rule=always(shape, "ListObjectsV2" if shape.operations else "GetObject"))
+    rule = always(shape, "ListObjectsV2" if shape.operations else "GetObject")
+    seen = run_case(server, call, shape, rule=rule)
+    for _ in range(4):
+        if seen.outcome == "not reached":  # on a starved machine the deadline may pass before the server answers at all
+            seen = run_case(server, call, shape, rule=rule)
     assert (seen.outcome, seen.problem) == ("error", "")
 
 
@@ -142,11 +147,12 @@ def test_a_tls_error_keeps_its_reason() -> None:
         listener.listen()
 
         def serve() -> None:
-            for _ in range(3):
-                connection, _ = listener.accept()
-                with connection:
-                    connection.recv(1 << 16)
-                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            with suppress(OSError):  # the listener is closed when the test is over
+                for _ in range(3):
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(1 << 16)
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
         threading.Thread(target=serve, daemon=True).start()
         endpoint = f"https://127.0.0.1:{listener.getsockname()[1]}"

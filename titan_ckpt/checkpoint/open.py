@@ -86,9 +86,10 @@ def open_checkpoint(
 
     Also opens a foreign DCP checkpoint (a folder with `.metadata` and no COMMIT, or a run of such folders, `step-N`) with kind
     `foreign`, and a Hugging Face model (a folder with config.json) as a model-only checkpoint of step 0.
-    NotCommittedError if there is nothing to open. DamagedError if the step asked for is damaged, or if the newest one is and
-    `on_damage` is "error"; "fall_back" logs the damage and opens the one before. A checkpoint written by a later release is
-    never skipped: NewerFormatError. StoreError if the store fails: an older checkpoint is never opened because of that.
+    NotCommittedError if there is nothing to open. DamagedError if the step asked for is damaged, if no step is whole, or if the
+    newest is damaged and `on_damage` is "error"; "fall_back" logs the damage and opens the one before. A checkpoint written by a
+    later release is never skipped: NewerFormatError. StoreError if the store fails: an older checkpoint is never opened because
+    of that.
     """
     on_damage = OnDamage.parse(on_damage, "on_damage")
     location = parse_location(url)
@@ -147,7 +148,7 @@ def _open_resumable(store: Store, url: str, step: int) -> Checkpoint | None:
 
 
 def _last_resort(store: Store, url: str, problems: list[str]) -> Checkpoint:
-    """Without a resumable checkpoint: open a foreign or model-only one, or raise NotCommittedError with what was found."""
+    """Without a resumable checkpoint: open a foreign or model-only one. DamagedError for `problems`, else NotCommittedError."""
     if store.exists(METADATA):
         return _open_foreign(store, url, folder="", step=_foreign_step(url))
     for info in reversed(list_checkpoints(store)):
@@ -157,8 +158,9 @@ def _last_resort(store: Store, url: str, problems: list[str]) -> Checkpoint:
         return _open_foreign(store, url, folder=others[-1][1], step=others[-1][0])
     if store.exists(HUGGING_FACE) or store.folders("snapshots"):
         return _open_hugging_face(store, url)
-    seen = "; ".join(problems) or _what_is_there(store)
-    raise NotCommittedError(f"{store}: no committed checkpoint here ({seen})")
+    if problems:
+        raise DamagedError(f"{store}: no whole checkpoint here: {'; '.join(problems)}; `titan-ckpt verify` says more")
+    raise NotCommittedError(f"{store}: no committed checkpoint here ({_what_is_there(store)})")
 
 
 def _what_is_there(store: Store) -> str:

@@ -37,8 +37,8 @@ class Workers:
         check_whole(self.index, "index", at_least=0)
         if self.index >= self.count:
             raise UsageError(f"index is {self.index}; of {self.count} workers the last is {self.count - 1}")
-        check_number(self.poll_s, "poll_s", above=0)
-        check_number(self.patience_s, "patience_s", above=0)
+        check_number(self.poll_s, "poll_s", at_least=0)
+        check_number(self.patience_s, "patience_s", at_least=0)
 
 
 @dataclass(frozen=True, slots=True)
