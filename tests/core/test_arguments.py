@@ -59,7 +59,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (RetentionPolicy, {"keep_last": 1, "is_incomplete": "x"}, "is_incomplete is 'x'"),
     (Workers, {"count": 0}, "count is 0"),
     (Workers, {"count": 2, "index": 2}, "index is 2; of 2 workers the last is 1"),
-    (Workers, {"poll_s": 0}, "poll_s is 0"),
+    (Workers, {"poll_s": -1}, "poll_s is -1"),
     (MeshSpec, {"degrees": (2, 2)}, "use MeshSpec.of or MeshSpec.parse"),
     (MeshSpec, {"degrees": (1, 1, 0, 1, 1, 1)}, "dp_shard: degree 0"),
 ]
