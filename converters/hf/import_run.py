@@ -16,7 +16,7 @@ from titan_ckpt.converters.hf.import_plan import ImportPlan, import_manifest, pl
 from titan_ckpt.converters.hf.stream import OnBytes, stream
 from titan_ckpt.converters.models.tensor_names import TITAN
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError
-from titan_ckpt.format.commit import find_commit, write_commit
+from titan_ckpt.format.commit import find_commit, found_before, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.names import ASSETS, new_attempt, step_folder
 from titan_ckpt.location import check_writable, parse_location
@@ -101,6 +101,7 @@ def check_import(plan: ImportPlan, url: str) -> None:
     """Check the destination and the weights: the step is free, the disk has space, a tied head equals the embedding."""
     check_writable(url)
     store = open_store(url)
+    found_before(store, plan.step)
     if find_commit(store, plan.step) is not None:
         raise AlreadyExistsError(f"{store}@{plan.step} is committed already; give another run, or a step as URL@STEP")
     _check_space(store, plan)

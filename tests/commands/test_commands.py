@@ -299,7 +299,7 @@ def test_prune_keeps_files_of_incremental_checkpoints(tmp_path: Path) -> None:
             content["model"]["h"] += 1
             saver.save(content, step=step)
     store = open_store(run)
-    delete(store, plan_removal(store, RetentionPolicy(keep_last=1), now_s=time.time()).garbage)
+    delete(store, plan_removal(store, RetentionPolicy(keep_last=1), now_s=time.time()))
     assert [i.step for i in list_checkpoints(run) if i.state == "committed"] == [3]
     assert verify(run, read_data=True) == []
     policy = RetentionPolicy(keep_last=1, is_incomplete=True, older_than_s=0)
@@ -344,9 +344,9 @@ def test_prune_deletes_only_old_uncommitted_attempts(run: str) -> None:
         file = Path(run, name, old, "__0_0.distcp")
         os.utime(file, (now - 2 * DAY_S, now - 2 * DAY_S))
     policy = RetentionPolicy(keep_last=3, is_incomplete=True)
-    garbage = plan_removal(store, policy, now_s=now).garbage
-    assert [(g.step, old in str(g.entries)) for g in garbage] == [(30, True), (40, True)]
-    delete(store, garbage)
+    plan = plan_removal(store, policy, now_s=now)
+    assert [(g.step, old in str(g.entries)) for g in plan.garbage] == [(30, True), (40, True)]
+    delete(store, plan)
     assert young in str(list(store.list("step-00000030")))
     assert store.folders("step-00000040") == []
     assert verify(run, read_data=True) == []
@@ -356,7 +356,7 @@ def test_deleting_takes_the_commit_first(run: str, monkeypatch: pytest.MonkeyPat
     deleted: list[list[str]] = []
     store = open_store(run)
     monkeypatch.setattr(store, "delete", lambda paths: deleted.append(list(paths)))
-    delete(store, plan_removal(store, RetentionPolicy(keep_last=2), now_s=time.time()).garbage)
+    delete(store, plan_removal(store, RetentionPolicy(keep_last=2), now_s=time.time()))
     assert deleted[:2] == [["step-00000010/COMMIT.json"], ["step-00000010/.metadata"]]
     assert len(deleted[2]) == 2
 

@@ -306,7 +306,7 @@ def test_at_every_moment_of_a_deletion_what_opens_is_whole(tmp_path: Path) -> No
         shutil.copytree(source, run)
         stopped = StoppingStore(str(run), left)
         try:
-            delete(stopped, plan_removal(stopped, RetentionPolicy(keep_last=1), now_s=time.time()).garbage)
+            delete(stopped, plan_removal(stopped, RetentionPolicy(keep_last=1), now_s=time.time()))
         except KeyboardInterrupt:
             assert left < number
         for info in list_checkpoints(str(run)):

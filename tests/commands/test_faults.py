@@ -56,7 +56,7 @@ def test_a_copy_that_fails_anywhere_is_finished_by_the_next(run: str, tmp_path: 
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_a_prune_that_fails_anywhere_leaves_whole_checkpoints(tmp_path: Path, how: FaultMode) -> None:
     def prune(store: FaultyStore) -> None:
-        delete(store, plan_removal(store, RetentionPolicy(keep_last=1), now_s=time.time()).garbage)
+        delete(store, plan_removal(store, RetentionPolicy(keep_last=1), now_s=time.time()))
 
     def fresh(name: str) -> str:
         url = str(tmp_path / name)

@@ -16,6 +16,7 @@ from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.dcp_read import dcp_paths
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
+from titan_ckpt.format.own_step import check_index, check_place
 from titan_ckpt.store.base import Store
 
 Paths = Mapping[str, tuple[str, ...]]
@@ -24,7 +25,8 @@ Paths = Mapping[str, tuple[str, ...]]
 def mend_metadata(store: Store, step: int) -> bool:
     """Write the committed `.metadata` of a step where another one is or none; False if it was right already.
 
-    DamagedError if it cannot be derived; nothing is changed then. CheckpointError if the step cannot be opened.
+    DamagedError if it cannot be derived, AlreadyExistsError if another program's checkpoint is there; nothing is changed then.
+    CheckpointError if the step cannot be opened.
     """
     commit, path = read_commit(store, step), metadata_path(step)
     try:
@@ -33,6 +35,8 @@ def mend_metadata(store: Store, step: int) -> bool:
         version, found = None, b""
     if digest(found).hex() == commit.metadata_digest:
         return False
+    check_place(store, step)
+    check_index(store, step, commit.metadata_digest)
     manifest = open_manifest(store, commit)
     for paths in _candidates(manifest, found):
         data = dcp_metadata(manifest, paths=paths)

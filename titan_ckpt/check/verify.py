@@ -15,7 +15,7 @@ from titan_ckpt.check.scan import Problem, scan_files, scan_recorded
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.foreign_files import Recorded
 from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState
-from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint, read_index, stored_digests
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint, stored_digests
 from titan_ckpt.errors import CheckpointError, NotCommittedError, NotFoundError, StoreError
 from titan_ckpt.format.commit import Commit, commit_path, read_commit
 from titan_ckpt.format.dcp_read import FOREIGN_ATTEMPT
@@ -23,6 +23,7 @@ from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.manifest_json import decode_manifest
 from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, step_folder
+from titan_ckpt.format.own_step import read_index
 from titan_ckpt.location import parse_location
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store

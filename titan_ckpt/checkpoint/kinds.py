@@ -29,11 +29,15 @@ class CheckpointKind(Choice):
 
 
 class CheckpointState(Choice):
-    """`partial` has no COMMIT; `damaged` has one that does not agree with the files; the store failed to read `unreadable`."""
+    """`partial` has no COMMIT; `damaged` has one that does not agree with the files; a later release wrote `newer`.
+
+    The store failed to read `unreadable`.
+    """
 
     COMMITTED = "committed"
     PARTIAL = "partial"
     DAMAGED = "damaged"
+    NEWER = "newer"
     UNREADABLE = "unreadable"
 
 

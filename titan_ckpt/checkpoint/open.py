@@ -40,6 +40,7 @@ from titan_ckpt.format.names import (
     parse_step,
     step_folder,
 )
+from titan_ckpt.format.own_step import read_index
 from titan_ckpt.location import join, parse_location
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
@@ -47,7 +48,6 @@ from titan_ckpt.store.time_limit import HungStoreError
 
 log = logging.getLogger(__name__)
 HUGGING_FACE = "config.json"
-MAX_INDEX_BYTES = 1 << 30
 LOOKS = 5
 
 
@@ -180,6 +180,8 @@ def _info(store: Store, step: int) -> CheckpointInfo:
         return CheckpointInfo(step=step, state=CheckpointState.COMMITTED, commit=read_commit(store, step))
     except NotCommittedError as error:
         return CheckpointInfo(step=step, state=CheckpointState.PARTIAL, problem=str(error))
+    except NewerFormatError as error:
+        return CheckpointInfo(step=step, state=CheckpointState.NEWER, problem=str(error))
     except CheckpointError as error:
         return CheckpointInfo(step=step, state=CheckpointState.DAMAGED, problem=str(error))
     except (TransientStoreError, HungStoreError):
@@ -235,14 +237,6 @@ def open_manifest(store: Store, commit: Commit) -> Manifest:
     return decode_manifest(data, where=store.where(path), num_digests=lambda: stored_digests(store, path))
 
 
-def read_index(store: Store, path: str) -> bytes:
-    """Read a manifest or `.metadata`. DamagedError if its size is implausible, before a buffer is allocated for it."""
-    size = store.stat(path).size_bytes
-    if size > MAX_INDEX_BYTES:
-        raise DamagedError(f"{store.where(path)}: {size} bytes; no index is larger than {MAX_INDEX_BYTES}")
-    return store.read(path, 0, size)
-
-
 def stored_digests(store: Store, manifest_path: str) -> int:
     """Number of digests stored beside a manifest."""
     path = f"{os.path.dirname(manifest_path)}/{DIGESTS}"
@@ -294,5 +288,5 @@ def _open_hugging_face(store: Store, url: str) -> Checkpoint:
 
 def _foreign_step(url: str) -> int:
     """The step at the end of a folder name (`step-1000`), 0 if there is none."""
-    match = re.search(r"(\d+)$", url)
+    match = re.search(r"([0-9]{1,15})$", url)
     return int(match.group(1)) if match else 0

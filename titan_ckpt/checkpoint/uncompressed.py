@@ -47,6 +47,9 @@ class DecodedStore(Store):
     def is_link(self, path: str) -> bool:
         return self._store.is_link(path)
 
+    def is_taken(self, path: str) -> bool:
+        return self._store.is_taken(path)
+
     def honours_conditions(self) -> bool:
         return self._store.honours_conditions()
 

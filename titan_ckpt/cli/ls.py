@@ -20,7 +20,7 @@ from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.upkeep.deletion import check_whole
 
-BAD = (CheckpointState.DAMAGED, CheckpointState.UNREADABLE)
+BAD = (CheckpointState.DAMAGED, CheckpointState.NEWER, CheckpointState.UNREADABLE)
 
 
 def configure(parser: ArgumentParser) -> None:

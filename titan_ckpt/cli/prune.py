@@ -61,7 +61,7 @@ def run(arguments: Namespace) -> int:
     absent = sorted(pins - {info.step for info in infos})
     reasons = [*plan.kept, *(f"{store.where(PINS)}: this run has no step {step}" for step in absent)]
     if arguments.yes:
-        delete(store, plan.garbage)
+        reasons += delete(store, plan)
     size = sum(item.size_bytes for item in plan.garbage)
     if arguments.json:
         rows = [{"what": item.what, "step": item.step, "size_bytes": item.size_bytes} for item in plan.garbage]

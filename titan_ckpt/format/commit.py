@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_ckpt.errors import (
+    AlreadyExistsError,
     CheckpointError,
     ConditionFailedError,
     DamagedError,
+    NewerFormatError,
     NotCommittedError,
     NotFoundError,
     StoreError,
@@ -31,8 +33,9 @@ from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.manifest_json import check_version, encode_manifest
 from titan_ckpt.format.names import COMMIT, DIGESTS, MANIFEST, METADATA, check_step, is_attempt, step_folder
+from titan_ckpt.format.own_step import check_index, check_place, holds_only_ours
 from titan_ckpt.parsing.json_values import JsonValue, parse_json, show
-from titan_ckpt.store.base import Store
+from titan_ckpt.store.base import Store, check_absent
 
 log = logging.getLogger(__name__)
 COMMIT_FORMAT = "titan-ckpt-commit"
@@ -71,8 +74,42 @@ class Before:
 
 
 def found_before(store: Store, step: int) -> Before:
-    """What a save of `step` replaces."""
-    return Before(commit=commit_version(store, step), metadata=_version(store, metadata_path(step)))
+    """What a save of `step` replaces; every writer asks before it writes, and writes nothing if this raises.
+
+    AlreadyExistsError if what is there is not proved to be ours, NewerFormatError if a later release committed the step.
+    """
+    check_place(store, step)
+    before = Before(commit=commit_version(store, step), metadata=_version(store, metadata_path(step)))
+    check_index(store, step, _replaced_digest(store, step))  # of what has these versions, or of something newer
+    return before
+
+
+def _replaced_digest(store: Store, step: int) -> str | None:
+    """The digest of the `.metadata` that goes with the COMMIT that is there; None if there is none, or a damaged one of ours."""
+    try:
+        commit = find_commit(store, step)
+    except NewerFormatError:
+        raise
+    except CheckpointError as error:
+        if not _is_ours_damaged(store, step):
+            raise AlreadyExistsError(
+                f"{error}; it is not proved to be ours, so nothing was written. Move it away, or give another URL or step"
+            ) from error
+        return None
+    return None if commit is None else commit.metadata_digest
+
+
+def _is_ours_damaged(store: Store, step: int) -> bool:
+    """Whether a COMMIT that is not valid was ours: it says so, or it is no JSON at all and only our files are beside it."""
+    path = commit_path(step)
+    try:
+        content = parse_json(store.read(path, 0, min(store.stat(path).size_bytes, MAX_COMMIT_BYTES)), store.where(path))
+    except CheckpointError:
+        return holds_only_ours(store, step_folder(step))
+    if not isinstance(content, dict) or content.get("format") != COMMIT_FORMAT:
+        return False
+    check_version(content.get("version"), COMMIT_VERSION, store.where(path))  # a later format may have another digest
+    return True
 
 
 def metadata_path(step: int) -> str:
@@ -80,14 +117,22 @@ def metadata_path(step: int) -> str:
     return f"{step_folder(step)}/{METADATA}"
 
 
-def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces: Before | None) -> Commit:
+def write_commit(
+    store: Store,
+    manifest: Manifest,
+    metadata: bytes,
+    *,
+    replaces: Before | None,
+    prove: Callable[[Store, Manifest], None] | None = None,
+) -> Commit:
     """Commit a checkpoint whose data files are all written.
 
     `replaces` is what was there when the save began; None if the step must have no commit. ConditionFailedError if another job
     committed this step meanwhile; on a store without conditional writes (`Store.honours_conditions`) the last writer wins.
+    `prove` is called once the manifest is in the store, for all to see; if it raises, nothing is committed.
     """
     check_step(manifest.step)
-    before = replaces or Before(commit=None, metadata=_version(store, metadata_path(manifest.step)))
+    before = replaces or replace(found_before(store, manifest.step), commit=None)
     folder = step_folder(manifest.step)
     if problems := coverage_problems(manifest):
         raise CheckpointError(
@@ -98,6 +143,8 @@ def write_commit(store: Store, manifest: Manifest, metadata: bytes, *, replaces:
     store.write(f"{folder}/{manifest.attempt}/{MANIFEST}", [encoded.manifest])
     if encoded.digests is not None:
         store.write(f"{folder}/{manifest.attempt}/{DIGESTS}", [encoded.digests])
+    if prove is not None:
+        prove(store, manifest)
     content = {
         "format": COMMIT_FORMAT,
         "version": COMMIT_VERSION,
@@ -133,7 +180,7 @@ def publish(store: Store, step: int, attempt: str, metadata: bytes, commit: byte
                 raise _lost(store, step, attempt) from error
             raise
         version = current.version
-    _keep_metadata(store, path, metadata, written)
+    _keep_metadata(store, step, metadata, written)
     return version
 
 
@@ -166,13 +213,15 @@ def _put_back(store: Store, path: str, previous: bytes | None, winner: Commit | 
         log.warning("%s: the winner's index was not put back (run `verify --fix`): %s", store.where(path), error)
 
 
-def _keep_metadata(store: Store, path: str, data: bytes, written: str) -> None:
-    """After the commit, replace what another job may have written over this save's `.metadata`."""
+def _keep_metadata(store: Store, step: int, data: bytes, written: str) -> None:
+    """After the commit, replace what another job of ours may have written over this save's `.metadata`."""
+    path = metadata_path(step)
     try:
         found = _version(store, path)
         if found != written:
+            check_index(store, step, None)
             store.write_if(path, data, version=found)
-    except StoreError as error:  # the checkpoint is committed and whole; only plain DCP readers may be misled
+    except (StoreError, CheckpointError) as error:  # committed and whole; only plain DCP readers may be misled
         log.warning("%s: may not be the one that was committed (run `verify --fix`): %s", store.where(path), error)
 
 
@@ -195,6 +244,7 @@ def read_commit(store: Store, step: int) -> Commit:
             raise DamagedError(f"{store.where(path)}: {entry.size_bytes} bytes are too many for a commit")
         data = store.read(path, 0, entry.size_bytes)
     except NotFoundError as error:
+        check_absent(store, path)
         raise NotCommittedError(f"{store.where(step_folder(step))} is not committed: it has no {COMMIT}") from error
     content = parse_json(data, store.where(path))
     if not isinstance(content, dict) or content.get("format") != COMMIT_FORMAT:

@@ -22,8 +22,8 @@ LOGS = "logs"
 DEBUG = "debug"
 ASSETS = "assets"
 
-_STEP = re.compile(r"step-(\d{8,})")
-_FOREIGN_STEP = re.compile(r"step-(\d{1,18})")
+_STEP = re.compile(r"step-([0-9]{8,16})")
+_FOREIGN_STEP = re.compile(r"step-([0-9]{1,18})")
 _ATTEMPT = re.compile(r"a-\d{8}T\d{6}Z-[0-9a-f]{8}")
 _DATA_FILE = re.compile(r"(?:\.\./step-\d{8,}/)?a-\d{8}T\d{6}Z-[0-9a-f]{8}/__\d+_\d+\.distcp")
 

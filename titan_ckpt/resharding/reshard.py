@@ -25,7 +25,7 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.checkpoint.uncompressed import decoded
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, UsageError
-from titan_ckpt.format.commit import find_commit, write_commit
+from titan_ckpt.format.commit import find_commit, found_before, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, FileEntry, Manifest, ObjectEntry
@@ -235,6 +235,7 @@ def check_destination(plan: ReshardPlan, url: str, store: Store) -> None:
     check_writable(url)
     if is_inside(url, plan.checkpoint.url) and not is_inside(plan.checkpoint.url, url):
         raise UsageError(f"the destination {store} lies inside the source {plan.checkpoint}; give a URL beside it")
+    found_before(store, plan.step)
     if find_commit(store, plan.step) is not None:
         raise AlreadyExistsError(f"{store}@{plan.step} exists already; give another URL, or remove that step first")
 

@@ -27,6 +27,7 @@ from titan_ckpt.store.base import Store
 from titan_ckpt.store.time_limit import run_until
 from titan_ckpt.upkeep.deletion import apply_retention
 from titan_ckpt.upkeep.ownership import check_claim, claim
+from titan_ckpt.upkeep.references import check_sources
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,9 @@ class Committer:
         check_files(Checkpoint(store=store, url=store.url, step=step, folder=step_folder(step), manifest=manifest))
         if self._claim is not None:
             check_claim(store, self._claim)
-        write_commit(store, manifest, dcp_metadata(manifest, paths=upload.paths), replaces=upload.replaces)
+        write_commit(
+            store, manifest, dcp_metadata(manifest, paths=upload.paths), replaces=upload.replaces, prove=check_sources
+        )
         return None
 
     def _apply_retention(self, step: int) -> None:

@@ -14,12 +14,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointState
-from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.open import check_files, list_checkpoints, open_checkpoint
 from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, TitanError
 from titan_ckpt.format.commit import commit_version, found_before, read_commit
 from titan_ckpt.format.names import UNMIRRORED, data_file
@@ -192,6 +192,7 @@ class Mirror:
         return None
 
     def _copy_own(self, step: int, source: Store, target: Store) -> None:
+        found_before(target, step)  # nothing is written where another program's checkpoint is
         checkpoint = open_checkpoint(source.url, step=step, store=source)
         copier = Copier(checkpoint, target, lambda _: None)
         for file in checkpoint.manifest.files:
@@ -209,6 +210,7 @@ class Mirror:
         for file in checkpoint.manifest.files:
             copier.copy_file(file, trust_size=True)
         copier.copy_small(read_commit(source, step), before)
+        check_files(replace(checkpoint, store=target, url=target.url))  # a deletion there may have been under way
 
 
 def left_over(source: Store, target: Store) -> set[int]:

@@ -250,6 +250,19 @@ class FsspecStore(Store):
             with suppress(NotFoundError):
                 self._call(path, remove)
 
+    def is_link(self, path: str) -> bool:
+        parts = check_relative(path).split("/")
+        found = (self._details("/".join(parts[: depth + 1])) for depth in range(len(parts)))
+        return any(info is not None and _is_link(info) for info in found)
+
+    def is_taken(self, path: str) -> bool:
+        return self._details(path) is not None
+
+    def _details(self, path: str) -> dict[str, Any] | None:
+        """What its folder lists of a path; None if nothing."""
+        folder, _, name = path.rpartition("/")
+        return dict(self._entries(folder)).get(name)
+
     def _entry(self, path: str, info: dict[str, Any]) -> ObjectInfo:
         size, modified_s = info.get("size"), _modified_s(info)
         if not isinstance(size, int) or size < 0:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from titan_ckpt.errors import ConditionFailedError, NotFoundError, TransientStoreError
+from titan_ckpt.errors import ConditionFailedError, NotFoundError, StoreError, TransientStoreError
 from titan_ckpt.location import redact
 
 log = logging.getLogger(__name__)
@@ -154,6 +154,10 @@ class Store(ABC):
         """Whether `path`, or a folder that it lies in below the store's URL, is a symbolic link."""
         return False
 
+    def is_taken(self, path: str) -> bool:
+        """Whether anything has this name, be it an object or not: a folder, or a symbolic link that leads nowhere."""
+        return self.exists(path) or next(iter(self.list(path)), None) is not None
+
     def free_bytes(self) -> int | None:
         """Bytes free where this store keeps its objects; None where that is unknown or not limited (object stores)."""
         return None
@@ -182,6 +186,24 @@ class Store(ABC):
         return True
 
 
+def check_absent(store: Store, path: str) -> None:
+    """After a NotFoundError: StoreError if there is something at `path` all the same, which cannot be read as a file."""
+    if store.is_taken(path):
+        raise StoreError(
+            f"{store.where(path)}: is there, but not as a file that can be read: a folder, or a symbolic link to what is "
+            f"missing now (not mounted?). Mend or remove it"
+        )
+
+
+def read_if_any(store: Store, path: str) -> bytes | None:
+    """The object at `path`, None if it is proved that there is none. For files whose absence permits something."""
+    try:
+        return store.read(path)
+    except NotFoundError:
+        check_absent(store, path)
+        return None
+
+
 def probe_conditions(store: Store) -> bool:
     """Write a temporary object twice with "only if absent"; True if the store refuses the second write."""
     path = f".probe-{secrets.token_hex(8)}"
@@ -206,7 +228,9 @@ __all__ = [
     "ObjectInfo",
     "RetryPolicy",
     "Store",
+    "check_absent",
     "digest_version",
     "probe_conditions",
+    "read_if_any",
     "retry",
 ]

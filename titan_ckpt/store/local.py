@@ -87,6 +87,10 @@ class FileStore(Store):
         target = self._full(path)
         folder, name = os.path.split(target)
         temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{name}-{secrets.token_hex(6)}")
+        if self.is_link(path):
+            raise StoreError(
+                f"{self.where(path)}: is a symbolic link or lies behind one; not written, since its target may belong to others"
+            )
         with _os_errors(self.where(path)):
             self._make_folders(folder)
             try:
@@ -168,6 +172,9 @@ class FileStore(Store):
     def is_link(self, path: str) -> bool:
         parts = check_relative(path).split("/")
         return any(os.path.islink(os.path.join(self._root, *parts[: depth + 1])) for depth in range(len(parts)))
+
+    def is_taken(self, path: str) -> bool:
+        return os.path.lexists(self._full(path))
 
     def delete(self, paths: Iterable[str]) -> None:
         touched = set()

@@ -80,6 +80,9 @@ class _Guarded(Store):
     def is_link(self, path: str) -> bool:
         return self._call("stat", path).is_link(path)
 
+    def is_taken(self, path: str) -> bool:
+        return self._call("stat", path).is_taken(path)
+
     def free_bytes(self) -> int | None:
         return self._call("free space", "").free_bytes()
 

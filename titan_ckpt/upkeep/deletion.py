@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import CheckpointInfo, check_files, list_checkpoints, open_manifest
-from titan_ckpt.errors import CheckpointError, NotCommittedError, NotFoundError
+from titan_ckpt.errors import CheckpointError, DamagedError, NotCommittedError
 from titan_ckpt.format.manifest import Manifest
-from titan_ckpt.format.names import COMMIT, METADATA, UNMIRRORED, step_folder
-from titan_ckpt.store.base import ObjectInfo, Store
+from titan_ckpt.format.names import COMMIT, MANIFEST, METADATA, UNMIRRORED, step_folder
+from titan_ckpt.store.base import ObjectInfo, Store, read_if_any
 from titan_ckpt.upkeep.own_files import StepFiles, files_of_step, start_of
+from titan_ckpt.upkeep.references import manifests, named_files, needed_by
 from titan_ckpt.upkeep.retention import PINS, RetentionPolicy, parse_pins, prune
 
 log = logging.getLogger(__name__)
@@ -43,12 +44,14 @@ class Garbage:
 class RemovalPlan:
     """What to delete, and what stays although the policy would let it go, with the reason.
 
-    `is_blocked`: nothing may be deleted until a person has looked at the checkpoint that `kept` names.
+    `is_blocked`: nothing may be deleted until a person has looked at the checkpoint that `kept` names. `seen` are the manifests
+    whose files are not in `garbage`.
     """
 
     garbage: tuple[Garbage, ...] = ()
     kept: tuple[str, ...] = ()
     is_blocked: bool = False
+    seen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +62,17 @@ class _Looked:
     manifest: Manifest | None = None
     unknown: str = ""
 
-    def refers_to(self, store: Store) -> Iterable[str]:
-        if self.manifest is None:
-            return ()
-        checkpoint = _checkpoint(store, self.info, self.manifest)
-        return (checkpoint.path(file.path) for file in self.manifest.files)
+    @property
+    def manifest_path(self) -> str:
+        assert self.manifest is not None
+        return f"{step_folder(self.info.step)}/{self.manifest.attempt}/{MANIFEST}"
+
+    def refers_to(self) -> Iterable[str]:
+        return named_files(self.manifest) if self.manifest is not None else ()
 
 
 def read_pins(store: Store) -> frozenset[int]:
-    """The steps in the run's pins file; empty if there is no such file."""
+    """The steps in the run's pins file; empty if there is no such file. StoreError if it is there but cannot be read."""
     return _read_steps(store, PINS)
 
 
@@ -77,11 +82,8 @@ def read_unmirrored(store: Store) -> frozenset[int]:
 
 
 def _read_steps(store: Store, path: str) -> frozenset[int]:
-    try:
-        text = store.read(path).decode(errors="replace")
-    except NotFoundError:
-        return frozenset()
-    return parse_pins(text, where=store.where(path))
+    data = read_if_any(store, path)
+    return frozenset() if data is None else parse_pins(data.decode(errors="replace"), where=store.where(path))
 
 
 def check_whole(store: Store, url: str, info: CheckpointInfo) -> CheckpointInfo:
@@ -141,7 +143,7 @@ def plan_removal(store: Store, policy: RetentionPolicy, *, now_s: float) -> Remo
     if unknown and (gone or policy.is_incomplete):
         return RemovalPlan(kept=tuple(_unknown(store, found) for found in unknown), is_blocked=True)
     stay = [found for step, found in looked.items() if step not in gone]
-    kept = frozenset(path for found in stay for path in found.refers_to(store)) | files.named_by_partial(stay)
+    kept = frozenset(path for found in stay for path in found.refers_to()) | files.named_by_partial(stay)
     garbage = []
     for step, found in looked.items():
         whole = step in gone
@@ -149,7 +151,8 @@ def plan_removal(store: Store, policy: RetentionPolicy, *, now_s: float) -> Remo
             plan = _of_step(store, files.of(found.info), found.info, policy, kept, now_s=now_s, is_whole=whole)
             garbage += [item for item in plan.garbage if item.entries]
             reasons += plan.kept
-    return RemovalPlan(garbage=tuple(garbage), kept=tuple(reasons))
+    seen = frozenset(found.manifest_path for found in stay if found.manifest is not None)
+    return RemovalPlan(garbage=tuple(garbage), kept=tuple(reasons), seen=seen)
 
 
 class _Files:
@@ -229,15 +232,35 @@ def _due(store: Store, step: int) -> str:
     return f"{store}@{step}: kept: not yet copied to the second tier; to let it go, remove it from {store.where(UNMIRRORED)}"
 
 
-def delete(store: Store, garbage: Sequence[Garbage]) -> None:
-    """Delete the objects: every COMMIT, then every `.metadata`, then the rest, each in calls of their own.
+def delete(store: Store, plan: RemovalPlan) -> list[str]:
+    """Delete what `plan` names: every COMMIT, then every `.metadata`, then the rest, each in calls of their own.
 
-    A checkpoint may refer to files of another one that goes as well. So no data file goes before all commits have gone.
+    A checkpoint may refer to files of another one that goes as well. So no data file goes before all commits have gone. And no
+    file goes that a save has come to need since the plan was made: it returns a line about those. CheckpointError, and no data
+    is deleted, if what a save needs cannot be read.
     """
-    paths = [entry.path for item in garbage for entry in item.entries]
+    paths = [entry.path for item in plan.garbage for entry in item.entries]
+    if not paths:
+        return []
+    seen = plan.seen | set(paths)
+    needed_by(
+        store, manifests(store, besides=seen)
+    )  # one that cannot be decoded stops here, before anything is deleted
     for name in (COMMIT, METADATA):
         store.delete(path for path in paths if path.endswith(f"/{name}"))
-    store.delete(path for path in paths if not path.endswith((f"/{COMMIT}", f"/{METADATA}")))
+    needed = needed_by(store, manifests(store, besides=seen))
+    data = [path for path in paths if not path.endswith((f"/{COMMIT}", f"/{METADATA}"))]
+    gone = [path for path in data if path not in needed]
+    store.delete(gone)
+    _check_nothing_lost(store, needed_by(store, manifests(store, besides=seen)), gone)
+    return [f"{store.where(path)}: kept: a save that began meanwhile refers to it" for path in data if path in needed]
+
+
+def _check_nothing_lost(store: Store, needed: frozenset[str], gone: Sequence[str]) -> None:
+    if lost := sorted(needed.intersection(gone)):
+        raise DamagedError(
+            f"{store.where(lost[0])}: was deleted while another job came to refer to it; verify this run's newest steps"
+        )
 
 
 def apply_retention(
@@ -248,7 +271,8 @@ def apply_retention(
         plan = plan_removal(store, replace(policy, pins=policy.pins | keep | read_pins(store)), now_s=now_s)
         for reason in plan.kept:
             log.warning("retention: %s", reason)
-        delete(store, plan.garbage)
+        for reason in delete(store, plan):
+            log.warning("retention: %s", reason)
     except Exception as error:  # noqa: BLE001  (must not fail the save that triggered it)
         log.warning("old checkpoints of %s were not deleted: %s", store, error)
         return []

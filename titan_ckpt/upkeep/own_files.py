@@ -17,21 +17,20 @@ import math
 import os
 import re
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from titan_ckpt.checkpoint.open import CheckpointInfo, read_index
+from titan_ckpt.checkpoint.open import CheckpointInfo
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.format.commit import Commit, commit_path
 from titan_ckpt.format.dcp_read import data_paths
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
-from titan_ckpt.format.names import ASSETS, COMMIT, DIGESTS, MANIFEST, METADATA, is_attempt, is_data_file, step_folder
+from titan_ckpt.format.names import ASSETS, COMMIT, DIGESTS, MANIFEST, METADATA, is_data_file, step_folder
+from titan_ckpt.format.own_step import attempt_of, read_index
 from titan_ckpt.store.base import ObjectInfo, Store
 
 _START = re.compile(r"a-(\d{8}T\d{6}Z)-")
-# What a save or a reshard writes into its attempt's folder.
-_WRITTEN = re.compile(r"__\d+_\d+\.distcp(\.json)?|reshard\.json|manifest\.json|digests\.bin|assets/.+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,19 +90,24 @@ def files_of_step(store: Store, info: CheckpointInfo, manifest: Manifest | None)
     if store.is_link(folder):
         refusal = "the folder is a symbolic link, so what it holds may belong to others"
         return StepFiles(step=info.step, refusal=refusal, others=(folder,))
+    for name in (COMMIT, METADATA):
+        if store.is_link(f"{folder}/{name}"):  # a link that leads nowhere is not listed
+            return StepFiles(
+                step=info.step, refusal=f"{folder}/{name} is a symbolic link", others=(f"{folder}/{name}",)
+            )
     entries = {entry.path: entry for entry in store.list(folder)}
     own = {path: entry for path, entry in entries.items() if not entry.is_link}
     commit, named = own.get(commit_path(info.step)) if info.commit else None, _named(info.commit, manifest)
     index = _index(store, own.get(f"{folder}/{METADATA}"), info.commit)
     attempts: dict[str, tuple[ObjectInfo, ...]] = {}
     for path, entry in own.items():
-        name = _attempt_of(path.removeprefix(f"{folder}/"))
+        name = attempt_of(path.removeprefix(f"{folder}/"))
         if name is not None and (info.commit is None or name != info.commit.attempt):
             attempts[name] = (*attempts.get(name, ()), entry)
     ours = {*named, *(entry.path for found in attempts.values() for entry in found)}
     ours |= {found.path for found in (commit, index.entry if index and index.is_ours else None) if found is not None}
     return StepFiles(
-        step=info.step, refusal=_refusal(index, named, own, entries.values()), commit=commit, index=index,
+        step=info.step, refusal=_refusal(index, named, own), commit=commit, index=index,
         attempt=info.commit.attempt if info.commit else None, attempts=attempts,
         committed=tuple(own[path] for path in sorted(named) if path in own), others=tuple(sorted(entries.keys() - ours)),
     )  # fmt: skip
@@ -134,31 +138,19 @@ def _index(store: Store, entry: ObjectInfo | None, commit: Commit | None) -> Dcp
     except CheckpointError:
         return DcpIndex(entry=entry, is_ours=is_committed, is_committed=is_committed)
     folder = os.path.dirname(entry.path)
-    names = frozenset(name for path in paths if (name := _attempt_of(path)) is not None)
+    names = frozenset(name for path in paths if (name := attempt_of(path)) is not None)
     files = frozenset(os.path.normpath(f"{folder}/{path}") for path in paths)
     is_ours = is_committed or (bool(paths) and all(is_data_file(path) for path in paths))
     return DcpIndex(entry=entry, is_ours=is_ours, is_committed=is_committed, files=files, attempts=names)
 
 
-def _refusal(index: DcpIndex | None, named: set[str], own: dict[str, ObjectInfo], entries: Iterable[ObjectInfo]) -> str:
+def _refusal(index: DcpIndex | None, named: set[str], own: dict[str, ObjectInfo]) -> str:
     """Why nothing of a step may go: what must go before the data cannot, or it is unknown what is needed."""
-    if links := sorted(e.path for e in entries if e.is_link and e.path.endswith((f"/{COMMIT}", f"/{METADATA}"))):
-        return f"{links[0]} is a symbolic link"
     if index is not None and not index.is_ours and not index.files:
         return f"its {METADATA} cannot be decoded, so what it needs is unknown"
     if missing := sorted(path for path in named - own.keys() if path.endswith(".distcp")):
         return f"{missing[0]} is not a file in this folder; is it, or a folder above it, a symbolic link?"
     return ""
-
-
-def _attempt_of(path: str) -> str | None:
-    """The attempt that a path relative to its step's folder belongs to, None if it is not named as our writers name files.
-
-    >>> _attempt_of("a-20260101T000000Z-0123abcd/__0_0.distcp"), _attempt_of("a-20260101T000000Z-0123abcd/notes.txt")
-    ('a-20260101T000000Z-0123abcd', None)
-    """
-    name, _, rest = path.partition("/")
-    return name if is_attempt(name) and _WRITTEN.fullmatch(rest) else None
 
 
 def start_of(attempt: str) -> float:

@@ -19,6 +19,7 @@ from titan_ckpt.errors import ConfigError, UsageError
 PINS = "pins.txt"
 DAY_S = 86_400.0
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
+_PIN = re.compile(r"0*[0-9]{1,16}")  # MAX_STEP has 16 digits
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S, "w": 7 * DAY_S}
 
 
@@ -87,8 +88,8 @@ def parse_pins(text: str, *, where: str) -> frozenset[int]:
     steps = set()
     for number, line in enumerate(text.splitlines(), start=1):
         word = line.partition("#")[0].strip()
-        if word and not word.isdigit():
-            raise ConfigError(f"{where}, line {number}: {word!r} is not a step; write one number a line")
+        if word and not _PIN.fullmatch(word):
+            raise ConfigError(f"{where}, line {number}: {word[:100]!r} is not a step; write one number a line")
         if word:
             steps.add(int(word))
     return frozenset(steps)

@@ -155,6 +155,9 @@ class FaultyStore(Store):
     def is_link(self, path: str) -> bool:
         return self.inner.is_link(path)
 
+    def is_taken(self, path: str) -> bool:
+        return self.inner.is_taken(path)
+
     def honours_conditions(self) -> bool:
         return self.inner.honours_conditions()
 

@@ -192,7 +192,7 @@ def _delete(rng: random.Random, run: Path, policy: RetentionPolicy) -> None:
     if rng.random() < 0.4:
         apply_retention(store, policy, now_s=time.time())
     else:
-        delete(store, plan_removal(store, policy, now_s=time.time()).garbage)
+        delete(store, plan_removal(store, policy, now_s=time.time()))
 
 
 def _contents(folder: Path) -> dict[str, bytes | str]:

@@ -39,12 +39,20 @@ class StepState(StrEnum):
     COMMITTED = "committed"
     PARTIAL = "partial"
     DAMAGED = "damaged"
+    NEWER = "newer"
     UNREADABLE = "unreadable"
     FOREIGN = "foreign"
 
 
 _TIER_ORDER = tuple(TierName)
-_BEST = (StepState.COMMITTED, StepState.FOREIGN, StepState.DAMAGED, StepState.UNREADABLE, StepState.PARTIAL)
+_BEST = (
+    StepState.COMMITTED,
+    StepState.FOREIGN,
+    StepState.NEWER,
+    StepState.DAMAGED,
+    StepState.UNREADABLE,
+    StepState.PARTIAL,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

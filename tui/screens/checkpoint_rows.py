@@ -34,8 +34,10 @@ ROLES: Mapping[StepState, Role] = {
     StepState.FOREIGN: Role.GOOD,
     StepState.PARTIAL: Role.WARN,
     StepState.DAMAGED: Role.BAD,
+    StepState.NEWER: Role.BAD,
     StepState.UNREADABLE: Role.BAD,
 }
+_UNUSABLE = (StepState.DAMAGED, StepState.NEWER, StepState.UNREADABLE)
 _TENSOR_HEAD = ("shape", "dtype", "chunks", "cut")
 _MARGIN = f"{'':12}"
 SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
@@ -79,8 +81,8 @@ def _step_rows(step: RunStep, has_tiers: bool, is_pinned: bool, now_s: float, wi
     tier = f"{step.tiers:<8}" if has_tiers else ""
     facts = f"{tier}{best.state if commit is None else commit.kind:<8} {format_size(best.size_bytes):>9}"
     facts += f"  {_age(commit.created, now_s):>12}  {commit.mesh or '1'}" if commit is not None else ""
-    facts = tier if best.state in (StepState.PARTIAL, StepState.DAMAGED, StepState.UNREADABLE) else facts
-    is_problem = any(copy.state in (StepState.DAMAGED, StepState.UNREADABLE) for copy in step.copies)
+    facts = tier if best.state in (StepState.PARTIAL, *_UNUSABLE) else facts
+    is_problem = any(copy.state in _UNUSABLE for copy in step.copies)
     yield row(f"{'*' if is_pinned else ' '}{step.step:>9}  ", (f"{best.state:<10} ", ROLES[best.state]), facts,
               link=link, is_problem=is_problem)  # fmt: skip
     for copy in step.copies:
