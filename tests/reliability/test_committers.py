@@ -140,9 +140,11 @@ def test_a_loser_that_wrote_late_puts_the_winners_index_back(tmp_path: Path) -> 
             return super().write_if(path, data, version=version)
 
     raced: list[str] = []
-    FileStore(str(run)).write("step-00000001/.metadata", [b"the winner's"])
+    there = FileStore(str(run)).write("step-00000001/.metadata", [b"the winner's"])
     with pytest.raises(ConditionFailedError):
-        write_commit(Slow(str(run)), opened.manifest, b"the loser's", replaces=None)
+        write_commit(
+            Slow(str(run)), opened.manifest, b"the loser's", replaces=Before(commit=None, metadata=there.version)
+        )
     assert raced
     assert (run / "step-00000001" / ".metadata").read_bytes() == b"the winner's"
 

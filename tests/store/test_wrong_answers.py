@@ -267,7 +267,7 @@ def test_a_wrapper_forwards_the_whole_protocol(name: str, tmp_path: Path) -> Non
     arguments: dict[str, tuple[Any, ...]] = {
         "read_into": ("x", 0, memoryview(bytearray(4))), "read": ("x", 1, 2), "opened": ("x",), "write": ("y", [b"1"]),
         "stat": ("x",), "exists": ("x",), "delete": (["x"],), "held_by_writes": (3,), "where": ("x",), "folders": ("",),
-        "list": ("",), "honours_conditions": (), "free_bytes": (), "is_link": ("x",), "write_if": ("x", b"2"),
+        "list": ("",), "honours_conditions": (), "free_bytes": (), "is_link": ("x",), "is_taken": ("x",), "write_if": ("x", b"2"),
     }  # fmt: skip
     options = {"version": entry.version} if name == "write_if" else {}
 

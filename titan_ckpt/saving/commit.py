@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
-from titan_ckpt.checkpoint.open import check_files
+from titan_ckpt.checkpoint.open import check_files, open_manifest
 from titan_ckpt.format.commit import Before, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
+from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import step_folder
 from titan_ckpt.location import redact_text
 from titan_ckpt.saving.merge_parts import merge_parts
@@ -120,14 +121,15 @@ class Committer:
         if failures:
             return _first(failures)
         assert upload.share is not None
-        step = upload.attempt.step
         manifest = merge_parts(upload.attempt, [part for part in parts if isinstance(part, RankPart)], upload.share)
-        check_files(Checkpoint(store=store, url=store.url, step=step, folder=step_folder(step), manifest=manifest))
+        _check_files(store, manifest)
         if self._claim is not None:
             check_claim(store, self._claim)
-        write_commit(
-            store, manifest, dcp_metadata(manifest, paths=upload.paths), replaces=upload.replaces, prove=check_sources
+        commit = write_commit(
+            store, manifest, dcp_metadata(manifest, paths=upload.paths), replaces=upload.replaces, prove=_still_whole
         )
+        _check_files(store, manifest)  # until COMMIT appears, a deletion may take this attempt for an old one
+        open_manifest(store, commit)
         return None
 
     def _apply_retention(self, step: int) -> None:
@@ -142,6 +144,17 @@ class Committer:
             run_until(GIVE_UP_AT * self._options.timeout_s, action, self._store, what="deleting old checkpoints")
         except BaseException as error:  # noqa: BLE001  (the save is committed, on every rank)
             log.warning("step %d was saved, but deleting old checkpoints failed: %s", step, redact_text(str(error)))
+
+
+def _check_files(store: Store, manifest: Manifest) -> None:
+    folder = step_folder(manifest.step)
+    check_files(Checkpoint(store=store, url=store.url, step=manifest.step, folder=folder, manifest=manifest))
+
+
+def _still_whole(store: Store, manifest: Manifest) -> None:
+    """Once the manifest tells a deletion what this save needs: nothing of it was deleted before, or may be by now."""
+    check_sources(store, manifest)
+    _check_files(store, manifest)
 
 
 def _first(failures: list[Failure]) -> Failure:

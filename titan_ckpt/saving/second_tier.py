@@ -20,10 +20,10 @@ from functools import partial
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import check_files, list_checkpoints, open_checkpoint
-from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, TitanError
+from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, TitanError, UsageError
 from titan_ckpt.format.commit import commit_version, found_before, read_commit
 from titan_ckpt.format.names import UNMIRRORED, data_file
-from titan_ckpt.location import check_writable, redact
+from titan_ckpt.location import check_writable, is_inside, redact
 from titan_ckpt.saving.options import GIVE_UP_AT
 from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_failures, raise_on_all
 from titan_ckpt.store.base import Store
@@ -236,6 +236,18 @@ def mark_unmirrored(source: Store, *, step: int, is_due: bool) -> None:
         source.write(UNMIRRORED, ["\n".join([head, *map(str, sorted(steps)), ""]).encode()])
 
 
+def _check_apart(url: str | Store, mirror: str | Store | None) -> None:
+    """UsageError if the two tiers are one folder, or one lies in the other: then there is no second copy."""
+    if mirror is None:
+        return
+    first, second = (item.url if isinstance(item, Store) else item for item in (url, mirror))
+    if is_inside(first, second) or is_inside(second, first):
+        raise UsageError(
+            f"mirror {redact(second)} and the run {redact(first)} are one folder, or one lies in the other: that is no second "
+            f"copy. Give a mirror on another disk or store"
+        )
+
+
 def open_tiers(ranks: RankGroup, url: str | Store, mirror: str | Store | None) -> tuple[Store, Store | None]:
     """The stores of a run and of its mirror; an error on one rank is raised on all. A collective call."""
     error: BaseException | None = None
@@ -244,6 +256,7 @@ def open_tiers(ranks: RankGroup, url: str | Store, mirror: str | Store | None) -
         for target in (url, mirror):
             if target is not None:
                 check_writable(target.url if isinstance(target, Store) else target)
+        _check_apart(url, mirror)
         first = open_store(url) if isinstance(url, str) else url
         second = open_store(mirror) if isinstance(mirror, str) else mirror
     except BaseException as caught:  # noqa: BLE001  (raised below, once the other ranks know)

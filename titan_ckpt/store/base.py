@@ -188,7 +188,7 @@ class Store(ABC):
 
 def check_absent(store: Store, path: str) -> None:
     """After a NotFoundError: StoreError if there is something at `path` all the same, which cannot be read as a file."""
-    if store.is_taken(path):
+    if store.is_taken(path) and not store.exists(path):  # a file may have appeared meanwhile
         raise StoreError(
             f"{store.where(path)}: is there, but not as a file that can be read: a folder, or a symbolic link to what is "
             f"missing now (not mounted?). Mend or remove it"

@@ -8,9 +8,11 @@ checkpoint of the run cannot be opened, what it refers to is unknown, so nothing
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
+from titan_ckpt.check.mend import mend_metadata
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import CheckpointInfo, check_files, list_checkpoints, open_manifest
@@ -19,7 +21,7 @@ from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import COMMIT, MANIFEST, METADATA, UNMIRRORED, step_folder
 from titan_ckpt.store.base import ObjectInfo, Store, read_if_any
 from titan_ckpt.upkeep.own_files import StepFiles, files_of_step, start_of
-from titan_ckpt.upkeep.references import manifests, named_files, needed_by
+from titan_ckpt.upkeep.references import named_files, needs
 from titan_ckpt.upkeep.retention import PINS, RetentionPolicy, parse_pins, prune
 
 log = logging.getLogger(__name__)
@@ -235,32 +237,38 @@ def _due(store: Store, step: int) -> str:
 def delete(store: Store, plan: RemovalPlan) -> list[str]:
     """Delete what `plan` names: every COMMIT, then every `.metadata`, then the rest, each in calls of their own.
 
-    A checkpoint may refer to files of another one that goes as well. So no data file goes before all commits have gone. And no
-    file goes that a save has come to need since the plan was made: it returns a line about those. CheckpointError, and no data
-    is deleted, if what a save needs cannot be read.
+    A checkpoint may refer to files of another one that goes as well. So no data file goes before all commits have gone. And
+    nothing goes that a save has come to need since the plan was made (see `references`): it returns a line about that.
+    CheckpointError if what a save needs cannot be read, before anything is deleted; or if a save committed in the midst of the
+    deletion, so that its step is not whole.
     """
     paths = [entry.path for item in plan.garbage for entry in item.entries]
     if not paths:
         return []
-    seen = plan.seen | set(paths)
-    needed_by(
-        store, manifests(store, besides=seen)
-    )  # one that cannot be decoded stops here, before anything is deleted
-    for name in (COMMIT, METADATA):
-        store.delete(path for path in paths if path.endswith(f"/{name}"))
-    needed = needed_by(store, manifests(store, besides=seen))
-    data = [path for path in paths if not path.endswith((f"/{COMMIT}", f"/{METADATA}"))]
-    gone = [path for path in data if path not in needed]
-    store.delete(gone)
-    _check_nothing_lost(store, needed_by(store, manifests(store, besides=seen)), gone)
-    return [f"{store.where(path)}: kept: a save that began meanwhile refers to it" for path in data if path in needed]
-
-
-def _check_nothing_lost(store: Store, needed: frozenset[str], gone: Sequence[str]) -> None:
-    if lost := sorted(needed.intersection(gone)):
+    look = partial(needs, store, seen=plan.seen, going=frozenset(paths))
+    look()
+    commits = [path for path in paths if path.endswith(f"/{COMMIT}")]
+    store.delete(commits)
+    now, again = look(), _committed_again(store, commits)
+    rest = [path for path in paths if path not in commits]
+    going = [path for path in rest if not now.holds(path) and path.partition("/")[0] not in again]
+    indices = [path for path in going if path.endswith(f"/{METADATA}")]
+    data = [path for path in going if path not in indices]
+    store.delete(indices)
+    store.delete(data)
+    for folder in _committed_again(store, indices):
+        mend_metadata(store, int(folder.removeprefix("step-")))  # committed just before its old `.metadata` was deleted
+    if lost := sorted(look().files.intersection(data)):
         raise DamagedError(
-            f"{store.where(lost[0])}: was deleted while another job came to refer to it; verify this run's newest steps"
+            f"{store.where(lost[0])}: was deleted while another job committed a step that needs it; save that step again"
         )
+    return [f"{store.where(path)}: kept: a save that began meanwhile needs it" for path in sorted({*rest} - {*going})]
+
+
+def _committed_again(store: Store, paths: Iterable[str]) -> frozenset[str]:
+    """Of the steps' folders that these paths are in, those that have a COMMIT now."""
+    folders = {path.partition("/")[0] for path in paths}
+    return frozenset(folder for folder in folders if store.exists(f"{folder}/{COMMIT}"))
 
 
 def apply_retention(

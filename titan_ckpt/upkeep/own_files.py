@@ -90,11 +90,9 @@ def files_of_step(store: Store, info: CheckpointInfo, manifest: Manifest | None)
     if store.is_link(folder):
         refusal = "the folder is a symbolic link, so what it holds may belong to others"
         return StepFiles(step=info.step, refusal=refusal, others=(folder,))
-    for name in (COMMIT, METADATA):
-        if store.is_link(f"{folder}/{name}"):  # a link that leads nowhere is not listed
-            return StepFiles(
-                step=info.step, refusal=f"{folder}/{name} is a symbolic link", others=(f"{folder}/{name}",)
-            )
+    for path in (f"{folder}/{COMMIT}", f"{folder}/{METADATA}"):
+        if store.is_link(path):  # a link that leads nowhere is not listed
+            return StepFiles(step=info.step, refusal=f"{path} is a symbolic link", others=(path,))
     entries = {entry.path: entry for entry in store.list(folder)}
     own = {path: entry for path, entry in entries.items() if not entry.is_link}
     commit, named = own.get(commit_path(info.step)) if info.commit else None, _named(info.commit, manifest)

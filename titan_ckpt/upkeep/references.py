@@ -8,7 +8,8 @@ whichever comes second sees the other: the save is not committed, or the deletio
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from titan_ckpt.checkpoint.open import open_manifest, stored_digests
 from titan_ckpt.errors import CheckpointError, NotFoundError
@@ -66,26 +67,50 @@ def _named_by_commit(store: Store, step: int) -> frozenset[str]:
         return frozenset()
 
 
-def manifests(store: Store, *, besides: Collection[str]) -> Iterator[str]:
-    """Paths of the manifests of a run, committed or not, that are not in `besides`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What saves need that a deletion has not planned for: `files`, and all that is in the `folders` of attempts."""
+
+    files: frozenset[str]
+    folders: frozenset[str]
+
+    def holds(self, path: str) -> bool:
+        """Whether an object must stay."""
+        return path in self.files or "/".join(path.split("/")[:2]) in self.folders
+
+
+def needs(store: Store, *, seen: Collection[str], going: Collection[str]) -> Needs:
+    """What the manifests of a run name, committed or not, besides those in `seen`, and those in `going` that no COMMIT names.
+
+    CheckpointError for a manifest that cannot be decoded: its needs are unknown.
+    """
+    files: set[str] = set()
+    folders: set[str] = set()
     for step in _steps(store):
         folder = step_folder(step)
         for name in store.folders(folder):
             path = f"{folder}/{name}/{MANIFEST}"
-            if is_attempt(name) and path not in besides and store.exists(path):
-                yield path
+            if not is_attempt(name) or path in seen or (path in going and not _is_committed(store, step, name)):
+                continue
+            if store.exists(path):
+                files |= _named_at(store, path)
+                folders.add(f"{folder}/{name}")
+    return Needs(files=frozenset(files), folders=frozenset(folders))
 
 
-def needed_by(store: Store, paths: Iterable[str]) -> frozenset[str]:
-    """The files that the manifests at `paths` name. CheckpointError for one that cannot be decoded: its needs are unknown."""
-    found: set[str] = set()
-    for path in paths:
-        try:
-            data, count = read_index(store, path), stored_digests(store, path)
-            found |= named_files(decode_manifest(data, where=store.where(path), num_digests=lambda count=count: count))
-        except NotFoundError:
-            continue  # another deletion has taken the attempt
-    return frozenset(found)
+def _is_committed(store: Store, step: int, attempt: str) -> bool:
+    commit = _valid_commit(store, step)
+    return commit is not None and commit.attempt == attempt
+
+
+def _named_at(store: Store, path: str) -> frozenset[str]:
+    try:
+        data = read_index(store, path)
+        return named_files(
+            decode_manifest(data, where=store.where(path), num_digests=lambda: stored_digests(store, path))
+        )
+    except NotFoundError:
+        return frozenset()  # another deletion has taken the attempt
 
 
 def _steps(store: Store) -> list[int]:
