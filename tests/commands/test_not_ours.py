@@ -1,4 +1,4 @@
-"""Whoever writes a step leaves alone what is not proved ours: other programs' checkpoints, links, later formats, unreadable pins."""
+"""Writers leave alone what is not proved ours: other programs' checkpoints, links, later formats; unreadable pins stop prune."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_read_permits_no_deletion(tmp_path: Path, name: str, how:
     assert set(files(tmp_path)) >= before
 
 
-@pytest.mark.parametrize("text", ["9" * 5000, "²", "١", "-1"])
+@pytest.mark.parametrize("text", ["9" * 5000, "²", "١", "-1"], ids=["huge", "power", "arabic", "negative"])
 def test_a_number_that_is_no_step_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a step"):
         parse_pins(text, where="pins.txt")

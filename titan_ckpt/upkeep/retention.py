@@ -91,7 +91,7 @@ def parse_pins(text: str, *, where: str) -> frozenset[int]:
         if word and not _PIN.fullmatch(word):
             raise ConfigError(f"{where}, line {number}: {word[:100]!r} is not a step; write one number a line")
         if word:
-            steps.add(int(word))
+            steps.add(int(word[-16:]))  # what is before that is zeros
     return frozenset(steps)
 
 
