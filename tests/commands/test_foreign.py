@@ -183,6 +183,16 @@ def test_a_copy_does_not_replace_another_checkpoint(run: Path, tmp_path: Path) -
         copy_checkpoint(open_checkpoint(str(run)), FileStore(str(tmp_path / "mirror")))
 
 
+def test_a_copy_replaces_no_file_of_a_save_under_way(run: Path, tmp_path: Path) -> None:
+    """Another program has written data there, and not yet its index."""
+    theirs = tmp_path / "mirror" / "step-10" / "__0_0.distcp"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"theirs")
+    with pytest.raises(AlreadyExistsError, match="it was kept"):
+        copy_checkpoint(open_checkpoint(str(run)), FileStore(str(tmp_path / "mirror")))
+    assert theirs.read_bytes() == b"theirs"
+
+
 class _Moves(FileStore):
     """A source that is written while it is read."""
 

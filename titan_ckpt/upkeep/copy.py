@@ -231,6 +231,10 @@ def _copy_foreign_file(source: Checkpoint, copy: Checkpoint, entry: ObjectInfo, 
     if _is_same_file(source.store, entry, copy.store, path):
         on_bytes(entry.size_bytes)
         return True
+    if copy.store.is_taken(path):
+        raise AlreadyExistsError(
+            f"{copy.store.where(path)}: is there with other bytes, so it is not this checkpoint's; it was kept"
+        )
     copy.store.write(path, _windows(source.store, entry.path, entry.size_bytes, on_bytes))
     return False
 
