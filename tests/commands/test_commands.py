@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -355,7 +356,13 @@ def test_prune_deletes_only_old_uncommitted_attempts(run: str) -> None:
 def test_deleting_takes_the_commit_first(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     deleted: list[list[str]] = []
     store = open_store(run)
-    monkeypatch.setattr(store, "delete", lambda paths: deleted.append(list(paths)))
+    remove = store.delete
+
+    def record(paths: Iterable[str]) -> None:
+        deleted.append(list(paths))
+        remove(deleted[-1])
+
+    monkeypatch.setattr(store, "delete", record)
     delete(store, plan_removal(store, RetentionPolicy(keep_last=2), now_s=time.time()))
     assert deleted[:2] == [["step-00000010/COMMIT.json"], ["step-00000010/.metadata"]]
     assert len(deleted[2]) == 2
