@@ -110,6 +110,7 @@ SUITES = (
         name="convert_hf_2460", module="conversion.convert_hf", arguments=("--mib", "2460"), limit_s=1800.0,
         missing=lambda: _is_installed("transformers") or _has_disk(40 * GB),
     ),
+    Suite(name="recorder_cost", module="diagnosis.recorder_cost"),
     Suite(name="debug_scale", module="diagnosis.debug_scale", arguments=("--write",)),
     Suite(name="tui_scale", module="diagnosis.tui_scale", arguments=("--write",), limit_s=1800.0),
     # comparisons of values, not times, come last

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from titan_ckpt.debug.record.recorder import TICK_S, Recorder
+from titan_ckpt.debug.record.recorder import Recorder
 from titan_ckpt.trainer.config.toml_records import resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.report.phases import Phases
@@ -82,21 +81,12 @@ def call_us(call: Callable[[Recorder | None], Callable[[], None]], *, is_recorde
             action = call(recorder)
             for _ in range(CALLS // 10):
                 action()
-            _settle()
             started = time.process_time()
             for _ in range(CALLS):
                 action()
             return 1e6 * (time.process_time() - started) / CALLS
     finally:
         dist.destroy_process_group()
-
-
-def _settle() -> None:
-    """Wait for the recorder's one dump for nothing, which a job pays once and not per operation."""
-    time.sleep(4 * TICK_S)
-    for thread in threading.enumerate():
-        if "warm" in thread.name:
-            thread.join()
 
 
 def collective(_recorder: Recorder | None) -> Callable[[], None]:

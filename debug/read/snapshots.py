@@ -8,6 +8,8 @@ import numpy as np
 
 from titan_ckpt.debug.incident.records import COMPLETED, NO_OPERATIONS, Array
 
+NO_FRAMES = 0
+
 
 def merge_dumps(snapshots: Sequence[Array]) -> Array:
     """One table of operations out of Flight Recorder snapshots of the same process, oldest first.
@@ -49,12 +51,25 @@ def add_box(dump: Array, box: Array, *, prefer_box: bool = False) -> Array:
     if not prefer_box:
         dump = dump.copy()
         _finish_from_box(dump, box)
+        _fill_frames(dump, box)
     first, second = (box, dump) if prefer_box else (dump, box)
     extra = second[~np.isin(_keys(second), _keys(first)) & ((second["p2p"] != 0) | _is_newer(second, first))]
     if (dump["p2p"] != 0).any():  # NCCL's dumps have P2P, with numbers of their own
         extra = extra[extra["p2p"] == 0]
     both = np.concatenate([first, extra])
     return both[np.argsort(both["created_ns"], kind="stable")] if len(extra) else both
+
+
+def _fill_frames(dump: Array, box: Array) -> None:
+    """The box's call stacks for operations that the dump has without one: a recorder does not always ask torch for them."""
+    without = np.flatnonzero(dump["frames"] == NO_FRAMES)
+    if not len(without):
+        return
+    ordered = box[np.argsort(_keys(box), kind="stable")]
+    keys = _keys(dump)[without]
+    found = ordered[np.searchsorted(_keys(ordered), keys).clip(max=len(box) - 1)]
+    is_same = _keys(found) == keys
+    dump["frames"][without[is_same]] = found["frames"][is_same]
 
 
 def _is_newer(table: Array, than: Array) -> Array:

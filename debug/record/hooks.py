@@ -77,12 +77,14 @@ COLLECTIVES: Mapping[str, tuple[str, int]] = {
 }
 POINT_TO_POINT: Mapping[str, int] = {"send": SEND, "recv": RECV}
 MAX_STACK = 6
+MAX_OF_PACKAGES = 3  # frames of one call site: between torch and the program there may be a framework of many layers
 MAX_CODES = 1 << 16
 _DTYPES = {  # as the Flight Recorder writes them
     torch.float32: "Float", torch.float64: "Double", torch.float16: "Half", torch.bfloat16: "BFloat16", torch.bool: "Bool",
     torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
 }  # fmt: skip
-_LIBRARY = os.path.dirname(dist.__file__)
+_LIBRARY = os.path.join(os.path.dirname(torch.__file__), "")
+_PACKAGES = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _RING = os.path.join(os.path.dirname(__file__), "ring.py")
 _DECORATORS = (__file__, _RING, "typing_extensions.py", "contextlib.py")  # the last two: of torch's functions
 
@@ -278,7 +280,9 @@ class Hooks:
         stack: list[list[Any]] = []
         walker: FrameType | None = frame
         while walker is not None and len(stack) < MAX_STACK:
-            stack.append([walker.f_code.co_filename, walker.f_lineno, walker.f_code.co_name])
+            file = walker.f_code.co_filename
+            if len(stack) < MAX_OF_PACKAGES or not any(folder in file for folder in _PACKAGES):
+                stack.append([file, walker.f_lineno, walker.f_code.co_name])
             walker = walker.f_back
         self._box.add_text("site", self._num_sites, stack)
         return self._num_sites

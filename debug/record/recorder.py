@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 DEFAULT_STALL_S = 120.0
 TICK_S = 0.25
 FREE_TICKS = 8
-FIRST_DUMP_S = 10.0  # torch's first dump imports much of torch: 0.6 s, more on a busy machine
+REARMED = 16  # how often the C timer is set within its own time: setting it costs more than all else in a tick
+_IMPORTED_BY_STACKS = ("torch._inductor", "torch._dynamo")
 
 
 class Recorder:
@@ -76,7 +77,7 @@ class Recorder:
         self._hooks = Hooks(self._box)
         self._started_s = time.time()
         self._patience_s = min(max(stall_s, 1.0), 30.0) if stall_s else 0.0
-        self._free_ticks, self._ticked_at = 0, time.monotonic()
+        self._free_ticks, self._ticked_at, self._armed_at = 0, time.monotonic(), 0.0
         self._dump_lock = threading.Lock()
         self._ended = threading.Event()
         self._gil_name, self._fatal_name = f"{self._stem}.gil.stacks", f"{self._stem}.fatal.stacks"
@@ -174,7 +175,6 @@ class Recorder:
     def dump(self, reason: str) -> None:
         """Write stacks, Flight Recorder ring and sidecar under `reason`; failures are logged, never raised."""
         with self._dump_lock:
-            self._be_patient()
             lines = all_stacks()
             written = [
                 self._attempt(f"{self._stem}.{reason}.stacks", lambda: "\n".join(lines).encode("utf-8", "replace"))
@@ -278,15 +278,11 @@ class Recorder:
     def _watch(self) -> None:
         """Tick the heartbeat, detect stalls, and rearm the C timer that fires when the GIL is held."""
         seen, since, dumped = self._position(), time.monotonic(), False
-        is_warm = False
         self._rearm()
         while not self._ended.wait(TICK_S):
             self._box.beat()
             self._rearm()
             now = self._position()
-            if not is_warm and (now[0] or now[2][0]):
-                is_warm = True
-                self._spawn("warm", _warm_up)
             if now != seen:
                 self._box.move()
                 if dumped:
@@ -297,7 +293,7 @@ class Recorder:
                 self._spawn("stall", self._dump_stall)
 
     def _dump_stall(self) -> None:
-        """Runs in its own thread: the first dump may take long, and the heartbeat must go on."""
+        """Runs in its own thread: a dump may take long, and the heartbeat must go on."""
         position = self._position()
         self.dump("stall")
         if self._position() != position:
@@ -305,11 +301,6 @@ class Recorder:
 
     def _position(self) -> tuple[int, tuple[int, int], Progress]:
         return self._hooks.progress(), self._box.phase, torch_progress()
-
-    def _be_patient(self) -> None:
-        """Extend the timer while our own dump imports torch; keep it armed, as the program may still hold the GIL."""
-        if self._patience_s and not self._ended.is_set():
-            faulthandler.dump_traceback_later(self._patience_s + FIRST_DUMP_S, file=self._gil_file)
 
     def _rearm(self) -> None:
         if not self._patience_s:
@@ -320,9 +311,8 @@ class Recorder:
             self._gil_file.seek(0)
         if not self._gil_file.tell() or self._tick_was_late():
             self._free_ticks = 0
-        if self._dump_lock.locked():
-            self._be_patient()
-        elif not self._ended.is_set():
+        if not self._ended.is_set() and time.monotonic() - self._armed_at > self._patience_s / REARMED:
+            self._armed_at = time.monotonic()
             faulthandler.dump_traceback_later(self._patience_s, file=self._gil_file)
 
     def _tick_was_late(self) -> bool:
@@ -364,16 +354,19 @@ def _restore_faulthandler(was_enabled: bool) -> None:
             faulthandler.enable()
 
 
-def _warm_up() -> None:
-    """Make a dump and discard it: the first one imports much of torch (0.6 s, half a minute on a crowded machine), and
-    a dying process has no time for that. Runs in its own thread, so that the heartbeat and stall detection go on."""
-    _flight_recorder_dump()
-
-
 def _flight_recorder_dump() -> bytes:
-    """The ring as torch pickles it; empty where this build of torch has none."""
+    """The ring as torch pickles it; empty where this build of torch has none.
+
+    Call stacks are in it only once the program has imported what torch looks them up with (DDP and FSDP do): imported here, in
+    another thread, it would make an import that the main thread has begun fail, and so end the program.
+    """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
-    return bytes(dump(True, True, False)) if dump is not None else b""
+    return bytes(dump(True, all(map(_is_imported, _IMPORTED_BY_STACKS)), False)) if dump is not None else b""
+
+
+def _is_imported(name: str) -> bool:
+    """Whether a module is imported to its end."""
+    return name in sys.modules and not getattr(sys.modules[name].__spec__, "_initializing", False)
 
 
 def _groups() -> list[dict[str, Any]]:

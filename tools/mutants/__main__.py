@@ -136,12 +136,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", default="", metavar="PREFIX", help="only files whose path begins so, e.g. debug/diagnosis"
     )
+    parser.add_argument("--tests", default="", metavar="FOLDER", help="only the tests there, e.g. tests/debug")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
     parser.add_argument("--keep", action="store_true", help="use the coverage and the sources of the last run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result here too")
     options = parser.parse_args(arguments)
     if not (options.keep and (WORK / "tests.xml").exists()):
-        coverage_of_tests.measure(ROOT, WORK)
+        coverage_of_tests.measure(ROOT, WORK, options.tests)
     covering = coverage_of_tests.read(WORK)
     mutants = [each for each in all_mutants(WORK / "measured", covering) if each.file.startswith(options.only)]
     results = run_all(sample(mutants, options.count, options.seed), covering, options.jobs)

@@ -39,12 +39,15 @@ class CoveringTests:
         return chosen
 
 
-def measure(root: Path, folder: Path) -> None:
-    """Run the quick tests under coverage in a copy of the project, and leave the data in `folder`."""
+def measure(root: Path, folder: Path, tests: str = "") -> None:
+    """Run the quick tests under coverage in a copy of the project, and leave the data in `folder`.
+
+    `tests`: only those in this folder.
+    """
     tree = folder / "measured"
     copy_sources(root, tree)
     command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", QUICK,
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", QUICK, *([tests] if tests else []),
         "--cov", "--cov-context=test", "--cov-report=", "--cov-fail-under=0",
         f"--junitxml={folder / 'tests.xml'}", "-o", "junit_family=xunit1", "-o", "junit_duration_report=total",
     ]  # fmt: skip

@@ -1,0 +1,48 @@
+"""The line that an operation is recorded with is the program's, however many layers of torch and of frameworks are in between."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.debug.test_ring import KINDS
+from titan_ckpt.debug.read.reader import open_run
+
+FRAMEWORK = """
+    def layer(depth, call, value):
+        return layer(depth - 1, call, value) if depth else call(value)
+"""
+PROGRAM = """
+    import sys
+    import torch, torch.distributed as dist
+    from titan_ckpt.debug.record import ring
+    if sys.argv[2] == "Python":
+        ring.compiled = None
+    from titan_ckpt.debug.record.recorder import Recorder
+    sys.path.append(sys.argv[1] + "/site-packages")
+    import framework
+    recorder = Recorder.start(sys.argv[1] + "/box", rank=0, world_size=1, stall_s=0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    reduce = torch.no_grad()(dist.all_reduce)  # a frame of torch around it, as FSDP's hooks have
+    reduce(torch.ones(3))
+    framework.layer(9, reduce, torch.ones(3))
+    recorder.stop()
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_line_of_the_program_below_torch_and_a_framework(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "framework.py").write_text(textwrap.dedent(FRAMEWORK))
+    source = tmp_path / "train.py"
+    source.write_text(textwrap.dedent(PROGRAM))
+    subprocess.run([sys.executable, "-W", "ignore", str(source), str(tmp_path), kind], check=True, capture_output=True)
+    run = open_run(str(tmp_path / "box"))
+    plain, layered = ([(frame.function, frame.line) for frame in run.operation(0, row).frames] for row in range(2))
+    line = source.read_text().splitlines().index("reduce(torch.ones(3))") + 1
+    assert plain == [("<module>", line)]
+    assert layered == [("layer", 3)] * 3 + [("<module>", line + 1)]
