@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titan_ckpt.console.command import Command, Parser
+from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import write_json, write_note, write_text
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.incident.kinds import VerdictKind
@@ -136,7 +137,7 @@ def _other_incidents(incidents: Sequence[str], judged: str) -> str:
     others = [name for name in reversed(incidents) if name != judged]
     if not others:
         return ""
-    lines = [f"  {name}" for name in others[:MOST_LISTED]]
+    lines = [f"  {escape_line(name)}" for name in others[:MOST_LISTED]]
     more = [f"  and {len(others) - MOST_LISTED} older ones"] if len(others) > MOST_LISTED else []
     return "\n".join(["other incidents here (judge each with --all):", *lines, *more]) + "\n"
 
@@ -155,11 +156,11 @@ def _diagnose_all(path: str, *, as_text: bool) -> int:
         else:
             verdicts = diagnose(evidence)
             top, report = verdicts[0], report_json(evidence, verdicts, time.time())
-            culprits = ", ".join(map(str, top.culprits[:8])) or "-"
-            text = f"{top.verdict}  rank {culprits}  {top.confidence:.0%}  {top.headline}"
+            ranks = ", ".join(map(str, top.culprits[:8])) or "-"
+            text = f"{top.verdict}  rank {ranks}  {top.confidence:.0%}  {top.headline}"
             codes.add(exit_code(top))
         if as_text:
-            write_text(f"{incident or path}  {text}\n")
+            write_text(escape_line(f"{incident or path}  {text}") + "\n")
         reports.append(report)
     if not as_text:
         write_json(reports)

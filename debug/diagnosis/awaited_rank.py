@@ -24,6 +24,13 @@ _ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
     (VerdictKind.RANK_DIED, Subtype.PYTHON_EXCEPTION): (
         "fix the exception at that line; the other ranks are only its victims",
     ),
+    (VerdictKind.RANK_DIED, Subtype.DEVICE): (
+        "drain that host; run `nvidia-smi -q` and `dcgmi diag -r 3` on it before it gets work again",
+        "look at the kernel's log around the error; restart without that host from the newest checkpoint",
+    ),
+    (VerdictKind.RANK_DIED, Subtype.HOST): (
+        "ask the scheduler what happened to that host; restart without it from the newest checkpoint",
+    ),
     (VerdictKind.RANK_DIED, Subtype.NONE): (
         "read that rank's log and its host's `dmesg`",
         "turn the recorder on, so that the next death leaves a black box",
@@ -92,6 +99,9 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
     """Why `root`, for whom others wait, does not come."""
     state = states[root]
     chain = shortest_chain(edges, root)
+    astray = _astray(root, edges) if state.kind == RankState.FINISHED else None
+    if astray is not None:
+        return _addressed_wrongly(run, astray, root, chain, states)
     first = next((edge for edge in edges if edge.awaited == root and edge.group >= 0), None)
     reason = _reason(run, state, first)
     culprits = _culprits(run, root, reason.verdict)
@@ -114,6 +124,30 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
         file=state.frame.file if is_dead and state.frame else "",
         line=state.frame.line if is_dead and state.frame else 0,
     )
+
+
+def _astray(root: int, edges: Sequence[Edge]) -> int | None:
+    """The one rank that sends to, or receives from, a rank that has ended, while another waits for its own send or recv."""
+    direct = [edge for edge in edges if edge.awaited == root]
+    waiters = {edge.waiter for edge in direct}
+    is_awaited = any(edge.is_p2p and edge.awaited in waiters for edge in edges)
+    return min(waiters) if len(waiters) == 1 and is_awaited and all(edge.is_p2p for edge in direct) else None
+
+
+def _addressed_wrongly(
+    run: Run, rank: int, ended: int, chain: tuple[tuple[int, int], ...], states: Mapping[int, Situation]
+) -> Verdict:
+    """A send or recv with the wrong peer: that peer ended without it, and the right one waits."""
+    right = next(waiter for waiter, awaited in chain if awaited == rank)
+    return Verdict(
+        verdict=VerdictKind.P2P_MISSING_PEER, culprits=(rank,),
+        victims=tuple(sorted({waiter for waiter, _ in chain} - {rank})), step=run.step_of(rank),
+        confidence=Basis.ENDED_WITHOUT_IT.confidence,
+        headline=f"rank {rank} waits{states[rank].where} for rank {ended}, which ended normally, while rank {right} waits for rank "
+        f"{rank}: the send or recv has the wrong peer",
+        evidence=(*states[rank].evidence, *states[right].evidence[:1], *states[ended].evidence[:1]),
+        chain=chain, next_steps=("check which peer that line passes (dst=, src=)",),
+    )  # fmt: skip
 
 
 def _culprits(run: Run, root: int, verdict: VerdictKind) -> tuple[int, ...]:
@@ -194,6 +228,10 @@ def cause_of_death(subtype: Subtype, signal: str, *, are_many: bool = False) -> 
         return "ran out of memory"
     if subtype == Subtype.PYTHON_EXCEPTION:
         return "raised an exception"
+    if subtype == Subtype.DEVICE:
+        return "lost the GPU to an error"
+    if subtype == Subtype.HOST:
+        return "lost the host"
     return f"{'were' if are_many else 'was'} killed by {signal or 'a signal'}"
 
 

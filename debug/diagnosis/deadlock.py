@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from titan_ckpt.debug.diagnosis.mismatch import predict
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import user_frame
@@ -62,6 +63,9 @@ def deadlock(run: Run, ranks: tuple[int, ...], edges: Sequence[Edge], states: Ma
 def _p2p_cycle(cycle: _Cycle) -> _Finding | None:
     if not all(edge.is_p2p for edge in cycle.inside):
         return None
+    strange = tuple(rank for rank in cycle.ranks if _left_its_order(cycle.run, rank))
+    if 0 < len(strange) < len(cycle.ranks):
+        return _left_out(cycle, strange)
     return _Finding(
         verdict=VerdictKind.P2P_CYCLE,
         culprits=cycle.ranks,
@@ -71,6 +75,29 @@ def _p2p_cycle(cycle: _Cycle) -> _Finding | None:
         advice="reverse the order on every second rank, or use batch_isend_irecv",
         edges=cycle.inside,
     )
+
+
+def _left_out(cycle: _Cycle, strange: tuple[int, ...]) -> _Finding:
+    """A circle that one rank closed when it left the order of sends and receives that it repeated until then."""
+    return _Finding(
+        verdict=VerdictKind.P2P_MISSING_PEER,
+        culprits=strange,
+        victims=cycle.others(strange),
+        basis=Basis.BROKE_ROUTINE,
+        headline=f"ranks {_list(cycle.ranks)} each wait for the other's half of a send/recv pair: rank {_list(strange)} left the "
+        "order of sends and receives that it had repeated, the others did not",
+        advice="look for the branch that leaves the send or recv out on that rank",
+        edges=cycle.inside,
+    )
+
+
+def _left_its_order(run: Run, rank: int) -> bool:
+    """Whether a rank's newest send or recv is another one than its own earlier ones lead to."""
+    table = run.ranks[rank].operations
+    pairs = table[table["p2p"] != 0]
+    keys = list(zip(pairs["p2p"].tolist(), pairs["peer"].tolist(), strict=True))
+    expected = predict(keys[:-1])
+    return expected is not None and expected != keys[-1]
 
 
 def _half_missing(cycle: _Cycle) -> _Finding | None:

@@ -8,7 +8,9 @@ from signal import SIGABRT
 
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
 from titan_ckpt.debug.diagnosis.awaited_rank import cause_of_death, stopped_ticking, verdict_of
+from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
 from titan_ckpt.debug.diagnosis.deadlock import deadlock
+from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
 from titan_ckpt.debug.diagnosis.mismatch import mismatch
 from titan_ckpt.debug.diagnosis.no_culprit import healthy, looks_quiet, looks_well, running, undecided, went_on
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
@@ -19,7 +21,16 @@ from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.transport import same_operation, transport
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, roots, wait_edges
 from titan_ckpt.debug.diagnosis.without_dumps import by_witnesses, sizes_in_logs
-from titan_ckpt.debug.incident.confidence import DIED_FIRST, EXPLAINED, NAMED_TOGETHER, OTHER_FAULT, WEIGHTS, Basis
+from titan_ckpt.debug.incident.confidence import (
+    ACCUSING,
+    CONTRADICTED,
+    DIED_FIRST,
+    EXPLAINED,
+    NAMED_TOGETHER,
+    OTHER_FAULT,
+    WEIGHTS,
+    Basis,
+)
 from titan_ckpt.debug.incident.gc_off import no_gc
 from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run, Situation, Verdict
@@ -44,7 +55,7 @@ def _diagnose(run: Run) -> list[Verdict]:
         found = [*by_witnesses(run, states)] or [*_fell_silent(run, edges, states)]
     if not found:
         found = [_without_fault(run, found_lanes, edges, states)]
-    ranked = _ranked(_merged(run, found))
+    ranked = [_with_suspects(verdict) for verdict in _ranked(_checked(run, _merged(run, found)))]
     pace = pace_of_live(run, edges)
     if pace is not None and is_not_yet(ranked[0]):
         ranked = [running(pace, ranked[0])]
@@ -89,6 +100,7 @@ def _faults(
     for cycle in ends.cycles:
         yield deadlock(run, cycle, edges, states)
     yield from transport(run, found_lanes)
+    yield from named_ranks(run, states)
     if not found_lanes:
         yield from by_witnesses(run, states)
     elif not mismatches:
@@ -227,6 +239,8 @@ def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
     """Equal for verdicts of one cause; None for a verdict that stands for itself."""
     if verdict.subtype == Subtype.PYTHON_EXCEPTION and verdict.file:
         return verdict.subtype, verdict.file, verdict.line
+    if verdict.verdict == VerdictKind.RANK_DIED and verdict.subtype == Subtype.HOST and verdict.evidence:
+        return verdict.subtype, verdict.evidence[0].source, verdict.evidence[0].text  # one line tells of all ranks of a host
     ended_s = _killed_at(run, verdict)
     if ended_s is not None and ended_s - first_s <= TOGETHER_S:
         return verdict.subtype, verdict.signal, verdict.file, verdict.line
@@ -253,6 +267,21 @@ def _ranked(found: Iterable[Verdict]) -> list[Verdict]:
         for v in ordered[1:]
     ]
     return [top, *sorted(rest, key=lambda v: -v.confidence)]
+
+
+def _checked(run: Run, found: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts, those lowered that other evidence speaks against."""
+    return [
+        replace(verdict, confidence=verdict.confidence * CONTRADICTED) if is_contradicted(run, verdict) else verdict
+        for verdict in found
+    ]
+
+
+def _with_suspects(verdict: Verdict) -> Verdict:
+    """A verdict that rests on too little to accuse anybody names suspects."""
+    if verdict.confidence >= ACCUSING or not verdict.culprits or verdict.verdict == VerdictKind.STRAGGLER:
+        return verdict
+    return replace(verdict, culprits=(), suspects=verdict.culprits)
 
 
 def _with_step(run: Run, verdict: Verdict) -> Verdict:

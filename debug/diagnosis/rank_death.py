@@ -7,7 +7,7 @@ import signal
 from titan_ckpt.debug.incident.busy_with import last_words
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import crash_frame, crashed_thread, hang_stack, main_frame, main_thread_state
-from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype
+from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, Exit, LogEvent, RankRecord, Situation
 
 _OWN = (EventKind.EXCEPTION, EventKind.OOM)
@@ -15,7 +15,6 @@ _FAILURES = (
     *_OWN, EventKind.COMM_CLOSED, EventKind.COMM_TIMEOUT, EventKind.COMM_ERROR, EventKind.COMM_MISMATCH,
     EventKind.WATCHDOG, EventKind.STORE_WAIT,
 )  # fmt: skip
-_REQUESTED_ENDS = ("SignalException", "KeyboardInterrupt", "SystemExit")
 
 
 def dead(record: RankRecord) -> Situation | None:
@@ -23,7 +22,7 @@ def dead(record: RankRecord) -> Situation | None:
     found = _raised(record)
     if found is not None or _is_unclear_abort(record):
         return found
-    return _ended_by_signal(record) or _gone(record)
+    return _ended_by_signal(record) or _reported(record) or _gone(record)
 
 
 def own_exception(record: RankRecord) -> LogEvent | None:
@@ -43,7 +42,7 @@ def own_exception(record: RankRecord) -> LogEvent | None:
 
 def is_interrupt(event: LogEvent) -> bool:
     """Whether an exception is how a process answers a launcher that ends it; its traceback shows where the program was."""
-    return event.values.get("type", "").rpartition(".")[2] in _REQUESTED_ENDS
+    return event.values.get("type", "").rpartition(".")[2] in REQUESTED_ENDS
 
 
 def lost_threads(record: RankRecord) -> list[Evidence]:
@@ -115,6 +114,36 @@ def _ended_by_signal(record: RankRecord) -> Situation | None:
             evidence=(wrote, *crashed_thread(record, crash), *last_words(record)),
         )  # fmt: skip
     return None
+
+
+# Xid errors that a process on the GPU does not end of: 45 follows the end of another process, 63 and 64 tell of a memory row that
+# is set aside, 92 counts corrected errors (NVIDIA's "XID Errors").
+_HARMLESS_XIDS = ("45", "63", "64", "92")
+_REPORTS = (EventKind.KILLED, EventKind.DEVICE_ERROR, EventKind.NODE_LOST)
+
+
+def _reported(record: RankRecord) -> Situation | None:
+    """What a kernel, a driver or a scheduler says of a rank's process, its GPU or its host."""
+    if record.exit is not None and (record.exit.code == 0 or record.exit.was_told):
+        return None
+    event = next((event for event in record.events if event.kind in _REPORTS and _is_end(record, event)), None)
+    if event is None:
+        return None
+    detail = Subtype.DEVICE if event.kind == EventKind.DEVICE_ERROR else Subtype.HOST
+    if event.kind == EventKind.KILLED:
+        detail = Subtype.OOM if event.values.get("cause") == "oom" else Subtype.SIGNAL
+        detail = Subtype.HOST if event.values.get("cause") == "evicted" else detail
+    return Situation(
+        rank=record.rank, kind=RankState.DEAD, detail=detail, signal=event.values.get("signal", ""),
+        confidence=Basis.REPORTED.confidence, evidence=(event_evidence(event), *last_words(record)),
+    )  # fmt: skip
+
+
+def _is_end(record: RankRecord, event: LogEvent) -> bool:
+    """Whether a report is of something that ends a process: no request to end, no mere warning, nothing that it outlived."""
+    if event.values.get("xid") in _HARMLESS_XIDS or event.values.get("signal") in ("SIGTERM", "SIGINT", "SIGHUP"):
+        return False
+    return not _logged_on(record, event)
 
 
 def _is_unclear_abort(record: RankRecord) -> bool:

@@ -68,7 +68,7 @@ def sizes_in_logs(run: Run) -> Iterator[Verdict]:
     """gloo aborts an innocent rank when more data arrives than it asked for; its last log lines give the sizes."""
     for record in run.ranks.values():
         event = _event(record, (EventKind.COMM_MISMATCH,))
-        if event is not None:
+        if event is not None and "own" not in event.values:
             yield Verdict(
                 verdict=VerdictKind.SIZE_MISMATCH,
                 victims=(record.rank,),
@@ -211,6 +211,8 @@ def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]
         return
     first, other = states[culprits[0]], states[next(rank for rank, place in places.items() if place == common)]
     basis = Basis.OTHER_WAIT if len(culprits) < len(witnesses) - len(culprits) else Basis.LEFT_ROUTINE
+    if calls[other.rank].partition(" ")[0] in _ROOTED:
+        basis = Basis.LEFT_ROOTED
     yield Verdict(
         verdict=VerdictKind.SKIPPED_COLLECTIVE,
         culprits=culprits,
@@ -229,6 +231,12 @@ def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]
             "with the recorder on, or with dumps, this would be certain",
         ),
     )
+
+
+# Who has its part of these goes on, though others still wait for the root or for their turn.
+_ROOTED = (
+    "broadcast", "scatter", "reduce", "gather", "broadcast_object_list", "scatter_object_list", "gather_object",
+)  # fmt: skip
 
 
 def _is_p2p(call: str) -> bool:

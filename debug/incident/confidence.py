@@ -36,6 +36,7 @@ class Basis(Enum):
     PROCESS_STOPPED = 0.97, (V.RANK_FROZEN,), "the kernel's state of the process is `T` (stopped)"
     OWN_EXCEPTION = 0.95, (V.RANK_DIED,), "its log holds an exception of its own"
     KILLED = 0.95, (V.RANK_DIED,), "its exit code is a signal"
+    REPORTED = 0.85, (V.RANK_DIED,), "a kernel, driver or scheduler reports its process killed, its GPU failed or its host lost"
     GIL_STACK = 0.95, (V.STUCK_ON_CPU,), "the C timer took a stack while Python could not run"
     FATAL_LOG = 0.9, (V.RANK_DIED,), "its log holds the interpreter's fatal error"
     FATAL_STACK = 0.9, (V.RANK_DIED,), "the interpreter's fault handler wrote its stack"
@@ -45,6 +46,11 @@ class Basis(Enum):
     TICKS_STOPPED_CLOSED = 0.85, (V.RANK_DIED,), "its recorder stopped ticking and its connections closed"
     TICKS_STOPPED_OPEN = 0.8, (V.RANK_FROZEN,), "its recorder stopped ticking and its connections stayed open"
     ENDED_NORMALLY = 0.85, (V.SKIPPED_COLLECTIVE,), "it ended with exit code 0 while others wait for it"
+    ENDED_WITHOUT_IT = (
+        0.8,
+        (V.P2P_MISSING_PEER,),
+        "its send or recv names a rank that ended normally, and another rank waits for it",
+    )
     STACK_IN_INIT = 0.75, (V.PG_INIT_HANG,), "its stack is in the creation of a process group"
     STACK_IN_TEARDOWN = 0.7, (V.TEARDOWN_STUCK,), "its stack is in the shutdown of the process"
     PHASE = 0.7, (V.STUCK_ON_CPU,), "no stack; the recorder's phase of the training loop"
@@ -82,13 +88,14 @@ class Basis(Enum):
     )
     BROKE_HISTORY = 0.85, CLEAR_MAJORITY[1], "equal parties; one broke with its own earlier operations"
     PLURALITY = 0.75, CLEAR_MAJORITY[1], "the largest party agrees, but it is no majority"
-    TIE = 0.4, CLEAR_MAJORITY[1], "equal parties, and neither broke with its history: all are named"
+    TIE = 0.4, CLEAR_MAJORITY[1], "equal parties, and neither broke with its history: all are suspects"
 
     # circles of waits
     WAIT_CYCLE = 0.9, (V.P2P_CYCLE, V.P2P_MISSING_PEER), "the pending halves of send/recv pairs, recorded on both sides"
+    BROKE_ROUTINE = 0.85, (V.P2P_MISSING_PEER,), "a circle of sends and receives; one rank left the order that it had repeated"
     ALONE_ON_GROUP = 0.85, (V.WRONG_GROUP,), "the same operation, pending alone on another group"
     CYCLE_MINORITY = 0.75, (V.ORDER_MISMATCH,), "a circle across groups; fewer ranks wait on the culprits' group"
-    CYCLE_TIE = 0.6, (V.ORDER_MISMATCH,), "a circle across groups of equal parties: all are named"
+    CYCLE_TIE = 0.45, (V.ORDER_MISMATCH,), "a circle across groups of equal parties: all are suspects"
     ALL_IN_P2P = 0.7, (V.P2P_CYCLE,), "every stack is in a send or recv; the pairs are not recorded"
 
     # process groups
@@ -96,7 +103,7 @@ class Basis(Enum):
     INIT_ABSENT = 0.75, (V.PG_INIT_HANG,), "several ranks are not where the others wait"
     INIT_ALL = 0.5, (V.PG_INIT_HANG,), "all ranks wait, or nothing was collected of the missing ones"
     GROUP_MINORITY = 0.9, (V.PG_CONFIG_CONFLICT,), "fewer ranks use the culprits' member list"
-    GROUP_TIE = 0.7, (V.PG_CONFIG_CONFLICT,), "equally many ranks use each member list"
+    GROUP_TIE = 0.45, (V.PG_CONFIG_CONFLICT,), "equally many ranks use each member list: all are suspects"
 
     # device and network
     P2P_SIZE_NEW = 0.9, (V.P2P_SIZE_MISMATCH,), "the two halves differ, and one side never used that size before"
@@ -121,10 +128,20 @@ class Basis(Enum):
         "no dumps; the others waited, it did not",
     )
     OTHER_WAIT = 0.65, (V.SKIPPED_COLLECTIVE,), "no dumps; all waited, a small minority in another call"
+    LEFT_ROOTED = (
+        0.45,
+        (V.SKIPPED_COLLECTIVE,),
+        "no dumps; most wait in a broadcast or scatter, which others may leave before them: all are suspects",
+    )
     LEFT_ROUTINE = (
         0.6,
         (V.SKIPPED_COLLECTIVE,),
         "no dumps; all waited, equal parties: one in the backward pass, one not",
+    )
+    NAMED_BY_PEERS = (
+        0.75,
+        (V.STUCK_ON_CPU, V.SKIPPED_COLLECTIVE, V.OP_MISMATCH, V.SIZE_MISMATCH, V.DTYPE_MISMATCH),
+        "error texts of other ranks name it, and it names none of them",
     )
     SIZE_IN_LOG = 0.75, (V.SIZE_MISMATCH,), "gloo's error in the log of a rank that received the wrong size; no culprit"
 
@@ -142,11 +159,14 @@ class Basis(Enum):
     UNDECIDED = 0.3, (V.INSUFFICIENT_DATA,), "no verdict fits"
 
 
+ACCUSING = 0.5  # what rests on less accuses nobody: its ranks are suspects
+
 # What a second finding does to a confidence.
 EXPLAINED = 0.5  # its culprits are victims of the top verdict
 OTHER_FAULT = 0.5  # a straggler in a job that hangs for another reason
 DIED_FIRST = 0.8  # the culprit of a mismatch had raised an exception before
 NAMED_TOGETHER = 0.9  # several ranks of which only the absence is known
+CONTRADICTED = 0.5  # other evidence speaks against it: then it accuses nobody
 SHIFTED = 0.95  # a mismatch traced back to an earlier line
 
 # Used only to order verdicts: a cause goes first, and mismatched operations end in dead or waiting ranks.

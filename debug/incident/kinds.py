@@ -46,6 +46,8 @@ class Subtype(StrEnum):
     SIGNAL = "signal"
     PYTHON_EXCEPTION = "python_exception"
     OOM = "oom"
+    DEVICE = "device"
+    HOST = "host"
     # STUCK_ON_CPU
     DATALOADER = "dataloader"
     CHECKPOINT_IO = "checkpoint_io"
@@ -110,6 +112,9 @@ class DumpKind(StrEnum):
 
     FLIGHT_RECORDER = "flight_recorder"
     BLACK_BOX = "black_box"
+
+
+REQUESTED_ENDS = ("SignalException", "KeyboardInterrupt", "SystemExit")  # how a process answers a launcher that ends it
 
 
 class EventKind(StrEnum):

@@ -22,6 +22,7 @@ from titan_ckpt.debug.incident.records import (
     RECV,
     SCHEDULED,
     SEND,
+    STARTED,
     Array,
     Group,
 )
@@ -160,7 +161,20 @@ def _columns(
     table["seq"] = np.minimum(sequence, _INT32)
     for name, place in _TIMES.items():
         table[name] = _numbers(numbers[place])
+    _settle_states(table, np.array([_backend(str(one[1])) for one in distinct])[which])
     return table, [group for _, group in words.groups.values()]
+
+
+def _settle_states(table: Array, backend: Array) -> None:
+    """States as the times show them, and `retired` only of what its device ended. A backend that records states (NCCL, or any
+    with one that is more than scheduled) retires also what timed out or was aborted (ProcessGroupNCCL: a work with an exception
+    counts as completed), and then it was not."""
+    ended, begun = table["completed_ns"] > 0, table["started_ns"] > 0
+    table["state"] = np.where(ended, COMPLETED, np.maximum(table["state"], np.where(begun, STARTED, SCHEDULED)))
+    for name in np.unique(backend).tolist():
+        of_backend = backend == name
+        if name in _RECORD_STATES or bool((table["state"][of_backend] != SCHEDULED).any()):
+            table["retired"][of_backend] &= table["state"][of_backend] == COMPLETED
 
 
 def _field(entry: Mapping[str, Any], key: str) -> Any:
@@ -275,19 +289,21 @@ def _row(one: _Lasting, words: _Words) -> tuple[int, ...]:
     position, group = words.group(pair)
     kind, interner = words.kind(str(name)), words.interner
     sizes = output_sizes if kind.has_output_sizes else sizes
-    code = _STATES.get(state, SCHEDULED)
+    code = _STATES.get(str(state).rpartition(".")[2].lower(), SCHEDULED)
     return (
-        position, 0, kind.op, kind.p2p, code, bool(retired) and (code == COMPLETED or not _has_states(str(name))),
+        position, 0, kind.op, kind.p2p, code, bool(retired),
         interner.dtype(dtypes) if dtypes else 0, interner.size(sizes) if sizes else 0,
         interner.stack(frames) if frames else 0, _peer(group, kind.peer) if kind.p2p else -1,
         min(timeout_ms or 0, _INT32), 0, 0, 0,
     )  # fmt: skip
 
 
-def _has_states(name: str) -> bool:
-    """Whether the backend that an operation's name begins with says when the device completed it. NCCL's watchdog retires also
-    what timed out or was aborted (ProcessGroupNCCL: a work with an exception counts as completed), and then it was not."""
-    return name.startswith(("nccl:", "xccl:", "rccl:", "ncclx:"))
+_RECORD_STATES = ("nccl", "xccl", "rccl", "ncclx", "hccl")
+
+
+def _backend(name: str) -> str:
+    """The backend that an operation's name begins with; "" where it names none."""
+    return name.partition(":")[0] if ":" in name else ""
 
 
 class _Kind(NamedTuple):

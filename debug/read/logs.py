@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent, RankLog
-from titan_ckpt.debug.read.text.endings import Ending, Note
+from titan_ckpt.debug.read.text.endings import Ending, Note, expanded
 from titan_ckpt.debug.read.text.job_text import JobText, Writer
 from titan_ckpt.debug.read.text.streams import MAX_EVENTS, Stream, merged_log, values_of
 
@@ -119,6 +119,10 @@ class _Who:
     def of_pid(self, pid: int | None) -> int:
         return self._pids.get(pid, -1) if pid else -1
 
+    def of_hosts(self, hosts: str) -> list[int]:
+        """The ranks on hosts in Slurm's notation, such as `node[003-004]`."""
+        return [rank for host in expanded(hosts) for rank in self.of_host(host)]
+
     def of_host(self, host: str) -> list[int]:
         """The ranks on a host, by its short name."""
         short = host.partition(".")[0]
@@ -217,7 +221,7 @@ def _take_notes(text: JobText, who: _Who, ranks: defaultdict[int, list[RankLog]]
     """What was said of processes and hosts, as events of the ranks that are meant, else of the job."""
     for note in text.endings.notes:
         pid = note.values.get("pid", "")
-        meant = [who.of_pid(int(pid))] if pid else who.of_host(note.values.get("host", ""))
+        meant = [who.of_pid(int(pid))] if pid else who.of_hosts(note.values.get("host", ""))
         event = _note_event(text, note)
         for rank in [rank for rank in meant if rank >= 0]:
             ranks[rank].append(RankLog(source=text.source, events=(replace(event, rank=rank),)))

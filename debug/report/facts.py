@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
@@ -61,12 +62,12 @@ def commands(run: Run, top: Verdict) -> list[str]:
     found = []
     for rank in concerned(run, top):
         record = run.ranks[rank]
-        if not record.host or not record.pid:
+        if not record.host or not record.pid or record.host.startswith("-"):  # ssh would take that for an option
             continue
         has_ended = record.exit is not None or record.process_state == "gone"
         has_ended |= record.heartbeat is not None and record.heartbeat.is_stopped
         if has_ended:
-            found.append(f"ssh {record.host} \"dmesg -T | grep -iE 'oom|xid|segfault|killed process'\"")
+            found.append(f"ssh {shlex.quote(record.host)} \"dmesg -T | grep -iE 'oom|xid|segfault|killed process'\"")
         else:
-            found.append(f"ssh {record.host} py-spy dump --pid {record.pid}")
+            found.append(f"ssh {shlex.quote(record.host)} py-spy dump --pid {record.pid}")
     return list(dict.fromkeys(found))[:MAX_COMMANDS]

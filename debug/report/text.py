@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from titan_ckpt.console.escapes import escape_line
+from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
 from titan_ckpt.debug.report.facts import commands, waiting, when, where
 
@@ -37,7 +39,7 @@ def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = Non
         lines += ["what to do:", *(f"  {i}. {_wrapped(step, 5)}" for i, step in enumerate(steps, 1))]
     for other in verdicts[1 : 1 + MAX_OTHERS]:
         lines.append(f"less likely ({other.confidence:.0%}): {other.verdict}: {_wrapped(other.headline, 2)}")
-    lines += [f"note: {flag.flag}: {flag.text}{_ranks(flag.ranks)}" for flag in run.flags[:4]]
+    lines += [f"note: {flag.flag}: {escape_line(flag.text)}{_ranks(flag.ranks)}" for flag in run.flags[:4]]
     if len(run.flags) > 4:
         lines.append(f"note: {len(run.flags) - 4} more flags; see --json")
     return "\n".join(lines) + "\n"
@@ -45,11 +47,13 @@ def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = Non
 
 def _facts(run: Run, top: Verdict) -> list[str]:
     facts = [f"confidence {top.confidence:.0%}", f"{run.world_size} ranks"]
+    if top.suspects and not top.culprits:
+        facts.append(f"nobody is accused; suspects: {rank_list(top.suspects)}")
     if top.step is not None:
         facts.append(f"step {top.step}")
     if run.incident:
         facts.append(
-            f"incident {run.incident}" + (f" (newest of {len(run.incidents)})" if len(run.incidents) > 1 else "")
+            f"incident {escape_line(run.incident)}" + (f" (newest of {len(run.incidents)})" if len(run.incidents) > 1 else "")
         )
     return ["  " + " · ".join(facts)]
 
@@ -74,4 +78,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _wrapped(text: str, indent: int) -> str:
-    return f"\n{' ' * min(indent, 4)}".join(textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
+    lines = textwrap.wrap(escape_line(text), WIDTH, break_long_words=False, break_on_hyphens=False)
+    return f"\n{' ' * min(indent, 4)}".join(lines)

@@ -24,11 +24,11 @@ def test_every_verdict_has_a_confidence_with_a_basis() -> None:
 
 
 def test_every_basis_is_used_by_a_detector() -> None:
-    code = "\n".join(path.read_text() for path in DIAGNOSIS.glob("*.py"))
+    code = "\n".join(path.read_text() for path in DIAGNOSIS.rglob("*.py"))
     assert [basis.name for basis in Basis if f"Basis.{basis.name}" not in code] == []
 
 
 def test_no_detector_has_a_confidence_of_its_own() -> None:
     bare = re.compile(r"confidence(?::\s*float)?\s*[=*]\s*\d")
-    found = [path.name for path in DIAGNOSIS.glob("*.py") if bare.search(path.read_text())]
+    found = [path.name for path in DIAGNOSIS.rglob("*.py") if bare.search(path.read_text())]
     assert found == []

@@ -302,5 +302,30 @@ def ranges(text: str) -> list[int]:
     return found
 
 
+MOST_HOSTS = 4096
+_HOSTS = re.compile(r"(?P<stem>[^\[\],]{0,80})(?:\[(?P<numbers>[\d,-]{1,200})\])?(?P<end>[^,\[\]]{0,80})")
+
+
+def expanded(hosts: str) -> list[str]:
+    """Host names of Slurm's notation for many (`scontrol show hostnames`).
+
+    >>> expanded("node[003-004,7],login1")
+    ['node003', 'node004', 'node7', 'login1']
+    """
+    found: list[str] = []
+    for part in re.findall(r"[^,\[]{0,80}(?:\[[^\]]{0,200}\])?[^,]{0,80}", hosts):
+        match = _HOSTS.fullmatch(part)
+        if not part or match is None:
+            continue
+        if match["numbers"] is None:
+            found.append(part)
+            continue
+        for numbers in match["numbers"].split(","):
+            low, _, high = numbers.partition("-")
+            last = min(int(high or low or 0), int(low or 0) + MOST_HOSTS)
+            found += [f"{match['stem']}{n:0{len(low)}d}{match['end']}" for n in range(int(low or 0), last + 1)]
+    return found[:MOST_HOSTS]
+
+
 def _one_host(text: str) -> str:
     return "" if "[" in text or "," in text else text

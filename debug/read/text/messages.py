@@ -64,6 +64,7 @@ _COMM_WORDS = (
     "c10d",
     "NCCLUtils",
     "connectFullMesh",
+    "monitoredBarrier",
 )
 _SOCKET_ERRORS = ("ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "ConnectionAbortedError")
 DEVICE_WORDS = (
@@ -171,6 +172,8 @@ _FINGERPRINTS = re.compile(
     r"(?:collective: )?(?P<other>.{0,600})"
 )
 _OP_TYPE = re.compile(r"OpType=(\w+)")
+_SHAPE = re.compile(r"TensorShape=(\[[\d, ]{0,80}\])")
+_DTYPES = re.compile(r"TensorDtypes=(\w+)")
 _DESYNC = re.compile(
     rf"\[{_LIST}\] (?:joined but didn't finish collective #(?P<seq>\d{{1,12}})"
     r"|finished collective #\d{1,12}, but didn't join collective #(?P<missed>\d{1,12}))"
@@ -192,12 +195,17 @@ def _mismatch(text: str) -> Values:
     match = _FINGERPRINTS.search(text)
     if match is None:
         return {}
-    ops = {
-        name: found.group(1)
-        for name, part in (("op", "what"), ("other_op", "other"))
-        if (found := _OP_TYPE.search(match[part]))
-    }
-    return {"own": match["own"], "names": match["names"], **ops}
+    calls = {"call_of_own": _call(match["what"]), "call_of_named": _call(match["other"])}
+    return {"own": match["own"], "names": match["names"], **{name: call for name, call in calls.items() if call}}
+
+
+def _call(text: str) -> str:
+    """`ALLREDUCE|[20, 10]|Float` of a fingerprint; releases before 1.13 give of the other rank the operation alone."""
+    found = [pattern.search(text) for pattern in (_OP_TYPE, _SHAPE, _DTYPES)]
+    if found[0] is None:
+        bare = re.match(r"\s{0,4}([A-Z_]{3,40})\b", text)
+        return bare.group(1) if bare else ""
+    return "|".join(part.group(1) if part else "" for part in found).rstrip("|")
 
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<bus>[\w:.]{1,20})\): (?P<xid>\d{1,4})(?:, pid='?(?P<pid>\d{1,9}))?")

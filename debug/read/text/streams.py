@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.kinds import EventKind
+from titan_ckpt.debug.incident.frames import is_library, user_frame
+from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, EventKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog
 from titan_ckpt.debug.read.text import clocks
 from titan_ckpt.debug.read.text.messages import details, kind_of_error, recognize
@@ -139,14 +139,27 @@ class Stream:
     def _keep(self, number: int, text: str, kind: EventKind, values: dict[str, str], is_raised: bool) -> None:
         frame = None
         if is_raised:
-            values = {**values, **self._of_traceback()}
             frame = user_frame(reversed(self.frames)) if self.frames else None
+            if self.chained and values.get("type", "").rpartition(".")[2] in REQUESTED_ENDS and self._ended_in(frame):
+                return
+            values = {**values, **self._of_traceback()}
         self.add(
             LogEvent(
                 kind=kind, rank=self.rank, text=text.strip()[:400], source=self.source, line=number, time_s=self.time_s,
                 frame=frame, values=values,
             )
         )  # fmt: skip
+
+    def _ended_in(self, frame: Frame | None) -> bool:
+        """Whether a process was interrupted while it handled an error: that error is what it met, at the line where it was."""
+        self.chained = False
+        box = self.last or self.first
+        if not box or "type" not in box[-1].values:
+            return False
+        met = box[-1]
+        if frame is not None and not is_library(frame) and (met.frame is None or is_library(met.frame)):
+            box[-1] = replace(met, frame=frame)
+        return True
 
     def _of_traceback(self) -> dict[str, str]:
         """The torch call of a traceback, its thread, and the exceptions that it was raised in the handling of."""

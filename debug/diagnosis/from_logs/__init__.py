@@ -1,0 +1,1 @@
+"""Verdicts from what texts say of other ranks."""

@@ -1,0 +1,22 @@
+"""Evidence that speaks against a verdict which was inferred, not recorded. Pure."""
+
+from __future__ import annotations
+
+from titan_ckpt.debug.diagnosis.from_logs.named_ranks import absent_ranks
+from titan_ckpt.debug.incident.kinds import FlagKind, VerdictKind
+from titan_ckpt.debug.incident.records import Run, Verdict
+
+RECORDED = 0.85  # from here on a verdict rests on what was recorded of the rank itself
+
+_NOT_COME = (VerdictKind.STUCK_ON_CPU, VerdictKind.SKIPPED_COLLECTIVE, VerdictKind.RANK_DIED, VerdictKind.RANK_FROZEN)
+
+
+def is_contradicted(run: Run, verdict: Verdict) -> bool:
+    """Whether a verdict that a rank did not come rests on inference, and either its dump is older than what it then did, or
+    error texts name other ranks as those that did not come."""
+    if verdict.confidence >= RECORDED or not verdict.culprits or verdict.verdict not in _NOT_COME:
+        return False
+    accused = set(verdict.culprits)
+    stale = {rank for flag in run.flags if flag.flag == FlagKind.DUMP_SKEW for rank in flag.ranks}
+    named = set(absent_ranks(run))
+    return bool(accused & stale) or bool(named and not accused & named)
