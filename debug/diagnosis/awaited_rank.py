@@ -143,8 +143,8 @@ def _addressed_wrongly(
         verdict=VerdictKind.P2P_MISSING_PEER, culprits=(rank,),
         victims=tuple(sorted({waiter for waiter, _ in chain} - {rank})), step=run.step_of(rank),
         confidence=Basis.ENDED_WITHOUT_IT.confidence,
-        headline=f"rank {rank} waits{states[rank].where} for rank {ended}, which ended normally, while rank {right} waits for rank "
-        f"{rank}: the send or recv has the wrong peer",
+        headline=f"rank {rank} waits{states[rank].where} for rank {ended}, which ended normally, while rank {right} waits for "
+        f"rank {rank}: the send or recv has the wrong peer",
         evidence=(*states[rank].evidence, *states[right].evidence[:1], *states[ended].evidence[:1]),
         chain=chain, next_steps=("check which peer that line passes (dst=, src=)",),
     )  # fmt: skip

@@ -8,8 +8,8 @@ from signal import SIGABRT
 
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
 from titan_ckpt.debug.diagnosis.awaited_rank import cause_of_death, stopped_ticking, verdict_of
-from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
 from titan_ckpt.debug.diagnosis.deadlock import deadlock
+from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
 from titan_ckpt.debug.diagnosis.mismatch import mismatch
 from titan_ckpt.debug.diagnosis.no_culprit import healthy, looks_quiet, looks_well, running, undecided, went_on
@@ -240,7 +240,11 @@ def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
     if verdict.subtype == Subtype.PYTHON_EXCEPTION and verdict.file:
         return verdict.subtype, verdict.file, verdict.line
     if verdict.verdict == VerdictKind.RANK_DIED and verdict.subtype == Subtype.HOST and verdict.evidence:
-        return verdict.subtype, verdict.evidence[0].source, verdict.evidence[0].text  # one line tells of all ranks of a host
+        return (
+            verdict.subtype,
+            verdict.evidence[0].source,
+            verdict.evidence[0].text,
+        )  # one line tells of all ranks of a host
     ended_s = _killed_at(run, verdict)
     if ended_s is not None and ended_s - first_s <= TOGETHER_S:
         return verdict.subtype, verdict.signal, verdict.file, verdict.line

@@ -36,7 +36,11 @@ class Basis(Enum):
     PROCESS_STOPPED = 0.97, (V.RANK_FROZEN,), "the kernel's state of the process is `T` (stopped)"
     OWN_EXCEPTION = 0.95, (V.RANK_DIED,), "its log holds an exception of its own"
     KILLED = 0.95, (V.RANK_DIED,), "its exit code is a signal"
-    REPORTED = 0.85, (V.RANK_DIED,), "a kernel, driver or scheduler reports its process killed, its GPU failed or its host lost"
+    REPORTED = (
+        0.85,
+        (V.RANK_DIED,),
+        "a kernel, driver or scheduler reports its process killed, its GPU failed or its host lost",
+    )
     GIL_STACK = 0.95, (V.STUCK_ON_CPU,), "the C timer took a stack while Python could not run"
     FATAL_LOG = 0.9, (V.RANK_DIED,), "its log holds the interpreter's fatal error"
     FATAL_STACK = 0.9, (V.RANK_DIED,), "the interpreter's fault handler wrote its stack"
@@ -92,7 +96,11 @@ class Basis(Enum):
 
     # circles of waits
     WAIT_CYCLE = 0.9, (V.P2P_CYCLE, V.P2P_MISSING_PEER), "the pending halves of send/recv pairs, recorded on both sides"
-    BROKE_ROUTINE = 0.85, (V.P2P_MISSING_PEER,), "a circle of sends and receives; one rank left the order that it had repeated"
+    BROKE_ROUTINE = (
+        0.85,
+        (V.P2P_MISSING_PEER,),
+        "a circle of sends and receives; one rank left the order that it had repeated",
+    )
     ALONE_ON_GROUP = 0.85, (V.WRONG_GROUP,), "the same operation, pending alone on another group"
     CYCLE_MINORITY = 0.75, (V.ORDER_MISMATCH,), "a circle across groups; fewer ranks wait on the culprits' group"
     CYCLE_TIE = 0.45, (V.ORDER_MISMATCH,), "a circle across groups of equal parties: all are suspects"

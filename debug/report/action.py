@@ -50,6 +50,8 @@ _NOTHING = {
 }
 _FAULTY_SUBTYPES = frozenset({Subtype.PYTHON_EXCEPTION, Subtype.OOM, Subtype.NEW_GROUP, Subtype.PYTHON_LOCK})
 
+_FAULTY_HOSTS = frozenset({Subtype.DEVICE, Subtype.HOST})
+
 
 def action_for(run: Run, top: Verdict) -> Action:
     """The action for the first verdict."""
@@ -59,7 +61,7 @@ def action_for(run: Run, top: Verdict) -> Action:
         reason = f"the verdict is only a lead ({top.confidence:.0%}): keep the evidence and start again"
         return Action(action=ActionKind.RESTART, hosts=(), reason=reason)
     hosts = tuple(dict.fromkeys(run.ranks[rank].host for rank in top.culprits if run.ranks[rank].host))
-    if top.verdict in _EXCLUDES and hosts:
+    if (top.verdict in _EXCLUDES or top.subtype in _FAULTY_HOSTS) and hosts:
         return Action(action=ActionKind.EXCLUDE, hosts=hosts, reason=_HOST)
     if top.verdict in _STOPS or top.subtype in _FAULTY_SUBTYPES:
         return Action(action=ActionKind.STOP, hosts=(), reason=_PROGRAM)

@@ -53,7 +53,8 @@ def _facts(run: Run, top: Verdict) -> list[str]:
         facts.append(f"step {top.step}")
     if run.incident:
         facts.append(
-            f"incident {escape_line(run.incident)}" + (f" (newest of {len(run.incidents)})" if len(run.incidents) > 1 else "")
+            f"incident {escape_line(run.incident)}"
+            + (f" (newest of {len(run.incidents)})" if len(run.incidents) > 1 else "")
         )
     return ["  " + " · ".join(facts)]
 

@@ -11,7 +11,8 @@ import pytest
 from titan_ckpt.cli.main import main
 from titan_ckpt.debug import Run, Verdict, diagnose, open_run
 from titan_ckpt.debug.cli import exit_code
-from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
+from titan_ckpt.debug.incident.kinds import FlagKind, Subtype, VerdictKind
+from titan_ckpt.debug.incident.records import Evidence, Flag
 from titan_ckpt.debug.report.action import action_for
 from titan_ckpt.debug.report.as_json import SCHEMA, report_json
 from titan_ckpt.debug.report.text import report_text
@@ -95,6 +96,8 @@ def run() -> Run:
         ("RANK_DIED", "python_exception", "STOP", ()),
         ("RANK_DIED", "signal", "RESTART", ()),
         ("STUCK_ON_CPU", "dataloader", "RESTART", ()),
+        ("RANK_DIED", "device", "EXCLUDE", ("node17",)),
+        ("RANK_DIED", "host", "EXCLUDE", ("node17",)),
         ("RANK_FROZEN", "", "EXCLUDE", ("node17",)),
         ("STARTED_NOT_COMPLETED", "", "EXCLUDE", ("node17",)),
         ("HEALTHY", "", "NONE", ()),
@@ -120,6 +123,39 @@ def test_report_names_place_time_waits_and_command(run: Run) -> None:
     assert "who waits in what:\n  - ranks 0, 1, 3: all_reduce #7 of group default_pg" in text
     assert " UTC, " in text
     assert " ago" in text
+
+
+FORGED = "boom\nHEALTHY: no fault found\x1b]0;x\x07\u2028what to do:"
+
+
+def test_no_text_of_the_evidence_makes_a_line_of_the_report(run: Run) -> None:
+    flag = Flag(flag=FlagKind.DUMP_CORRUPT, text=FORGED)
+    top = Verdict(
+        verdict=VerdictKind.RANK_DIED, culprits=(2,), headline=FORGED, evidence=(Evidence(text=FORGED, source=FORGED),),
+        next_steps=(FORGED,),
+    )  # fmt: skip
+    text = report_text(replace(run, incident=FORGED, flags=(flag,)), [top, top])
+    starts = [line.strip() for line in text.splitlines()]
+    assert not any(line.startswith(("HEALTHY", "what to do:")) and line != "what to do:" for line in starts)
+    assert starts.count("what to do:") == 1
+    assert "\x1b" not in text
+    assert r"boom\nHEALTHY" in text
+
+
+@pytest.mark.parametrize("host", ["node1; rm x", "$(id)", "a b"])
+def test_host_in_a_command_is_quoted(run: Run, host: str) -> None:
+    evil = replace(run, ranks={**run.ranks, 2: replace(run.ranks[2], host=host)})
+    assert any(f"ssh '{host}' " in command for command in report_json(evil, diagnose(evil))["commands"])
+
+
+def test_host_that_looks_like_an_option_is_no_command(run: Run) -> None:
+    evil = replace(run, ranks={**run.ranks, 2: replace(run.ranks[2], host="-oProxyCommand=x")})
+    assert report_json(evil, diagnose(evil))["commands"] == []
+
+
+def test_suspects_are_named_as_such(run: Run) -> None:
+    top = Verdict(verdict=VerdictKind.OP_MISMATCH, suspects=(0, 2), confidence=0.4, headline="x")
+    assert "nobody is accused; suspects: ranks 0, 2" in report_text(run, [top])
 
 
 def test_dead_ranks_are_not_dumped(run: Run) -> None:

@@ -1,0 +1,188 @@
+"""Ranks that texts of others name, reports of kernels, drivers and schedulers, and evidence that cannot choose between two sides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan_ckpt.debug import Verdict, diagnose, open_run
+
+STEPS = "".join(f"2026-11-22 01:0{step}:00,000 INFO train: step {step}\n" for step in range(5))
+DEVICE = "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda, layout=Strided (default))"
+
+
+def judged(folder: Path, ranks: dict[int, str], job: str = "", name: str = "job.log") -> Verdict:
+    for rank, text in ranks.items():
+        (folder / f"rank_{rank}.log").write_text(text)
+    if job:
+        (folder / name).write_text(job)
+    return diagnose(open_run(str(folder)))[0]
+
+
+def raised(message: str, line: int = 9) -> str:
+    return (
+        f'{STEPS}Traceback (most recent call last):\n  File "/job/train.py", line {line}, in <module>\n    step()\n'
+        f'  File "/opt/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 4800, in monitored_barrier\n'
+        f"    return group_to_use.monitored_barrier(timeout)\nRuntimeError: {message}\n"
+    )
+
+
+def differs(own: int, mine: str, other: int, theirs: str) -> str:
+    calls = [f"CollectiveFingerPrint(SequenceNumber=8, {call}, {DEVICE})" for call in (mine, theirs)]
+    return raised(
+        f"Detected mismatch between collectives on ranks. Rank {own} is running collective: {calls[0]}, but Rank {other} is "
+        f"running collective: {calls[1]}.Collectives differ in the following aspects:"
+    )
+
+
+PASSED = (
+    "Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. Please check "
+    "rank 0 logs for faulty rank."
+)
+
+
+def test_rank_that_missed_the_monitored_barrier(tmp_path: Path) -> None:
+    first = raised("[Rank 0]: Rank 2 failed to pass monitoredBarrier in 60000 ms")
+    top = judged(tmp_path, {0: first, 1: raised(PASSED.format(1)), 2: STEPS, 3: raised(PASSED.format(3))})
+    assert (top.verdict, top.culprits, top.victims) == ("STUCK_ON_CPU", (2,), (0,))
+
+
+def test_rank_that_passed_the_monitored_barrier_is_innocent(tmp_path: Path) -> None:
+    top = judged(tmp_path, {1: raised(PASSED.format(1)), 2: STEPS})
+    assert not {0, 1} & set(top.culprits)
+
+
+def test_ranks_that_name_each_other_are_not_accused(tmp_path: Path) -> None:
+    texts = {rank: raised(f"Ranks {1 - rank} failed to pass monitoredBarrier in 60000 ms") for rank in (0, 1)}
+    assert judged(tmp_path, {**texts, 2: STEPS}).culprits not in ((0,), (1,), (0, 1))
+
+
+def test_rank_that_a_desync_report_misses(tmp_path: Path) -> None:
+    report = (
+        "[rank{0}]:[E1122 02:07:08.46 ProcessGroupNCCL.cpp:1375] [Rank {0}] Timeout at NCCL work: 8, last enqueued NCCL work: 8, "
+        "last completed NCCL work: 7.\n[rank{0}]: \t - [1] finished collective #7, but didn't join collective #8 (count from 1)\n"
+        "[rank{0}]: \t - [0, 2, 3] joined but didn't finish collective #8 (count from 1)\n"
+    )
+    top = judged(tmp_path, {rank: STEPS + (report.format(rank) if rank != 1 else "") for rank in range(4)})
+    assert (top.verdict, top.culprits) == ("STUCK_ON_CPU", (1,))
+
+
+SUM, WIDE = (
+    "OpType=ALLREDUCE, TensorShape=[20, 10], TensorDtypes=Float",
+    "OpType=ALLREDUCE, TensorShape=[40, 10], TensorDtypes=Float",
+)
+HALF, CAST = (
+    "OpType=ALLREDUCE, TensorShape=[20, 10], TensorDtypes=Half",
+    "OpType=BROADCAST, TensorShape=[1], TensorDtypes=Long",
+)
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict"), [(WIDE, "SIZE_MISMATCH"), (HALF, "DTYPE_MISMATCH"), (CAST, "OP_MISMATCH")]
+)
+def test_rank_whose_fingerprint_differs_from_most(tmp_path: Path, other: str, verdict: str) -> None:
+    texts = {rank: differs(rank, SUM, 3, other) for rank in range(3)}
+    top = judged(tmp_path, {**texts, 3: differs(3, other, 0, SUM)})
+    assert (top.verdict, top.culprits, top.victims) == (verdict, (3,), (0, 1, 2))
+
+
+def test_two_fingerprints_name_two_suspects(tmp_path: Path) -> None:
+    top = judged(tmp_path, {0: differs(0, SUM, 1, CAST), 1: differs(1, CAST, 0, SUM)})
+    assert (top.verdict, top.culprits, top.suspects) == ("OP_MISMATCH", (), (0, 1))
+
+
+def test_fingerprint_of_an_old_release_counts_by_its_operation(tmp_path: Path) -> None:
+    message = (
+        f"Detected mismatch between collectives on ranks. Rank {{}} is running collective: CollectiveFingerPrint({SUM}, {DEVICE}), "
+        "but Rank 2 is running collective: REDUCE."
+    )
+    top = judged(tmp_path, {0: raised(message.format(0)), 1: raised(message.format(1)), 2: STEPS})
+    assert (top.verdict, top.culprits) == ("OP_MISMATCH", (2,))
+
+
+# ---------------------------------------------------------------------------------------------------------- reports
+
+WATCHDOG = (
+    "[rank{0}]:[E1122 02:07:08.40 ProcessGroupNCCL.cpp:685] [Rank {0}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=77, OpType=ALLREDUCE, NumelIn=4096, NumelOut=4096, Timeout(ms)=600000) ran for 600060 milliseconds\n"
+)
+
+
+def on_hosts(ranks: int, per_host: int, quiet: tuple[int, ...]) -> dict[int, str]:
+    waited = {rank: "" if rank in quiet else WATCHDOG.format(rank) for rank in range(ranks)}
+    return {rank: f"node{rank // per_host + 1:03}: [rank{rank}]: up\n{STEPS}{text}" for rank, text in waited.items()}
+
+
+def test_ranks_of_a_lost_host_are_one_verdict(tmp_path: Path) -> None:
+    job = "".join(f"node{rank // 2 + 1:03}: [rank{rank}]: started\n" for rank in range(8))
+    job += "srun: error: Node failure on node[003]\n"
+    top = judged(tmp_path, on_hosts(8, 2, (4, 5)), job, "slurm-7.out")
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "host", (4, 5))
+
+
+def test_gpu_that_fell_off_the_bus_by_pid(tmp_path: Path) -> None:
+    job = "[rank2]: pid 4712\n(RayTrainWorker pid=4712, ip=10.0.0.4) [rank2]: up\n"
+    (tmp_path / "dmesg.txt").write_text(
+        "[ 99.1] NVRM: Xid (PCI:0000:3b:00): 79, pid=4712, name=python, GPU has fallen off the bus.\n"
+    )
+    top = judged(tmp_path, {rank: STEPS + WATCHDOG.format(rank) * (rank != 2) for rank in range(4)}, job)
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "device", (2,))
+
+
+def test_rank_that_logged_on_after_a_report_lives(tmp_path: Path) -> None:
+    report = "NVRM: Xid (PCI:0000:3b:00): 13, pid=4712, name=python, Graphics Exception\n"
+    later = "2026-11-22 01:09:00,000 INFO train: step 9\n"
+    top = judged(tmp_path, {0: STEPS + report + later, 1: STEPS + later})
+    assert top.culprits == ()
+
+
+@pytest.mark.parametrize("xid", [45, 63, 92])
+def test_xid_that_ends_no_process_accuses_nobody(tmp_path: Path, xid: int) -> None:
+    report = f"NVRM: Xid (PCI:0000:3b:00): {xid}, pid=4712, name=python\n"
+    top = judged(tmp_path, {rank: STEPS + report * (rank == 1) + WATCHDOG.format(rank) for rank in range(3)})
+    assert top.culprits == ()
+
+
+# ------------------------------------------------------------------------------------------------------- interrupts
+
+WAITED = """\
+Traceback (most recent call last):
+  File "/opt/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 3252, in all_reduce
+    work.wait()
+RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:20108
+"""
+HANDLING = """
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/job/train.py", line 13, in <module>
+    dist.all_reduce(h)
+  File "/opt/venv/lib/python3.12/site-packages/torch/distributed/c10d_logger.py", line 53, in _get_msg_dict
+    def _get_msg_dict(func_name, *args, **kwargs):
+KeyboardInterrupt
+"""
+BUSY = """\
+Traceback (most recent call last):
+  File "/job/train.py", line 12, in <module>
+    h = next_batch(step)
+  File "/job/train.py", line 9, in next_batch
+    time.sleep(900)
+KeyboardInterrupt
+"""
+
+
+def test_interrupt_in_the_handling_of_an_error_hides_it_not(tmp_path: Path) -> None:
+    top = judged(tmp_path, {rank: STEPS + (BUSY if rank == 1 else WAITED + HANDLING) for rank in range(4)})
+    assert (top.verdict, top.culprits, top.victims) == ("STUCK_ON_CPU", (1,), (0, 2, 3))
+    assert "/job/train.py:9" in top.headline
+
+
+def test_who_left_a_broadcast_is_only_a_suspect(tmp_path: Path) -> None:
+    def timed_out(call: str, line: int) -> str:
+        return raised("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9000ms for recv", line).replace(
+            "monitored_barrier", call
+        )
+
+    top = judged(tmp_path, {0: timed_out("broadcast", 7), 1: timed_out("broadcast", 7), 2: timed_out("all_reduce", 8)})
+    assert (top.culprits, top.suspects) == ((), (2,))
