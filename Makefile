@@ -11,7 +11,7 @@ QUICK := not dist and not s3 and not hf and not e2e
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz faults faults-debug hangs hostile soak arena bench demo docs wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz faults faults-debug hangs healthy hostile soak arena bench demo docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ faults-debug: $(READY) ## hang real jobs in every known way and diagnose each (A
 
 hangs: $(READY) ## run what users do wrong (and right) in real jobs, diagnose each form of evidence (ARGS="NAME --keep FOLDER")
 	$(BIN)/python -m tools.hangs $(ARGS)
+
+healthy: $(READY) ## look at healthy live jobs of 20 kinds: nobody may be accused (ARGS="--looks 20 --seconds 15 --kinds ddp,fsdp2")
+	$(BIN)/python -m scripts.healthy $(ARGS)
 
 hostile: $(READY) ## campaigns against hostile files, links, servers and process tables (ARGS="deletion --minutes 5 --seed 1")
 	$(BIN)/python -m scripts.hostile $(ARGS)

@@ -7,7 +7,13 @@ import signal
 from titan_ckpt.debug.diagnosis.rank_death import signal_of
 from titan_ckpt.debug.incident.busy_with import in_gc, last_words
 from titan_ckpt.debug.incident.confidence import Basis
-from titan_ckpt.debug.incident.frames import hang_stack, main_frame, main_thread_state, user_frame
+from titan_ckpt.debug.incident.frames import (
+    hang_stack,
+    is_importing,
+    main_frame,
+    main_thread_state,
+    user_frame,
+)
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, Run, Situation, StackSnapshot
 
@@ -35,6 +41,8 @@ def _gil_held(run: Run, record: RankRecord) -> Situation | None:
     if gil is None or (gil.main and main_thread_state(gil.main)[0] != RankState.ON_CPU):
         return None  # a thread that waits in torch has released the GIL
     is_still_there = _is_still_there(record, gil)
+    if gil.main and is_importing(gil.main.frames) and not is_still_there:
+        return None  # loading a large extension keeps the GIL for seconds, on a busy machine for longer
     if _silent_ns(run, record) < OWN_DUMP_NS and not is_still_there and _is_our_dump(gil):
         return None
     if _was_alive_later(run, record) and not is_still_there:

@@ -1,12 +1,16 @@
-"""Ranks that texts of others name, reports of kernels, drivers and schedulers, and evidence that cannot choose between two sides."""
+"""Ranks that texts of others name, reports of kernels, drivers and schedulers, and evidence that cannot choose."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from titan_ckpt.debug import Verdict, diagnose, open_run
+from titan_ckpt.debug.diagnosis.rank_frozen import frozen
+from titan_ckpt.debug.incident.records import Names, RankRecord, Run
+from titan_ckpt.debug.read.stacks import parse_stacks
 
 STEPS = "".join(f"2026-11-22 01:0{step}:00,000 INFO train: step {step}\n" for step in range(5))
 DEVICE = "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda, layout=Strided (default))"
@@ -23,7 +27,7 @@ def judged(folder: Path, ranks: dict[int, str], job: str = "", name: str = "job.
 def raised(message: str, line: int = 9) -> str:
     return (
         f'{STEPS}Traceback (most recent call last):\n  File "/job/train.py", line {line}, in <module>\n    step()\n'
-        f'  File "/opt/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 4800, in monitored_barrier\n'
+        f'  File "/opt/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 48, in monitored_barrier\n'
         f"    return group_to_use.monitored_barrier(timeout)\nRuntimeError: {message}\n"
     )
 
@@ -68,14 +72,10 @@ def test_rank_that_a_desync_report_misses(tmp_path: Path) -> None:
     assert (top.verdict, top.culprits) == ("STUCK_ON_CPU", (1,))
 
 
-SUM, WIDE = (
-    "OpType=ALLREDUCE, TensorShape=[20, 10], TensorDtypes=Float",
-    "OpType=ALLREDUCE, TensorShape=[40, 10], TensorDtypes=Float",
-)
-HALF, CAST = (
-    "OpType=ALLREDUCE, TensorShape=[20, 10], TensorDtypes=Half",
-    "OpType=BROADCAST, TensorShape=[1], TensorDtypes=Long",
-)
+SUM = "OpType=ALLREDUCE, TensorShape=[20, 10], TensorDtypes=Float"
+WIDE = SUM.replace("[20", "[40")
+HALF = SUM.replace("Float", "Half")
+CAST = "OpType=BROADCAST, TensorShape=[1], TensorDtypes=Long"
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_two_fingerprints_name_two_suspects(tmp_path: Path) -> None:
 
 def test_fingerprint_of_an_old_release_counts_by_its_operation(tmp_path: Path) -> None:
     message = (
-        f"Detected mismatch between collectives on ranks. Rank {{}} is running collective: CollectiveFingerPrint({SUM}, {DEVICE}), "
-        "but Rank 2 is running collective: REDUCE."
+        f"Detected mismatch between collectives on ranks. Rank {{}} is running collective: "
+        f"CollectiveFingerPrint({SUM}, {DEVICE}), but Rank 2 is running collective: REDUCE."
     )
     top = judged(tmp_path, {0: raised(message.format(0)), 1: raised(message.format(1)), 2: STEPS})
     assert (top.verdict, top.culprits) == ("OP_MISMATCH", (2,))
@@ -186,3 +186,19 @@ def test_who_left_a_broadcast_is_only_a_suspect(tmp_path: Path) -> None:
 
     top = judged(tmp_path, {0: timed_out("broadcast", 7), 1: timed_out("broadcast", 7), 2: timed_out("all_reduce", 8)})
     assert (top.culprits, top.suspects) == ((), (2,))
+
+
+GIL = """\
+Current thread 0x00007f0000000001 [MainThread] (most recent call first):
+{}  File "/job/train.py", line 3 in <module>
+"""
+IMPORT = '  File "<frozen importlib._bootstrap_external>", line 1176 in create_module\n'
+HASH = '  File "/job/native.py", line 5 in digest\n'
+
+
+@pytest.mark.parametrize(("inside", "is_held"), [(IMPORT, False), (HASH, True)])
+def test_import_that_keeps_the_gil_is_no_verdict(inside: str, is_held: bool) -> None:
+    stack = replace(parse_stacks(GIL.format(inside), "rank_00000.gil.stacks", "gil"), reason="gil")
+    record = RankRecord(rank=0, stacks=(stack,), has_recorder=True)
+    run = Run(url="", incident="", world_size=1, ranks={0: record}, groups=(), names=Names())
+    assert (frozen(run, record, False) is not None) == is_held

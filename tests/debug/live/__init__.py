@@ -1,0 +1,1 @@
+"""Tests of `debug` on jobs that run."""
