@@ -2,7 +2,8 @@
 
     python -m scripts.healthy [--kinds ddp,fsdp2] [--looks 20] [--seconds 15] [--ranks 3] [--seed 1]
 
-Each kind of `tools.healthy_jobs` runs once; the looks fall at random moments from the first evidence on, the last two after its end.
+Each kind of `tools.healthy_jobs` runs once; the looks fall at random moments from the first evidence on, two
+after its end.
 """
 
 from __future__ import annotations

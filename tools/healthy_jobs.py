@@ -15,7 +15,8 @@ import gc, logging, os, sys, threading, time, torch, torch.distributed as dist
 from torch import nn
 from titan_ckpt.debug import Recorder
 folder, rank, world, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-logging.basicConfig(filename=f"{{folder}}/rank_{{rank}}.log", level=logging.INFO, format="%(asctime)s %(levelname)s train: %(message)s")
+form = "%(asctime)s %(levelname)s train: %(message)s"
+logging.basicConfig(filename=f"{{folder}}/rank_{{rank}}.log", level=logging.INFO, format=form)
 log = logging.getLogger()
 Recorder.start(folder, rank=rank, world_size=world)
 dist.init_process_group("gloo", init_method=f"file://{{folder}}/store", rank=rank, world_size=world)
@@ -75,8 +76,8 @@ _KINDS: dict[str, tuple[str, str]] = {
     "gc": (_DDP, "train(model)\nif rank == 1 and step % 10 == 5:\n    gc.collect()\n    time.sleep(0.3)"),
     "barriers": ("", "for _ in range(10):\n    dist.barrier()\ntime.sleep(0.02)"),
     "second_thread": (
-        _DDP
-        + "\nother = dist.new_group()\ndef save():\n    for _ in range(200):\n        dist.barrier(group=other)\n        time.sleep(0.1)\n"
+        _DDP + "\nother = dist.new_group()\ndef save():\n    for _ in range(200):\n"
+        "        dist.barrier(group=other)\n        time.sleep(0.1)\n"
         "threading.Thread(target=save, daemon=True).start()",
         "train(model)",
     ),

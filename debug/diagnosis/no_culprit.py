@@ -13,6 +13,7 @@ from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Situation, Verdict
+from titan_ckpt.debug.incident.waits import waited_at_the_end
 
 _TROUBLE = re.compile(r"error|except|abort|timeout|stall|fatal|hang", re.IGNORECASE)
 
@@ -27,7 +28,7 @@ def went_on(run: Run) -> bool:
         return False
     beats = [record.heartbeat for record in run.ranks.values()]
     if beats and all(beat is not None and beat.is_stopped for beat in beats):
-        return True
+        return not any(map(waited_at_the_end, run.ranks.values()))
     codes = [record.exit.code for record in run.ranks.values() if record.exit]
     return len(codes) == run.world_size > 0
 

@@ -9,6 +9,7 @@ from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import hang_stack, is_library, main_thread_state, user_frame
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Situation
+from titan_ckpt.debug.incident.waits import waited_at_the_end
 
 _WAITED = (
     EventKind.COMM_TIMEOUT, EventKind.COMM_CLOSED, EventKind.COMM_MISMATCH, EventKind.COMM_ERROR, EventKind.WATCHDOG,
@@ -79,7 +80,7 @@ def _by_log(record: RankRecord) -> Situation | None:
             rank=record.rank, kind=kind, frame=interrupted.frame, call=interrupted.values.get("call", ""),
             evidence=(event_evidence(interrupted),),
         )  # fmt: skip
-    has_ended = record.heartbeat is not None and record.heartbeat.is_stopped
+    has_ended = record.heartbeat is not None and record.heartbeat.is_stopped and not waited_at_the_end(record)
     if (record.exit is not None and record.exit.code == 0) or (record.exit is None and has_ended):
         ended = Evidence(text="ended normally", rank=record.rank)
         return Situation(rank=record.rank, kind=RankState.FINISHED, evidence=(ended,))

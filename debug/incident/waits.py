@@ -38,6 +38,12 @@ def pending(table: Array) -> Array:
     return found
 
 
+def waited_at_the_end(record: RankRecord) -> bool:
+    """Whether the last thing that a rank is known to have done is to issue an operation that did not end."""
+    created = record.operations["created_ns"]
+    return bool(len(created)) and int(created.max()) > 0 and bool(pending(record.operations)[created.argmax()])
+
+
 def waits(run: Run) -> list[Wait]:
     """What each rank waits in, its oldest pending operation, equal ones together; the most ranks first."""
     alike: dict[tuple[int, int, int, int], list[int]] = {}

@@ -80,6 +80,7 @@ class Recorder:
         self._free_ticks, self._ticked_at, self._armed_at = 0, time.monotonic(), 0.0
         self._dump_lock = threading.Lock()
         self._ended = threading.Event()
+        self._told: BaseException | None = None
         self._gil_name, self._fatal_name = f"{self._stem}.gil.stacks", f"{self._stem}.fatal.stacks"
         self._gil_file, self._fatal_file = self._open(self._gil_name), self._open(self._fatal_name)
         self._had_faulthandler = faulthandler.is_enabled()
@@ -126,7 +127,7 @@ class Recorder:
         leave = weakref.WeakMethod(self._leave_in_child)
         os.register_at_fork(after_in_child=lambda: (found := leave()) and found())
         self._spawn("watch", self._watch)
-        atexit.register(self.stop)
+        atexit.register(self._at_exit)
 
     def _leave_in_child(self) -> None:
         """A forked child has none of our threads: what it inherited must not speak, hear or crash for its parent."""
@@ -158,6 +159,7 @@ class Recorder:
 
     def exception(self, error: BaseException) -> None:
         """Dump evidence of an error that is about to end this rank; call it in the `except` block."""
+        self._told = error
         value = {
             "titan_ckpt": "error",
             "rank": self.rank,
@@ -187,9 +189,17 @@ class Recorder:
 
     def stop(self) -> None:
         """Stop recording and mark the end of the process as orderly. Idempotent."""
-        if (
-            self._ended.is_set() or os.getpid() != self._pid
-        ):  # a forked child has none of our threads and does not own the box
+        self._end(is_orderly=True)
+
+    def _at_exit(self) -> None:
+        """The interpreter keeps the exception that ends a program in `sys.last_value`, also past a program's own excepthook."""
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        if isinstance(error, Exception) and error is not self._told and os.getpid() == self._pid:
+            self.exception(error)
+        self._end(is_orderly=error is None)
+
+    def _end(self, *, is_orderly: bool) -> None:
+        if self._ended.is_set() or os.getpid() != self._pid:  # a forked child does not own the box
             return
         self._ended.set()
         if self._demands is not None:
@@ -198,7 +208,8 @@ class Recorder:
         if self._server is not None:
             self._server.stop()
             self._server = None
-        self._box.stop()
+        if is_orderly:
+            self._box.stop()
         self._hooks.remove()
         faulthandler.cancel_dump_traceback_later()
         _restore_faulthandler(self._had_faulthandler)
@@ -209,7 +220,7 @@ class Recorder:
                 thread.join(timeout=2)
         self._write_sidecar()
         self._close_files()
-        atexit.unregister(self.stop)
+        atexit.unregister(self._at_exit)
 
     def _close_files(self) -> None:
         for name, file in ((self._gil_name, self._gil_file), (self._fatal_name, self._fatal_file)):

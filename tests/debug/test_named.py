@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -202,3 +203,33 @@ def test_import_that_keeps_the_gil_is_no_verdict(inside: str, is_held: bool) -> 
     record = RankRecord(rank=0, stacks=(stack,), has_recorder=True)
     run = Run(url="", incident="", world_size=1, ranks={0: record}, groups=(), names=Names())
     assert (frozen(run, record, False) is not None) == is_held
+
+
+def test_early_traceback_before_untimed_steps_was_survived(tmp_path: Path) -> None:
+    handled = 'Traceback (most recent call last):\n  File "/job/t.py", line 1, in f\nModuleNotFoundError: No module named "x"\n'
+    steps = "".join(f"step {step} loss 2.0\n" for step in range(9))
+    top = judged(tmp_path, {rank: handled * (rank == 2) + steps + WATCHDOG.format(rank) for rank in range(4)})
+    assert top.culprits == ()
+
+
+def entry(number: int, name: str, state: str) -> dict[str, object]:
+    return {
+        "record_id": number, "process_group": ["0", "default_pg"], "collective_seq_id": 0, "is_p2p": True,
+        "p2p_seq_id": number + 1,
+        "profiling_name": f"nccl:{name}", "input_sizes": [[4]], "output_sizes": [[4]], "input_dtypes": ["Float"], "state": state,
+        "retired": state == "completed", "time_created_ns": 10**18 + number * 10**6, "frames": [],
+    }  # fmt: skip
+
+
+def test_send_left_out_of_a_repeated_order_is_the_verdict(tmp_path: Path) -> None:
+    orders = {0: ["send 0->1", "recv 0<-1"], 1: ["recv 1<-0", "send 1->0"]}
+    for rank, order in orders.items():
+        names = (order * 4)[: 7 if rank == 0 else 6]
+        names += ["recv 0<-1"] if rank == 0 else ["recv 1<-0", "recv 1<-0"]
+        entries = [entry(i, name, "completed" if i < len(names) - 1 else "started") for i, name in enumerate(names)]
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+        (tmp_path / f"rank_{rank}.json").write_text(
+            json.dumps({"version": "2.10", "pg_config": config, "entries": entries})
+        )
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits) == ("P2P_MISSING_PEER", (1,))

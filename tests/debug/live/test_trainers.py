@@ -43,7 +43,8 @@ SCRIPTS = {
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 model = Model()
-model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.001), torch.utils.data.DataLoader(Data(), 2))
+optimizer, data = torch.optim.SGD(model.parameters(), 0.001), torch.utils.data.DataLoader(Data(), 2)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
 for batch in data:
     accelerator.backward(model(**batch)["loss"])
     optimizer.step()
