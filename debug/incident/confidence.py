@@ -103,7 +103,7 @@ class Basis(Enum):
     )
     ALONE_ON_GROUP = 0.85, (V.WRONG_GROUP,), "the same operation, pending alone on another group"
     CYCLE_MINORITY = 0.75, (V.ORDER_MISMATCH,), "a circle across groups; fewer ranks wait on the culprits' group"
-    CYCLE_TIE = 0.45, (V.ORDER_MISMATCH,), "a circle across groups of equal parties: all are suspects"
+    CYCLE_TIE = 0.4, (V.ORDER_MISMATCH,), "a circle across groups of equal parties: all are suspects"
     ALL_IN_P2P = 0.7, (V.P2P_CYCLE,), "every stack is in a send or recv; the pairs are not recorded"
 
     # process groups
@@ -111,7 +111,7 @@ class Basis(Enum):
     INIT_ABSENT = 0.75, (V.PG_INIT_HANG,), "several ranks are not where the others wait"
     INIT_ALL = 0.5, (V.PG_INIT_HANG,), "all ranks wait, or nothing was collected of the missing ones"
     GROUP_MINORITY = 0.9, (V.PG_CONFIG_CONFLICT,), "fewer ranks use the culprits' member list"
-    GROUP_TIE = 0.45, (V.PG_CONFIG_CONFLICT,), "equally many ranks use each member list: all are suspects"
+    GROUP_TIE = 0.4, (V.PG_CONFIG_CONFLICT,), "equally many ranks use each member list: all are suspects"
 
     # device and network
     P2P_SIZE_NEW = 0.9, (V.P2P_SIZE_MISMATCH,), "the two halves differ, and one side never used that size before"
@@ -137,7 +137,7 @@ class Basis(Enum):
     )
     OTHER_WAIT = 0.65, (V.SKIPPED_COLLECTIVE,), "no dumps; all waited, a small minority in another call"
     LEFT_ROOTED = (
-        0.45,
+        0.4,
         (V.SKIPPED_COLLECTIVE,),
         "no dumps; most wait in a broadcast or scatter, which others may leave before them: all are suspects",
     )
@@ -167,7 +167,7 @@ class Basis(Enum):
     UNDECIDED = 0.3, (V.INSUFFICIENT_DATA,), "no verdict fits"
 
 
-ACCUSING = 0.5  # what rests on less accuses nobody: its ranks are suspects
+ACCUSING = 0.45  # what rests on less accuses nobody: its ranks are suspects
 
 # What a second finding does to a confidence.
 EXPLAINED = 0.5  # its culprits are victims of the top verdict

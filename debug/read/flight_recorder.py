@@ -33,6 +33,7 @@ from titan_ckpt.parsing.json_values import parse_json
 MAX_ENTRIES = 2_000_000
 FREE_ENTRIES, BYTES_PER_ENTRY = 1000, 48
 _STATES: Mapping[str, int] = {name: code for code, name in enumerate(OperationState)}
+_NO_STATE = -1
 _P2P = re.compile(r"\b(?:batch_)?(send|recv)\s*(\d+)\s*(?:->|<-)\s*(\d+)")
 _INT32 = (1 << 31) - 1
 
@@ -166,11 +167,12 @@ def _columns(
 
 
 def _settle_states(table: Array, backend: Array) -> None:
-    """States as the times show them, and `retired` only of what its device ended. A backend that records states (NCCL, or any
-    with one that is more than scheduled) retires also what timed out or was aborted (ProcessGroupNCCL: a work with an exception
-    counts as completed), and then it was not."""
-    ended, begun = table["completed_ns"] > 0, table["started_ns"] > 0
-    table["state"] = np.where(ended, COMPLETED, np.maximum(table["state"], np.where(begun, STARTED, SCHEDULED)))
+    """States by the times where a dump names none, and `retired` only of what its device ended. A backend that records states (NCCL,
+    or any with one that is more than scheduled) retires also what timed out or was aborted (ProcessGroupNCCL: a work with an
+    exception counts as completed), and then it was not."""
+    unknown = table["state"] == _NO_STATE
+    by_times = np.where(table["completed_ns"] > 0, COMPLETED, np.where(table["started_ns"] > 0, STARTED, SCHEDULED))
+    table["state"] = np.where(unknown, by_times, table["state"])
     for name in np.unique(backend).tolist():
         of_backend = backend == name
         if name in _RECORD_STATES or bool((table["state"][of_backend] != SCHEDULED).any()):
@@ -289,7 +291,7 @@ def _row(one: _Lasting, words: _Words) -> tuple[int, ...]:
     position, group = words.group(pair)
     kind, interner = words.kind(str(name)), words.interner
     sizes = output_sizes if kind.has_output_sizes else sizes
-    code = _STATES.get(str(state).rpartition(".")[2].lower(), SCHEDULED)
+    code = _STATES.get(str(state).rpartition(".")[2].lower(), _NO_STATE)
     return (
         position, 0, kind.op, kind.p2p, code, bool(retired),
         interner.dtype(dtypes) if dtypes else 0, interner.size(sizes) if sizes else 0,

@@ -55,7 +55,7 @@ UNENDED = {"time_discovered_completed_ns": None}
         ({**UNENDED, "state": "Started"}, OperationState.STARTED),
         ({**UNENDED, "state": "State.STARTED"}, OperationState.STARTED),
         ({**UNENDED, "state": ""}, OperationState.STARTED),
-        ({**UNENDED, "state": "scheduled"}, OperationState.STARTED),
+        ({"state": "started"}, OperationState.STARTED),
     ],
 )  # fmt: skip
 def test_retired_without_completion_is_pending(
@@ -74,7 +74,7 @@ def test_any_backend_that_records_states_is_believed(tmp_path: Path, as_json: bo
 
 
 @FORMS
-@pytest.mark.parametrize("changes", [{}, {"state": ""}, {"state": "scheduled"}, {"state": "completed", **UNENDED}])
+@pytest.mark.parametrize("changes", [{}, {"state": ""}, {"state": "completed", **UNENDED}])
 def test_completed_by_state_or_time(tmp_path: Path, as_json: bool, changes: Any) -> None:
     found = newest(tmp_path, as_json=as_json, **changes)
     assert (found.state, found.retired) == (OperationState.COMPLETED, True)
