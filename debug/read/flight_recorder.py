@@ -167,9 +167,11 @@ def _columns(
 
 
 def _settle_states(table: Array, backend: Array) -> None:
-    """States by the times where a dump names none, and `retired` only of what its device ended. A backend that records states
-    (NCCL, or any with one that is more than scheduled) retires also what timed out or was aborted (ProcessGroupNCCL: a work with an
-    exception counts as completed), and then it was not."""
+    """States by the times where a dump names none, and `retired` only of what its device ended.
+
+    A backend that records states (NCCL, or any with one that is more than scheduled) retires also what timed out or was aborted
+    (ProcessGroupNCCL: a work with an exception counts as completed), and then it was not.
+    """
     unknown = table["state"] == _NO_STATE
     by_times = np.where(table["completed_ns"] > 0, COMPLETED, np.where(table["started_ns"] > 0, STARTED, SCHEDULED))
     table["state"] = np.where(unknown, by_times, table["state"])
