@@ -73,13 +73,13 @@ def _did_not_come(
 def _different_calls(run: Run) -> Iterator[Verdict]:
     """Ranks whose call differs from most others', as the ranks themselves and their peers say."""
     said = {int(event.values["own"]): event for event in _events(run, (EventKind.COMM_MISMATCH,))}
-    calls = {
+    said_calls = {
         int(event.values[name]): event.values[call]
         for name, call in (("names", "call_of_named"), ("own", "call_of_own"))  # what a rank says of itself counts more
         for event in said.values()
         if call in event.values and int(event.values[name]) in run.ranks
     }
-    calls = _comparable(calls)
+    calls = _comparable(said_calls)
     counts = Counter(calls.values()).most_common()
     if len(counts) < 2:
         return
