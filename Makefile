@@ -79,7 +79,7 @@ hangs: $(READY) ## run what users do wrong (and right) in real jobs, diagnose ea
 	$(BIN)/python -m tools.hangs $(ARGS)
 
 healthy: $(READY) ## look at healthy live jobs of 20 kinds: nobody may be accused (ARGS="--looks 20 --seconds 15 --kinds ddp,fsdp2")
-	$(BIN)/python -m scripts.healthy $(ARGS)
+	$(BIN)/python -m tools.healthy.campaign $(ARGS)
 
 hostile: $(READY) ## campaigns against hostile files, links, servers and process tables (ARGS="deletion --minutes 5 --seed 1")
 	$(BIN)/python -m scripts.hostile $(ARGS)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.healthy import looks_at
 from titan_ckpt.cli.main import main
 from titan_ckpt.debug import cli
 from titan_ckpt.debug.diagnosis import standstill
 from titan_ckpt.debug.record.environment import environment
-from tools import healthy_jobs
+from tools.healthy import jobs as healthy_jobs
+from tools.healthy.campaign import looks_at
 
 pytestmark = pytest.mark.dist
 

@@ -1,8 +1,8 @@
 """Look at healthy live jobs, again and again: nobody may be accused, and no job may be called anything but running or well.
 
-    python -m scripts.healthy [--kinds ddp,fsdp2] [--looks 20] [--seconds 15] [--ranks 3] [--seed 1]
+    python -m tools.healthy.campaign [--kinds ddp,fsdp2] [--looks 20] [--seconds 15] [--ranks 3] [--seed 1]
 
-Each kind of `tools.healthy_jobs` runs once; the looks fall at random moments from the first evidence on, two
+Each kind of `tools.healthy.jobs` runs once; the looks fall at random moments from the first evidence on, two
 after its end.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from titan_ckpt.console.output import write_text
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.errors import NotFoundError
-from tools.healthy_jobs import KINDS, start
+from tools.healthy.jobs import KINDS, start
 
 PATIENCE_S = 900.0  # on a busy machine an import of torch takes a minute
 WELL = ("HEALTHY", "RUNNING", "STRAGGLER")

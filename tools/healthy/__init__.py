@@ -1,0 +1,1 @@
+"""Healthy jobs, and looks at them while they run."""
