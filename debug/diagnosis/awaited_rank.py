@@ -5,77 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from titan_ckpt.debug.diagnosis.advice import advice
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
+from titan_ckpt.debug.diagnosis.standstill import was_told
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, overtakes, shortest_chain
 from titan_ckpt.debug.incident.busy_with import PHASES
 from titan_ckpt.debug.incident.confidence import Basis
-from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.frames import crash_frame, user_frame
 from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import COMPLETED, Evidence, RankRecord, Run, Situation, Verdict
-
-_ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
-    (VerdictKind.RANK_DIED, Subtype.SIGNAL): (
-        "look at `dmesg` and the scheduler's log of that host",
-        "set ulimit -c unlimited, or faulthandler, for the next crash",
-    ),
-    (VerdictKind.RANK_DIED, Subtype.OOM): (
-        "lower the batch or the memory of the rank's host; compare its memory with its peers'",
-    ),
-    (VerdictKind.RANK_DIED, Subtype.PYTHON_EXCEPTION): (
-        "fix the exception at that line; the other ranks are only its victims",
-    ),
-    (VerdictKind.RANK_DIED, Subtype.DEVICE): (
-        "drain that host; run `nvidia-smi -q` and `dcgmi diag -r 3` on it before it gets work again",
-        "look at the kernel's log around the error; restart without that host from the newest checkpoint",
-    ),
-    (VerdictKind.RANK_DIED, Subtype.HOST): (
-        "ask the scheduler what happened to that host; restart without it from the newest checkpoint",
-    ),
-    (VerdictKind.RANK_DIED, Subtype.NONE): (
-        "read that rank's log and its host's `dmesg`",
-        "turn the recorder on, so that the next death leaves a black box",
-    ),
-    (VerdictKind.RANK_FROZEN, Subtype.NONE): (
-        "look at /proc/PID/stat and `dmesg` on its host: stopped (T), in disk sleep (D), or the host lost",
-        "take the host out and restart from the newest checkpoint",
-    ),
-    (VerdictKind.STUCK_ON_CPU, Subtype.DATALOADER): (
-        "check the storage and the worker processes behind that line",
-        "give the loader a timeout (DataLoader(timeout=...))",
-    ),
-    (VerdictKind.STUCK_ON_CPU, Subtype.CHECKPOINT_IO): (
-        "check the store that the checkpoint goes to: quota, throttling, a hung mount",
-        "save asynchronously (titan_ckpt.Saver), with no barrier behind a slow write",
-    ),
-    (VerdictKind.STUCK_ON_CPU, Subtype.PYTHON_LOCK): (
-        "find who holds the lock: the other threads of this rank's stacks",
-        "acquire with a timeout; keep the order of locks fixed",
-    ),
-    (VerdictKind.STUCK_ON_CPU, Subtype.GIL_HELD): (
-        "find the extension code at that line that keeps the GIL",
-        "run `py-spy dump --native --pid PID` on the process",
-    ),
-    (VerdictKind.STUCK_ON_CPU, Subtype.GC): (
-        "call gc.freeze() after start-up and gc.collect() at fixed steps on all ranks at once",
-    ),
-    (VerdictKind.STUCK_ON_CPU, Subtype.NONE): ("take a stack of that rank: `py-spy dump --pid PID`",),
-    (VerdictKind.SKIPPED_COLLECTIVE, Subtype.FINISHED_EARLY): (
-        "give every rank the same number of batches (drop the last, or pad), or use join",
-    ),
-    (VerdictKind.ORDER_MISMATCH, Subtype.ACROSS_GROUPS): (
-        "make every rank issue the operations of its groups in the same order",
-        "look for a branch between these two operations that depends on the rank or on rank-local data",
-    ),
-    (VerdictKind.PG_INIT_HANG, Subtype.NEW_GROUP): ("call new_group on every rank, members or not, in the same order",),
-    (VerdictKind.INSUFFICIENT_DATA, Subtype.NONE): (
-        "take the stack of that rank: `py-spy dump --pid PID`; it shows whether it is in a send or recv or hangs by itself",
-        "turn the recorder on (titan_ckpt.debug.Recorder.start(folder, rank=..., world_size=...)) and run again",
-    ),
-    (VerdictKind.P2P_MISSING_PEER, Subtype.NONE): (
-        "look for the peer's half of this send/recv pair: a branch that leaves it out",
-    ),
-}
-
 
 _BUSY = {
     Subtype.DATALOADER: "in its data loader",
@@ -300,6 +238,13 @@ def _without_stack(run: Run, state: Situation) -> _Reason:
     if is_silent and timeouts and not closed and not ticked_on:
         text = "left nothing, and its peers' connections to it stayed open until they timed out"
         return _Reason(verdict=VerdictKind.RANK_FROZEN, confidence=Basis.CONNECTIONS_OPEN.confidence, text=text)
+    if (aborted := _aborted(run, state.rank)) is not None:
+        return aborted
+    if is_silent and _left_no_end(run, state.rank):
+        return _Reason(
+            verdict=VerdictKind.RANK_DIED, confidence=Basis.NO_END.confidence,
+            text="died: it left neither a dump nor an orderly end, though the recorders of the others did when the job ended",
+        )  # fmt: skip
     if record.heartbeat is not None:
         return _by_phase(record.heartbeat.phase)
     if is_silent:
@@ -310,6 +255,29 @@ def _without_stack(run: Run, state: Situation) -> _Reason:
         text += ": stuck, or itself waiting in a send or recv, which gloo's dumps do not hold"
         return _Reason(verdict=VerdictKind.INSUFFICIENT_DATA, confidence=Basis.NOT_ISSUED_GLOO.confidence, text=text)
     return _Reason(verdict=VerdictKind.STUCK_ON_CPU, confidence=Basis.NOT_ISSUED.confidence, text=text)
+
+
+def _aborted(run: Run, rank: int) -> _Reason | None:
+    """A rank that ended by SIGABRT without having issued what the others wait in: no library aborted it for its own wait."""
+    record = run.ranks[rank]
+    stack = next((stack for stack in record.stacks if stack.reason == "fatal abort"), None)
+    if stack is None or _has_pending(run, rank):
+        return None
+    frame = crash_frame(stack)
+    where = f" at {frame.place}" if frame else ""
+    return _Reason(
+        verdict=VerdictKind.RANK_DIED, subtype=Subtype.SIGNAL, confidence=Basis.ABORTED.confidence,
+        text=f"died: it was ended by SIGABRT{where}, with nothing pending that a library would abort it for",
+    )  # fmt: skip
+
+
+def _left_no_end(run: Run, rank: int) -> bool:
+    """Whether all other recorders left an end of their process, and this one, which had ticked until then, left none."""
+    record = run.ranks[rank]
+    others = [other for other in run.ranks.values() if other.rank != rank and other.heartbeat is not None]
+    if record.heartbeat is None or record.heartbeat.is_stopped or record.process_state or not others:
+        return False
+    return all(was_told(other) or (other.heartbeat and other.heartbeat.is_stopped) for other in others)
 
 
 def _ticks_stopped(stopped_s: float, *, is_closed: bool, is_open: bool) -> _Reason:
@@ -346,11 +314,6 @@ def _by_phase(phase: str) -> _Reason:
         return _Reason(verdict=VerdictKind.STUCK_ON_CPU, subtype=subtype, confidence=Basis.PHASE.confidence, text=text)
     text = "runs, but did not issue the operation that the others wait for; without its stack the reason is unknown"
     return _Reason(verdict=VerdictKind.STUCK_ON_CPU, confidence=Basis.NOT_ISSUED.confidence, text=text)
-
-
-def advice(verdict: VerdictKind, subtype: Subtype) -> tuple[str, ...]:
-    """What to do about a verdict."""
-    return _ADVICE.get((verdict, subtype), _ADVICE.get((verdict, Subtype.NONE), ()))
 
 
 def stopped_ticking(run: Run, rank: int) -> float:

@@ -9,8 +9,11 @@ from signal import SIGABRT
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
 from titan_ckpt.debug.diagnosis.awaited_rank import cause_of_death, stopped_ticking, verdict_of
 from titan_ckpt.debug.diagnosis.deadlock import deadlock
+from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, sizes_in_logs
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
+from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
+from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
 from titan_ckpt.debug.diagnosis.mismatch import mismatch
 from titan_ckpt.debug.diagnosis.no_culprit import healthy, looks_quiet, looks_well, running, undecided, went_on
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
@@ -20,7 +23,6 @@ from titan_ckpt.debug.diagnosis.standstill import is_not_yet, pace_of_live
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.transport import same_operation, transport
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, roots, wait_edges
-from titan_ckpt.debug.diagnosis.without_dumps import by_witnesses, sizes_in_logs
 from titan_ckpt.debug.incident.confidence import (
     ACCUSING,
     CONTRADICTED,
@@ -53,6 +55,7 @@ def _diagnose(run: Run) -> list[Verdict]:
     found = [*_faults(run, found_lanes, edges, states)]
     if not found and found_lanes and not went_on(run):
         found = [*by_witnesses(run, states)] or [*_fell_silent(run, edges, states)]
+    found = found or [*by_exit_codes(run)]
     if not found:
         found = [_without_fault(run, found_lanes, edges, states)]
     ranked = [_with_suspects(verdict) for verdict in _ranked(_checked(run, _merged(run, found)))]
@@ -102,6 +105,7 @@ def _faults(
     yield from transport(run, found_lanes)
     yield from named_ranks(run, states)
     if not found_lanes:
+        yield from watchdogs(run)
         yield from by_witnesses(run, states)
     elif not mismatches:
         yield from sizes_in_logs(run)

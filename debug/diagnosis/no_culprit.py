@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception
-from titan_ckpt.debug.diagnosis.standstill import Pace
+from titan_ckpt.debug.diagnosis.rank_death import is_absent, logged_on, own_exception
+from titan_ckpt.debug.diagnosis.standstill import Pace, was_told
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
@@ -24,6 +24,8 @@ def went_on(run: Run) -> bool:
         return False
     if run.launcher is not None and run.launcher.code == 0:
         return True
+    if any(map(was_told, run.ranks.values())):
+        return False
     if any(own_exception(record) or _has_failed(record) for record in run.ranks.values()):
         return False
     beats = [record.heartbeat for record in run.ranks.values()]
@@ -42,21 +44,27 @@ def looks_well(run: Run, lanes: Sequence[Lane], edges: Sequence[Edge], states: M
     """Whether the operations of all ranks agree and nothing indicates trouble."""
     is_stopped = any(state.kind.may_wait or state.kind == RankState.SILENT for state in states.values())
     is_equal = all(int(lane.last.min()) == int(lane.last.max()) and bool(lane.done.all()) for lane in lanes)
-    has_none = not any(map(_had_trouble, run.ranks.values()))
+    has_none = not any(_had_trouble(record) or was_told(record) for record in run.ranks.values())
     return bool(lanes) and is_equal and not edges and not is_stopped and has_none
 
 
 def looks_quiet(run: Run) -> bool:
     """Whether there is evidence of each rank, and none of trouble: nobody can tell a running job from one that hangs by it."""
     has_any = all(record.dumps or record.log or record.stacks for record in run.ranks.values())
-    return bool(run.ranks) and has_any and not any(map(_had_trouble, run.ranks.values()))
+    if run.job_log is not None and any(event.kind != EventKind.SIGTERM for event in run.job_log.events):
+        return False
+    if any(was_told(record) or (record.heartbeat and record.heartbeat.is_stopped) for record in run.ranks.values()):
+        return False
+    has_steps = run.job_log is not None and run.job_log.last_step is not None
+    return (bool(run.ranks) or has_steps) and has_any and not any(map(_had_trouble, run.ranks.values()))
 
 
 def running(pace: Pace | None, suspected: Verdict | None) -> Verdict:
     """RUNNING: what one look shows of a job that may well go on, and what a second one would have to show."""
     facts = "no error, no exit code, and nothing that has waited for long"
     if pace is not None:
-        facts = f"its newest wait lasted {pace.waited_s:.1f} s; in this job one of {pace.limit_s:.0f} s would not be unusual"
+        facts = "all ranks were told to end (SIGTERM); until then " if pace.is_told else ""
+        facts += f"its newest wait lasted {pace.waited_s:.1f} s; in this job one of {pace.limit_s:.0f} s would not be unusual"
     if suspected is not None:
         facts += f"; if it does not go on: {suspected.headline}"
     return Verdict(
@@ -76,7 +84,7 @@ def _had_trouble(record: RankRecord) -> bool:
     """An exit code, a line of the log, or what its dump was written for."""
     return (
         bool(record.exit and record.exit.code)
-        or any(event.kind != EventKind.SIGTERM for event in record.events)
+        or any(event.kind != EventKind.SIGTERM and not logged_on(record, event) for event in record.events)
         or any(_TROUBLE.search(dump.reason) for dump in record.dumps)
     )
 

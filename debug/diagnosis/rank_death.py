@@ -55,12 +55,13 @@ def _was_survived(record: RankRecord, event: LogEvent) -> bool:
     that a launcher made of the process."""
     if event.kind not in _OWN:
         return False
-    if event.values.get("thread"):
-        return hang_stack(record) is not None or (record.exit is not None and record.exit.was_told)
-    return _logged_on(record, event) or _was_told_first(record)
+    if event.values.get("thread"):  # which ends no process, unless that chose to end of it
+        has_ended_itself = record.exit is not None and record.exit.code != 0 and not record.exit.was_told
+        return hang_stack(record) is not None or not has_ended_itself
+    return logged_on(record, event) or _was_told_first(record)
 
 
-def _logged_on(record: RankRecord, event: LogEvent) -> bool:
+def logged_on(record: RankRecord, event: LogEvent) -> bool:
     """Whether the rank logged a training step after it: then it was caught."""
     log = record.log
     if log is None:
@@ -143,7 +144,7 @@ def _is_end(record: RankRecord, event: LogEvent) -> bool:
     """Whether a report is of something that ends a process: no request to end, no mere warning, nothing that it outlived."""
     if event.values.get("xid") in _HARMLESS_XIDS or event.values.get("signal") in ("SIGTERM", "SIGINT", "SIGHUP"):
         return False
-    return not _logged_on(record, event)
+    return not logged_on(record, event)
 
 
 def _is_unclear_abort(record: RankRecord) -> bool:

@@ -36,32 +36,41 @@ class Pace:
 
     waited_s: float
     limit_s: float
+    is_told: bool = False  # the evidence is of the moment at which all ranks were told to end
 
 
 def pace_of_live(run: Run, edges: Sequence[Edge]) -> Pace | None:
     """How a job that nothing shows to have ended or stalled was waiting when it was looked at; None if it has stalled, or if
     the evidence does not say when it was taken."""
-    if _has_ended(run) or _has_stalled(run):
+    is_told = all(map(was_told, run.ranks.values()))
+    if _has_ended(run, is_told=is_told) or _has_stalled(run):
         return None
     waits = [wait for rank in _pending_ranks(run, edges) if (wait := _wait(run.ranks[rank])) is not None]
     if not waits:
         return None
     waited_s = max(waits)
     limit_s = max(LEAST_STANDSTILL_S, _patience_s(run))
-    return Pace(waited_s=waited_s, limit_s=limit_s) if waited_s < limit_s else None
+    return Pace(waited_s=waited_s, limit_s=limit_s, is_told=is_told) if waited_s < limit_s else None
 
 
-def _has_ended(run: Run) -> bool:
-    """Whether anything but a look at live processes was left: an exit, an error, a launcher's report."""
+def was_told(record: RankRecord) -> bool:
+    """Whether a rank's recorder heard SIGTERM."""
+    reasons = [*(dump.reason for dump in record.dumps), *(stack.reason for stack in record.stacks)]
+    return any("sigterm" in reason for reason in reasons)
+
+
+def _has_ended(run: Run, *, is_told: bool) -> bool:
+    """Whether anything but a look at live processes was left: an exit, an error, a launcher's report. That all were told to end
+    (`is_told`) is none of these."""
     if run.launcher is not None and run.launcher.code is not None:
         return True
-    return any(map(_shows_end, run.ranks.values()))
+    return any(_shows_end(record, is_told=is_told) for record in run.ranks.values())
 
 
-def _shows_end(record: RankRecord) -> bool:
+def _shows_end(record: RankRecord, *, is_told: bool) -> bool:
     is_gone = record.process_state == "gone" or record.process_state[:1] in ("T", "t", "Z", "X")
-    has_left = record.heartbeat is not None and record.heartbeat.is_stopped
-    is_dumped = any(_is_of_trouble(dump.reason) for dump in record.dumps)
+    has_left = record.heartbeat is not None and record.heartbeat.is_stopped and not is_told
+    is_dumped = any(_is_of_trouble(dump.reason) and not (is_told and "sigterm" in dump.reason) for dump in record.dumps)
     has_failed = any(event.kind not in (EventKind.SIGTERM, EventKind.EXCEPTION) for event in record.events)
     return is_gone or has_left or is_dumped or has_failed or record.exit is not None
 
@@ -85,7 +94,8 @@ def _pending_ranks(run: Run, edges: Sequence[Edge]) -> Iterator[int]:
 def _wait(record: RankRecord) -> float | None:
     """For how long a rank's newest operation had been pending when the evidence was taken; None if no time is known."""
     created = record.operations["created_ns"][pending(record.operations)]
-    looked_ns = looked_at_ns(record)
+    told = [int(dump.time_s * 1e9) for dump in record.dumps if "sigterm" in dump.reason and dump.time_s]
+    looked_ns = min(told, default=0) or looked_at_ns(record)
     if not len(created) or not looked_ns or int(created.max()) <= 0:
         return None
     since = max(int(created.max()), record.heartbeat.moved_ns if record.heartbeat else 0)

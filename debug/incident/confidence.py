@@ -59,6 +59,8 @@ class Basis(Enum):
     STACK_IN_TEARDOWN = 0.7, (V.TEARDOWN_STUCK,), "its stack is in the shutdown of the process"
     PHASE = 0.7, (V.STUCK_ON_CPU,), "no stack; the recorder's phase of the training loop"
     CONNECTIONS_CLOSED = 0.7, (V.RANK_DIED,), "no stack; its peers' connections to it closed and none timed out"
+    ABORTED = 0.75, (V.RANK_DIED,), "SIGABRT ended it, and it had nothing pending that a library aborts for"
+    NO_END = 0.6, (V.RANK_DIED,), "its recorder left no end of the process, all others did"
     DUMPED_FOR_EXCEPTION = 0.6, (V.RANK_DIED,), "its recorder dumped for an exception whose text is missing"
     OTHER_CALL = (
         0.6,
@@ -151,6 +153,12 @@ class Basis(Enum):
         (V.STUCK_ON_CPU, V.SKIPPED_COLLECTIVE, V.OP_MISMATCH, V.SIZE_MISMATCH, V.DTYPE_MISMATCH),
         "error texts of other ranks name it, and it names none of them",
     )
+    WATCHDOGS = (
+        0.75,
+        (V.SIZE_MISMATCH, V.STUCK_ON_CPU),
+        "NCCL's watchdogs: its size differs from most others', or it enqueued less than they wait for",
+    )
+    EXIT_CODE = 0.75, (V.RANK_DIED,), "its launcher lists it first, with an exit code of its own, and no text shows why"
     SIZE_IN_LOG = 0.75, (V.SIZE_MISMATCH,), "gloo's error in the log of a rank that received the wrong size; no culprit"
 
     # no hang

@@ -105,9 +105,22 @@ def _is_dumping(main: Thread, stack: StackSnapshot) -> bool:
         return True
     if any(frame.function.endswith(("excepthook", "_exitfunc")) for frame in main.frames):
         return True
+    if "term" in stack.reason and _is_at_exit(main):
+        return True
     writer = next((thread for thread in stack.threads if thread.is_current), None)
     inner = main.frames[0]
     return writer is not None and not is_library(inner) and any(_is_alike(f, inner) for f in writer.frames[:4])
+
+
+_ENTRIES = ("<module>", "_run_module_as_main", "_run_code")
+
+
+def _is_at_exit(main: Thread) -> bool:
+    """Whether the interpreter runs a library's exit function: no frame of the program is below it."""
+    entry = main.frames[-1]
+    if entry.function in (*_ENTRIES, *_TEARDOWN) or len(main.frames) >= MAX_FRAMES:
+        return False
+    return all(is_library(frame) for frame in main.frames)
 
 
 def _is_alike(a: Frame, b: Frame) -> bool:

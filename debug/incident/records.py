@@ -249,11 +249,13 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """How torchrun (or a drill) ended; `code` is None if its log does not show it."""
+    """How torchrun (or a drill) ended; `code` is None if its log does not show it. `num_unmoved`: workers that did not end when
+    it sent them SIGTERM."""
 
     source: str
     code: int | None = None
     first_rank: int | None = None
+    num_unmoved: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

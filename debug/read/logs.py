@@ -9,12 +9,15 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent, RankLog
 from titan_ckpt.debug.read.text.endings import Ending, Note, expanded
 from titan_ckpt.debug.read.text.job_text import JobText, Writer
 from titan_ckpt.debug.read.text.streams import MAX_EVENTS, Stream, merged_log, values_of
+
+MOST_NAMED = 65_536  # a larger number in a text is damage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,7 @@ class JobLogs:
     hosts: Mapping[int, str]
     pids: Mapping[int, int]
     crashes: Sequence[tuple[int, str, str]]  # rank, source, text: stacks that the fault handler wrote into a log
+    num_ranks: int  # as many as texts name
 
 
 def combine(texts: Sequence[JobText], known_pids: Mapping[int, int] | None = None) -> JobLogs:
@@ -50,7 +54,8 @@ def combine(texts: Sequence[JobText], known_pids: Mapping[int, int] | None = Non
             else:
                 job.append(merged_log(streams, -1))
         _take_notes(text, who, ranks, job)
-    pids = {ended.rank: ended.pid for ended in exits if ended.pid is not None}
+    pids = {rank: pid for pid, rank in who.spawned.items()}
+    pids.update({ended.rank: ended.pid for ended in exits if ended.pid is not None})
     pids.update({rank: writer[2] for writer, rank in who.links.items() if writer[0] == "pid"})
     crashes = [
         (who.rank(writer), text.source, "\n".join(stream.crash))
@@ -60,9 +65,22 @@ def combine(texts: Sequence[JobText], known_pids: Mapping[int, int] | None = Non
     ]
     logs = JobLogs(
         ranks=ranks, job=merge_logs(job), exits=exits, launcher=_launcher(texts, exits), hosts=who.hosts, pids=pids,
-        crashes=crashes,
+        crashes=crashes, num_ranks=_num_ranks([*chain.from_iterable(ranks.values()), *job]),
     )  # fmt: skip
     return _with_meant_ranks(logs)
+
+
+_NAMING = (EventKind.COMM_TIMEOUT, EventKind.COMM_MISMATCH, EventKind.DESYNC)
+
+
+def _num_ranks(logs: Sequence[RankLog]) -> int:
+    """How many ranks there are at least, by texts that name them or say how many are expected."""
+    numbers = [0]
+    for event in (event for log in logs for event in log.events):
+        if event.kind in _NAMING:
+            numbers += [int(name) + 1 for name in event.values.get("names", "").split(",") if name.isdigit()]
+        numbers.append(int(event.values.get("expected", "0")))
+    return max(number for number in numbers if number <= MOST_NAMED)
 
 
 class _Who:
@@ -71,6 +89,7 @@ class _Who:
     def __init__(self, texts: Sequence[JobText], known_pids: Mapping[int, int]) -> None:
         self.links: dict[Writer, int] = {}
         self.hosts: dict[int, str] = {}
+        self.spawned: dict[int, int] = {}  # pid -> rank, by the launcher that started them
         self._pids: dict[int, int] = dict(known_pids)
         self.is_elastic = any(text.endings.is_elastic for text in texts)
         writers = {writer for text in texts for writer in text.writers}
@@ -79,6 +98,8 @@ class _Who:
             self.hosts.update(text.hosts)
             for ending in text.endings.found:
                 self._learn(text, ending)
+            self.spawned.update({pid: self._on_one_host(text, local) for pid, local in text.endings.spawned.items()})
+        self._pids.update(self.spawned)
         self._pids.update({writer[2]: rank for writer, rank in self.links.items() if writer[0] == "pid"})
         self._offsets = _offsets(texts, self.links)
         has_places = any(writer[0] in ("rank", "local") for writer in writers) or bool(self.links)
@@ -94,6 +115,10 @@ class _Who:
             self._pids.setdefault(ending.pid, ending.rank)
         if ending.host:
             self.hosts.setdefault(ending.rank, ending.host)
+
+    def _on_one_host(self, text: JobText, local: int) -> int:
+        """The rank with this number on the host of a launcher: the same number, unless a line says otherwise."""
+        return self.links.get(("local", f"{text.scope}|", local), local)
 
     def rank(self, writer: Writer) -> int:
         """The rank of a writer, -1 where it is not known."""
@@ -222,8 +247,10 @@ def _take_notes(text: JobText, who: _Who, ranks: defaultdict[int, list[RankLog]]
     for note in text.endings.notes:
         pid = note.values.get("pid", "")
         meant = [who.of_pid(int(pid))] if pid else who.of_hosts(note.values.get("host", ""))
+        if "rank" in note.values:
+            meant = [int(note.values["rank"])]
         event = _note_event(text, note)
-        for rank in [rank for rank in meant if rank >= 0]:
+        for rank in [rank for rank in meant if 0 <= rank <= MAX_RANK]:
             ranks[rank].append(RankLog(source=text.source, events=(replace(event, rank=rank),)))
         if not any(rank >= 0 for rank in meant):
             job.append(RankLog(source=text.source, events=(event,)))
@@ -245,7 +272,9 @@ def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | Non
             of_file = [ended for ended in exits if ended.source == text.source]
             first = next((ended.rank for ended in of_file if ended.is_first), None)
             code = text.endings.code if text.endings.code is not None else 1 if of_file else None
-            return Launcher(source=text.source, code=code, first_rank=first)
+            return Launcher(
+                source=text.source, code=code, first_rank=first, num_unmoved=len(text.endings.unmoved)
+            )  # fmt: skip
     return None
 
 

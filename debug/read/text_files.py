@@ -154,6 +154,7 @@ def finish_texts(evidence: RunEvidence) -> None:
             reason = "fatal abort" if is_abort else "fatal" if is_fatal else "log"
             evidence.ranks[rank].stacks.append(parse_stacks(crash, source, reason))
     evidence.exits.extend(logs.exits)
+    evidence.world_size = max(evidence.world_size, logs.num_ranks)
     evidence.launcher = logs.launcher or evidence.launcher
     evidence.job_log = _without_ranks_noise(logs.job)
     evidence.hosts, evidence.pids = logs.hosts, logs.pids

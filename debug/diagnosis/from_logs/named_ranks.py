@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from titan_ckpt.debug.diagnosis.awaited_rank import advice
+from titan_ckpt.debug.diagnosis.advice import advice
 from titan_ckpt.debug.incident.busy_with import busy_by_log
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list

@@ -1,8 +1,9 @@
 """How processes ended, by what launchers, schedulers, shells and kernels say of them.
 
 Sources: torch/distributed/elastic/multiprocessing (api.py, errors/__init__.py; 1.9 to 2.13) and torch/multiprocessing/spawn.py;
-Slurm's src/srun/libsrun and slurmstepd; Open MPI's help-prte-runtime texts, Hydra's pmiserv, Intel MPI; Lightning's process
-observer; kubelet's events and `kubectl get pods`; bash's job messages.
+Slurm's src/srun/libsrun and slurmstepd; Open MPI's help-prte-runtime and help-mpi-api texts, MPICH's MPI_Abort, Hydra's pmiserv,
+Intel MPI; DeepSpeed's launcher/launch.py; Lightning's process observer; kubelet's events, `kubectl get pods` and `kubectl
+describe pod`; bash's job messages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from signal import Signals
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.read.text.clocks import seconds
+from titan_ckpt.debug.read.text.pods import PodDescription
 from titan_ckpt.debug.read.text.prefixes import Line
 
 _WORDS = {
@@ -65,14 +67,18 @@ class Endings:
     found: list[Ending] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     told: dict[int, int] = field(default_factory=dict)  # pid -> signal that the launcher sent
+    unmoved: set[int] = field(default_factory=set)  # pids that were still there PATIENCE_S after a signal
     is_elastic: bool = False
     attempts: int = 0
     code: int | None = None
+    spawned: dict[int, int] = field(default_factory=dict)  # pid -> local rank, where a launcher names both
+    pod: PodDescription = field(default_factory=PodDescription)
     _failed: bool = False
     _first: bool = False
     _rank: tuple[int, int] | None = None
     _time_s: float | None = None
     _spawned: int | None = None
+    _told_s: dict[int, float | None] = field(default_factory=dict)
 
     def take(self, number: int, line: Line) -> bool:
         """Account for one line; True if a new attempt of the job begins with it."""
@@ -86,10 +92,13 @@ class Endings:
             or "time" in text
             or "Root Cause" in text
         ):
-            self._elastic(number, text)
+            self._elastic(number, text, line.time_s)
         if "process" in text or "Process" in text or "RANK" in text or "xit code" in text or "KILLED" in text:
             self._mpi(number, text)
             self._spawn(number, text)
+        if "MPI_A" in text and (match := _MPI_ABORT.search(text)):
+            rank = int(match["rank"] or match["other"])
+            self.found.append(Ending(code=int(match["code"] or 1), line=number, rank=rank, is_first=True))
         if match := _RC.match(text):
             self.code = int(match["code"])
         self._kubernetes_or_shell(number, line, text)
@@ -97,13 +106,16 @@ class Endings:
 
     # -- torchrun
 
-    def _elastic(self, number: int, text: str) -> None:
+    def _elastic(self, number: int, text: str, time_s: float | None) -> None:
         if "torch/distributed/elastic" in text or "ChildFailedError" in text:
             self.is_elastic = True
         if match := _CLOSING.search(text):
-            self.told.setdefault(int(match["pid"]), -_number(match["signal"]))
+            self._tell(int(match["pid"]), -_number(match["signal"]), time_s)
         elif match := _FORCED.search(text):
             self.told[int(match["pid"])] = -9
+            self.unmoved.add(int(match["pid"]))
+        elif match := _TOLD_ITSELF.search(text):
+            self._note(EventKind.CANCELLED, number, text)
         elif match := _FAILED.search(text):
             self._failed = True
             self.found.append(
@@ -127,6 +139,13 @@ class Endings:
             )  # fmt: skip
             self._rank, self._first = None, False
 
+    def _tell(self, pid: int, code: int, time_s: float | None) -> None:
+        """A signal that the launcher sent; sent again much later, the process had not reacted to it."""
+        self.told.setdefault(pid, code)
+        first_s = self._told_s.setdefault(pid, time_s)
+        if time_s is not None and first_s is not None and time_s - first_s >= PATIENCE_S:
+            self.unmoved.add(pid)
+
     def _is_restart(self, text: str) -> bool:
         if "ill restart worker group" in text or ("attempts left" in text and "restart" in text):
             self._forget()
@@ -137,6 +156,8 @@ class Endings:
         self.attempts += 1
         self.found.clear()
         self.told.clear()
+        self.unmoved.clear()
+        self._told_s.clear()
         self._failed, self._first, self._rank = False, False, None
 
     @property
@@ -201,6 +222,8 @@ class Endings:
         if match := _SPAWN.search(text):
             code = -_number(match["signal"]) if match["signal"] else int(match["code"])
             self.found.append(Ending(code=code, line=number, local_rank=int(match["rank"]), is_first=True))
+        elif match := _DEEPSPEED.search(text):
+            self.spawned[int(match["pid"])] = int(match["local"])
         elif match := _LIGHTNING.search(text):
             self.found.append(
                 Ending(
@@ -211,6 +234,9 @@ class Endings:
     # -- Kubernetes, shells
 
     def _kubernetes_or_shell(self, number: int, line: Line, text: str) -> None:
+        if ":  " in text and (ended := self.pod.take(text)) is not None:
+            self._note(EventKind.KILLED, number, self.pod.text, cause=self.pod.cause, rank=str(ended))
+            return
         if ("OOMKilled" in text or "Evicted" in text or "Error" in text) and (match := _POD.search(text)):
             cause = {"OOMKilled": "oom", "Evicted": "evicted"}.get(match["why"], "")
             if cause:
@@ -230,6 +256,8 @@ class Endings:
                 self._note(EventKind.KILLED, number, text, **values)
 
 
+PATIENCE_S = 5.0  # a process that reacts to SIGTERM at all is gone by then, or says why not
+_TOLD_ITSELF = re.compile(r"Received \d{1,2} death signal, shutting down workers")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d{1,9}) closing signal (?P<signal>SIG[A-Z]{2,5})")
 _FORCED = re.compile(r"Unable to shutdown process (?P<pid>\d{1,9}) via \S{1,40}, forcefully exi?t?ing via")
 _FAILED = re.compile(
@@ -257,6 +285,11 @@ _MPIRUN = re.compile(
     r"noticed that process rank (?P<rank>\d{1,6}) with PID (?P<pid>\d{1,9}) on node (?P<host>\S{1,80}) "
     r"exited on signal (?P<signal>\d{1,2})"
 )
+_MPI_ABORT = re.compile(
+    r"MPI_ABORT was invoked on rank (?P<rank>\d{1,6}) in communicator MPI_COMM_WORLD"
+    r"|application called MPI_Abort\(MPI_COMM_WORLD, (?P<code>\d{1,3})\) - process (?P<other>\d{1,6})"
+)
+_DEEPSPEED = re.compile(r"process (?P<pid>\d{1,9}) spawned with command: .{0,900}?--local_rank=(?P<local>\d{1,6})\b")
 _MPI_NAME = re.compile(r"Process name: \[{1,2}[^\s]{1,80},(?P<rank>\d{1,6})\]")
 _MPI_CODE = re.compile(r"Exit code: +(?P<code>\d{1,3})")
 _HYDRA = re.compile(r"RANK (?P<rank>\d{1,6}) PID \d{1,9} RUNNING AT")

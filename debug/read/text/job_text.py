@@ -37,6 +37,7 @@ class JobText:
     weak: tuple[str, ...] = ()
     num_lines: int = 0
     _old: dict[Writer, bool] = field(default_factory=dict)
+    _quoted: Writer | None = None  # the process whose error a launcher repeats
 
     def take(self, number: int, raw: str) -> None:
         """Account for one written line."""
@@ -45,6 +46,7 @@ class JobText:
         writer = self._writer(line)
         if writer[0] != "rank" and "ank" in line.text:
             writer = self._named_inside(line, writer)
+        writer = self._quoted_writer(line, writer)
         if self.since_s is not None and self._is_old(writer, line.time_s):
             return
         if self.endings.take(number, line):
@@ -108,6 +110,14 @@ class JobText:
             self.links.setdefault(writer, rank)
         return ("rank", "", rank)
 
+    def _quoted_writer(self, line: Line, writer: Writer) -> Writer:
+        """Whose line it is below torch.multiprocessing's `-- Process 1 terminated with the following error:`."""
+        if "-- Process" in line.text and (match := _SPAWN_BLOCK.match(line.text)):
+            self._quoted = ("local", f"{self.scope}|", int(match["rank"]))
+        elif line.time_s is not None or line.rank is not None or line.pid is not None:
+            self._quoted = None
+        return writer if self._quoted is None or writer[0] in ("rank", "pid") else self._quoted
+
     def _is_old(self, writer: Writer, time_s: float | None) -> bool:
         """Whether a line was written before the run in question: a log that is appended to, restart after restart."""
         assert self.since_s is not None
@@ -120,6 +130,7 @@ class JobText:
         return self._old.get(writer, False)
 
 
+_SPAWN_BLOCK = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _TORCH_RANK = re.compile(r"\[?rank(\d{1,6})\]: ?")
 _OWN_GROUP = re.compile(
     r"\[PG (?:ID )?0 (?:PG GUID [^\]]{0,80})?Rank (\d{1,6})\]"

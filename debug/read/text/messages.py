@@ -115,7 +115,7 @@ _FIELD_NAMES = {
     "TensorShape": "shape",
 }
 _LAST_WORK = re.compile(
-    r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,18}), ?last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})"
+    r"[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,18}), ?last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})"
 )
 _AT_WORK = re.compile(
     r"(?:at (?:NCCL )?work:?|work sequence id:|at work sequence id:) (?P<seq>\d{1,18})|work \(seq: (?P<other>\d{1,18})\)"
@@ -136,6 +136,12 @@ def _watchdog(text: str) -> Values | None:
         if "seq" not in values and (at := _AT_WORK.search(text)):
             values["seq"] = at["seq"] or at["other"]
     return values if {"op", "enqueued"} & set(values) else None
+
+
+def _progress(text: str) -> Values:
+    """How far a rank is in its group, in a line that another rank's timeout made it write."""
+    last = _LAST_WORK.search(text)
+    return {**_group(text), **last.groupdict()} if last else {}
 
 
 def _group(text: str) -> Values:
@@ -270,9 +276,7 @@ _RULES = (
         ("wait timeout after", "clients joined", "aiting for key", "retrieving ncclUniqueId"),
         _store_wait,
     ),
-    _Rule(
-        EventKind.HEARTBEAT, ("eartbeat monitor timed out", "watchdog got stuck for", "dump signal"), lambda _text: {}
-    ),
+    _Rule(EventKind.HEARTBEAT, ("eartbeat monitor timed out", "watchdog got stuck for", "dump signal"), _progress),
     _Rule(
         EventKind.DEVICE_ERROR,
         ("NVRM: Xid", "fallen off the bus", "GPU is lost", "uncorrectable ECC", "Memory access fault by GPU"),

@@ -2,9 +2,9 @@
 
 Sources of the forms: torchrun's `--tee` and `--log-line-prefix-template` (torch/distributed/elastic/multiprocessing/api.py),
 torch's own `[rank3]:` (c10/util/Logging.cpp, torch/distributed/distributed_c10d.py `_exception_hook`), `srun --label`, Open MPI's
-`--tag-output` and `--timestamp-output`, Hydra's `-prepend-rank`, `kubectl logs --prefix`, stern, docker compose, pdsh,
-Ray's `(name pid=1, ip=...)`, SkyPilot's `(head, rank=0, pid=1)`, NCCL's `host:pid:tid [device] NCCL INFO`, CRI's log format,
-syslog and the kernel's ring buffer.
+`--tag-output` and `--timestamp-output`, SageMaker's `[1,mpirank:3,algo-1]<stdout>:`, Hydra's `-prepend-rank`,
+`kubectl logs --prefix`, stern, docker compose, pdsh, Ray's `(name pid=1, ip=...)`, SkyPilot's `(head, rank=0, pid=1)`,
+NCCL's `host:pid:tid [device] NCCL INFO`, CRI's log format, syslog and the kernel's ring buffer.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ _NAME = r"[A-Za-z0-9](?:[\w.-]{0,80}[A-Za-z0-9])?"
 _BRACKET: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("]", re.compile(rf"\[[Rr][Aa][Nn][Kk][ _:=-]?{_N}\]:? ?"), _rank),
     (">:", re.compile(rf"\[(?:[^\[\],]{{0,60}}@)?\d{{1,9}},{_N}\]<std\w{{3,4}}>: ?"), _rank),
+    (",mpirank:", re.compile(rf"\[\d{{1,9}},mpirank:{_N}(?:,[\w.-]{{1,80}})?\](?:<std\w{{3,4}}>)?: ?"), _rank),
     ("]:", re.compile(r"\[(?P<role>[A-Za-z_][\w.-]{0,40}?)0*(?P<n>\d{1,6})\]: ?"), _role),
     ("]:", re.compile(rf"\[[^\[\]]{{0,60}}\b(?:global_?)?[Rr]ank[ _:=-]?{_N}\b[^\[\]]{{0,60}}\]: ?"), _rank),
     ("[pod/", re.compile(r"\[pod/(?P<host>[\w.-]{1,120})/[\w.-]{1,120}\] "), _host),

@@ -19,6 +19,7 @@ MAX_EVENTS = 400
 MAX_FRAMES = 200
 MAX_CRASH_LINES = 2_000
 MAX_STEPS = 100_000
+USAGE_LINES = 200  # a program's usage may be long
 
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -32,6 +33,8 @@ _CRASH = re.compile(
     r"Fatal Python error: |Timeout \(\d+:\d\d:\d\d(?:\.\d+)?\)!|(?:Current thread|Thread) 0x[0-9a-f]+ .{0,80}\(most recent "
     r"call first\)"
 )
+_USAGE = re.compile(r"[Uu]sage: \S")
+_REFUSED = re.compile(r"(?:\S{1,200}: )?[Ee]rror: (?P<message>.{1,400})$")
 _FIRST_KINDS = (
     EventKind.WATCHDOG,
     EventKind.STORE_WAIT,
@@ -59,6 +62,7 @@ class Stream:
     chained: bool = False
     thread: str = ""
     crash: list[str] | None = None
+    usage_line: int = 0
 
     def take(self, number: int, line: Line) -> None:
         """Account for one line, its prefixes removed."""
@@ -88,7 +92,7 @@ class Stream:
         self.tail.clear()
         self.step_times.clear()
         self.last_step, self.frames, self.crash, self.chained, self.thread = None, None, None, False, ""
-        self.last_step_line = 0
+        self.last_step_line, self.usage_line = 0, 0
 
     def add(self, event: LogEvent) -> None:
         """Keep the first and the newest events where there are very many."""
@@ -122,13 +126,21 @@ class Stream:
         if text.startswith(_CHAINED):
             self.chained, self.frames = True, None
             return
+        if _USAGE.match(text):
+            self.usage_line = number
         raised = self._raised(text)
-        found = _understood(text, raised, self.frames or ())
+        found = _understood(text, raised, self.frames or ()) or self._refused(number, text)
         if found is not None:
             kind, values = found
             self._keep(number, text, kind, values, raised is not None)
         if raised or (self.frames and not text.startswith((" ", "\t", "│", "|", "╰"))):
             self.frames = None
+
+    def _refused(self, number: int, text: str) -> tuple[EventKind, dict[str, str]] | None:
+        """`train.py: error: unrecognized arguments: --lr-decay` after the usage (argparse, click): then the process ends."""
+        near = self.usage_line and number - self.usage_line <= USAGE_LINES
+        match = _REFUSED.match(text) if near and "rror: " in text else None
+        return (EventKind.EXCEPTION, {"type": "UsageError", "message": match["message"]}) if match else None
 
     def _raised(self, text: str) -> re.Match[str] | None:
         """The last line of a traceback: the exception's type and message."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from signal import SIGKILL
 
-from titan_ckpt.debug.diagnosis.awaited_rank import advice
+from titan_ckpt.debug.diagnosis.advice import advice
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.incident.busy_with import busy_by_log, has_recorder_talk
@@ -42,7 +42,10 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         rank for rank in others if _is_suspect(run, rank, states[rank], has_unseen=bool(unseen), is_closed=is_closed)
     ]
     if suspects and len(suspects) <= max(1, len(states) // 2):
-        yield from _together([_suspect(run, rank, witnesses, states) for rank in suspects])
+        is_unmoved = run.launcher is not None and run.launcher.num_unmoved == len(suspects) == len(states) - len(
+            witnesses
+        )
+        yield from _together([_suspect(run, rank, witnesses, states, is_unmoved=is_unmoved) for rank in suspects])
     elif not suspects and not any(0 < len(group.members) < run.world_size for group in run.groups):
         yield from _deviant(run, witnesses, states)
 
@@ -94,7 +97,7 @@ class _Suspicion:
     subtype: Subtype = Subtype.NONE
 
 
-def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation) -> _Suspicion:
+def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, *, is_unmoved: bool) -> _Suspicion:
     record, is_on_cpu = run.ranks[rank], state.kind == RankState.ON_CPU
     if state.kind == RankState.FINISHED:
         text = "ended normally while the others waited for it"
@@ -102,7 +105,7 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation) 
     if state.kind == RankState.IN_TEARDOWN:
         text = "is shutting down while the others wait for it"
         return _Suspicion(verdict=VerdictKind.TEARDOWN_STUCK, subtype=state.detail, text=text)
-    if state.kind == RankState.FROZEN or _alone_needed_sigkill(run, record, witnesses):
+    if state.kind == RankState.FROZEN or _alone_needed_sigkill(run, record, witnesses) or is_unmoved:
         text = "is frozen: it neither waited nor logged anything, and did not react to SIGTERM"
         return _Suspicion(verdict=VerdictKind.RANK_FROZEN, text=text)
     if not is_on_cpu and saw_peers_close(run) and not saw_timeouts(run) and not has_other_death(run, rank):
@@ -124,10 +127,12 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation) 
     )  # fmt: skip
 
 
-def _suspect(run: Run, rank: int, witnesses: Sequence[int], states: Mapping[int, Situation]) -> Verdict:
+def _suspect(
+    run: Run, rank: int, witnesses: Sequence[int], states: Mapping[int, Situation], *, is_unmoved: bool
+) -> Verdict:
     """The verdict on a rank that did not wait while the others did."""
     state, first = states[rank], states[witnesses[0]]
-    suspicion = _suspicion(run, rank, witnesses, state)
+    suspicion = _suspicion(run, rank, witnesses, state, is_unmoved=is_unmoved and state.kind != RankState.ON_CPU)
     where = state.where if state.kind == RankState.ON_CPU else ""
     return Verdict(
         verdict=suspicion.verdict,
@@ -165,6 +170,8 @@ def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_c
         return True
     if record.log is None or (has_unseen and not busy_by_log(record)):
         return False
+    if any("enqueued" in event.values for event in record.events if event.kind == EventKind.HEARTBEAT):
+        return False  # how far it came is known, so its silence says nothing more
     if _ended_first(run, record):
         return True
     return not (is_closed and _went_on_logging(run, record))
@@ -211,12 +218,13 @@ def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]
         return
     first, other = states[culprits[0]], states[next(rank for rank, place in places.items() if place == common)]
     basis = Basis.OTHER_WAIT if len(culprits) < len(witnesses) - len(culprits) else Basis.LEFT_ROUTINE
-    if calls[other.rank].partition(" ")[0] in _ROOTED:
+    is_rooted = calls[other.rank].partition(" ")[0] in _ROOTED
+    if is_rooted:
         basis = Basis.LEFT_ROOTED
     yield Verdict(
         verdict=VerdictKind.SKIPPED_COLLECTIVE,
-        culprits=culprits,
-        victims=tuple(rank for rank in witnesses if rank not in culprits),
+        culprits=tuple(witnesses) if is_rooted else culprits,
+        victims=() if is_rooted else tuple(rank for rank in witnesses if rank not in culprits),
         op=calls[other.rank],
         step=run.step_of(culprits[0]),
         confidence=basis.confidence,

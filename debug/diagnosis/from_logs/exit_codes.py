@@ -1,0 +1,69 @@
+"""Ranks that ended by themselves with an exit code, where nothing shows that the trouble of a peer ended them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from titan_ckpt.debug.diagnosis.rank_death import signal_of
+from titan_ckpt.debug.incident.busy_with import last_words
+from titan_ckpt.debug.incident.confidence import Basis
+from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.kinds import EventKind, VerdictKind
+from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Verdict
+
+UNCAUGHT = 1  # how Python ends for any uncaught exception: a victim's, too
+_NO_TROUBLE = (EventKind.SIGTERM, EventKind.CANCELLED)
+
+
+def by_exit_codes(run: Run) -> Iterator[Verdict]:
+    """RANK_DIED for the ranks that a launcher lists first, with a code that they gave themselves."""
+    failed = [record for record in run.ranks.values() if _ended_itself(record)]
+    first = [record for record in failed if record.exit and record.exit.is_first] or failed
+    logs = [record.log for record in run.ranks.values() if record.log] + ([run.job_log] if run.job_log else [])
+    has_trouble = any(event.kind not in _NO_TROUBLE for log in logs for event in log.events)
+    if not first or has_trouble or any(_was_killed(record) for record in run.ranks.values()):
+        return
+    code = first[0].exit.code if first[0].exit else 0
+    if code == UNCAUGHT and not _would_show(run, first):
+        return
+    yield _verdict([record for record in failed if record.exit and record.exit.code == code], code, run)
+
+
+def _ended_itself(record: RankRecord) -> bool:
+    ended = record.exit
+    return ended is not None and ended.code > 0 and not ended.was_told and not signal_of(ended.code)
+
+
+def _was_killed(record: RankRecord) -> bool:
+    return record.exit is not None and bool(signal_of(record.exit.code)) and not record.exit.was_told
+
+
+def _would_show(run: Run, first: Sequence[RankRecord]) -> bool:
+    """Whether the text at hand would hold the traceback of an exception: the rank's own lines, or a console that all write to."""
+    is_console = run.job_log is not None and (run.launcher is None or run.launcher.code is None)
+    return is_console or all(record.log is not None and record.log.tail for record in first)
+
+
+def _verdict(culprits: Sequence[RankRecord], code: int, run: Run) -> Verdict:
+    ranks = tuple(record.rank for record in culprits)
+    victims = tuple(rank for rank in run.ranks if rank not in ranks)
+    evidence = [
+        item
+        for record in culprits[:4]
+        if record.exit
+        for item in (
+            Evidence(text=f"exit code {code}, before the others", rank=record.rank, source=record.exit.source),
+            *last_words(record),
+        )
+    ]
+    return Verdict(
+        verdict=VerdictKind.RANK_DIED, culprits=ranks, victims=victims, step=run.step_of(ranks[0]),
+        confidence=Basis.EXIT_CODE.confidence,
+        headline=f"{rank_list(ranks)} died: ended by {'itself' if len(ranks) == 1 else 'themselves'} with exit code {code}, and "
+        "nothing shows an exception, a signal or the trouble of a peer",
+        evidence=tuple(evidence),
+        next_steps=(
+            f"look for what ends the program with {code}: sys.exit, os._exit, a launcher's or a library's abort",
+            "read the end of that rank's output, which may go to another file than the one given here",
+        ),
+    )  # fmt: skip

@@ -1,0 +1,37 @@
+"""What `kubectl describe pod` says of a container that was ended: its reason, and the rank in its environment."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_FIELD = re.compile(r"\s*(?P<key>Name|Reason|Exit Code|RANK):\s{2,}(?P<value>\S{1,200})\s*$")
+_CAUSES = {"OOMKilled": "oom", "Evicted": "evicted"}
+
+
+@dataclass(slots=True)
+class PodDescription:
+    """The description that is being read, field by field: a new `Name` begins the next pod."""
+
+    name: str = ""
+    cause: str = ""
+    reason: str = ""
+
+    @property
+    def text(self) -> str:
+        """The finding in words."""
+        return f"{self.name}: {self.reason}"
+
+    def take(self, text: str) -> int | None:
+        """Account for one line; the rank that was ended, where this line completes what is to be known of it."""
+        match = _FIELD.match(text)
+        if match is None:
+            return None
+        key, value = match["key"], match["value"]
+        if key == "Name":
+            self.name, self.cause, self.reason = value, "", ""
+        elif key == "Reason" and value in _CAUSES:
+            self.cause, self.reason = _CAUSES[value], value
+        elif key == "RANK" and self.name and self.cause and value.isdigit():
+            return int(value[:7])
+        return None

@@ -1,0 +1,201 @@
+"""Ends of ranks as launchers, schedulers and watchdogs tell them, in texts alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan_ckpt.debug import Verdict, diagnose, open_run
+
+STEPS = "".join(f"2026-11-22 01:0{step}:00,000 INFO train: step {step}\n" for step in range(5))
+TABLE = """torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-22_01:06:00
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : {} (pid: 31)
+  error_file: <N/A>
+"""
+
+
+def judged(folder: Path, **texts: str) -> Verdict:
+    for name, text in texts.items():
+        (folder / f"{name}.log").write_text(text)
+    return diagnose(open_run(str(folder)))[0]
+
+
+# -------------------------------------------------------------------------------------------------------- exit codes
+
+ABORTS = [
+    ("Epoch 1 step 3\nMPI_ABORT was invoked on rank 6 in communicator MPI_COMM_WORLD\nwith errorcode 1.\n", 6),
+    ("Epoch 1 step 3\nAbort(7) on node 2: application called MPI_Abort(MPI_COMM_WORLD, 7) - process 2\n", 2),
+    ("Epoch 1 step 3\n[rank: 3] Child process with PID 51 terminated with code 1. Forcefully terminating all others\n", 3),
+    ("Epoch 1 step 3\nProcess 1 terminated with exit code 9\n", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "rank"), ABORTS)
+def test_rank_that_a_launcher_says_to_have_ended(text: str, rank: int, tmp_path: Path) -> None:
+    top = judged(tmp_path, console=text)
+    assert (top.verdict, top.culprits) == ("RANK_DIED", (rank,))
+
+
+@pytest.mark.parametrize(("code", "verdict"), [(3, "RANK_DIED"), (1, "INSUFFICIENT_DATA")])
+def test_exit_code_1_may_be_a_victims(code: int, verdict: str, tmp_path: Path) -> None:
+    top = judged(tmp_path, torchrun=TABLE.format(code))
+    assert (top.verdict, top.culprits) == (verdict, (1,) if verdict == "RANK_DIED" else ())
+
+
+def test_exit_code_after_a_wait_is_a_victims(tmp_path: Path) -> None:
+    waited = (
+        STEPS + "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation\n"
+    )
+    waited = waited.replace("RuntimeError", "Traceback (most recent call last):\nRuntimeError")
+    top = judged(tmp_path, torchrun=TABLE.format(3), rank_1=waited, rank_0=waited)
+    assert top.culprits == ()
+
+
+@pytest.mark.parametrize("prefix", ["train.py: error: ", "Error: "])
+def test_refused_arguments_end_the_ranks_that_refused(prefix: str, tmp_path: Path) -> None:
+    refused = (
+        f"usage: train.py [-h] [--lr LR]\n                [--steps N]\n{prefix}unrecognized arguments: --lr-decay\n"
+    )
+    top = judged(tmp_path, rank_0="hello\n", rank_1="hello\n" + refused, rank_2="hello\n")
+    assert (top.verdict, top.culprits) == ("RANK_DIED", (1,))
+
+
+def test_error_word_without_usage_is_no_end(tmp_path: Path) -> None:
+    top = judged(tmp_path, rank_0=STEPS, rank_1=STEPS + "metrics: error: upload failed, will retry\n")
+    assert top.verdict == "RUNNING"
+
+
+# ------------------------------------------------------------------------------------------------------- who is meant
+
+SPAWNED = """torch.multiprocessing.spawn.ProcessRaisedException:
+
+-- Process 2 terminated with the following error:
+Traceback (most recent call last):
+  File "/opt/lib/python3.12/site-packages/torch/multiprocessing/spawn.py", line 90, in _wrap
+    fn(i, *args)
+  File "/job/main.py", line 8, in worker
+    int("x")
+ValueError: invalid literal for int() with base 10: 'x'
+"""
+SAGEMAKER = "".join(f"[1,mpirank:{rank},algo-1]<stdout>:step 10 loss 2.0\n" for rank in range(4)) + "".join(
+    f"[1,mpirank:3,algo-1]<stderr>:{line}\n"
+    for line in (
+        "Traceback (most recent call last):", '  File "/job/train.py", line 88, in step',
+        "    loss = model(batch)", "FileNotFoundError: [Errno 2] No such file or directory: '/data/shard-7'",
+    )
+)  # fmt: skip
+DESCRIBED = """Name:             trainer-worker-3
+Status:           Failed
+Containers:
+  pytorch:
+    State:          Terminated
+      Reason:       OOMKilled
+      Exit Code:    137
+    Environment:
+      RANK:           3
+      WORLD_SIZE:     8
+"""
+DEEPSPEED = "".join(
+    f"[2026-11-21 08:30:01,10{n}] [INFO] [launch.py:256:main] process 300{n} spawned with command: ['python', '-u', 't.py', "
+    f"'--local_rank={n}', '--deepspeed']\n"
+    for n in range(4)
+)
+DMESG = "[881212.102] Out of memory: Killed process 3001 (python) total-vm:91234567kB, anon-rss:60123456kB\n"
+
+
+@pytest.mark.parametrize(
+    ("texts", "rank", "subtype"),
+    [
+        ({"console": SPAWNED}, 2, "python_exception"),
+        ({"console": SAGEMAKER}, 3, "python_exception"),
+        ({"describe": DESCRIBED}, 3, "oom"),
+        ({"console": DEEPSPEED, "dmesg": DMESG}, 1, "oom"),
+    ],
+)
+def test_whose_end_a_text_tells(texts: dict[str, str], rank: int, subtype: str, tmp_path: Path) -> None:
+    top = judged(tmp_path, **texts)
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", subtype, (rank,))
+
+
+def test_pod_without_a_rank_accuses_nobody(tmp_path: Path) -> None:
+    assert judged(tmp_path, describe=DESCRIBED.replace("RANK:", "NODE:")).culprits == ()
+
+
+def test_names_tell_how_many_ranks_there_are(tmp_path: Path) -> None:
+    text = (
+        "[rank0]: Traceback (most recent call last):\n[rank0]:   File \"/job/train.py\", line 52, in epoch\n"
+        "[rank0]:     dist.monitored_barrier(wait_all_ranks=True)\n"
+        "[rank0]: RuntimeError: [Rank 0]: Ranks 4, 5, 6, 7 failed to pass monitoredBarrier in 2000000 ms\n"
+    )  # fmt: skip
+    assert judged(tmp_path, console=text).culprits == (4, 5, 6, 7)
+    assert open_run(str(tmp_path)).world_size == 8
+
+
+def test_process_that_sigterm_did_not_end_is_frozen(tmp_path: Path) -> None:
+    waited = (
+        STEPS
+        + "Traceback (most recent call last):\nRuntimeError: gloo/unbound_buffer.cc:78] Timed out waiting 6000ms\n"
+    )
+    told = "W1122 01:{}.7100 52 torch/distributed/elastic/multiprocessing/api.py:10] Sending process 56 closing signal SIGTERM\n"
+    texts = {"rank_0": waited, "rank_1": STEPS, "rank_2": waited}
+    once = judged(tmp_path, torchrun=told.format("05:00"), **texts)
+    twice = judged(tmp_path, torchrun=told.format("05:00") + told.format("05:23"), **texts)
+    assert [(top.verdict, top.culprits) for top in (once, twice)] == [("STUCK_ON_CPU", (1,)), ("RANK_FROZEN", (1,))]
+
+
+# --------------------------------------------------------------------------------------------------------- watchdogs
+
+CAUGHT = (
+    "[rank{0}]:[E1122 02:07:08.40 ProcessGroupNCCL.cpp:616] [Rank {0}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum={1}, OpType={2}, NumelIn={3}, NumelOut=1, Timeout(ms)=600000) ran for 600060 milliseconds\n"
+)
+DUMPED = (
+    "[rank{0}]:[E1122 02:07:08.41 ProcessGroupNCCL.cpp:1987] [PG ID 2 PG GUID 9(mesh_tp) Rank {1}] Received a dump signal due to "
+    "a collective timeout from rank 0 and we will try our best to dump the debug info. Last enqueued NCCL work: {2}, last "
+    "completed NCCL work: {2}.\n"
+)
+IN_TP = (
+    "[rank{0}]:[E1122 02:07:08.42 ProcessGroupNCCL.cpp:1785] [PG ID 2 PG GUID 9(mesh_tp) Rank {0}] Exception (either an error or "
+    "timeout) detected by watchdog at work: 610, last enqueued NCCL work: 616, last completed NCCL work: 609.\n"
+)
+
+
+def test_watchdogs_tell_whose_size_differs(tmp_path: Path) -> None:
+    text = "".join(CAUGHT.format(rank, 101, "ALLREDUCE", 1000 if rank == 2 else 2000) for rank in range(6))
+    top = judged(tmp_path, console=text)
+    assert (top.verdict, top.culprits) == ("SIZE_MISMATCH", (2,))
+
+
+def test_two_sizes_of_two_watchdogs_name_two_suspects(tmp_path: Path) -> None:
+    top = judged(tmp_path, console="".join(CAUGHT.format(rank, 101, "BROADCAST", rank) for rank in range(2)))
+    assert (top.verdict, top.culprits, top.suspects) == ("SIZE_MISMATCH", (), (0, 1))
+
+
+@pytest.mark.parametrize("op", ["ALLTOALL_BASE", "GATHER", "SCATTER"])
+def test_sizes_that_may_differ_are_no_mismatch(op: str, tmp_path: Path) -> None:
+    text = "".join(CAUGHT.format(rank, 101, op, 1000 + rank // 3) for rank in range(4))
+    assert judged(tmp_path, console=text).verdict != "SIZE_MISMATCH"
+
+
+def test_watchdogs_of_unnamed_groups_are_not_compared(tmp_path: Path) -> None:
+    """Pipeline stages: rank 2 is rank 0 of its own group."""
+    text = "".join(CAUGHT.format(rank, 101, "ALLREDUCE", 1000 * (1 + rank // 2)) for rank in range(6))
+    local = text.replace("[rank2]:", "[rank4]:")
+    for rank in range(6):
+        local = local.replace(f"[Rank {rank}]", f"[Rank {rank % 2}]")
+    assert judged(tmp_path, console=local).verdict != "SIZE_MISMATCH"
+
+
+@pytest.mark.parametrize(("number", "culprits"), [(609, (3,)), (610, ())])
+def test_rank_that_enqueued_less_than_the_others_wait_for(
+    number: int, culprits: tuple[int, ...], tmp_path: Path
+) -> None:
+    text = "".join(CAUGHT.format(rank, 610, "ALLREDUCE", 5) + IN_TP.format(rank) for rank in range(3))
+    top = judged(tmp_path, console=text + DUMPED.format(3, 3, number))
+    assert top.culprits == culprits
