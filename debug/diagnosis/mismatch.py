@@ -185,6 +185,8 @@ def _reading(meeting: _Meeting, common: _Side, deviant: _Side) -> _Reading:
     if common.key[2] != deviant.key[2]:
         if _is_extra(meeting, common, deviant):
             return replace(_EXTRA, alternative=VerdictKind.SIZE_MISMATCH)
+        if _is_next(meeting, common, deviant):
+            return replace(_SKIPPED, alternative=VerdictKind.SIZE_MISMATCH)
         return _Reading(verdict=VerdictKind.SIZE_MISMATCH, alternative=VerdictKind.CALLSITE_DIVERGENCE)
     return _Reading(verdict=VerdictKind.DTYPE_MISMATCH, alternative=VerdictKind.SIZE_MISMATCH)
 
@@ -243,6 +245,16 @@ def _is_extra(meeting: _Meeting, common: _Side, deviant: _Side) -> bool:
     is_routine = predict(keys) == common.key or common.key in keys
     is_new_line = call_site(meeting.run, deviant.operation)[:1] not in sites
     return bool(is_routine and deviant.key not in keys and is_new_line and sites)
+
+
+def _is_next(meeting: _Meeting, common: _Side, deviant: _Side) -> bool:
+    """Whether the others do what they always do at this point, and the deviant what follows it, from the line that always does:
+    it left one out."""
+    history = _history(meeting, common.ranks[0])
+    mine = common.key, call_site(meeting.run, common.operation)[:1]
+    theirs = deviant.key, call_site(meeting.run, deviant.operation)[:1]
+    path = [(key, site[:1]) for key, site in history]
+    return mine != theirs and predict(path) == mine and predict([*path, mine]) == theirs
 
 
 # ---------------------------------------------------------------------------------------------- diverged call sites

@@ -55,6 +55,8 @@ def _was_survived(record: RankRecord, event: LogEvent) -> bool:
     that a launcher made of the process."""
     if event.kind not in _OWN:
         return False
+    if "handled" in event.values:
+        return True
     if event.values.get("thread"):  # which ends no process, unless that chose to end of it
         has_ended_itself = record.exit is not None and record.exit.code != 0 and not record.exit.was_told
         return hang_stack(record) is not None or not has_ended_itself
@@ -142,6 +144,9 @@ def _reported(record: RankRecord) -> Situation | None:
 
 def _is_end(record: RankRecord, event: LogEvent) -> bool:
     """Whether a report is of something that ends a process: no request to end, no mere warning, nothing that it outlived."""
+    later = (other for other in record.events if other.source == event.source and other.line > event.line)
+    if any(other.kind.is_communication for other in later):
+        return False
     if event.values.get("xid") in _HARMLESS_XIDS or event.values.get("signal") in ("SIGTERM", "SIGINT", "SIGHUP"):
         return False
     return not logged_on(record, event)

@@ -8,7 +8,7 @@ from titan_ckpt.debug.incident.busy_with import busy_with, last_words
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import hang_stack, is_library, main_thread_state, user_frame
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype
-from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Situation
+from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation
 from titan_ckpt.debug.incident.waits import waited_at_the_end
 
 _WAITED = (
@@ -70,7 +70,11 @@ def _by_log(record: RankRecord) -> Situation | None:
     shows in its traceback where it was."""
     event = next((event for event in record.events if event.kind in _WAITED), None)
     if event is not None:
-        kind = RankState.IN_INIT if event.kind == EventKind.STORE_WAIT else RankState.IN_COLLECTIVE
+        kind = (
+            RankState.IN_INIT
+            if event.kind == EventKind.STORE_WAIT and not _is_own_wait(record, event)
+            else RankState.IN_COLLECTIVE
+        )
         frame = next((e.frame for e in record.events if e.frame), None)
         return Situation(rank=record.rank, kind=kind, frame=frame, evidence=(event_evidence(event),))
     interrupted = next((event for event in record.events if event.frame and is_interrupt(event)), None)
@@ -85,6 +89,12 @@ def _by_log(record: RankRecord) -> Situation | None:
         ended = Evidence(text="ended normally", rank=record.rank)
         return Situation(rank=record.rank, kind=RankState.FINISHED, evidence=(ended,))
     return None
+
+
+def _is_own_wait(record: RankRecord, event: LogEvent) -> bool:
+    """Whether a program that trains already waited for a key of its own in the store: no function of torch did it."""
+    has_trained = record.log is not None and record.log.last_step is not None
+    return has_trained and "type" in event.values and "call" not in event.values
 
 
 def saw_peers_close(run: Run) -> list[int]:

@@ -159,6 +159,11 @@ class Basis(Enum):
         "NCCL's watchdogs: its size differs from most others', or it enqueued less than they wait for",
     )
     EXIT_CODE = 0.75, (V.RANK_DIED,), "its launcher lists it first, with an exit code of its own, and no text shows why"
+    RAISED_BEFORE = (
+        0.75,
+        (V.RANK_DIED,),
+        "no dumps; unlike the others it waited while it handled an exception of its own",
+    )
     SIZE_IN_LOG = 0.75, (V.SIZE_MISMATCH,), "gloo's error in the log of a rank that received the wrong size; no culprit"
 
     # no hang

@@ -249,6 +249,10 @@ def _take_notes(text: JobText, who: _Who, ranks: defaultdict[int, list[RankLog]]
         meant = [who.of_pid(int(pid))] if pid else who.of_hosts(note.values.get("host", ""))
         if "rank" in note.values:
             meant = [int(note.values["rank"])]
+        elif "task" in note.values:
+            meant = [] if who.is_elastic else [int(note.values["task"])]
+        elif not pid and note.values.get("signal") and note.line in text.shells:
+            meant = [who.rank(text.shells[note.line])]
         event = _note_event(text, note)
         for rank in [rank for rank in meant if 0 <= rank <= MAX_RANK]:
             ranks[rank].append(RankLog(source=text.source, events=(replace(event, rank=rank),)))

@@ -20,6 +20,7 @@ from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation, Verdict
 
+_OWN = (EventKind.EXCEPTION, EventKind.OOM)
 _SYMPTOMS = (
     EventKind.COMM_TIMEOUT,
     EventKind.COMM_CLOSED,
@@ -33,6 +34,7 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
     """Verdicts from logs and stacks; none if all ranks or no rank waited."""
     witnesses = [rank for rank, state in states.items() if state.kind.is_waiting]
     yield from sizes_in_logs(run)
+    yield from _raised_before(run, witnesses)
     if not witnesses or any(state.kind == RankState.DEAD for state in states.values()):
         return
     unseen = {rank for rank in states if is_absent(run.ranks[rank])}
@@ -48,6 +50,31 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         yield from _together([_suspect(run, rank, witnesses, states, is_unmoved=is_unmoved) for rank in suspects])
     elif not suspects and not any(0 < len(group.members) < run.world_size for group in run.groups):
         yield from _deviant(run, witnesses, states)
+
+
+def _raised_before(run: Run, witnesses: Sequence[int]) -> Iterator[Verdict]:
+    """Ranks that waited, unlike the others, while they handled an exception of their own: a `finally` with a barrier in it."""
+    raised = {
+        rank: event for rank in witnesses if (event := _event(run.ranks[rank], _OWN, needs="handled")) is not None
+    }
+    others = tuple(rank for rank in witnesses if rank not in raised)
+    if not raised or len(raised) > len(others):
+        return
+    event = next(iter(raised.values()))
+    yield Verdict(
+        verdict=VerdictKind.RANK_DIED, subtype=Subtype.PYTHON_EXCEPTION, culprits=tuple(raised), victims=others,
+        step=run.step_of(event.rank), confidence=Basis.RAISED_BEFORE.confidence,
+        headline=f"{rank_list(tuple(raised))} raised {event.values.get('type', 'an exception')}"
+        + (f" at {event.frame.place}" if event.frame else "")
+        + ", and handled it in a call that waits for the others, which were elsewhere",
+        evidence=tuple(_said(found) for found in list(raised.values())[:4]),
+        chain=tuple((rank, event.rank) for rank in others),
+        next_steps=(
+            "fix the exception at that line; the other ranks are only its victims",
+            "call no collective in `except` or `finally`: the other ranks do not come there",
+        ),
+        file=event.frame.file if event.frame else "", line=event.frame.line if event.frame else 0,
+    )  # fmt: skip
 
 
 def _together(found: Sequence[Verdict]) -> Iterator[Verdict]:

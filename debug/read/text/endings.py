@@ -47,7 +47,6 @@ class Ending:
     time_s: float | None = None
     is_task: bool = False
     is_first: bool = False
-    is_oom: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,12 +175,14 @@ class Endings:
             words = match["word"]
             code = -int(match["signal"]) if match["signal"] else int(match["code"]) if match["code"] else _WORDS[words]
             tasks = ranges(match["tasks"])
+            if words == "Out Of Memory":
+                for task in tasks:
+                    self._note(EventKind.OOM, number, text, cause="oom", task=str(task))
             for task in tasks:
                 self.found.append(
                     Ending(
                         code=code, line=number, rank=task, host=_one_host(match["host"]), is_task=True,
                         is_first=len(tasks) == 1 and not any(ending.is_task for ending in self.found),
-                        is_oom=words == "Out Of Memory",
                     )
                 )  # fmt: skip
         elif match := _NODE_LOST.search(text):

@@ -34,6 +34,7 @@ class JobText:
     nodes: dict[Writer, int] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
     endings: Endings = field(default_factory=Endings)
+    shells: dict[int, Writer] = field(default_factory=dict)  # whose lines are notes of endings: a shell's below a rank
     weak: tuple[str, ...] = ()
     num_lines: int = 0
     _old: dict[Writer, bool] = field(default_factory=dict)
@@ -49,8 +50,11 @@ class JobText:
         writer = self._quoted_writer(line, writer)
         if self.since_s is not None and self._is_old(writer, line.time_s):
             return
+        num_notes = len(self.endings.notes)
         if self.endings.take(number, line):
             self._begin_attempt()
+        if len(self.endings.notes) > num_notes and writer[0] in ("rank", "local", "pid"):
+            self.shells[number] = writer
         stream = self.writers.get(writer)
         if stream is None:
             if len(self.writers) >= MAX_WRITERS:

@@ -155,7 +155,7 @@ class Stream:
             frame = user_frame(reversed(self.frames)) if self.frames else None
             if self.chained and values.get("type", "").rpartition(".")[2] in REQUESTED_ENDS and self._ended_in(frame):
                 return
-            values = {**values, **self._of_traceback()}
+            values = {**values, **self._of_traceback(kind)}
         self.add(
             LogEvent(
                 kind=kind, rank=self.rank, text=text.strip()[:400], source=self.source, line=number, time_s=self.time_s,
@@ -174,7 +174,7 @@ class Stream:
             box[-1] = replace(met, frame=frame)
         return True
 
-    def _of_traceback(self) -> dict[str, str]:
+    def _of_traceback(self, kind: EventKind) -> dict[str, str]:
         """The torch call of a traceback, its thread, and the exceptions that it was raised in the handling of."""
         values: dict[str, str] = {}
         if call := _torch_call(self.frames or []):
@@ -188,6 +188,8 @@ class Stream:
             box = self.last or self.first
             if box and "type" in box[-1].values and box[-1].kind != EventKind.WATCHDOG:
                 cause = box.pop()
+                if not cause.kind.is_communication and kind.is_communication:
+                    box.append(replace(cause, values={**cause.values, "handled": "1"}))
                 values["causes"] = ", ".join(filter(None, (cause.values.get("causes"), cause.values["type"])))
         return values
 

@@ -199,3 +199,51 @@ def test_rank_that_enqueued_less_than_the_others_wait_for(
     text = "".join(CAUGHT.format(rank, 610, "ALLREDUCE", 5) + IN_TP.format(rank) for rank in range(3))
     top = judged(tmp_path, console=text + DUMPED.format(3, 3, number))
     assert top.culprits == culprits
+
+
+# ----------------------------------------------------------------------------------------------- errors that were survived
+
+LOST = (
+    'Traceback (most recent call last):\n  File "/job/train.py", line 9, in push\n    send()\nValueError: no metrics\n'
+)
+WAITED = (
+    'Traceback (most recent call last):\n  File "/job/train.py", line {}, in step\n    dist.barrier()\n'
+    '  File "/opt/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 5, in barrier\n    work.wait()\n'
+    "RuntimeError: [/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete\n"
+)
+
+
+@pytest.mark.parametrize("trouble", [LOST, "Killed\n"])
+def test_trouble_that_training_went_on_after_is_none(trouble: str, tmp_path: Path) -> None:
+    more = "2026-11-22 01:09:00,000 INFO train: step 9\n"
+    top = judged(tmp_path, rank_0=STEPS + more, rank_1=STEPS + trouble + more)
+    assert top.verdict == "RUNNING"
+
+
+def test_own_exception_before_a_wait_in_finally(tmp_path: Path) -> None:
+    own = STEPS + LOST + "\nDuring handling of the above exception, another exception occurred:\n\n" + WAITED.format(30)
+    top = judged(tmp_path, rank_0=STEPS + WAITED.format(20), rank_1=own, rank_2=STEPS + WAITED.format(20))
+    assert (top.verdict, top.culprits, top.line) == ("RANK_DIED", (1,), 9)
+
+
+def test_exception_that_all_handle_accuses_nobody(tmp_path: Path) -> None:
+    own = STEPS + LOST + "\nDuring handling of the above exception, another exception occurred:\n\n" + WAITED.format(30)
+    assert judged(tmp_path, rank_0=own, rank_1=own, rank_2=own).culprits == ()
+
+
+def test_thread_that_died_leaves_its_process_alive(tmp_path: Path) -> None:
+    died = "Exception in thread loader:\n" + LOST
+    top = judged(tmp_path, rank_0=STEPS + WAITED.format(20), rank_1=STEPS + died, rank_2=STEPS + WAITED.format(20))
+    assert (top.verdict, top.culprits) == ("STUCK_ON_CPU", (1,))
+
+
+def test_wait_for_a_key_of_the_program_is_no_start_up(tmp_path: Path) -> None:
+    lacks = 'Traceback (most recent call last):\n  File "/job/train.py", line 41, in sync\n    store.wait(["go"])\n'
+    lacks += "torch.distributed.DistStoreError: wait timeout after 6000ms, keys: /go\n"
+    top = judged(tmp_path, rank_0=STEPS, rank_1=STEPS + lacks, rank_2=STEPS + lacks)
+    assert (top.verdict, top.culprits) == ("STUCK_ON_CPU", (0,))
+
+
+def test_slurm_task_that_ran_out_of_memory(tmp_path: Path) -> None:
+    top = judged(tmp_path, slurm="0: step 1\n1: step 1\n2: step 1\nsrun: error: node003: task 2: Out Of Memory\n")
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "oom", (2,))
