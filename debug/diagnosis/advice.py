@@ -70,6 +70,14 @@ _ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
 }
 
 
-def advice(verdict: VerdictKind, subtype: Subtype) -> tuple[str, ...]:
-    """What to do about a verdict."""
+_SIGKILL = (
+    "look at `dmesg` and the scheduler's log of that host: the kernel's OOM killer, a limit of the job, or somebody's kill -9",
+    "SIGKILL leaves neither a core nor a stack: the recorder's black box shows the last operations",
+)
+
+
+def advice(verdict: VerdictKind, subtype: Subtype, signal: str = "") -> tuple[str, ...]:
+    """What to do about a verdict; `signal` is the name of what killed a rank, such as SIGKILL."""
+    if signal == "SIGKILL":
+        return _SIGKILL
     return _ADVICE.get((verdict, subtype), _ADVICE.get((verdict, Subtype.NONE), ()))

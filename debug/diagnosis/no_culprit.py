@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import waited_in
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, logged_on, own_exception
 from titan_ckpt.debug.diagnosis.standstill import Pace, was_told
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
@@ -118,15 +120,34 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
     return Verdict(
         verdict=VerdictKind.INSUFFICIENT_DATA,
         victims=tuple(sorted(waiting)),
+        suspects=tuple(unseen) if waiting and len(unseen) == 1 else (),
         confidence=Basis.UNDECIDED.confidence,
         headline=_headline(run, unseen, bool(waiting)),
         evidence=(
             Evidence(text=counts),
+            *_who_waited(run, states),
             *_aborted(run),
             *(Evidence(text=flag.text, source=flag.source) for flag in run.flags[:3]),
         ),
         chain=chain[:64],
         next_steps=_to_collect(run, unseen),
+    )
+
+
+MOST_WAITS = 4
+
+
+def _who_waited(run: Run, states: Mapping[int, Situation]) -> tuple[Evidence, ...]:
+    """Where the ranks waited, those at one place together."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, state in states.items():
+        if state.kind.is_waiting:
+            places.setdefault((waited_in(run.ranks[rank], state), state.where), []).append(rank)
+    found = sorted(places.items(), key=lambda item: -len(item[1]))[:MOST_WAITS]
+    return tuple(
+        replace(states[ranks[0]].evidence[0], rank=None, text=f"{rank_list(ranks)} waited in {call or 'a call'}{where}")
+        for (call, where), ranks in found
+        if states[ranks[0]].evidence
     )
 
 
@@ -142,7 +163,9 @@ def _to_collect(run: Run, unseen: Sequence[int]) -> tuple[str, ...]:
     ]
     whom = rank_list(unseen) if unseen else "every rank"
     what = ", ".join(lacking) or "a second look a minute later"
-    steps = [f"collect from {whom}, while the job still hangs: {what}"]
+    has_ended = any(record.exit for record in records) or (run.launcher is not None and run.launcher.code is not None)
+    when = "the next time it hangs, before it ends" if has_ended else "while the job still hangs"
+    steps = [f"collect from {whom}, {when}: {what}"]
     if not has_recorder:
         steps.append(
             "turn the recorder on (titan_ckpt.debug.Recorder.start(folder, rank=..., world_size=...)) and run again"

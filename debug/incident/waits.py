@@ -85,8 +85,16 @@ def looked_at_ns(record: RankRecord) -> int:
 
 
 def last_sign_ns(run: Run) -> int:
-    """The newest moment that any rank's evidence shows; 0 if unknown."""
-    return max(map(looked_at_ns, run.ranks.values()), default=0)
+    """The newest moment that any rank recorded: its recorder's last tick, or when an operation was issued, started or ended; 0 if
+    unknown. The time of a file is none: a copy has another."""
+    beats = [record.heartbeat.alive_ns for record in run.ranks.values() if record.heartbeat is not None]
+    columns = (
+        record.operations[name]
+        for record in run.ranks.values()
+        for name in ("created_ns", "started_ns", "completed_ns")
+        if len(record.operations)
+    )
+    return max([*beats, *(int(column.max()) for column in columns)], default=0)
 
 
 def places(run: Run, ranks: Iterable[int]) -> list[str]:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict
 from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns, places, waits
 
@@ -66,8 +67,17 @@ def commands(run: Run, top: Verdict) -> list[str]:
             continue
         has_ended = record.exit is not None or record.process_state == "gone"
         has_ended |= record.heartbeat is not None and record.heartbeat.is_stopped
-        if has_ended:
+        has_ended |= run.launcher is not None and run.launcher.code is not None
+        if has_ended and _may_be_the_hosts(top):
             found.append(f"ssh {shlex.quote(record.host)} \"dmesg -T | grep -iE 'oom|xid|segfault|killed process'\"")
-        else:
+        elif not has_ended:
             found.append(f"ssh {shlex.quote(record.host)} py-spy dump --pid {record.pid}")
     return list(dict.fromkeys(found))[:MAX_COMMANDS]
+
+
+_OF_HOSTS = (VerdictKind.RANK_DIED, VerdictKind.RANK_FROZEN, VerdictKind.INSUFFICIENT_DATA, VerdictKind.WAIT_CHAIN)
+
+
+def _may_be_the_hosts(top: Verdict) -> bool:
+    """Whether the kernel's log may tell more: of a process that was killed or is gone, not of a program that took another way."""
+    return top.verdict in _OF_HOSTS and top.subtype != Subtype.PYTHON_EXCEPTION

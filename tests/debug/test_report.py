@@ -117,7 +117,7 @@ def test_a_lead_stops_and_excludes_nobody(run: Run) -> None:
 
 
 def test_report_names_place_time_waits_and_command(run: Run) -> None:
-    text = report_text(run, diagnose(run), 2e9)
+    text = report_text(replace(run, launcher=None), diagnose(run), 2e9)
     assert "ssh node17 py-spy dump --pid 9192" in text
     assert "where: rank 2: host node17, pid 9192" in text
     assert "who waits in what:\n  - ranks 0, 1, 3: all_reduce #7 of group default_pg" in text
@@ -144,18 +144,40 @@ def test_no_text_of_the_evidence_makes_a_line_of_the_report(run: Run) -> None:
 
 @pytest.mark.parametrize("host", ["node1; rm x", "$(id)", "a b"])
 def test_host_in_a_command_is_quoted(run: Run, host: str) -> None:
-    evil = replace(run, ranks={**run.ranks, 2: replace(run.ranks[2], host=host)})
+    evil = replace(run, launcher=None, ranks={**run.ranks, 2: replace(run.ranks[2], host=host)})
     assert any(f"ssh '{host}' " in command for command in report_json(evil, diagnose(evil))["commands"])
 
 
 def test_host_that_looks_like_an_option_is_no_command(run: Run) -> None:
-    evil = replace(run, ranks={**run.ranks, 2: replace(run.ranks[2], host="-oProxyCommand=x")})
+    evil = replace(run, launcher=None, ranks={**run.ranks, 2: replace(run.ranks[2], host="-oProxyCommand=x")})
     assert report_json(evil, diagnose(evil))["commands"] == []
 
 
 def test_suspects_are_named_as_such(run: Run) -> None:
     top = Verdict(verdict=VerdictKind.OP_MISMATCH, suspects=(0, 2), confidence=0.4, headline="x")
     assert "nobody is accused; suspects: ranks 0, 2" in report_text(run, [top])
+
+
+def test_job_that_has_ended_is_not_dumped(run: Run) -> None:
+    assert run.launcher is not None
+    assert report_json(run, diagnose(run))["commands"] == []
+
+
+@pytest.mark.parametrize(
+    ("verdict", "subtype", "has_dmesg"),
+    [("RANK_DIED", "signal", True), ("RANK_DIED", "python_exception", False), ("SKIPPED_COLLECTIVE", "", False)],
+)
+def test_kernel_log_is_asked_for_where_it_may_tell(run: Run, verdict: str, subtype: str, has_dmesg: bool) -> None:
+    top = Verdict(verdict=VerdictKind(verdict), subtype=Subtype(subtype), culprits=(2,), confidence=0.9)
+    assert any("dmesg" in command for command in report_json(run, [top])["commands"]) == has_dmesg
+
+
+def test_last_sign_of_life_is_no_time_of_a_file(run: Run) -> None:
+    later = {
+        rank: replace(record, dumps=tuple(replace(dump, time_s=4e9) for dump in record.dumps))
+        for rank, record in run.ranks.items()
+    }
+    assert report_json(replace(run, ranks=later), diagnose(run))["time"] == report_json(run, diagnose(run))["time"]
 
 
 def test_dead_ranks_are_not_dumped(run: Run) -> None:

@@ -166,7 +166,7 @@ def _suspect(
         subtype=suspicion.subtype,
         culprits=(rank,),
         victims=tuple(witnesses),
-        op=_waited_in(run.ranks[witnesses[0]], first),
+        op=waited_in(run.ranks[witnesses[0]], first),
         step=run.step_of(rank),
         confidence=(Basis.WITNESSES_AND_LINE if where else Basis.WITNESSES).confidence,
         headline=f"rank {rank} {suspicion.text}{where}",
@@ -234,7 +234,7 @@ def _needed_sigkill(record: RankRecord) -> bool:
 
 def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """All waited, but not in the same call: a small minority took another way. In send and recv ranks differ by right."""
-    calls = {rank: _waited_in(run.ranks[rank], states[rank]) for rank in witnesses}
+    calls = {rank: waited_in(run.ranks[rank], states[rank]) for rank in witnesses}
     places = {rank: calls[rank] or _place(states[rank]) for rank in witnesses}
     counts = Counter(place for place in places.values() if place).most_common()
     if any(states[rank].kind == RankState.IN_P2P for rank in witnesses) or any(map(_is_p2p, calls.values())):
@@ -299,7 +299,7 @@ def _call_of(record: RankRecord) -> str:
     return event.values["below"] if event else ""
 
 
-def _waited_in(record: RankRecord, state: Situation) -> str:
+def waited_in(record: RankRecord, state: Situation) -> str:
     """The operation a witness waited in, from its stack, its traceback or the watchdog's line."""
     if state.kind.is_waiting and state.call not in ("", "wait"):
         return state.call

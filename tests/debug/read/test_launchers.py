@@ -247,3 +247,38 @@ def test_wait_for_a_key_of_the_program_is_no_start_up(tmp_path: Path) -> None:
 def test_slurm_task_that_ran_out_of_memory(tmp_path: Path) -> None:
     top = judged(tmp_path, slurm="0: step 1\n1: step 1\n2: step 1\nsrun: error: node003: task 2: Out Of Memory\n")
     assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "oom", (2,))
+
+
+# ------------------------------------------------------------------------------------------------------- what is told
+
+
+def test_undecided_report_says_who_waited_where(tmp_path: Path) -> None:
+    sent = WAITED.format(30).replace("barrier", "recv")
+    top = judged(tmp_path, rank_0=STEPS + WAITED.format(20), rank_1=STEPS + WAITED.format(20), rank_2=STEPS + sent)
+    assert top.verdict == "INSUFFICIENT_DATA"
+    said = [item.text for item in top.evidence]
+    assert "ranks 0, 1 waited in barrier at /job/train.py:20" in said
+    assert "rank 2 waited in recv at /job/train.py:30" in said
+
+
+@pytest.mark.parametrize(
+    ("end", "when"), [("", "while the job still hangs"), (TABLE.format(-6), "the next time it hangs")]
+)
+def test_advice_to_collect_fits_a_job_that_is_over(end: str, when: str, tmp_path: Path) -> None:
+    sent = WAITED.format(30).replace("barrier", "recv")
+    top = judged(
+        tmp_path, rank_0=STEPS + WAITED.format(20), rank_1=STEPS + WAITED.format(20), rank_2=STEPS + sent, torchrun=end
+    )
+    assert when in top.next_steps[0]
+
+
+def test_one_rank_that_left_nothing_is_a_suspect(tmp_path: Path) -> None:
+    text = "".join(CAUGHT.format(rank, 101, "ALLREDUCE", 5) for rank in range(6) if rank != 4)
+    top = judged(tmp_path, console=text)
+    assert (top.verdict, top.culprits, top.suspects) == ("INSUFFICIENT_DATA", (), (4,))
+
+
+def test_sigkill_is_not_said_to_leave_a_core(tmp_path: Path) -> None:
+    top = judged(tmp_path, torchrun=TABLE.format(-9))
+    assert (top.verdict, top.culprits) == ("RANK_DIED", (1,))
+    assert not any("ulimit" in step for step in top.next_steps)
