@@ -135,6 +135,9 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, 
     if state.kind == RankState.FROZEN or _alone_needed_sigkill(run, record, witnesses) or is_unmoved:
         text = "is frozen: it neither waited nor logged anything, and did not react to SIGTERM"
         return _Suspicion(verdict=VerdictKind.RANK_FROZEN, text=text)
+    if is_on_cpu and _interrupted_alone(run, record):
+        text = "was interrupted (SIGINT) and ended while the others waited for it"
+        return _Suspicion(verdict=VerdictKind.RANK_DIED, subtype=Subtype.SIGNAL, text=text)
     if not is_on_cpu and saw_peers_close(run) and not saw_timeouts(run) and not has_other_death(run, rank):
         if record.exit is None and any(other.exit for other in run.ranks.values()):
             text = (
@@ -152,6 +155,19 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, 
         verdict=VerdictKind.STUCK_ON_CPU, subtype=state.detail or busy_by_log(record),
         text="was busy elsewhere while the others waited for it",
     )  # fmt: skip
+
+
+def _interrupted_alone(run: Run, record: RankRecord) -> bool:
+    """Whether KeyboardInterrupt ended this rank alone, and before the others: no launcher had told it to end."""
+    interrupted = [other for other in run.ranks.values() if any(map(_is_sigint, other.events))]
+    if interrupted != [record] or (record.exit is not None and record.exit.was_told):
+        return False
+    is_first = record.exit is not None and record.exit.is_first
+    return is_first or (record.exit is None and bool(saw_peers_close(run)) and not saw_timeouts(run))
+
+
+def _is_sigint(event: LogEvent) -> bool:
+    return event.values.get("type") == "KeyboardInterrupt"
 
 
 def _suspect(

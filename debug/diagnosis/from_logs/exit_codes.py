@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from titan_ckpt.debug.diagnosis.rank_death import signal_of
@@ -12,6 +13,10 @@ from titan_ckpt.debug.incident.kinds import EventKind, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Verdict
 
 UNCAUGHT = 1  # how Python ends for any uncaught exception: a victim's, too
+_LAUNCHERS = re.compile(
+    r"\s*(?:srun:|slurmstepd:|mpirun|mpiexec|prterun|-{5,}|={5,}|MPI_ABORT|with errorcode|Abort\(|Primary job|Process name:"
+    r"|Exit code:|\[rank: \d+\] Child process|[Pp]rocess \d+ terminated)"
+)
 _NO_TROUBLE = (EventKind.SIGTERM, EventKind.CANCELLED)
 
 
@@ -40,7 +45,9 @@ def _was_killed(record: RankRecord) -> bool:
 
 def _would_show(run: Run, first: Sequence[RankRecord]) -> bool:
     """Whether the text at hand would hold the traceback of an exception: the rank's own lines, or a console that all write to."""
-    is_console = run.job_log is not None and (run.launcher is None or run.launcher.code is None)
+    is_elastic = run.launcher is not None and run.launcher.code is not None
+    lines = run.job_log.tail if run.job_log is not None and not is_elastic else ()
+    is_console = any(line.strip() and not _LAUNCHERS.match(line) for line in lines)
     return is_console or all(record.log is not None and record.log.tail for record in first)
 
 

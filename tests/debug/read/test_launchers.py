@@ -48,6 +48,13 @@ def test_exit_code_1_may_be_a_victims(code: int, verdict: str, tmp_path: Path) -
     assert (top.verdict, top.culprits) == (verdict, (1,) if verdict == "RANK_DIED" else ())
 
 
+@pytest.mark.parametrize(("before", "culprits"), [("", ()), ("Epoch 1 step 3\n", (3,))])
+def test_exit_code_1_counts_where_errors_would_show(before: str, culprits: tuple[int, ...], tmp_path: Path) -> None:
+    """srun's own lines alone: what the tasks wrote went elsewhere, perhaps a timeout that their peers caused."""
+    top = judged(tmp_path, slurm=before + "srun: error: node003: task 3: Exited with exit code 1\n")
+    assert top.culprits == culprits
+
+
 def test_exit_code_after_a_wait_is_a_victims(tmp_path: Path) -> None:
     waited = (
         STEPS + "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation\n"
