@@ -158,12 +158,10 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, 
 
 
 def _interrupted_alone(run: Run, record: RankRecord) -> bool:
-    """Whether KeyboardInterrupt ended this rank alone, and before the others: no launcher had told it to end."""
+    """Whether KeyboardInterrupt ended this rank before all others, and no launcher had told it to end."""
     interrupted = [other for other in run.ranks.values() if any(map(_is_sigint, other.events))]
-    if interrupted != [record] or (record.exit is not None and record.exit.was_told):
-        return False
-    is_first = record.exit is not None and record.exit.is_first
-    return is_first or (record.exit is None and bool(saw_peers_close(run)) and not saw_timeouts(run))
+    ended = record.exit
+    return interrupted == [record] and ended is not None and ended.is_first and not ended.was_told
 
 
 def _is_sigint(event: LogEvent) -> bool:

@@ -289,3 +289,15 @@ def test_sigkill_is_not_said_to_leave_a_core(tmp_path: Path) -> None:
     top = judged(tmp_path, torchrun=TABLE.format(-9))
     assert (top.verdict, top.culprits) == ("RANK_DIED", (1,))
     assert not any("ulimit" in step for step in top.next_steps)
+
+
+@pytest.mark.parametrize(("code", "verdict"), [(-2, "RANK_DIED"), (None, "STUCK_ON_CPU")])
+def test_rank_that_was_interrupted_first(code: int | None, verdict: str, tmp_path: Path) -> None:
+    """Without its exit nobody can tell an interrupted rank from one that all were interrupted for, since it was stuck."""
+    own = 'Traceback (most recent call last):\n  File "/job/train.py", line 9, in fetch\n    time.sleep(9)\nKeyboardInterrupt\n'
+    closed = WAITED.format(20).replace(
+        "Timed out waiting 6000ms for recv operation to complete", "Connection closed by peer"
+    )
+    table = TABLE.format(code) if code is not None else ""
+    top = judged(tmp_path, rank_0=STEPS + closed, rank_1=STEPS + own, rank_2=STEPS + closed, torchrun=table)
+    assert (top.verdict, top.culprits) == (verdict, (1,))
