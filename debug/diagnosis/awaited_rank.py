@@ -272,12 +272,15 @@ def _aborted(run: Run, rank: int) -> _Reason | None:
 
 
 def _left_no_end(run: Run, rank: int) -> bool:
-    """Whether all other recorders left an end of their process, and this one, which had ticked until then, left none."""
+    """Whether all other recorders left an end of their process, and this one, which ticked no longer than they did, left none."""
     record = run.ranks[rank]
-    others = [other for other in run.ranks.values() if other.rank != rank and other.heartbeat is not None]
+    others = [
+        (other, other.heartbeat) for other in run.ranks.values() if other.rank != rank and other.heartbeat is not None
+    ]
     if record.heartbeat is None or record.heartbeat.is_stopped or record.process_state or not others:
         return False
-    return all(was_told(other) or (other.heartbeat and other.heartbeat.is_stopped) for other in others)
+    is_earlier = record.heartbeat.alive_ns <= min(beat.alive_ns for _, beat in others)
+    return is_earlier and all(was_told(other) or beat.is_stopped for other, beat in others)
 
 
 def _ticks_stopped(stopped_s: float, *, is_closed: bool, is_open: bool) -> _Reason:

@@ -159,6 +159,7 @@ class Basis(Enum):
         "NCCL's watchdogs: its size differs from most others', or it enqueued less than they wait for",
     )
     EXIT_CODE = 0.75, (V.RANK_DIED,), "its launcher lists it first, with an exit code of its own, and no text shows why"
+    EXIT_CODE_ALONE = 0.55, (V.RANK_DIED,), "the same, and the output of that rank is not there"
     RAISED_BEFORE = (
         0.75,
         (V.RANK_DIED,),

@@ -29,9 +29,11 @@ def by_exit_codes(run: Run) -> Iterator[Verdict]:
     if not first or has_trouble or any(_was_killed(record) for record in run.ranks.values()):
         return
     code = first[0].exit.code if first[0].exit else 0
-    if code == UNCAUGHT and not _would_show(run, first):
+    is_shown = _would_show(run, first)
+    if code == UNCAUGHT and not is_shown:
         return
-    yield _verdict([record for record in failed if record.exit and record.exit.code == code], code, run)
+    basis = Basis.EXIT_CODE if is_shown else Basis.EXIT_CODE_ALONE
+    yield _verdict([record for record in failed if record.exit and record.exit.code == code], code, run, basis)
 
 
 def _ended_itself(record: RankRecord) -> bool:
@@ -51,7 +53,7 @@ def _would_show(run: Run, first: Sequence[RankRecord]) -> bool:
     return is_console or all(record.log is not None and record.log.tail for record in first)
 
 
-def _verdict(culprits: Sequence[RankRecord], code: int, run: Run) -> Verdict:
+def _verdict(culprits: Sequence[RankRecord], code: int, run: Run, basis: Basis) -> Verdict:
     ranks = tuple(record.rank for record in culprits)
     victims = tuple(rank for rank in run.ranks if rank not in ranks)
     evidence = [
@@ -65,7 +67,7 @@ def _verdict(culprits: Sequence[RankRecord], code: int, run: Run) -> Verdict:
     ]
     return Verdict(
         verdict=VerdictKind.RANK_DIED, culprits=ranks, victims=victims, step=run.step_of(ranks[0]),
-        confidence=Basis.EXIT_CODE.confidence,
+        confidence=basis.confidence,
         headline=f"{rank_list(ranks)} died: ended by {'itself' if len(ranks) == 1 else 'themselves'} with exit code {code}, and "
         "nothing shows an exception, a signal or the trouble of a peer",
         evidence=tuple(evidence),

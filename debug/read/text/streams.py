@@ -19,7 +19,6 @@ MAX_EVENTS = 400
 MAX_FRAMES = 200
 MAX_CRASH_LINES = 2_000
 MAX_STEPS = 100_000
-USAGE_LINES = 200  # a program's usage may be long
 
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -62,7 +61,7 @@ class Stream:
     chained: bool = False
     thread: str = ""
     crash: list[str] | None = None
-    usage_line: int = 0
+    is_usage: bool = False  # the lines before belong to a program's usage
 
     def take(self, number: int, line: Line) -> None:
         """Account for one line, its prefixes removed."""
@@ -92,7 +91,7 @@ class Stream:
         self.tail.clear()
         self.step_times.clear()
         self.last_step, self.frames, self.crash, self.chained, self.thread = None, None, None, False, ""
-        self.last_step_line, self.usage_line = 0, 0
+        self.last_step_line, self.is_usage = 0, False
 
     def add(self, event: LogEvent) -> None:
         """Keep the first and the newest events where there are very many."""
@@ -127,19 +126,21 @@ class Stream:
             self.chained, self.frames = True, None
             return
         if _USAGE.match(text):
-            self.usage_line = number
+            self.is_usage = True
         raised = self._raised(text)
-        found = _understood(text, raised, self.frames or ()) or self._refused(number, text)
+        found = _understood(text, raised, self.frames or ()) or self._refused(text)
         if found is not None:
             kind, values = found
             self._keep(number, text, kind, values, raised is not None)
         if raised or (self.frames and not text.startswith((" ", "\t", "│", "|", "╰"))):
             self.frames = None
 
-    def _refused(self, number: int, text: str) -> tuple[EventKind, dict[str, str]] | None:
-        """`train.py: error: unrecognized arguments: --lr-decay` after the usage (argparse, click): then the process ends."""
-        near = self.usage_line and number - self.usage_line <= USAGE_LINES
-        match = _REFUSED.match(text) if near and "rror: " in text else None
+    def _refused(self, text: str) -> tuple[EventKind, dict[str, str]] | None:
+        """`train.py: error: unrecognized arguments: --lr-decay` below the usage (argparse, click): then the process ends."""
+        if not self.is_usage or text.startswith((" ", "\t", "Try ")) or _USAGE.match(text):
+            return None
+        self.is_usage = False
+        match = _REFUSED.match(text)
         return (EventKind.EXCEPTION, {"type": "UsageError", "message": match["message"]}) if match else None
 
     def _raised(self, text: str) -> re.Match[str] | None:

@@ -45,12 +45,14 @@ def job(folder: Path, last: Mapping[int, int]) -> Run:
     return open_run(str(folder))
 
 
-def left(run: Run, ends: Mapping[int, str], waited_s: float, inner: str = WAITING + PROGRAM) -> Verdict:
-    """The verdict where the ranks' recorders left these ends: "told", "stopped" or "" (nothing)."""
+def left(
+    run: Run, ends: Mapping[int, str], waited_s: float, inner: str = WAITING + PROGRAM, later_s: float = 0.0
+) -> Verdict:
+    """The verdict where the ranks' recorders left these ends: "told", "stopped" or "" (nothing, `later_s` after the others)."""
 
     def ended(record: RankRecord, end: str) -> RankRecord:
         assert record.heartbeat is not None
-        alive_ns = START_NS + int((0.5 + waited_s) * 1e9)
+        alive_ns = START_NS + int((0.5 + waited_s + (0.0 if end else later_s)) * 1e9)
         beat = replace(record.heartbeat, alive_ns=alive_ns, moved_ns=START_NS + 500 * MS, is_stopped=end == "stopped")
         told = (parse_stacks(SIGNALS + MAIN + inner, "s", "sigterm"),) if end == "told" else ()
         return replace(record, heartbeat=beat, stacks=told)
@@ -78,6 +80,12 @@ def test_rank_without_an_end_among_others_that_ended(end: str, tmp_path: Path) -
 
 def test_rank_without_an_end_among_others_that_run_is_not_dead(tmp_path: Path) -> None:
     top = left(job(tmp_path, {0: 6, 1: 6, 2: 5}), {0: "told", 1: "", 2: ""}, 0.3)
+    assert top.verdict != "RANK_DIED"
+
+
+def test_rank_that_outlived_the_others_is_not_dead(tmp_path: Path) -> None:
+    """Its dump took longer than the launcher waited before it sent SIGKILL."""
+    top = left(job(tmp_path, {0: 6, 1: 6, 2: 5}), {0: "told", 1: "told", 2: ""}, 0.3, later_s=20.0)
     assert top.verdict != "RANK_DIED"
 
 

@@ -73,8 +73,9 @@ def test_refused_arguments_end_the_ranks_that_refused(prefix: str, tmp_path: Pat
     assert (top.verdict, top.culprits) == ("RANK_DIED", (1,))
 
 
-def test_error_word_without_usage_is_no_end(tmp_path: Path) -> None:
-    top = judged(tmp_path, rank_0=STEPS, rank_1=STEPS + "metrics: error: upload failed, will retry\n")
+def test_error_word_not_below_the_usage_is_no_end(tmp_path: Path) -> None:
+    logged = "usage: see the manual\nstarting\n" + STEPS + "metrics: error: upload failed, will retry\n"
+    top = judged(tmp_path, rank_0=STEPS, rank_1=logged)
     assert top.verdict == "RUNNING"
 
 
