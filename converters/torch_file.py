@@ -16,6 +16,7 @@ import torch
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.foreign_files import check_own_files
+from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import (
     AlreadyExistsError,
@@ -27,7 +28,6 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.format.commit import find_commit
 from titan_ckpt.format.torch_archive import check_torch_file
-from titan_ckpt.loading.load import read_object
 from titan_ckpt.location import local_path, normalise, parse_location, scheme
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.store.open import open_store

@@ -19,6 +19,7 @@ import numpy as np
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
+from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.checkpoint.uncompressed import decoded
 from titan_ckpt.converters.models.contract import check_floats, check_tensors
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD, check_spec, expected_tensors
@@ -35,7 +36,7 @@ from titan_ckpt.converters.models.tensor_names import (
 from titan_ckpt.errors import LoadContractError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import Chunk, ChunkTable, Manifest, TensorEntry
-from titan_ckpt.loading.load import read_object, read_tensor
+from titan_ckpt.loading.load import read_tensor
 from titan_ckpt.sharding.placement import Box, Shape
 from titan_ckpt.sharding.placement import strides as row_major
 from titan_ckpt.sharding.repeating_columns import Int64s

@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 import zstandard
 
 from titan_ckpt.check.verify import verify
+from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import CheckpointError, DamagedError, TitanError, UnsafeContentError
 from titan_ckpt.format.codec import decode_blob
@@ -29,7 +30,7 @@ from titan_ckpt.format.dcp_read import read_dcp_metadata
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest_json import decode_manifest
 from titan_ckpt.format.names import COMMIT
-from titan_ckpt.loading.load import load, read_object
+from titan_ckpt.loading.load import load
 from titan_ckpt.parsing.pickle_check import check_pickle
 from titan_ckpt.saving.saver import SaveOptions, Saver, save
 from titan_ckpt.store.local import FileStore

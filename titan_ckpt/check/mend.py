@@ -17,9 +17,10 @@ from titan_ckpt.format.dcp_read import dcp_paths
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.own_step import check_index, check_place
+from titan_ckpt.format.structure import Path
 from titan_ckpt.store.base import Store
 
-Paths = Mapping[str, tuple[str, ...]]
+Paths = Mapping[str, Path] | None
 
 
 def mend_metadata(store: Store, step: int) -> bool:
@@ -50,9 +51,15 @@ def mend_metadata(store: Store, step: int) -> bool:
 
 
 def _candidates(manifest: Manifest, found: bytes) -> Iterator[Paths]:
-    """Keys in the nested state dict: those of the `.metadata` that is there, then names taken apart at dots."""
+    """Keys in the nested state dict: the manifest's, those of the `.metadata` that is there, names taken apart at dots.
+
+    Releases before structures wrote all keys as text.
+    """
+    yield None
     with suppress(CheckpointError):
-        yield dcp_paths(found, where="the .metadata that is there")
+        paths = dcp_paths(found, where="the .metadata that is there")
+        yield paths
+        yield {name: tuple(map(str, path)) for name, path in paths.items()}
     names = [*manifest.by_fqn, *manifest.objects_by_fqn]
     for depth in (-1, 0, 1, 2, 3):
         yield {name: tuple(name.split(".", depth)) for name in names}

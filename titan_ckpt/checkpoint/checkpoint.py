@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -112,6 +113,16 @@ class Checkpoint:
         offsets = self.manifest.boxes(entry)[0].tolist()
         start = (entry.first_chunk + offsets.index(list(chunk.box.offsets))) * DIGEST_BYTES
         return self.digests[start : start + DIGEST_BYTES]
+
+    def read_all(self, prefix: str = "", *, allow: Iterable[Any] = ()) -> Any:
+        """The state that was saved, with its nesting, key types and containers: all, or what is below the name `prefix`.
+
+        Tensors are whole, in CPU memory. Old checkpoints and those of DCP record keys as text. `allow` is as of `LoadPolicy`.
+        NotFoundError if nothing is below `prefix`; DamagedError and UnsafeContentError as of `read` and `load`. Needs torch.
+        """
+        from titan_ckpt.checkpoint.everything import read_everything  # it imports this module
+
+        return read_everything(self, prefix, allow)
 
     def read(self, fqn: str, box: Box | None = None) -> torch.Tensor:
         """Read a tensor, or `box` of it (in elements of the global shape), into CPU memory in its stored dtype.

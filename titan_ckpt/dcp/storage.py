@@ -37,6 +37,8 @@ from torch.futures import Future
 from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
+from titan_ckpt.checkpoint.nesting import nesting
+from titan_ckpt.checkpoint.objects import read_object_bytes
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import AlreadyExistsError, UsageError
 from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, decode_blob
@@ -44,7 +46,9 @@ from titan_ckpt.format.commit import found_before, write_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.manifest import DIGEST_BYTES, ChunkTable, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.format.names import check_step, new_attempt, step_folder
-from titan_ckpt.loading.load import LoadPolicy, LoadReport, ReadPlan, read_object_bytes
+from titan_ckpt.format.structure import of_paths
+from titan_ckpt.loading.load import ReadPlan
+from titan_ckpt.loading.policy import LoadPolicy, LoadReport
 from titan_ckpt.location import check_writable, parse_location
 from titan_ckpt.saving.merge_parts import created, versions
 from titan_ckpt.saving.options import SaveRequest
@@ -180,8 +184,7 @@ class StorageWriter(TorchStorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit; DCP calls this on the coordinator only, after every rank has written."""
         manifest = self._manifest(metadata, [result for rank in results for result in rank])
-        paths = {fqn: tuple(map(str, path)) for fqn, path in (metadata.planner_data or {}).items()}
-        write_commit(self._store, manifest, dcp_metadata(manifest, paths=paths), replaces=self._previous)
+        write_commit(self._store, manifest, dcp_metadata(manifest), replaces=self._previous)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -226,6 +229,7 @@ class StorageWriter(TorchStorageWriter):
             training=self._request.training or {},
             config=self._request.config or {},
             user=self._request.user or {},
+            structure=of_paths(metadata.planner_data) if metadata.planner_data else None,
         )  # fmt: skip
 
 
@@ -258,7 +262,8 @@ class StorageReader(TorchStorageReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """The manifest as DCP's `Metadata`."""
         # The bytes come from dcp_metadata and a checked manifest; nothing from a store is unpickled here.
-        metadata: Metadata = pickle.loads(dcp_metadata(self.checkpoint.manifest))  # noqa: S301
+        manifest = replace(self.checkpoint.manifest, structure=nesting(self.checkpoint))
+        metadata: Metadata = pickle.loads(dcp_metadata(manifest))  # noqa: S301
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint))
         return metadata
 

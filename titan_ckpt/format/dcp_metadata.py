@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from titan_ckpt.format.manifest import RAW, Manifest, TensorEntry
 from titan_ckpt.format.pickle_write import INT, POP, get, get_global, gets, ints, put, rows, text, tuple_of
+from titan_ckpt.format.structure import Path, planner_paths
 from titan_ckpt.sharding.repeating_columns import Int64s
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -69,12 +70,15 @@ def _one(pieces: list[Opcodes]) -> bytes:
     return rows(1, pieces)
 
 
-def dcp_metadata(manifest: Manifest, *, paths: Mapping[str, tuple[str, ...]] | None = None) -> bytes:
+def dcp_metadata(manifest: Manifest, *, paths: Mapping[str, Path] | None = None) -> bytes:
     """The `.metadata` with which any DCP reader can open the step's folder.
 
-    `paths` are the keys of each FQN in the nested state dict (DCP's `planner_data`); by default the FQN is a top-level key.
+    `paths` are the keys of each FQN in the nested state dict (DCP's `planner_data`): by default those of the manifest's
+    structure. An FQN without one is a top-level key.
     """
-    writer, paths = _Writer(), paths or {}
+    if paths is None:
+        paths = {} if manifest.structure is None else planner_paths(manifest.structure)
+    writer = _Writer()
     file_names = np.array([writer.index(text(file.path)) for file in manifest.files], dtype=np.int64)
     state, storage, planner = [], [], []
     for tensor in manifest.tensors:
@@ -85,7 +89,8 @@ def dcp_metadata(manifest: Manifest, *, paths: Mapping[str, tuple[str, ...]] | N
         info = _storage_info(writer, writer.text(entry.file), INT(entry.offset), INT(entry.length))
         storage.append(_one([*_storage_index(writer, entry.fqn, [b"N"]), *info]))
     for fqn in [*manifest.by_fqn, *manifest.objects_by_fqn]:
-        planner.append(writer.text(fqn) + tuple_of(*(writer.text(part) for part in paths.get(fqn, (fqn,)))))
+        path = paths.get(fqn, (fqn,))
+        planner.append(writer.text(fqn) + tuple_of(*(INT(p) if isinstance(p, int) else writer.text(p) for p in path)))
     fields: dict[str, list[Opcodes]] = {
         "state_dict_metadata": [_mapping(state)],
         "planner_data": [_mapping(planner)],

@@ -19,6 +19,7 @@ from titan_ckpt.errors import DamagedError, UnsafeContentError, UsageError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import RAW, ChunkTable, FileEntry, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.format.manifest_json import MAX_DIMENSIONS, MAX_RATIO
+from titan_ckpt.format.structure import Path, Structure, of_paths, planner_paths
 from titan_ckpt.location import check_relative
 from titan_ckpt.parsing.json_values import MAX_INT64, show
 from titan_ckpt.parsing.pickle_check import check_pickle
@@ -148,11 +149,10 @@ def read_dcp_metadata(data: bytes, *, sizes: Mapping[str, int], step: int, where
         raise DamagedError(f"{where}: not a DCP index: {type(error).__name__}: {_text(error)}") from error
 
 
-def dcp_paths(data: bytes, *, where: str) -> dict[str, tuple[str, ...]]:
+def dcp_paths(data: bytes, *, where: str) -> dict[str, Path]:
     """Keys of each FQN in the nested state dict, from the `planner_data` of a `.metadata`; empty if it has none."""
     try:
-        planner = _field(_Reader(data, where).load(), "planner_data") or {}
-        return {_name(fqn): tuple(map(_key, _items(path, tuple, list))) for fqn, path in _items(planner, dict).items()}
+        return _paths(_Reader(data, where).load())
     except _MALFORMED as error:
         raise DamagedError(f"{where}: not a DCP index: {type(error).__name__}: {_text(error)}") from error
 
@@ -195,9 +195,14 @@ def _name(value: Any) -> str:
     return value
 
 
-def _key(value: Any) -> str:
-    """One part of a path in the nested state dict: a name, or an index."""
-    return str(_whole(value)) if type(value) is int else _name(value)
+def _paths(root: Any) -> dict[str, Path]:
+    planner = _field(root, "planner_data") or {}
+    return {_name(fqn): tuple(map(_key, _items(path, tuple, list))) for fqn, path in _items(planner, dict).items()}
+
+
+def _key(value: Any) -> str | int:
+    """One part of a path in the nested state dict: a key's text, or a place in a list."""
+    return _whole(value) if type(value) is int else _items(value, str)
 
 
 def _whole(value: Any) -> int:
@@ -266,7 +271,18 @@ def _manifest_of(root: Any, num_bytes: int, sizes: Mapping[str, int], step: int,
         step=step, attempt=FOREIGN_ATTEMPT, kind="foreign", created="", versions={}, mesh=None, pipeline=None,
         tensors=tuple(tensors), chunks=chunks, codecs=(RAW,), objects=tuple(objects),
         files=tuple(FileEntry(path=path, size_bytes=sizes[path], digest=None) for path in paths),
+        structure=_structure(root, states),
     )  # fmt: skip
+
+
+def _structure(root: Any, states: Mapping[str, Any]) -> Structure | None:
+    """The nesting that the index records; None if it records none, or one that does not lead to its names."""
+    paths = {fqn: path for fqn, path in _paths(root).items() if fqn in states}
+    try:
+        structure = of_paths(paths)
+    except UsageError:
+        return None
+    return structure if paths and set(planner_paths(structure)) == set(states) else None
 
 
 def _chunks(entry: Any, table: _Rows) -> Any:

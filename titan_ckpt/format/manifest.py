@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.format.structure import Structure
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, Placements, Shape
 from titan_ckpt.sharding.repeating_columns import Column, Int64s
@@ -107,7 +108,10 @@ class ChunkTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that a tool needs to know about a checkpoint, without torch and pickle."""
+    """Everything that a tool needs to know about a checkpoint, without torch and pickle.
+
+    `structure` is the nesting of the saved state, None in checkpoints of releases that did not record it.
+    """
 
     step: int
     attempt: str
@@ -125,6 +129,7 @@ class Manifest:
     config: Mapping[str, Any] = field(default_factory=dict)
     assets: Mapping[str, str] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
+    structure: Structure | None = None
 
     @cached_property
     def by_fqn(self) -> dict[str, TensorEntry]:

@@ -23,6 +23,7 @@ from titan_ckpt.format.digest import digest
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, ChunkTable, FileEntry, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.format.names import DIGESTS, is_attempt, is_data_file
+from titan_ckpt.format.structure import decode_structure
 from titan_ckpt.location import check_relative
 from titan_ckpt.parsing.json_values import MAX_INT64, JsonValue, parse_json, show
 from titan_ckpt.sharding.mesh import AXES, FOLD, MeshSpec
@@ -87,6 +88,8 @@ def encode_manifest(manifest: Manifest) -> EncodedManifest:
         ],
         "files": [{"path": f.path, "size": f.size_bytes, "digest": _hex(f.digest)} for f in manifest.files],
     }
+    if manifest.structure is not None:
+        content["structure"] = manifest.structure
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     return EncodedManifest(manifest=text, digests=digests if beside else None)
 
@@ -142,7 +145,7 @@ def _decode(document: JsonValue, where: str, num_digests: Callable[[], int]) -> 
     chunks, digests = document["chunks"], document["digests"].value
     _check_counts(chunks, tensors, num_digests)
     columns = {name: _decode_shared(name, chunks[name], tensors) for name in _INT_COLUMNS}
-    mesh, pipeline = document.find("mesh"), document.find("pipeline")
+    mesh, pipeline, structure = (document.find(name) for name in ("mesh", "pipeline", "structure"))
     manifest = Manifest(
         step=document["step"].whole(),
         attempt=attempt,
@@ -160,6 +163,7 @@ def _decode(document: JsonValue, where: str, num_digests: Callable[[], int]) -> 
         config=document["config"].free(),
         assets={_safe_asset(name, where): value.text() for name, value in document["assets"].items()},
         user=document["user"].free(),
+        structure=None if structure is None else decode_structure(structure),
     )
     _check(manifest, where)
     return manifest

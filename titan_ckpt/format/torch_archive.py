@@ -32,14 +32,17 @@ _STORAGES = {
 }  # fmt: skip
 
 
-def check_torch_file(file: BinaryIO, *, where: str) -> None:
-    """Read directory and pickle of a torch file. DamagedError unless every storage that it names is as long as its record."""
+def check_torch_file(file: BinaryIO, *, where: str, are_surrogates_allowed: bool = False) -> None:
+    """Read directory and pickle of a torch file. DamagedError unless every storage that it names is as long as its record.
+
+    `are_surrogates_allowed`: text may have half of a surrogate pair, as Python's names of files that are not UTF-8 have.
+    """
     size_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(len(_ZIP))
     try:
         if head == _ZIP:
-            _check_zip(file, size_bytes, where)
+            _check_zip(file, size_bytes, where, are_surrogates_allowed)
         else:
             file.seek(0)
             _check_legacy(file.read(MAX_PICKLE_BYTES), size_bytes, where)
@@ -49,7 +52,7 @@ def check_torch_file(file: BinaryIO, *, where: str) -> None:
         raise DamagedError(f"{where}: not a whole torch file: {type(error).__name__}: {show(str(error))}") from error
 
 
-def _check_zip(file: BinaryIO, size_bytes: int, where: str) -> None:
+def _check_zip(file: BinaryIO, size_bytes: int, where: str, are_surrogates_allowed: bool) -> None:
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         sizes = {info.filename: info.file_size for info in records}
@@ -65,7 +68,8 @@ def _check_zip(file: BinaryIO, size_bytes: int, where: str) -> None:
                 f"{where}: has no data.pkl of at most {MAX_PICKLE_BYTES} bytes: not a file of torch.save"
             )
         folder = name.removesuffix("data.pkl")
-        for key, needed in _storages(_record(file, archive.getinfo(name)), where).items():
+        pickled = _record(file, archive.getinfo(name))
+        for key, needed in _storages(pickled, where, are_surrogates_allowed).items():
             found = sizes.get(f"{folder}data/{key}")
             if found is None or found < needed:
                 raise DamagedError(f"{where}: storage {show(key)} needs {needed} bytes, its record has {found}")
@@ -93,9 +97,9 @@ def _check_legacy(data: bytes, size_bytes: int, where: str) -> None:
         start = end
 
 
-def _storages(data: bytes, where: str) -> dict[str, int]:
+def _storages(data: bytes, where: str, are_surrogates_allowed: bool = False) -> dict[str, int]:
     """Bytes of each storage that a pickle names, by key."""
-    check_pickle(data, where=where)
+    check_pickle(data, where=where, are_surrogates_allowed=are_surrogates_allowed)
     reader = _Reader(data, where)
     reader.load()
     return reader.storages

@@ -11,6 +11,7 @@ Formats: PKWARE APPNOTE 6.3 (ZIP, ZIP64); torch/serialization.py (`_save`); pick
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -71,6 +72,15 @@ def envelope(dtype: str, sizes: Shape) -> Envelope:
     prefix += _local_header(data.name, data.size, padding=_padding(bare))
     end = len(prefix) + payload_length
     return Envelope(prefix=bytes(prefix), suffix=_directory([*members, data], end), payload_length=payload_length)
+
+
+def zip_archive(records: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """A ZIP archive of stored records, (name, content) each."""
+    found, members = bytearray(), []
+    for name, content in records:
+        members.append(_Member(name, len(found), len(content)))
+        found += _local_header(name, len(content), padding=0) + content
+    return bytes(found) + _directory(members, len(found))
 
 
 def _padding(bare: int) -> int:

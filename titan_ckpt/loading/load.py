@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import pickle
 from collections.abc import Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,28 +13,28 @@ import torch
 
 from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.objects import damage
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, UnsafeContentError
+from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError
 from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
-from titan_ckpt.format.torch_archive import check_torch_file
 from titan_ckpt.loading.broadcast import is_reader, raised_together, send_to_replicas
 from titan_ckpt.loading.casts import count_changed, holds_every_value
 from titan_ckpt.loading.destinations import destination_problems
+from titan_ckpt.loading.grow import grown
+from titan_ckpt.loading.objects import read_objects, settle
 from titan_ckpt.loading.policy import LoadPolicy, LoadReport, OnMismatch, VerifyReads
 from titan_ckpt.loading.requests import Request, fetch, grouped
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.sharding.placement import strides as row_major
+from titan_ckpt.state.flatten import FlatState, Names, flatten
 from titan_ckpt.state.state_dict import (
     DTYPE_NAME,
     TORCH_DTYPE,
-    FlatState,
     as_bytes,
     detached_shard,
-    flatten,
     local_shard,
-    put,
 )
 
 log = logging.getLogger(__name__)
@@ -63,12 +61,18 @@ class _StagedCopy:
 
 
 def load(
-    checkpoint: Checkpoint | str, state: MutableMapping[str, Any], *, policy: LoadPolicy | None = None
+    checkpoint: Checkpoint | str,
+    state: MutableMapping[str, Any],
+    *,
+    policy: LoadPolicy | None = None,
+    prefix: str = "",
 ) -> LoadReport:
     """Fill the tensors of `state` in place and replace its other values; each rank reads only its own shards.
 
     `state` is nested mappings of tensors and plain values, as `Saver.save` takes them; keys joined by dots are the names in the
-    checkpoint, and a DTensor, on any mesh, gets this rank's shard. A URL opens the newest whole checkpoint, `URL@STEP` that step.
+    checkpoint, after `prefix` and a dot if given; a DTensor, on any mesh, gets this rank's shard. An object with `state_dict` and
+    `load_state_dict` (a module, an optimizer, a scheduler, a data loader) is filled through them; unless it is a module, it gets
+    all that the checkpoint has for it. A URL opens the newest whole checkpoint, `URL@STEP` that step.
 
     LoadContractError for a difference that `policy` does not allow, and for a tensor that cannot be filled (on the meta device,
     expanded, sharing memory with one of another value), before any tensor changes. DamagedError if stored bytes differ from what
@@ -76,19 +80,31 @@ def load(
     """
     check_type(policy, "policy", LoadPolicy, or_none=True, hint="LoadPolicy(...)")
     policy = policy or LoadPolicy()
+    state = {prefix: state} if prefix else state
     flat = flatten(state)
     shared = flat.tensors if policy.together or policy.broadcast else {}
     with raised_together(shared.values(), is_world=policy.broadcast):
         checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+        names = _names(checkpoint)
+        flat = grown(checkpoint, flatten(state, stored=names), names)
         report, plan = _planned(checkpoint, flat, policy)
         wanted = {fqn: flat.tensors[fqn] for fqn in report.loaded if fqn in flat.tensors}
-        report.objects.update({fqn: read_object(checkpoint, fqn) for fqn in report.loaded if fqn in flat.objects})
+        report.objects.update(
+            read_objects(checkpoint, [n for n in report.loaded if n in flat.objects], flat.objects, policy)
+        )
         plan.run()
     if policy.broadcast:
         send_to_replicas(wanted)
     for fqn, value in report.objects.items():
-        put(state, flat.keys[fqn], value)
+        report.objects[fqn] = settle(flat.objects[fqn], value)
+        flat.put(fqn, report.objects[fqn])
+    flat.give_back()
     return report
+
+
+def _names(checkpoint: Checkpoint) -> Names:
+    manifest = checkpoint.manifest
+    return Names(values=manifest.objects_by_fqn, all=[*manifest.by_fqn, *manifest.objects_by_fqn])
 
 
 def _planned(checkpoint: Checkpoint, flat: FlatState, policy: LoadPolicy) -> tuple[LoadReport, ReadPlan]:
@@ -113,39 +129,6 @@ def read_tensor(checkpoint: Checkpoint, fqn: str, box: Box | None = None) -> tor
     plan.add_box(entry, box, tensor)
     plan.run()
     return tensor
-
-
-def read_object(checkpoint: Checkpoint, fqn: str) -> Any:
-    """Unpickle a non-tensor value by torch's weights-only rules. UnsafeContentError for a blob that needs code to run."""
-    data = read_object_bytes(checkpoint, fqn)
-    check_torch_file(io.BytesIO(data), where=f"{checkpoint}: value {fqn!r}")
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UnsafeContentError(
-            f"{checkpoint}: value {fqn!r} holds more than plain data; it was not loaded. {str(error).splitlines()[0]}"
-        ) from error
-    except Exception as error:
-        raise DamagedError(f"{checkpoint}: value {fqn!r}: not a value that torch.save wrote: {error}") from error
-
-
-def read_object_bytes(checkpoint: Checkpoint, fqn: str) -> bytes:
-    """The verified blob of a non-tensor value."""
-    entry = checkpoint.manifest.objects_by_fqn.get(fqn)
-    if entry is None:
-        raise NotFoundError(f"{checkpoint}: no value {fqn!r}")
-    path = checkpoint.path(entry.file)
-    data = checkpoint.store.read(path, entry.offset, entry.length)
-    if entry.digest is not None and digest(data) != entry.digest:
-        raise DamagedError(_damage(checkpoint, path, fqn, entry.offset, entry.length))
-    return data
-
-
-def _damage(checkpoint: Checkpoint, path: str, fqn: str, start: int, length: int) -> str:
-    return (
-        f"{checkpoint.store.where(path)}: {fqn}: bytes {start} to {start + length} are not what was saved (digest differs); "
-        f"`titan-ckpt verify --data` lists all damage"
-    )
 
 
 def _apply_contract(checkpoint: Checkpoint, flat: FlatState, policy: LoadPolicy, report: LoadReport) -> None:
@@ -276,7 +259,7 @@ class ReadPlan:
 
         def finish(data: memoryview) -> None:
             if expected is not None and digest(data) != expected:
-                raise DamagedError(_damage(self._checkpoint, path, chunk.fqn, start, len(data)))
+                raise DamagedError(damage(self._checkpoint, path, chunk.fqn, start, len(data)))
             if not is_straight:
                 _copy_box(data, inner, first, strides, view)
 
@@ -369,13 +352,4 @@ def _copy_into(local: torch.Tensor, copy: torch.Tensor) -> None:
         local.copy_(copy)
 
 
-__all__ = [
-    "LoadPolicy",
-    "LoadReport",
-    "ReadPlan",
-    "load",
-    "open_checkpoint",
-    "read_object",
-    "read_object_bytes",
-    "read_tensor",
-]
+__all__ = ["LoadPolicy", "LoadReport", "ReadPlan", "load", "open_checkpoint", "read_tensor"]

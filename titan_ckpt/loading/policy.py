@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from titan_ckpt.arguments import check_flag, check_whole
 from titan_ckpt.checkpoint.kinds import Choice
+from titan_ckpt.errors import UsageError
 
 
 class OnMismatch(Choice):
@@ -34,6 +36,8 @@ class LoadPolicy:
     float16) and only `lossy_cast` is "error", the values are compared before a tensor changes.
     `verify="read"` checks the digest of every chunk that is read whole; "all" reads every chunk whole; "none" checks nothing.
     `broadcast` reads once for all replicas along `dp_replicate` and sends the bytes between ranks; then all ranks must load.
+    `allow` lists classes and functions of the caller's that values of the checkpoint may be made of, by their own code; those of
+    objects that the state holds in the same place are allowed anyway.
     With `together`, ranks that share DTensors load together and all raise if one fails; False for a rank that loads alone.
     UsageError for any other word.
     """
@@ -46,6 +50,7 @@ class LoadPolicy:
     broadcast: bool = False
     together: bool = True
     threads: int = 8
+    allow: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         for name in ("missing", "extra", "cast", "lossy_cast"):
@@ -53,6 +58,8 @@ class LoadPolicy:
         for name in ("broadcast", "together"):
             check_flag(getattr(self, name), name)
         check_whole(self.threads, "threads", at_least=1)
+        if isinstance(self.allow, str) or not all(callable(each) for each in self.allow):
+            raise UsageError("allow: expected a list of classes, such as [Config]")
         object.__setattr__(self, "verify", VerifyReads.parse(self.verify, "verify"))
 
 

@@ -36,18 +36,22 @@ _TEXT_BYTES = {ord("X"): 4, 0x8C: 1, 0x8D: 8}
 _CONTAINERS = (b"]", b"}", b"\x85", b"\x86", b"\x87", b"(t", b"(l", b"(d", *[b"\x8f"] * 4)
 
 
-def check_pickle(data: bytes, *, where: str) -> int:
-    """The end of the pickle that `data` begins with. DamagedError if it is damaged or asks for more than its length allows."""
-    end = _end_if_plain(data, where)
+def check_pickle(data: bytes, *, where: str, are_surrogates_allowed: bool = False) -> int:
+    """The end of the pickle that `data` begins with. DamagedError if it is damaged or asks for more than its length allows.
+
+    Text with half of a surrogate pair, which could not be printed, is refused unless `are_surrogates_allowed`.
+    """
+    errors = "surrogatepass" if are_surrogates_allowed else "strict"
+    end = _end_if_plain(data, where, errors)
     if end is None:
-        end = walk(data, where)
+        end = walk(data, where, errors)
     found = sum(data.count(opcode, 0, end) for opcode in _CONTAINERS)
     if found > FREE_CONTAINERS + end // BYTES_PER_CONTAINER:
         raise DamagedError(f"{where}: {found} lists, dicts and tuples in {end} bytes; nothing was loaded")
     return end
 
 
-def _end_if_plain(data: bytes, where: str) -> int | None:
+def _end_if_plain(data: bytes, where: str, errors: str) -> int | None:
     """The end of a plain pickle; None for one that must be followed opcode by opcode."""
     at, tuples, end = 0, 0, len(data)
     while at < end:
@@ -56,7 +60,7 @@ def _end_if_plain(data: bytes, where: str) -> int | None:
             break
         code = data[at]
         if code in _TEXT_BYTES:
-            at = skip_text(data, at, _TEXT_BYTES[code], where)
+            at = skip_text(data, at, _TEXT_BYTES[code], where, errors)
         elif code == ord("r"):
             at = skip_put(data, at, where)
         elif code == 0x80:
@@ -72,14 +76,14 @@ def _end_if_plain(data: bytes, where: str) -> int | None:
     raise DamagedError(f"{where}: the pickle is truncated after {end} bytes")
 
 
-def skip_text(data: bytes, at: int, length_bytes: int, where: str) -> int:
-    """Offset after the text at `at`, which must be UTF-8: half of a surrogate pair could not be printed later."""
+def skip_text(data: bytes, at: int, length_bytes: int, where: str, errors: str) -> int:
+    """Offset after the text at `at`, which must be UTF-8; `errors` as of `bytes.decode`."""
     start = at + 1 + length_bytes
     stop = start + int.from_bytes(data[at + 1 : start], "little")
     if stop > len(data):
         raise DamagedError(f"{where}: byte {at} is not an opcode, or reaches past the end; nothing was loaded")
     try:
-        data[start:stop].decode()
+        data[start:stop].decode("utf-8", errors)
     except UnicodeDecodeError as error:
         raise DamagedError(f"{where}: the text at byte {start} is not UTF-8; nothing was loaded") from error
     return stop

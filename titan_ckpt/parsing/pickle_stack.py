@@ -34,10 +34,10 @@ for _code in b"NKMJG\x88\x89]})\x8f\x97":
 class Walk:
     """The stack, the marks on it and the memo, in weights."""
 
-    __slots__ = ("at", "data", "keys", "marks", "memo", "stack", "where")
+    __slots__ = ("at", "data", "errors", "keys", "marks", "memo", "stack", "where")
 
-    def __init__(self, data: bytes, where: str) -> None:
-        self.data, self.where = data, where
+    def __init__(self, data: bytes, where: str, errors: str) -> None:
+        self.data, self.where, self.errors = data, where, errors
         self.at = self.keys = 0
         self.stack: list[int] = []
         self.marks: list[int] = []
@@ -67,9 +67,12 @@ class Walk:
 Effect: TypeAlias = Callable[[Walk], None]
 
 
-def walk(data: bytes, where: str) -> int:
-    """The end of the pickle. DamagedError if it is truncated, has unknown opcodes, or goes past a limit."""
-    state = Walk(data, where)
+def walk(data: bytes, where: str, errors: str = "strict") -> int:
+    """The end of the pickle. DamagedError if it is truncated, has unknown opcodes, or goes past a limit.
+
+    Text must be UTF-8; `errors` is as of `bytes.decode`.
+    """
+    state = Walk(data, where, errors)
     stack, memo, end = state.stack, state.memo, len(data)
     try:
         while state.at < end:
@@ -111,7 +114,7 @@ def _length(state: Walk, code: int) -> int:
         raise state.fail("is not an opcode, or reaches past the end")
     if code in _TEXTS:
         try:
-            state.data[start:stop].decode()
+            state.data[start:stop].decode("utf-8", state.errors)
         except UnicodeDecodeError as error:
             raise state.fail("holds text that is not UTF-8") from error
     return stop - at

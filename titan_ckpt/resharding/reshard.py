@@ -21,6 +21,7 @@ import numpy as np
 from titan_ckpt.arguments import check_json
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
+from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.checkpoint.uncompressed import decoded
 from titan_ckpt.console.units import format_size
@@ -321,6 +322,7 @@ def target_manifest(
         ),
         assets=assets,
         user={**source.user, "resharded_from": origin},
+        structure=nesting(plan.checkpoint),
     )
 
 

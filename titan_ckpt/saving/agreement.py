@@ -6,20 +6,24 @@ division is reused while every rank's state keeps its shape, so that a usual sav
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.names import new_attempt
+from titan_ckpt.format.structure import Structure, merge
 from titan_ckpt.saving.options import SaveRequest
 from titan_ckpt.saving.replicas import Replicas
 from titan_ckpt.saving.writers import Share, divide
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_of, raise_failures, save_error
-from titan_ckpt.state.state_dict import FlatState, LocalShard, dump_object, flatten, local_shard
+from titan_ckpt.state.flatten import FlatState, flatten
+from titan_ckpt.state.state_dict import LocalShard, local_shard
+from titan_ckpt.state.values import Encoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +42,9 @@ def prepare(state: Mapping[str, Any], request: SaveRequest) -> Prepared:
     request.check()
     flat = flatten(state)
     items = [local_shard(fqn, tensor) for fqn, tensor in flat.tensors.items()]
-    objects = {fqn: dump_object(fqn, value) for fqn, value in flat.objects.items()}
-    signature = digest(pickle.dumps((items, sorted(flat.objects))))
+    encoder = Encoder()
+    objects = {fqn: encoder.encode(fqn, value) for fqn, value in flat.objects.items()}
+    signature = digest(pickle.dumps(items) + json.dumps(flat.structure).encode())
     return Prepared(flat=flat, items=items, objects=objects, request=request.redacted(), signature=signature)
 
 
@@ -95,7 +100,7 @@ class Agreement:
         elif self._must_divide:
             failure = failure_of(self._ranks, error)
             if not self._are_items_sent:
-                self._ranks.gather((failure, list[LocalShard](), list[str]()))
+                self._ranks.gather((failure, list[LocalShard](), list[str](), ()))
             answer = self._ranks.scatter([(failure, _NOTHING)] * self._ranks.world_size)
             self.is_reached = answer[0] is None
 
@@ -136,7 +141,9 @@ class Agreement:
 
     def _divide(self, mine: Prepared | None, step: int, error: BaseException | None) -> SavePlan:
         failure = None if error is None else failure_of(self._ranks, error)
-        held = self._ranks.gather((failure, [], []) if mine is None else (failure, mine.items, sorted(mine.objects)))
+        held = self._ranks.gather(
+            (failure, [], [], ()) if mine is None else (failure, mine.items, sorted(mine.objects), mine.flat.structure)
+        )
         self._are_items_sent = True
         share, answers = self._answers(held)
         failure, (order, objects, copies) = self._ranks.scatter(answers)
@@ -151,19 +158,19 @@ class Agreement:
         """On the coordinator the share, and for each rank its part of it or the error; nothing elsewhere."""
         if not self._ranks.is_coordinator:
             return None, [(None, _NOTHING)]
-        failed = next((failure for failure, _, _ in held if failure is not None), None)
+        failed = next((failure for failure, *_ in held if failure is not None), None)
         if failed is not None:
             return None, [(failed, _NOTHING)] * self._ranks.world_size
         try:
-            share = divide(
-                [items for _, items, _ in held], [names for _, _, names in held], self._mesh, replicas=self._replicas
-            )
+            items, names = [each[1] for each in held], [each[2] for each in held]
+            share = divide(items, names, self._mesh, replicas=self._replicas)
+            share = replace(share, structure=merge([each[3] for each in held]))
             return share, [(None, orders) for orders in zip(share.items, share.objects, share.copies, strict=True)]
         except BaseException as error:  # noqa: BLE001  (raised on every rank)
             return None, [(failure_of(self._ranks, error), _NOTHING)] * self._ranks.world_size
 
 
-_Held = tuple[Failure | None, list[LocalShard], list[str]]
+_Held = tuple[Failure | None, list[LocalShard], list[str], Structure]
 _Orders = tuple[list[int], list[str], list[list[int]]]
 _Answer = tuple[Failure | None, _Orders]
 _NOTHING: _Orders = ([], [], [])

@@ -37,14 +37,13 @@ log = logging.getLogger(__name__)
 class Upload:
     """This rank's finished upload, or the error that ended it.
 
-    `share` is set on the coordinator only, as is `replaces`, what was there when the save began. `paths` maps names to their keys
-    in the nested state, for `.metadata`. `started_s` is a `time.perf_counter()`.
+    `share` is set on the coordinator only, as is `replaces`, what was there when the save began. `started_s` is a
+    `time.perf_counter()`.
     """
 
     attempt: SaveAttempt
     part: RankPart | Failure
     share: Share | None
-    paths: dict[str, tuple[str, ...]]
     replaces: Before | None
     started_s: float
 
@@ -125,9 +124,7 @@ class Committer:
         _check_files(store, manifest)
         if self._claim is not None:
             check_claim(store, self._claim)
-        commit = write_commit(
-            store, manifest, dcp_metadata(manifest, paths=upload.paths), replaces=upload.replaces, prove=_still_whole
-        )
+        commit = write_commit(store, manifest, dcp_metadata(manifest), replaces=upload.replaces, prove=_still_whole)
         _check_files(store, manifest)  # until COMMIT appears, a deletion may take this attempt for an old one
         open_manifest(store, commit)
         return None

@@ -23,7 +23,6 @@ class SaveJob:
     source: PayloadSource
     copies: Copies
     objects: dict[str, bytes]
-    paths: dict[str, tuple[str, ...]]
     stall_s: float = 0.0
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     running: Future[SaveReport] | None = None

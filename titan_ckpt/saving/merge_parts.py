@@ -76,6 +76,7 @@ def merge_parts(attempt: SaveAttempt, parts: Sequence[RankPart], share: Share) -
         config=request.config or {},
         assets={name: digest(data).hex() for name, data in (request.assets or {}).items()},
         user=request.user or {},
+        structure=share.structure,
     )
 
 

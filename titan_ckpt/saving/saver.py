@@ -203,9 +203,7 @@ class Saver:
         attempt = SaveAttempt(
             name=agreed.attempt, request=mine.request, mesh=self._options.mesh, pipeline=self._options.pipeline
         )
-        return SaveJob(
-            attempt=attempt, plan=plan, source=source, copies=copies, objects=mine.objects, paths=mine.flat.paths
-        )
+        return SaveJob(attempt=attempt, plan=plan, source=source, copies=copies, objects=mine.objects)
 
     def _refuse(self, step: int, error: BaseException) -> None:
         """Tell the other ranks of an `error` here, unless they know; runs on the upload thread, after what was under way."""
@@ -305,7 +303,7 @@ class Saver:
                 part, error = failure_of(self._ranks, caught), error or caught
             outcome = self._committer.commit(
                 Upload(
-                    attempt=job.attempt, part=part, share=job.plan.share, paths=job.paths, replaces=replaces,
+                    attempt=job.attempt, part=part, share=job.plan.share, replaces=replaces,
                     started_s=started_s,
                 )
             )  # fmt: skip

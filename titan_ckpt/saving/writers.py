@@ -11,6 +11,7 @@ import numpy as np
 
 from titan_ckpt.errors import TitanError
 from titan_ckpt.format.manifest import TensorEntry
+from titan_ckpt.format.structure import Structure
 from titan_ckpt.saving.replicas import BoxKey, Bucket, Replicas, buckets_of
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, Shape, Shard
@@ -45,7 +46,7 @@ class Share:
 
     `items[rank]` are indices into that rank's list of shards, in file order, `copies[rank]` those of the shards that other ranks
     hold too, one list for each of its `buckets`. `rows[i]` is the index, in all ranks' items
-    concatenated, of row `i` of the chunk table.
+    concatenated, of row `i` of the chunk table. `structure` is the nesting of all ranks' states together.
     """
 
     items: list[list[int]]
@@ -56,6 +57,7 @@ class Share:
     rows: Int64s
     box_offsets: Int64s
     box_sizes: Int64s
+    structure: Structure | None = None
 
 
 @dataclass(slots=True)

@@ -1,11 +1,8 @@
-"""Flatten a state dict, and find the box of each tensor that this rank holds."""
+"""The box of each tensor that this rank holds, and the bytes of tensors."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -48,71 +45,6 @@ class LocalShard:
     def size_bytes(self) -> int:
         """Raw bytes of the shard."""
         return self.box.num_elements * ELEMENT_SIZE[self.dtype]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatState:
-    """A state dict without nesting: tensors, other values (objects), the keys that led to each name, and those as text."""
-
-    tensors: dict[str, torch.Tensor]
-    objects: dict[str, Any]
-    keys: dict[str, tuple[Any, ...]]
-
-    @property
-    def paths(self) -> dict[str, tuple[str, ...]]:
-        """The keys of each name as text, as DCP's index has them."""
-        return {fqn: tuple(map(str, keys)) for fqn, keys in self.keys.items()}
-
-
-def flatten(state: Mapping[str, Any]) -> FlatState:
-    """Flatten as DCP does, names joined with dots: always dicts, lists and tuples only if they contain tensors or dicts.
-
-    A name has each key as text, so 0 and "0" are one name. UsageError if two entries get the same name, and for a key whose text
-    does not tell it from others.
-    """
-    flat = FlatState(tensors={}, objects={}, keys={})
-    for keys, value in _walk((), state):
-        fqn = ".".join(map(str, keys))
-        if fqn in flat.keys:
-            raise UsageError(
-                f"state has two entries named {fqn!r}: under the keys {flat.keys[fqn]} and {keys}; rename one of them"
-            )
-        flat.keys[fqn] = keys
-        if isinstance(value, torch.Tensor):
-            flat.tensors[fqn] = value
-        else:
-            flat.objects[fqn] = value
-    return flat
-
-
-def put(state: Any, keys: tuple[Any, ...], value: Any) -> Any:
-    """`state` with `value` under `keys`: changed in place, except tuples, which are replaced."""
-    key, rest = keys[0], keys[1:]
-    inner = value if not rest else put(state[key], rest, value)
-    if not isinstance(state, tuple):
-        state[key] = inner
-        return state
-    items = [*state[:key], inner, *state[key + 1 :]]
-    return state._make(items) if hasattr(state, "_make") else tuple(items)
-
-
-_PLAIN_KEYS = (str, int, float, type(None), Enum, torch.dtype, torch.device)
-
-
-def _walk(keys: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if not all(isinstance(part, _PLAIN_KEYS) for part in (key if isinstance(key, tuple) else (key,))):
-                place = ".".join(map(str, keys)) or "the state"
-                raise UsageError(
-                    f"{place}: a key of type {type(key).__name__} has no name; use text or numbers as keys"
-                )
-            yield from _walk((*keys, key), inner)
-    elif isinstance(value, list | tuple) and any(isinstance(inner, torch.Tensor | Mapping) for inner in value):
-        for index, inner in enumerate(value):
-            yield from _walk((*keys, index), inner)
-    else:
-        yield keys, value
 
 
 def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:
@@ -217,15 +149,3 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Writable view of the memory of a contiguous CPU tensor."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
-
-
-def dump_object(fqn: str, value: Any) -> bytes:
-    """Serialize a non-tensor value as DCP does. UsageError if it cannot be pickled."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-    except Exception as error:
-        raise UsageError(
-            f"{fqn}: a {type(value).__name__} cannot be stored: {type(error).__name__}: {error}"
-        ) from error
-    return buffer.getvalue()

@@ -13,7 +13,8 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import ConfigError, DataError, LoadContractError, NotCommittedError, TitanError
-from titan_ckpt.loading.load import LoadPolicy, LoadReport, load
+from titan_ckpt.loading.load import load
+from titan_ckpt.loading.policy import LoadPolicy, LoadReport
 from titan_ckpt.saving.second_tier import open_nearest
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec

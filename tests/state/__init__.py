@@ -1,0 +1,1 @@
+"""What may stand in a state: containers, keys, values, objects with a state of their own."""

@@ -1,0 +1,36 @@
+"""Read a checkpoint, or a part of it, as the nested state that was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.nesting import nesting
+from titan_ckpt.checkpoint.objects import read_object
+from titan_ckpt.errors import NotFoundError
+from titan_ckpt.format.structure import below, names, of_paths, rebuild
+from titan_ckpt.values.own_classes import named
+
+
+def read_everything(checkpoint: Checkpoint, prefix: str, allow: Iterable[Any]) -> Any:
+    """The nested state below `prefix`, or the one entry of that name. NotFoundError if there is none."""
+    manifest, start = checkpoint.manifest, f"{prefix}." if prefix else ""
+    stored = [*manifest.by_fqn, *manifest.objects_by_fqn]
+    wanted = [name for name in stored if name.startswith(start) or name == prefix]
+    allowed = named(allow)
+    entries = {
+        name.removeprefix(start): checkpoint.read(name)
+        if name in manifest.by_fqn
+        else read_object(checkpoint, name, allowed=allowed)
+        for name in wanted
+    }
+    if wanted == [prefix]:
+        return entries[prefix]
+    structure = nesting(checkpoint)
+    inner = None if structure is None else below(structure, prefix)
+    if inner is None or not set(entries) <= set(names(inner)):
+        inner = of_paths({name: (name,) for name in entries})
+        if not entries:
+            raise NotFoundError(f"{checkpoint}: nothing below {prefix!r}; `titan-ckpt inspect` lists the names")
+    return rebuild(inner, entries)

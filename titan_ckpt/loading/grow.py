@@ -1,0 +1,82 @@
+"""Objects that load their state themselves get all of it, though the state that they have now has less.
+
+A new optimizer has no moments yet, a scheduler or data loader in another phase has other entries. `dcp.load` leaves out what such
+an object does not have at the moment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.nesting import nesting
+from titan_ckpt.format.structure import Structure, below, rebuild
+from titan_ckpt.state.flatten import FlatState, Names, StatefulPlace, flatten
+from titan_ckpt.state.state_dict import TORCH_DTYPE
+
+
+def grown(checkpoint: Checkpoint, flat: FlatState, stored: Names) -> FlatState:
+    """`flat`, with places for all that the checkpoint has for the objects in it; modules keep what they have."""
+    states: dict[int, Any] = {}
+    structure = None
+    for place in flat.stateful:
+        start = f"{place.name}."
+        extra = [name for name in stored.all if name.startswith(start) and name not in flat.keys]
+        if not extra or isinstance(place.owner, torch.nn.Module) or _is_short(flat, place, stored):
+            continue
+        structure = structure or nesting(checkpoint)
+        inner = None if structure is None else below(structure, place.name)
+        if inner is not None:
+            states[id(place.owner)] = _state(checkpoint, flat, place, inner)
+    return flatten(flat.root, stored=stored, states=states) if states else flat
+
+
+def _is_short(flat: FlatState, place: StatefulPlace, stored: Names) -> bool:
+    """Whether the object has names that the checkpoint lacks; then the two states are of different things."""
+    own = [name for name in flat.keys if name.startswith(f"{place.name}.")]
+    return not set(own) <= set(stored.all)
+
+
+def _state(checkpoint: Checkpoint, flat: FlatState, place: StatefulPlace, inner: Structure) -> Any:
+    """The state of an object as it was saved: its own tensors where it has them, new ones elsewhere, values still to be read."""
+    start, manifest = f"{place.name}.", checkpoint.manifest
+    params = _params(place.owner)
+    entries: dict[str, Any] = {}
+    for name in [*manifest.by_fqn, *manifest.objects_by_fqn]:
+        if not name.startswith(start):
+            continue
+        own = name.removeprefix(start)
+        if name in manifest.by_fqn and name not in flat.objects:
+            entry = manifest.by_fqn[name]
+            fresh = _like(params, own, entry.global_shape, TORCH_DTYPE[entry.dtype])
+            entries[own] = flat.tensors.get(name, fresh)
+        else:
+            entries[own] = flat.objects.get(name)
+    state = rebuild(inner, entries)
+    if (
+        isinstance(place.owner, torch.optim.Optimizer)
+        and isinstance(state, dict)
+        and isinstance(state.get("state"), dict)
+    ):
+        state["state"] = {int(k) if str(k).isdigit() else k: v for k, v in state["state"].items()}
+    return state
+
+
+def _params(owner: Any) -> list[torch.Tensor]:
+    """An optimizer's parameters, in the order of the numbers in its state."""
+    groups = owner.param_groups if isinstance(owner, torch.optim.Optimizer) else []
+    return [param for group in groups for param in group["params"]]
+
+
+def _like(params: list[torch.Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor: cut like the parameter that it belongs to, if it has its shape."""
+    parts = name.split(".")
+    number = int(parts[1]) if parts[0] == "state" and len(parts) == 3 and parts[1].isdigit() else len(params)
+    if number < len(params):
+        param = params[number].detach()
+        if isinstance(param, DTensor) and tuple(param.shape) == shape:
+            return torch.empty_like(param, dtype=dtype)
+    return torch.empty(shape, dtype=dtype)

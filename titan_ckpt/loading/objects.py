@@ -1,0 +1,44 @@
+"""Values of a checkpoint that take the places of those in a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.objects import read_object
+from titan_ckpt.loading.policy import LoadPolicy
+from titan_ckpt.values.own_classes import classes_in, named
+
+_ATOMS = (int, float, str, bool, type(None))
+
+
+def read_objects(
+    checkpoint: Checkpoint, names: Iterable[str], present: Mapping[str, Any], policy: LoadPolicy
+) -> dict[str, Any]:
+    """Read values by name. Of the caller's own classes, `policy.allow` and those of the objects that are `present` are made."""
+    always = named(policy.allow)
+    return {
+        name: read_object(checkpoint, name, allowed={**classes_in(present[name]), **always})
+        if type(present[name]) not in _ATOMS
+        else read_object(checkpoint, name, allowed=always)
+        for name in names
+    }
+
+
+def settle(present: Any, value: Any) -> Any:
+    """`value`, with the tensors that are `present` in the same places of lists, tuples and dicts filled in its stead."""
+    if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+        if type(value) is not torch.Tensor or present.shape != value.shape or present.dtype != value.dtype:
+            return value
+        with torch.no_grad():
+            present.copy_(value)
+        return present
+    if type(present) is not type(value) or not isinstance(value, list | tuple | dict) or len(present) != len(value):
+        return value
+    if isinstance(value, dict):
+        return {key: settle(present[key], inner) if key in present else inner for key, inner in value.items()}
+    items = [settle(a, b) for a, b in zip(present, value, strict=True)]
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)

@@ -1,0 +1,193 @@
+"""A nested state as flat names, and values put back into it.
+
+Names and the choice of what is opened are those of `torch.distributed.checkpoint` (`_traverse.py`, torch 2.13): mappings always;
+lists that contain a tensor, a mapping or a list to be opened. Beyond that, a tuple with a DTensor in it is opened, which DCP
+would pickle.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from titan_ckpt.errors import UsageError
+from titan_ckpt.format.structure import KeyCode, Row, Structure, encode_key, kind_of
+
+_PLAIN = frozenset({int, float, str, bool, type(None), bytes, complex, torch.Tensor})
+_CONTAINERS = frozenset({dict, list, tuple, OrderedDict})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """The names in a checkpoint, which decide how a state to be loaded is taken apart: `values` are stored whole."""
+
+    values: Collection[str]
+    all: Collection[str]
+
+    def are_below(self, name: str) -> bool:
+        """Whether an entry is stored below `name`."""
+        start = f"{name}."
+        return any(each.startswith(start) for each in self.all)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatState:
+    """A state dict without nesting: tensors, other values (objects), the keys that led to each name, and the nesting.
+
+    `stateful` are the objects whose `state_dict()` stands in their place, outer ones first.
+    """
+
+    root: Any
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    stateful: list[StatefulPlace] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def structure(self) -> Structure:
+        """The nesting of the state."""
+        return tuple(self.rows)
+
+    def put(self, name: str, value: Any) -> None:
+        """Set a value in its place, in the state or in that of an object in it."""
+        root, keys = self.root, self.keys[name]
+        for place in self.stateful:
+            if self.keys[name][: len(place.keys)] == place.keys:
+                root, keys = place.box, ("state", *self.keys[name][len(place.keys) :])
+        _put(root, keys, value)
+
+    def give_back(self) -> None:
+        """Let each object load its state, inner ones first."""
+        for place in reversed(self.stateful):
+            place.owner.load_state_dict(place.box["state"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatefulPlace:
+    """An object in a state that has `state_dict` and `load_state_dict`; `box["state"]` is its state, which a load fills."""
+
+    name: str
+    keys: tuple[Any, ...]
+    owner: Any
+    box: dict[str, Any]
+
+
+def flatten(
+    state: Mapping[Any, Any], *, stored: Names | None = None, states: Mapping[int, Any] | None = None
+) -> FlatState:
+    """Flatten `state`; names are the keys' text, joined by dots. With `stored`, take apart what that checkpoint has apart.
+    An object with `state_dict` and `load_state_dict` is flattened as its `state_dict()`, or as `states[id(object)]`.
+
+    UsageError if two entries get the same name, for a key whose text does not tell it from others, and for a state that
+    contains itself.
+    """
+    walk = _Walk(state, stored, states or {})
+    try:
+        walk.container((), "", state, 0)
+    except RecursionError as error:
+        raise UsageError("state is nested too deeply, or contains itself; flatten it, or take the cycle out") from error
+    return walk.flat
+
+
+class _Walk:
+    """Visits a state from the top."""
+
+    def __init__(self, state: Mapping[Any, Any], stored: Names | None, states: Mapping[int, Any]) -> None:
+        self.flat = FlatState(root=state, rows=[(kind_of(state),)])
+        self._stored, self._states, self._containers = stored, states, 1
+
+    def container(self, keys: tuple[Any, ...], prefix: str, container: Any, number: int) -> None:
+        """All entries of a container, the `number`-th one."""
+        is_mapping = isinstance(container, Mapping)
+        for key, value in container.items() if is_mapping else enumerate(container):
+            text = key if type(key) is str else _text(keys, key)
+            code = key if type(key) is str or type(key) is int else encode_key(key)
+            name = prefix + text
+            if type(value) not in _PLAIN and is_stateful(value):
+                value = self._state_of((*keys, key), name, value)
+            if type(value) not in _PLAIN and self._is_open(name, value):
+                self.flat.rows.append((number, code, kind_of(value)))
+                self._containers += 1
+                self.container((*keys, key), f"{name}.", value, self._containers - 1)
+            else:
+                self._entry((*keys, key), name, value, number, code)
+
+    def _state_of(self, keys: tuple[Any, ...], name: str, owner: Any) -> Any:
+        state = self._states[id(owner)] if id(owner) in self._states else owner.state_dict()
+        self.flat.stateful.append(StatefulPlace(name=name, keys=keys, owner=owner, box={"state": state}))
+        return state
+
+    def _is_open(self, name: str, value: Any) -> bool:
+        if isinstance(value, torch.Tensor) or not isinstance(value, Mapping | list | tuple):
+            return False
+        if self._stored is not None and name in self._stored.values:
+            return False
+        if isinstance(value, Mapping) or (isinstance(value, list) and _has_parts(value)):
+            return True
+        if self._stored is not None and _holds(value, torch.Tensor | Mapping):
+            return self._stored.are_below(name)
+        return isinstance(value, tuple) and _holds(value, DTensor)
+
+    def _entry(self, keys: tuple[Any, ...], name: str, value: Any, number: int, code: KeyCode) -> None:
+        flat = self.flat
+        if name in flat.keys:
+            raise UsageError(
+                f"state has two entries named {name!r}: under the keys {flat.keys[name]} and {keys}; rename one of them"
+            )
+        if not name.isascii():
+            _check_text(name)
+        flat.keys[name] = keys
+        flat.rows.append((number, code))
+        if isinstance(value, torch.Tensor):
+            flat.tensors[name] = value
+        else:
+            flat.objects[name] = value
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether DCP saves `value` as its `state_dict()`: modules, optimizers, schedulers, data loaders."""
+    if type(value) in _CONTAINERS or isinstance(value, type | torch.Tensor):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _has_parts(items: list[Any]) -> bool:
+    """Whether DCP opens a list: it has a tensor or a mapping in it, or a list that has."""
+    return any(isinstance(i, torch.Tensor | Mapping) or (isinstance(i, list) and _has_parts(i)) for i in items)
+
+
+def _holds(value: Any, kinds: Any) -> bool:
+    return any(isinstance(i, kinds) or (isinstance(i, list | tuple) and _holds(i, kinds)) for i in value)
+
+
+def _text(keys: tuple[Any, ...], key: Any) -> str:
+    """A key's part of a name. UsageError for one that is shown with its address in memory, which another job has not."""
+    text = str(key)
+    if isinstance(key, torch.Tensor) or " at 0x" in text or " object at " in text:
+        place = ".".join(map(str, keys)) or "the state"
+        raise UsageError(f"{place}: a key of type {type(key).__name__} has no name; use text or numbers as keys")
+    return text
+
+
+def _check_text(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name!r}: this name has half of a surrogate pair, which no file can hold") from error
+
+
+def _put(state: Any, keys: tuple[Any, ...], value: Any) -> Any:
+    """`state` with `value` under `keys`: changed in place, except tuples, which are replaced."""
+    key, rest = keys[0], keys[1:]
+    inner = value if not rest else _put(state[key], rest, value)
+    if not isinstance(state, tuple):
+        state[key] = inner
+        return state
+    items = [*state[:key], inner, *state[key + 1 :]]
+    return state._make(items) if hasattr(state, "_make") else tuple(items)

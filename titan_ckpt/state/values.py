@@ -1,0 +1,88 @@
+"""Values that are not tensors, to the bytes that DCP writes for them. What could not be loaded again is refused here."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+
+from titan_ckpt.errors import TitanError, UsageError
+from titan_ckpt.parsing.pickle_check import check_pickle
+from titan_ckpt.values.archive import write_archive
+from titan_ckpt.values.decode import decode_value
+from titan_ckpt.values.own_classes import classes_in
+
+_ATOMS = frozenset({int, float, str, bool, type(None)})
+_CONTAINERS = frozenset({list, tuple, dict})
+
+
+class Encoder:
+    """Encodes the values of one state; equal small values are encoded once."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, bytes] = {}
+
+    def encode(self, fqn: str, value: Any) -> bytes:
+        """The bytes that `torch.save` would write, or others that `torch.load` reads alike.
+
+        UsageError if `value` cannot be pickled, or could not be loaded without running code that only the file names.
+        """
+        try:
+            if not is_plain(value):
+                return _checked(fqn, value, _by_torch(value))
+            pickled = pickle.dumps(value, protocol=2)
+            data = self._known.get(pickled)
+            if data is None:
+                data = self._known[pickled] = write_archive(pickled)
+                if type(value) not in _ATOMS or type(value) is str:
+                    check_pickle(pickled, where=fqn, are_surrogates_allowed=True)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"{fqn}: a {type(value).__name__} cannot be stored: {type(error).__name__}: {error}"
+            ) from error
+        return data
+
+
+def encode_value(fqn: str, value: Any) -> bytes:
+    """The bytes of one value, as `Encoder.encode` makes them."""
+    return Encoder().encode(fqn, value)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is made of numbers, text, None, lists, tuples and dicts alone, by their exact types."""
+    inside, seen = [value], set[int]()
+    while inside:
+        each = inside.pop()
+        if type(each) in _ATOMS:
+            continue
+        if type(each) not in _CONTAINERS:
+            return False
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        parts = [*each.keys(), *each.values()] if isinstance(each, dict) else each
+        if not set(map(type, parts)) <= _ATOMS:
+            inside += parts
+    return True
+
+
+def _by_torch(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _checked(fqn: str, value: Any, data: bytes) -> bytes:
+    """`data`, which must be readable where the state to be loaded holds objects of the same classes in this place."""
+    try:
+        decode_value(data, where=f"value {fqn!r}", allowed=classes_in(value))
+    except TitanError as error:
+        raise UsageError(
+            f"{fqn}: a {type(value).__name__} is not saved, since it could not be loaded again: {error}. Save its "
+            f"state_dict(), or plain data from which it can be made"
+        ) from error
+    return data

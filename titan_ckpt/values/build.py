@@ -1,0 +1,148 @@
+"""Phase 2 of reading a value: plain data and records to the value itself, by known constructors alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from titan_ckpt.errors import DamagedError, UnsafeContentError
+from titan_ckpt.values.inert import Record, Storage, is_name
+from titan_ckpt.values.own_classes import build_own
+
+Name = tuple[str, str]
+
+
+Constructor: TypeAlias = "Callable[[Builder, Record], Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a pickle may name, by (module, name): values of their own, and what may be called."""
+
+    constants: Mapping[Name, Any]
+    constructors: Mapping[Name, Constructor]
+
+
+class Builder:
+    """Builds one value. `allowed` are classes and functions of the caller by `module.name`; `storages` the bytes of tensors.
+
+    DamagedError for arguments that do not fit their constructor; UnsafeContentError for a name that is neither known nor
+    allowed.
+    """
+
+    def __init__(
+        self, where: str, storages: Mapping[str, memoryview], allowed: Mapping[str, Any], known: Known
+    ) -> None:
+        self.where, self.storages, self._allowed, self._known = where, storages, allowed, known
+        self.shared: dict[Any, Any] = {}
+        self._done: dict[int, tuple[Any, Any]] = {}
+
+    def value(self, inert: Any) -> Any:
+        """The value that `inert` stands for. What the pickle shares stays shared."""
+        kind = type(inert)
+        if kind in (str, int, float, bool, type(None), bytes):
+            return inert
+        if id(inert) in self._done:
+            return self._done[id(inert)][1]
+        if is_name(inert):
+            return self._named(inert.call)
+        if isinstance(inert, Record):
+            return self.keep(inert, self._made(inert))
+        return self._container(inert)
+
+    def keep(self, inert: Any, value: Any) -> Any:
+        """Note the value of a place in the pickle, for other references to it; before its parts, if they may lead back."""
+        self._done[id(inert)] = (inert, value)
+        return value
+
+    def args(self, record: Record) -> tuple[Any, ...]:
+        """The arguments of a record's call."""
+        return tuple(map(self.value, record.args))
+
+    def fail(self, text: str) -> DamagedError:
+        """The error for content that no writer made."""
+        return DamagedError(f"{self.where}: {text}; nothing was loaded")
+
+    def _container(self, inert: Any) -> Any:
+        if isinstance(inert, list):
+            items: list[Any] = self.keep(inert, [])
+            items.extend(map(self.value, inert))
+            return items
+        if isinstance(inert, dict):
+            found: dict[Any, Any] = self.keep(inert, {})
+            for key, value in inert.items():
+                found[self.value(key)] = self.value(value)
+            return found
+        if isinstance(inert, tuple | set | frozenset):
+            return self.keep(inert, type(inert)(map(self.value, inert)))
+        if isinstance(inert, bytearray):
+            return inert
+        raise self.fail(f"holds a bare {'storage' if isinstance(inert, Storage) else type(inert).__name__}")
+
+    def _named(self, name: Name) -> Any:
+        """A constant, or a class that stands for itself."""
+        if name in self._known.constants:
+            return self._known.constants[name]
+        if (own := self._allowed.get(".".join(name))) is not None:
+            return own
+        raise self._refused(name)
+
+    def _made(self, record: Record) -> Any:
+        call = record.call
+        if isinstance(call, Record):
+            call = method_of(call)
+        found = self._known.constructors.get(call)
+        if found is not None:
+            try:
+                return found(self, record)
+            except (
+                TypeError,
+                ValueError,
+                KeyError,
+                IndexError,
+                AttributeError,
+                OverflowError,
+                ArithmeticError,
+            ) as error:
+                raise self.fail(
+                    f"{'.'.join(call)} cannot be made: {type(error).__name__}: {str(error)[:200]}"
+                ) from error
+        own = self._allowed.get(".".join(call))
+        if own is None and call == ("builtins", "getattr"):
+            return build_own_member(self, record)
+        if own is None:
+            raise self._refused(call)
+        return build_own(self, own, record)
+
+    def own(self, name: Name) -> Any:
+        """A class that the caller allows. UnsafeContentError if it is none."""
+        if (found := self._allowed.get(".".join(name))) is None:
+            raise self._refused(name)
+        return found
+
+    def _refused(self, name: Name) -> UnsafeContentError:
+        shown = ".".join(name).replace("builtins.", "")
+        return UnsafeContentError(
+            f"{self.where} holds {shown}, which is not plain data and is made by code; it was not loaded. If you trust it, put "
+            f"a {name[1]} in its place in the state to be loaded, or name it: LoadPolicy(allow=[{name[1]}])"
+        )
+
+
+def method_of(record: Record) -> Name:
+    """The name of a record that is called: a method of a class, got by `getattr`."""
+    if record.call == ("builtins", "getattr") and len(record.args) == 2 and is_name(record.args[0]):
+        module, name = record.args[0].call
+        return (module, f"{name}.{record.args[1]}") if isinstance(record.args[1], str) else ("", "")
+    return ("", "a call of what another call returned")
+
+
+def build_own_member(builder: Builder, record: Record) -> Any:
+    """A member of an Enum of the caller, which some Python versions store as `getattr(class, name)`."""
+    if len(record.args) != 2 or not is_name(record.args[0]) or type(record.args[1]) is not str:
+        raise builder.fail("getattr with other arguments than a class and a name")
+    found = builder.own(record.args[0].call)
+    members = getattr(found, "__members__", {})
+    if record.args[1] not in members:
+        raise builder.fail(f"{record.args[1]!r} is not a member of {found.__name__}")
+    return members[record.args[1]]

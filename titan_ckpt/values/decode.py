@@ -1,0 +1,82 @@
+"""Decode the bytes that `torch.save` wrote for one value."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from titan_ckpt.errors import DamagedError, TitanError, UnsafeContentError
+from titan_ckpt.values import numpy_values, standard
+from titan_ckpt.values.archive import read_archive
+from titan_ckpt.values.build import Builder, Known
+from titan_ckpt.values.inert import read_pickle
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+def decode_value(data: bytes, *, where: str, allowed: Mapping[str, Any] = _NOTHING) -> Any:
+    """The value whose `torch.save` is `data`; `where` names it in errors.
+
+    Plain data, tensors, and the types of `standard`, `numpy_values` and `torch_values` are made; objects of other classes only
+    if `allowed` has the class by `module.name`. UnsafeContentError names a class that is missing there, DamagedError says what
+    `torch.save` cannot have written. Time and memory are bounded by the length of `data`.
+    """
+    pickled, storages = read_archive(data, where=where)
+    root, names = read_pickle(pickled, where=where)
+    if not names and not storages:
+        return root
+    is_torch = any(module.partition(".")[0] == "torch" for module, _ in names)
+    known = _with_torch() if is_torch else _plain()
+    is_known = all(name in known.constants or name in known.constructors or _is_part(name) for name in names)
+    if is_torch and not is_known and not any(".".join(name) in allowed for name in names):
+        return _by_torch(data, where)
+    try:
+        return Builder(where, storages, allowed, known).value(root)
+    except RecursionError as error:
+        raise DamagedError(f"{where}: nested too deeply to be made; flatten it") from error
+
+
+@cache
+def _plain() -> Known:
+    return Known(
+        constants=standard.CONSTANTS | numpy_values.CONSTANTS,
+        constructors=standard.CONSTRUCTORS | numpy_values.CONSTRUCTORS,
+    )
+
+
+@cache
+def _with_torch() -> Known:
+    from titan_ckpt.values import torch_values  # tools for laptops read no such value
+
+    plain = _plain()
+    return Known(
+        constants={**plain.constants, **torch_values.CONSTANTS},
+        constructors={**plain.constructors, **torch_values.CONSTRUCTORS},
+    )
+
+
+def _is_part(name: tuple[str, str]) -> bool:
+    """Names that stand only inside of others: the classes of storages, of numpy's seeds and of methods."""
+    module, what = name
+    is_storage = module in ("torch", "torch.storage") and what.endswith("Storage")
+    return is_storage or name in (
+        ("numpy", "matrix"),
+        ("numpy.random.bit_generator", "SeedSequence"),
+        ("builtins", "getattr"),
+        ("zoneinfo", "ZoneInfo"),
+    )
+
+
+def _by_torch(data: bytes, where: str) -> Any:
+    """Quantised, sparse and nested tensors inside a value, by torch's own weights-only rules."""
+    import torch
+
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except TitanError:
+        raise
+    except Exception as error:  # torch's reader raises whatever the call that a broken pickle names does
+        reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+        raise UnsafeContentError(f"{where} holds more than plain data; it was not loaded: {reason[:200]}") from error

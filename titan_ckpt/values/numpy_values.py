@@ -1,0 +1,137 @@
+"""Constructors of numpy's arrays, scalars, dtypes and random generators (the pickles of numpy 1.26 to 2.4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.random  # the generators' classes are its attributes
+
+from titan_ckpt.values.build import Builder, Constructor
+from titan_ckpt.values.inert import Record, is_name
+
+_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+_MODULES = {name: f"numpy.random._{name.lower().removesuffix('dxsm')}" for name in _GENERATORS}
+_SCALARS = (
+    "bool_", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "longdouble", "complex64", "complex128", "str_", "bytes_", "datetime64", "timedelta64", "void", "intp", "uintp",
+)  # fmt: skip
+_MAX_ITEM_BYTES = 1 << 20
+
+
+def _dtype(builder: Builder, record: Record) -> np.dtype[Any]:
+    """A dtype from its code, and for one of fields their names, dtypes and places; one of Python objects is refused."""
+    code: Any = record.args[0]
+    if is_name(code) or isinstance(code, Record):
+        whole: np.dtype[Any] = np.dtype(builder.value(code))
+        return whole
+    state: Any = builder.value(record.state[0]) if record.state else (0, "|", None, None, None)
+    order, subarray, names, fields = state[1:5]
+    if subarray is not None:
+        base, shape = subarray
+        return np.dtype((base, shape))
+    if names:
+        placed = [fields[name] for name in names]
+        formats, offsets = [each[0] for each in placed], [each[1] for each in placed]
+        spec: Any = {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": state[5]}
+        return _checked(np.dtype(spec))
+    if code[0] in "mM" and len(state) > 8 and state[8] and state[8][1]:
+        unit, count = state[8][1][:2]
+        code = f"{code}[{count}{unit.decode() if isinstance(unit, bytes) else unit}]"
+    found: Any = np.dtype(code)
+    if found.char == "O":
+        return np.dtype(object)
+    return _checked(found.newbyteorder(order) if order in "<>" else found)
+
+
+def _checked(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects; store a list of them instead")
+    if dtype.itemsize > _MAX_ITEM_BYTES:
+        raise ValueError(f"a dtype of {dtype.itemsize} bytes")
+    return dtype
+
+
+def _array(builder: Builder, record: Record) -> Any:
+    """An array: its record has only its class, the rest is its state."""
+    _version, shape, dtype, is_column_major, raw = builder.value(record.state[0])
+    if not isinstance(dtype, np.dtype):
+        raise ValueError("an array without a dtype")
+    if dtype.char == "O" and isinstance(raw, list):
+        return _objects(raw, shape, "F" if is_column_major else "C")
+    if not isinstance(raw, bytes):
+        raise ValueError("not the bytes of an array")
+    kind = {("numpy", "ndarray"): np.ndarray, ("numpy", "matrix"): np.matrix}[record.args[0].call]
+    count = int(np.prod(shape, dtype=object))
+    if _checked(dtype).itemsize * count != len(raw):
+        raise ValueError(f"an array of shape {shape} and {len(raw)} bytes")
+    flat = np.frombuffer(raw, dtype=dtype, count=count) if raw else np.empty(shape, dtype=dtype)
+    return flat.reshape(shape, order="F" if is_column_major else "C").copy(order="K").view(kind)
+
+
+def _objects(items: list[Any], shape: Any, order: Any) -> Any:
+    flat = np.empty(len(items), dtype=object)
+    for place, item in enumerate(items):
+        flat[place] = item
+    return flat.reshape(shape, order=order)
+
+
+def _scalar(builder: Builder, record: Record) -> Any:
+    dtype, raw = builder.args(record)
+    if not isinstance(dtype, np.dtype) or not isinstance(raw, bytes) or len(raw) != _checked(dtype).itemsize:
+        raise ValueError("a number of another size")
+    return np.frombuffer(raw, dtype=dtype)[0] if raw else dtype.type()
+
+
+def _seed_sequence(builder: Builder, record: Record) -> np.random.SeedSequence:
+    """A SeedSequence; Cython keeps its attributes in order of name."""
+    state = builder.value(record.state[0]) if record.state else builder.args(record)[2]
+    entropy, spawned, _pool, pool_size, spawn_key = state[:5]
+    return np.random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=spawned)
+
+
+def _bit_generator(builder: Builder, record: Record) -> Any:
+    """A generator of random bits in its state."""
+    name = record.args[0].call[1] if is_name(record.args[0]) else record.args[0]
+    if name not in _GENERATORS:
+        raise ValueError(f"an unknown generator {str(name)[:40]}")
+    state = builder.value(record.state[0]) if record.state else builder.args(record)[1:]
+    inner, seeds = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    kind = getattr(np.random, name)
+    found = kind(seeds) if isinstance(seeds, np.random.SeedSequence) else kind()
+    found.state = inner
+    return found
+
+
+def _generator(builder: Builder, record: Record) -> np.random.Generator:
+    return np.random.Generator(_of_bits(builder, record))
+
+
+def _of_bits(builder: Builder, record: Record) -> Any:
+    found = builder.value(record.args[0]) if isinstance(record.args[0], Record) else None
+    if not isinstance(found, np.random.BitGenerator):
+        raise ValueError("without a generator of random bits")
+    return found
+
+
+def _random_state(builder: Builder, record: Record) -> np.random.RandomState:
+    found = np.random.RandomState(_of_bits(builder, record))
+    if record.state:
+        found.set_state(builder.value(record.state[0]))
+    return found
+
+
+CONSTANTS: dict[tuple[str, str], Any] = {
+    **{("numpy", name): getattr(np, name) for name in _SCALARS if hasattr(np, name)},
+    **{(_MODULES[name], name): getattr(np.random, name) for name in _GENERATORS},
+    ("numpy", "ndarray"): np.ndarray,
+}
+CONSTRUCTORS: dict[tuple[str, str], Constructor] = {
+    ("numpy", "dtype"): _dtype,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _array for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
+    ("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence"): _seed_sequence,
+    ("numpy.random._pickle", "__bit_generator_ctor"): _bit_generator,
+    ("numpy.random._pickle", "__generator_ctor"): _generator,
+    ("numpy.random._pickle", "__randomstate_ctor"): _random_state,
+}

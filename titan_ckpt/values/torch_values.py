@@ -1,0 +1,98 @@
+"""Constructors of torch's plain types, and of dense tensors inside other values. Imported when a value names torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.sharding.placement import Box
+from titan_ckpt.values.build import Builder, Constructor
+from titan_ckpt.values.inert import Record, Storage
+
+_LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged", "_mkldnn")
+_STORED = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
+    "BoolStorage": "bool", "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+
+
+def _tensor(builder: Builder, record: Record) -> torch.Tensor:
+    """`_rebuild_tensor_v2` and `_v3`: a view of a storage, which tensors of one value may share."""
+    storage, offset, size, stride, requires_grad = record.args[:5]
+    size, stride = tuple(builder.value(size)), tuple(builder.value(stride))
+    if not isinstance(storage, Storage) or any(type(n) is not int or n < 0 for n in (offset, *size, *stride)):
+        raise ValueError("not a tensor's storage, sizes and strides")
+    named = record.call[1] == "_rebuild_tensor_v3"
+    dtype = builder.value(record.args[6]) if named else getattr(torch, _STORED[storage.kind[1]])
+    reach = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1 if 0 not in size else 0
+    memory = _memory(builder, storage)
+    if reach * dtype.itemsize > len(memory):
+        raise ValueError(f"a tensor that reaches {reach} elements into a storage of {len(memory)} bytes")
+    if Box.whole(size).num_elements * dtype.itemsize > max(len(memory), 1) and 0 not in size:
+        raise ValueError("a tensor with more elements than its storage")
+    found = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+    found = found.as_strided(size, stride, offset) if reach else torch.empty(size, dtype=dtype)
+    return found.requires_grad_(bool(requires_grad)) if requires_grad else found
+
+
+def _memory(builder: Builder, storage: Storage) -> torch.Tensor:
+    """The bytes of a storage, one tensor for all who share it."""
+    if storage.key not in builder.shared:
+        data = bytearray(builder.storages[storage.key])
+        builder.shared[storage.key] = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
+    found: torch.Tensor = builder.shared[storage.key]
+    return found
+
+
+def _parameter(builder: Builder, record: Record) -> torch.nn.Parameter:
+    data, requires_grad = builder.value(record.args[0]), builder.value(record.args[1])
+    return torch.nn.Parameter(data, requires_grad=bool(requires_grad))
+
+
+def _generator(builder: Builder, record: Record) -> torch.Generator:
+    device = builder.value(record.args[0])
+    if device.type != "cpu":
+        raise ValueError(f"a generator on {device}; store its get_state() instead")
+    found = torch.Generator()
+    _seed, _offset, state = builder.value(record.state[0])
+    return found.set_state(state)
+
+
+def _size(builder: Builder, record: Record) -> torch.Size:
+    return torch.Size(builder.value(record.args[0]) if record.args else ())
+
+
+def _device(builder: Builder, record: Record) -> torch.device:
+    return torch.device(*builder.args(record))
+
+
+def _layout(builder: Builder, record: Record) -> torch.layout:
+    name = str(builder.args(record)[0]).removeprefix("torch.")
+    if name not in _LAYOUTS:
+        raise ValueError(f"an unknown layout {name[:40]}")
+    found: torch.layout = getattr(torch, name)
+    return found
+
+
+_SCHEMES = (
+    "per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
+    "per_channel_affine_float_qparams",
+)  # fmt: skip
+_OTHER_DTYPES = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "complex32", "bits8", "bits16")
+CONSTANTS: dict[tuple[str, str], Any] = {
+    ("torch", name): getattr(torch, name)
+    for name in (*ELEMENT_SIZE, *_OTHER_DTYPES, *(f"{u}int{n}" for u in ("", "u") for n in range(1, 8)), *_SCHEMES)
+    if hasattr(torch, name)
+}
+CONSTRUCTORS: dict[tuple[str, str], Constructor] = {
+    ("torch", "Size"): _size,
+    ("torch", "device"): _device,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("torch._C", "Generator"): _generator,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+}
