@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
-from titan_ckpt.checkpoint.open import read_index
 from titan_ckpt.errors import NotFoundError, UsageError
 from titan_ckpt.format.dcp_read import dcp_paths
 from titan_ckpt.format.names import METADATA
+from titan_ckpt.format.own_step import read_index
 from titan_ckpt.format.structure import Structure, of_paths
 
 

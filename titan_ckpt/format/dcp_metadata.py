@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from titan_ckpt.format.manifest import RAW, Manifest, TensorEntry
 from titan_ckpt.format.pickle_write import INT, POP, get, get_global, gets, ints, put, rows, text, tuple_of
-from titan_ckpt.format.structure import Path, planner_paths
+from titan_ckpt.format.structure import Path, names, planner_paths
 from titan_ckpt.sharding.repeating_columns import Int64s
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -80,19 +80,21 @@ def dcp_metadata(manifest: Manifest, *, paths: Mapping[str, Path] | None = None)
         paths = {} if manifest.structure is None else planner_paths(manifest.structure)
     writer = _Writer()
     file_names = np.array([writer.index(text(file.path)) for file in manifest.files], dtype=np.int64)
-    state, storage, planner = [], [], []
+    state, storage, planner = dict[str, bytes](), [], []
     for tensor in manifest.tensors:
-        state.append(writer.text(tensor.fqn) + _tensor_record(writer, manifest, tensor))
+        state[tensor.fqn] = writer.text(tensor.fqn) + _tensor_record(writer, manifest, tensor)
         storage.append(_storage_of_tensor(writer, manifest, tensor, file_names))
     for entry in manifest.objects:
-        state.append(writer.text(entry.fqn) + _one(writer.record(_METADATA, "BytesStorageMetadata", {})))
+        state[entry.fqn] = writer.text(entry.fqn) + _one(writer.record(_METADATA, "BytesStorageMetadata", {}))
         info = _storage_info(writer, writer.text(entry.file), INT(entry.offset), INT(entry.length))
         storage.append(_one([*_storage_index(writer, entry.fqn, [b"N"]), *info]))
-    for fqn in [*manifest.by_fqn, *manifest.objects_by_fqn]:
+    ordered = [fqn for fqn in names(manifest.structure) if fqn in state] if manifest.structure else []
+    ordered = list(dict.fromkeys([*ordered, *state]))
+    for fqn in ordered:
         path = paths.get(fqn, (fqn,))
         planner.append(writer.text(fqn) + tuple_of(*(INT(p) if isinstance(p, int) else writer.text(p) for p in path)))
     fields: dict[str, list[Opcodes]] = {
-        "state_dict_metadata": [_mapping(state)],
+        "state_dict_metadata": [_mapping(state[fqn] for fqn in ordered)],
         "planner_data": [_mapping(planner)],
         "storage_data": [_mapping(storage)],
         "storage_meta": [b"N"],

@@ -84,6 +84,19 @@ def names(structure: Structure) -> list[str | None]:
     return found
 
 
+def container_names(structure: Structure) -> dict[str, int]:
+    """The names of all containers below the root, and how many items each has."""
+    found, numbers = dict[str, int](), [""]
+    for row in structure[1:]:
+        if numbers[row[0]]:
+            found[numbers[row[0]]] += 1
+        if len(row) == 3:
+            name = f"{numbers[row[0]]}.{decode_key(row[1])}" if numbers[row[0]] else str(decode_key(row[1]))
+            numbers.append(name)
+            found.setdefault(name, 0)
+    return found
+
+
 def planner_paths(structure: Structure) -> dict[str, Path]:
     """The path of each entry by name, as DCP records it."""
     found: dict[str, Path] = {}

@@ -6,6 +6,7 @@ an object does not have at the moment.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.nesting import nesting
-from titan_ckpt.format.structure import Structure, below, rebuild
+from titan_ckpt.format.structure import Structure, below, container_names, rebuild
 from titan_ckpt.state.flatten import FlatState, Names, StatefulPlace, flatten
 from titan_ckpt.state.state_dict import TORCH_DTYPE
 
@@ -25,19 +26,24 @@ def grown(checkpoint: Checkpoint, flat: FlatState, stored: Names) -> FlatState:
     for place in flat.stateful:
         start = f"{place.name}."
         extra = [name for name in stored.all if name.startswith(start) and name not in flat.keys]
-        if not extra or isinstance(place.owner, torch.nn.Module) or _is_short(flat, place, stored):
+        short = [name for name in flat.keys if name.startswith(start) and name not in stored.all]
+        if not (extra or short) or isinstance(place.owner, torch.nn.Module):
             continue
         structure = structure or nesting(checkpoint)
         inner = None if structure is None else below(structure, place.name)
-        if inner is not None:
+        if inner is not None and _are_replaced(inner, [name.removeprefix(start) for name in short]):
             states[id(place.owner)] = _state(checkpoint, flat, place, inner)
     return flatten(flat.root, stored=stored, states=states) if states else flat
 
 
-def _is_short(flat: FlatState, place: StatefulPlace, stored: Names) -> bool:
-    """Whether the object has names that the checkpoint lacks; then the two states are of different things."""
-    own = [name for name in flat.keys if name.startswith(f"{place.name}.")]
-    return not set(own) <= set(stored.all)
+def _are_replaced(inner: Structure, short: Iterable[str]) -> bool:
+    """Whether the checkpoint has something else where the object has the names `short`: a container, or an empty one above.
+
+    Otherwise the two states are of different things.
+    """
+    containers = container_names(inner)
+    empty = {name for name, size in containers.items() if not size}
+    return all(name in containers or any(name.startswith(f"{above}.") for above in empty) for name in short)
 
 
 def _state(checkpoint: Checkpoint, flat: FlatState, place: StatefulPlace, inner: Structure) -> Any:

@@ -30,6 +30,22 @@ def read_objects(
 
 def settle(present: Any, value: Any) -> Any:
     """`value`, with the tensors that are `present` in the same places of lists, tuples and dicts filled in its stead."""
+    return _settled(present, value) if _holds_tensors(value) else value
+
+
+def _holds_tensors(value: Any) -> bool:
+    inside, seen = [value], set[int]()
+    while inside:
+        each = inside.pop()
+        if isinstance(each, torch.Tensor):
+            return True
+        if isinstance(each, list | tuple | dict) and id(each) not in seen:
+            seen.add(id(each))
+            inside += each.values() if isinstance(each, dict) else each
+    return False
+
+
+def _settled(present: Any, value: Any) -> Any:
     if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
         if type(value) is not torch.Tensor or present.shape != value.shape or present.dtype != value.dtype:
             return value
@@ -39,6 +55,6 @@ def settle(present: Any, value: Any) -> Any:
     if type(present) is not type(value) or not isinstance(value, list | tuple | dict) or len(present) != len(value):
         return value
     if isinstance(value, dict):
-        return {key: settle(present[key], inner) if key in present else inner for key, inner in value.items()}
-    items = [settle(a, b) for a, b in zip(present, value, strict=True)]
+        return {key: _settled(present[key], inner) if key in present else inner for key, inner in value.items()}
+    items = [_settled(a, b) for a, b in zip(present, value, strict=True)]
     return value._make(items) if hasattr(value, "_make") else type(value)(items)

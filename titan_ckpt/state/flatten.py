@@ -90,8 +90,8 @@ def flatten(
     walk = _Walk(state, stored, states or {})
     try:
         walk.container((), "", state, 0)
-    except RecursionError as error:
-        raise UsageError("state is nested too deeply, or contains itself; flatten it, or take the cycle out") from error
+    except RecursionError:
+        raise UsageError("state is nested too deeply, or contains itself; flatten it, or take the cycle out") from None
     return walk.flat
 
 

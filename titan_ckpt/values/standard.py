@@ -82,6 +82,8 @@ def _filled(builder: Builder, record: Record, found: Any) -> Any:
 
 def _deque(builder: Builder, record: Record) -> Any:
     args = builder.args(record)
+    if len(args) > 2:
+        raise ValueError("more than items and a length")
     maxlen = args[1] if len(args) > 1 else None
     found: deque[Any] = builder.keep(record, deque(_checked(args[0], tuple, list) if args else (), maxlen))
     found.extend(map(builder.value, record.items))

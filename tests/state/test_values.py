@@ -1,0 +1,215 @@
+"""Values that are not tensors come back equal, or are refused when they are saved."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import enum
+import pathlib
+import pickle
+import random
+import re
+import types
+import uuid
+import zoneinfo
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.errors import DamagedError, TitanError, UnsafeContentError, UsageError
+from titan_ckpt.loading.load import LoadPolicy, load
+from titan_ckpt.saving.saver import save
+from titan_ckpt.state.values import encode_value
+from titan_ckpt.values.decode import decode_value
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Level(enum.IntFlag):
+    LOW, HIGH = 1, 2
+
+
+class Point(NamedTuple):
+    x: int
+    y: torch.Tensor
+
+
+@dataclass
+class Settings:
+    lr: float = 0.1
+    names: list[str] = field(default_factory=lambda: ["a"])
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    colour: Colour = Colour.RED
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.best = {"loss": 1.5}
+
+
+def _cyclic() -> collections.deque[Any]:
+    found: collections.deque[Any] = collections.deque([1])
+    found.append(found)
+    return found
+
+
+PLAIN: dict[str, Any] = {
+    "int": 10**30, "float": float("-inf"), "text": "caf\udce9.txt", "none": None, "bytes": b"\x00\xff", "empty bytes": b"",
+    "bytearray": bytearray(b"a"), "complex": 1 - 2j, "range": range(1, 9, 2), "slice": slice(1, None), "ellipsis": ...,
+    "set": {1, (2, "a")}, "frozenset": frozenset({"a", frozenset({1})}), "deque": collections.deque([1, None], maxlen=3),
+    "tuple": (1, ("a", [2.5, {"k": ()}])), "counter": (collections.Counter("aab"),),
+    "defaultdict": (collections.defaultdict(list, a=[1]),), "ordered": (collections.OrderedDict(b=1, a=2),),
+    "date": datetime.date(2020, 2, 29), "time": datetime.time(1, 2, 3, 4), "delta": datetime.timedelta(days=-1, microseconds=5),
+    "datetime": datetime.datetime(2020, 1, 2, tzinfo=datetime.UTC),
+    "zone": datetime.datetime(2020, 1, 2, tzinfo=zoneinfo.ZoneInfo("UTC")),
+    "decimal": Decimal("1.10"), "fraction": Fraction(-1, 3), "uuid": uuid.UUID(int=7), "path": pathlib.Path("/a/b"),
+    "windows path": pathlib.PureWindowsPath("c:/a"), "namespace": argparse.Namespace(a=1), "simple": types.SimpleNamespace(a=[1]),
+    "pattern": re.compile("a+", re.IGNORECASE), "type": int, "none type": type(None), "random": random.Random(3).getstate(),
+    "np float": np.float64(1.5), "np bool": np.bool_(True), "np text": np.str_("ab"),
+    "np date": np.datetime64("2020-01-01T00:00", "s"),
+    "np half": np.float16(0.1), "np dtype": np.dtype("<f4"), "np type": np.float32,
+    "np state": np.random.RandomState(1).get_state(),
+    "array": np.arange(6.0).reshape(2, 3), "big-endian": np.arange(3, dtype=">i4"), "columns": np.asfortranarray(np.eye(3)),
+    "empty array": np.empty((0, 3), dtype=np.int8), "0-d array": np.array(3), "texts": np.array(["a", "bcd"]),
+    "fields": np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8", (2,))]), "objects": np.array([None, "a"], dtype=object),
+    "dates": np.array(["2020-01-01"], dtype="M8[D]"), "np state dict": (np.random.PCG64(3).state,),
+    "size": torch.Size([2, 3]), "dtype": torch.bfloat16, "sub-byte": torch.uint16, "device": torch.device("cuda:1"),
+    "layout": torch.sparse_coo, "scheme": torch.per_tensor_affine,
+}  # fmt: skip
+OTHERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "tensor in a tuple": ((torch.arange(3), 1), repr),
+    "views of one storage": ((torch.arange(6).view(2, 3).T, torch.ones(2, dtype=torch.bfloat16)), repr),
+    "parameter": ((torch.nn.Parameter(torch.ones(2), requires_grad=False),), repr),
+    "generator": (torch.Generator().manual_seed(5), lambda found: found.get_state().tolist()),
+    "random": (random.Random(3), lambda found: found.getstate()),
+    "np generator": (np.random.default_rng(4), lambda found: (found.bit_generator.state, found.spawn(1)[0].random())),
+    "np random state": (np.random.RandomState(4), lambda found: found.random_sample(3).tolist()),
+    "enum": (Colour.RED, lambda found: found is Colour.RED),
+    "flag": (Level.LOW | Level.HIGH, lambda found: (type(found), int(found))),
+    "named tuple": (Point(1, torch.ones(2)), repr),
+    "dataclass": (Settings(lr=0.5), repr),
+    "slots": (Frozen(), repr),
+    "object": (Plain(), lambda found: (type(found), vars(found))),
+    "cycle": (_cyclic(), lambda found: (found[0], found[1] is found)),
+    "shared": ([a := [1], a], lambda found: (found, found[0] is found[1])),
+}  # fmt: skip
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and repr(a) == repr(b)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def test_every_plain_value_comes_back(tmp_path: Path) -> None:
+    save(str(tmp_path), {"values": PLAIN}, step=1)
+    target = {"values": dict.fromkeys(PLAIN)}
+    load(str(tmp_path), target)
+    assert [name for name, value in PLAIN.items() if not _is_equal(value, target["values"][name])] == []
+    everything = open_checkpoint(str(tmp_path)).read_all("values")
+    assert [name for name, value in PLAIN.items() if not _is_equal(value, everything[name])] == []
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_value_comes_back_where_one_of_its_class_stands(name: str, tmp_path: Path) -> None:
+    value, shown = OTHERS[name]
+    save(str(tmp_path), {"value": value}, step=1)
+    expected, state = shown(value), {"value": value}
+    load(str(tmp_path), state)
+    assert shown(state["value"]) == expected
+    assert name in ("cycle", "shared", "tensor in a tuple", "enum", "flag") or state["value"] is not value
+
+
+def test_a_class_is_needed_at_its_place_or_in_allow(tmp_path: Path) -> None:
+    save(str(tmp_path), {"value": Settings(lr=0.5), "w": torch.ones(2)}, step=1)
+    state: dict[str, Any] = {"value": None, "w": torch.zeros(2)}
+    with pytest.raises(
+        UnsafeContentError, match=r"value 'value' holds .*test_values\.Settings.*LoadPolicy\(allow=\[Settings\]\)"
+    ):
+        load(str(tmp_path), state)
+    assert state["w"].tolist() == [0, 0]
+    load(str(tmp_path), state, policy=LoadPolicy(allow=[Settings]))
+    assert state["value"] == Settings(lr=0.5)
+    assert open_checkpoint(str(tmp_path)).read_all("value", allow=[Settings]) == Settings(lr=0.5)
+    with pytest.raises(UsageError, match=r"allow: expected a list of classes"):
+        LoadPolicy(allow="Settings")
+
+
+class Cursed:
+    def __reduce__(self) -> Any:
+        return (pathlib.Path.touch, (pathlib.Path("never"),))
+
+
+@pytest.mark.parametrize("value", [len, torch.nn.functional.relu, Cursed(), [Cursed()], OSError(2), lambda: 0, open])
+def test_what_cannot_be_loaded_is_refused_at_save(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(TitanError, match=r"run\.thing: a .* (is not saved|cannot be stored)"):
+        save(str(tmp_path), {"run": {"thing": value}, "w": torch.ones(1)}, step=1)
+    assert not list(tmp_path.glob("step*/*"))
+
+
+def _pickled(value: Any) -> bytes:
+    class _Archive:
+        def __reduce__(self) -> Any:
+            return value
+
+    from titan_ckpt.values.archive import write_archive
+
+    return write_archive(pickle.dumps(_Archive(), protocol=2))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (exec, ("raise SystemExit",)),
+        (eval, ("1",)),
+        (getattr, (pathlib.Path, "touch")),
+        (bytearray, (1 << 40,)),
+        (Fraction, ("1e999999999",)),
+        (Decimal, ("1" * 5000,)),
+        (np.dtype, ("V99999999999",)),
+        (range, (1, 2), {"a": 1}),
+        (collections.deque, ([], 3, 4)),
+        (datetime.date, (b"\xff" * 4,)),
+        (torch.Size, (["a"],)),
+        (zoneinfo.ZoneInfo._unpickle, ("../../etc/passwd", True)),  # type: ignore[attr-defined]
+        (type, ("A", (), {})),
+        (int, ("1" * 9,)),
+        (np.random.SeedSequence, ()),
+    ],
+)
+def test_calls_that_no_writer_makes_are_refused(call: Any) -> None:
+    with pytest.raises((DamagedError, UnsafeContentError), match="x"):
+        decode_value(_pickled(call), where="x")
+
+
+def test_a_tensor_cannot_reach_past_its_storage() -> None:
+    data = encode_value("x", (torch.arange(4),))
+    wrong = data.replace(b"K\x04\x85", b"K\x09\x85")
+    assert wrong != data
+    with pytest.raises(DamagedError, match="x"):
+        decode_value(wrong, where="x")
+
+
+def test_plain_torch_reads_what_we_write(tmp_path: Path) -> None:
+    for name, value in PLAIN.items():
+        if name == "big-endian":
+            continue  # torch.load swaps it, also in what torch.save wrote
+        path = tmp_path / "value.pt"
+        path.write_bytes(encode_value(name, value))
+        assert _is_equal(torch.load(path, weights_only=False), value), name
