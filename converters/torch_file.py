@@ -28,9 +28,9 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.format.commit import find_commit
 from titan_ckpt.location import local_path, normalise, parse_location, scheme
+from titan_ckpt.parsing.torch_archive import check_torch_file
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.store.open import open_store
-from titan_ckpt.values.torch_archive import check_torch_file
 
 FREE_VALUES, FREE_BYTES, MAX_GROWTH = 10_000, 64 << 20, 16
 

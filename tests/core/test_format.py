@@ -27,7 +27,6 @@ from titan_ckpt.format.manifest_json import decode_manifest, encode_manifest
 from titan_ckpt.format.names import parse_step, step_folder
 from titan_ckpt.format.torch_blob import BLOB_ALIGNMENT, envelope
 from titan_ckpt.loading.load import load, open_checkpoint
-from titan_ckpt.saving.saver import save
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Shard
 from titan_ckpt.state.state_dict import TORCH_DTYPE
@@ -155,10 +154,9 @@ def test_a_malicious_index_executes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_malicious_value_executes_nothing(tmp_path: Path) -> None:
-    save(str(tmp_path), {"w": torch.zeros(2), "value": Canary(tmp_path / "mark")}, step=1)
-    (tmp_path / "mark").rmdir() if (tmp_path / "mark").exists() else None
-    with pytest.raises(UnsafeContentError, match="more than plain data"):
-        load(str(tmp_path), {"w": torch.zeros(2), "value": 0})
+    dcp.save({"w": torch.zeros(2), "value": Canary(tmp_path / "mark")}, checkpoint_id=tmp_path / "theirs")
+    with pytest.raises(UnsafeContentError, match=r"value 'value' holds posix\.mkdir, which is not plain data"):
+        load(str(tmp_path / "theirs"), {"w": torch.zeros(2), "value": 0})
     assert not (tmp_path / "mark").exists()
 
 

@@ -27,9 +27,9 @@ import torch
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import DamagedError, TitanError, UnsafeContentError, UsageError
 from titan_ckpt.loading.load import LoadPolicy, load
+from titan_ckpt.parsing.values import decode_value
 from titan_ckpt.saving.saver import save
 from titan_ckpt.state.values import encode_value
-from titan_ckpt.values.decode import decode_value
 
 
 class Colour(enum.Enum):
@@ -168,7 +168,7 @@ def _pickled(value: Any) -> bytes:
         def __reduce__(self) -> Any:
             return value
 
-    from titan_ckpt.values.archive import write_archive
+    from titan_ckpt.parsing.value_archive import write_archive
 
     return write_archive(pickle.dumps(_Archive(), protocol=2))
 

@@ -10,7 +10,6 @@ from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.format.structure import below, names, of_paths, rebuild
-from titan_ckpt.values.own_classes import named
 
 
 def read_everything(checkpoint: Checkpoint, prefix: str, allow: Iterable[Any]) -> Any:
@@ -18,7 +17,7 @@ def read_everything(checkpoint: Checkpoint, prefix: str, allow: Iterable[Any]) -
     manifest, start = checkpoint.manifest, f"{prefix}." if prefix else ""
     stored = [*manifest.by_fqn, *manifest.objects_by_fqn]
     wanted = [name for name in stored if name.startswith(start) or name == prefix]
-    allowed = named(allow)
+    allowed = {f"{each.__module__}.{each.__qualname__}": each for each in allow}
     entries = {
         name.removeprefix(start): checkpoint.read(name)
         if name in manifest.by_fqn

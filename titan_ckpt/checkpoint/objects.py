@@ -8,7 +8,7 @@ from typing import Any
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.errors import DamagedError, NotFoundError
 from titan_ckpt.format.digest import digest
-from titan_ckpt.values.decode import decode_value
+from titan_ckpt.parsing.values import decode_value
 
 
 def read_object(checkpoint: Checkpoint, fqn: str, *, allowed: Mapping[str, Any] | None = None) -> Any:

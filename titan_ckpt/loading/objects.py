@@ -10,7 +10,7 @@ import torch
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.loading.policy import LoadPolicy
-from titan_ckpt.values.own_classes import classes_in, named
+from titan_ckpt.state.classes import classes_in, named
 
 _ATOMS = (int, float, str, bool, type(None))
 

@@ -10,9 +10,9 @@ import torch
 
 from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.parsing.pickle_check import check_pickle
-from titan_ckpt.values.archive import write_archive
-from titan_ckpt.values.decode import decode_value
-from titan_ckpt.values.own_classes import classes_in
+from titan_ckpt.parsing.value_archive import write_archive
+from titan_ckpt.parsing.values import decode_value
+from titan_ckpt.state.classes import classes_in
 
 _ATOMS = frozenset({int, float, str, bool, type(None)})
 _CONTAINERS = frozenset({list, tuple, dict})

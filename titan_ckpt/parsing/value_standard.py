@@ -16,8 +16,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from titan_ckpt.values.build import Builder, Constructor
-from titan_ckpt.values.inert import Record, is_name
+from titan_ckpt.parsing.value_build import Builder, Constructor
+from titan_ckpt.parsing.value_records import Record, is_name
 
 MAX_DIGITS = 4000
 _TYPES = (

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.random  # the generators' classes are its attributes
 
-from titan_ckpt.values.build import Builder, Constructor
-from titan_ckpt.values.inert import Record, is_name
+from titan_ckpt.parsing.value_build import Builder, Constructor
+from titan_ckpt.parsing.value_records import Record, is_name
 
 _GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _MODULES = {name: f"numpy.random._{name.lower().removesuffix('dxsm')}" for name in _GENERATORS}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from titan_ckpt.errors import DamagedError, UnsafeContentError
-from titan_ckpt.values.inert import Record, Storage, is_name
-from titan_ckpt.values.own_classes import build_own
+from titan_ckpt.parsing.own_objects import build_own
+from titan_ckpt.parsing.value_records import Record, Storage, is_name
 
 Name = tuple[str, str]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from titan_ckpt.errors import DamagedError
-from titan_ckpt.format.torch_blob import zip_archive
-from titan_ckpt.values.torch_archive import check_torch_file
+from titan_ckpt.parsing.torch_archive import check_torch_file
+from titan_ckpt.parsing.zip_write import zip_archive
 
 _HEAD_BYTES, _SIZE_AT = 30, 18
 _NAME = b"archive/data.pkl"

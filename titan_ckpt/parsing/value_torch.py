@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from titan_ckpt.format.dtypes import ELEMENT_SIZE
-from titan_ckpt.sharding.placement import Box
-from titan_ckpt.values.build import Builder, Constructor
-from titan_ckpt.values.inert import Record, Storage
+from titan_ckpt.parsing.value_build import Builder, Constructor
+from titan_ckpt.parsing.value_records import Record, Storage
 
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged", "_mkldnn")
 _STORED = {
@@ -31,7 +30,7 @@ def _tensor(builder: Builder, record: Record) -> torch.Tensor:
     memory = _memory(builder, storage)
     if reach * dtype.itemsize > len(memory):
         raise ValueError(f"a tensor that reaches {reach} elements into a storage of {len(memory)} bytes")
-    if Box.whole(size).num_elements * dtype.itemsize > max(len(memory), 1) and 0 not in size:
+    if math.prod(size) * dtype.itemsize > max(len(memory), 1) and 0 not in size:
         raise ValueError("a tensor with more elements than its storage")
     found = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
     found = found.as_strided(size, stride, offset) if reach else torch.empty(size, dtype=dtype)
@@ -81,10 +80,29 @@ _SCHEMES = (
     "per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
     "per_channel_affine_float_qparams",
 )  # fmt: skip
-_OTHER_DTYPES = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "complex32", "bits8", "bits16")
+_DTYPES = (
+    *_STORED.values(),
+    "uint16",
+    "uint32",
+    "uint64",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+    "quint8",
+    "qint8",
+    "qint32",
+    "quint4x2",
+    "quint2x4",
+    "complex32",
+    "bits8",
+    "bits16",
+)
 CONSTANTS: dict[tuple[str, str], Any] = {
     ("torch", name): getattr(torch, name)
-    for name in (*ELEMENT_SIZE, *_OTHER_DTYPES, *(f"{u}int{n}" for u in ("", "u") for n in range(1, 8)), *_SCHEMES)
+    for name in (*_DTYPES, *(f"{u}int{n}" for u in ("", "u") for n in range(1, 8)), *_SCHEMES)
     if hasattr(torch, name)
 }
 CONSTRUCTORS: dict[tuple[str, str], Constructor] = {

@@ -8,10 +8,10 @@ from functools import cache
 from typing import Any
 
 from titan_ckpt.errors import DamagedError, TitanError, UnsafeContentError
-from titan_ckpt.values import numpy_values, standard
-from titan_ckpt.values.archive import read_archive
-from titan_ckpt.values.build import Builder, Known
-from titan_ckpt.values.inert import read_pickle
+from titan_ckpt.parsing import value_numpy, value_standard
+from titan_ckpt.parsing.value_archive import read_archive
+from titan_ckpt.parsing.value_build import Builder, Known
+from titan_ckpt.parsing.value_records import read_pickle
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -19,8 +19,8 @@ _NOTHING: Mapping[str, Any] = {}
 def decode_value(data: bytes, *, where: str, allowed: Mapping[str, Any] = _NOTHING) -> Any:
     """The value whose `torch.save` is `data`; `where` names it in errors.
 
-    Plain data, tensors, and the types of `standard`, `numpy_values` and `torch_values` are made; objects of other classes only
-    if `allowed` has the class by `module.name`. UnsafeContentError names a class that is missing there, DamagedError says what
+    Plain data, tensors, and the types of `value_standard`, `value_numpy` and `value_torch` are made; objects of other classes
+    only if `allowed` has the class by `module.name`. UnsafeContentError names a class that is missing there, DamagedError says what
     `torch.save` cannot have written. Time and memory are bounded by the length of `data`.
     """
     pickled, storages = read_archive(data, where=where)
@@ -41,19 +41,19 @@ def decode_value(data: bytes, *, where: str, allowed: Mapping[str, Any] = _NOTHI
 @cache
 def _plain() -> Known:
     return Known(
-        constants=standard.CONSTANTS | numpy_values.CONSTANTS,
-        constructors=standard.CONSTRUCTORS | numpy_values.CONSTRUCTORS,
+        constants=value_standard.CONSTANTS | value_numpy.CONSTANTS,
+        constructors=value_standard.CONSTRUCTORS | value_numpy.CONSTRUCTORS,
     )
 
 
 @cache
 def _with_torch() -> Known:
-    from titan_ckpt.values import torch_values  # tools for laptops read no such value
+    from titan_ckpt.parsing import value_torch  # tools for laptops read no such value
 
     plain = _plain()
     return Known(
-        constants={**plain.constants, **torch_values.CONSTANTS},
-        constructors={**plain.constructors, **torch_values.CONSTRUCTORS},
+        constants={**plain.constants, **value_torch.CONSTANTS},
+        constructors={**plain.constructors, **value_torch.CONSTRUCTORS},
     )
 
 

@@ -1,0 +1,53 @@
+"""Objects of classes that the caller allows."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titan_ckpt.parsing.value_build import Builder
+    from titan_ckpt.parsing.value_records import Record
+
+
+def build_own(builder: Builder, own: Any, record: Record) -> Any:
+    """What the call of an allowed class or function makes, as pickle would make it: its own methods run."""
+    try:
+        return _build(builder, own, record)
+    except RecursionError:
+        raise
+    except Exception as error:
+        if type(error).__module__.startswith("titan_ckpt"):
+            raise
+        shown = getattr(own, "__qualname__", own)
+        raise builder.fail(f"a {shown} cannot be made: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _build(builder: Builder, own: Any, record: Record) -> Any:
+    args = builder.args(record)
+    if record.kwargs:
+        raise builder.fail(f"{own.__qualname__} with arguments by name")
+    is_enum = isinstance(own, type) and issubclass(own, Enum)
+    result = own.__new__(own, *args) if record.is_new and not is_enum else own(*args)
+    builder.keep(record, result)
+    if record.items:
+        result.extend(map(builder.value, record.items))
+    for key, value in record.pairs:
+        result[builder.value(key)] = builder.value(value)
+    if record.state is not None:
+        _set_state(result, builder.value(record.state[0]))
+    return result
+
+
+def _set_state(result: Any, state: Any) -> None:
+    """As `pickle` does: by the class's own method, else attributes, and a second mapping for slots."""
+    if hasattr(result, "__setstate__"):
+        result.__setstate__(state)
+        return
+    slots = None
+    if isinstance(state, tuple) and len(state) == 2:
+        state, slots = state
+    if state:
+        vars(result).update(state)
+    for name, value in (slots or {}).items():
+        object.__setattr__(result, name, value)
