@@ -20,8 +20,9 @@ def decode_value(data: bytes, *, where: str, allowed: Mapping[str, Any] = _NOTHI
     """The value whose `torch.save` is `data`; `where` names it in errors.
 
     Plain data, tensors, and the types of `value_standard`, `value_numpy` and `value_torch` are made; objects of other classes
-    only if `allowed` has the class by `module.name`. UnsafeContentError names a class that is missing there, DamagedError says what
-    `torch.save` cannot have written. Time and memory are bounded by the length of `data`.
+    only if `allowed` has the class by `module.name`. Time and memory are bounded by the length of `data`.
+
+    UnsafeContentError names a class that is missing in `allowed`; DamagedError says what `torch.save` cannot have written.
     """
     pickled, storages = read_archive(data, where=where)
     root, names = read_pickle(pickled, where=where)
