@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from titan_ckpt.errors import UsageError
+from titan_ckpt.redaction import is_credential as is_credential
 from titan_ckpt.redaction import redact as redact
 from titan_ckpt.redaction import redact_text as redact_text
 from titan_ckpt.redaction import redact_values as redact_values
@@ -115,9 +116,27 @@ def local_path(url: str) -> str:
 def normalise(url: str) -> str:
     """An absolute path or a URL, without trailing slashes; `file://` becomes a plain path."""
     if scheme(url) == "file":
-        return os.path.abspath(os.path.expanduser(local_path(url)))
+        return _absolute(os.path.expanduser(local_path(url)))
     head, separator, tail = url.partition("://")
     return f"{head.lower()}{separator}{tail.rstrip('/')}"
+
+
+def _absolute(path: str) -> str:
+    """An absolute path to what the kernel finds at `path`: `..` behind a link is the parent of what the link leads to."""
+    try:
+        if ".." not in path.split("/"):
+            return os.path.abspath(path)
+        place = "/" if path.startswith("/") else os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{path}: the working folder is gone; change to another one, or give an absolute path"
+        ) from error
+    for name in path.split("/"):
+        if name == "..":
+            place = os.path.dirname(os.path.realpath(place) if os.path.islink(place) else place)
+        elif name not in ("", "."):
+            place = os.path.join(place, name)
+    return place
 
 
 def join(url: str, *parts: str) -> str:

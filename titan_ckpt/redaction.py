@@ -230,6 +230,20 @@ def redact_text(text: str) -> str:
     return _SLACK_HOOK.sub(rf"\1{HIDDEN}", _MARKED.sub(HIDDEN, text))
 
 
+def is_credential(value: str) -> bool:
+    """Whether a value, by its form alone, is a token with a known mark or a URL with a password or a signature.
+
+    >>> is_credential("https://me:secret@host/a"), is_credential("https://host/a?download=1"), is_credential("</s>")
+    (True, False, False)
+    """
+    if _MARKED.fullmatch(value):
+        return True
+    if not SCHEME.match(value) or SPACE.search(value):
+        return False
+    query = value.partition("?")[2]
+    return hide_userinfo(value) != value or _hide_pairs(query) != query
+
+
 # ------------------------------------------------------------------------------------------------------- JSON values
 
 

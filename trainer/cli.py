@@ -6,14 +6,15 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command
-from titan_ckpt.console.output import write_json, write_note, write_text
+from titan_ckpt.console.output import OutputClosedError, flush, write_json, write_note, write_text
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
-from titan_ckpt.errors import TitanError, UsageError
+from titan_ckpt.errors import INTERNAL, ConfigError, TitanError, UsageError
 from titan_ckpt.location import join
 from titan_ckpt.trainer.config.toml_records import Resolved, as_dict, render, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, resolve_mesh
@@ -49,6 +50,8 @@ examples:
   titan-ckpt train configs/llama3_70b.toml --nproc 256 --estimate
   torchrun --nnodes=8 --nproc-per-node=8 ... -m titan_ckpt train configs/llama3_8b.toml
 """
+
+MAX_LOCAL_RANKS = 1024  # processes on one machine
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -111,6 +114,10 @@ def run(arguments: Namespace) -> int:
             return 0
         write_text(format_estimate(found, saves))
         return 0
+    if not 1 <= world_size <= MAX_LOCAL_RANKS:
+        raise ConfigError(
+            f"{world_size} ranks to start here: expected 1 to {MAX_LOCAL_RANKS} (--nproc, or the degrees of [mesh])"
+        )
     preflight(resolved.config)
     if world_size == 1:
         outcome = run_rank(resolved.config, RankProcess())
@@ -175,22 +182,22 @@ def run_as_rank(resolved: Resolved[TrainConfig]) -> int:
         record = write_error(folder, process.rank, error)
         if is_launched_here():
             _leave(record.exit_code)
-        if isinstance(error, TitanError):
-            write_note(f"titan-ckpt: error: rank {process.rank}: {error}")
-            _leave(record.exit_code)
-        raise
+        if record.exit_code == INTERNAL:
+            raise
+        write_note(f"titan-ckpt: error: rank {process.rank}: {record.message}")
+        _leave(record.exit_code)
     return 130 if outcome.is_from_other_rank and not is_launched_here() else 0
 
 
 def _leave(exit_code: int) -> None:
     """Exit at once, since threads of a failed process group may never finish."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(TitanError, OutputClosedError):  # the exit code says what matters
+        flush()
     os._exit(exit_code)
 
 
 def _again(arguments: Namespace) -> Sequence[str]:
-    return [os.path.abspath(arguments.config), *(part for text in arguments.set for part in ("--set", text))]
+    return [os.path.join(os.getcwd(), arguments.config), *(part for text in arguments.set for part in ("--set", text))]
 
 
 TRAIN = Command(configure=configure, run=run)

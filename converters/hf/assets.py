@@ -1,8 +1,9 @@
 """The small files of a model: which are carried, and those that an export adds. Everything else is left out, and said.
 
 An allow-list: tokenizer, generation settings, chat templates, licence and model card. Code is never carried, nor are settings
-that make a loader run code (`auto_map`) or that tell where on a machine the model lay. An export adds README.md and the tokenizer
-and generation settings that training does not save; none contains a time, so two exports of one checkpoint are equal.
+that make a loader run code (`auto_map`), that tell where on a machine the model lay, or that hold a password or token. An export
+adds README.md and the tokenizer and generation settings that training does not save; none contains a time, so two exports of one
+checkpoint are equal.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any
 from titan_ckpt.console.units import format_size
 from titan_ckpt.converters.models.spec import ModelSpec
 from titan_ckpt.format.manifest import Manifest
+from titan_ckpt.location import is_credential
 from titan_ckpt.parsing.json_values import JsonValue, parse_json
 
 CONFIG = "config.json"
 README = "README.md"
-_SETTINGS = (CONFIG, "generation_config.json", "tokenizer_config.json")
+_SETTINGS = (CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 _CARRIED = re.compile(
     r"(?:config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
     r"|(?:tokenizer|spiece|sentencepiece\.bpe)\.model|tokenizer\.model\.v\d+|tekken\.json|[A-Za-z0-9_][A-Za-z0-9_-]*\.tiktoken"
@@ -40,6 +42,13 @@ _CODE_KEYS = frozenset({"auto_map", "custom_pipelines", "trust_remote_code", "cu
 _PATH_KEYS = frozenset(
     {"_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
 )
+# Keys under which old releases of transformers kept the Hub token of whoever downloaded the model, and others' names for one.
+_TOKEN_KEY = re.compile(
+    r"token|(?:use_|hub_|hf_|huggingface_|hugging_face_|hugging_face_hub_)?(?:auth|api|access|hub|hf|huggingface|bearer)_?(?:token|key)"
+    r"|password|passwd|(?:client_|aws_)?secret(?:_access)?(?:_key)?|aws_session_token",
+    re.IGNORECASE,
+)
+_SECRET = "a password or token"
 _LOCAL = re.compile(r"[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
@@ -102,7 +111,7 @@ def _clean(name: str, data: bytes, where: str) -> tuple[bytes, dict[str, str]]:
 
 
 def clean_settings(content: Any) -> tuple[Any, dict[str, str]]:
-    """Settings without keys that name code, at any depth, or a path of some machine; and what was removed.
+    """Settings without keys that name code, a path of some machine or a password, at any depth; and what was removed.
 
     >>> clean_settings({"auto_map": {"AutoModel": "evil.Evil"}, "_name_or_path": "/home/me/model", "vocab_size": 7})
     ({'vocab_size': 7}, {'auto_map': 'names code', '_name_or_path': 'a path of another machine'})
@@ -111,7 +120,10 @@ def clean_settings(content: Any) -> tuple[Any, dict[str, str]]:
 
     def clean(value: Any) -> Any:
         if isinstance(value, list):
-            return [clean(item) for item in value]
+            kept_items = [item for item in value if not (isinstance(item, str) and is_credential(item))]
+            if len(kept_items) < len(value):
+                removed["an item of a list"] = _SECRET
+            return [clean(item) for item in kept_items]
         if not isinstance(value, dict):
             return value
         kept = {}
@@ -120,6 +132,8 @@ def clean_settings(content: Any) -> tuple[Any, dict[str, str]]:
                 removed[key] = "names code"
             elif key in _PATH_KEYS and isinstance(inner, str) and _LOCAL.match(inner):
                 removed[key] = "a path of another machine"
+            elif isinstance(inner, str) and inner and (_TOKEN_KEY.fullmatch(key) or is_credential(inner)):
+                removed[key] = _SECRET
             else:
                 kept[key] = clean(inner)
         return kept

@@ -106,6 +106,39 @@ def test_names_that_differ_in_case_only_are_one_file() -> None:
     assert carried.left_out["license"] == "differs from LICENSE in upper and lower case only"
 
 
+SECRET = "Zx9Qw8Er7Ty6Ui5Op4Kd"
+
+
+def test_tokens_in_settings_are_neither_stored_nor_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "image_token": "<image>", "token": SECRET,
+        "init_kwargs": {"use_auth_token": SECRET, "hf_api_key": SECRET}, "mirrors": [f"s3://k:{SECRET}@b/m", "https://h/m"],
+    }  # fmt: skip
+    extra = {
+        "tokenizer_config.json": json.dumps(settings),
+        "generation_config.json": json.dumps({"do_sample": False, "note": f"hf_{SECRET}"}),
+        "special_tokens_map.json": json.dumps({"pad_token": "<pad>", "auto_map": {"A": "b.C"}, "password": SECRET}),
+    }
+    of = config(use_auth_token=f"hf_{SECRET}", source=f"https://me:{SECRET}@host/x", signed=f"https://h/x?sig={SECRET}")
+    model = write_model(tmp_path / "in", of, tensors(of), extra=extra)
+    assert main(["convert", "from-hf", str(model), str(tmp_path / "run"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["not_carried"]["config.json: use_auth_token"] == "a password or token"
+    assert {name.partition(": ")[2] for name in facts["not_carried"]} == {
+        "use_auth_token", "source", "signed", "token", "hf_api_key", "an item of a list", "note", "auto_map", "password",
+    }  # fmt: skip
+    assert main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert main(["convert", "to-hf", str(model), str(tmp_path / "out2")]) == 0
+    for folder in ("run", "out", "out2"):
+        for path in (tmp_path / folder).rglob("*"):
+            assert path.is_dir() or SECRET[:4].encode() not in path.read_bytes(), path
+    kept = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert kept == {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "image_token": "<image>", "init_kwargs": {},
+        "mirrors": ["https://h/m"],
+    }  # fmt: skip
+
+
 def test_files_that_are_not_on_the_list_stay_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = {
         "modeling_evil.py": "boom",

@@ -117,6 +117,72 @@ def test_values_that_make_no_sense_together_are_refused(sets: list[str], expecte
     assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        (["model.n_layers=1000000000"], "model.n_layers = 1000000000: must be at most 10000"),
+        (["model.vocab_size=1000000000"], "model.vocab_size = 1000000000: must be at most"),
+        (["model.dim=-1"], "model.dim = -1: must be at least 1"),
+        ([f"model.dim={10**100}"], "model.dim = a number of 333 bits: must be at most"),
+        (["data.seq_len=1000000000000"], "data.seq_len = 1000000000000: must be at most"),
+        (
+            ["train.microbatch_size=1000000", "data.seq_len=8192"],
+            "train.microbatch_size 1000000 x data.seq_len 8192 = 8192000000",
+        ),
+        (["train.global_batch_size=1000000000"], "train.global_batch_size = 1000000000: must be at most"),
+        (["data.prefetch=1000000"], "data.prefetch = 1000000: must be at most 1024"),
+        (["save.timeout_s=nan"], "save.timeout_s = nan: must be at least 0"),
+        (["debug.stall_s=inf"], "debug.stall_s = inf: must be at most"),
+        (["model.n_layers=10000", "model.dim=1048576", "model.ffn_dim=16777216"], "parameters; at most 1e+14"),
+        (
+            ["save.url=/tmp/run", "save.mirror=s3://b/mir?sig=1"],
+            "save.mirror: 's3://b/mir?***': a run's URL has no query",
+        ),
+        (["export.url=s3:/bucket"], "export.url: 's3:/bucket': one slash"),
+    ],
+)
+def test_absurd_values_are_refused_with_their_limit(sets: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(_tiny(*sets))
+    assert expected in str(caught.value)
+
+
+def test_weights_beyond_this_machine_are_refused_early(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator here")
+    sets = [f"save.url={tmp_path / 'run'}", "model.ffn_dim=16777216", "model.n_layers=10000", "model.dim=128"]
+    assert main(["train", TINY, *(part for text in sets for part in ("--set", text))]) == 2
+    assert "of memory; make model.dim" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1", "100000", "99999999999999"])
+def test_absurd_numbers_of_ranks_start_none(nproc: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", TINY, "--nproc", nproc]) == 2
+    assert nproc in capsys.readouterr().err
+
+
+SECRET = "Zx9Qw8Er7Ty6Ui5Op4"
+
+
+def test_the_record_of_a_config_hides_secrets() -> None:
+    sets = [
+        f"export.url=https://u:{SECRET}@h/x", f"save.mirror=az://c/run?sig={SECRET}", f"resume.from=s3://k:{SECRET}@b/r",
+        f'data.mixture=[{{url="https://h/a.jsonl?X-Amz-Signature={SECRET}"}}]', f"log.wandb=hf_{SECRET * 2}",
+    ]  # fmt: skip
+    shown = json.dumps(as_dict(_tiny(*sets)))
+    assert "Zx9Q" not in shown
+    assert "https://***@h/x" in shown
+
+
+def test_a_bad_mirror_is_refused_before_anything_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for mirror in (f"file://{tmp_path}/mir?sig={SECRET}", f"nosuchscheme://{SECRET}@h/x"):
+        sets = [f"save.url={tmp_path / 'run'}", f"save.mirror={mirror}"]
+        assert main(["train", TINY, *(part for text in sets for part in ("--set", text))]) == 2
+        assert "Zx9Q" not in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_circular_base_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, "a.toml", 'base = "b.toml"')
     path = _write(tmp_path, "b.toml", 'base = "a.toml"')

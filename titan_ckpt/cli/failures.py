@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import tempfile
 import threading
@@ -77,14 +76,3 @@ def _take(error: BaseException | None, found: list[BaseException]) -> None:
 def _ignored(failed: Any) -> None:
     """An error in a destructor, which Python cannot raise anywhere."""
     write_note(f"ignored in {failed.object!r}: {failed.exc_value!r}")
-
-
-def close_output() -> None:
-    """Point stdout and stderr to nowhere: their reader is gone, and Python would complain when it flushes them at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            os.dup2(nowhere, stream.fileno())
-        except (OSError, ValueError):  # replaced by something without a descriptor
-            continue
-    os.close(nowhere)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from titan_ckpt.cli.failures import close_output, nothing_printed_elsewhere, report_failure
+from titan_ckpt.cli.failures import nothing_printed_elsewhere, report_failure
 from titan_ckpt.console.command import Command, Parser, ParserExit
-from titan_ckpt.console.output import OutputClosedError, flush
+from titan_ckpt.console.output import OutputClosedError, drop_unwritten, flush, open_closed_streams
 from titan_ckpt.errors import INTERRUPTED, OUTPUT_CLOSED, MissingExtraError
 from titan_ckpt.version import __version__
 
@@ -122,7 +122,8 @@ examples:
   titan-ckpt debug s3://bucket/run
 
 URL@STEP names a checkpoint; a bare run URL names its newest committed one.
-exit codes: 0 fine, 1 a finding, 2 usage or config, 3 the operation failed, 70 a bug, 130 interrupted
+exit codes: 0 fine, 1 a finding, 2 usage or config, 3 the operation failed, 70 a bug, 130 interrupted, 141 output closed;
+debug: 4 the evidence does not decide, 5 the job runs
 """
 
 
@@ -184,11 +185,21 @@ def missing_extra(error: ModuleNotFoundError, command: str) -> Exception:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; every error becomes its text on stderr and an exit code (docs/design.md)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is not None:
+        return _exit_code(arguments, is_program=False)
+    open_closed_streams()
+    try:
+        return _exit_code(arguments, is_program=True)
+    finally:
+        drop_unwritten()
+
+
+def _exit_code(arguments: Sequence[str], *, is_program: bool) -> int:
     show_traceback = "--traceback" in arguments
     in_threads: list[BaseException] = []
     try:
         with nothing_printed_elsewhere(in_threads):
-            code = _run(arguments, is_program=argv is None)
+            code = _run(arguments, is_program=is_program)
             for error in in_threads:
                 code = report_failure(error, arguments, show_traceback=show_traceback)
             flush()
@@ -198,10 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except OutputClosedError:
-        close_output()
         return OUTPUT_CLOSED
     except BaseException as error:  # noqa: BLE001  (a SystemExit, too: only the parser may end the program)
-        return _reported(error, arguments, show_traceback=show_traceback)
+        return report_failure(error, arguments, show_traceback=show_traceback)
 
 
 def _run(arguments: Sequence[str], *, is_program: bool) -> int:
@@ -213,16 +223,11 @@ def _run(arguments: Sequence[str], *, is_program: bool) -> int:
         if is_program and name != "train":  # training has signal handlers of its own
             signal.signal(signal.SIGTERM, _interrupt)
         return int(namespace.run(namespace))
+    except ParserExit:
+        flush()  # `--help` that cannot be written is an error, too
+        raise
     except ModuleNotFoundError as error:
         raise missing_extra(error, name) from error
-
-
-def _reported(error: BaseException, arguments: Sequence[str], *, show_traceback: bool) -> int:
-    try:
-        return report_failure(error, arguments, show_traceback=show_traceback)
-    except OutputClosedError:
-        close_output()
-        return OUTPUT_CLOSED
 
 
 def _interrupt(_signum: int, _frame: FrameType | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from titan_ckpt.console.output import write_text
+from titan_ckpt.console.output import write_text, write_to_stderr
 
 
 class ParserExit(SystemExit):
@@ -19,8 +19,12 @@ class Parser(ArgumentParser):
     """An argument parser that prints through the console."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        if message:
-            write_text(message, sys.stderr if file is None or file is sys.stderr else sys.stdout)
+        if not message:
+            return
+        if file is sys.stdout:
+            write_text(message)
+        else:
+            write_to_stderr(message)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Print `message` to stderr and end the program."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -49,8 +51,19 @@ def write_coloured(text: str, out: TextIO | None = None) -> None:
 
 
 def write_note(text: str) -> None:
-    """Write a line about what is done, or is wrong, to stderr. Further lines are indented, to pass for no line of ours."""
-    _write(sys.stderr, escape_text(redact_text(_indented(text))) + "\n")
+    """Write a line about what is done, or is wrong, to stderr. Further lines are indented, to pass for no line of ours.
+
+    Where stderr cannot be written the note is lost: the exit code stands for what was done, and says the most of it.
+    """
+    write_to_stderr(_indented(text))
+
+
+def write_to_stderr(text: str) -> None:
+    """Write lines to stderr; lost, without an error, where stderr cannot be written."""
+    try:
+        write_text(text, sys.stderr)
+    except (OutputClosedError, TitanError):
+        discard(sys.stderr)
 
 
 def write_error(error: BaseException | str) -> None:
@@ -59,15 +72,55 @@ def write_error(error: BaseException | str) -> None:
 
 
 def flush() -> None:
-    """Flush stdout and stderr; OutputClosedError or TitanError if that fails."""
-    for stream in (sys.stdout, sys.stderr):
-        _write(stream, "")
-        try:
-            stream.flush()
-        except BrokenPipeError as error:
-            raise OutputClosedError from error
-        except OSError as error:
-            raise TitanError(f"the output cannot be written: {error.strerror}") from error
+    """Flush stdout and stderr; OutputClosedError or TitanError if stdout does not take what was printed."""
+    try:
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        discard(sys.stderr)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise OutputClosedError from error
+    except OSError as error:
+        raise TitanError(f"the output cannot be written: {error.strerror}") from error
+
+
+def open_closed_streams() -> None:
+    """Open standard streams that the program was started without (`>&-`, a daemon) on nowhere.
+
+    Else the next file that is opened would get their number, and what a library prints would go into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number and not _is_open(number):
+                os.dup2(nowhere, number)
+            setattr(sys, name, open(nowhere, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def drop_unwritten() -> None:
+    """Flush what can be flushed, and forget the rest: Python would flush again at exit, and end with a code of its own."""
+    try:
+        flush()
+    except (OutputClosedError, TitanError):
+        discard(sys.stdout)
+
+
+def discard(*streams: TextIO) -> None:
+    """Point streams that cannot be written to nowhere, so that Python does not fail when it flushes them at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        with suppress(OSError, ValueError):  # replaced by something without a descriptor
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -44,8 +44,9 @@ class MeshSpec:
             if axis not in AXES:
                 raise ConfigError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
             if not isinstance(degree, int) or not 1 <= degree <= MAX_RANKS:
-                shown = degree if not isinstance(degree, int) or degree < 1 else "more"
-                raise ConfigError(f"mesh axis {axis}: degree {shown!r:.80} is not a whole number from 1 to {MAX_RANKS}")
+                is_huge = isinstance(degree, int) and degree.bit_length() > 128
+                shown = f"of {degree.bit_length()} bits" if is_huge else f"{degree!r:.80}"
+                raise ConfigError(f"mesh axis {axis}: degree {shown} is not a whole number from 1 to {MAX_RANKS}")
         mesh = MeshSpec(tuple(degrees.get(axis, 1) for axis in AXES))
         if mesh.world_size > MAX_RANKS:
             raise ConfigError(f"mesh {mesh}: {mesh.world_size} ranks; the largest mesh has {MAX_RANKS}")

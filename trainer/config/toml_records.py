@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.location import redact_values
 
 T = TypeVar("T")
 Tree: TypeAlias = dict[str, Any]
@@ -206,7 +207,12 @@ def describe_type(hint: Any) -> str:
 
 
 def as_dict(config: Any) -> Tree:
-    """A config as plain TOML/JSON values, with keys as in TOML; leaves out None."""
+    """A config as plain TOML/JSON values, with keys as in TOML; leaves out None, and hides secrets."""
+    shown: Tree = redact_values(_table(config))
+    return shown
+
+
+def _table(config: Any) -> Tree:
     return {key: _plain(value) for key, value in _items(config) if value is not None}
 
 
@@ -216,7 +222,7 @@ def _items(config: Any) -> list[tuple[str, Any]]:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return as_dict(value)
+        return _table(value)
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return value

@@ -23,9 +23,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from titan_ckpt.errors import ConfigError
-from titan_ckpt.location import parse_location
+from titan_ckpt.errors import ConfigError, UsageError
+from titan_ckpt.location import check_writable, parse_location
 from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.trainer.config.ranges import check_ranges
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.lora import LoraConfig, check_lora
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
@@ -178,25 +179,9 @@ class TrainConfig:
 
 def check_config(config: TrainConfig) -> None:
     """Raise ConfigError for values that are wrong on any mesh."""
+    check_ranges(config)
     _check_data(config.data)
     check_lora(config.lora, base=config.resume.from_, float8=config.mesh.float8)
-    for name, value, least in (
-        ("data.seq_len", config.data.seq_len, 1),
-        ("data.prefetch", config.data.prefetch, 1),
-        ("train.steps", config.train.steps, 1),
-        ("train.global_batch_size", config.train.global_batch_size, 1),
-        ("train.microbatch_size", config.train.microbatch_size, 1),
-        ("validation.every", config.validation.every, 0),
-        ("save.every", config.save.every, 0),
-        ("export.every", config.export.every, 0),
-        ("save.keep_last", config.save.keep_last, 0),
-        ("save.keep_every", config.save.keep_every, 0),
-        ("log.every", config.log.every, 1),
-        ("train.gc_every", config.train.gc_every, 0),
-        ("optimizer.max_skipped", config.optimizer.max_skipped, 1),
-    ):
-        if value < least:
-            raise ConfigError(f"{name} = {value}: must be at least {least}")
     for name in ("trace_steps", "profile_steps", "memory_steps"):
         first, last = getattr(config.log, name)
         if (first, last) != (0, 0) and not 1 <= first <= last:
@@ -214,6 +199,13 @@ def check_config(config: TrainConfig) -> None:
             "save.keep_every is set, but save.keep_last = 0 keeps every checkpoint anyway; set keep_last too"
         )
     _check_tiers(config.save)
+    for name, url in (
+        ("save.url", config.save.url),
+        ("save.mirror", config.save.mirror),
+        ("export.url", config.export.url),
+    ):
+        if url:
+            _check_destination(name, url)
     if config.export.every and (not config.save.every or config.export.every % config.save.every):
         raise ConfigError(
             f"export.every = {config.export.every} is not a multiple of save.every = {config.save.every}: "
@@ -229,6 +221,13 @@ def _check_tiers(save: SaveConfig) -> None:
         raise ConfigError(f"save.mirror = {save.mirror!r} is save.url itself; give another store, or leave it out")
     if save.mirror and not save.url:
         raise ConfigError("save.mirror is set, but save.url is empty; save.url is the fast store that is copied from")
+
+
+def _check_destination(name: str, url: str) -> None:
+    try:
+        check_writable(url)
+    except UsageError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def _check_data(data: DataConfig) -> None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+
+import torch
 
 from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.console.units import format_size
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.format.names import LOGS
+from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
+from titan_ckpt.trainer.config.ranges import num_parameters
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import may_be_tokens
@@ -17,6 +24,7 @@ from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer
 
 def preflight(config: TrainConfig) -> None:
     """Check every external input and output of the run; raises the first problem."""
+    check_memory(config)
     tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
     check_vocabulary(tokenizer, config.model.vocab_size)
     for source in config.data.sources:
@@ -24,10 +32,23 @@ def preflight(config: TrainConfig) -> None:
             list_files(source.url)
     if config.resume.from_:
         open_checkpoint(config.resume.from_)
-    for url in config.save.tiers:
-        leave_config(config, url)
+    for store in [open_store(url) for url in config.save.tiers]:  # all are opened before anything is written
+        leave_config(config, store)
 
 
-def leave_config(config: TrainConfig, url: str) -> None:
-    """Write the config to URL/logs/config.json, as a record of the run and to prove that the store is writable."""
-    open_store(url).write(f"{LOGS}/config.json", [json.dumps(as_dict(config), indent=1).encode()])
+def check_memory(config: TrainConfig) -> None:
+    """ConfigError if the weights alone, one float32 copy over all ranks, are more than this machine's memory, on CPU."""
+    if config.train.device == "cuda" or torch.accelerator.is_available():
+        return
+    needed = 4 * num_parameters(config.model)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ConfigError(
+            f"model: its weights take {format_size(needed)}, this machine has {format_size(there)} of memory; "
+            "make model.dim, model.n_layers, model.ffn_dim or model.vocab_size smaller (--estimate shows what a mesh needs)"
+        )
+
+
+def leave_config(config: TrainConfig, store: Store) -> None:
+    """Write the config to logs/config.json, as a record of the run and to prove that the store is writable."""
+    store.write(f"{LOGS}/config.json", [json.dumps(as_dict(config), indent=1).encode()])

@@ -15,6 +15,7 @@ from typing import IO, Any, Protocol
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.errors import MissingExtraError, NotFoundError, StoreError
 from titan_ckpt.format.names import LOGS
+from titan_ckpt.location import redact_values
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.report.logs import RunFolder
 from titan_ckpt.trainer.report.metrics import StepMetrics
@@ -117,8 +118,8 @@ class MetricsLog:
             self._bar.show(step, self._total_steps)
 
     def event(self, event: Event, **fields: Any) -> None:
-        """Write a record of kind `event`."""
-        record = {"event": event, "time_s": time.time()} | fields
+        """Write a record of kind `event`, without secrets."""
+        record = {"event": event, "time_s": time.time()} | redact_values(fields)
         for sink in self._sinks:
             sink.write(record)
 

@@ -1,0 +1,86 @@
+"""The range of every number of the config: what no run can use is refused by name, before any memory is taken for it."""
+
+from __future__ import annotations
+
+from math import prod
+from operator import attrgetter
+from typing import Any
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.trainer.model.decoder import ModelConfig
+
+MAX_STEPS = 10**12
+MAX_SECONDS = 10**9
+MAX_PARAMETERS = 10**14  # a hundred times the largest models of today
+MAX_LAYERS = 10_000
+MAX_SIZE = 1 << 24  # a dimension of a weight, samples of a batch
+MAX_TOKENS = 1 << 31  # of one forward
+MAX_BATCH_TOKENS = 1 << 36
+MAX_PREFETCH = 1024
+
+# Name, least, most. The upper limits are far above every run; they stand between a typing error and its allocation.
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    *((f"model.{name}", 1, MAX_SIZE) for name in ("vocab_size", "dim", "n_heads", "n_kv_heads", "ffn_dim")),
+    ("model.n_layers", 1, MAX_LAYERS),
+    ("model.head_dim", 0, MAX_SIZE),
+    ("model.max_seq_len", 1, MAX_TOKENS),
+    ("mesh.microbatches", 0, MAX_SIZE),
+    ("mesh.loss_chunk_tokens", 0, MAX_TOKENS),
+    ("data.seq_len", 1, MAX_TOKENS),
+    ("data.prefetch", 1, MAX_PREFETCH),
+    ("train.steps", 1, MAX_STEPS),
+    ("train.global_batch_size", 1, MAX_SIZE),
+    ("train.microbatch_size", 1, MAX_SIZE),
+    ("train.gc_every", 0, MAX_STEPS),
+    *((f"train.{name}", 0, MAX_SECONDS) for name in ("max_seconds", "init_timeout_s", "step_timeout_s")),
+    ("lora.rank", 0, MAX_SIZE),
+    ("validation.every", 0, MAX_STEPS),
+    ("validation.samples", 0, MAX_STEPS),
+    ("save.every", 0, MAX_STEPS),
+    ("save.keep_last", 0, MAX_STEPS),
+    ("save.keep_every", 0, MAX_STEPS),
+    *((f"save.{name}", 0, MAX_SECONDS) for name in ("timeout_s", "grace_s")),
+    ("export.every", 0, MAX_STEPS),
+    ("log.every", 1, MAX_STEPS),
+    ("optimizer.max_skipped", 1, MAX_STEPS),
+    ("optimizer.warmup_steps", 0, MAX_STEPS),
+    ("debug.stall_s", 0, MAX_SECONDS),
+)
+
+
+def check_ranges(config: Any) -> None:
+    """ConfigError for a number of a `TrainConfig` outside its range, also for NaN, and for products that no machine can hold."""
+    for name, least, most in _RANGES:
+        value = attrgetter(name)(config)
+        if not value >= least:
+            raise ConfigError(f"{name} = {_shown(value)}: must be at least {least}")
+        if not value <= most:
+            raise ConfigError(f"{name} = {_shown(value)}: must be at most {most}")
+    seq_len = ("data.seq_len", config.data.seq_len)
+    _limit(MAX_TOKENS, "tokens of one forward", ("train.microbatch_size", config.train.microbatch_size), seq_len)
+    _limit(MAX_BATCH_TOKENS, "tokens per step", ("train.global_batch_size", config.train.global_batch_size), seq_len)
+    count = num_parameters(config.model)
+    if count > MAX_PARAMETERS:
+        model = config.model
+        raise ConfigError(
+            f"model: vocab_size {model.vocab_size}, dim {model.dim}, n_layers {model.n_layers}, ffn_dim {model.ffn_dim}: "
+            f"{count:.3g} parameters; at most {MAX_PARAMETERS:.0e}"
+        )
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """The weights of all matrices of a model."""
+    heads = model.dim * model.head_size * 2 * (model.n_heads + model.n_kv_heads)
+    vocabulary = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2)
+    return vocabulary + model.n_layers * (heads + 3 * model.dim * model.ffn_dim)
+
+
+def _limit(most: int, what: str, *factors: tuple[str, int]) -> None:
+    if prod(value for _, value in factors) > most:
+        shown = " x ".join(f"{name} {value}" for name, value in factors)
+        raise ConfigError(f"{shown} = {prod(value for _, value in factors)} {what}: must be at most {most}")
+
+
+def _shown(value: float) -> str:
+    is_huge = isinstance(value, int) and value.bit_length() > 128
+    return f"a number of {value.bit_length()} bits" if is_huge else str(value)  # type: ignore[union-attr]
