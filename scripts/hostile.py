@@ -22,6 +22,7 @@ from tools.hostile.model_folders import run_models
 from tools.hostile.outcome import Outcome
 from tools.hostile.processes import run_processes
 from tools.hostile.s3_campaign import run_server
+from tools.hostile.secrets import run_secrets
 
 Part = Callable[[int, float], Outcome]
 PARTS: dict[str, Part] = {
@@ -30,6 +31,7 @@ PARTS: dict[str, Part] = {
     "server": run_server,
     "processes": run_processes,
     "links": run_evidence_links,
+    "secrets": run_secrets,
 }
 SHOWN_FAILURES = 20
 

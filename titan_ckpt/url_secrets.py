@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 
-HIDDEN = "***"
-SPACE = re.compile(r"\s")
-TRAILING = ",;:.)]}>'\"`"
+from titan_ckpt.secret_spans import HIDDEN, SPACE, TRAILING, closing_quote
+
 SCHEME = re.compile(r"(?<![A-Za-z0-9])[A-Za-z][A-Za-z0-9+.-]{0,30}://")
 
 _PORT = re.compile(r"\d{1,5}(?=[/?#\s'\"`)\]}>,;:]|$)")
@@ -127,27 +126,24 @@ def _last_at(text: str) -> int:
     return max((at for at in hosts if query is not None and at < query.start()), default=hosts[-1])
 
 
-_AFTER_QUOTE = re.compile(r"[\s,;:)\]}>&|]|\\n|\\\\?[\"']|$")
+# -------------------------------------------------------------------------------------------------- percent-encoded URLs
+
+_ENCODED = re.compile(r"%(?:25){0,3}3A%(?:25){0,3}2F%(?:25){0,3}2F([^\s\"'<>&]{1,8192})", re.IGNORECASE)
+_ENCODED_USERINFO = re.compile(r".{0,4096}(?=%(?:25){0,3}40(?!\d{1,15}(?:\Z|%)))", re.IGNORECASE)
+_ENCODED_QUERY = re.compile(r"%(?:25){0,3}3F", re.IGNORECASE)
 
 
-def closing_quote(text: str, begin: int, closing: str, line: int) -> int | None:
-    """Where a quoted value ends: at a quote that is not escaped, and that does not go on with a letter; before `line`.
+def hide_encoded_urls(text: str) -> str:
+    """Hide user info and query of URLs that are a parameter of another URL, encoded once or several times (RFC 3986 2.1)."""
+    return _ENCODED.sub(_hide_encoded, text) if "%" in text else text
 
-    `closing` may have backslashes: JSON within JSON writes `\\"` for the quote, and `\\\\\\"` for a quote in the value.
-    """
-    quote = closing.lstrip("\\")
-    depth = len(closing) - len(quote)
-    limit = line if len(quote) == 1 else len(text)
-    at, last = begin, None
-    while True:
-        at = text.find(quote, at, limit)
-        if at < 0:
-            return last
-        escapes = 0
-        while at - escapes > begin and text[at - escapes - 1] == "\\":
-            escapes += 1
-        if escapes >= depth and (escapes - depth) % (2 * depth + 2) == 0:
-            last = at - depth
-            if _AFTER_QUOTE.match(text, at + len(quote)):
-                return last
-        at += len(quote)
+
+def _hide_encoded(match: re.Match[str]) -> str:
+    head, rest = match.group()[: match.start(1) - match.start()], match.group(1)
+    query = _ENCODED_QUERY.search(rest)
+    shown = rest if query is None else rest[: query.end()]
+    user = _ENCODED_USERINFO.match(shown)
+    if user is None and query is not None and (user := _ENCODED_USERINFO.match(rest)) is not None:
+        return f"{head}{HIDDEN}{rest[user.end() :]}"  # a password with a question mark
+    shown = shown if user is None else HIDDEN + shown[user.end() :]
+    return head + shown + (HIDDEN if query is not None and query.end() < len(rest) else "")

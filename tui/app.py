@@ -18,7 +18,7 @@ from titan_ckpt.debug.report.text import report_text
 from titan_ckpt.location import redact, redact_text
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
-from titan_ckpt.tui.rows import RowLink, clean, truncate
+from titan_ckpt.tui.rows import RowLink, clean, shown, truncate
 from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.screens.checkpoints import CheckpointsPane
 from titan_ckpt.tui.screens.help import HelpScreen
@@ -199,7 +199,7 @@ class TitanApp(App[None]):
         self.pane.pin()
 
     def action_copy(self) -> None:
-        text = clean(self.pane.copied_text())
+        text = clean(shown(self.pane.copied_text()))
         self.copy_to_clipboard(text)
         self.show_status(f"copied: {text[:60]}" if text else "nothing to copy")
 

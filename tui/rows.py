@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Protocol, TypeAlias
+
+from titan_ckpt.location import redact_text
 
 
 class Role(StrEnum):
@@ -131,6 +134,23 @@ def clean(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
+@lru_cache(4096)
+def shown(text: str) -> str:
+    """`text` without secrets: what is painted, copied or cut goes through here."""
+    return redact_text(text)
+
+
+def without_secrets(row: Row) -> Row:
+    """The row as it is painted; a secret that is spread over spans makes it one span."""
+    text = shown(row.text)
+    if text == row.text:
+        return row
+    spans = tuple((shown(part), role) for part, role in row.spans)
+    if "".join(part for part, _ in spans) != text:
+        spans = ((text, max(row.spans, key=lambda span: len(span[0]))[1]),)
+    return replace(row, spans=spans)
+
+
 def ranks_text(ranks: Sequence[int], limit: int = 12) -> str:
     """Format ranks as ranges.
 
@@ -153,6 +173,9 @@ def truncate(text: str, width: int) -> str:
     >>> truncate("a long line", 6), truncate("short", 6)
     ('a lon…', 'short')
     """
+    text = (
+        text if len(text) <= width else shown(text)
+    )  # before it is cut: half a URL does not show where its password ends
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
 
 
@@ -180,6 +203,7 @@ def truncate_start(text: str, width: int) -> str:
     >>> truncate_start("/data/runs/tiny", 8), truncate_start("short", 6)
     ('…ns/tiny', 'short')
     """
+    text = text if len(text) <= width else shown(text)
     return text if len(text) <= width else "…" + text[len(text) - max(width - 1, 0) :]
 
 
@@ -202,7 +226,7 @@ def parse_ranks(text: str) -> tuple[int, ...] | None:
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """Wrap `text` to `width`, at spaces where possible; lines after the first begin with `indent`."""
     lines, line, width = [], "", max(width, len(indent) + 8)
-    for word in clean(text).split(" "):
+    for word in clean(shown(text)).split(" "):
         while len(word) > width - len(indent):
             room = max(width - len(line) - 1, 0) if line.strip() else width - len(line)
             if room < 8 and line.strip():

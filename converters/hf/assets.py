@@ -133,7 +133,7 @@ def clean_settings(content: Any) -> tuple[Any, dict[str, str]]:
             elif key in _PATH_KEYS and isinstance(inner, str) and _LOCAL.match(inner):
                 removed[key] = "a path of another machine"
             elif isinstance(inner, str) and inner and (_TOKEN_KEY.fullmatch(key) or is_credential(inner)):
-                removed[key] = _SECRET
+                removed[repr(key)] = _SECRET  # quoted: else the reason would be hidden as the value of a secret's name
             else:
                 kept[key] = clean(inner)
         return kept

@@ -14,6 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from titan_ckpt.redaction import redact, redact_text, redact_values
+from tools.hostile.secrets import run_secrets
+from tools.paths import DATA
 
 PRINTABLE = string.ascii_letters + string.digits + string.punctuation
 NAMES = (
@@ -106,6 +108,12 @@ def test_a_url_alone_shows_host_and_path(secret: str) -> None:
     assert "@bucket/run" in shown or "***" in shown
 
 
+PIECES_OF_LINES = [
+    "password: |", "  a8Kd", "token:", "- ", '"key": {', "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----",
+    "https://u:p", "@h/x?",
+    'token="""', "secret=(", ")", "name: HF_TOKEN", "value: x9", "Private-Lines: 2", "kind: Secret", "data:", "machine a login b password c",
+    "<token>", "</token>", "[r0]:", " ", "%3A%2F%2Fa%40", "Bearer a1b2c3d4", "\\u0074oken=1", "A" * 20,
+]  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -172,18 +180,64 @@ def test_redacting_twice_changes_nothing_more(text: str) -> None:
     assert len(redact_text(once)) <= len(once) + 40
 
 
+def test_no_notation_in_any_carrier_shows_a_secret() -> None:
+    """A seeded sample of `make hostile ARGS=secrets`: 584 texts."""
+    outcome = run_secrets(seed=1, seconds=0.0)
+    assert outcome.cases > 500
+    assert outcome.failures == []
+
+
+ORDINARY = [
+    "SSL: CERTIFICATE_VERIFY_FAILED certificate verify failed: unable to get local issuer certificate (_ssl.c:1006)",
+    "the token is required for gated repos", "Password required", "token expired", "expected one of 'token', 'text', 'label'",
+    "forward pass: 12.3 ms, backward pass: 30 ms", "pass: 3, fail: 2", "ssh -p 22 host", "docker run -p 8080:80 img",
+    "local-rank: 3 on local-7f3c9e21", "npm install failed", "sk-learn at /usr/lib", "commit 7f3c9e2107d2a", "cache_key: abc",
+    "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", "primary_key=12",
+    "path=/a/b, pattern: foo, keys: 3",
+    "NCCL INFO Channel 00/02 : 0 1 2 3", "step 12 loss 3.4 tokens/s 1200 lr 3e-4",
+    'File "/a/secret_manager.py", line 3, in get_secret',
+    "['token', 'embedding', 'pass']", "s3%3A%2F%2Fbucket%2Frun%401200", "name: layers.0.wq.weight\nvalue: 3",
+    "kind: Pod\ndata:\n  a: b",
+    "\\u00e9t\\u00e9 and \\x1b[31m", "-----BEGIN CERTIFICATE-----\nMIIBszCCARygAwIBAgIBADANBgkqhkiG\n-----END CERTIFICATE-----",
+    "login failed: try again", "config set to 5", "{'tokens': ['internationalisation', '<|endoftext|>'], 'ids': [3, 4]}",
+    "curl -sS https://host/x -o y", "mysql -u root db", "model.layers.0.self_attn.k_proj.weight: key value heads 4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_ordinary_log_lines_stay(text: str) -> None:
+    assert redact_text(text) == text
+
+
+def test_nothing_of_the_recorded_logs_is_hidden() -> None:
+    """Logs of real hung and crashed jobs have no secrets, and stay as they are."""
+    for path in sorted(DATA.rglob("*.log")):
+        text = path.read_text(errors="replace")
+        assert redact_text(text) == text, path
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from([*PIECES_OF_LINES, "\n"]), max_size=40).map("".join))
+def test_a_redacted_text_has_the_lines_of_the_original(text: str) -> None:
+    assert redact_text(text).count("\n") == text.count("\n")
+
+
 PIECES = [
     "a", "://", "x://u:", "x://u:p@", "a://b:x://", "a://b:x", "'a://b?' ", "a://b?", "@", "?", "token=", "token=a;", "token='",
     'token="""', "token=[", "token=[ ", "token=a ", "password: ", "\\", "-", "--token ", "<", "<a", "<token>", "[", "hf_", "sk-",
-    "-----BEGIN PRIVATE KEY-----", "eyJaaaaaaaa.", "Bearer ", "Basic aaaa",
+    "-----BEGIN PRIVATE KEY-----", "eyJaaaaaaaa.", "Bearer ", "Basic aaaa", "%3A%2F%2Fa%40", "name: token\n", '{"value": ',
+    "kind: Secret data:{", "password:\n", "password: |\n  a\n", '"kty":', "curl -u ", "mysql -p", "login ", "storage_options={",
+    "tokens=['", "setenv token a ", "the token is ", "token a\n", "-----END PRIVATE KEY-----\n", "A" * 20 + "\n", "auth=(",
+    "config set a ",
+    "'token', '", "docker login -p", "Private-Lines: 999\n", 'token="a" -> ', "\\u0074oken=", "a | ",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_time_grows_with_the_length_alone(piece: str) -> None:
     """Eight times the text takes at most thirty times as long; quadratic would be sixty-four."""
-    sizes = (16_000, 128_000)
-    best = [min(_seconds(piece * (size // len(piece))) for _ in range(3)) for size in sizes]
+    sizes = (8_000, 64_000)
+    best = [min(_seconds(piece * (size // len(piece))) for _ in range(2)) for size in sizes]
     assert best[1] < 30 * best[0] + 0.05, best
 
 

@@ -8,19 +8,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from titan_ckpt.errors import TitanError
+from titan_ckpt.location import redact_text
 from titan_ckpt.tui.data.arrays import ByteArray, Ints, LineMask
 from titan_ckpt.tui.data.log_files import LogFiles
 from titan_ckpt.tui.data.log_lines import UNKNOWN_TIME, Lines, filled, scan, with_year, year_of
+from titan_ckpt.tui.rows import shown
 
 BLOCK_BYTES = 8 << 20
 HEAD_BYTES = 16 << 10
 MAX_LINE_BYTES = 4_096
+CONTEXT_BYTES, CONTEXT_LINES = 16_384, 120  # before a line, in which a private key or a block may begin
+# What secrets of several lines have: marks of keys, `key:` and `key: |` of YAML, names beside values, triple quotes.
+_SEVERAL_LINES = re.compile(
+    rb"PRIVATE KEY|Private-Lines|[a-z_.-]{0,20}(?:pass[a-z]{0,10}|secrets?|tokens?|keys?|auth[a-z]{0,10}|cred[a-z]{0,10}|data)"
+    rb"[\"']?[ \t]?[:=][^\n\w]{0,12}\r?\n|(?:name|value)[\"']?[ \t]?[:=]|(?:machine|password)[ \t]|\"{3}|'{3}",
+    re.IGNORECASE,
+)
 Positions = npt.NDArray[np.int32]
 
 
@@ -74,16 +84,28 @@ class LogIndex:
         return int(np.searchsorted(self.base, line, side="right")) - 1
 
     def read(self, line: int) -> LogLine:
-        """Read a line, at most 4,096 bytes of it."""
+        """Read a line, at most 4,096 bytes of it, without secrets: also if it is the middle of a key of several lines."""
         file = self.file_of(line)
         start = int(self.start[line])
         is_last = line + 1 >= int(self.base[file + 1])
         length = MAX_LINE_BYTES if is_last else min(MAX_LINE_BYTES, int(self.start[line + 1]) - start)
-        data = self.files.read(file, start, length)
         return LogLine(
-            file=file, rank=self.files.files[file].rank, text=data.split(b"\n", 1)[0].decode("utf-8", "replace").rstrip(),
+            file=file, rank=self.files.files[file].rank, text=self._text(file, line, start, length),
             time_ms=self.first_ms + int(self.time_ms[line]), level=int(self.level[line]),
         )  # fmt: skip
+
+    def _text(self, file: int, line: int, start: int, length: int) -> str:
+        """The line as a part of what is around it: in a private key, a list or a YAML block other lines show what it is."""
+        starts = self.start[int(self.base[file]) : int(self.base[file + 1])]
+        number = line - int(self.base[file])
+        first = max(int(np.searchsorted(starts, start - CONTEXT_BYTES)), number - CONTEXT_LINES, 0)
+        begin = int(starts[first])
+        data = self.files.read(file, begin, start - begin + length + CONTEXT_BYTES // 4)
+        if _SEVERAL_LINES.search(data) is None:
+            own = data[start - begin : start - begin + length]
+            return shown(own.split(b"\n", 1)[0].decode("utf-8", "replace")).rstrip()
+        lines = _redacted(data).split("\n")
+        return lines[data[: start - begin].count(b"\n")].rstrip()[:MAX_LINE_BYTES]
 
     def line_at(self, source: str, number: int) -> int | None:
         """Position of a line by file path and line number."""
@@ -103,6 +125,11 @@ class LogIndex:
             else:
                 high = middle
         return low
+
+
+@lru_cache(64)
+def _redacted(data: bytes) -> str:
+    return redact_text(data.decode("utf-8", "replace"))
 
 
 def load_logs(files: LogFiles, *, head_bytes: int | None = None) -> LogIndex:

@@ -14,7 +14,7 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, without_secrets
 
 # Vermilion, orange and sky blue of the Okabe-Ito palette, safe for colour-blind readers.
 STYLES: dict[Role, Style] = {
@@ -108,7 +108,7 @@ class LineView(ScrollView, can_focus=True):
         if index >= len(self.rows):
             return Strip.blank(width, STYLES[Role.PLAIN])
         is_cursor = index == self.cursor
-        body = Strip(segments_of(self.rows.row(index, self.line_width)))
+        body = Strip(segments_of(without_secrets(self.rows.row(index, self.line_width))))
         body = body.crop(self.shift, self.shift + width - len(MARK)).adjust_cell_length(
             width - len(MARK), STYLES[Role.PLAIN]
         )

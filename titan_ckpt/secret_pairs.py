@@ -1,0 +1,186 @@
+"""Names with values in texts: environment listings, command lines, JSON, YAML, TOML, INI, Python's repr, headers, XML.
+
+Where a text is ambiguous, more is hidden. Values of several lines (YAML's block scalars and mappings, lists, triple quotes) too.
+"""
+
+from __future__ import annotations
+
+import re
+
+from titan_ckpt.secret_names import ENDING, ENDS, WORDS
+from titan_ckpt.secret_spans import (
+    OPENING,
+    PREFIX,
+    TRAILING,
+    Ends,
+    Span,
+    block_below,
+    closing_quote,
+    end_of_group,
+    end_of_line,
+    end_of_quoted,
+    looks_random,
+    start_of_line,
+)
+
+_PAIR = re.compile(  # on text in lower case
+    rf"(?P<name>{WORDS}){ENDING}(?P<end>\\{{0,7}}[\"'`]?\]?)"
+    r"(?:[ \t]{0,2}:[ \t]{0,2}(?:str|secretstr|optional\[str\]|string)(?=[ \t]{0,2}=))?"
+    r"(?P<sep>[ \t]{0,40}(?:=>|:=|\+=|==?|:|%(?:25){0,3}3[da])[ \t]{0,40}"
+    r"|[ \t]{0,4},[ \t\n]{0,40}(?=[brfu]{0,2}\\{0,7}[\"']))"
+)
+_COARSE = re.compile(rf"{ENDS}[\\\"'`\] \t]{{0,48}}(?:[:=,+]|%(?:25){{0,3}}3)")
+_OPTION = re.compile(rf"(?<!\S)--?[a-z0-9_.-]{{0,40}}?(?:{WORDS})[ \t]{{1,4}}(?=[^\s-])", re.IGNORECASE)
+_AUTHSCHEME = re.compile(
+    r"(?:bearer|basic|token|digest|negotiate|apikey|sharedkey(?:lite)?|aws4-hmac-sha256|goog4-rsa-sha256)[ \t]+",
+    re.IGNORECASE,
+)
+_NEXT_PAIR = re.compile(  # after a value without quotes: parameters of connection strings, SAS, presigned URLs and DSNs
+    r"[;&,](?=(?:Account(?:Name|Key)|EndpointSuffix|(?:Blob|Queue|File|Table)Endpoint|DefaultEndpointsProtocol|EntityPath"
+    r"|SharedAccess(?:Key(?:Name)?|Signature)|Endpoint|X-(?:Amz|Goog)-[A-Za-z-]{1,30}|Signature|Expires|SignedHeaders|Credential"
+    r"|s[a-z]{1,4}|sktid|sig|host(?:name)?|port|user(?:name)?|uid|db(?:name)?|database|server|sslmode|region|bucket|url"
+    r"|endpoint(?:_url)?|step|rank)=)|%(?:25){0,3}(?:26|22|0[aA])",
+    re.IGNORECASE,
+)
+_PLAIN = re.compile(r"(?:none|null|nil|true|false|undefined|unset|\*{3,})(?![\w-])", re.IGNORECASE)
+_MEASURED = ("pass", "pat", "sig", "token")  # names that also count or measure something
+_MEASURE = re.compile(r"\d{1,5}(?:\.\d{1,6})?(?=[ \t]*(?:[,;)/|\r\n]|(?:[mun]?s|%|[kKMGT]?i?B)\b|\Z))")
+_LINE_START = re.compile(rf"(?:{PREFIX})?[ \t]*(?:-[ \t]+)?[\"']?[\w.-]{{0,80}}\Z")
+_BLOCK = re.compile(
+    r"[ \t]*(?:!!?\w{0,20}[ \t]*)?(?:&\w{1,30}[ \t]*)?(?:[|>][+-]?\d?[+-]?)?[ \t]*(?:#[^\n]{0,200})?\r?(?=\n)"
+)
+_ARROW = re.compile(r"\\{0,7}[\"']?[ \t]{0,4}->[ \t]{0,4}(?=\\{0,7}[\"'])")
+_WORD_START = re.compile(r"[\w.-]{0,80}\Z")
+_WRAPPED = re.compile(r"\n([A-Za-z0-9+/=_.~-]{4,200})[\"',;)\]}]{0,3}(?=\n|\Z)")
+_WRAPPED_AT = 60
+
+
+def pair_spans(text: str, low: str) -> list[Span]:
+    """Spans of the values of names; `low` is the text in lower case."""
+    found: list[Span] = []
+    ends, done = Ends(text), 0
+    for coarse in _COARSE.finditer(low):
+        begin = max(done, coarse.start() - 32)
+        while begin < coarse.end() and (match := _PAIR.search(low, begin, coarse.end() + 48)) is not None:
+            ends.go_to(match.end())
+            start, end = _value(text, match, ends)
+            begin = max(match.end(), end)
+            if start < end:
+                found.append((start, end))
+                done = end
+                found += _after(text, start, end)
+    return found
+
+
+def _after(text: str, start: int, end: int) -> list[Span]:
+    """What belongs to a value that has ended: the new value of a Terraform plan, the rest of a line that a terminal broke."""
+    arrow = _ARROW.match(text, end)
+    if arrow is not None:
+        opening = OPENING.match(text, arrow.end())
+        if opening is not None:
+            return [(opening.end(), end_of_quoted(text, opening, end_of_line(text, opening.end())))]
+    if end == len(text) or text[end] != "\n" or end - start < 8 or end - start_of_line(text, start) < _WRAPPED_AT:
+        return []
+    wrapped = _WRAPPED.match(text, end)
+    return [wrapped.span(1)] if wrapped is not None and looks_random(wrapped.group(1)) else []
+
+
+def _value(text: str, match: re.Match[str], ends: Ends) -> Span:
+    """Begin and end of the value after a name; empty if there is nothing to hide."""
+    begin, sep = match.end(), match.group("sep")
+    if "," in sep:
+        return _after_comma(text, match)
+    if "%" in sep:
+        return begin, _end_of_word(text, begin, ends.word)
+    if _PLAIN.match(text, begin) or (match.group("name") in _MEASURED and _MEASURE.match(text, begin)):
+        return begin, begin
+    if ":" in sep and (block := _BLOCK.match(text, begin)) is not None and "\n" not in sep:
+        return block_below(text, match.start(), block.end())
+    if ":" in sep and not match.group("end") and _is_yaml(text, match):
+        return begin, begin + len(text[begin : ends.line].rstrip())
+    opening = OPENING.match(text, begin)
+    if opening is not None:
+        return opening.end(), end_of_quoted(text, opening, ends.line)
+    if text[begin : begin + 1] in ("[", "{", "(") and (group := end_of_group(text, begin, ends)) is not None:
+        return begin, group
+    return _unquoted(text, match, ends)
+
+
+def _unquoted(text: str, match: re.Match[str], ends: Ends) -> Span:
+    begin = match.end()
+    is_whole_line = match.group("name").endswith("cookie") or (" " in match.group("sep") and _is_yaml(text, match))
+    if is_whole_line:
+        return begin, begin + len(text[begin : ends.line].rstrip())
+    quote = _quote_before(text, match)
+    if quote and (closing := closing_quote(text, begin, quote, ends.line)) is not None:
+        return begin, closing
+    scheme = _AUTHSCHEME.match(text, begin)
+    if scheme is not None:
+        ends.go_to(scheme.end())
+        begin = scheme.end()
+    return begin, _end_of_word(text, begin, ends.word)
+
+
+def _quote_before(text: str, match: re.Match[str]) -> str:
+    """The quote of `"NAME=value"`, in lists of environment variables; empty if there is none."""
+    if match.group("end") or "=" not in match.group("sep"):
+        return ""
+    word = _WORD_START.search(text, max(0, match.start() - 80), match.start())
+    start = match.start() if word is None else word.start()
+    opening = re.compile(r"\\{0,7}[\"'`]\Z").search(text, max(0, start - 8), start)
+    return "" if opening is None else opening.group()
+
+
+def _after_comma(text: str, match: re.Match[str]) -> Span:
+    """The value of `("NAME", "value")`; a word of lower case is another item of a list of names."""
+    opening = OPENING.match(text, match.end())
+    if opening is None or not match.group("end"):
+        return match.end(), match.end()
+    end = end_of_quoted(text, opening, end_of_line(text, opening.end()))
+    value = text[opening.end() : end]
+    is_name = re.fullmatch(r"[a-z_]{1,24}|[A-Z_]{1,40}|", value) is not None
+    return (end, end) if is_name else (opening.end(), end)
+
+
+def _is_yaml(text: str, match: re.Match[str]) -> bool:
+    """Whether the name begins its line, as in YAML, INI and headers: then the whole line is its value."""
+    line = max(text.rfind("\n", max(0, match.start() - 160), match.start()) + 1, match.start() - 160, 0)
+    is_start = line == 0 or text[line - 1] == "\n"
+    return is_start and _LINE_START.match(text[line : match.start()]) is not None
+
+
+def _end_of_word(text: str, begin: int, end: int) -> int:
+    """The end of a value without quotes in the word that ends at `end`: before `;name=`, or the punctuation of a sentence."""
+    following = _NEXT_PAIR.search(text, begin, end)
+    if following is not None:
+        return following.start()
+    word = text[begin:end].rstrip(TRAILING)
+    return begin + len(word) if word else end
+
+
+def option_spans(text: str) -> list[Span]:
+    """Spans of the values of options such as `--api-key VALUE`."""
+    found: list[Span] = []
+    done, ends = 0, Ends(text)
+    for match in _OPTION.finditer(text):
+        if match.start() >= done:
+            begin = match.end()
+            ends.go_to(begin)
+            opening = OPENING.match(text, begin)
+            if opening is not None and (
+                end := closing_quote(text, opening.end(), opening.group(1) + opening.group(2), ends.line)
+            ):
+                found.append((opening.end(), end))
+            else:
+                start = begin if opening is None else opening.end()
+                found.append((start, _end_of_word(text, start, ends.word)))
+            done = found[-1][1]
+    return found
+
+
+_XML = re.compile(rf"(<[\w:.-]{{0,40}}?(?:{WORDS})(?:[ \t][^>\n]{{0,200}})?>)([^<]+)(?=<|$)", re.IGNORECASE)
+
+
+def xml_spans(text: str) -> list[Span]:
+    """Spans of the contents of XML elements with a secret's name."""
+    return [match.span(2) for match in _XML.finditer(text)] if "<" in text else []
