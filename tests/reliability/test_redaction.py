@@ -111,7 +111,8 @@ def test_a_url_alone_shows_host_and_path(secret: str) -> None:
 PIECES_OF_LINES = [
     "password: |", "  a8Kd", "token:", "- ", '"key": {', "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----",
     "https://u:p", "@h/x?",
-    'token="""', "secret=(", ")", "name: HF_TOKEN", "value: x9", "Private-Lines: 2", "kind: Secret", "data:", "machine a login b password c",
+    'token="""', "secret=(", ")", "name: HF_TOKEN", "value: x9", "Private-Lines: 2", "kind: Secret", "data:",
+    "machine a login b password c",
     "<token>", "</token>", "[r0]:", " ", "%3A%2F%2Fa%40", "Bearer a1b2c3d4", "\\u0074oken=1", "A" * 20,
 ]  # fmt: skip
 VALUES = st.recursive(
