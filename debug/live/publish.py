@@ -86,6 +86,7 @@ def _fixed_part(pattern: str) -> str:
 
 def _read(source: Source) -> bytes:
     with open(open_regular(source.path), "rb") as file:
+        _check_place(source, file.fileno())
         size = os.fstat(file.fileno()).st_size
         if source.is_log:
             file.seek(max(0, size - TAIL_BYTES))
@@ -93,6 +94,13 @@ def _read(source: Source) -> bytes:
             raise StoreError(f"{source.path}: {size} bytes, more than any evidence")
         content = file.read(TAIL_BYTES if source.is_log else MAX_FILE_BYTES)
     return content if source.path.suffix in _BINARY else _without_secrets(content)
+
+
+def _check_place(source: Source, descriptor: int) -> None:
+    """StoreError if a folder on the way to a log has become a link since its path was resolved."""
+    opened = f"/proc/self/fd/{descriptor}"
+    if source.is_log and os.path.exists(opened) and os.readlink(opened) != str(source.path):
+        raise StoreError(f"{source.path} is behind a link that was not there before, which is not followed")
 
 
 def _without_secrets(content: bytes) -> bytes:
