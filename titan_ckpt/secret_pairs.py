@@ -108,6 +108,8 @@ def _value(text: str, match: re.Match[str], ends: Ends) -> Span:
 
 def _unquoted(text: str, match: re.Match[str], ends: Ends) -> Span:
     begin = match.end()
+    if _is_passed_on(text, match):
+        return begin, begin
     is_whole_line = match.group("name").endswith("cookie") or (" " in match.group("sep") and _is_yaml(text, match))
     if is_whole_line:
         return begin, begin + len(text[begin : ends.line].rstrip())
@@ -119,6 +121,14 @@ def _unquoted(text: str, match: re.Match[str], ends: Ends) -> Span:
         ends.go_to(scheme.end())
         begin = scheme.end()
     return begin, _end_of_word(text, begin, ends.word)
+
+
+def _is_passed_on(text: str, match: re.Match[str]) -> bool:
+    """Whether a call passes a variable on under its own name, as source lines in tracebacks do: `token=token`."""
+    word = _WORD_START.search(text, max(0, match.start() - 80), match.start())
+    name = text[match.start() if word is None else word.start() : match.end("name")]
+    end = match.end() + len(name)
+    return match.group("sep") == "=" and text[match.end() : end] == name and text[end : end + 1] in (",", ")")
 
 
 def _quote_before(text: str, match: re.Match[str]) -> str:

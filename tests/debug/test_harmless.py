@@ -198,6 +198,26 @@ def test_links_pipes_and_secrets_are_not_published(tmp_path: Path) -> None:
     assert json.loads(content["e.json"])["url"] == "s3://***@b/x"
 
 
+def test_a_log_folder_swapped_for_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("logs", "private", "box"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.log").write_text(f"of {name}")
+    real = os.path.isfile
+
+    def swap(path: str) -> bool:
+        found = real(path)
+        if not (tmp_path / "logs").is_symlink():
+            (tmp_path / "logs").rename(tmp_path / "away")
+            (tmp_path / "logs").symlink_to(tmp_path / "private")
+        return found
+
+    monkeypatch.setattr(os.path, "isfile", swap)
+    store = open_store(str(tmp_path / "out"))
+    left_out = publish(tmp_path / "box", str(tmp_path / "logs" / "*.log"), store, is_forced=False)
+    assert ["not followed" in reason for reason in left_out] == [True]
+    assert not (tmp_path / "out" / "logs").exists()
+
+
 def test_collect_writes_through_no_planted_link(recorder: Recorder, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
