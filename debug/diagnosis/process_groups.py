@@ -9,7 +9,7 @@ from titan_ckpt.debug.diagnosis.rank_death import is_absent
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import conflicts, rank_list
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import Evidence, Run, Situation, Verdict
+from titan_ckpt.debug.incident.records import Evidence, Group, Run, Situation, Verdict
 
 
 def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
@@ -24,6 +24,9 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
     has_run = any(len(run.ranks[rank].operations) for rank in waiting)
     awaited = _awaited_in_store(run)
     others = tuple(rank for rank in run.ranks if rank not in waiting)
+    if (behind := _behind(run, waiting, others)) is not None:
+        yield _passed_over(behind, waiting, states)
+        return
     named = tuple(rank for rank in sorted(awaited) if rank in others)
     seen = tuple(rank for rank in others if not is_absent(run.ranks[rank]))
     culprits = named or _fewer_in_init(waiting, others, states) or seen or others
@@ -74,6 +77,39 @@ def _went_alone(culprits: tuple[int, ...], others: tuple[int, ...], states: Mapp
         f"wait in {other.call or 'an operation'}{other.where}",
         evidence=(*first.evidence[:2], *other.evidence[:1]),
         chain=tuple((rank, culprits[0]) for rank in others),
+        next_steps=("call new_group on every rank, members or not, in the same order",),
+    )
+
+
+def _behind(run: Run, waiting: Sequence[int], others: Sequence[int]) -> tuple[tuple[int, ...], int, Group] | None:
+    """Ranks that make another group than the one that a rank outside already has with them; that rank, and its group."""
+    known = {rank: {group.members for group in run.ranks[rank].groups} for rank in waiting}
+    for rank in others:
+        for group in run.ranks[rank].groups:
+            behind = tuple(other for other in group.members if other in waiting and group.members not in known[other])
+            if behind and all(known[other] for other in behind):
+                return behind, rank, group
+    return None
+
+
+def _passed_over(
+    found: tuple[tuple[int, ...], int, Group], waiting: Sequence[int], states: Mapping[int, Situation]
+) -> Verdict:
+    """Ranks that took the creations of groups in another order."""
+    culprits, ahead, group = found
+    first, other = states[culprits[0]], states[ahead]
+    victims = tuple(sorted({ahead, *waiting} - set(culprits)))
+    return Verdict(
+        verdict=VerdictKind.PG_INIT_HANG,
+        subtype=Subtype.NEW_GROUP,
+        culprits=culprits,
+        victims=victims,
+        op=first.call,
+        confidence=Basis.INIT_ABSENT.confidence,
+        headline=f"{rank_list(culprits)} called {first.call or 'new_group'}{first.where} for another group than group "
+        f"{group.name} ({rank_list(group.members)}), which rank {ahead} made before: they make groups in another order",
+        evidence=(*first.evidence[:2], *other.evidence[:1]),
+        chain=tuple((rank, culprits[0]) for rank in victims),
         next_steps=("call new_group on every rank, members or not, in the same order",),
     )
 

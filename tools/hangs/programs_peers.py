@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tools.hangs.incident import GROUP, PEER, SKIPPED, STUCK, incident
+from tools.hangs.incident import GROUP, NO_FAULT, PEER, SKIPPED, STUCK, incident
 from tools.hangs.parts import log, reduce_steps
 
 PIECE = 300_000
@@ -106,16 +106,16 @@ def default_group_inside_stage(rank: int) -> None:
     dist.barrier()
 
 
-@incident(4, {3}, GROUP | SKIPPED)
+@incident(4, set(), NO_FAULT)
 def axes_in_another_order(rank: int) -> None:
-    """A rank reduces over its data group before its tensor group."""
+    """One rank reduces over its data group before its tensor group: the others wait a little, and nothing hangs."""
     rows, columns = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([0, 2]), dist.new_group([1, 3])]
     tensor, data = rows[rank // 2], columns[rank % 2]
     for step in range(4):
         value = torch.ones(16)
         first, second = (data, tensor) if (rank, step) == (3, 3) else (tensor, data)
-        dist.all_reduce(value, group=first)  # CULPRIT
-        dist.all_reduce(value, group=second)  # CULPRIT
+        dist.all_reduce(value, group=first)
+        dist.all_reduce(value, group=second)
         log.info("step %d", step)
 
 

@@ -1,0 +1,1 @@
+"""Exact tests of the rules of the analyzer, on jobs of a few operations."""
