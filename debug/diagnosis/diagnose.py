@@ -13,6 +13,7 @@ from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, size
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
 from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
+from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
 from titan_ckpt.debug.diagnosis.mismatch import mismatch
 from titan_ckpt.debug.diagnosis.no_culprit import healthy, looks_quiet, looks_well, running, undecided, went_on
@@ -69,13 +70,14 @@ def _without_fault(
     run: Run, found_lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]
 ) -> Verdict:
     is_over = went_on(run)
-    if is_over or looks_well(run, found_lanes, edges, states):
+    if is_over or (looks_well(run, found_lanes, edges, states) and not faults(run)):
         return healthy(run, found_lanes, is_over)
     stuck = same_operation(run, found_lanes) if not edges else None
     if stuck is not None:
         return stuck
     is_waiting = bool(edges) or any(state.kind.is_waiting for state in states.values())
-    return running(None, None) if looks_quiet(run) and not is_waiting else undecided(run, edges, states)
+    is_quiet = looks_quiet(run) and not is_waiting and not faults(run)
+    return running(None, None) if is_quiet else undecided(run, edges, states)
 
 
 def _faults(
@@ -104,6 +106,7 @@ def _faults(
         yield deadlock(run, cycle, edges, states)
     yield from transport(run, found_lanes)
     yield from named_ranks(run, states)
+    yield from reported(run, states)
     if not found_lanes:
         yield from watchdogs(run)
         yield from by_witnesses(run, states)

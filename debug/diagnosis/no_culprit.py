@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import waited_in
+from titan_ckpt.debug.diagnosis.from_logs.reported import facts, faults, suspects
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, logged_on, own_exception
 from titan_ckpt.debug.diagnosis.standstill import Pace, was_told
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
@@ -120,11 +121,12 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
     return Verdict(
         verdict=VerdictKind.INSUFFICIENT_DATA,
         victims=tuple(sorted(waiting)),
-        suspects=tuple(unseen) if waiting and len(unseen) == 1 else (),
         confidence=Basis.UNDECIDED.confidence,
-        headline=_headline(run, unseen, bool(waiting)),
+        headline=_fault(run) or _headline(run, unseen, bool(waiting)),
+        suspects=tuple(unseen) if waiting and len(unseen) == 1 else suspects(run),
         evidence=(
             Evidence(text=counts),
+            *facts(run),
             *_who_waited(run, states),
             *_aborted(run),
             *(Evidence(text=flag.text, source=flag.source) for flag in run.flags[:3]),
@@ -149,6 +151,12 @@ def _who_waited(run: Run, states: Mapping[int, Situation]) -> tuple[Evidence, ..
         for (call, where), ranks in found
         if states[ranks[0]].evidence
     )
+
+
+def _fault(run: Run) -> str:
+    """The gravest fact that a kernel, a scheduler or another tool reports; "" if none does."""
+    found = faults(run)
+    return f"the evidence does not show which rank is at fault; reported is: {found[0].text[:160]}" if found else ""
 
 
 def _to_collect(run: Run, unseen: Sequence[int]) -> tuple[str, ...]:

@@ -205,7 +205,10 @@ def _was_aborted(record: RankRecord) -> bool:
 def signal_of(code: int) -> int:
     """The signal that an exit code stands for (-9 and 137 are SIGKILL), or 0."""
     number = -code if code < 0 else code - 128 if 128 < code < 160 else 0
-    return number if number in {s.value for s in signal.Signals} else 0
+    return number if number in _SIGNALS else 0
+
+
+_SIGNALS = frozenset(int(number) for number in signal.Signals)
 
 
 def event_evidence(event: LogEvent) -> Evidence:

@@ -165,6 +165,16 @@ class Basis(Enum):
         (V.RANK_DIED,),
         "no dumps; unlike the others it waited while it handled an exception of its own",
     )
+    NO_ANSWER = (
+        0.6,
+        (V.RANK_DIED, V.RANK_FROZEN),
+        "NCCL's RAS got no answer of its process, and nothing else shows what it does",
+    )
+    BEHIND_TWICE = (
+        0.6,
+        (V.STUCK_ON_CPU,),
+        "two reports of NCCL's RAS show it behind the others, at the same operations",
+    )
     SIZE_IN_LOG = 0.75, (V.SIZE_MISMATCH,), "gloo's error in the log of a rank that received the wrong size; no culprit"
 
     # no hang

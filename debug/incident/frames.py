@@ -9,7 +9,13 @@ from titan_ckpt.debug.incident.kinds import RankState
 from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, StackSnapshot, Thread
 
 _LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<|importlib|/torch/(?:distributed|utils|nn|autograd|_|optim)|\.so(?:\.\d+)*$"
+    r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<|importlib|(?:^|/)torch/(?:distributed|utils|nn|autograd|_|optim)"
+    r"|\.so(?:\.\d+)*$|^(?:torch|numpy|deepspeed|accelerate|transformers|lightning|pytorch_lightning|ray|triton)/"
+)
+# py-spy leaves out the folder that a module was found in: `threading.py`, `multiprocessing/queues.py`, `torch/nn/...`.
+_STANDARD = re.compile(
+    r"^(?:(?:threading|queue|socket|selectors|subprocess|ssl|contextlib|functools|runpy|weakref|signal|pickle|tempfile|shutil)\.py$"
+    r"|(?:multiprocessing|concurrent|asyncio|logging|json|http|urllib|collections)/)"
 )
 # Files of the recorder itself, also where releases before 0.2 had them.
 _WRAPPER = re.compile(r"/debug/(?:record/)?(?:hooks|recorder|ring)\.py$")
@@ -24,10 +30,10 @@ _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "_symmetric
 _WAITS_FOR_WORK = re.compile(r"\w*work\w*(?:\[\w+\])?\.wait\(", re.IGNORECASE)
 # Calls into C++ that leave no frame of their own; each may wait for what is pending on the device or in a process group.
 _WAITS = re.compile(r"\b(synchronize|item|cpu|tolist|numpy|nonzero|run_backward)\(")
-_TORCH = re.compile(r"/(?:torch|transformer_engine|deepspeed|triton/runtime)/")
+_TORCH = re.compile(r"(?:^|/)(?:torch|transformer_engine|deepspeed|triton/runtime)/")
 # Parts of torch that work in Python or read files: a thread in these computes, or waits for something else than ranks.
 _TORCH_ON_CPU = re.compile(
-    r"/torch/(?:utils/data|multiprocessing|_dynamo|_inductor|_functorch|fx|export|jit|onnx|hub|package|serialization\.py|storage\.py"
+    r"(?:^|/)torch/(?:utils/data|multiprocessing|_dynamo|_inductor|_functorch|fx|export|jit|onnx|hub|package|serialization\.py|storage\.py"
     r"|distributed/(?:checkpoint|elastic|rendezvous|launcher)|profiler|testing|compiler|library\.py|_library)"
 )
 _NATIVE_WAITS = re.compile(r"cu(?:da)?(?:Stream|Event|Device|Ctx)Synchronize|hip\w+Synchronize|\bnccl\w+|gloo::|c10d::")
@@ -51,7 +57,8 @@ MAX_FRAMES = 64
 
 def is_library(frame: Frame) -> bool:
     """Whether a frame belongs to the interpreter or an installed package, not to the user's program."""
-    return bool(_LIBRARY.search(frame.file)) or bool(_WRAPPER.search(frame.file))
+    file = frame.file
+    return bool(_LIBRARY.search(file) or _STANDARD.match(file) or _WRAPPER.search(file))
 
 
 def user_frame(frames: Iterable[Frame], wrappers: frozenset[tuple[str, int]] = frozenset()) -> Frame | None:

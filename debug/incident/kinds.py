@@ -105,6 +105,7 @@ class FlagKind(StrEnum):
     PG_CONFIG_CONFLICT = "PG_CONFIG_CONFLICT"
     DUMP_SKEW = "DUMP_SKEW"
     CLOCK_SKEW = "CLOCK_SKEW"
+    RANK_UNKNOWN = "RANK_UNKNOWN"
 
 
 class DumpKind(StrEnum):
@@ -133,7 +134,10 @@ class EventKind(StrEnum):
     HEARTBEAT = "heartbeat"  # NCCL's heartbeat monitor: the watchdog itself is stuck, or another rank asked for dumps
     DESYNC = "desync"  # torch's report of ranks that lag behind; they are in the value `names`
     DEVICE_ERROR = "device_error"  # a GPU or its driver failed
+    DEVICE_SLOW = "device_slow"  # a GPU lowered its clock: heat or power
+    UNREACHABLE = "unreachable"  # NCCL's RAS got no answer of a process; the ranks are in the value `names`
     KILLED = "killed"  # a kernel, scheduler or shell says that a process was killed
+    EXITED = "exited"  # a process ended with an error, as its launcher or cluster manager says
     NODE_LOST = "node_lost"  # a scheduler lost a host
     PREEMPTED = "preempted"  # this and the next two: ends that are no fault of the job
     TIME_LIMIT = "time_limit"

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from titan_ckpt.debug.incident.records import OPERATION, Array, RankRecord
+from titan_ckpt.debug.incident.records import NO_OPERATIONS, OPERATION, Array, RankRecord
 
 MOST_OPERATIONS = 1 << 16
 _SEQ_BITS = 31
@@ -101,7 +101,8 @@ def operation_blocks(ranks: Mapping[int, RankRecord]) -> Iterator[OperationBlock
 
 
 def _block(tables: list[Array], first: int) -> OperationBlock:
-    table = tables[0] if len(tables) == 1 else np.frombuffer(b"".join(table.data for table in tables), OPERATION)
+    filled = [table.data for table in tables if table is not NO_OPERATIONS]
+    table = tables[0] if len(tables) == 1 else np.frombuffer(b"".join(filled), OPERATION)
     lengths = np.fromiter(map(len, tables), np.int64, len(tables))
     return OperationBlock(table=table, first=first, lengths=lengths)
 

@@ -9,16 +9,18 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.output import write_note, write_text
+from titan_ckpt.debug.live.attach import Attached, attach, find_training
 from titan_ckpt.debug.live.processes import Process, find_processes, process_state
-from titan_ckpt.debug.live.publish import publish
+from titan_ckpt.debug.live.publish import publish, publish_files
 from titan_ckpt.debug.record.demand import Demand, demand
 from titan_ckpt.debug.record.worker_endpoint import fetch_trace
-from titan_ckpt.errors import NotFoundError, UsageError
+from titan_ckpt.errors import NotFoundError, TitanError, UsageError
 from titan_ckpt.location import redact
 from titan_ckpt.private_files import PrivateFolder
 from titan_ckpt.store.open import open_store
@@ -84,14 +86,20 @@ def _spy(files: PrivateFolder, process: Process) -> None:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="the recorder's folder on this host")
-    parser.add_argument("--out", metavar="URL", help="also copy everything to this folder or object store")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="the recorder's folder on this host; without it, and "
+                        "without --pid, the training processes of this user that are found by RANK and libtorch")  # fmt: skip
+    parser.add_argument("--pid", metavar="PID", nargs="+", type=int, action="extend", default=[],
+                        help="look at these processes, which need not know of us, by py-spy and /proc")  # fmt: skip
+    parser.add_argument("--out", metavar="URL", help="also copy everything to this folder or object store; without FOLDER "
+                        "needed")  # fmt: skip
     parser.add_argument("--logs", metavar="GLOB", help="log files whose ends are copied as well, to logs/ of --out")
     parser.add_argument("--wait", type=float, default=5.0, metavar="S", help="how long to wait for dumps (default 5)")
     parser.add_argument("--force", action="store_true", help="replace files that are at --out already")
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.folder is None or arguments.pid:
+        return _attach(arguments)
     folder = Path(arguments.folder)
     if not folder.is_dir():
         raise NotFoundError(f"{folder}: no such folder; give the one that the recorder writes to")
@@ -106,6 +114,46 @@ def _run(arguments: argparse.Namespace) -> int:
             write_note(f"left out: {note}")
     write_text(redact(target))
     return 0
+
+
+def _attach(arguments: argparse.Namespace) -> int:
+    """Look at processes without a recorder, and write what was seen to --out."""
+    if arguments.folder is not None or arguments.logs:
+        raise UsageError("--pid is for jobs without our recorder: give --out, but neither FOLDER nor --logs")
+    if not arguments.out:
+        raise UsageError(
+            "give the recorder's FOLDER, or --out URL to write to what is seen of processes without a recorder"
+        )
+    pids = list(dict.fromkeys(arguments.pid)) or find_training()
+    if not pids:
+        raise NotFoundError(
+            f"no process of this user on {socket.gethostname()} has RANK in its environment and libtorch in its memory; "
+            "give --pid PID..."
+        )
+    store = open_store(arguments.out)
+    found, lost = _attached(pids)
+    publish_files({name: data for one in found for name, data in one.files.items()}, store, is_forced=arguments.force)
+    for one in found:
+        rank = "of unknown rank" if one.rank is None else f"rank {one.rank}"
+        write_note(f"{rank}: pid {one.pid}: {one.state}{f'; {one.note}' if one.note else ''}")
+    for error in lost:
+        write_note(f"left out: {error}")
+    write_text(redact(arguments.out))
+    return 0
+
+
+def _attached(pids: Sequence[int]) -> tuple[list[Attached], list[TitanError]]:
+    """What was seen of each process, and why others could not be looked at; the first error if that is all of them."""
+    found: list[Attached] = []
+    lost: list[TitanError] = []
+    for pid in pids:
+        try:
+            found.append(attach(pid))
+        except (NotFoundError, UsageError) as error:
+            lost.append(error)
+    if lost and not found:
+        raise lost[0]
+    return found, lost
 
 
 COLLECT = Command(configure=_configure, run=_run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -10,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.errors import StoreError
+from titan_ckpt.debug.incident.records import MAX_RANK
+from titan_ckpt.errors import CheckpointError, StoreError
+from titan_ckpt.parsing.json_values import JsonValue, parse_json
 from titan_ckpt.private_files import open_regular
 
 GONE = "gone"
@@ -41,7 +42,7 @@ def find_processes(folder: Path) -> list[Process]:
     for path in sorted(folder.glob("rank_*.sidecar.json")):
         try:
             process = _process(path, _read_sidecar(path))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, StoreError):
+        except (OSError, KeyError, CheckpointError, StoreError):
             continue  # damaged, or not a sidecar
         if process is not None:
             found.append(process)
@@ -59,10 +60,10 @@ def process_state(pid: int) -> str:
 
 def _read_sidecar(path: Path) -> dict[str, Any]:
     with open(open_regular(path), "rb") as file:
-        value = json.loads(file.read(MAX_SIDECAR_BYTES))
-    if not isinstance(value, dict):
-        raise TypeError("not a sidecar")
-    return value
+        document = JsonValue(parse_json(file.read(MAX_SIDECAR_BYTES), str(path)), str(path))
+    document["rank"].whole(0, MAX_RANK)
+    document["pid"].whole(1)
+    return document.table()
 
 
 def _process(path: Path, sidecar: dict[str, Any]) -> Process | None:

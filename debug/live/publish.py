@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +36,7 @@ def publish(folder: Path, logs: str | None, store: Store, *, is_forced: bool) ->
     """
     left_out: list[str] = []
     sources = [*_evidence(folder), *_logs(logs, left_out)] if logs else list(_evidence(folder))
-    taken = [] if is_forced else [source.name for source in sources if store.exists(source.name)]
-    if taken:
-        raise AlreadyExistsError(
-            f"{store}: {taken[0]}{f' and {len(taken) - 1} more' if len(taken) > 1 else ''} there already; "
-            "give another --out, or --force to replace"
-        )
+    _refuse_taken([source.name for source in sources], store, is_forced=is_forced)
     for source in sources:
         try:
             content = _read(source)
@@ -50,6 +45,22 @@ def publish(folder: Path, logs: str | None, store: Store, *, is_forced: bool) ->
         else:
             store.write(source.name, [content])
     return left_out
+
+
+def publish_files(files: Mapping[str, bytes], store: Store, *, is_forced: bool) -> None:
+    """Write these files, under the same condition."""
+    _refuse_taken(list(files), store, is_forced=is_forced)
+    for name, content in files.items():
+        store.write(name, [content])
+
+
+def _refuse_taken(names: Sequence[str], store: Store, *, is_forced: bool) -> None:
+    taken = [] if is_forced else [name for name in names if store.exists(name)]
+    if taken:
+        raise AlreadyExistsError(
+            f"{store}: {taken[0]}{f' and {len(taken) - 1} more' if len(taken) > 1 else ''} there already; "
+            "give another --out, or --force to replace"
+        )
 
 
 def _evidence(folder: Path) -> Iterator[Source]:

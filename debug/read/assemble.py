@@ -31,6 +31,8 @@ from titan_ckpt.debug.read.black_boxes import BlackBox, BoxReader
 from titan_ckpt.debug.read.logs import group_by_rank, merge_logs
 from titan_ckpt.debug.read.name_tables import Interner
 from titan_ckpt.debug.read.recorder_files import Sidecar
+from titan_ckpt.debug.read.reports.inspector import Progress
+from titan_ckpt.debug.read.reports.process_stacks import ProcessStacks
 from titan_ckpt.debug.read.snapshots import add_box, merge_dumps
 from titan_ckpt.debug.read.text.job_text import JobText
 from titan_ckpt.store.base import Store
@@ -67,12 +69,17 @@ class RunEvidence:
     read_stems: set[tuple[int, str]] = field(default_factory=set)
     num_evidence: int = 0
     recorded_ranks: int = 0
+    started_s: float | None = None  # when the first recorder started, by the clock of logs (local time)
     boxes: BoxReader = field(init=False)
     texts: list[JobText] = field(default_factory=list)
     job_log: RankLog | None = None
     hosts: Mapping[int, str] = field(default_factory=dict)
     pids: Mapping[int, int] = field(default_factory=dict)
     first_record: dict[int, int] = field(default_factory=dict)
+    progress: list[Progress] = field(default_factory=list)
+    processes: list[ProcessStacks] = field(default_factory=list)  # of which no file's name gives the rank
+    host_of_file: dict[int, str] = field(default_factory=dict)
+    pid_of_file: dict[int, int] = field(default_factory=dict)
     unusable_groups: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -82,10 +89,14 @@ class RunEvidence:
         self.flags.append(Flag(flag=name, text=text, ranks=() if rank is None else (rank,), source=source))
 
 
+_NOTHING = RankEvidence()
+
+
 def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -> Run:
     """Build the Run."""
     exits = group_by_rank(evidence.exits)
-    numbers = set(evidence.ranks) | set(exits)
+    named = {rank for rank in (*evidence.hosts, *evidence.pids) if not evidence.recorded_ranks}
+    numbers = set(evidence.ranks) | set(exits) | named
     largest = max((max(group.members) for group in evidence.interner.groups if group.members), default=-1)
     world_size = min(MAX_RANK, max(evidence.world_size, largest + 1, max(numbers, default=-1) + 1))
     for rank in range(world_size):
@@ -130,6 +141,8 @@ def _wrappers(run: Run) -> frozenset[tuple[str, int]]:
 
 def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer_box: bool) -> RankRecord:
     found = evidence.ranks[rank]
+    if exit_ is None and found == _NOTHING and rank not in evidence.hosts and rank not in evidence.pids:
+        return RankRecord(rank=rank)
     if found.box and not (found.dumps or found.sidecar or found.logs or found.stacks):
         return RankRecord(
             rank=rank, pid=found.box.pid, operations=found.box.operations, dumps=(_box_dump(found, found.box),), exit=exit_,

@@ -20,7 +20,10 @@ TAIL_OF_LOG = 12 << 20
 
 _RANK = re.compile(r"rank[_-]?0*(\d{1,6})(?!\d)", re.IGNORECASE)
 _TRAILING = re.compile(r"(?:trace|dump|flight_recorder|fr)[\w-]*?_0*(\d{1,6})$", re.IGNORECASE)
-_TORCHRUN = re.compile(r"(?P<base>(?:^|.*/)attempt_\d{1,6})/(?P<local>\d{1,6})/(?:stdout|stderr)\.log(?:\.gz|\.zst)?$")
+_LAST_NUMBER = re.compile(r"(?<![\d])0*(\d{1,6})$")
+_TORCHRUN = re.compile(
+    r"(?P<base>(?:^|.*/)attempt_\d{1,6})/(?P<local>\d{1,6})/(?:(?:stdout|stderr)\.log(?:\.gz|\.zst)?|error\.json)$"
+)
 TEXT_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
 _ENDINGS = frozenset((".json", ".jsonl", ".stacks", ".box", ".pickle", ".pkl", ".pt", ".svg", *TEXT_ENDINGS))
 _STEP_FOLDER = re.compile(r"^step-\d{8,}$")
@@ -40,6 +43,12 @@ class EvidenceFile:
     size_bytes: int
     modified_s: float
     host_folder: str = ""
+
+    @property
+    def last_number(self) -> int | None:
+        """The number that the name ends with: torch's DebugInfoWriter puts the rank behind whatever prefix it is given."""
+        match = _LAST_NUMBER.search(self.stem)
+        return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""Flight Recorder dumps (pickle and JSON, versions 2.3 to 2.10) as columns.
+"""Flight Recorder dumps (pickle and JSON) as columns.
 
-Format: torch/csrc/distributed/c10d/FlightRecorder. What gloo leaves out (states, P2P, a usable pg_config) stays unknown;
-nothing is guessed.
+Format: torch/csrc/distributed/c10d (ProcessGroupNCCL's TraceUtils.h, later FlightRecorder.hpp and FlightRecorderDetail.hpp). The
+keys were compared with the sources that write versions 2.2, 2.3, 2.4, 2.7 and 2.10; of others only `seq_id`, `pg_name` and a bare
+`pg_id` are tried as well. What gloo leaves out (states, P2P, a usable pg_config) stays unknown; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def parse_dump(data: bytes, rank: int, interner: Interner) -> ParsedDump:
         first = int(entries[0].get("record_id", 0)) if entries else 0
         if (operations["p2p"] != 0).any():
             number = _numbers([entry.get("p2p_seq_id") for entry in entries])
-            operations = _settle_pairs(operations, number, _batches(entries), is_whole=first == 0)
+            is_whole = first == 0 and _are_consecutive(entries)
+            operations = _settle_pairs(operations, number, _batches(entries), is_whole=is_whole)
     except (TypeError, KeyError, AttributeError, OverflowError, IndexError, RecursionError) as error:
         raise ValueError(f"an entry is not as a dump's should be: {type(error).__name__}: {error}") from error
     return ParsedDump(
@@ -77,8 +79,13 @@ def parse_dump(data: bytes, rank: int, interner: Interner) -> ParsedDump:
         first_record_id=first,
         groups=configured,
         has_usable_groups=all(group.members for group in used),
-        is_whole=first == 0,
+        is_whole=first == 0 and _are_consecutive(entries),
     )
+
+
+def _are_consecutive(entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether no entry is left out, as in a dump of pending operations only (`onlyactive`, TORCH_INCLUDE_ONLY_ACTIVE)."""
+    return not entries or int(entries[-1].get("record_id", len(entries) - 1)) == len(entries) - 1
 
 
 def _batches(entries: Sequence[Mapping[str, Any]]) -> Array:
@@ -99,11 +106,16 @@ def _configured_groups(raw: Any, interner: Interner) -> dict[str, Group]:
     return groups
 
 
+_DIGITS = re.compile(r"[0-9]{1,9}")
+
+
 def _members(ranks: Any) -> tuple[int, ...]:
     if isinstance(ranks, str):
-        if not re.fullmatch(r"\[[\d,\s]*\]", ranks):
+        if not re.fullmatch(r"[\[(]?[\d,\s]*[\])]?", ranks):
             return ()
         ranks = [int(digits) for digits in re.findall(r"\d{1,9}", ranks)]
+    elif isinstance(ranks, list | tuple) and all(isinstance(rank, str) and _DIGITS.fullmatch(rank) for rank in ranks):
+        ranks = [int(rank) for rank in ranks]
     if not isinstance(ranks, list | tuple) or not all(
         isinstance(rank, int) and 0 <= rank <= MAX_RANK for rank in ranks
     ):

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from signal import Signals
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent, RankLog
@@ -54,6 +55,7 @@ def combine(texts: Sequence[JobText], known_pids: Mapping[int, int] | None = Non
             else:
                 job.append(merged_log(streams, -1))
         _take_notes(text, who, ranks, job)
+        _take_unplaced(text, who, job)
     pids = {rank: pid for pid, rank in who.spawned.items()}
     pids.update({ended.rank: ended.pid for ended in exits if ended.pid is not None})
     pids.update({rank: writer[2] for writer, rank in who.links.items() if writer[0] == "pid"})
@@ -102,6 +104,7 @@ class _Who:
         self._pids.update(self.spawned)
         self._pids.update({writer[2]: rank for writer, rank in self.links.items() if writer[0] == "pid"})
         self._offsets = _offsets(texts, self.links)
+        self._num_hosts = len({writer[1] for writer in writers if writer[0] == "host"})
         has_places = any(writer[0] in ("rank", "local") for writer in writers) or bool(self.links)
         nodes = {writer: node for text in texts for writer, node in text.nodes.items()}
         self._nodes = {} if has_places else {**nodes, **_single_process_hosts(writers)}
@@ -138,7 +141,10 @@ class _Who:
         if ending.rank is not None:
             return -1 if ending.is_task and self.is_elastic else ending.rank
         if ending.local_rank is not None:
-            return self.rank(("local", f"{text.scope}|", ending.local_rank))
+            place = f"{text.scope}|{ending.host}"
+            if ending.host and place not in self._offsets and self._num_hosts > 1:
+                return -1
+            return self.rank(("local", place, ending.local_rank))
         return self.of_pid(ending.pid)
 
     def of_pid(self, pid: int | None) -> int:
@@ -231,9 +237,15 @@ def _stopped(text: JobText, who: _Who, found: Mapping[int, Exit]) -> list[Exit]:
     if len(left) != len(pids):
         return []
     return [
-        Exit(rank=rank, code=text.endings.told[pid], source=text.source, pid=pid, was_told=True)
+        Exit(rank=rank, code=_last_word(text.endings.told[pid]), source=text.source, pid=pid, was_told=True)
         for rank, pid in zip(left, pids, strict=True)
     ]
+
+
+def _last_word(told: Sequence[int]) -> int:
+    """The signal that ended a process which got several: SIGKILL if it was among them, else the first; the others came to a
+    process that was ending already."""
+    return -int(Signals.SIGKILL) if -int(Signals.SIGKILL) in told else told[0]
 
 
 def _unheard(text: JobText, by_rank: Mapping[int, Sequence[Stream]], exits: Sequence[Exit]) -> list[int]:
@@ -257,6 +269,23 @@ def _take_notes(text: JobText, who: _Who, ranks: defaultdict[int, list[RankLog]]
         for rank in [rank for rank in meant if 0 <= rank <= MAX_RANK]:
             ranks[rank].append(RankLog(source=text.source, events=(replace(event, rank=rank),)))
         if not any(rank >= 0 for rank in meant):
+            job.append(RankLog(source=text.source, events=(event,)))
+
+
+def _take_unplaced(text: JobText, who: _Who, job: list[RankLog]) -> None:
+    """Ends of processes of which nothing says which ranks they were."""
+    for ending in text.endings.found:
+        is_known = ending.is_task or 0 <= who.of_ending(text, ending) <= MAX_RANK
+        if ending.code and not is_known:
+            where = " ".join(
+                f"{name} {value}"
+                for name, value in (("local rank", ending.local_rank), ("pid", ending.pid), ("on", ending.host))
+                if value not in (None, "")
+            )
+            event = LogEvent(
+                kind=EventKind.EXITED, rank=-1, text=f"exit code {ending.code}: {where or 'a process'}", source=text.source,
+                line=ending.line, values={"host": ending.host} if ending.host else {},
+            )  # fmt: skip
             job.append(RankLog(source=text.source, events=(event,)))
 
 
@@ -330,11 +359,11 @@ def _distinct(logs: Sequence[RankLog]) -> list[LogEvent]:
     """Events of several files; one that a console repeats from a rank's own file counts once."""
     if len(logs) == 1:
         return list(logs[0].events)
-    seen: dict[tuple[EventKind, str, float | None], str] = {}
+    seen: dict[tuple[EventKind, str, float | None, str], str] = {}
     kept = []
     for log in sorted(logs, key=lambda log: log.source.count("/"), reverse=True):
         for event in log.events:
-            key = event.kind, event.text, event.time_s
+            key = event.kind, event.text, event.time_s, event.values.get("at", "")
             if seen.setdefault(key, log.source) == log.source:
                 kept.append(event)
     return kept

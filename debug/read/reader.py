@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, MAGIC, read_heartbeat
 from titan_ckpt.debug.incident.gc_off import no_gc
@@ -26,9 +27,30 @@ from titan_ckpt.debug.read.discovery import (
     read_evidence_file,
 )
 from titan_ckpt.debug.read.flight_recorder import ParsedDump, parse_dump
+from titan_ckpt.debug.read.many_files import Fetch, fetched, is_local, read_texts
 from titan_ckpt.debug.read.plain_pickle import looks_like_pickle
-from titan_ckpt.debug.read.recorder_files import Exits, Sidecar, read_error, read_exits, read_sidecar
-from titan_ckpt.debug.read.text_files import finish_texts, is_json_lines, is_streamed, stream_text, take_text
+from titan_ckpt.debug.read.recorder_files import (
+    Exits,
+    LiveProcess,
+    Sidecar,
+    read_error,
+    read_exits,
+    read_process,
+    read_sidecar,
+)
+from titan_ckpt.debug.read.reports.documents import quoted_lines
+from titan_ckpt.debug.read.reports.process_stacks import is_pyspy_json, read_pyspy_json
+from titan_ckpt.debug.read.reports.ras import is_ras_json, read_ras_json
+from titan_ckpt.debug.read.text_files import (
+    finish_texts,
+    is_json_lines,
+    is_streamed,
+    stream_text,
+    take_process,
+    take_quoted,
+    take_report,
+    take_text,
+)
 from titan_ckpt.errors import CheckpointError, NotFoundError, StoreError, TitanError, UnsafeContentError
 from titan_ckpt.location import local_path, scheme
 from titan_ckpt.parsing.json_values import JsonValue, parse_json
@@ -52,9 +74,8 @@ def open_run(url: str, *, store: Store | None = None, incident: str | None = Non
         together = MOST_OPERATIONS // max(keep, 1)
         for start in range(0, len(tails), together):
             _read_tails(evidence, tails[start : start + together], keep)
-        for file in sorted(found, key=_reading_order):
-            if not keep or not file.path.endswith(".box"):
-                _read(evidence, file)
+        rest = (file for file in found if not (keep and file.path.endswith(".box")))
+        _read_all(evidence, sorted(rest, key=_reading_order))
         finish_texts(evidence)
         if evidence.num_evidence == 0:
             raise _nothing(store, evidence, place.folders)
@@ -121,12 +142,25 @@ def _read_tails(evidence: RunEvidence, found: Sequence[EvidenceFile], keep: int)
             _flag(evidence, file, error)
 
 
-def _read(evidence: RunEvidence, file: EvidenceFile) -> None:
+def _read_all(evidence: RunEvidence, files: Sequence[EvidenceFile]) -> None:
+    """Read all files, those that look like text last."""
+    texts = [file for file in files if file.suffix in TEXT_ENDINGS]
+    others = [file for file in files if file.suffix not in TEXT_ENDINGS]
+    if is_local(evidence.store):
+        for file in others:
+            _read(evidence, file)
+        read_texts(evidence, texts, _read)
+    else:
+        for file, fetch in fetched(evidence.store, [*others, *texts], is_streamed):
+            _read(evidence, file, fetch)
+
+
+def _read(evidence: RunEvidence, file: EvidenceFile, fetch: Fetch | None = None) -> None:
     try:
         if is_streamed(file):
             stream_text(evidence, file)
         else:
-            _take(evidence, file, read_evidence_file(evidence.store, file))
+            _take(evidence, file, fetch() if fetch else read_evidence_file(evidence.store, file))
     except _DAMAGE as error:
         _flag(evidence, file, error)
 
@@ -155,9 +189,15 @@ def _take(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
         _take_box(evidence, file, evidence.boxes.parse(data, file.path))
     elif looks_like_pickle(data[:2]):
         _take_dump(evidence, file, data)
-    elif file.suffix == ".json" or data[:1] == b"{":
+    elif (
+        file.suffix == ".json"
+        or data[:1] == b"{"
+        or (data[:4096].lstrip()[:1] == b"[" and b'"thread_id"' in data[:4096])
+    ):
         _take_json(evidence, file, data)
-    elif file.suffix in (".pickle", ".pkl") or (file.suffix == "" and b"\0" in data[:4096]):
+    elif file.suffix in (".pickle", ".pkl") or (
+        file.suffix == "" and b"\0" in data[:4096] and file.last_number is not None
+    ):
         raise ValueError("is no pickle (wrong first bytes)")
     else:
         take_text(evidence, file, data)
@@ -171,14 +211,16 @@ def _rank(evidence: RunEvidence, rank: int) -> RankEvidence:
 
 
 def _take_dump(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
-    if file.rank is None:
+    rank = file.rank if file.rank is not None else file.last_number
+    if rank is None:
         raise ValueError("the file's name has no rank (expected rank_N or ..._rank_N)")
-    parsed = parse_dump(data, file.rank, evidence.interner)
-    record = _rank(evidence, file.rank)
-    evidence.read_stems.add((file.rank, file.stem))
+    file = replace(file, rank=rank)
+    parsed = parse_dump(data, rank, evidence.interner)
+    record = _rank(evidence, rank)
+    evidence.read_stems.add((rank, file.stem))
     _note_dump(evidence, file, parsed)
     record.known_groups.update(
-        {g.name: g for g in parsed.groups.values() if g.members and g.name and file.rank in g.members}
+        {g.name: g for g in parsed.groups.values() if g.members and g.name and rank in g.members}
     )
     record.dumps.append((_dump_record(file, parsed), parsed.operations))
 
@@ -209,8 +251,8 @@ def _take_box(evidence: RunEvidence, file: EvidenceFile, box: BlackBox) -> None:
 def _take_json(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     if file.rank is not None and (file.rank, file.stem) in evidence.read_stems:
         return  # the pickle of the same snapshot has the same, with call stacks
-    if file.rank is None and not data.lstrip().startswith(b"{"):
-        return  # not written by the recorder
+    if not data.lstrip().startswith((b"{", b"[")):
+        return  # nothing that is known
     if is_json_lines(data):
         take_text(evidence, file, data)
         return
@@ -224,13 +266,32 @@ def _take_json(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
         _rank(evidence, event.rank).logs.append(RankLog(source=file.path, events=(event,)))
     elif kind == "exits":
         _take_exits(evidence, read_exits(document, file.path))
-    elif isinstance(value, dict) and ("entries" in value or "pg_config" in value) and file.rank is not None:
+    elif kind == "process":
+        _take_process(evidence, read_process(document))
+    elif is_pyspy_json(document):
+        take_process(evidence, file, read_pyspy_json(document, file.path))
+    elif isinstance(value, dict) and is_ras_json(document):
+        take_report(evidence, read_ras_json(document, file.path))
+    elif isinstance(value, dict) and ("entries" in value or "pg_config" in value):
         _take_dump(evidence, file, data)
+    elif (lines := quoted_lines(value)) is not None:
+        take_quoted(evidence, file, lines)
+
+
+def _take_process(evidence: RunEvidence, found: LiveProcess) -> None:
+    """A process that `debug collect --pid` looked at."""
+    evidence.num_evidence += 1
+    evidence.world_size = max(evidence.world_size, found.world_size)
+    if found.rank is not None:
+        evidence.ranks[found.rank].process_state = found.state
+        evidence.host_of_file[found.rank], evidence.pid_of_file[found.rank] = found.host, found.pid
 
 
 def _take_sidecar(evidence: RunEvidence, sidecar: Sidecar) -> None:
     record = _rank(evidence, sidecar.rank)
     record.sidecar = sidecar
+    if sidecar.started_s is not None:
+        evidence.started_s = min(sidecar.started_s, evidence.started_s or sidecar.started_s)
     evidence.recorded_ranks = max(evidence.recorded_ranks, sidecar.world_size)
     evidence.world_size = max(evidence.world_size, sidecar.world_size)
     record.known_groups.update({group.name: group for group in sidecar.groups})

@@ -42,6 +42,26 @@ class Exits:
     launcher: Launcher | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveProcess:
+    """A process as `debug collect --pid` found it; `rank` is None where its environment has none."""
+
+    host: str
+    pid: int
+    state: str
+    rank: int | None
+    world_size: int
+
+
+def read_process(document: JsonValue) -> LiveProcess:
+    """A `.process.json`."""
+    rank = document.find("rank")
+    return LiveProcess(
+        host=_text(document, "host"), pid=document["pid"].whole(), state=_text(document, "state"),
+        rank=None if rank is None or rank.value is None else _rank(rank), world_size=_world_size(document),
+    )  # fmt: skip
+
+
 def read_sidecar(document: JsonValue) -> Sidecar:
     """The `.sidecar.json` of a rank."""
     coordinates, groups = document.find("coordinates"), document.find("groups")

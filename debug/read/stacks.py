@@ -10,7 +10,7 @@ from titan_ckpt.debug.incident.records import Frame, StackSnapshot, Thread
 _THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+|\d+)(?: \[([^\]]*)\])?")
 _FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+),? in (.+?)(?:\s{2,}\| (.*))?$')
 _PYSPY_THREAD = re.compile(r'^Thread (\d+) \(([^)]*)\)(?:: "?([^"]*)"?)?')
-_PYSPY_FRAME = re.compile(r"^\s{4}(.+?) \((.+?):(\d+)\)$")
+_PYSPY_FRAME = re.compile(r"^\s{4}(\S.{0,400}?) \(([^()]{1,400}?)(?::(\d{1,9}))?\)$")  # without a line: --native
 _STATE = re.compile(r"^\s*(Garbage-collecting|<no Python frame>|<cannot .*>)$")
 MAX_THREADS = 512
 
@@ -41,7 +41,7 @@ def parse_stacks(text: str, source: str, reason: str) -> StackSnapshot:
             )
         elif match := _PYSPY_FRAME.match(line):
             function, file, number = match.groups()
-            frames.append(Frame(file=file, line=_line(number), function=function))
+            frames.append(Frame(file=_native(file, number), line=_line(number or "0"), function=function))
         elif match := _STATE.match(line):
             state = match.group(1)
     close()
@@ -53,6 +53,11 @@ def _thread_name(pyspy: re.Match[str] | None, faulthandler: re.Match[str] | None
         return pyspy.group(3) or pyspy.group(1)
     assert faulthandler is not None
     return (faulthandler.group(3) or faulthandler.group(2)).strip() or faulthandler.group(2)
+
+
+def _native(file: str, line: str | None) -> str:
+    """py-spy gives C frames a library without a line: no part of the user's program."""
+    return file if line else f"<{file}>"
 
 
 def _line(digits: str) -> int:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 
+from titan_ckpt.debug.incident.kinds import FlagKind
 from titan_ckpt.debug.incident.records import MAX_RANK, RankLog
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence
 from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, log_chunks
 from titan_ckpt.debug.read.logs import combine
+from titan_ckpt.debug.read.reports.gpu_state import is_gpu_state, read_gpu_state
+from titan_ckpt.debug.read.reports.inspector import compared, is_inspector, read_inspector
+from titan_ckpt.debug.read.reports.process_stacks import ProcessStacks, is_process_stacks, read_process_stacks
+from titan_ckpt.debug.read.reports.ras import is_ras_text, read_ras_text
 from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, Writer, read_text
 
@@ -58,7 +65,9 @@ def stream_text(evidence: RunEvidence, file: EvidenceFile) -> None:
     """Read a log of any length."""
     chunks = log_chunks(evidence.store, file)
     first = next(chunks, (b"", False))
-    if len(first[0]) < STREAMED_BYTES and is_stacks(file, first[0]):
+    if is_inspector(first[0][:_HEAD]):
+        take_progress(evidence, file, (chunk for chunk, _ in chain([first], chunks)))
+    elif len(first[0]) < STREAMED_BYTES and is_stacks(file, first[0]):
         take_text(evidence, file, b"".join(chunk for chunk, _ in chain([first], chunks)))
     else:
         _take_log(evidence, file, chain([first], chunks))
@@ -72,11 +81,59 @@ def is_json_lines(data: bytes) -> bool:
 
 
 def take_text(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
-    """Stacks or a log."""
-    if file.rank is not None and is_stacks(file, data):
+    """Stacks, another tool's report, or a log."""
+    head = data[:_HEAD]
+    if is_inspector(head):
+        take_progress(evidence, file, [data])
+    elif is_process_stacks(head.decode("utf-8", "replace")):
+        _take_processes(evidence, file, data.decode("utf-8", "replace"))
+    elif is_ras_text(head):
+        take_report(evidence, read_ras_text(data.decode("utf-8", "replace"), file.path, f"{file.modified_s:.0f}"))
+    elif is_gpu_state(head):
+        take_report(evidence, read_gpu_state(data.decode("utf-8", "replace"), file.path))
+    elif file.rank is not None and is_stacks(file, data):
         _take_stacks(evidence, file, data.decode("utf-8", "replace"))
     else:
         _take_log(evidence, file, [(data, False)])
+
+
+def take_progress(evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[bytes]) -> None:
+    """A file of NCCL's inspector; its ranks are compared when all are read."""
+    evidence.num_evidence += 1
+    evidence.progress += read_inspector(chunks, file.path)
+
+
+def take_quoted(evidence: RunEvidence, file: EvidenceFile, lines: Iterable[str]) -> None:
+    """Text that a JSON document holds."""
+    _take_log(evidence, file, [("\n".join(lines).encode("utf-8", "replace"), False)])
+
+
+def take_report(evidence: RunEvidence, text: JobText) -> None:
+    """What another tool says of the job's processes and devices."""
+    evidence.num_evidence += 1
+    evidence.texts.append(text)
+
+
+def _take_processes(evidence: RunEvidence, file: EvidenceFile, text: str) -> None:
+    for process in read_process_stacks(text, file.path):
+        take_process(evidence, file, process)
+
+
+def take_process(evidence: RunEvidence, file: EvidenceFile, process: ProcessStacks) -> None:
+    """The stacks of a process: the rank's that the file's name gives, else of the rank that the process turns out to be."""
+    if not process.stacks.threads:
+        raise ValueError("a stack dump without a thread")
+    if file.rank is not None:
+        _rank(evidence, file.rank).stacks.append(process.stacks)
+        evidence.pid_of_file.setdefault(file.rank, process.pid or 0)
+        return
+    evidence.num_evidence += 1
+    named = _PID_IN_NAME.search(file.path.rpartition("/")[2])
+    evidence.processes.append(process if process.pid or not named else replace(process, pid=int(named[1] or named[2])))
+
+
+_HEAD = 4096
+_PID_IN_NAME = re.compile(r"pid[_.-]?(\d{1,9})|(?<!\d)(\d{3,9})(?!\d)")
 
 
 def is_stacks(file: EvidenceFile, data: bytes) -> bool:
@@ -112,7 +169,7 @@ def _take_log(evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[tuple[
         scope=file.host_folder or file.path,
         default=_writer(file),
         year=datetime.fromtimestamp(max(0.0, min(file.modified_s, 4e9)), UTC).year,
-        since_s=_log_starts_s(evidence),
+        since_s=None if evidence.started_s is None else evidence.started_s - SLACK_S,
     )
     read_text(text, chunks)
     is_log = file.suffix in TEXT_ENDINGS or any(word in name for word in _LOG_WORDS)
@@ -130,13 +187,6 @@ def _writer(file: EvidenceFile) -> Writer:
     return ("local", f"{file.host_folder}|", file.rank) if file.host_folder else ("rank", "", file.rank)
 
 
-def _log_starts_s(evidence: RunEvidence) -> float | None:
-    """When this incident's process started, by the clock of logs (local time); None if no recorder ran."""
-    found = (rank.sidecar for rank in evidence.ranks.values() if rank.sidecar is not None)
-    starts = [sidecar.started_s for sidecar in found if sidecar.started_s is not None]
-    return min(starts) - SLACK_S if starts else None
-
-
 def finish_texts(evidence: RunEvidence) -> None:
     """Give every rank its logs, exits and crash stacks, once all files were read."""
     pids: dict[int, int] = {}
@@ -144,7 +194,8 @@ def finish_texts(evidence: RunEvidence) -> None:
         pid = known.sidecar.pid if known.sidecar else known.box.pid if known.box else None
         if pid:
             pids[pid] = rank
-    logs = combine(evidence.texts, pids)
+    texts = [*evidence.texts, *compared(evidence.progress)]
+    logs = combine(texts, pids)
     for rank, found in logs.ranks.items():
         if not evidence.recorded_ranks or rank < evidence.recorded_ranks:
             evidence.ranks[rank].logs.extend(found)
@@ -154,10 +205,25 @@ def finish_texts(evidence: RunEvidence) -> None:
             reason = "fatal abort" if is_abort else "fatal" if is_fatal else "log"
             evidence.ranks[rank].stacks.append(parse_stacks(crash, source, reason))
     evidence.exits.extend(logs.exits)
-    evidence.world_size = max(evidence.world_size, logs.num_ranks)
+    evidence.world_size = max([evidence.world_size, logs.num_ranks, *(text.num_ranks for text in texts)])
     evidence.launcher = logs.launcher or evidence.launcher
     evidence.job_log = _without_ranks_noise(logs.job)
-    evidence.hosts, evidence.pids = logs.hosts, logs.pids
+    evidence.hosts, evidence.pids = {**logs.hosts, **evidence.host_of_file}, {**logs.pids, **evidence.pid_of_file}
+    _place_processes(evidence, {**{pid: rank for rank, pid in evidence.pids.items()}, **pids})
+
+
+def _place_processes(evidence: RunEvidence, ranks: Mapping[int, int]) -> None:
+    """Give stacks to the ranks of their processes; `ranks` by pid."""
+    for process in evidence.processes:
+        rank = ranks.get(process.pid or -1)
+        if rank is None and process.local_rank is not None and not evidence.ranks.get(process.local_rank):
+            rank = process.local_rank
+        if rank is None:
+            text = f"stacks of process {process.pid or '?'}: nothing says which rank it is"
+            evidence.flag(FlagKind.RANK_UNKNOWN, text, process.stacks.source)
+        else:
+            evidence.ranks[rank].stacks.append(process.stacks)
+            evidence.pids = {**evidence.pids, **({rank: process.pid} if process.pid else {})}
 
 
 def _without_ranks_noise(job: RankLog | None) -> RankLog | None:

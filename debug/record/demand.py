@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ckpt.debug.record.private_socket import Peer, PrivateSocket, bind_privately, peer_of
+from titan_ckpt.errors import CheckpointError
+from titan_ckpt.parsing.json_values import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +104,8 @@ class Demand:
         with self.connection as connection:
             try:
                 connection.settimeout(max(timeout_s, 0.001))
-                answer = json.loads(connection.recv(MAX_ANSWER_BYTES) or b"null")
-            except (OSError, ValueError):
+                answer = parse_json(connection.recv(MAX_ANSWER_BYTES) or b"null", "the answer")
+            except (OSError, CheckpointError):
                 return False
         return isinstance(answer, dict) and answer.get("rank") == rank
 

@@ -35,23 +35,25 @@ def seconds(match: re.Match[str], year: int) -> float | None:
 
     `year` is used where the text has none (glog, syslog).
     """
-    found = match.groupdict()
-    if not found.get("day"):
+    names = match.re.groupindex
+    if "day" not in names:
         return None
-    month = _MONTHS.get(found.get("word") or "", 0) or int(found.get("month") or 0)
-    number = int(found.get("year") or year)
-    clock, _, fraction = found["clock"].replace(",", ".").partition(".")
-    hour, minute, second = (int(part) for part in clock.split(":"))
-    begin = _day(number + 2000 * (number < 100), month, int(found["day"]))
+    month = match["word"] if "word" in names else match["month"]
+    begin = _day((match["year"] if "year" in names else None) or str(year), month, match["day"])
+    clock = match["clock"]
+    hour, minute, second = int(clock[:2]), int(clock[3:5]), int(clock[6:8])
     if begin is None or hour > 23 or minute > 59 or second > 60:
         return None
-    return begin + 3600 * hour + 60 * minute + second + (float(f"0.{fraction}") if fraction else 0.0)
+    return begin + 3600 * hour + 60 * minute + second + (float(f"0.{clock[9:]}") if len(clock) > 9 else 0.0)
 
 
 @lru_cache(maxsize=1024)
-def _day(year: int, month: int, day: int) -> float | None:
-    """When a day begins."""
+def _day(year: str, month: str, day: str) -> float | None:
+    """When a day begins; `month` is a number or its name's first letters."""
+    number = int(year)
     try:
-        return datetime(year, month, day, tzinfo=UTC).timestamp()
+        return datetime(
+            number + 2000 * (number < 100), _MONTHS.get(month) or int(month), int(day), tzinfo=UTC
+        ).timestamp()
     except ValueError:
         return None

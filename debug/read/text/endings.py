@@ -14,6 +14,7 @@ from signal import Signals
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.read.text.clocks import seconds
+from titan_ckpt.debug.read.text.managers import Managers, Said
 from titan_ckpt.debug.read.text.pods import PodDescription
 from titan_ckpt.debug.read.text.prefixes import Line
 
@@ -65,7 +66,9 @@ class Endings:
 
     found: list[Ending] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
-    told: dict[int, int] = field(default_factory=dict)  # pid -> signal that the launcher sent
+    told: dict[int, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # pid -> signals that the launcher sent, as exit codes
     unmoved: set[int] = field(default_factory=set)  # pids that were still there PATIENCE_S after a signal
     is_elastic: bool = False
     attempts: int = 0
@@ -78,6 +81,7 @@ class Endings:
     _time_s: float | None = None
     _spawned: int | None = None
     _told_s: dict[int, float | None] = field(default_factory=dict)
+    _managers: Managers = field(default_factory=Managers)
 
     def take(self, number: int, line: Line) -> bool:
         """Account for one line; True if a new attempt of the job begins with it."""
@@ -100,8 +104,19 @@ class Endings:
             self.found.append(Ending(code=int(match["code"] or 1), line=number, rank=rank, is_first=True))
         if match := _RC.match(text):
             self.code = int(match["code"])
-        self._kubernetes_or_shell(number, line, text)
+        said = list(self._managers.take(line))
+        for one in said:
+            self._say(number, line, one)
+        if not said:
+            self._kubernetes_or_shell(number, line, text)
         return self._is_restart(text)
+
+    def _say(self, number: int, line: Line, said: Said) -> None:
+        """Keep what a cluster manager or launcher says."""
+        if said.told_pid is not None:
+            self._tell(said.told_pid, -int(Signals.SIGTERM), line.time_s)
+        elif said.kind is not None:
+            self._note(said.kind, number, line.text, **said.values)
 
     # -- torchrun
 
@@ -111,7 +126,7 @@ class Endings:
         if match := _CLOSING.search(text):
             self._tell(int(match["pid"]), -_number(match["signal"]), time_s)
         elif match := _FORCED.search(text):
-            self.told[int(match["pid"])] = -9
+            self._tell(int(match["pid"]), -int(Signals.SIGKILL), time_s)
             self.unmoved.add(int(match["pid"]))
         elif match := _TOLD_ITSELF.search(text):
             self._note(EventKind.CANCELLED, number, text)
@@ -139,8 +154,10 @@ class Endings:
             self._rank, self._first = None, False
 
     def _tell(self, pid: int, code: int, time_s: float | None) -> None:
-        """A signal that the launcher sent; sent again much later, the process had not reacted to it."""
-        self.told.setdefault(pid, code)
+        """Note a signal of the launcher's, which sends another one if asked again; after long the process had not reacted."""
+        told = self.told.get(pid, ())
+        if code not in told:
+            self.told[pid] = (*told, code)
         first_s = self._told_s.setdefault(pid, time_s)
         if time_s is not None and first_s is not None and time_s - first_s >= PATIENCE_S:
             self.unmoved.add(pid)
@@ -243,7 +260,8 @@ class Endings:
             if cause:
                 self._note(EventKind.KILLED, number, text, host=match["pod"], cause=cause)
         elif "OOMKilled" in text or "evicted" in text or "Evicted" in text:
-            self._note(EventKind.KILLED, number, text, host=line.host, cause="evicted" if "victed" in text else "oom")
+            host = line.host or self.pod.name
+            self._note(EventKind.KILLED, number, text, host=host, cause="evicted" if "victed" in text else "oom")
         elif "NodeNotReady" in text or "node is not ready" in text:
             self._note(EventKind.NODE_LOST, number, text, host=line.host)
         elif ("preempt" in text.lower() or "spot interruption" in text.lower()) and _PREEMPTED.search(text):

@@ -37,12 +37,12 @@ class JobText:
     shells: dict[int, Writer] = field(default_factory=dict)  # whose lines are notes of endings: a shell's below a rank
     weak: tuple[str, ...] = ()
     num_lines: int = 0
+    num_ranks: int = 0  # of the job, where a report says so
     _old: dict[Writer, bool] = field(default_factory=dict)
     _quoted: Writer | None = None  # the process whose error a launcher repeats
 
-    def take(self, number: int, raw: str) -> None:
-        """Account for one written line."""
-        line = peel(raw, self.weak, self.year)
+    def take(self, number: int, line: Line) -> None:
+        """Account for one written line, its prefixes taken off."""
         self.num_lines += 1
         writer = self._writer(line)
         if writer[0] != "rank" and "ank" in line.text:
@@ -152,7 +152,7 @@ def read_text(text: JobText, chunks: Iterable[tuple[bytes, bool]]) -> JobText:
     is_sampled = False
     for number, raw in _joined(_written(opener, _numbered(chunks)), opener):
         if is_sampled:
-            text.take(number, raw)
+            text.take(number, peel(raw, text.weak, text.year))
             continue
         sample.append((number, raw))
         if len(sample) >= SAMPLE:
@@ -164,9 +164,9 @@ def read_text(text: JobText, chunks: Iterable[tuple[bytes, bool]]) -> JobText:
 
 
 def _take_sample(text: JobText, sample: list[tuple[int, str]]) -> None:
-    text.weak = weak_prefixes([raw for _, raw in sample])
-    for number, raw in sample:
-        text.take(number, raw)
+    text.weak, lines = weak_prefixes([raw for _, raw in sample], text.year)
+    for (number, _), line in zip(sample, lines, strict=True):
+        text.take(number, line)
 
 
 def _written(opener: Opener, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
@@ -185,6 +185,7 @@ def _written(opener: Opener, lines: Iterable[tuple[int, str]]) -> Iterator[tuple
         opener.width = wrap_width([line for _, line in waiting]) or -1
         for first, held in waiting:
             yield from ((first, line) for line in opener.open(held))
+    yield from ((0, line) for line in opener.open(""))  # an entry that the end of the file completes
 
 
 def _joined(lines: Iterable[tuple[int, str]], opener: Opener) -> Iterator[tuple[int, str]]:

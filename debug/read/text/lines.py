@@ -1,30 +1,45 @@
 """Bytes of a log to lines: terminal codes and progress bars removed, container runtimes' JSON opened, wrapped lines joined.
 
 Sources: Docker's json-file driver (`{"log":...,"stream":...,"time":...}`), the CRI logging format (`TIME stderr P TEXT`; P:
-partial), fluent-bit's and python-json-logger's keys.
+partial), keys of fluent-bit, python-json-logger, Cloud Logging (`jsonPayload`, `resource.labels`), CloudWatch Logs
+(`logStreamName`) and `journalctl -o json`; `journalctl -o export` (systemd.journal-fields(7)). SageMaker's log viewer shows ESC
+as `#033[`.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from titan_ckpt.debug.read.text.messages import LANDMARKS
+from titan_ckpt.errors import CheckpointError
+from titan_ckpt.parsing.json_values import parse_json
 
 MAX_LINE = 2_000
 MAX_JOINED = 1 << 16
 MAX_MESSAGE = 4_000
+MAX_FIELDS = 100  # of a journal entry
 LONGEST_LINE = 1 << 20
-_ANSI = re.compile(r"\x1b(?:\[[0-9;?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,400}(?:\x07|\x1b\\)|[@-Z\\^_])")
+_ANSI = re.compile(
+    r"#033\[[0-9;]{0,40}m|\x1b(?:\[[0-9;?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,400}(?:\x07|\x1b\\)|[@-Z\\^_])"
+)
 _MARKS = tuple(mark.decode() for mark in LANDMARKS)
 _TEXT_KEYS = ("log", "message", "msg", "textPayload", "MESSAGE", "text", "line", "event")
-_TIME_KEYS = ("time", "timestamp", "ts", "@timestamp", "asctime")
+_TIME_KEYS = ("time", "timestamp", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP")
 _RANK_KEYS = ("rank", "global_rank", "RANK")
-_HOST_KEYS = ("host", "hostname", "node", "pod", "pod_name")
+_HOST_KEYS = ("pod_name", "pod", "task_name", "host", "hostname", "node", "_HOSTNAME", "logStreamName")
+_INNER_KEYS = (
+    "jsonPayload",
+    "kubernetes",
+    "resource",
+    "labels",
+    "k8s",
+)  # Cloud Logging, fluent-bit: objects within the entry
+_JOURNAL = ("__CURSOR=", "__REALTIME_TIMESTAMP=")  # the first fields of an entry
 _CRI = re.compile(r"(\d{4}-\d\d-\d\dT\S{8,30} std(?:out|err) )([PF]) ")
 
 
@@ -48,12 +63,14 @@ class Opener:
 
     width: int = 0
     _partial: str = ""
-    _held: str = ""
+    _entry: dict[str, str] = field(default_factory=dict)
 
     def open(self, raw: str) -> list[str]:
         """The written lines that a physical line completes."""
-        if "\x1b" in raw:
+        if "\x1b" in raw or "#033[" in raw:
             raw = _ANSI.sub("", raw)
+        if self._entry or raw.startswith(_JOURNAL):
+            return self._of_journal(raw)
         if raw.startswith("{"):
             return [_ANSI.sub("", line) for text in _from_json(raw) for line in text.split("\n") if line.strip()]
         if raw[4:5] == "-" and (match := _CRI.match(raw[:80])):
@@ -61,6 +78,16 @@ class Opener:
         raw = raw.rstrip("\r")
         parts = _without_progress(raw) if "\r" in raw else [raw]
         return [_shortened(part) for part in parts if part]
+
+    def _of_journal(self, raw: str) -> list[str]:
+        """A line of a journal entry, whose fields stand in lines of their own up to an empty line."""
+        name, equals, value = raw.partition("=")
+        if raw.strip():
+            if equals and len(self._entry) < MAX_FIELDS:
+                self._entry[name] = value
+            return [] if self._entry else [raw]
+        entry, self._entry = self._entry, {}
+        return _from_entry(entry) if "MESSAGE" in entry else []
 
     def _whole(self, raw: str, match: re.Match[str]) -> str:
         """A CRI line with the partial ones before it; "" while it is partial itself."""
@@ -96,17 +123,19 @@ def _from_json(raw: str) -> list[str]:
     """The text of a JSON line with its time, rank and host put before it as prefixes; the line itself where it holds none."""
     if len(raw) > MAX_JOINED:
         return [_shortened(raw)]
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return [_shortened(raw)]
-    if not isinstance(value, dict):
-        return [_shortened(raw)]
+    value = _parsed(raw)
+    return (_from_entry(value) if isinstance(value, dict) else []) or [_shortened(raw)]
+
+
+def _from_entry(entry: Mapping[str, Any]) -> list[str]:
+    """The lines of an entry; [] where it holds no text."""
+    value = _flat(entry)
     text = _first(value, _TEXT_KEYS)
     if text is None:
-        return [_shortened(raw)]
+        return []
     rank, host, time = (_first(value, keys) for keys in (_RANK_KEYS, _HOST_KEYS, _TIME_KEYS))
-    prefix = f"{time} " if time and re.match(r"\d{4}-\d\d-\d\d[T ]", time) else ""
+    prefix = f"{clock} " if (clock := _iso_time(time or "")) else ""
+    host = (host or "").rpartition("/")[2]
     prefix += f"[pod/{host}/log] " if host and re.fullmatch(r"[\w.-]{1,80}", host) else ""
     prefix += f"[rank{rank}]: " if rank and rank.isdigit() else ""
     level = _first(value, ("levelname", "level", "severity")) or ""
@@ -115,6 +144,40 @@ def _from_json(raw: str) -> list[str]:
     lines = [*text.rstrip("\n").split("\n"), *(trace.split("\n") if trace else ())]
     bare = prefix.removesuffix(f"{level} ") if level else prefix
     return [_shortened((prefix if place == 0 else bare) + line.rstrip("\r")) for place, line in enumerate(lines)]
+
+
+def _flat(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An entry with the fields of its inner objects, which never replace its own, but name a pod rather than the host."""
+    found: dict[str, Any] = {}
+    inside = [value]
+    for _ in range(8):
+        if not inside:
+            break
+        part = inside.pop(0)
+        found = {**part, **found}
+        inside += [part[key] for key in _INNER_KEYS if isinstance(part.get(key), dict)]
+    return found
+
+
+def _iso_time(text: str) -> str:
+    """A time as it is, or made of seconds, milliseconds or microseconds since the epoch; "" if it is none."""
+    if re.match(r"\d{4}-\d\d-\d\d[T ]", text):
+        return text
+    unit = {10: 1, 13: 1_000, 16: 1_000_000}.get(len(text)) if text.isdigit() else None
+    return datetime.fromtimestamp(int(text) / unit, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ") if unit else ""
+
+
+def _parsed(raw: str) -> Any:
+    """The JSON value of a line, None if it is none; a number that is not one (Python's `NaN`, `Infinity`) counts as null."""
+    for text in (raw, _NO_NUMBER.sub("null", raw)):
+        try:
+            return parse_json(text.encode("utf-8", "replace"), "a line")
+        except CheckpointError:
+            continue
+    return None
+
+
+_NO_NUMBER = re.compile(r"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} ])")
 
 
 def _first(value: Mapping[str, Any], keys: Sequence[str]) -> str | None:

@@ -70,6 +70,7 @@ _SOCKET_ERRORS = ("ConnectionResetError", "BrokenPipeError", "ConnectionRefusedE
 DEVICE_WORDS = (
     "CUDA error", "HIP error", "uncorrectable ECC", "NVRM: Xid", "fallen off the bus", "GPU is lost", "device-side assert",
     "illegal memory access", "Memory access fault by GPU", "HSA_STATUS_ERROR", "unspecified launch failure", "hipError",
+    "Unable to determine the device handle",
 )  # fmt: skip
 
 
@@ -255,6 +256,15 @@ def _fatal(text: str) -> Values | None:
 # ---------------------------------------------------------------------------------------------------------- rules
 
 
+# nvidia-resiliency-ext, fault_tolerance/rank_monitor_server.py: a rank's monitor. A rank that waits sends no heartbeat either.
+_NVRX_WORDS = (
+    "Did not get subsequent heartbeat",
+    "Did not get initial heartbeat",
+    "' has been open for ",
+    "Did not get any section",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class _Rule:
     """Of the texts that hold one of `words`, those that `values` accepts (None: no) are of `kind`."""
@@ -276,10 +286,21 @@ _RULES = (
         ("wait timeout after", "clients joined", "aiting for key", "retrieving ncclUniqueId"),
         _store_wait,
     ),
-    _Rule(EventKind.HEARTBEAT, ("eartbeat monitor timed out", "watchdog got stuck for", "dump signal"), _progress),
+    _Rule(
+        EventKind.HEARTBEAT,
+        ("eartbeat monitor timed out", "watchdog got stuck for", "dump signal", *_NVRX_WORDS),
+        _progress,
+    ),
     _Rule(
         EventKind.DEVICE_ERROR,
-        ("NVRM: Xid", "fallen off the bus", "GPU is lost", "uncorrectable ECC", "Memory access fault by GPU"),
+        (
+            "NVRM: Xid",
+            "fallen off the bus",
+            "GPU is lost",
+            "uncorrectable ECC",
+            "Memory access fault by GPU",
+            "Unable to determine the device handle",
+        ),
         _device,
     ),
     _Rule(EventKind.KILLED, ("Killed process", "reaped process", "oom-kill:"), _kernel_oom),
@@ -298,7 +319,7 @@ _LAST_RULES = (
     _Rule(EventKind.COMM_ERROR, ("NCCL WARN NET/IB", "NCCL WARN Cuda failure")),
     _Rule(EventKind.SIGTERM, ("SIGTERM", "signal 15", "Signal 15", "SIGUSR1")),
 )
-_NO_DIGITS = str.maketrans("", "", "0123456789")
+NO_DIGITS = str.maketrans("", "", "0123456789")
 _TRIGGERS = tuple(sorted({word.rstrip("0123456789") for rule in (*_RULES, *_LAST_RULES) for word in rule.words}))
 # Literals that a middle part of a huge log is searched for; `Error` covers most of the words above.
 LANDMARKS = tuple(
@@ -325,19 +346,34 @@ LANDMARKS = tuple(
         "restart",
         "Node failure",
         "Bus error",
+        "return code = ",
+        "MPI_A",
+        "TERM_",
+        "PBS: job",
+        "Evicted",
+        "NotReady",
+        "worker died",
+        "heartbeat",
     )
 )
 
 
-@lru_cache(maxsize=4096)
-def _is_plain(text: str) -> bool:
-    """Whether a line without its digits holds no literal of a rule: most lines of a log differ in numbers only."""
-    return not _has(text, _TRIGGERS)
+def without(words: tuple[str, ...]) -> Callable[[str], bool]:
+    """A test whether a line without its digits holds none of `words`: most lines of a log differ in numbers only."""
+
+    @lru_cache(maxsize=4096)
+    def is_plain(text: str) -> bool:
+        return not _has(text, words)
+
+    return is_plain
+
+
+_is_plain = without(_TRIGGERS)
 
 
 def recognize(text: str) -> tuple[EventKind, Values] | None:
     """What a line says that is not the last line of a traceback; None if nothing is known of it."""
-    if _is_plain(text.translate(_NO_DIGITS)):
+    if _is_plain(text.translate(NO_DIGITS)):
         return None
     for rules in (_RULES, _LAST_RULES):
         for rule in rules:

@@ -4,7 +4,8 @@ Sources of the forms: torchrun's `--tee` and `--log-line-prefix-template` (torch
 torch's own `[rank3]:` (c10/util/Logging.cpp, torch/distributed/distributed_c10d.py `_exception_hook`), `srun --label`, Open MPI's
 `--tag-output` and `--timestamp-output`, SageMaker's `[1,mpirank:3,algo-1]<stdout>:`, Hydra's `-prepend-rank`,
 `kubectl logs --prefix`, stern, docker compose, pdsh, Ray's `(name pid=1, ip=...)`, SkyPilot's `(head, rank=0, pid=1)`,
-NCCL's `host:pid:tid [device] NCCL INFO`, CRI's log format, syslog and the kernel's ring buffer.
+`gcloud ai custom-jobs stream-logs`, NVRx's rank monitor, NCCL's `host:pid:tid [device] NCCL INFO`, CRI's log format, syslog and
+the kernel's ring buffer.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ def _fields(line: Line, match: re.Match[str]) -> None:
         line.pid = int(values["pid"][:12])
 
 
+def _rank_on_host(line: Line, match: re.Match[str]) -> None:
+    line.rank, line.host = int(match["rank"]), match["host"] or line.host
+
+
 def _host(line: Line, match: re.Match[str]) -> None:
     line.host = match["host"]
 
@@ -91,9 +96,15 @@ _NAME = r"[A-Za-z0-9](?:[\w.-]{0,80}[A-Za-z0-9])?"
 _BRACKET: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("]", re.compile(rf"\[[Rr][Aa][Nn][Kk][ _:=-]?{_N}\]:? ?"), _rank),
     (">:", re.compile(rf"\[(?:[^\[\],]{{0,60}}@)?\d{{1,9}},{_N}\]<std\w{{3,4}}>: ?"), _rank),
-    (",mpirank:", re.compile(rf"\[\d{{1,9}},mpirank:{_N}(?:,[\w.-]{{1,80}})?\](?:<std\w{{3,4}}>)?: ?"), _rank),
+    (
+        ",mpirank:",
+        re.compile(rf"\[\d{{1,9}},mpirank:{_N}(?:,(?P<host>[\w.-]{{1,80}}))?\](?:<std\w{{3,4}}>)?: ?"),
+        _rank_on_host,
+    ),
     ("]:", re.compile(r"\[(?P<role>[A-Za-z_][\w.-]{0,40}?)0*(?P<n>\d{1,6})\]: ?"), _role),
     ("]:", re.compile(rf"\[[^\[\]]{{0,60}}\b(?:global_?)?[Rr]ank[ _:=-]?{_N}\b[^\[\]]{{0,60}}\]: ?"), _rank),
+    ("[RankMonitorServer:", re.compile(r"\[\w{4,8}\] (?=\[RankMonitorServer:)"), _nothing),
+    ("[RankMonitorServer:", re.compile(rf"\[RankMonitorServer:{_N}\] "), _rank),
     ("[pod/", re.compile(r"\[pod/(?P<host>[\w.-]{1,120})/[\w.-]{1,120}\] "), _host),
     ("] [", re.compile(r"\[\d{1,9}\] (?=\[)"), _nothing),
 )
@@ -115,6 +126,11 @@ _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
         _host,
     ),
     ("| ", re.compile(rf"(?P<host>{_NAME})\s{{1,40}}\| "), _host),
+    (
+        "\tworkerpool",
+        re.compile(r"[A-Z]{4,8}\t\d{4}-\d\d-\d\d [\d:.]{8,15}[ +\-\d]{0,7}\t(?P<host>workerpool\d-\d{1,5})\t{1,2}"),
+        _host,
+    ),
 )
 # Ambiguous alone ("3: apples"): they count where most lines of a file have them.
 _WEAK: dict[str, tuple[re.Pattern[str], _Take]] = {
@@ -206,21 +222,23 @@ LEAST_SHARE = 0.6
 _UNLABELLED = ("srun:", "slurmstepd:", "mpirun", "+ ", "- ", "prterun")
 
 
-def weak_prefixes(lines: Sequence[str]) -> tuple[str, ...]:
-    """The ambiguous forms that most of `lines` have, outermost first.
+def weak_prefixes(lines: Sequence[str], year: int = 1970) -> tuple[tuple[str, ...], list[Line]]:
+    """The ambiguous forms that most of `lines` have, outermost first, and the lines without these and all other prefixes.
 
-    >>> weak_prefixes(["0: start", "1: start", "1: Traceback (most recent call last):"])
+    >>> weak_prefixes(["0: start", "1: start", "1: Traceback (most recent call last):"])[0]
     ('srun',)
     """
     enabled: list[str] = []
+    peeled = [peel(line, (), year) for line in lines]
     for _ in range(3):
-        rests = [peel(line, enabled).text for line in lines[:SAMPLE]]
+        rests = [line.text for line in peeled]
         rests = [rest for rest in rests if rest.strip() and not rest.startswith(_UNLABELLED)]
         new = next((name for name in _WEAK if name not in enabled and _is_usual(name, rests)), None)
         if new is None:
             break
         enabled.append(new)
-    return tuple(enabled)
+        peeled = [peel(line, enabled, year) for line in lines]
+    return tuple(enabled), peeled
 
 
 def _is_usual(name: str, rests: Sequence[str]) -> bool:

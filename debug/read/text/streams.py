@@ -26,6 +26,7 @@ _STEP = re.compile(r"\b(?:global_?)?step[ =:#-]{0,3}(\d{1,9})\b", re.IGNORECASE)
 _FRAME = re.compile(r'\s*(?:\| )?File "([^"]{1,400})", line (\d{1,9}), in (.{1,400})$')
 _RICH_FRAME = re.compile(r"[│|] (/[^:\s]{1,300}):(\d{1,9}) in (\S{1,100})")
 _RAISED = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::\s*(.*))?\s*$", re.DOTALL)
+_SUMMARIES = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 _ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|EnforceNotMet|Iteration|Killed)$")
 _LOGGED = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b.{0,400}?\b([A-Z]\w{0,80}(?:Error|Exception)): ?(.*)$", re.DOTALL)
 _CRASH = re.compile(
@@ -220,7 +221,7 @@ def _understood(
     match = raised or logged
     if match is None:
         return said
-    if match.group(1).endswith("ChildFailedError"):  # the launcher's summary of what its workers logged
+    if match.group(1).endswith(_SUMMARIES):  # a launcher's summary of what its workers logged
         return None
     values = {"type": match.group(1), "message": (match.group(2) or "")[:400]}
     if said is not None and said[0] in _FIRST_KINDS:

@@ -106,6 +106,40 @@ def test_pid_of_a_ray_worker_is_resolved_by_its_start_line() -> None:
     assert only_event(logs, 2).kind == EventKind.EXCEPTION
 
 
+def test_stern_prefix_gives_the_pod_of_a_line() -> None:
+    lines = [f"job-worker-{pod} pytorch {text}" for text in ("start", "KeyError", "end") for pod in (0, 1)]
+    logs = read("\n".join([*lines, "job-worker-1 pytorch Traceback (most recent call last):",
+                           'job-worker-1 pytorch   File "a.py", line 3, in f', "job-worker-1 pytorch KeyError: 1"]))  # fmt: skip
+    assert set(logs.ranks) == {0, 1}
+    assert [event.kind for log in logs.ranks[1] for event in log.events] == [EventKind.EXCEPTION]
+    assert not [event for log in logs.ranks[0] for event in log.events]
+
+
+def test_json_line_with_nan_is_still_opened() -> None:
+    line = json.dumps({"message": "Traceback (most recent call last):\n  File \"a.py\", line 3, in f\nKeyError: 1", "rank": 2,
+                       "loss": float("nan")})  # fmt: skip
+    assert only_event(read(line + "\n"), 2).kind == EventKind.EXCEPTION
+
+
+def test_json_line_with_half_a_surrogate_is_kept_as_text() -> None:
+    [log] = [read('{"message": "\\ud800 bad", "rank": 2}\n').job]
+    assert log is not None
+    assert "ud800" in log.tail[0]
+
+
+def test_all_signals_of_a_launcher_are_kept() -> None:
+    asked = "torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 5638 closing signal"
+    text = read_text(
+        JobText(source="c", scope="c"), [(f"{asked} SIGTERM\n{asked} SIGINT\n{asked} SIGTERM\n".encode(), False)]
+    )
+    assert text.endings.told == {5638: (-15, -2)}
+
+
+def test_process_numbers_are_kept_by_rank() -> None:
+    logs = read("(TorchTrainer pid=1) - (node_id=ab12, ip=10.0.0.7, pid=55) world_rank=2, local_rank=0, node_rank=1\n")
+    assert logs.pids == {2: 55}
+
+
 def test_numbered_lines_are_no_ranks() -> None:
     assert not read("1: apples\n2: pears\n3: plums\n4: cherries\n5: figs\n").ranks
 

@@ -1,0 +1,96 @@
+"""What other programs report of a job: NCCL's RAS and inspector, GPU tools, kernels, schedulers and cluster managers.
+
+A process that does not answer RAS is a verdict where it is one of few. All else that names no rank is a fact, which an undecided
+report lists: one RAS report alone cannot tell a hang from a job that is just launching, two with equal counts can. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from titan_ckpt.debug.incident.confidence import Basis
+from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, VerdictKind
+from titan_ckpt.debug.incident.records import Evidence, LogEvent, Run, Situation, Verdict
+
+# By weight. Of the last, a healthy job may have any.
+FAULTS = (
+    EventKind.UNREACHABLE, EventKind.NODE_LOST, EventKind.DEVICE_ERROR, EventKind.KILLED, EventKind.OOM, EventKind.EXITED,
+    EventKind.PREEMPTED, EventKind.TIME_LIMIT, EventKind.CANCELLED, EventKind.DESYNC,
+)  # fmt: skip
+_FACTS = (*FAULTS, EventKind.COMM_ERROR, EventKind.HEARTBEAT, EventKind.DEVICE_SLOW)
+MOST_SHOWN = 6
+_KNOWN = (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD)  # which have verdicts of their own
+
+
+def faults(run: Run) -> list[LogEvent]:
+    """What was reported that a healthy job has none of, the gravest first; of the job, or of ranks by another tool."""
+    return [event for event in _events(run) if event.kind in FAULTS]
+
+
+def facts(run: Run) -> tuple[Evidence, ...]:
+    """What was reported, the gravest first, a text once."""
+    seen: dict[str, Evidence] = {}
+    for event in _events(run):
+        rank = event.rank if event.rank >= 0 else None
+        seen.setdefault(event.text, Evidence(text=event.text[:300], rank=rank, source=f"{event.source}:{event.line}"))
+    return tuple(seen.values())[:MOST_SHOWN]
+
+
+def suspects(run: Run) -> tuple[int, ...]:
+    """Ranks that reports name, where they are a minority."""
+    named = {rank for event in faults(run) for rank in _named(run, event)}
+    return tuple(sorted(named)) if 2 * len(named) < run.world_size else ()
+
+
+def reported(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
+    """Verdicts on few processes that do not answer RAS, and on few ranks that two of its reports show behind at equal counts."""
+    silent = [event for event in _events(run) if event.kind == EventKind.UNREACHABLE]
+    ranks = sorted({rank for event in silent for rank in _named(run, event)})
+    if ranks and 2 * len(ranks) < run.world_size and not any(_lives(states[rank]) for rank in ranks):
+        is_dead = any(event.values.get("is_dead") for event in silent)
+        yield _verdict(
+            run, VerdictKind.RANK_DIED if is_dead else VerdictKind.RANK_FROZEN, ranks, silent, Basis.NO_ANSWER,
+            "does not answer NCCL's RAS" + (" any more and is considered dead" if is_dead else "")
+            + ": its process is stopped or gone, or its host is lost",
+        )  # fmt: skip
+    behind = [event for event in _events(run) if event.kind == EventKind.DESYNC and "counts" in event.values]
+    reports = Counter(text for text, _ in {(event.text, event.values.get("at", "")) for event in behind})
+    again = [event for event in behind if reports[event.text] > 1]
+    ranks = sorted({rank for event in again for rank in _named(run, event)})
+    if ranks and 2 * len(ranks) < run.world_size and not any(states[rank].kind in _KNOWN for rank in ranks):
+        yield _verdict(
+            run, VerdictKind.STUCK_ON_CPU, ranks, again, Basis.BEHIND_TWICE,
+            "launched fewer operations than the others, and no more between two of RAS's reports",
+        )  # fmt: skip
+
+
+def _verdict(
+    run: Run, kind: VerdictKind, ranks: Sequence[int], said: Sequence[LogEvent], basis: Basis, text: str
+) -> Verdict:
+    one = next(event for event in said if set(_named(run, event)) & set(ranks))
+    return Verdict(
+        verdict=kind, subtype=Subtype.NONE, culprits=tuple(ranks), confidence=basis.confidence, step=run.step_of(ranks[0]),
+        headline=f"{rank_list(ranks)} {text}", evidence=(Evidence(text=one.text[:300], source=f"{one.source}:{one.line}"),),
+        next_steps=("look at that process and its host: is it there, and what does its stack show?",),
+    )  # fmt: skip
+
+
+def _lives(state: Situation) -> bool:
+    """Whether other evidence says what the rank does, or how it ended."""
+    return state.kind not in (RankState.UNKNOWN, RankState.SILENT)
+
+
+def _named(run: Run, event: LogEvent) -> list[int]:
+    names = event.values.get("names", "")
+    named = [int(name) for name in names.split(",") if name.isdigit()] or ([event.rank] if event.rank >= 0 else [])
+    return [rank for rank in named if rank in run.ranks]
+
+
+def _events(run: Run) -> list[LogEvent]:
+    """The job's own reports, and those of other tools on ranks."""
+    of_job = [event for event in (run.job_log.events if run.job_log else ()) if event.kind in _FACTS]
+    kinds = (EventKind.UNREACHABLE, EventKind.DEVICE_SLOW, EventKind.HEARTBEAT, EventKind.EXITED, EventKind.DESYNC)
+    of_ranks = [event for record in run.ranks.values() for event in record.events if event.kind in kinds]
+    return sorted([*of_job, *of_ranks], key=lambda event: _FACTS.index(event.kind))

@@ -1,0 +1,162 @@
+"""How jobs ended, by what cluster managers and launchers other than torchrun say: LSF, PBS, Slurm's accounting, Kubernetes, cloud
+services, Ray, DeepSpeed. They know hosts, pods and processes, rarely ranks.
+
+Sources: IBM's "Termination reasons displayed by bacct, bhist, and bjobs" and bsub's job report; the PBS Professional and TORQUE
+guides (`=>> PBS: job killed: ...`); Slurm's manual pages sacct(1) and scontrol(1) (job states); `kubectl get events` (kubelet's
+pkg/kubelet/events); Vertex AI's and SageMaker's troubleshooting pages; Ray's src/ray/raylet (node_manager.cc,
+worker_killing_policy); deepspeed/launcher/launch.py (`sigkill_handler`); SkyPilot's sky/backends/task_codegen.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from signal import SIGKILL, Signals
+
+from titan_ckpt.debug.incident.kinds import EventKind
+from titan_ckpt.debug.read.text.messages import NO_DIGITS, without
+from titan_ckpt.debug.read.text.prefixes import Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What a line says of an end, or which process a launcher ended."""
+
+    kind: EventKind | None = None
+    told_pid: int | None = None
+    values: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Managers:
+    """What is remembered from line to line: whether a table of jobs began."""
+
+    _is_table: bool = False
+
+    def take(self, line: Line) -> Iterator[Said]:
+        """What a line says, if anything."""
+        text = line.text[:4000]
+        if _is_plain(text.translate(NO_DIGITS)):
+            return
+        for words, take in _RULES:
+            if any(word in text for word in words):
+                yield from take(self, text, line)
+
+    def deepspeed(self, text: str, line: Line) -> Iterator[Said]:
+        """`[launch.py:341:sigkill_handler] ['python', 'train.py', '--local_rank=3'] exits with return code = -9`: the code of the
+        process that ended first, behind the command of the one that was started last."""
+        if match := _DEEPSPEED.search(text):
+            yield _of_host(line.host, int(match["code"]))
+        elif match := _KILLING.search(text):
+            yield Said(told_pid=int(match["pid"]))
+
+    def lsf(self, text: str, _line: Line) -> Iterator[Said]:
+        """The reason in a job's report."""
+        if match := _LSF.search(text):
+            yield Said(
+                kind=_LSF_REASONS.get(match["reason"], EventKind.CANCELLED), values=_oom_if("MEM", match["reason"])
+            )
+
+    def pbs(self, text: str, _line: Line) -> Iterator[Said]:
+        """A limit, or a node that is gone."""
+        if match := _PBS_NODE.search(text):
+            yield Said(kind=EventKind.NODE_LOST, values={"host": match["host"]})
+        elif match := _PBS_LIMIT.search(text):
+            is_time = match["what"] in ("walltime", "cput")
+            yield Said(
+                kind=EventKind.TIME_LIMIT if is_time else EventKind.KILLED, values={} if is_time else {"cause": "oom"}
+            )
+
+    def table(self, text: str, _line: Line) -> Iterator[Said]:
+        """`sacct` and `scontrol show job`: states of whole jobs and steps."""
+        if "JobID" in text and "State" in text:
+            self._is_table = True
+        elif (match := _SCONTROL.search(text)) or (self._is_table and (match := _SACCT.match(text))):
+            state = match["state"]
+            if kind := next((kind for name, kind in _SLURM_STATES.items() if state.startswith(name)), None):
+                yield Said(kind=kind, values=_oom_if("OUT_OF_ME", state))
+
+    def event(self, text: str, _line: Line) -> Iterator[Said]:
+        """A line of `kubectl get events`."""
+        if match := _EVENT.search(text):
+            values = {"host": match["object"], **({"cause": "evicted"} if match["why"] == "Evicted" else {})}
+            yield Said(kind=_EVENTS[match["why"]], values=values)
+
+    def replica(self, text: str, _line: Line) -> Iterator[Said]:
+        """Vertex AI, SageMaker and SkyPilot: codes of hosts or of the whole job."""
+        if match := _REPLICA.search(text):
+            yield _of_host(match["host"], int(match["code"]))
+        elif match := _SAGEMAKER.search(text):
+            yield _of_host("", int(match["code"]))
+        elif match := _CODES.search(text):
+            for number, code in enumerate(re.findall(r"-?\d{1,4}", match["codes"])[:10_000]):
+                if int(code):
+                    yield _of_host(f"node {number}", int(code))
+
+    def ray(self, text: str, line: Line) -> Iterator[Said]:
+        """A worker that a node's memory monitor or something unknown killed."""
+        if match := _RAY_OOM.search(text):
+            yield Said(kind=EventKind.KILLED, values={"pid": match["pid"], "cause": "oom"})
+        elif match := _RAY_DIED.search(text):
+            yield Said(kind=EventKind.EXITED, values={"pid": match["pid"], "host": line.host})
+
+
+def _of_host(host: str, code: int) -> Said:
+    """The exit code of a host's process."""
+    signal = -code if code < 0 else code - 128 if code > 128 else 0
+    name = Signals(signal).name if signal in set(Signals) else ""
+    kind = EventKind.KILLED if signal == SIGKILL else EventKind.EXITED
+    return Said(kind=kind, values={"host": host, "signal": name})
+
+
+def _oom_if(word: str, text: str) -> dict[str, str]:
+    return {"cause": "oom"} if word in text else {}
+
+
+_DEEPSPEED = re.compile(r"exits with return code = (?P<code>-?\d{1,4})\s*$")
+_KILLING = re.compile(r"sigkill_handler\] Killing subprocess (?P<pid>\d{1,9})\b")
+_LSF = re.compile(r"\bTERM_(?P<reason>[A-Z_]{3,30}): job killed")
+_LSF_REASONS = {
+    "MEMLIMIT": EventKind.KILLED, "RUNLIMIT": EventKind.TIME_LIMIT, "CPULIMIT": EventKind.TIME_LIMIT,
+    "DEADLINE": EventKind.TIME_LIMIT, "PREEMPT": EventKind.PREEMPTED, "LOAD": EventKind.PREEMPTED,
+    "REQUEUE_ADMIN": EventKind.PREEMPTED, "REQUEUE_OWNER": EventKind.PREEMPTED, "WINDOW": EventKind.PREEMPTED,
+    "ZOMBIE": EventKind.NODE_LOST,
+}  # fmt: skip
+_PBS_NODE = re.compile(r"PBS: job killed: node \d{1,6} \((?P<host>[\w.-]{1,100})\) requested job")
+_PBS_LIMIT = re.compile(r"PBS: job killed: (?P<what>\w{1,20}) \S{1,20} exceeded limit")
+_SCONTROL = re.compile(r"\bJobState=(?P<state>[A-Z_]{4,20}) ")
+_SACCT = re.compile(
+    r"\s{0,20}\d{1,10}(?:[_+]\d{1,8})?(?:\.\w{1,20})?[| ].{0,300}?[| ]"
+    r"(?P<state>OUT_OF_ME\w*|NODE_FAIL|TIMEOUT|PREEMPTED|CANCELLED|FAILED|BOOT_FAIL|DEADLINE)\b"
+)
+_SLURM_STATES = {
+    "OUT_OF_ME": EventKind.KILLED, "NODE_FAIL": EventKind.NODE_LOST, "BOOT_FAIL": EventKind.NODE_LOST,
+    "TIMEOUT": EventKind.TIME_LIMIT, "DEADLINE": EventKind.TIME_LIMIT, "PREEMPTED": EventKind.PREEMPTED,
+    "CANCELLED": EventKind.CANCELLED, "FAILED": EventKind.EXITED,
+}  # fmt: skip
+_EVENTS = {
+    "Evicted": EventKind.KILLED, "NodeNotReady": EventKind.NODE_LOST, "NodeShutdown": EventKind.NODE_LOST,
+    "Preempted": EventKind.PREEMPTED, "PreemptionByScheduler": EventKind.PREEMPTED,
+    "DeadlineExceeded": EventKind.TIME_LIMIT, "TaintManagerEviction": EventKind.NODE_LOST,
+}  # fmt: skip
+_EVENT = re.compile(
+    rf"\b(?:Warning|Normal) +(?P<why>{'|'.join(_EVENTS)}) +(?:pod|node|job)/(?P<object>[a-z0-9][a-z0-9.-]{{0,252}})"
+)
+_REPLICA = re.compile(r"[Tt]he replica (?P<host>[\w-]{1,60}) exited with a non-zero status of (?P<code>\d{1,3})")
+_SAGEMAKER = re.compile(r"(?:^|ExecuteUserScriptError.{0,40})\bExitCode:? (?P<code>-?\d{1,3})\b")
+_CODES = re.compile(r"failed with return code list: ?(?:\x1b\[\w+)?\[(?P<codes>[-\d, ]{1,60000})\]")
+_RAY_OOM = re.compile(r"Memory on the node \(IP: .{0,400}?\bpid=(?P<pid>\d{1,9})")
+_RAY_DIED = re.compile(r"[Aa] worker died or was killed.{0,600}?Worker PID: (?P<pid>\d{1,9})")
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Said]]], ...] = (
+    (("return code = ", "Killing subprocess"), Managers.deepspeed),
+    (("TERM_",), Managers.lsf),
+    (("PBS: job killed",), Managers.pbs),
+    (("JobID", "JobState=", "OUT_OF_ME", "NODE_FAIL", "TIMEOUT", "PREEMPTED", "CANCELLED", "FAILED", "BOOT_FAIL", "DEADLINE"),
+     Managers.table),
+    (("pod/", "node/", "job/"), Managers.event),
+    (("The replica", "the replica", "ExecuteUserScriptError", "ExitCode ", "return code list"), Managers.replica),
+    (("Memory on the node", "worker died or was killed"), Managers.ray),
+)  # fmt: skip
+_is_plain = without(tuple(word for words, _ in _RULES for word in words))
