@@ -20,6 +20,7 @@ from tools.hostile.deletion import deletion
 from tools.hostile.evidence_links import run_evidence_links
 from tools.hostile.model_folders import run_models
 from tools.hostile.outcome import Outcome
+from tools.hostile.overlap import run_overlaps
 from tools.hostile.processes import run_processes
 from tools.hostile.s3_campaign import run_server
 from tools.hostile.secrets import run_secrets
@@ -32,6 +33,7 @@ PARTS: dict[str, Part] = {
     "processes": run_processes,
     "links": run_evidence_links,
     "secrets": run_secrets,
+    "overlap": run_overlaps,
 }
 SHOWN_FAILURES = 20
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.commit_proved import commit_checkpoint
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.units import format_size
 from titan_ckpt.converters.hf.checkpoint import check_tied_head
@@ -15,8 +16,8 @@ from titan_ckpt.converters.hf.folder import HfModel, open_hf
 from titan_ckpt.converters.hf.import_plan import ImportPlan, import_manifest, plan_import, state_paths
 from titan_ckpt.converters.hf.stream import OnBytes, stream
 from titan_ckpt.converters.models.tensor_names import TITAN
-from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError
-from titan_ckpt.format.commit import find_commit, found_before, write_commit
+from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, TitanError
+from titan_ckpt.format.commit import find_commit, found_before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.names import ASSETS, new_attempt, step_folder
 from titan_ckpt.location import check_writable, parse_location
@@ -78,10 +79,20 @@ def run_import(plan: ImportPlan, url: str, *, on_progress: OnBytes | None = None
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             versions={"titan_ckpt": __version__, "python": platform.python_version()},
         )
-        write_commit(store, manifest, dcp_metadata(manifest, paths=state_paths(plan)), replaces=None)
+        commit_checkpoint(store, manifest, dcp_metadata(manifest, paths=state_paths(plan)), replaces=None)
     except BaseException:
-        store.delete([entry.path for entry in store.list(f"{folder}/{plan.attempt}")])
+        if not _may_be_committed(plan, store):
+            store.delete([entry.path for entry in store.list(f"{folder}/{plan.attempt}")])
         raise
+
+
+def _may_be_committed(plan: ImportPlan, store: Store) -> bool:
+    """Whether this attempt's COMMIT is there, or that is unknown: a write may have failed after all was written."""
+    try:
+        commit = find_commit(store, plan.step)
+    except TitanError:
+        return True
+    return commit is not None and commit.attempt == plan.attempt
 
 
 def _stream(plan: ImportPlan, store: Store, on_progress: OnBytes | None) -> list[FileResult]:

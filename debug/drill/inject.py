@@ -269,14 +269,23 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", metavar="CASE")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="processes to start (default 4)")
     parser.add_argument("--out", metavar="DIR", help="folder for the incident (default: ./incident-CASE)")
+    parser.add_argument("--force", action="store_true", help="write into a folder that holds files already")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     _need_torch()
-    folder = inject(arguments.case, Path(arguments.out or f"incident-{arguments.case}"), ranks=arguments.ranks)
+    folder = Path(arguments.out or f"incident-{arguments.case}")
+    _check_free(folder, is_forced=arguments.force)
+    inject(arguments.case, folder, ranks=arguments.ranks)
     write_text(f"{folder}")
     write_note(f"now try: titan-ckpt debug {folder}")
     return 0
+
+
+def _check_free(folder: Path, *, is_forced: bool) -> None:
+    """Refuse a folder with files of something else: an incident's would replace them, or be mixed with them."""
+    if folder.is_dir() and any(folder.iterdir()) and not is_forced:
+        raise UsageError(f"{folder}: holds files already; give another --out, or --force to write into it")
 
 
 def _need_torch() -> None:

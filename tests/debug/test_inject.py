@@ -71,6 +71,13 @@ def test_odd_number_of_ranks_is_refused_where_pairs_are_needed(
     assert "even" in capsys.readouterr().err
 
 
+def test_a_drill_writes_into_no_folder_that_holds_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "truth.json").write_text("mine")
+    assert main(["debug", "inject", "skip", "--out", str(tmp_path)]) == 2
+    assert "holds files already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["truth.json"]
+
+
 @pytest.mark.dist
 @pytest.mark.s3
 def test_live_job_is_collected_to_a_store_and_diagnosed(s3_url: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 
 from tests.support.reshard_states import (
     DTYPES,
@@ -33,6 +34,7 @@ from titan_ckpt.cli.main import main
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, TitanError
 from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.resharding.estimate import estimate_reshard
+from titan_ckpt.resharding.placement_rules import PlacementRule
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec
@@ -57,6 +59,16 @@ def test_random_tensors_equal_dcps_and_survive_a_round_trip(tmp_path: Path, seed
     assert_dcp_reads(str(tmp_path / "b"), state)
     again = resharded(b, str(tmp_path / "again"), mesh_a, rules_a)
     assert data_bytes(again) == data_bytes(a)
+
+
+def test_a_resharded_checkpoint_names_the_digest_of_each_file(tmp_path: Path) -> None:
+    state = {"a": torch.arange(60.0).reshape(6, 10), "b": torch.ones(7, dtype=torch.bfloat16), "n": 3}
+    rules = (PlacementRule("a", {"dp_shard": Shard(0)}),)
+    checkpoint = resharded(saved(str(tmp_path / "whole"), state), str(tmp_path / "out"), "dp_shard=3", rules)
+    found = {file.path: (file.size_bytes, file.digest) for file in checkpoint.manifest.files}
+    data = {path: checkpoint.store.read(checkpoint.path(path)) for path in found}
+    assert found == {path: (len(held), xxhash.xxh3_128_digest(held)) for path, held in data.items()}
+    assert len(found) == 3
 
 
 def cuts(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -50,6 +50,9 @@ class DecodedStore(Store):
     def is_taken(self, path: str) -> bool:
         return self._store.is_taken(path)
 
+    def leftovers(self, prefix: str = "") -> Iterator[tuple[ObjectInfo, str]]:
+        return self._store.leftovers(prefix)
+
     def honours_conditions(self) -> bool:
         return self._store.honours_conditions()
 

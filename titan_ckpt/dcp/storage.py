@@ -36,13 +36,14 @@ from torch.futures import Future
 
 from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.commit_proved import commit_checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.objects import read_object_bytes
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import AlreadyExistsError, UsageError
 from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, decode_blob
-from titan_ckpt.format.commit import found_before, write_commit
+from titan_ckpt.format.commit import found_before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.manifest import DIGEST_BYTES, ChunkTable, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.format.names import check_step, new_attempt, step_folder
@@ -184,7 +185,7 @@ class StorageWriter(TorchStorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit; DCP calls this on the coordinator only, after every rank has written."""
         manifest = self._manifest(metadata, [result for rank in results for result in rank])
-        write_commit(self._store, manifest, dcp_metadata(manifest), replaces=self._previous)
+        commit_checkpoint(self._store, manifest, dcp_metadata(manifest), replaces=self._previous)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

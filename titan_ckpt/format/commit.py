@@ -5,8 +5,9 @@ complete and durable when it returns, so after a crash at any moment, all files 
 
 Two jobs that save one step: both files are written only if they are as they were when the save began, so of jobs that overlap
 only one writes `.metadata`. Two objects cannot change at once, so a job may still write it between the two writes of another.
-Then its own COMMIT fails and it puts the winner's `.metadata` back; and the winner looks once more after its COMMIT. Only if the
-loser dies in between, plain DCP readers see the loser's (complete) checkpoint; `verify` reports it, `verify --fix` mends it.
+Then its own COMMIT fails and it puts the winner's `.metadata` back, as it does whenever its COMMIT fails; and the winner looks
+once more after its COMMIT. Only if the loser dies in between, plain DCP readers see the loser's (complete) checkpoint; `verify`
+reports it, `verify --fix` mends it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ COMMIT_FORMAT = "titan-ckpt-commit"
 COMMIT_VERSION = 1
 DIGEST = "xxh3_128"
 MAX_COMMIT_BYTES = 1 << 20
+# In place of a COMMIT for the moment in which it is taken back: says that it is ours, and is not valid.
+WITHDRAWN = json.dumps({"format": COMMIT_FORMAT, "version": COMMIT_VERSION, "withdrawn": True}).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +126,13 @@ def write_commit(
     metadata: bytes,
     *,
     replaces: Before | None,
-    prove: Callable[[Store, Manifest], None] | None = None,
+    prove: Callable[[], None] | None = None,
 ) -> Commit:
-    """Commit a checkpoint whose data files are all written.
+    """Commit a checkpoint whose data files are all written. Callers go through `checkpoint.commit_proved`.
 
     `replaces` is what was there when the save began; None if the step must have no commit. ConditionFailedError if another job
     committed this step meanwhile; on a store without conditional writes (`Store.honours_conditions`) the last writer wins.
-    `prove` is called once the manifest is in the store, for all to see; if it raises, nothing is committed.
+    `prove` is called once the manifest is in the store; if it raises, nothing is committed.
     """
     check_step(manifest.step)
     before = replaces or replace(found_before(store, manifest.step), commit=None)
@@ -143,8 +146,6 @@ def write_commit(
     store.write(f"{folder}/{manifest.attempt}/{MANIFEST}", [encoded.manifest])
     if encoded.digests is not None:
         store.write(f"{folder}/{manifest.attempt}/{DIGESTS}", [encoded.digests])
-    if prove is not None:
-        prove(store, manifest)
     content = {
         "format": COMMIT_FORMAT,
         "version": COMMIT_VERSION,
@@ -157,12 +158,20 @@ def write_commit(
         "manifest": {"size": len(encoded.manifest), "xxh3_128": digest(encoded.manifest).hex()},
         "metadata": {"size": len(metadata), "xxh3_128": digest(metadata).hex()},
     }
-    version = publish(store, manifest.step, manifest.attempt, metadata, _encode(content), before)
+    version = publish(store, manifest.step, manifest.attempt, metadata, _encode(content), before, prove=prove)
     return _decode(content, version=version, where=store.where(commit_path(manifest.step)))
 
 
-def publish(store: Store, step: int, attempt: str, metadata: bytes, commit: bytes, before: Before) -> str:
-    """Write a step's `.metadata` and then its COMMIT, which names `attempt`; returns the version of the COMMIT."""
+def publish(
+    store: Store, step: int, attempt: str, metadata: bytes, commit: bytes, before: Before, *,
+    prove: Callable[[], None] | None = None,
+) -> str:  # fmt: skip
+    """Write a step's `.metadata` and then its COMMIT, which names `attempt`; returns the version of the COMMIT.
+
+    The manifest is in the store, for all to see. `prove` is called first; if it raises, nothing is committed.
+    """
+    if prove is not None:
+        prove()
     path, previous = metadata_path(step), _previous(store, step, before)
     if commit_version(store, step) != before.commit:
         raise _lost(store, step, attempt)
@@ -175,8 +184,8 @@ def publish(store: Store, step: int, attempt: str, metadata: bytes, commit: byte
         # If only the response was lost, the commit is ours, whatever error the retry got.
         current = _readable_commit(store, step)
         if current is None or current.attempt != attempt:
+            _put_back(store, path, previous, current, written)
             if isinstance(error, ConditionFailedError):
-                _put_back(store, path, previous, current, written)
                 raise _lost(store, step, attempt) from error
             raise
         version = current.version
@@ -202,7 +211,7 @@ def _previous(store: Store, step: int, before: Before) -> bytes | None:
 
 
 def _put_back(store: Store, path: str, previous: bytes | None, winner: Commit | None, written: str) -> None:
-    """After a lost race, restore the winner's `.metadata`, if it is the one that this job replaced."""
+    """After a commit that failed, restore the `.metadata` of the COMMIT that is there, if it is what this job replaced."""
     if previous is None or winner is None or digest(previous).hex() != winner.metadata_digest:
         return
     try:
@@ -210,7 +219,11 @@ def _put_back(store: Store, path: str, previous: bytes | None, winner: Commit | 
     except ConditionFailedError:
         return  # the winner was faster
     except StoreError as error:
-        log.warning("%s: the winner's index was not put back (run `verify --fix`): %s", store.where(path), error)
+        log.warning(
+            "%s: the index that goes with its commit was not put back (run `verify --fix`): %s",
+            store.where(path),
+            error,
+        )
 
 
 def _keep_metadata(store: Store, step: int, data: bytes, written: str) -> None:

@@ -17,7 +17,9 @@ MANIFEST = "manifest.json"
 DIGESTS = "digests.bin"
 METADATA = ".metadata"
 OWNER = "OWNER.json"
+RUN_ID = "run-id.txt"
 UNMIRRORED = "unmirrored.txt"
+DELETING = "deleting"
 LOGS = "logs"
 DEBUG = "debug"
 ASSETS = "assets"
@@ -92,3 +94,8 @@ def data_file(attempt: str, rank: int, number: int = 0) -> str:
 def is_data_file(path: str) -> bool:
     """Whether a manifest may contain `path`: a data file of this step, or of another step of the same run."""
     return _DATA_FILE.fullmatch(path) is not None
+
+
+def marks_folder(attempt: str) -> str:
+    """Where deletions that take something from an attempt's folder leave a mark each; both are paths in the store."""
+    return f"{attempt}/{DELETING}"

@@ -16,8 +16,10 @@ from titan_ckpt.format.names import COMMIT, METADATA, is_attempt, is_data_file, 
 from titan_ckpt.store.base import ObjectInfo, Store
 
 MAX_INDEX_BYTES = 1 << 30
-# What a save or a reshard writes into its attempt's folder.
-_WRITTEN = re.compile(r"__\d+_\d+\.distcp(\.json)?|reshard\.json|manifest\.json|digests\.bin|assets/.+")
+# What a save or a reshard writes into its attempt's folder, and the mark of a deletion.
+_WRITTEN = re.compile(
+    r"__\d+_\d+\.distcp(\.json)?|reshard\.json|manifest\.json|digests\.bin|assets/.+|deleting/[0-9a-f]{16}\.txt"
+)
 _ADVICE = "nothing was written. Move it away, or give another URL or step"
 
 

@@ -20,13 +20,14 @@ import numpy as np
 
 from titan_ckpt.arguments import check_json
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.commit_proved import commit_checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.checkpoint.uncompressed import decoded
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, UsageError
-from titan_ckpt.format.commit import find_commit, found_before, write_commit
+from titan_ckpt.format.commit import find_commit, found_before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, FileEntry, Manifest, ObjectEntry
@@ -273,7 +274,7 @@ def _commit(plan: ReshardPlan, files: JobFiles, url: str, attempt: str, workers:
     store, records = files.store, files.wait_for(plan.target.ranks_with_files(), attempt, workers)
     assets = dict(_copied_assets(plan, store, attempt))
     manifest = target_manifest(plan, attempt, records, assets)
-    write_commit(store, manifest, dcp_metadata(manifest), replaces=None)
+    commit_checkpoint(store, manifest, dcp_metadata(manifest), replaces=None)
     files.clear(attempt, records.values())
     return open_checkpoint(url, step=plan.step, store=store)
 

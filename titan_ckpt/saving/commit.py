@@ -12,12 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from titan_ckpt.checkpoint.checkpoint import Checkpoint
-from titan_ckpt.checkpoint.open import check_files, open_manifest
-from titan_ckpt.format.commit import Before, write_commit
+from titan_ckpt.checkpoint.commit_proved import commit_checkpoint
+from titan_ckpt.format.commit import Before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
-from titan_ckpt.format.manifest import Manifest
-from titan_ckpt.format.names import step_folder
 from titan_ckpt.location import redact_text
 from titan_ckpt.saving.merge_parts import merge_parts
 from titan_ckpt.saving.options import COMMIT_BY, GIVE_UP_AT, SaveAttempt, SaveOptions
@@ -28,7 +25,6 @@ from titan_ckpt.store.base import Store
 from titan_ckpt.store.time_limit import run_until
 from titan_ckpt.upkeep.deletion import apply_retention
 from titan_ckpt.upkeep.ownership import check_claim, claim
-from titan_ckpt.upkeep.references import check_sources
 
 log = logging.getLogger(__name__)
 
@@ -121,12 +117,9 @@ class Committer:
             return _first(failures)
         assert upload.share is not None
         manifest = merge_parts(upload.attempt, [part for part in parts if isinstance(part, RankPart)], upload.share)
-        _check_files(store, manifest)
         if self._claim is not None:
             check_claim(store, self._claim)
-        commit = write_commit(store, manifest, dcp_metadata(manifest), replaces=upload.replaces, prove=_still_whole)
-        _check_files(store, manifest)  # until COMMIT appears, a deletion may take this attempt for an old one
-        open_manifest(store, commit)
+        commit_checkpoint(store, manifest, dcp_metadata(manifest), replaces=upload.replaces)
         return None
 
     def _apply_retention(self, step: int) -> None:
@@ -141,17 +134,6 @@ class Committer:
             run_until(GIVE_UP_AT * self._options.timeout_s, action, self._store, what="deleting old checkpoints")
         except BaseException as error:  # noqa: BLE001  (the save is committed, on every rank)
             log.warning("step %d was saved, but deleting old checkpoints failed: %s", step, redact_text(str(error)))
-
-
-def _check_files(store: Store, manifest: Manifest) -> None:
-    folder = step_folder(manifest.step)
-    check_files(Checkpoint(store=store, url=store.url, step=manifest.step, folder=folder, manifest=manifest))
-
-
-def _still_whole(store: Store, manifest: Manifest) -> None:
-    """Once the manifest tells a deletion what this save needs: nothing of it was deleted before, or may be by now."""
-    check_sources(store, manifest)
-    _check_files(store, manifest)
 
 
 def _first(failures: list[Failure]) -> Failure:

@@ -43,8 +43,8 @@ class KnownChunks:
             self._known = known_of_save(items, part_chunks(part), step)
 
     def forget(self) -> None:
-        """Look again at the next save: after a failure, chunks of the earlier checkpoint may be the cause."""
-        self._known = None
+        """Write every chunk at the next save: after a failure, files of the earlier checkpoint may be the cause."""
+        self._known = {}
 
 
 def known_of_checkpoint(checkpoint: Checkpoint, items: Iterable[LocalShard]) -> Known:

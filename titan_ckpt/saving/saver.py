@@ -72,7 +72,10 @@ class Saver:
         # Every exchange between ranks runs on this thread: they cannot mix, and no signal interrupts one half-way.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
         self._turns = Turns(own_thread=self._thread.submit(threading.get_ident).result())
-        self._mirror = None if mirror is None else Mirror(self._store, mirror, timeout_s=timeout_s)
+        is_exclusive = self._options.is_exclusive
+        self._mirror = (
+            None if mirror is None else Mirror(self._store, mirror, timeout_s=timeout_s, is_exclusive=is_exclusive)
+        )
         not_mirrored = no_steps if self._mirror is None else self._mirror.due
         self._committer = Committer(self._store, self._ranks, self._options, not_mirrored=not_mirrored)
         self._known = KnownChunks(is_incremental=self._options.incremental)

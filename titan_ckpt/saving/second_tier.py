@@ -14,12 +14,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointState
-from titan_ckpt.checkpoint.open import check_files, list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, TitanError, UsageError
 from titan_ckpt.format.commit import commit_version, found_before, read_commit
 from titan_ckpt.format.names import UNMIRRORED, data_file
@@ -31,6 +31,7 @@ from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import run_until
 from titan_ckpt.upkeep.copy import Copier
 from titan_ckpt.upkeep.deletion import read_unmirrored
+from titan_ckpt.upkeep.ownership import check_claim, claim, join_tiers
 
 log = logging.getLogger(__name__)
 MAX_BEHIND = 2
@@ -49,7 +50,7 @@ class MirrorMetrics:
 class Mirror:
     """Copies commits from one store to another. Made, used and closed by all ranks together; every rank adds every commit."""
 
-    def __init__(self, source: Store, target: str | Store, *, timeout_s: float) -> None:
+    def __init__(self, source: Store, target: str | Store, *, timeout_s: float, is_exclusive: bool = True) -> None:
         self._source, self._target = source, target if isinstance(target, Store) else open_store(target)
         self._give_up_s = GIVE_UP_AT * timeout_s
         self._ranks = RankGroup(timeout_s=timeout_s)
@@ -61,6 +62,8 @@ class Mirror:
         self._due: set[int] = set()  # the coordinator's; complete once it is known what earlier jobs left
         self._unwritten: set[int] = set()  # steps whose line in `unmirrored.txt` could not be written
         self._is_known, self._has_looked = False, threading.Event()
+        self._is_exclusive, self._is_joined = is_exclusive, False
+        self._claim: str | None = None  # the coordinator's
         self._thread = threading.Thread(target=self._run, name="titan-ckpt-mirror", daemon=True)
         self._thread.start()
 
@@ -176,6 +179,10 @@ class Mirror:
 
     def _mirror(self, step: int) -> None:
         started = time.perf_counter()
+        if not self._is_joined:
+            outcome = self._in_time(self._join, step) if self._ranks.is_coordinator else None
+            raise_failures([self._ranks.broadcast(outcome)], f"mirroring step {step} to {self._target}")
+            self._is_joined = True
         outcome = next((f for f in self._ranks.gather(self._in_time(self._copy_own, step)) if f is not None), None)
         if self._ranks.is_coordinator and outcome is None:
             outcome = self._in_time(self._commit, step)
@@ -190,6 +197,12 @@ class Mirror:
         except BaseException as error:  # noqa: BLE001  (raised on every rank)
             return failure_of(self._ranks, error)
         return None
+
+    def _join(self, _step: int, source: Store, target: Store) -> None:
+        """Before the first copy: the target is this run's, and jobs that copied there before can no longer commit."""
+        join_tiers(source, target)
+        if self._is_exclusive:
+            self._claim = claim(target)
 
     def _copy_own(self, step: int, source: Store, target: Store) -> None:
         found_before(target, step)  # nothing is written where another program's checkpoint is
@@ -209,8 +222,9 @@ class Mirror:
         copier = Copier(checkpoint, target, lambda _: None)
         for file in checkpoint.manifest.files:
             copier.copy_file(file, trust_size=True)
+        if self._claim is not None:
+            check_claim(target, self._claim)
         copier.copy_small(read_commit(source, step), before)
-        check_files(replace(checkpoint, store=target, url=target.url))  # a deletion there may have been under way
 
 
 def left_over(source: Store, target: Store) -> set[int]:

@@ -158,6 +158,10 @@ class Store(ABC):
         """Whether anything has this name, be it an object or not: a folder, or a symbolic link that leads nowhere."""
         return self.exists(path) or next(iter(self.list(path)), None) is not None
 
+    def leftovers(self, prefix: str = "") -> Iterator[tuple[ObjectInfo, str]]:  # noqa: ARG002 - most stores leave nothing
+        """Temporary files in folder `prefix`, which `list` hides, each with the path that its write was to make."""
+        return iter(())
+
     def free_bytes(self) -> int | None:
         """Bytes free where this store keeps its objects; None where that is unknown or not limited (object stores)."""
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -17,6 +18,7 @@ from titan_ckpt.location import check_relative, local_path, normalise, redact
 from titan_ckpt.store.base import Buffer, ObjectInfo, Steady, Store
 
 TEMPORARY_PREFIX = ".tmp-"
+_TEMPORARY = re.compile(r"\.tmp-(.+)-[0-9a-f]{12}")
 # Start writeback after every so many bytes, so that the final fsync has little left to wait for.
 WRITE_BEHIND_BYTES = 16 << 20
 MAX_PARTS_A_CALL = 1024  # IOV_MAX of Linux and macOS
@@ -134,6 +136,15 @@ class FileStore(Store):
             return []
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        yield from (entry for entry in self._all(prefix) if not _is_temporary(entry.path))
+
+    def leftovers(self, prefix: str = "") -> Iterator[tuple[ObjectInfo, str]]:
+        for entry in self._all(prefix):
+            folder, _, name = entry.path.rpartition("/")
+            if (match := _TEMPORARY.fullmatch(name)) and not entry.is_link:
+                yield entry, f"{folder}/{match.group(1)}"
+
+    def _all(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = self._folder(prefix)
         yield from self._below(folder, "" if folder == self._root else os.path.relpath(folder, self._root) + "/")
 
@@ -148,7 +159,7 @@ class FileStore(Store):
         for entry in entries:
             if entry.is_dir():
                 subfolders.extend([entry] * (not entry.is_symlink()))
-            elif not entry.name.startswith(TEMPORARY_PREFIX):
+            else:
                 path = prefix + entry.name
                 try:
                     info = entry.stat()
@@ -268,6 +279,10 @@ class _OpenFile:
         return Store.read(
             self._store, self._path, start, length
         )  # retry a short read, or raise the error for a short file
+
+
+def _is_temporary(path: str) -> bool:
+    return path.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
 
 
 def _open_folder(name: str, within: int | None, opened: ExitStack, *, flags: int) -> int:

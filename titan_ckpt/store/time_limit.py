@@ -83,6 +83,9 @@ class _Guarded(Store):
     def is_taken(self, path: str) -> bool:
         return self._call("stat", path).is_taken(path)
 
+    def leftovers(self, prefix: str = "") -> Iterator[tuple[ObjectInfo, str]]:
+        return self._call("list", prefix).leftovers(prefix)
+
     def free_bytes(self) -> int | None:
         return self._call("free space", "").free_bytes()
 

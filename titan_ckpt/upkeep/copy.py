@@ -17,6 +17,7 @@ import xxhash
 
 from titan_ckpt.check.scan import check_blobs
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.commit_proved import commit_checkpoint, commit_copy
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, UsageError
 from titan_ckpt.format.commit import (
@@ -25,9 +26,7 @@ from titan_ckpt.format.commit import (
     commit_path,
     find_commit,
     found_before,
-    publish,
     read_commit,
-    write_commit,
 )
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.dcp_read import dcp_paths
@@ -153,9 +152,8 @@ class Copier:
         if self._source.manifest.chunks.digests is None and self._source.digests is not None:
             self._put(f"{attempt}/{DIGESTS}", self._source.digests)
         index = self._verified_small(f"{self._source.folder}/{METADATA}", commit.metadata_digest)
-        publish(
-            self._target, commit.step, commit.attempt, index, self._source.store.read(commit_path(commit.step)), before
-        )
+        data = self._source.store.read(commit_path(commit.step))
+        commit_copy(self._target, self._source.manifest, index, commit=data, before=before)
 
     def commit_moved(self, commit: Commit) -> None:
         """Write assets, and a manifest, `.metadata` and COMMIT with the files' new paths."""
@@ -168,7 +166,7 @@ class Copier:
         paths = dcp_paths(
             self._verified_small(f"{self._source.folder}/{METADATA}", commit.metadata_digest), where=METADATA
         )
-        write_commit(self._target, moved, dcp_metadata(moved, paths=paths), replaces=None)
+        commit_checkpoint(self._target, moved, dcp_metadata(moved, paths=paths), replaces=None)
 
     def _copy_assets(self) -> str:
         """Copy the assets; returns the attempt's folder."""

@@ -8,33 +8,41 @@ checkpoint of the run cannot be opened, what it refers to is unknown, so nothing
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import secrets
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from titan_ckpt.check.mend import mend_metadata
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.commit_proved import named_files
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import CheckpointInfo, check_files, list_checkpoints, open_manifest
 from titan_ckpt.errors import CheckpointError, DamagedError, NotCommittedError
+from titan_ckpt.format.commit import commit_version
 from titan_ckpt.format.manifest import Manifest
-from titan_ckpt.format.names import COMMIT, MANIFEST, METADATA, UNMIRRORED, step_folder
+from titan_ckpt.format.names import COMMIT, MANIFEST, METADATA, UNMIRRORED, is_attempt, marks_folder, step_folder
 from titan_ckpt.store.base import ObjectInfo, Store, read_if_any
 from titan_ckpt.upkeep.own_files import StepFiles, files_of_step, start_of
-from titan_ckpt.upkeep.references import named_files, needs
+from titan_ckpt.upkeep.references import Needs, needs
 from titan_ckpt.upkeep.retention import PINS, RetentionPolicy, parse_pins, prune
 
 log = logging.getLogger(__name__)
 SHOWN_NAMES = 4
+MARK = b"A deletion takes files from this folder. While this file is here, saves that need one of them fail.\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Garbage:
-    """Objects of one step to delete, in order: COMMIT, `.metadata`, the rest. `what` describes them to the user."""
+    """Objects of one step to delete, in order: COMMIT, `.metadata`, the rest. `what` describes them to the user.
+
+    If the COMMIT is among them, `version` is the store's version of it.
+    """
 
     what: str
     step: int
     entries: tuple[ObjectInfo, ...]
+    version: str | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -111,6 +119,15 @@ def _look(store: Store, info: CheckpointInfo, *, url: str = "") -> _Looked:
     return _Looked(info=info, manifest=manifest)
 
 
+def _with_index(store: Store, found: _Looked) -> _Looked:
+    """`found`, damaged if plain DCP readers cannot open it: then it must not be the reason why one that they can open goes."""
+    path = f"{step_folder(found.info.step)}/{METADATA}"
+    if found.info.state != CheckpointState.COMMITTED or store.exists(path):
+        return found
+    problem = f"{store.where(path)}: missing; `titan-ckpt verify --fix` writes it again"
+    return replace(found, info=replace(found.info, state=CheckpointState.DAMAGED, problem=problem))
+
+
 def _damaged(info: CheckpointInfo, error: CheckpointError) -> CheckpointInfo:
     return replace(info, state=CheckpointState.DAMAGED, problem=str(error))
 
@@ -134,7 +151,7 @@ def plan_removal(store: Store, policy: RetentionPolicy, *, now_s: float) -> Remo
     policy = replace(policy, pins=policy.pins | unmirrored)
     if not policy.is_incomplete and not prune(infos, policy):
         return RemovalPlan(kept=tuple(reasons))
-    looked = {info.step: _look(store, info) for info in infos}
+    looked = {info.step: _with_index(store, _look(store, info)) for info in infos}
     infos = [found.info for found in looked.values()]
     files = _Files(store, looked)
     ages = {}
@@ -149,7 +166,7 @@ def plan_removal(store: Store, policy: RetentionPolicy, *, now_s: float) -> Remo
     garbage = []
     for step, found in looked.items():
         whole = step in gone
-        if whole or (policy.is_incomplete and found.info.state == CheckpointState.COMMITTED):
+        if whole or (policy.is_incomplete and found.info.state in (CheckpointState.COMMITTED, CheckpointState.PARTIAL)):
             plan = _of_step(store, files.of(found.info), found.info, policy, kept, now_s=now_s, is_whole=whole)
             garbage += [item for item in plan.garbage if item.entries]
             reasons += plan.kept
@@ -193,7 +210,9 @@ def _of_step(
         for name, entries in files.attempts.items()
         if (is_whole and (commit is None or start_of(name) < began))
         or (
-            policy.is_incomplete and now_s - max(start_of(name), *(e.modified_s for e in entries)) > policy.older_than_s
+            policy.is_incomplete
+            and (is_whole or commit is not None)
+            and now_s - max(start_of(name), *(e.modified_s for e in entries)) > policy.older_than_s
         )
     ]
     if is_whole:
@@ -202,6 +221,7 @@ def _of_step(
                 what=f"{folder} ({info.state})",
                 step=info.step,
                 entries=files.removal(dead, is_whole=True, kept=kept),
+                version=None if commit is None else commit.version,
             )
         ]
     else:
@@ -213,6 +233,9 @@ def _of_step(
             )
             for name in dead
         ]
+    if policy.is_incomplete:
+        old = tuple(entry for entry in files.leftovers if now_s - entry.modified_s > policy.older_than_s)
+        garbage.append(Garbage(what=f"{folder} (temporary files of writes that died)", step=info.step, entries=old))
     reasons = []
     if files.refusal and (is_whole or dead):
         reasons.append(f"{store.where(folder)}: kept: {files.refusal}")
@@ -238,15 +261,40 @@ def delete(store: Store, plan: RemovalPlan) -> list[str]:
     """Delete what `plan` names: every COMMIT, then every `.metadata`, then the rest, each in calls of their own.
 
     A checkpoint may refer to files of another one that goes as well. So no data file goes before all commits have gone. And
-    nothing goes that a save has come to need since the plan was made (see `references`): it returns a line about that.
-    CheckpointError if what a save needs cannot be read, before anything is deleted; or if a save committed in the midst of the
-    deletion, so that its step is not whole.
+    nothing goes that a save has committed again or come to need since the plan was made (see `references`): it returns lines
+    about that. CheckpointError if what a save needs cannot be read, before anything is deleted; or if a writer that does not look
+    for marks committed in the midst of the deletion, so that its step is not whole.
     """
-    paths = [entry.path for item in plan.garbage for entry in item.entries]
+    still = [item for item in plan.garbage if item.version is None or item.version == commit_version(store, item.step)]
+    reasons = [
+        f"{store.where(step_folder(item.step))}: kept: saved again meanwhile"
+        for item in plan.garbage
+        if item not in still
+    ]
+    paths = [entry.path for item in still for entry in item.entries]
     if not paths:
-        return []
+        return reasons
     look = partial(needs, store, seen=plan.seen, going=frozenset(paths))
     look()
+    marks = [f"{marks_folder(attempt)}/{secrets.token_hex(8)}.txt" for attempt in sorted(_attempts(paths))]
+    try:
+        for mark in marks:
+            store.write(
+                mark,
+                [MARK],
+            )
+        return reasons + _delete_marked(store, paths, look)
+    finally:
+        store.delete(marks)
+
+
+def _attempts(paths: Iterable[str]) -> set[str]:
+    """The attempts' folders that hold some of these paths."""
+    found = ("/".join(path.split("/")[:2]) for path in paths)
+    return {folder for folder in found if is_attempt(folder.rpartition("/")[2])}
+
+
+def _delete_marked(store: Store, paths: list[str], look: Callable[[], Needs]) -> list[str]:
     commits = [path for path in paths if path.endswith(f"/{COMMIT}")]
     store.delete(commits)
     now, again = look(), _committed_again(store, commits)

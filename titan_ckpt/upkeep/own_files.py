@@ -17,7 +17,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from titan_ckpt.checkpoint.open import CheckpointInfo
@@ -25,8 +25,9 @@ from titan_ckpt.errors import CheckpointError
 from titan_ckpt.format.commit import Commit, commit_path
 from titan_ckpt.format.dcp_read import data_paths
 from titan_ckpt.format.digest import digest
-from titan_ckpt.format.manifest import Manifest
-from titan_ckpt.format.names import ASSETS, COMMIT, DIGESTS, MANIFEST, METADATA, is_data_file, step_folder
+from titan_ckpt.format.manifest import DIGEST_BYTES, Manifest
+from titan_ckpt.format.manifest_json import digests_beside
+from titan_ckpt.format.names import ASSETS, COMMIT, DIGESTS, MANIFEST, METADATA, is_data_file, marks_folder, step_folder
 from titan_ckpt.format.own_step import attempt_of, read_index
 from titan_ckpt.store.base import ObjectInfo, Store
 
@@ -48,8 +49,9 @@ class DcpIndex:
 class StepFiles:
     """The objects of a step's folder, by whose they are.
 
-    `commit` and `committed` are COMMIT and what it names; `attempts` what other saves of the step left; `others` are paths that
-    are not proved to be ours. `refusal` says why nothing of this step may be deleted; it is empty if something may.
+    `commit` and `committed` are COMMIT and what it names; `attempts` what other saves of the step left; `leftovers` temporary
+    files of our writes; `others` are paths that are not proved to be ours. `refusal` says why nothing of this step may be
+    deleted; it is empty if something may.
     """
 
     step: int
@@ -60,6 +62,7 @@ class StepFiles:
     committed: tuple[ObjectInfo, ...] = ()
     attempts: dict[str, tuple[ObjectInfo, ...]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    leftovers: tuple[ObjectInfo, ...] = ()
 
     def removal(self, attempts: Collection[str], *, is_whole: bool, kept: frozenset[str]) -> tuple[ObjectInfo, ...]:
         """What to delete, in this order, to remove those `attempts` and, if `is_whole`, the commit.
@@ -95,12 +98,13 @@ def files_of_step(store: Store, info: CheckpointInfo, manifest: Manifest | None)
             return StepFiles(step=info.step, refusal=f"{path} is a symbolic link", others=(path,))
     entries = {entry.path: entry for entry in store.list(folder)}
     own = {path: entry for path, entry in entries.items() if not entry.is_link}
-    commit, named = own.get(commit_path(info.step)) if info.commit else None, _named(info.commit, manifest)
+    commit, named = own.get(commit_path(info.step)) if info.commit else None, _named(info.commit, manifest, own)
     index = _index(store, own.get(f"{folder}/{METADATA}"), info.commit)
     attempts: dict[str, tuple[ObjectInfo, ...]] = {}
     for path, entry in own.items():
         name = attempt_of(path.removeprefix(f"{folder}/"))
-        if name is not None and (info.commit is None or name != info.commit.attempt):
+        is_committed = info.commit is not None and name == info.commit.attempt
+        if name is not None and not is_committed and not _is_strange(store, path, own):
             attempts[name] = (*attempts.get(name, ()), entry)
     ours = {*named, *(entry.path for found in attempts.values() for entry in found)}
     ours |= {found.path for found in (commit, index.entry if index and index.is_ours else None) if found is not None}
@@ -108,21 +112,44 @@ def files_of_step(store: Store, info: CheckpointInfo, manifest: Manifest | None)
         step=info.step, refusal=_refusal(index, named, own), commit=commit, index=index,
         attempt=info.commit.attempt if info.commit else None, attempts=attempts,
         committed=tuple(own[path] for path in sorted(named) if path in own), others=tuple(sorted(entries.keys() - ours)),
+        leftovers=tuple(entry for entry, name in store.leftovers(folder) if _is_written(name.removeprefix(f"{folder}/"))),
     )  # fmt: skip
 
 
-def _named(commit: Commit | None, manifest: Manifest | None) -> set[str]:
-    """Paths in the step's own folder that a verified manifest stands for."""
+def _is_written(name: str) -> bool:
+    """Whether a save writes a file of this name, relative to its step's folder."""
+    return name in (COMMIT, METADATA) or attempt_of(name) is not None
+
+
+def _named(commit: Commit | None, manifest: Manifest | None, own: Mapping[str, ObjectInfo]) -> set[str]:
+    """Paths in the step's own folder that a verified manifest stands for, and marks of deletions."""
     if commit is None or manifest is None:
         return set()
     folder = step_folder(commit.step)
     attempt = f"{folder}/{commit.attempt}"
-    paths = {
-        f"{attempt}/{MANIFEST}",
-        f"{attempt}/{DIGESTS}",
-        *(f"{attempt}/{ASSETS}/{name}" for name in manifest.assets),
+    paths = {f"{attempt}/{MANIFEST}", *(f"{attempt}/{ASSETS}/{name}" for name in manifest.assets)}
+    beside = own.get(f"{attempt}/{DIGESTS}")
+    if beside is not None and manifest.chunks.digests is None:
+        paths |= {beside.path} if beside.size_bytes == DIGEST_BYTES * len(manifest.chunks) else set()
+    paths |= {
+        path for path in own if path.startswith(f"{marks_folder(attempt)}/") and attempt_of(path[len(folder) + 1 :])
     }
     return paths | {f"{folder}/{file.path}" for file in manifest.files if not file.path.startswith("../")}
+
+
+def _is_strange(store: Store, path: str, own: Mapping[str, ObjectInfo]) -> bool:
+    """Whether it is a `digests.bin` that no manifest beside it names."""
+    attempt, _, name = path.rpartition("/")
+    if name != DIGESTS or attempt.endswith(f"/{ASSETS}"):
+        return False
+    manifest = f"{attempt}/{MANIFEST}"
+    if manifest not in own:
+        return True
+    try:
+        expected = digests_beside(read_index(store, manifest), store.where(manifest))
+        return expected is None or digest(read_index(store, path)).hex() != expected
+    except CheckpointError:
+        return True
 
 
 def _index(store: Store, entry: ObjectInfo | None, commit: Commit | None) -> DcpIndex | None:

@@ -158,6 +158,9 @@ class FaultyStore(Store):
     def is_taken(self, path: str) -> bool:
         return self.inner.is_taken(path)
 
+    def leftovers(self, prefix: str = "") -> Iterator[tuple[ObjectInfo, str]]:
+        return self.inner.leftovers(prefix)
+
     def honours_conditions(self) -> bool:
         return self.inner.honours_conditions()
 
