@@ -55,8 +55,8 @@ def test_a_save_makes_the_documented_requests(s3_url: str, counted: Callable[[],
             report = saver.save_now(_state(40 << 20, 4), step=1)
         with counted() as small:
             saver.save_now(_state(1 << 20, 4), step=2)
-    assert large == [-(-report.written_bytes // PART_BYTES) + 2 + 4, 6]
-    assert small == [1 + 4, 6]
+    assert large == [-(-report.written_bytes // PART_BYTES) + 2 + 9, 11]
+    assert small == [1 + 9, 11]
 
 
 def test_an_incremental_save_without_changes_writes_no_data(s3_url: str, counted: Callable[[], Any]) -> None:
@@ -65,7 +65,7 @@ def test_an_incremental_save_without_changes_writes_no_data(s3_url: str, counted
         saver.save_now(state, step=1)
         with counted() as again:
             saver.save_now(state, step=2)
-    assert again == [4, 6]
+    assert again == [9 + 2, 11]
 
 
 def test_open_and_load_make_the_documented_requests(s3_url: str, counted: Callable[[], Any]) -> None:

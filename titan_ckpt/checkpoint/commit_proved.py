@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
@@ -24,10 +24,8 @@ from titan_ckpt.format.commit import (
     find_commit,
     metadata_path,
     publish,
-    read_commit,
     write_commit,
 )
-from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import MANIFEST, marks_folder, step_folder
 from titan_ckpt.store.base import Store
@@ -51,7 +49,7 @@ def commit_checkpoint(store: Store, manifest: Manifest, metadata: bytes, *, repl
     old = _what_it_replaces(store, manifest.step, replaces)
     prove = partial(check_all_there, store, manifest)
     commit = write_commit(store, manifest, metadata, replaces=replaces, prove=prove)
-    _prove_or_withdraw(store, manifest, commit, old)
+    _prove_or_withdraw(store, manifest, _New(version=commit.version, metadata=metadata), old)
     return commit
 
 
@@ -59,8 +57,8 @@ def commit_copy(store: Store, manifest: Manifest, metadata: bytes, *, commit: by
     """Commit a copy of a checkpoint, whose manifest and data files are written, with the COMMIT of its source."""
     old = _what_it_replaces(store, manifest.step, before)
     prove = partial(check_all_there, store, manifest)
-    publish(store, manifest.step, manifest.attempt, metadata, commit, before, prove=prove)
-    _prove_or_withdraw(store, manifest, read_commit(store, manifest.step), old)
+    version = publish(store, manifest.step, manifest.attempt, metadata, commit, before, prove=prove)
+    _prove_or_withdraw(store, manifest, _New(version=version, metadata=metadata), old)
 
 
 def check_all_there(store: Store, manifest: Manifest) -> None:
@@ -89,6 +87,14 @@ class _Old:
     metadata: bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _New:
+    """The version of the COMMIT that a save has written, and the `.metadata` beside it."""
+
+    version: str
+    metadata: bytes
+
+
 def _what_it_replaces(store: Store, step: int, before: Before | None) -> _Old | None:
     if before is None or before.commit is None or before.metadata is None:
         return None
@@ -98,34 +104,36 @@ def _what_it_replaces(store: Store, step: int, before: Before | None) -> _Old | 
         return None
 
 
-def _prove_or_withdraw(store: Store, manifest: Manifest, commit: Commit, old: _Old | None) -> None:
+def _prove_or_withdraw(store: Store, manifest: Manifest, new: _New, old: _Old | None) -> None:
     try:
         check_all_there(store, manifest)
     except CheckpointError as error:
         try:
-            is_back = _withdraw(store, commit, old)
+            is_back = _withdraw(store, manifest.step, new, old)
         except ConditionFailedError:
             raise error from None  # another job has committed the step meanwhile
         except StoreError as failure:
             raise DamagedError(
-                f"{error}; its COMMIT could not be taken back ({failure}): {store}@{commit.step} is damaged. Save it again"
+                f"{error}; its COMMIT could not be taken back ({failure}): {store}@{manifest.step} is damaged. Save it again"
             ) from error
         back = "; the checkpoint that was there before is back" if is_back else ""
-        raise type(error)(f"{error} (step {commit.step} was committed and taken back{back})") from error
+        raise type(error)(f"{error} (step {manifest.step} was committed and taken back{back})") from error
 
 
-def _withdraw(store: Store, commit: Commit, old: _Old | None) -> bool:
-    """Take a commit back, with its `.metadata`. True if the one before it, which is whole, is in its place again."""
-    path, index = commit_path(commit.step), metadata_path(commit.step)
+def _withdraw(store: Store, step: int, new: _New, old: _Old | None) -> bool:
+    """Take a commit back, with its `.metadata`. True if the one before it, which is whole, is in its place again.
+
+    ConditionFailedError if another job has committed the step since.
+    """
+    path, index, version = commit_path(step), metadata_path(step), new.version
     if old is not None:
-        version = store.write_if(path, old.commit, version=commit.version).version
-        if _is_whole(store, commit.step):
-            if _is_of(store, index, commit):
+        version = store.write_if(path, old.commit, version=version).version
+        if _is_whole(store, step):
+            if _holds(store, index, new.metadata):
                 store.write_if(index, old.metadata, version=store.stat(index).version)
             return True
-        commit = replace(commit, version=version)
-    store.write_if(path, WITHDRAWN, version=commit.version)  # no job replaces it that has not seen it
-    if _is_of(store, index, commit):
+    store.write_if(path, WITHDRAWN, version=version)  # no job replaces it that has not seen it
+    if _holds(store, index, new.metadata):
         store.delete([index])
     store.delete([path])
     return False
@@ -142,9 +150,8 @@ def _is_whole(store: Store, step: int) -> bool:
     return True
 
 
-def _is_of(store: Store, index: str, commit: Commit) -> bool:
-    """Whether the `.metadata` that is there is the one of `commit`."""
+def _holds(store: Store, path: str, data: bytes) -> bool:
     try:
-        return digest(store.read(index)).hex() == commit.metadata_digest
+        return store.read(path) == data
     except NotFoundError:
         return False
