@@ -29,11 +29,12 @@ def mend_metadata(store: Store, step: int) -> bool:
     DamagedError if it cannot be derived, AlreadyExistsError if another program's checkpoint is there; nothing is changed then.
     CheckpointError if the step cannot be opened.
     """
-    commit, path = read_commit(store, step), metadata_path(step)
+    path = metadata_path(step)
     try:
         version, found = store.stat(path).version, store.read(path)
     except NotFoundError:
         version, found = None, b""
+    commit = read_commit(store, step)  # after the version: if a save comes between, the write below fails
     if digest(found).hex() == commit.metadata_digest:
         return False
     check_place(store, step)
