@@ -132,10 +132,11 @@ def test_nothing_goes_while_it_is_unknown_what_the_tier_lacks(
     with Saver(str(tmp_path / "fast")) as saver:
         save(saver, 1)
     monkeypatch.setattr(safe, "folders", down)
-    options = SaveOptions(mirror=safe, retention=KEEP_ONE)
-    with pytest.raises(SaveError, match="no answer"), Saver(str(tmp_path / "fast"), options) as saver:
-        save(saver, 2)
-        save(saver, 3)
+    saver = Saver(str(tmp_path / "fast"), SaveOptions(mirror=safe, retention=KEEP_ONE))
+    save(saver, 2)
+    save(saver, 3)
+    with pytest.raises(SaveError, match="no answer"):
+        saver.close()
     assert committed(tmp_path / "fast") == [1, 2, 3]
     assert "lacks is unknown" in caplog.text
 
