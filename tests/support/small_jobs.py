@@ -6,6 +6,7 @@
     group y as x: 0 1 2                     another one that these ranks call by the same name
     at 1: /job/data.py 7 load               file, line and function of a rank's main thread
     exit 1: -9                              how it ended
+    store 1: 0                              its log says that it waited for rank 0's key in the store
     knows 1: x                              groups that its recorder wrote down
 
 An operation: `group:` (default: all ranks), name, `>1` or `<1` the peer of a send or recv, `(sizes)`, `/dtype`, `@line` of
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_ckpt.debug.incident.kinds import DumpKind
+from titan_ckpt.debug.incident.kinds import DumpKind, EventKind
 from titan_ckpt.debug.incident.records import (
     COMPLETED,
     OPERATION,
@@ -34,7 +35,9 @@ from titan_ckpt.debug.incident.records import (
     Exit,
     Frame,
     Group,
+    LogEvent,
     Names,
+    RankLog,
     RankRecord,
     Run,
     StackSnapshot,
@@ -92,6 +95,7 @@ class _Rank:
     frame: Frame | None = None
     code: int | None = None
     groups: tuple[str, ...] = ()
+    awaited: str = ""
 
 
 def job(text: str) -> Run:
@@ -128,6 +132,8 @@ def _describe(rank: _Rank, kind: str, words: list[str]) -> None:
         rank.frame = Frame(file=words[0], line=int(words[1]), function=words[2])
     elif kind == "exit":
         rank.code = int(words[0])
+    elif kind == "store":
+        rank.awaited = words[0]
     else:
         assert kind == "knows", kind
         rank.groups = tuple(words)
@@ -145,6 +151,11 @@ def _record(rank: int, one: _Rank, tables: _Tables, groups: Mapping[str, Group])
         operations=table,
         dumps=(dump,) if rows else (),
         stacks=(stack,) if one.frame else (),
+        log=RankLog(source="l", events=(_store_wait(rank, one.awaited),)) if one.awaited else None,
         exit=None if one.code is None else Exit(rank=rank, code=one.code, source="e"),
         groups=tuple(groups[name] for name in one.groups),
     )
+
+
+def _store_wait(rank: int, awaited: str) -> LogEvent:
+    return LogEvent(kind=EventKind.STORE_WAIT, rank=rank, text="waits", source="l", line=1, values={"rank": awaited})

@@ -32,8 +32,9 @@ BEGIN_S, SETTLE_S, END_S = 240.0, 40.0, 90.0
 def start(incident: Incident, folder: Path) -> subprocess.Popen[bytes]:
     """torchrun, with the console in `console.log`, a folder of logs `tr` and the recorder's `rec`."""
     (folder / "rec").mkdir(parents=True)
+    store = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(incident.ranks), "--master-port", str(free_port()),
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(incident.ranks), *store,
         "--max-restarts", str(incident.restarts), "--log-dir", str(folder / "tr"), "--redirects", "3", "--tee", "3",
         "-m", "tools.hangs.rank", incident.name,
     ]  # fmt: skip

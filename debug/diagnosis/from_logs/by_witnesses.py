@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from signal import SIGKILL
+from signal import SIGKILL, SIGTERM
 
 from titan_ckpt.debug.diagnosis.advice import advice
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, signal_of
@@ -148,7 +148,7 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, 
         if record.exit and _ended_first(run, record):
             text += f"; it ended first, with exit code {record.exit.code}"
         return _Suspicion(verdict=VerdictKind.RANK_DIED, subtype=state.detail, text=text)
-    if not is_on_cpu and _fell_silent(run, rank, witnesses):
+    if not is_on_cpu and not _heeded_sigterm(record) and _fell_silent(run, rank, witnesses):
         text = "is frozen: the others' monitors went on logging, its log just ends"
         return _Suspicion(verdict=VerdictKind.RANK_FROZEN, subtype=state.detail, text=text)
     return _Suspicion(
@@ -240,6 +240,11 @@ def _went_on_logging(run: Run, record: RankRecord) -> bool:
 def _fell_silent(run: Run, rank: int, witnesses: Sequence[int]) -> bool:
     """Whether the recorders of all others wrote to their logs what this rank's did not."""
     return not has_recorder_talk(run.ranks[rank]) and all(has_recorder_talk(run.ranks[other]) for other in witnesses)
+
+
+def _heeded_sigterm(record: RankRecord) -> bool:
+    """Whether SIGTERM ended it, which a process that does not run never hears."""
+    return record.exit is not None and record.exit.was_told and signal_of(record.exit.code) == SIGTERM
 
 
 def _needed_sigkill(record: RankRecord) -> bool:

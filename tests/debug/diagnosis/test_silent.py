@@ -1,0 +1,53 @@
+"""A rank whose log just ends while the others' recorders still said something: does it run or not?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan_ckpt.debug import diagnose, open_run
+
+WAITED = """\
+2026-11-22 12:09:00,345 INFO train: step 2
+[rank{rank}]: Traceback (most recent call last):
+[rank{rank}]:   File "/job/train.py", line 50, in <module>
+[rank{rank}]:     loss.backward()
+[rank{rank}]: RuntimeError: [/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 45000ms for recv operation to complete
+[rank{rank}]:[W1122 12:09:45.337107211 WorkerServer.cpp:144] [c10d] Server shutting down
+"""
+SILENT = "2026-11-22 12:09:00,369 INFO train: step 2\n"
+CONSOLE = """\
+W1122 12:09:53.389000 9 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 102 closing signal SIGTERM
+{kill}E1122 12:09:53.801000 9 torch/distributed/elastic/api.py:1002] failed (exitcode: 1) local_rank: 1 (pid: 101) of binary: p
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+train.py FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-22_12:09:53
+  host      : localhost
+  rank      : 2 (local_rank: 2)
+  exitcode  : {code} (pid: 102)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-22_12:09:53
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 101)
+============================================================
+"""
+
+
+@pytest.mark.parametrize(("code", "verdict"), [(143, "STUCK_ON_CPU"), (-15, "STUCK_ON_CPU"), (-9, "RANK_FROZEN")])
+def test_a_process_that_heard_sigterm_ran(code: int, verdict: str, tmp_path: Path) -> None:
+    for rank in range(3):
+        log = tmp_path / "tr" / "none_x" / "attempt_0" / str(rank) / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(SILENT if rank == 2 else WAITED.format(rank=rank))
+    kill = "W1122 12:09:54.389000 9 api.py:1047] Unable to shutdown process 102 via SIGTERM, forcefully exiting via SIGKILL\n"
+    (tmp_path / "console.log").write_text(CONSOLE.format(code=code, kill=kill if code == -9 else ""))
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits) == (verdict, (2,))
