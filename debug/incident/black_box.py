@@ -87,12 +87,13 @@ def pack_members(members: Sequence[int]) -> list[int] | dict[str, int]:
     return {"from": steps.start, "to": members[-1], "by": steps.step}
 
 
-def unpack_members(packed: Any) -> tuple[int, ...]:
-    """Inverse of `pack_members`; () for malformed input."""
+def unpack_members(packed: Any, most: int = MAX_MEMBERS) -> tuple[int, ...]:
+    """Inverse of `pack_members`; () for malformed input, and for more than `most` ranks: three numbers can mean a million."""
     if isinstance(packed, list):
-        return tuple(rank for rank in packed if isinstance(rank, int))
+        return tuple(rank for rank in packed[:most] if type(rank) is int and 0 <= rank < MAX_MEMBERS)
     if not isinstance(packed, dict) or not all(isinstance(packed.get(key), int) for key in ("from", "to", "by")):
         return ()
     if packed["by"] < 1 or not 0 <= packed["from"] <= packed["to"] < MAX_MEMBERS:
         return ()
-    return tuple(range(packed["from"], packed["to"] + 1, packed["by"]))
+    ranks = range(packed["from"], packed["to"] + 1, packed["by"])
+    return tuple(ranks) if len(ranks) <= most else ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from titan_ckpt.debug.incident.black_box import (
 )
 from titan_ckpt.debug.incident.records import COMPLETED, OPERATION, SCHEDULED, Array, Group, Heartbeat
 from titan_ckpt.debug.read.name_tables import Interner
+from titan_ckpt.parsing.json_values import parse_json_line
 from titan_ckpt.store.base import Store
 
 Buffer: TypeAlias = bytes | memoryview
@@ -37,6 +37,8 @@ LOOK_AHEAD = (
     16  # operations read beyond the count, which is as of the last tick: where all are newer, all of the ring is read
 )
 MAX_KEY = 1 << 16
+MAX_MEMBERS_IN_RUN = 1 << 22
+"""Ranks in all distinct groups that the boxes of a run describe."""
 
 
 @dataclass(
@@ -95,6 +97,7 @@ class BoxReader:
     _texts: dict[bytes, _Words] = field(default_factory=dict)
     _known: dict[bytes, _Words] = field(default_factory=dict)  # by the length and digest that a box's head gives
     _lines: dict[bytes, tuple[str, int, Any] | None] = field(default_factory=dict)
+    _members: int = 0  # of all groups
 
     def parse(self, data: bytes, source: str) -> BlackBox:
         """A whole box. ValueError when it is none or is damaged."""
@@ -174,17 +177,19 @@ class BoxReader:
     def _read_line(self, line: bytes) -> tuple[str, int, Any] | None:
         """(kind, number, what it stands for); None for a half-written last line, or damage: records then show "not known"."""
         try:
-            kind, key, value = json.loads(line)
+            kind, key, value = parse_json_line(line)
             if type(key) is not int or not 0 <= key < MAX_KEY:
                 return None
             if kind == "group":
-                return kind, key, _group(value)
+                group = _group(value, MAX_MEMBERS_IN_RUN - self._members)
+                self._members += len(group.members)
+                return kind, key, group
             if kind == "op":
                 return kind, key, self.interner.op(str(value))
             if kind == "dtype":
                 return kind, key, self.interner.dtype([str(value)])
             return (kind, key, _site(value, self.interner)) if kind == "site" else None
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             return None
 
 
@@ -227,9 +232,9 @@ def _text_used(head: bytes) -> int:
     return max(0, min(used, TEXT_BYTES))
 
 
-def _group(value: Any) -> Group:
+def _group(value: Any, most: int) -> Group:
     name, description, members = (*value, "", [])[:3] if isinstance(value, list) else ("?", "", [])
-    ranks = unpack_members(members)
+    ranks = unpack_members(members, most)
     description = "" if description == "undefined" else str(description)
     return Group(name=str(name)[:200], description=description[:200], members=ranks)
 

@@ -245,6 +245,11 @@ def _lost(store: Store, step: int, attempt: str) -> ConditionFailedError:
     )
 
 
+def read_record(store: Store, path: str) -> JsonValue:
+    """A small JSON record that a job left in a run; DamagedError for anything else."""
+    return JsonValue(parse_json(store.read(path), store.where(path)), store.where(path))
+
+
 def read_commit(store: Store, step: int) -> Commit:
     """The commit of `step`.
 

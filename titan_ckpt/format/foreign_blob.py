@@ -11,6 +11,7 @@ import pickle
 import struct
 import zipfile
 import zlib
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,14 +102,17 @@ def check_records(store: Store, path: str, start: int, length: int) -> tuple[lis
         file = io.BytesIO(store.read(path, start, length))
     try:
         with zipfile.ZipFile(file) as archive:
-            for info in archive.infolist():
+            records = archive.infolist()
+            if sum(info.compress_size for info in records) > length:
+                raise zipfile.BadZipFile("records that overlap")
+            ends = sorted({*(info.header_offset for info in records), archive.start_dir, length})
+            for info in records:
                 if info.CRC == 0 and info.file_size:
                     unchecked += 1
                 elif message := _record_problem(archive, info):
-                    ends = [*(other.header_offset for other in archive.infolist()), archive.start_dir, length]
                     at = min(max(info.header_offset, 0), length)
-                    end = min(offset for offset in ends if offset > at or offset == length)
-                    damages.append(Damage(start + at, start + end, f"record {info.filename!r}: {message}"))
+                    end = ends[min(bisect_right(ends, at), len(ends) - 1)]
+                    damages.append(Damage(start + at, start + min(end, length), f"record {info.filename!r}: {message}"))
     except _NOT_A_ZIP as error:
         damages.append(Damage(start, start + length, f"not what torch.save wrote: {type(error).__name__}: {error}"))
     return damages, unchecked

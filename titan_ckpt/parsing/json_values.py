@@ -45,6 +45,24 @@ def parse_json(data: bytes, where: str) -> Any:
     return value
 
 
+def parse_json_line(line: bytes | str) -> Any:
+    """The value of one line of a log or a list. Unlike a document it may hold NaN, infinities, and a key twice.
+
+    ValueError if it is not JSON, nested too deeply for the parser, or has more than MAX_VALUES values.
+
+    >>> parse_json_line('{"step": 3, "loss": NaN}')
+    {'step': 3, 'loss': nan}
+    """
+    if len(line) > MAX_VALUES:
+        text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
+        if sum(text.count(mark.decode()) for mark in _MARKS) > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values in one line")
+    try:
+        return json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"

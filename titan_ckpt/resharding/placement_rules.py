@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ from typing import Any
 from titan_ckpt.errors import ConfigError, PlanError
 from titan_ckpt.sharding.mesh import AXES, FOLD
 from titan_ckpt.sharding.placement import Placements, Shard
+from titan_ckpt.toml_text import parse_toml
 
 FSDP_AXES = "dp_shard+cp"
 _DIMENSIONS = frozenset(map(str, range(64)))
@@ -56,10 +56,7 @@ def read_rules(text: str, *, where: str) -> tuple[PlacementRule, ...]:
     >>> read_rules('[placements]\\n"*.o_proj.weight*" = ["tp:1", "dp_shard+cp:0"]\\n"*.step" = []', where="t.toml")[1]
     PlacementRule(glob='*.step', placements={})
     """
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of 5,000 digits, 1,000 brackets
-        raise ConfigError(f"{where}: not valid TOML: {error}") from error
+    table = parse_toml(text, where)
     if set(table) != {"placements"} or not isinstance(table["placements"], dict):
         raise ConfigError(f'{where}: expected one table [placements] with lines such as \'"*.o_proj.*" = ["tp:1"]\'')
     return tuple(
@@ -69,13 +66,15 @@ def read_rules(text: str, *, where: str) -> tuple[PlacementRule, ...]:
 
 def _placements(value: Any, where: str) -> Placements:
     if not isinstance(value, list):
-        raise ConfigError(f"{where}: expected a list of axis:dim, in the order of the cuts, found {value!r}")
+        raise ConfigError(f"{where}: expected a list of axis:dim, in the order of the cuts, found {value!r:.80}")
     placements: dict[str, Shard] = {}
     for item in value:
-        axes, _, dim = str(item).partition(":")
+        axes, _, dim = item.partition(":") if isinstance(item, str) else ("", "", "")
         unknown = [axis for axis in axes.split(FOLD) if axis not in AXES]
         if unknown or dim not in _DIMENSIONS or axes in placements:
-            raise ConfigError(f"{where}: {item!r} is not axis:dim with an axis of {', '.join(AXES)}, each named once")
+            raise ConfigError(
+                f"{where}: {item!r:.80} is not axis:dim with an axis of {', '.join(AXES)}, each named once"
+            )
         placements[axes] = Shard(int(dim))
     return placements
 

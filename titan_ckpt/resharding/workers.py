@@ -15,6 +15,7 @@ import xxhash
 
 from titan_ckpt.arguments import check_number, check_whole
 from titan_ckpt.errors import DamagedError, NotFoundError, StoreError, UsageError
+from titan_ckpt.format.commit import read_record
 from titan_ckpt.format.names import data_file, is_attempt, new_attempt, step_folder
 from titan_ckpt.rewrite.execute import FileResult
 from titan_ckpt.store.base import Store
@@ -61,8 +62,8 @@ class JobFiles:
 
     def _key_in(self, path: str) -> str | None:
         try:
-            return str(json.loads(self.store.read(path))["job"])
-        except (NotFoundError, ValueError, KeyError, TypeError):
+            return read_record(self.store, path)["job"].text()
+        except (NotFoundError, DamagedError):
             return None
 
     def begun(self, workers: Workers, facts: Mapping[str, str]) -> str:
@@ -112,11 +113,11 @@ class JobFiles:
 
     def _read(self, path: str) -> FileResult | None:
         try:
-            content = json.loads(self.store.read(_beside(path)))
-            digests = {key: bytes.fromhex(value) for key, value in content["digests"].items()}
-            whole = bytes.fromhex(content["xxh3_128"])
-            return FileResult(path=path, size_bytes=int(content["size"]), digest=whole, digests=digests)
-        except (NotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            content = read_record(self.store, _beside(path))
+            digests = {key: bytes.fromhex(value.text()) for key, value in content["digests"].items()}
+            whole = bytes.fromhex(content["xxh3_128"].text())
+            return FileResult(path=path, size_bytes=content["size"].whole(), digest=whole, digests=digests)
+        except (NotFoundError, DamagedError, ValueError):
             return None
 
     def wait_for(self, ranks: Iterable[int], attempt: str, workers: Workers) -> dict[int, FileResult]:

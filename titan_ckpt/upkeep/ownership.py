@@ -14,11 +14,21 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import list_checkpoints
-from titan_ckpt.errors import AlreadyExistsError, CheckpointError, ConditionFailedError, ConfigError, NotFoundError
+from titan_ckpt.errors import (
+    AlreadyExistsError,
+    CheckpointError,
+    ConditionFailedError,
+    ConfigError,
+    DamagedError,
+    NotFoundError,
+)
+from titan_ckpt.format.commit import read_record
 from titan_ckpt.format.names import OWNER, RUN_ID
 from titan_ckpt.store.base import Store, read_if_any
 
@@ -45,16 +55,16 @@ def claim(store: Store) -> str:
 def check_claim(store: Store, token: str) -> None:
     """FencedError if another job has claimed the run since, or if the claim is unreadable."""
     try:
-        content = json.loads(store.read(OWNER))
-        owner = content["owner"]
-    except (NotFoundError, ValueError, KeyError, TypeError, RecursionError) as error:
+        content = read_record(store, OWNER)
+        owner = content["owner"].text()
+    except (NotFoundError, DamagedError) as error:
         raise FencedError(
             f"{store.where(OWNER)}: the claim of this job is gone ({error}); nothing was committed"
         ) from error
     if owner != token:
         raise FencedError(
-            f"{store}: the job on {content.get('host')} (pid {content.get('pid')}) took this run over at "
-            f"{content.get('since')}; this job's save was not committed. Stop this job."
+            f"{store}: the job on {_shown(content.table(), 'host')} (pid {_shown(content.table(), 'pid')}) took this run over at "
+            f"{_shown(content.table(), 'since')}; this job's save was not committed. Stop this job."
         )
 
 
@@ -114,3 +124,7 @@ def _other_run(first: Store, second: Store, why: str) -> AlreadyExistsError:
         f"{second} holds checkpoints of another run than {first}: {why}. Nothing is copied there. Give this run a mirror of "
         f"its own. If both are one run, write the same line into {second.where(RUN_ID)} and {first.where(RUN_ID)}"
     )
+
+
+def _shown(content: Mapping[str, Any], key: str) -> str:
+    return f"{content.get(key)!s:.80}"

@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import json
 import os
-import tomllib
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, get_args, g
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.location import redact_values
+from titan_ckpt.toml_text import MAX_TEXT, parse_toml
 
 T = TypeVar("T")
 Tree: TypeAlias = dict[str, Any]
@@ -48,13 +48,14 @@ def read_file(path: str, _chain: tuple[str, ...] = ()) -> tuple[Tree, Origins]:
         raise ConfigError(f"{path}: `base` is circular: {' -> '.join([*_chain, full])}")
     try:
         with open(path, "rb") as file:
-            own = tomllib.load(file)
+            text = file.read(4 * MAX_TEXT).decode()
+        own = parse_toml(text, path)
     except FileNotFoundError as error:
         needed_by = f" (the `base` of {_chain[-1]})" if _chain else ""
         raise ConfigError(f"{path}{needed_by}: no such config file") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     base = own.pop("base", None)
     if base is None:
@@ -62,7 +63,7 @@ def read_file(path: str, _chain: tuple[str, ...] = ()) -> tuple[Tree, Origins]:
     elif isinstance(base, str):
         tree, origins = read_file(os.path.join(os.path.dirname(path), base), (*_chain, full))
     else:
-        raise ConfigError(f"{path}: base: expected the name of a TOML file, found {base!r}")
+        raise ConfigError(f"{path}: base: expected the name of a TOML file, found {base!r:.80}")
     merge_tables(tree, own, origins, path)
     return tree, origins
 
@@ -78,8 +79,8 @@ def parse_set(text: str) -> tuple[str, Any]:
     if not separator or not all(key.split(".")):
         raise ConfigError(f"--set {text!r}: write section.key=value, for example --set mesh.tp=4")
     try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except (ValueError, RecursionError):
+        return key, parse_toml(f"value = {value}", "--set")["value"]
+    except ConfigError:
         if value.lstrip()[:1] in tuple("\"'[{"):
             raise ConfigError(f"--set {text!r}: {value.strip()!r} is not a TOML value") from None
         return key, value.strip()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import logging
 import os
 import re
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Literal
@@ -17,6 +17,7 @@ import zstandard
 
 from titan_ckpt.errors import DataError, NotFoundError
 from titan_ckpt.location import normalise, redact
+from titan_ckpt.parsing.json_values import parse_json_line, show
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.data.hub import PREFIX, HubSplit, open_split
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 STDLIB = "python-stdlib"
 STDLIB_SKIPPED = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3")
 SNIFF_BYTES = 8192
+_DAMAGED = (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError)
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -165,7 +167,7 @@ def open_unpacked(file: File) -> IO[bytes]:
 def _unpack_all(file: File, stream: IO[bytes]) -> bytes:
     try:
         return stream.read()
-    except (gzip.BadGzipFile, zstandard.ZstdError, EOFError) as error:
+    except _DAMAGED as error:
         raise DataError(f"{file.where}: cannot be unpacked: {error}") from error
 
 
@@ -182,19 +184,19 @@ def _read_lines(file: File, stream: IO[bytes], reader: DocumentReader) -> Iterat
             else:
                 reader.skipped_lines[file.where] = reader.skipped_lines.get(file.where, 0) + 1
                 log.debug("%s: line %d: %s; skipped", file.where, number, problem)
-    except (gzip.BadGzipFile, zstandard.ZstdError, EOFError) as error:
+    except _DAMAGED as error:
         raise DataError(f"{file.where}: cannot be unpacked: {error}") from error
 
 
 def _parse_line(line: bytes, text_field: str) -> tuple[bytes | None, str]:
     """The text of a JSONL line, or None and the problem."""
     try:
-        content = json.loads(line)
+        content = parse_json_line(line)
     except ValueError as error:
         return None, f"not JSON ({error})"
     text = content.get(text_field) if isinstance(content, dict) else None
     if not isinstance(text, str):
-        found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        found = show(list(content)) if isinstance(content, dict) else type(content).__name__
         return None, f"no string {text_field!r} (data.text_field); found {found}"
     return text.encode(errors="replace"), ""
 

@@ -17,8 +17,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from titan_ckpt.errors import DataError, NotFoundError
+from titan_ckpt.errors import DamagedError, DataError, NotFoundError
 from titan_ckpt.location import join, local_path, normalise, redact, scheme
+from titan_ckpt.parsing.json_values import JsonValue, parse_json
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.data.corpus import DocumentReader, File, list_files, read_documents
@@ -72,18 +73,38 @@ def open_tokens(url: str) -> TokenFile:
     """Open the pre-tokenised corpus in folder `url`; DataError if there is none or its size contradicts its header."""
     store = open_store(url)
     try:
-        header = TokensHeader(**json.loads(store.read(HEADER)))
+        header = _header(store)
         size = store.stat(BIN).size_bytes
     except NotFoundError as error:
         raise DataError(f"{redact(url)}: no pre-tokenised corpus here: {error}") from error
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{store.where(HEADER)}: not a header of pre-tokenised data: {error}") from error
-    if header.version != VERSION:
-        raise DataError(f"{store.where(HEADER)}: version {header.version}; this release reads version {VERSION}")
+    except DamagedError as error:
+        raise DataError(f"{error}: not a header of pre-tokenised data") from error
     expected = header.num_tokens * np.dtype(header.dtype).itemsize
     if size != expected:
         raise DataError(f"{store.where(BIN)}: {size} bytes, but its header promises {expected}")
     return TokenFile(store, header)
+
+
+def _header(store: Store) -> TokensHeader:
+    """The header of a corpus; DamagedError unless each of its values has its type."""
+    found = JsonValue(parse_json(store.read(HEADER), store.where(HEADER)), store.where(HEADER))
+    if found["version"].whole() != VERSION:
+        raise DataError(
+            f"{store.where(HEADER)}: version {found['version'].value}; this release reads version {VERSION}"
+        )
+    if found["dtype"].text() not in ("<u2", "<u4"):
+        found["dtype"].fail('"<u2" or "<u4"')
+    return TokensHeader(
+        version=VERSION,
+        dtype="<u2" if found["dtype"].value == "<u2" else "<u4",
+        num_tokens=found["num_tokens"].whole(),
+        num_documents=found["num_documents"].whole(),
+        vocab_size=found["vocab_size"].whole(),
+        separator=found["separator"].whole(),
+        tokenizer=found["tokenizer"].text(),
+        digest=found["digest"].text(),
+        skipped_lines=found["skipped_lines"].whole(),
+    )
 
 
 def is_tokens(url: str) -> bool:

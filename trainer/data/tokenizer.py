@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,17 @@ def byte_letters() -> list[str]:
     return [chr(byte if byte in printable else next(rest)) for byte in range(256)]
 
 
+@contextmanager
+def _library(what: str) -> Iterator[None]:
+    """ConfigError for whatever the tokenizers library raises; where its code panics that is no Exception, but a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ConfigError(f"{what}: {error}") from error
+        raise
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """Any fast tokenizer, from the content of its `tokenizer.json`."""
 
@@ -89,12 +101,10 @@ class HuggingFaceTokenizer(Tokenizer):
             import tokenizers
         except ImportError as error:
             raise MissingExtraError("tokenizers", "train", f"the tokenizer {where}") from error
-        try:
+        self._content, self._where = content, where
+        with _library(f"data.tokenizer = {where}: not a tokenizer.json"):
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:
-            raise ConfigError(f"data.tokenizer = {where}: not a tokenizer.json: {error}") from error
-        self._content = content
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+            self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.separator = self._find_separator(where, separator)
         self.digest = hashlib.sha256(content).hexdigest()[:32] + f"-{self.separator}"
 
@@ -108,11 +118,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.uint32]]:
         decoded = [text.decode(errors="replace") for text in texts]
-        encodings = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
+        with _library(f"data.tokenizer = {self._where}: cannot encode the data with it"):
+            encodings = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        with _library(f"data.tokenizer = {self._where}: cannot decode with it"):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def to_json(self) -> bytes:
         return self._content

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -27,8 +28,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from titan_ckpt.console.output import write_note
-from titan_ckpt.errors import FAILED, INTERNAL, TitanError
+from titan_ckpt.errors import FAILED, INTERNAL, DamagedError, TitanError
 from titan_ckpt.location import redact_text
+from titan_ckpt.parsing.json_values import JsonValue, parse_json_line
 from titan_ckpt.trainer.config.train_config import TrainConfig, fixed_world_size
 from titan_ckpt.trainer.report.logs import RunFolder
 from titan_ckpt.trainer.report.records import METRICS, Event, read_records
@@ -177,9 +179,33 @@ def read_errors(folder: RunFolder) -> list[RankError]:
     names = sorted(n for n in os.listdir(folder.logs) if n.startswith("error_")) if os.path.isdir(folder.logs) else []
     found = []
     for name in names:
-        with open(folder.file(name), encoding="utf-8") as file:
-            found.append(RankError(**json.load(file)))
+        found.append(_read_error(folder.file(name), name))
     return sorted(found, key=lambda error: error.blame)
+
+
+def _read_error(path: str, name: str) -> RankError:
+    """One rank's error; a record that it did not finish stands for an error without a text, after all others."""
+    try:
+        with open(path, "rb") as file:
+            value = JsonValue(parse_json_line(file.read()), path)
+        return RankError(
+            rank=value["rank"].whole(),
+            time_s=value["time_s"].number(),
+            kind=value["kind"].text(),
+            message=value["message"].text(),
+            exit_code=value["exit_code"].whole(most=255),
+            is_ours=value["is_ours"].flag(),
+        )
+    except (DamagedError, ValueError) as error:
+        rank = int(digits) if (digits := re.sub(r"\D", "", name)[:6]) else 0
+        return RankError(
+            rank=rank,
+            time_s=math.inf,
+            kind="unknown",
+            message=f"{name} is damaged: {error}",
+            exit_code=FAILED,
+            is_ours=False,
+        )
 
 
 def _clear_errors(folder: RunFolder) -> None:

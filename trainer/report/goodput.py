@@ -98,7 +98,7 @@ def _attempts(records: Iterable[MetricsRecord]) -> list[_Attempt]:
     for record in records:
         if record["event"] == Event.START:
             started = float(record["time_s"])
-            attempts.append(_Attempt(float(record.get("launched_s", started)), started, int(record["step"]), []))
+            attempts.append(_Attempt(float(record.get("launched_s") or started), started, int(record["step"]), []))
         elif attempts:
             attempts[-1].records.append(record)
     return attempts
@@ -111,7 +111,7 @@ def _book(record: MetricsRecord, redone_after: int | None, sums: dict[str, float
     elif record["event"] == Event.SAVE:
         sums["stall_s"] += float(record["stall_s"])
     elif record["event"] == Event.STEP:
-        steps = int(record.get("steps", 1))
+        steps = int(record.get("steps") or 1)
         seconds, wait = steps * float(record["step_s"]), steps * float(record["data_wait_s"])
         if redone_after is not None and int(record["step"]) > redone_after:
             sums["recomputed_s"] += seconds

@@ -54,14 +54,18 @@ def run_panels(records: Sequence[MetricsRecord]) -> list[Panel]:
         found = [(float(record["step"]), value(record)) for record in steps]
         return [(x, float(y)) for x, y in found if y is not None]
 
-    validation = [(float(r["step"]), float(r["loss"])) for r in records if r["event"] == Event.VALIDATION]
+    validation = [
+        (float(r["step"]), float(r["loss"]))
+        for r in records
+        if r["event"] == Event.VALIDATION and r.get("loss") is not None
+    ]
     stalls = [(float(r["step"]), 1000.0 * float(r["stall_s"])) for r in records if r["event"] == Event.SAVE]
     breaks = [float(r["step"]) for r in records if r["event"] == Event.START and r["step"]]
     ages = curve(lambda r: r["step"] - r["committed_step"] if r.get("committed_step") is not None else None)
-    loss = [Line(name="training loss", points=curve(lambda r: r["loss"]), colour=COLOURS[0])]
+    loss = [Line(name="training loss", points=curve(lambda r: r.get("loss")), colour=COLOURS[0])]
     if validation:
         loss.append(Line(name="validation loss", points=validation, colour=COLOURS[1], is_dots=True))
-    speed = [Line(name="tokens/s", points=curve(lambda r: r["tokens_per_s"]), colour=COLOURS[2])]
+    speed = [Line(name="tokens/s", points=curve(lambda r: r.get("tokens_per_s")), colour=COLOURS[2])]
     saves = [
         Line(name="stall of a save, ms", points=stalls, colour=COLOURS[1], is_dots=True),
         Line(name="steps since the newest commit", points=ages, colour=COLOURS[0]),
@@ -137,14 +141,14 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     ([2.0, 3.0, 4.0, 5.0, 6.0], [0.0, 1.0])
     """
     if high <= low:
-        return [float(floor(low)), floor(low) + 1.0]
+        return [float(floor(low)), floor(low) + max(1.0, abs(low) / 100)]
     raw = (high - low) / count
     size = 10.0 ** floor(log10(raw))
     step = next(factor * size for factor in (1.0, 2.0, 5.0, 10.0) if factor * size >= raw)
-    first = floor(low / step)
-    ticks = [round(first * step, 12)]
+    first, digits = floor(low / step), 12 - floor(log10(step))
+    ticks = [round(first * step, digits)]
     while ticks[-1] < high:
-        ticks.append(round((first + len(ticks)) * step, 12))
+        ticks.append(round((first + len(ticks)) * step, digits))
     return ticks
 
 

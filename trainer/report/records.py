@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeAlias
+
+from titan_ckpt.parsing.json_values import parse_json_line
 
 METRICS = "metrics.jsonl"
 MetricsRecord: TypeAlias = Mapping[str, Any]  # `event` and `time_s` are always there
@@ -22,17 +23,42 @@ class Event(StrEnum):
     END = "end"
 
 
+LARGEST = 1e18
+# What readers compute with: a number in every record of the event; and a number, or null for a loss that is not finite.
+_NUMBERS: Mapping[str, tuple[str, ...]] = {
+    Event.START: ("step",),
+    Event.STEP: ("step", "step_s", "data_wait_s"),
+    Event.VALIDATION: ("step", "seconds"),
+    Event.SAVE: ("step", "stall_s"),
+}
+_OPTIONAL = ("loss", "tokens_per_s", "committed_step", "launched_s", "steps")
+
+
 def parse_records(text: str) -> list[MetricsRecord]:
     """The records of a `metrics.jsonl`; skips lines that are not records, such as one that a crash cut short."""
     records: list[MetricsRecord] = []
     for line in text.splitlines():
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json_line(line)
+        except ValueError:
             continue
-        if isinstance(record, dict) and "event" in record and "time_s" in record:
+        if isinstance(record, dict) and _is_record(record):
             records.append(record)
     return records
+
+
+def _is_record(record: Mapping[str, Any]) -> bool:
+    """Whether it has its event, and numbers wherever readers of that event compute with them."""
+    event = record.get("event")
+    if not isinstance(event, str):
+        return False
+    needed = ("time_s", *_NUMBERS.get(event, ()))
+    given = [record[name] for name in _OPTIONAL if record.get(name) is not None]
+    return all(_is_number(value) for value in (*map(record.get, needed), *given))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < LARGEST
 
 
 def read_records(path: str) -> list[MetricsRecord]:

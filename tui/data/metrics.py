@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.errors import DamagedError
+from titan_ckpt.parsing.json_values import parse_json_line
 from titan_ckpt.store.base import Store
 from titan_ckpt.tui.data.arrays import Floats
 
 MAX_METRICS_BYTES = 256 << 20
 LARGEST = 1e300
 MAX_COLUMNS = 1000
+FREE_CELLS = 1 << 20
+"""Values of a table that may be missing; a larger one has at least one byte of the file for each."""
 # Panels in order; each plots the first of its names found in the file.
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss", ("loss", "loss_mean", "train_loss", "train/loss")),
@@ -80,14 +82,18 @@ def parse_metric_lines(data: bytes, source: str) -> Metrics:
     names = sorted({name for values in by_step.values() for name in values})
     if len(names) > MAX_COLUMNS:
         raise DamagedError(f"{source}: {len(names)} different names; no run writes more than {MAX_COLUMNS}")
+    if len(names) * len(steps) > max(FREE_CELLS, len(data)):
+        raise DamagedError(
+            f"{source}: {len(names)} names at {len(steps)} steps, most of them missing: no run's metrics"
+        )
     columns = {name: np.array([by_step[step].get(name, math.nan) for step in steps]) for name in names}
     return Metrics(source=source, steps=np.array(steps, np.float64), columns=columns, num_damaged=num_damaged)
 
 
 def _numbers(line: bytes) -> dict[str, float] | None:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json_line(line)
+    except ValueError:
         return None
     if not isinstance(value, dict):
         return None
