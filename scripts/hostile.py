@@ -19,6 +19,7 @@ from dataclasses import asdict
 from tools.hostile.deletion import deletion
 from tools.hostile.evidence_links import run_evidence_links
 from tools.hostile.model_folders import run_models
+from tools.hostile.odd_files import run_odd_files
 from tools.hostile.outcome import Outcome
 from tools.hostile.overlap import run_overlaps
 from tools.hostile.processes import run_processes
@@ -34,6 +35,7 @@ PARTS: dict[str, Part] = {
     "links": run_evidence_links,
     "secrets": run_secrets,
     "overlap": run_overlaps,
+    "odd files": run_odd_files,
 }
 SHOWN_FAILURES = 20
 

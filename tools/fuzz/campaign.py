@@ -30,8 +30,8 @@ class Result:
     findings: tuple[str, ...]
 
 
-def run_campaign(family: str, folder: Path, *, minutes: float, seed: int) -> Result:
-    """Fuzz `family` for `minutes`."""
+def run_campaign(family: str, folder: Path, *, minutes: float, seed: int, plant: int | None = None) -> Result:
+    """Fuzz `family` for `minutes`; with a planted fault only until something is found."""
     folder = folder / family
     (folder / "corpus").mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -39,11 +39,14 @@ def run_campaign(family: str, folder: Path, *, minutes: float, seed: int) -> Res
     executions = blocks = 0
     while (left_s := until - time.monotonic()) > 0:
         (folder / "current").unlink(missing_ok=True)
-        command = [sys.executable, "-m", "scripts.fuzz", "--child", family, str(folder), str(left_s), str(seed)]
+        fault = "" if plant is None else str(plant)
+        command = [sys.executable, "-m", "scripts.fuzz", "--child", family, str(folder), str(left_s), str(seed), fault]
         child = subprocess.Popen(command)
-        _watch(child, folder)
+        _watch(child, folder, is_planted=plant is not None)
         done, reached = _progress(folder)
         executions, blocks, seed = executions + done, max(blocks, reached), seed + 1
+        if plant is not None and any((folder / "findings").glob("*")):
+            break
         if child.returncode and done == 0:
             raise RuntimeError(f"{family}: the process ended with {child.returncode} before its first input")
     findings = tuple(sorted(path.name for path in (folder / "findings").glob("*")))
@@ -52,36 +55,38 @@ def run_campaign(family: str, folder: Path, *, minutes: float, seed: int) -> Res
     return Result(family=family, minutes=took, executions=executions, corpus=corpus, blocks=blocks, findings=findings)
 
 
-def _watch(child: subprocess.Popen[bytes], folder: Path) -> None:
-    """Wait for the child; kill it when one input has taken too much processor time."""
+def _watch(child: subprocess.Popen[bytes], folder: Path, *, is_planted: bool) -> None:
+    """Wait for the child; kill it when one input has taken too much processor time, or the planted fault is found."""
     at, cpu_s = -1, 0.0
     while child.poll() is None:
         time.sleep(POLL_S)
-        now, data = _current(folder)
+        if is_planted and any((folder / "findings").glob("*")):
+            child.kill()
+        now, data, is_reading = _current(folder)
         spent = _cpu_s(child.pid)
-        if now != at:
+        if now != at or not is_reading:
             at, cpu_s = now, spent
-        elif now >= 0 and spent - cpu_s > 2 + max(LONGEST_S, LONGEST_S_PER_MB * len(data) / 1e6):
+        elif spent - cpu_s > 2 + max(LONGEST_S, LONGEST_S_PER_MB * len(data) / 1e6):
             child.kill()
             save(folder / "findings", data, "hang")
-            shutil.copy(folder / "current", folder / f"hang-{at}")
         child.poll()
     if child.returncode not in (0, -9):
         save(folder / "findings", _current(folder)[1], f"died {child.returncode}")
 
 
-def _current(folder: Path) -> tuple[int, bytes]:
+def _current(folder: Path) -> tuple[int, bytes, bool]:
+    """The number of the input at hand, the input, and whether it is being read (rather than the next one made)."""
     try:
         content = (folder / "current").read_bytes()
-        number, _, length, _ = HEAD.unpack_from(content)
+        number, length, _, is_reading = HEAD.unpack_from(content)
     except (OSError, struct.error):
-        return -1, b""
-    return number, content[HEAD.size : HEAD.size + length]
+        return -1, b"", False
+    return number, content[HEAD.size : HEAD.size + length], bool(is_reading)
 
 
 def _progress(folder: Path) -> tuple[int, int]:
     try:
-        number, _, _, blocks = HEAD.unpack_from((folder / "current").read_bytes())
+        number, _, blocks, _ = HEAD.unpack_from((folder / "current").read_bytes())
     except (OSError, struct.error):
         return 0, 0
     return number, blocks

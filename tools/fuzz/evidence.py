@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import random
 import tempfile
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import zstandard
 
@@ -20,6 +22,7 @@ from titan_ckpt.debug.read.black_boxes import BoxReader
 from titan_ckpt.debug.read.discovery import EvidenceFile, read_evidence_file
 from titan_ckpt.debug.read.flight_recorder import parse_dump
 from titan_ckpt.debug.read.name_tables import Interner
+from titan_ckpt.debug.read.plain_pickle import plain_loads
 from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.record.hooks import BoxWriter
 from titan_ckpt.debug.report.as_json import report_json
@@ -51,6 +54,24 @@ def _dumps() -> list[bytes]:
     return [*_files("*.pickle.zst", 8), *(data for data in bare if len(data) < SMALL)]
 
 
+def mutate_dump(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """Change a pickled dump: as a pickle, or as the values in it."""
+    if rng.random() < 0.5:
+        return mutate_pickle(rng, data, others)
+    try:
+        changed = json.loads(mutate_json(rng, json.dumps(plain_loads(data)).encode(), ()))
+        return pickle.dumps(_with_tuples(changed) if rng.random() < 0.3 else changed, protocol=rng.choice((2, 3, 4, 5)))
+    except (ValueError, TypeError, TitanError, RecursionError):
+        return mutate_pickle(rng, data, others)
+
+
+def _with_tuples(value: Any) -> Any:
+    """Lists as tuples, as torch writes shapes and names of groups."""
+    if isinstance(value, dict):
+        return {key: _with_tuples(inner) for key, inner in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
 def _read_dump(data: bytes) -> None:
     parse_dump(data, 0, Interner())
 
@@ -65,6 +86,7 @@ def boxes() -> tuple[tuple[str, bytes], ...]:
             box.add_text("op", 0, "all_reduce")
             box.add_text("dtype", 0, "Float")
             box.add_text("group", 0, ["0", "default_pg", [0, 1, 2, 3]])
+            box.add_text("group", 1, ["1", "dp", {"from": 0, "to": 3, "by": 1}])
             box.add_text("site", 1, [["/srv/train.py", 10, "step"], ["/srv/train.py", 99, "main"]])
             for number in range(1, 80 - (rank == 2)):
                 slot = HEADER_BYTES + ((number - 1) % 64) * RECORD.size
@@ -84,8 +106,12 @@ def mutate_box(rng: random.Random, data: bytes, others: Sequence[bytes]) -> byte
     lines = [line for line in data[_TEXT_AT:].rstrip(b"\0").split(b"\n") if line] or [b'["op",0,"x"]']
     at = rng.randrange(len(lines))
     lines[at] = mutate_json(rng, lines[at], lines)
-    text = b"\n".join(lines) + b"\n"
-    head = bytearray(data[:_TEXT_AT])
+    return with_text(data, b"\n".join(lines) + b"\n")
+
+
+def with_text(box: bytes, text: bytes) -> bytes:
+    """A black box with other JSON lines after its ring."""
+    head = bytearray(box[:_TEXT_AT])
     TEXT_USED.pack_into(head, TEXT_USED_AT, len(text))
     return bytes(head) + text
 
@@ -218,7 +244,7 @@ _DAMAGE = (TitanError, ValueError)
 FAMILIES: dict[str, Family] = {
     found.name: found
     for found in (
-        Family(name="dump", seeds=_dumps, mutate=mutate_pickle, read=_read_dump, errors=_DAMAGE),
+        Family(name="dump", seeds=_dumps, mutate=mutate_dump, read=_read_dump, errors=_DAMAGE),
         Family(
             name="dump_json",
             seeds=lambda: _files("rank_*.json", 12),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from titan_ckpt.errors import TitanError
 from tools.fuzz.mutate import Mutation
 
-LONGEST_S, LONGEST_S_PER_MB = 1.0, 5.0
+LONGEST_S, LONGEST_S_PER_MB = 0.25, 5.0
 MOST_BYTES = 512 << 20
 
 

@@ -6,6 +6,7 @@ import json
 import pickletools
 import random
 from collections.abc import Callable, Sequence
+from json.encoder import encode_basestring_ascii
 from typing import Any, TypeAlias
 
 Mutation: TypeAlias = Callable[[random.Random, bytes, Sequence[bytes]], bytes]
@@ -103,7 +104,7 @@ def mutate_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> byt
     except (ValueError, RecursionError):
         return mutate_bytes(rng, data, others)
     root = [tree]
-    for _ in range(rng.choice((1, 1, 2, 3, 8))):
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         _change(rng, root, donors[0])
     try:
         return _text(root[0]).encode("utf-8", "surrogatepass")[:MOST_BYTES]
@@ -113,8 +114,8 @@ def mutate_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> byt
 
 def _change(rng: random.Random, root: list[Any], donor: Any) -> None:
     places = _places(root)
-    holder, at = rng.choice(places)
-    kind = rng.randrange(8)
+    holder, at = rng.choice(places) if rng.random() < 0.5 else _walk(rng, root)
+    kind = rng.randrange(10)
     if kind <= 2:
         _put(holder, at, _nasty(rng))
     elif kind == 3:
@@ -127,6 +128,8 @@ def _change(rng: random.Random, root: list[Any], donor: Any) -> None:
         _put(holder, at, _get(*rng.choice(places)))
     elif kind == 6:
         _put(holder, at, _get(*rng.choice(_places([donor]))))
+    elif kind == 7:
+        _put(holder, at, _near(rng, _get(holder, at)))
     elif isinstance(holder, _Pairs):
         name, value = holder[at]
         holder[at] = (rng.choice(("", "\ud800", "a" * 500, "__metadata__", name + "x", *(n for n, _ in holder))), value)
@@ -134,6 +137,43 @@ def _change(rng: random.Random, root: list[Any], donor: Any) -> None:
         holder[at:at] = [holder[at]] * rng.choice((1, 1, 5, 70))
     if not root:
         root.append(None)
+
+
+def _walk(rng: random.Random, root: list[Any]) -> tuple[Any, int]:
+    """A place near the top as likely as one of thousands in a long list."""
+    holder, at = root, 0
+    while rng.random() < 0.8 and isinstance(inner := _get(holder, at), list) and inner:
+        holder, at = inner, rng.randrange(len(inner))
+    return holder, at
+
+
+def _near(rng: random.Random, value: Any) -> Any:
+    """Another value like this one: the next number, the same of another type, inside a list, without it."""
+    if value in (None, True, False, "") and not isinstance(value, float):
+        return rng.choice((0, 1, "", [value]))
+    if isinstance(value, int):
+        return rng.choice(
+            (
+                value + 1,
+                value - 1,
+                2 * value,
+                -value,
+                float(value) if abs(value) < 1 << 60 else 0.0,
+                str(value)[:99],
+                [value],
+            )
+        )
+    if isinstance(value, _Pairs):
+        return [inner for _, inner in value]
+    if isinstance(value, list):
+        return rng.choice(
+            (value[:-1], value + value[-1:], value[::-1], _Pairs((str(n), v) for n, v in enumerate(value)), value[:1])
+        )
+    return (
+        rng.choice((value + value, value[:-1], value[1:], value.upper(), [value], value + "\0"))
+        if isinstance(value, str)
+        else [value]
+    )
 
 
 def _places(root: list[Any]) -> list[tuple[Any, int]]:
@@ -168,6 +208,11 @@ def _nasty(rng: random.Random) -> Any:
         return _Raw("[" * depth + "]" * depth)
     if rng.random() < 0.02:
         return [rng.choice((0, 1, -1, "", [], _Pairs()))] * rng.choice((70, 70, 3000))
+    if rng.random() < 0.02:
+        many = range(rng.choice((70, 3000)))
+        return rng.choice(
+            (list(many), _Pairs((f"k{n}", n) for n in many), [f"name{n}" for n in many], [[n] for n in many])
+        )
     return rng.choice(_VALUES)
 
 
@@ -180,15 +225,16 @@ _VALUES: tuple[Any, ...] = (
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, _Raw):
-        return str(value)
-    if isinstance(value, _Pairs):
-        return "{" + ",".join(f"{json.dumps(name)}:{_text(inner)}" for name, inner in value) + "}"
-    if isinstance(value, list):
+    kind = type(value)
+    if kind is str:
+        return encode_basestring_ascii(value)
+    if kind is int:
+        return str(value) if -(1 << 64) < value < 1 << 64 else "1" + "0" * min(4200, value.bit_length() // 3)
+    if kind is list:
         return "[" + ",".join(map(_text, value)) + "]"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**4000:
-        return "1" + "0" * 4200
-    return json.dumps(value)
+    if kind is _Pairs:
+        return "{" + ",".join(f"{encode_basestring_ascii(name)}:{_text(inner)}" for name, inner in value) + "}"
+    return str(value) if kind is _Raw else json.dumps(value)
 
 
 # ------------------------------------------------------------------------------------------------------- pickles
@@ -204,13 +250,47 @@ _TRICKS = (
 )  # fmt: skip
 
 
+_PUSHES = (
+    b"N", b"\x88", b"\x89", b"K\x00", b"J\xff\xff\xff\xff", b"\x8a\x09" + b"\xff" * 8 + b"\x00",
+    b"\x8a\x08" + b"\xff" * 7 + b"\x7f",
+    b"G\x7f\xf0\x00\x00\x00\x00\x00\x00", b"G\x7f\xf8\x00\x00\x00\x00\x00\x00", b"G?\xf0\x00\x00\x00\x00\x00\x00",
+    b"]", b"}", b")",
+    b"X\x00\x00\x00\x00", b"X\x05\x00\x00\x00../..", b"C\x01a", b"\x8a\x40" + b"\x7f" * 64,
+)  # fmt: skip
+_PLAIN = frozenset(b"NKMJGhj\x88\x89]})X\x8a")
+# What leaves the stack as it was, and can stand anywhere.
+_NEUTRAL = (
+    b"}(" + b"N" + b"2\x86" * 60 + b"Nu0", b"\x8f(" + b"N" + b"2\x86" * 60 + b"\x900", b"Np150000000\n0", b"Nr\xd1\xf0\xfa\x080",
+    b"(" + b"]" * 60_000 + b"1", b"N" + b"\x85" * 50_000 + b"0", b"V\\ud800\n0", b"I" + b"9" * 5000 + b"\n0", b"cos\nsystem\n0",
+    b"c" + b"a" * 10_000 + b"\nb\n0",
+)  # fmt: skip
+
+
 def mutate_pickle(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Change a pickle opcode by opcode: drop, repeat, swap, exchange arguments, add what unpicklers stumble over."""
-    if rng.random() < 0.15:
+    """Change a pickle opcode by opcode: drop, repeat, swap, exchange arguments and values, add what unpicklers stumble over."""
+    kind = rng.random()
+    if kind < 0.1:
         return mutate_bytes(rng, data, others)
     opcodes = opcodes_of(data)
     if len(opcodes) < 3:
         return mutate_bytes(rng, data, others)
+    return _other_values(rng, opcodes) if kind < 0.55 else _other_opcodes(rng, opcodes, others)
+
+
+def _other_values(rng: random.Random, opcodes: list[bytes]) -> bytes:
+    """A pickle that is still well-formed: some values are others, of another type, or come from elsewhere in it."""
+    plain = [at for at, opcode in enumerate(opcodes) if opcode and opcode[0] in _PLAIN]
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        if not plain or rng.random() < 0.1:
+            opcodes.insert(rng.randrange(1, len(opcodes)), rng.choice(_NEUTRAL))
+            break
+        at = rng.choice(plain)
+        other = rng.choice(_PUSHES) if rng.random() < 0.5 else opcodes[rng.choice(plain)]
+        opcodes[at] = other * rng.choice((1, 1, 1, 1, 1, 1, 2, 100, 5000))
+    return b"".join(opcodes)[:MOST_BYTES]
+
+
+def _other_opcodes(rng: random.Random, opcodes: list[bytes], others: Sequence[bytes]) -> bytes:
     for _ in range(rng.choice((1, 1, 2, 4, 10))):
         at = rng.randrange(1, len(opcodes))
         kind = rng.randrange(7)
