@@ -48,7 +48,6 @@ ALLOWED = {
     ): "the frame's size must be the one that tensors need",
     ("converters/torch_file.py", "torch.load"): "after check_torch_file, weights only",
     ("debug/read/plain_pickle.py", "pickle.Unpickler"): "after check_pickle; refuses every class",
-    ("debug/record/demand.py", "json.loads"): "4 KB from a socket of the same user; this room imports no reader",
     ("debug/record/progress.py", "json.loads"): "torch's own answer in this process",
     ("trainer/data/corpus.py", "gzip.GzipFile"): "a corpus, streamed",
     ("trainer/data/corpus.py", "zstandard.ZstdDecompressor"): "a corpus, streamed; the default window is 128 MB",
