@@ -11,7 +11,7 @@ QUICK := not dist and not s3 and not hf and not e2e
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz faults faults-debug hangs healthy hostile soak arena bench demo docs wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz zoo faults faults-debug hangs healthy hostile soak arena bench demo docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ reshard-matrix: $(READY) ## train on each of 11 meshes, reshard to each, resume:
 
 fuzz: $(READY) ## fuzz all that reads bytes of others, 20 minutes a family (ARGS="--family manifest --minutes 5")
 	$(BIN)/python -m scripts.fuzz $(ARGS)
+
+zoo: $(READY) ## save and load several hundred kinds of states, by us and by DCP, and compare (ARGS="Adam" for a part)
+	$(BIN)/python -m tools.zoo $(ARGS)
 
 faults: $(READY) ## kill saves, fail store calls in turn and at random, damage every file: docs/reliability.md (30 minutes)
 	$(BIN)/python -m scripts.faults --kills 200

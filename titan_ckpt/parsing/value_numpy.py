@@ -41,7 +41,8 @@ def _dtype(builder: Builder, record: Record) -> np.dtype[Any]:
     found: Any = np.dtype(code)
     if found.char == "O":
         return np.dtype(object)
-    return _checked(found.newbyteorder(order) if order in "<>" else found)
+    ordered = found.newbyteorder(order) if order in "<>" else found
+    return _checked(found if ordered == found else ordered)  # its own order by name is another dtype in its texts
 
 
 def _checked(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -52,6 +52,10 @@ def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:
     dtype = DTYPE_NAME.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided:
         raise UsageError(f"{fqn}: tensors of {tensor.dtype}, {tensor.layout} cannot be stored in a checkpoint")
+    if tensor.is_meta:
+        raise UsageError(
+            f"{fqn}: is on the meta device, without values to save; give it some: module.to_empty(device=...)"
+        )
     global_shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return LocalShard(
