@@ -82,5 +82,6 @@ def _limit(most: int, what: str, *factors: tuple[str, int]) -> None:
 
 
 def _shown(value: float) -> str:
-    is_huge = isinstance(value, int) and value.bit_length() > 128
-    return f"a number of {value.bit_length()} bits" if is_huge else str(value)  # type: ignore[union-attr]
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    return str(value)
