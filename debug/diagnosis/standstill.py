@@ -87,7 +87,7 @@ def _has_stalled(run: Run) -> bool:
 def _pending_ranks(run: Run, edges: Sequence[Edge]) -> Iterator[int]:
     waiting = {edge.waiter for edge in edges}
     for rank, record in run.ranks.items():
-        if rank in waiting or bool(pending(record.operations).any()):
+        if rank in waiting or (len(record.operations) > 0 and bool(pending(record.operations).any())):
             yield rank
 
 
@@ -110,6 +110,8 @@ def _patience_s(run: Run) -> float:
 
 def _longest_pause_s(record: RankRecord) -> float | None:
     """The longest time between two operations of a rank; None where it issued too few."""
+    if len(record.operations) <= LEAST_GAPS:
+        return None
     created = np.sort(record.operations["created_ns"][record.operations["created_ns"] > 0])
     return float(np.diff(created).max() / 1e9) if len(created) > LEAST_GAPS else None
 

@@ -171,6 +171,8 @@ def _counterpart(run: Run, group: int, rank: int) -> int:
 
 def pending_p2p(run: Run, rank: int) -> list[int]:
     """Rows of sends and receives that have not returned, newest last."""
+    if not len(run.ranks[rank].operations):
+        return []
     rows: list[int] = np.flatnonzero(_is_pending(run.ranks[rank].operations)).tolist()
     return rows
 

@@ -49,6 +49,8 @@ def waits(run: Run) -> list[Wait]:
     alike: dict[tuple[int, int, int, int], list[int]] = {}
     rows: dict[int, int] = {}
     for rank, record in run.ranks.items():
+        if not len(record.operations):
+            continue
         open_rows = np.flatnonzero(pending(record.operations))
         if len(open_rows):
             rows[rank] = int(open_rows[0])
