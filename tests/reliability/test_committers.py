@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import ConditionFailedError
 from titan_ckpt.format.commit import Before, _encode, publish, write_commit
+from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.digest import digest
+from titan_ckpt.saving import agreement, commit
 from titan_ckpt.saving.saver import save
 from titan_ckpt.store.base import Buffer, ObjectInfo
 from titan_ckpt.store.local import FileStore
@@ -114,8 +117,11 @@ def test_verify_fix_restores_the_index_that_was_committed(tmp_path: Path, left: 
     assert main(["verify", str(run), "--fix", "--data"]) == 0
 
 
-def test_verify_fix_writes_only_what_is_proved(tmp_path: Path) -> None:
-    """These keys cannot be told from the names, and the `.metadata` that held them is gone."""
+def test_verify_fix_writes_only_what_is_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These keys cannot be told from the names, and the `.metadata` that held them is gone; as of a release before structures."""
+    paths = {"a.b.c": ("a.b", "c"), "x.y.z": ("x", "y", "z")}
+    monkeypatch.setattr(agreement, "merge", lambda _: None)
+    monkeypatch.setattr(commit, "dcp_metadata", partial(dcp_metadata, paths=paths))
     save(str(tmp_path), {"a.b": {"c": torch.ones(2)}, "x": {"y": {"z": torch.ones(2)}}}, step=1)
     (tmp_path / "step-00000001" / ".metadata").unlink()
     assert main(["verify", str(tmp_path), "--fix"]) == 3
