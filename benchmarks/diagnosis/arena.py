@@ -49,7 +49,7 @@ FOOT = """\
 MANIFEST.json that has for each its `culprits` (exactly these ranks) or `any_of` (one or more of these), `verdicts` that are right
 (none: any), `innocent` ranks, `undecided` (an honest answer) and `healthy`.
 
-NVRx (`nvidia-resiliency-ext`) is not compared: 0.4.1, the newest release that could be installed here, has no analyzer of dumps."""
+NVRx (`nvidia-resiliency-ext`) is not compared: 0.4.1, the newest release that installs here, has no analyzer of dumps."""
 OUTCOMES = ("right", "rank only", "undecided", "part", "accused", "healthy", "refused", "not run")
 QUIET = ("HEALTHY", "STRAGGLER", "RUNNING")
 OPEN = ("INSUFFICIENT_DATA", "RUNNING", "UNDECIDED")
