@@ -48,7 +48,7 @@ PLANTS = (
     Plant("blob", _FORMAT + "foreign_blob", "_NOT_A_TENSOR = (KeyError, pickle", "_NOT_A_TENSOR = (pickle"),
     Plant("blob", _FORMAT + "foreign_blob", "pickle.UnpicklingError, TypeError, IndexError", "pickle.UnpicklingError, IndexError"),
     Plant("box", _READ + "black_boxes", "except (ValueError, TypeError, KeyError):", "except (ValueError, KeyError):"),
-    Plant("log", "titan_ckpt.parsing.json_values", "    except RecursionError as error:\n        raise ValueError", "    except KeyError as error:\n        raise ValueError"),
+    Plant("settings", "titan_ckpt.parsing.json_values", "    except RecursionError as error:\n        raise ValueError", "    except KeyError as error:\n        raise ValueError"),
     Plant("settings", "titan_ckpt.toml_text", "except (ValueError, RecursionError) as error:", "except ValueError as error:"),
     Plant("dump", _READ + "flight_recorder", "except (TypeError, KeyError, AttributeError, OverflowError,", "except (TypeError, KeyError, AttributeError,"),
     Plant("dump", _READ + "flight_recorder", "if isinstance(value, dict):\n            name", "if True:\n            name"),

@@ -126,7 +126,8 @@ def _grow(path: Path, data: bytes) -> None:
     if os.fork() == 0:
         until = time.monotonic() + 2
         while time.monotonic() < until and path.parent.exists():
-            with contextlib.suppress(OSError), open(path, "ab") as file:
+            with contextlib.suppress(OSError), open(path, "r+b") as file:
+                file.seek(0, os.SEEK_END)
                 file.write(b" \n")
         os._exit(0)
 
@@ -204,7 +205,7 @@ def cases(folders: dict[str, Path]) -> Iterator[Case]:
 
 def problem_of(case: Case, source: Path) -> str:
     """Run the command over the odd file in a process of its own; what is wrong with how that ended, or nothing."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name) / "odd"
         shutil.copytree(source, folder, symlinks=True)
         path = folder / case.place
