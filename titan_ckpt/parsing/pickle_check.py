@@ -45,6 +45,8 @@ def check_pickle(data: bytes, *, where: str, are_surrogates_allowed: bool = Fals
     end = _end_if_plain(data, where, errors)
     if end is None:
         end = walk(data, where, errors)
+    if end * len(_CONTAINERS) <= FREE_CONTAINERS:  # so few bytes cannot hold more
+        return end
     found = sum(data.count(opcode, 0, end) for opcode in _CONTAINERS)
     if found > FREE_CONTAINERS + end // BYTES_PER_CONTAINER:
         raise DamagedError(f"{where}: {found} lists, dicts and tuples in {end} bytes; nothing was loaded")

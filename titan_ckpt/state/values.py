@@ -30,13 +30,14 @@ class Encoder:
         UsageError if `value` cannot be pickled, or could not be loaded without running code that only the file names.
         """
         try:
-            if not is_plain(value):
+            is_atom = type(value) in _ATOMS
+            if not is_atom and not is_plain(value):
                 return _checked(fqn, value, _by_torch(value))
             pickled = pickle.dumps(value, protocol=2)
             data = self._known.get(pickled)
             if data is None:
                 data = self._known[pickled] = write_archive(pickled)
-                if type(value) not in _ATOMS or type(value) is str:
+                if not is_atom or (type(value) is str and not value.isascii()):
                     check_pickle(pickled, where=fqn, are_surrogates_allowed=True)
         except UsageError:
             raise

@@ -239,13 +239,18 @@ def _schedulers() -> Iterator[Kind]:
         )
 
 
+def _linear(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(2, 3)
+
+
 def _objects() -> Iterator[Kind]:
-    yield Kind("module", lambda: {"model": torch.nn.Linear(2, 3)}, lambda: {"model": torch.nn.Linear(2, 3)})
+    yield Kind("module", lambda: {"model": _linear(1)}, lambda: {"model": _linear(2)})
     yield Kind("loader", lambda: {"loader": Counterlike(2)}, lambda: {"loader": Counterlike(0)})
     yield Kind(
         "averaged model",
-        lambda: {"ema": torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))},
-        lambda: {"ema": torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))},
+        lambda: {"ema": torch.optim.swa_utils.AveragedModel(_linear(1))},
+        lambda: {"ema": torch.optim.swa_utils.AveragedModel(_linear(2))},
     )
     yield Kind(
         "two names of one tensor",
