@@ -22,6 +22,8 @@ _BUSY = {
     Subtype.GC: "in garbage collection",
 }
 
+LATE_TICK_S = 10.0  # a busy rank on a crowded machine ticks late; a dead or stopped one never again
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reason:
@@ -223,7 +225,7 @@ def _without_stack(run: Run, state: Situation) -> _Reason:
     record = run.ranks[state.rank]
     is_silent = not record.has_flight_recorder and not record.stacks
     stopped_s = stopped_ticking(run, state.rank)
-    if is_silent and stopped_s:
+    if is_silent and (stopped_s > LATE_TICK_S or (stopped_s and (closed or timeouts))):
         return _ticks_stopped(stopped_s, is_closed=bool(closed), is_open=bool(timeouts))
     if closed and not timeouts:
         text = "is gone: its peers' connections to it were closed"

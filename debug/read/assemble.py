@@ -103,7 +103,7 @@ def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -
         if rank not in evidence.ranks:
             evidence.ranks[rank] = RankEvidence()
     with_box = [found for found in evidence.ranks.values() if found.box]
-    prefer_box = len(with_box) == len(evidence.ranks) and any(not found.dumps for found in with_box)
+    prefer_box = len(with_box) == len(evidence.ranks) and any(map(_is_box_newer, with_box))
     ranks = {
         rank: _rank_record(evidence, rank, exits.get(rank), prefer_box=prefer_box) for rank in sorted(evidence.ranks)
     }
@@ -119,6 +119,14 @@ def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -
         job_log=evidence.job_log,
     )
     return replace(run, flags=(*evidence.flags, *_flags(evidence, run)), wrappers=_wrappers(run))
+
+
+def _is_box_newer(found: RankEvidence) -> bool:
+    """Whether a rank's black box goes on after all of its dumps: it was killed since, or never dumped. Operations would then have
+    the box's names on this rank and the dumps' on others, so all take the box's."""
+    box = found.box.operations if found.box else NO_OPERATIONS
+    newest = int(box["created_ns"][box["p2p"] == 0].max(initial=0))
+    return not found.dumps or newest > max(int(table["created_ns"].max(initial=0)) for _, table in found.dumps)
 
 
 def _home(found: RankEvidence, record: RankRecord) -> tuple[Array, int] | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.small_jobs import START_NS, job
 from titan_ckpt.debug import diagnose, open_run
+from titan_ckpt.debug.incident.kinds import DumpKind
+from titan_ckpt.debug.incident.records import Heartbeat
 
 WAITED = """\
 2026-11-22 12:09:00,345 INFO train: step 2
@@ -51,3 +55,16 @@ def test_a_process_that_heard_sigterm_ran(code: int, verdict: str, tmp_path: Pat
     (tmp_path / "console.log").write_text(CONSOLE.format(code=code, kill=kill if code == -9 else ""))
     top = diagnose(open_run(str(tmp_path)))[0]
     assert (top.verdict, top.culprits) == (verdict, (2,))
+
+
+@pytest.mark.parametrize(("late_s", "verdict"), [(0, "STUCK_ON_CPU"), (3, "STUCK_ON_CPU"), (30, "RANK_FROZEN")])
+def test_a_late_tick_is_no_frozen_rank(late_s: int, verdict: str) -> None:
+    run = job("0: all_reduce@1\n1 2: all_reduce@1 all_reduce@1?")
+    ranks = {}
+    for rank, record in run.ranks.items():
+        alive_ns = START_NS + (600 - late_s * (rank == 0)) * 10**9
+        beat = Heartbeat(step=1, phase="", phase_ns=0, alive_ns=alive_ns, source="b")
+        dumps = tuple(replace(dump, kind=DumpKind.BLACK_BOX) for dump in record.dumps)
+        ranks[rank] = replace(record, heartbeat=beat, dumps=dumps)
+    top = diagnose(replace(run, ranks=ranks))[0]
+    assert (top.verdict, top.culprits) == (verdict, (0,))

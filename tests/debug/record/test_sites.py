@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import pytest
 
 from tests.debug.test_ring import KINDS
 from titan_ckpt.debug.read.reader import open_run
+from titan_ckpt.debug.record.environment import environment
 
 FRAMEWORK = """
     def layer(depth, call, value):
@@ -46,3 +48,26 @@ def test_line_of_the_program_below_torch_and_a_framework(kind: str, tmp_path: Pa
     line = source.read_text().splitlines().index("reduce(torch.ones(3))") + 1
     assert plain == [("<module>", line)]
     assert layered == [("layer", 3)] * 3 + [("<module>", line + 1)]
+
+
+KILLED_LATER = """
+    import sys
+    import torch, torch.distributed as dist
+    from titan_ckpt.debug.record.recorder import Recorder
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for rank in range(2):
+        recorder = Recorder.start(sys.argv[1], rank=rank, world_size=2, stall_s=0)
+        for occasion in ("demand", "sigterm"):
+            dist.all_gather_into_tensor(torch.empty(4), torch.ones(4))
+            if (rank, occasion) != (1, "sigterm"):
+                recorder.dump(occasion)
+        recorder.stop()
+"""
+
+
+def test_names_agree_where_a_rank_was_killed_after_its_dump(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(KILLED_LATER), str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, **environment()})
+    run = open_run(str(tmp_path))
+    assert all(record.has_flight_recorder for record in run.ranks.values())
+    assert {run.operation(rank, -1).op for rank in run.ranks} == {"all_gather_into_tensor"}
