@@ -104,7 +104,7 @@ class TorchtitanCheckpoint(Checkpoint):
         origin = self.origins[entry.fqn]
         source = self._source(origin, chunk)
         is_whole = source.box.sizes == chunk.box.sizes and chunk.strides is None
-        return self.theirs.digest_of(origin.entry, source) if is_whole else None
+        return self.theirs.digest_of(origin.entry, self._blob(source)) if is_whole else None
 
     def _located(self, chunk: Chunk) -> Chunk:
         """Position of these rows in their blob."""

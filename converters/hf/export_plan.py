@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
-from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.converters.hf.assets import (
     CONFIG,
     README,
@@ -44,7 +41,7 @@ from titan_ckpt.converters.models.transforms import target_dtype, transform
 from titan_ckpt.errors import LoadContractError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import Manifest, TensorEntry
-from titan_ckpt.rewrite.plan import Literal, Region, RewriteSource, Segment, SourceTensor, TargetFile, source_of
+from titan_ckpt.rewrite.plan import Literal, Region, RewriteSource, Segment, TargetFile, source_of
 from titan_ckpt.rewrite.selection import Overflows
 from titan_ckpt.sharding.placement import Box, Shape
 
@@ -250,27 +247,11 @@ def _target_file(
 
 def export_source(checkpoint: Checkpoint, plan: ExportPlan) -> RewriteSource:
     """The source of exactly the tensors that `plan` reads, with every payload located."""
-    source = source_of(checkpoint)
     fqns = dict.fromkeys(tensor.entry.fqn for tensor in plan.tensors) | (
         {plan.tied_head: None} if plan.tied_head else {}
     )
-    tensors = checkpoint.manifest.by_fqn
-    return RewriteSource(
-        objects=source.objects,
-        tensors={fqn: _located(checkpoint, tensors[fqn], source.tensors[fqn]) for fqn in fqns},
-    )
-
-
-def _located(checkpoint: Checkpoint, entry: TensorEntry, tensor: SourceTensor) -> SourceTensor:
-    """`tensor` with its payloads located, if a foreign index gives only the blobs."""
-    if checkpoint.manifest.kind != CheckpointKind.FOREIGN:
-        return tensor
-    chunks = [checkpoint.locate(chunk) for chunk in checkpoint.manifest.chunks_of(entry)]
-    return replace(
-        tensor,
-        start=np.array([chunk.offset + chunk.payload_offset for chunk in chunks], dtype=np.int64),
-        length=np.array([chunk.payload_length for chunk in chunks], dtype=np.int64),
-    )
+    source = source_of(checkpoint, fqns)
+    return replace(source, tensors={fqn: source.tensors[fqn] for fqn in fqns})
 
 
 def _small_files(

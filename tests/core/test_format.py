@@ -177,7 +177,7 @@ def test_foreign_checkpoint_opens_without_unpickling(tmp_path: Path) -> None:
     dcp.save(_state(), checkpoint_id=tmp_path / "step-12")
     loaded = _state(0)
     report = load(open_checkpoint(str(tmp_path), step=12), loaded)
-    assert report.unverified_bytes > 0
+    assert report.unverified_bytes == 0  # torch wrote a CRC-32 of each record
     for name, tensor in _state()["model"].items():
         assert torch.equal(loaded["model"][name], tensor)
     assert loaded["step"] == 7

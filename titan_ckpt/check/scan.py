@@ -24,6 +24,8 @@ from titan_ckpt.checkpoint.foreign_files import Recorded
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.read import read_payload
 from titan_ckpt.errors import CheckpointError, StoreError, TitanError
+from titan_ckpt.format.codec import MAGIC
+from titan_ckpt.format.digest import digest
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.foreign_blob import Damage, check_records
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, Chunk, FileEntry, Manifest
@@ -254,7 +256,8 @@ class _FileScan:
 
 
 def _spans(manifest: Manifest, digests: bytes | None) -> dict[int, list[_Span]]:
-    """Spans by file number: raw chunks' payloads and values' blobs. Encoded chunks are covered by the file's digest alone."""
+    """Spans by file number: raw chunks' payloads, values' blobs, and the first bytes of encoded chunks, which
+    the file's digest covers."""
     found: dict[int, list[_Span]] = {}
     number = {file.path: n for n, file in enumerate(manifest.files)}
     table = manifest.chunks
@@ -262,7 +265,12 @@ def _spans(manifest: Manifest, digests: bytes | None) -> dict[int, list[_Span]]:
     for tensor in manifest.tensors:
         for row in range(tensor.first_chunk, tensor.first_chunk + tensor.num_chunks):
             length = int(table.payload_length[row])
-            if digests is not None and length and int(table.codec[row]) == raw:
+            if length and int(table.codec[row]) != raw:
+                start = int(table.offset[row])
+                found.setdefault(int(table.file[row]), []).append(
+                    _Span(start, start + len(MAGIC), tensor.fqn, digest(MAGIC))
+                )
+            elif digests is not None and length:
                 start = int(table.offset[row] + table.payload_offset[row])
                 expected = digests[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
                 found.setdefault(int(table.file[row]), []).append(_Span(start, start + length, tensor.fqn, expected))

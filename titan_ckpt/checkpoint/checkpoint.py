@@ -74,7 +74,8 @@ class Checkpoint:
 
     def _located(self, chunk: Chunk) -> Chunk:
         """Find the payload by the headers of its blob; subclasses override this."""
-        return locate_payload(self.store, self.path(chunk.file), chunk)
+        dtype = self.manifest.by_fqn[chunk.fqn].dtype
+        return locate_payload(self.store, self.path(chunk.file), chunk, dtype)
 
     def asset(self, name: str) -> bytes:
         """A small file saved with the checkpoint (`tokenizer.json`, ...). NotFoundError if it does not exist."""
@@ -92,6 +93,8 @@ class Checkpoint:
             return self.manifest.chunks.digests
         attempt = f"{self.folder}/{self.manifest.attempt}"
         expected = digests_beside(self.store.read(f"{attempt}/{MANIFEST}"), self.store.where(f"{attempt}/{MANIFEST}"))
+        if expected is None:
+            return None
         data = self.store.read(f"{attempt}/{DIGESTS}")
         if digest(data).hex() != expected or len(data) != DIGEST_BYTES * len(self.manifest.chunks):
             raise DamagedError(f"{self}: {DIGESTS} is not what was saved (digest differs)")
@@ -107,7 +110,7 @@ class Checkpoint:
         return []
 
     def digest_of(self, entry: TensorEntry, chunk: Chunk) -> bytes | None:
-        """xxh3-128 of one chunk's raw payload; None if the writer stored none."""
+        """The digest of one chunk's raw payload: xxh3-128, or the CRC-32 of a located foreign chunk; None if there is none."""
         if chunk.digest is not None or self.digests is None:
             return chunk.digest
         offsets = self.manifest.boxes(entry)[0].tolist()

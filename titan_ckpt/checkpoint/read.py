@@ -9,7 +9,7 @@ import numpy as np
 
 from titan_ckpt.errors import DamagedError, NotFoundError
 from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
-from titan_ckpt.format.digest import digest
+from titan_ckpt.format.digest import matches
 from titan_ckpt.format.dtypes import ELEMENT_SIZE, Array, storage_dtype
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
 from titan_ckpt.sharding.placement import Box, strides
@@ -89,7 +89,7 @@ def _read_part(checkpoint: Checkpoint, chunk: Chunk, tensor: TensorEntry, inner:
 
 def _check_digest(checkpoint: Checkpoint, chunk: Chunk, tensor: TensorEntry, data: bytearray) -> None:
     expected = checkpoint.digest_of(tensor, chunk)
-    if expected is None or digest(data) == expected:
+    if expected is None or matches(data, expected):
         return
     start = chunk.offset + chunk.payload_offset
     raise DamagedError(

@@ -26,12 +26,13 @@ CODECS = (RAW, PLANES_ZSTD)
 FRAME_BYTES = 1 << 20
 LEVEL = 1
 _HEADER = struct.Struct("<8sIIQI")
-_MAGIC = b"TCKPLZ1\0"
+MAGIC = b"TCKPLZ1\0"
+"""The first bytes of every encoded blob."""
 
 
 def encode_head(envelope: Envelope, itemsize: int) -> bytes:
     """The bytes of a blob before its frames."""
-    header = _HEADER.pack(_MAGIC, len(envelope.prefix), len(envelope.suffix), envelope.payload_length, itemsize)
+    header = _HEADER.pack(MAGIC, len(envelope.prefix), len(envelope.suffix), envelope.payload_length, itemsize)
     return header + envelope.prefix + envelope.suffix
 
 
@@ -84,7 +85,7 @@ def decode_blob(blob: bytes, where: str) -> bytes:
         magic, prefix_length, suffix_length, raw_length, itemsize = _HEADER.unpack_from(blob)
     except struct.error as error:
         raise DamagedError(f"{where}: too short for an encoded tensor") from error
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise DamagedError(f"{where}: not a tensor encoded by {PLANES_ZSTD}")
     body = _HEADER.size + prefix_length
     count = -(-raw_length // FRAME_BYTES)

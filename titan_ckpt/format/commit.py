@@ -32,7 +32,7 @@ from titan_ckpt.errors import (
 from titan_ckpt.format.coverage import coverage_problems, describe
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import Manifest
-from titan_ckpt.format.manifest_json import check_version, encode_manifest
+from titan_ckpt.format.manifest_json import EncodedManifest, check_version, decode_manifest, encode_manifest
 from titan_ckpt.format.names import COMMIT, DIGESTS, MANIFEST, METADATA, check_step, is_attempt, step_folder
 from titan_ckpt.format.own_step import check_index, check_place, holds_only_ours
 from titan_ckpt.parsing.json_values import JsonValue, parse_json, show
@@ -142,7 +142,7 @@ def write_commit(
             f"{store.where(folder)}: not committed, since no reader could use it: its chunks do not cover their tensors exactly "
             f"once: {describe(problems)}"
         )
-    encoded = encode_manifest(manifest)
+    encoded = _encoded(manifest, store.where(folder))
     store.write(f"{folder}/{manifest.attempt}/{MANIFEST}", [encoded.manifest])
     if encoded.digests is not None:
         store.write(f"{folder}/{manifest.attempt}/{DIGESTS}", [encoded.digests])
@@ -160,6 +160,16 @@ def write_commit(
     }
     version = publish(store, manifest.step, manifest.attempt, metadata, _encode(content), before, prove=prove)
     return _decode(content, version=version, where=store.where(commit_path(manifest.step)))
+
+
+def _encoded(manifest: Manifest, where: str) -> EncodedManifest:
+    """The files of a manifest. CheckpointError unless they can be read back: what nobody can open is not committed."""
+    encoded = encode_manifest(manifest)
+    try:
+        decode_manifest(encoded.manifest, where="its manifest", num_digests=lambda: len(manifest.chunks))
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: not committed, since no reader could open it: {error}") from error
+    return encoded
 
 
 def publish(

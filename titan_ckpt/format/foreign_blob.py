@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_ckpt.errors import DamagedError, UnsafeContentError
+from titan_ckpt.format.digest import crc_digest
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import Chunk
+from titan_ckpt.format.torch_blob import STORAGE_DTYPE
 from titan_ckpt.parsing.json_values import show
 from titan_ckpt.parsing.pickle_check import check_pickle
 from titan_ckpt.sharding.placement import Shape
@@ -130,8 +132,11 @@ def _record_problem(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str | No
     return None
 
 
-def locate_payload(store: Store, path: str, chunk: Chunk) -> Chunk:
-    """`chunk` with payload and strides as found in its blob. DamagedError if the blob is not a plain tensor."""
+def locate_payload(store: Store, path: str, chunk: Chunk, dtype: str) -> Chunk:
+    """`chunk`, of a tensor of `dtype`, with payload, strides and CRC-32 as found in its blob.
+
+    DamagedError if the blob is not a plain tensor of this dtype and size.
+    """
     where = f"{store.where(path)}: {chunk.fqn} at byte {chunk.offset}"
     try:
         with zipfile.ZipFile(_Range(store, path, chunk.offset, chunk.length)) as archive:
@@ -147,11 +152,35 @@ def locate_payload(store: Store, path: str, chunk: Chunk) -> Chunk:
             code = store.read(path, chunk.offset + _start_of(store, path, chunk, pickled, where), pickled.file_size)
             if pickled.CRC not in (0, zlib.crc32(code)):  # 0: torch was configured to omit it
                 raise DamagedError(f"{where}: record {pickled.filename!r} is not what was saved: its CRC-32 differs")
-            strides = _strides(_TensorReader(code, where).load(), chunk, where)
+            strides = _strides(_TensorReader(code, where).load(), chunk, dtype, where)
             start = _start_of(store, path, chunk, data, where)
+            _check_storage(names, chunk, dtype, where)
     except (*_NOT_A_ZIP, *_NOT_A_TENSOR) as error:
         raise DamagedError(f"{where}: not a tensor that torch.save wrote: {type(error).__name__}: {error}") from error
-    return replace(chunk, payload_offset=start, payload_length=data.file_size, strides=strides)
+    crc = crc_digest(data.CRC) if _reach(chunk.box.sizes, strides) == chunk.box.num_elements else None
+    return replace(chunk, payload_offset=start, payload_length=data.file_size, strides=strides, digest=crc)
+
+
+def _reach(sizes: Shape, strides: Shape | None) -> int:
+    """Elements from the first to the last of a tensor: fewer than its storage has if they overlap."""
+    if 0 in sizes:
+        return -1
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides or row_major(sizes), strict=True))
+
+
+def _check_storage(records: dict[str, zipfile.ZipInfo], chunk: Chunk, dtype: str, where: str) -> None:
+    """DamagedError unless the storage has the bytes of its elements, little-endian."""
+    needed, found = chunk.box.num_elements * ELEMENT_SIZE[dtype], records["data/0"].file_size
+    if found != needed:
+        raise DamagedError(
+            f"{where}: its storage has {found} bytes; {chunk.box.sizes} elements of {dtype} take {needed}"
+        )
+    order = records.get("byteorder")
+    if order is not None and order.file_size != len("little"):
+        raise DamagedError(
+            f"{where}: was written on a big-endian machine, whose bytes are not turned around here: load it with torch and save "
+            "it again"
+        )
 
 
 def _start_of(store: Store, path: str, chunk: Chunk, info: zipfile.ZipInfo, where: str) -> int:
@@ -166,8 +195,27 @@ def _start_of(store: Store, path: str, chunk: Chunk, info: zipfile.ZipInfo, wher
     return start
 
 
-def _strides(arguments: Any, chunk: Chunk, where: str) -> Shape | None:
-    """The stored strides, None for row-major. DamagedError if the tensor is not all of its storage."""
+def _check_kind(arguments: Any, dtype: str, where: str) -> None:
+    """DamagedError unless the pickled tensor has `dtype`, and its values as stored: not conjugated or negated when read."""
+    storage, of_v2 = arguments[0][1], arguments[6:]
+    if storage.endswith("UntypedStorage"):
+        found, flags = arguments[6].removeprefix("torch."), arguments[7:]
+    else:
+        found, flags = STORAGE_DTYPE.get(storage.rpartition(".")[2], storage), of_v2
+    if found != dtype:
+        raise DamagedError(
+            f"{where}: the index says {show(dtype)}, the stored tensor is {show(found)}: one of them is damaged"
+        )
+    if any(flags):
+        raise DamagedError(
+            f"{where}: stored as a view to be computed when it is read ({show(flags[0])}), which titan-ckpt does not do: load it "
+            "with torch and save it again after `.resolve_conj().resolve_neg()`"
+        )
+
+
+def _strides(arguments: Any, chunk: Chunk, dtype: str, where: str) -> Shape | None:
+    """The stored strides, None for row-major. DamagedError if the tensor is not all of its storage, or not of `dtype`."""
+    _check_kind(arguments, dtype, where)
     storage, offset, found, strides = arguments[:4]
     if any(type(number) is not int for number in (storage[4], offset, *found, *strides)):
         raise DamagedError(f"{where}: stored with sizes {show(found)} and strides {show(strides)}, not whole numbers")
@@ -178,8 +226,7 @@ def _strides(arguments: Any, chunk: Chunk, where: str) -> Shape | None:
             f"expected {chunk.box.sizes}"
         )
     pairs = zip(strides, row_major(chunk.box.sizes), found, strict=True)
-    reach = sum((size - 1) * stride for size, stride in zip(found, strides, strict=True)) if 0 not in found else -1
-    if min(strides, default=0) < 0 or reach >= max(num_elements, 1):
+    if min(strides, default=0) < 0 or _reach(tuple(found), tuple(strides)) > max(num_elements, 1):
         raise DamagedError(
             f"{where}: stored with strides {show(strides)}, which reach past its {num_elements} elements"
         )

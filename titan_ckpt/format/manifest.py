@@ -49,8 +49,9 @@ class Chunk:
     """One stored box of a tensor.
 
     The blob is `[offset, offset + length)` of the file, in the format that plain DCP reads. `payload_offset` is relative to the
-    blob; `payload_length` is as stored, after `codec`. `digest` is xxh3-128 of the raw (decoded) payload, None in foreign
-    checkpoints. All sizes are in bytes. `strides` (in elements) are set if a foreign dense tensor is not row-major.
+    blob; `payload_length` is as stored, after `codec`. `digest` is xxh3-128 of the raw (decoded) payload; of a located
+    foreign chunk the CRC-32 of its record (`format.digest`), None if torch wrote none. All sizes are in bytes. `strides` (in
+    elements) are set if a foreign dense tensor is not row-major.
     """
 
     fqn: str

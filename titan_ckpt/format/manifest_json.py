@@ -237,6 +237,7 @@ def _check_rows(manifest: Manifest, sizes: Int64s, where: str) -> None:
         raise DamagedError(
             f"{where}: uses the codecs {show(sorted(unknown))}, unknown to this release: upgrade titan-ckpt"
         )
+    raw = manifest.codecs.index(RAW) if RAW in manifest.codecs else -1
     # Compare differences: a sum of two huge numbers would overflow.
     for start in range(0, len(table), CHECKED_AT_ONCE):
         at = slice(start, start + CHECKED_AT_ONCE)
@@ -244,11 +245,18 @@ def _check_rows(manifest: Manifest, sizes: Int64s, where: str) -> None:
             _damaged(where, "a chunk reaches past the end of its file")
         if bool((table.payload_length[at] > table.length[at] - table.payload_offset[at]).any()):
             _damaged(where, "a chunk's payload reaches past its blob")
+        encoded = table.codec[at] != raw
+        if bool((table.payload_length[at] != table.length[at] - table.payload_offset[at])[encoded].any()):
+            _damaged(where, "an encoded chunk does not end with its payload")
 
 
 def _check_objects(manifest: Manifest, where: str) -> None:
     sizes = {file.path: file.size_bytes for file in manifest.files}
+    seen = set(manifest.by_fqn)
     for entry in manifest.objects:
+        if entry.fqn in seen:
+            _damaged(where, f"{show(entry.fqn)} is listed twice, as a value and as another value or a tensor")
+        seen.add(entry.fqn)
         if entry.offset < 0 or not 0 <= entry.length <= sizes.get(entry.file, -1) - entry.offset:
             _damaged(where, f"{entry.fqn}: the value is not inside a listed file")
 

@@ -24,6 +24,8 @@ _LEGACY_STORAGE = {
     "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage", "uint8": "ByteStorage",
     "bool": "BoolStorage", "complex64": "ComplexFloatStorage", "complex128": "ComplexDoubleStorage",
 }  # fmt: skip
+STORAGE_DTYPE = {storage: dtype for dtype, storage in _LEGACY_STORAGE.items()}
+"""The dtype of each of torch's typed storages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from titan_ckpt.checkpoint.objects import damage
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError
 from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
-from titan_ckpt.format.digest import digest
+from titan_ckpt.format.digest import matches
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
 from titan_ckpt.loading.broadcast import is_reader, raised_together, send_to_replicas
 from titan_ckpt.loading.casts import count_changed, holds_every_value
@@ -34,6 +34,7 @@ from titan_ckpt.state.state_dict import (
     TORCH_DTYPE,
     as_bytes,
     detached_shard,
+    has_part_of,
     local_shard,
 )
 
@@ -113,8 +114,9 @@ def _planned(checkpoint: Checkpoint, flat: FlatState, policy: LoadPolicy) -> tup
     _apply_contract(checkpoint, flat, policy, report)
     plan = ReadPlan(checkpoint, policy, report)
     for fqn in report.loaded:
-        if fqn in flat.tensors and (not policy.broadcast or is_reader(flat.tensors[fqn])):
-            plan.add(checkpoint.manifest.by_fqn[fqn], flat.tensors[fqn])
+        tensor = flat.tensors.get(fqn)
+        if tensor is not None and has_part_of(tensor) and (not policy.broadcast or is_reader(tensor)):
+            plan.add(checkpoint.manifest.by_fqn[fqn], tensor)
     return report, plan
 
 
@@ -150,7 +152,7 @@ def _apply_contract(checkpoint: Checkpoint, flat: FlatState, policy: LoadPolicy,
     wanted = {*tensors, *objects}
     names = [*stored.by_fqn, *stored.objects_by_fqn]
     report.extra.extend(fqn for fqn in names if fqn.partition(".")[0] in tops and fqn not in wanted)
-    fillable = {fqn: tensors[fqn] for fqn in report.loaded if fqn in tensors}
+    fillable = {fqn: tensors[fqn] for fqn in report.loaded if fqn in tensors and has_part_of(tensors[fqn])}
     errors += destination_problems(fillable, partial(_have_equal_values, checkpoint, fillable))
     _judge(policy.missing, "missing from the checkpoint", report.missing, errors)
     _judge(policy.extra, "in the checkpoint but not in the state", report.extra, errors)
@@ -258,7 +260,7 @@ class ReadPlan:
         is_straight = chunk.strides is None and view.is_contiguous() and (last - first) == inner.num_elements
 
         def finish(data: memoryview) -> None:
-            if expected is not None and digest(data) != expected:
+            if expected is not None and not matches(data, expected):
                 raise DamagedError(damage(self._checkpoint, path, chunk.fqn, start, len(data)))
             if not is_straight:
                 _copy_box(data, inner, first, strides, view)

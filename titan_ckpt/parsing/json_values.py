@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from titan_ckpt.arguments import MAX_DEPTH
 from titan_ckpt.errors import DamagedError
 
 MAX_INT64 = (1 << 63) - 1
 MAX_VALUES = 1 << 23
 """Values in a document, roughly: it is the number of brackets, commas and colons. A value takes up to about 64 bytes."""
-MAX_DEPTH = 64
-"""Levels of lists and objects in free-form values."""
 MAX_SHOWN, MAX_ITEMS_SHOWN = 80, 6
 _MARKS = (b"[", b"{", b",", b":")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

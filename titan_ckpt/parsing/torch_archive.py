@@ -1,7 +1,8 @@
-"""Check a file of `torch.save` before torch reads it: no record lies, repeats or unpacks, and each storage has its bytes.
+"""Check a file of `torch.save` before torch reads it: no record lies, repeats, unpacks or differs from its CRC-32, and each
+storage has its bytes.
 
 torch's own reader trusts the number of elements in the pickle: a storage longer than its record is read past its end, and a
-compressed record is unpacked whatever it unpacks to.
+compressed record is unpacked whatever it unpacks to. It checks no CRC-32 either.
 Formats: torch/serialization.py (`_save`, `_legacy_save`); PKWARE APPNOTE 6.3.
 """
 
@@ -21,6 +22,7 @@ from titan_ckpt.parsing.pickle_check import check_pickle
 MAX_PICKLE_BYTES = 64 << 20
 MAX_RECORDS = 1 << 20
 MAX_NAME = 200
+WINDOW_BYTES = 8 << 20
 _ZIP, _LOCAL_HEADER_BYTES = b"PK\x03\x04", 30
 _LEGACY_PICKLES = 4  # magic number, protocol version, system information, the object
 # Element sizes of torch's storage classes, in bytes.
@@ -67,6 +69,7 @@ def _check_zip(file: BinaryIO, size_bytes: int, where: str, are_surrogates_allow
             raise DamagedError(
                 f"{where}: has no data.pkl of at most {MAX_PICKLE_BYTES} bytes: not a file of torch.save"
             )
+        _check_crcs(archive, records, where)
         folder = name.removesuffix("data.pkl")
         pickled = _record(file, archive.getinfo(name))
         for key, needed in _storages(pickled, where, are_surrogates_allowed).items():
@@ -75,8 +78,24 @@ def _check_zip(file: BinaryIO, size_bytes: int, where: str, are_surrogates_allow
                 raise DamagedError(f"{where}: storage {show(key)} needs {needed} bytes, its record has {found}")
 
 
+def _check_crcs(archive: zipfile.ZipFile, records: list[zipfile.ZipInfo], where: str) -> None:
+    """DamagedError if a record is not what its CRC-32 says; 0 stands for one that torch was told not to compute."""
+    for info in records:
+        if not info.CRC:
+            continue
+        try:
+            with archive.open(info) as record:
+                while record.read(WINDOW_BYTES):
+                    pass
+        except zipfile.BadZipFile as error:
+            raise DamagedError(
+                f"{where}: record {show(info.filename)} is not what was saved: {error}. Nothing was read; "
+                "use another copy of the file"
+            ) from error
+
+
 def _record(file: BinaryIO, info: zipfile.ZipInfo) -> bytes:
-    """The bytes of a record, whatever its CRC says: torch may omit it, and does not check it."""
+    """The bytes of a record."""
     file.seek(info.header_offset)
     name_length, extra_length = struct.unpack_from("<HH", file.read(_LOCAL_HEADER_BYTES), 26)
     file.seek(name_length + extra_length, os.SEEK_CUR)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from titan_ckpt.errors import DamagedError
+from titan_ckpt.format.digest import Hasher, hasher
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.rewrite.memory import Aborted, Budget, BufferPool, PooledBuffer
 from titan_ckpt.rewrite.plan import FileGroup, Region, RewriteSource, TargetFile
@@ -188,7 +189,7 @@ class _Run:
         self._scratch = np.empty(0, dtype=np.uint8)
         self._readers = ThreadPoolExecutor(execution.num_readers, thread_name_prefix="read")
         self._checked: set[ChunkKey] | None = set() if execution.is_checked else None
-        self._hashers: dict[ChunkKey, xxhash.xxh3_128] = {}
+        self._hashers: dict[ChunkKey, Hasher] = {}
         self._open: deque[_OpenGroup] = deque()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -252,17 +253,18 @@ class _Run:
             pending.buffer.release()
 
     def _check(self, check: DigestCheck, buffer: PooledBuffer) -> None:
-        hasher = self._hashers.setdefault(check.key, xxhash.xxh3_128())
-        hasher.update(buffer.data.data[check.at : check.at + check.length])
+        assert check.chunk.digest is not None
+        digester = self._hashers.setdefault(check.key, hasher(check.chunk.digest))
+        digester.update(buffer.data.data[check.at : check.at + check.length])
         if not check.is_last:
             return
         found = self._hashers.pop(check.key).digest()
         if found != check.chunk.digest:
             where = self.execution.source_store.where(self.execution.source.objects[check.chunk.object])
-            expected = check.chunk.digest.hex() if check.chunk.digest else "none"
             raise DamagedError(
                 f"{where}: {check.key[0]}: the {check.chunk.length} bytes at {check.chunk.start} have digest {found.hex()}, "
-                f"expected {expected}: the source is damaged. Use another step; `verify --data` lists every damaged chunk."
+                f"expected {check.chunk.digest.hex()}: the source is damaged. Use another step; `verify --data` lists every "
+                f"damaged chunk."
             )
 
     def _act(self, action: Action, buffer: PooledBuffer | None, sinks: list[_Sink]) -> None:

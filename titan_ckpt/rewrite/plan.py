@@ -21,8 +21,8 @@ import numpy as np
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.errors import PlanError
+from titan_ckpt.format.digest import CRC_BYTES
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
-from titan_ckpt.format.foreign_blob import locate_payload
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, Chunk, Manifest, TensorEntry
 from titan_ckpt.sharding.placement import Box, Shape
 from titan_ckpt.sharding.repeating_columns import Column, Int64s
@@ -35,7 +35,7 @@ LOCATE_THREADS = 16
 class SourceChunk:
     """A box of a source tensor, stored row-major in bytes `[start, start + length)` of an object, encoded by `codec`.
 
-    `digest` is xxh3-128 of the decoded payload, None if the writer recorded none.
+    `digest` is xxh3-128 of the decoded payload, in foreign checkpoints its CRC-32 (`format.digest`), None if none is recorded.
     """
 
     object: int
@@ -48,9 +48,9 @@ class SourceChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTensor:
-    """A tensor and its chunks as columns: boxes `[num_chunks, ndim]`, payload ranges `[num_chunks]`, digests of 16 bytes each.
+    """A tensor and its chunks as columns: boxes `[num_chunks, ndim]`, payload ranges `[num_chunks]`, digests of equal length.
 
-    `codec` holds indices into `codecs`.
+    `codec` holds indices into `codecs`. Digests are 16 bytes each, or CRC-32s of 4 bytes, of which 0 stands for none.
     """
 
     dtype: str
@@ -99,15 +99,15 @@ class SourceTensor:
 
     def chunk(self, index: int) -> SourceChunk:
         """The `index`-th chunk."""
-        at = index * DIGEST_BYTES
-        digest = None if self.digests is None else bytes(self.digests[at : at + DIGEST_BYTES])
+        length = len(self.digests or ()) // self.num_chunks
+        digest = None if self.digests is None else bytes(self.digests[index * length : (index + 1) * length])
         return SourceChunk(
             object=int(self.object[index]),
             start=int(self.start[index]),
             length=int(self.length[index]),
             box=Box(tuple(self.box_offsets[index].tolist()), tuple(self.box_sizes[index].tolist())),
             codec=self.codecs[int(self.codec[index])],
-            digest=digest,
+            digest=None if length == CRC_BYTES and not any(digest or b"") else digest,
         )
 
 
@@ -185,26 +185,35 @@ def source_of(checkpoint: Checkpoint, fqns: Collection[str] | None = None) -> Re
     A foreign checkpoint does not record where in a blob the payload is; then every blob of these tensors is inspected.
     """
     checkpoint.prove_coverage()
-    manifest, digests = checkpoint.manifest, checkpoint.digests
+    manifest = checkpoint.manifest
     wanted = [entry for entry in manifest.tensors if fqns is None or entry.fqn in fqns]
     payloads = _payloads(checkpoint, wanted)
     return RewriteSource(
         objects=tuple(checkpoint.path(file.path) for file in manifest.files),
-        tensors={entry.fqn: _source_tensor(manifest, entry, digests, payloads) for entry in wanted},
+        tensors={entry.fqn: _source_tensor(manifest, entry, payloads) for entry in wanted},
     )
 
 
-def _payloads(checkpoint: Checkpoint, wanted: list[TensorEntry]) -> tuple[Column, Column]:
-    """Every chunk payload's start in its blob and its length; may be unknown for unwanted tensors."""
+@dataclass(frozen=True, slots=True)
+class _Payloads:
+    """Every chunk payload's start in its blob, its length and its digest; may be unknown for unwanted tensors."""
+
+    starts: Column
+    lengths: Column
+    digests: bytes | None
+    digest_bytes: int
+
+
+def _payloads(checkpoint: Checkpoint, wanted: list[TensorEntry]) -> _Payloads:
     table = checkpoint.manifest.chunks
     if not len(table) or int(table.payload_offset.min()) >= 0:
-        return table.payload_offset, table.payload_length
+        return _Payloads(table.payload_offset, table.payload_length, checkpoint.digests, DIGEST_BYTES)
     starts, lengths = np.array(table.payload_offset), np.array(table.payload_length)
+    crcs = np.zeros((len(table), CRC_BYTES), dtype=np.uint8)
     unknown = [(e, i) for e in wanted for i in range(e.num_chunks) if starts[e.first_chunk + i] < 0]
 
     def locate(place: tuple[TensorEntry, int]) -> Chunk:
-        chunk = checkpoint.manifest.chunk(*place)
-        return locate_payload(checkpoint.store, checkpoint.path(chunk.file), chunk)
+        return checkpoint.locate(checkpoint.manifest.chunk(*place), row_major=False)
 
     with ThreadPoolExecutor(LOCATE_THREADS) as pool:
         for (entry, index), chunk in zip(unknown, pool.map(locate, unknown), strict=True):
@@ -213,17 +222,15 @@ def _payloads(checkpoint: Checkpoint, wanted: list[TensorEntry]) -> tuple[Column
                     f"{entry.fqn}: stored with strides {chunk.strides}, not row-major, which cannot be streamed; save it again "
                     f"after `.contiguous()`"
                 )
-            starts[entry.first_chunk + index], lengths[entry.first_chunk + index] = (
-                chunk.payload_offset,
-                chunk.payload_length,
-            )
-    return starts, lengths
+            row = entry.first_chunk + index
+            starts[row], lengths[row] = chunk.payload_offset, chunk.payload_length
+            if chunk.digest is not None:
+                crcs[row] = np.frombuffer(chunk.digest, dtype=np.uint8)
+    return _Payloads(starts, lengths, crcs.tobytes(), CRC_BYTES)
 
 
-def _source_tensor(
-    manifest: Manifest, entry: TensorEntry, digests: bytes | None, payloads: tuple[Column, Column]
-) -> SourceTensor:
-    table = manifest.chunks
+def _source_tensor(manifest: Manifest, entry: TensorEntry, payloads: _Payloads) -> SourceTensor:
+    table, digests, each = manifest.chunks, payloads.digests, payloads.digest_bytes
     rows = slice(entry.first_chunk, entry.first_chunk + entry.num_chunks)
     offsets, sizes = manifest.boxes(entry)
     return SourceTensor(
@@ -232,9 +239,9 @@ def _source_tensor(
         box_offsets=offsets,
         box_sizes=sizes,
         object=table.file[rows],
-        start=table.offset[rows] + payloads[0][rows],
-        length=payloads[1][rows],
+        start=table.offset[rows] + payloads.starts[rows],
+        length=payloads.lengths[rows],
         codec=table.codec[rows],
         codecs=manifest.codecs,
-        digests=None if digests is None else memoryview(digests)[rows.start * DIGEST_BYTES : rows.stop * DIGEST_BYTES],
+        digests=None if digests is None else memoryview(digests)[rows.start * each : rows.stop * each],
     )

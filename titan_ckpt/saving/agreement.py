@@ -13,6 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from titan_ckpt.errors import UsageError
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.names import new_attempt
 from titan_ckpt.format.structure import Structure, merge
@@ -22,7 +26,7 @@ from titan_ckpt.saving.writers import Share, divide
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_of, raise_failures, save_error
 from titan_ckpt.state.flatten import FlatState, flatten
-from titan_ckpt.state.state_dict import LocalShard, local_shard
+from titan_ckpt.state.state_dict import LocalShard, detached_shard, has_part_of, local_shard
 from titan_ckpt.state.values import Encoder
 
 
@@ -41,11 +45,23 @@ def prepare(state: Mapping[str, Any], request: SaveRequest) -> Prepared:
     """Flatten and check `state`, serialise its values, redact the request. UsageError for what cannot be stored."""
     request.check()
     flat = flatten(state)
-    items = [local_shard(fqn, tensor) for fqn, tensor in flat.tensors.items()]
+    items = [local_shard(fqn, tensor) for fqn, tensor in flat.tensors.items() if has_part_of(tensor)]
+    for item in items:
+        _check_has_values(item.fqn, flat.tensors[item.fqn])
     encoder = Encoder()
     objects = {fqn: encoder.encode(fqn, value) for fqn, value in flat.objects.items()}
     signature = digest(pickle.dumps(items) + json.dumps(flat.structure).encode())
     return Prepared(flat=flat, items=items, objects=objects, request=request.redacted(), signature=signature)
+
+
+def _check_has_values(fqn: str, tensor: torch.Tensor) -> None:
+    """UsageError for a tensor without memory."""
+    local = detached_shard(tensor)
+    if local.is_meta or isinstance(local, FakeTensor):
+        raise UsageError(
+            f"{fqn}: is on the meta device and has no values to save; give it some first (module.to_empty(device=...), then load "
+            "or initialise it), or leave it out of the state"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

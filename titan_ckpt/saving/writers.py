@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -77,9 +77,10 @@ def divide(
 ) -> Share:
     """Choose the writer of every box from the shards of each rank: with `replicas="first"` its lowest rank.
 
-    TitanError if ranks disagree about a tensor, or if together they do not hold all of it.
+    TitanError if ranks disagree about a tensor or about what a name is, or if together they do not hold all of a tensor.
     """
     tensors = _collect(held)
+    _check_kinds(tensors, objects)
     _check_complete(tensors)
     writers = _assign(held, tensors, from_first=replicas == Replicas.FIRST)
     buckets = [] if replicas == Replicas.FIRST else buckets_of(_shared(tensors))
@@ -127,6 +128,17 @@ def _check_agreement(tensor: _Tensor, item: HeldShard, rank: int) -> None:
         expected, found = getattr(first, name), getattr(item, name)
         if expected != found:
             raise TitanError(f"{item.fqn}: rank {tensor.first_rank} has {name} {expected}, rank {rank} has {found}")
+
+
+def _check_kinds(tensors: Mapping[str, _Tensor], objects: Sequence[Sequence[str]]) -> None:
+    """A name is a tensor or another value, on all ranks alike; a reader would get one of them and never hear of the other."""
+    for rank, names in enumerate(objects):
+        for name in names:
+            if name in tensors:
+                raise TitanError(
+                    f"{name}: rank {tensors[name].first_rank} has a tensor, rank {rank} another value under this name; "
+                    "give them different names"
+                )
 
 
 def _check_complete(tensors: dict[str, _Tensor]) -> None:

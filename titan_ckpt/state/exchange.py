@@ -15,6 +15,8 @@ from titan_ckpt.errors import TitanError
 from titan_ckpt.location import redact_text
 
 _ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*: ")
+MAX_TEXT, MAX_LINE = 32 << 10, 4 << 10
+"""Characters of an error, and of one of its lines, that other ranks and logs get."""
 
 
 T = TypeVar("T")
@@ -122,8 +124,32 @@ def reason_of(text: str) -> str:
 
 
 def failure_of(ranks: RankGroup, error: BaseException) -> Failure:
-    """An exception as a Failure of this rank, without secrets. Never raises, whatever the exception's own methods do."""
+    """An exception of this rank as a Failure, cut and without secrets. Never raises, whatever the exception's own methods do."""
     try:
-        return Failure(ranks.rank, redact_text("".join(traceback.format_exception(error))))
+        text = "".join(traceback.format_exception(error))
+        if len(text) > MAX_TEXT:
+            text = f"{text_of(text)}\n{text_of(''.join(traceback.format_exception_only(error)), MAX_LINE)}\n"
+        else:
+            text = text_of(text)
+        return Failure(ranks.rank, text)
     except BaseException:  # noqa: BLE001  (the other ranks must hear something)
         return Failure(ranks.rank, f"{type(error).__name__}: its text could not be made\n")
+
+
+def text_of(error: object, most: int = MAX_TEXT) -> str:
+    """An error as text for other ranks and for logs: without secrets, at most `most` characters, long lines cut.
+
+    It is cut before secrets are hidden, which takes seconds in megabytes, and again after, lest the first cut halved one.
+
+    >>> text_of("E: " + "x" * 5000)[4090:]
+    'xxxxxx... (5003 characters)'
+    """
+    return shortened(redact_text(shortened(str(error), 4 * most, 4 * MAX_LINE)), most)
+
+
+def shortened(text: str, most: int = MAX_TEXT, longest: int = MAX_LINE) -> str:
+    """The first `most` characters of `text`, and of each line the first `longest`."""
+    lines = (text if len(text) <= most else f"{text[:most]}\n... ({len(text)} characters)").split("\n")
+    return "\n".join(
+        line if len(line) <= longest else f"{line[:longest]}... ({len(line)} characters)" for line in lines
+    )

@@ -87,6 +87,11 @@ def flatten(
     UsageError if two entries get the same name, for a key whose text does not tell it from others, and for a state that
     contains itself.
     """
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"state is of type {type(state).__name__}; give a mapping of names to tensors and values, such as "
+            "{'model': model.state_dict()}, with the parentheses"
+        )
     walk = _Walk(state, stored, states or {})
     try:
         walk.container((), "", state, 0)

@@ -82,6 +82,11 @@ def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:
     )
 
 
+def has_part_of(tensor: torch.Tensor) -> bool:
+    """Whether this rank is on the tensor's mesh; it holds nothing of a DTensor on a mesh of other ranks."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
 def cut_order(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> Placements | None:
     """DTensor placements as axis -> Shard in the order of the cuts; None if a mesh dimension is not one of our axes."""
     names, cuts = mesh.mesh_dim_names or (), _cuts(mesh, placements)

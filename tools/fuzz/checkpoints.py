@@ -179,7 +179,7 @@ def _read_blob(data: bytes) -> None:
         codec="raw", digest=None,
     )  # fmt: skip
     check_records(store, "f", 0, len(data))
-    locate_payload(store, "f", chunk)
+    locate_payload(store, "f", chunk, "float32")
 
 
 def _settings() -> list[bytes]:
