@@ -122,10 +122,12 @@ def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -
 
 
 def _is_box_newer(found: RankEvidence) -> bool:
-    """Whether a rank's black box goes on after all of its dumps: it was killed since, or never dumped. Operations would then have
-    the box's names on this rank and the dumps' on others, so all take the box's."""
+    """Whether a rank's black box goes on after all of its dumps, which were asked for: it was killed since, or never dumped.
+    Operations would then have the box's names on this rank and the dumps' on others, so all take the box's."""
     box = found.box.operations if found.box else NO_OPERATIONS
     newest = int(box["created_ns"][box["p2p"] == 0].max(initial=0))
+    if any(dump.reason != "demand" for dump, _ in found.dumps):
+        return False
     return not found.dumps or newest > max(int(table["created_ns"].max(initial=0)) for _, table in found.dumps)
 
 
