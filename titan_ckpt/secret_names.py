@@ -18,7 +18,7 @@ WORDS = (
     r"pass(?:word|wd|phrase|code)s?|"
     + _ALONE
     + r"(?:pass|pwd|pw|psk|pat|sig|sas|auth|creds?|jwt|dsn|mnemonic)|secrets?|secret[_-]?id|"
-    rf"(?:{_KINDS_OF_KEYS})[_-]?keys?(?:[_-]?id)?(?:[_-]?data)?|secretkey|requirepass|masterauth|"
+    rf"(?:{_KINDS_OF_KEYS})[_-]?keys?(?:[_-]?id)?(?:[_-]?data)?|secretkey|requirepass|masterauth|bindpw|sshpass|"
     + _NOT_SPECIAL
     + r"token|token[_-]?(?:value|secret)|credentials?|signature|authorization|(?:set-)?cookie|"
     r"connection[_-]?string|webhook(?:[_-]?url)?|x-amz-(?:security-token|credential|signature)|x-goog-(?:credential|signature)|"
@@ -29,8 +29,12 @@ NAME = rf"[\w.\-/]{{0,60}}?(?:{WORDS}){ENDING}(?![\w-])"
 # How a name ends, on text in lower case: cheap to look for, and no name is missed.
 ENDS = (
     r"(?:pass(?:word|wd|phrase|code)?s?|pwd|pw|psk|pat|sig(?:nature)?|sas|auth(?:orization)?|cred(?:ential)?s?|jwt|dsn|mnemonic"
-    r"|secrets?|keys?|token|cookie|string|webhook|docker(?:configjson|cfg)|kubeconfig|requirepass|masterauth)"
+    r"|secrets?|keys?|token|cookie|string|webhook|docker(?:configjson|cfg)|kubeconfig|requirepass|masterauth|bindpw|sshpass)"
     r"(?:[_-]?(?:id|data|value|secret|url|b64|base64|raw|plain|\d{1,3})){0,3}"
+)
+
+INVISIBLE = (
+    r"(?:\x1b\[[0-9;]{0,12}m|[\u200b-\u200d\ufeff]){0,4}"  # colours and zero-width characters around a name and a value
 )
 
 _WHOLE = re.compile(rf"(?:{WORDS}){ENDING}", re.IGNORECASE)

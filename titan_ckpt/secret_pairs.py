@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from titan_ckpt.secret_names import ENDING, ENDS, WORDS
+from titan_ckpt.secret_names import ENDING, ENDS, INVISIBLE, WORDS
 from titan_ckpt.secret_spans import (
     OPENING,
     PREFIX,
@@ -24,12 +24,13 @@ from titan_ckpt.secret_spans import (
 )
 
 _PAIR = re.compile(  # on text in lower case
-    rf"(?P<name>{WORDS}){ENDING}(?P<end>\\{{0,7}}[\"'`]?\]?)"
+    rf"(?P<name>{WORDS}){ENDING}(?P<end>\\{{0,7}}[\"'`]?\]?){INVISIBLE}"
     r"(?:[ \t]{0,2}:[ \t]{0,2}(?:str|secretstr|optional\[str\]|string)(?=[ \t]{0,2}=))?"
     r"(?P<sep>[ \t]{0,40}(?:=>|:=|\+=|==?|:|%(?:25){0,3}3[da])[ \t]{0,40}"
-    r"|[ \t]{0,4},[ \t\n]{0,40}(?=[brfu]{0,2}\\{0,7}[\"']))"
+    + INVISIBLE
+    + r"|[ \t]{0,4},[ \t\n]{0,40}(?=[brfu]{0,2}\\{0,7}[\"']))"
 )
-_COARSE = re.compile(rf"{ENDS}[\\\"'`\] \t]{{0,48}}(?:[:=,+]|%(?:25){{0,3}}3)")
+_COARSE = re.compile(rf"{ENDS}[\\\"'`\] \t\x1b\[0-9;m\u200b-\u200d\ufeff]{{0,48}}(?:[:=,+]|%(?:25){{0,3}}3)")
 _OPTION = re.compile(rf"(?<!\S)--?[a-z0-9_.-]{{0,40}}?(?:{WORDS})[ \t]{{1,4}}(?=[^\s-])", re.IGNORECASE)
 _AUTHSCHEME = re.compile(
     r"(?:bearer|basic|token|digest|negotiate|apikey|sharedkey(?:lite)?|aws4-hmac-sha256|goog4-rsa-sha256)[ \t]+",
@@ -43,6 +44,9 @@ _NEXT_PAIR = re.compile(  # after a value without quotes: parameters of connecti
     re.IGNORECASE,
 )
 _PLAIN = re.compile(r"(?:none|null|nil|true|false|undefined|unset|\*{3,})(?![\w-])", re.IGNORECASE)
+_HEREDOC = re.compile(r"<<[-~]?[\"']?(\w{1,40})[\"']?[ \t]*\r?\n")
+_MAX_HEREDOC = 1 << 14
+_CONTINUED = re.compile(r"[\"'\\]{0,2}\r?\n[ \t]+[\"']?([^\s:\"'\\]{4,})[\"',\\]{0,3}(?=[ \t]*\r?(?:\n|\Z))")
 _MEASURED = ("pass", "pat", "sig", "token")  # names that also count or measure something
 _MEASURE = re.compile(r"\d{1,5}(?:\.\d{1,6})?(?=[ \t]*(?:[,;)/|\r\n]|(?:[mun]?s|%|[kKMGT]?i?B)\b|\Z))")
 _LINE_START = re.compile(rf"(?:{PREFIX})?[ \t]*(?:-[ \t]+)?[\"']?[\w.-]{{0,80}}\Z")
@@ -67,8 +71,8 @@ def pair_spans(text: str, low: str) -> list[Span]:
             begin = max(match.end(), end)
             if start < end:
                 found.append((start, end))
-                done = end
                 found += _after(text, start, end)
+                done = found[-1][1]
     return found
 
 
@@ -79,6 +83,9 @@ def _after(text: str, start: int, end: int) -> list[Span]:
         opening = OPENING.match(text, arrow.end())
         if opening is not None:
             return [(opening.end(), end_of_quoted(text, opening, end_of_line(text, opening.end())))]
+    continued = _CONTINUED.match(text, end)
+    if continued is not None and looks_random(continued.group(1)):  # a value of YAML that goes on in the next line
+        return [continued.span(1), *_after(text, continued.start(1), continued.end(1))]
     if end == len(text) or text[end] != "\n" or end - start < 8 or end - start_of_line(text, start) < _WRAPPED_AT:
         return []
     wrapped = _WRAPPED.match(text, end)
@@ -94,8 +101,11 @@ def _value(text: str, match: re.Match[str], ends: Ends) -> Span:
         return begin, _end_of_word(text, begin, ends.word)
     if _PLAIN.match(text, begin) or (match.group("name") in _MEASURED and _MEASURE.match(text, begin)):
         return begin, begin
-    if ":" in sep and (block := _BLOCK.match(text, begin)) is not None and "\n" not in sep:
+    if "\n" not in sep and (block := _BLOCK.match(text, begin)) is not None and (":" in sep or _is_yaml(text, match)):
         return block_below(text, match.start(), block.end())
+    if (tag := _HEREDOC.match(text, begin)) is not None:
+        end = re.compile(rf"\n[ \t]*{tag.group(1)}\b").search(text, tag.end() - 1, tag.end() + _MAX_HEREDOC)
+        return tag.end(), ends.line if end is None else end.start()
     if ":" in sep and not match.group("end") and _is_yaml(text, match):
         return begin, begin + len(text[begin : ends.line].rstrip())
     opening = OPENING.match(text, begin)
@@ -188,9 +198,13 @@ def option_spans(text: str) -> list[Span]:
     return found
 
 
-_XML = re.compile(rf"(<[\w:.-]{{0,40}}?(?:{WORDS})(?:[ \t][^>\n]{{0,200}})?>)([^<]+)(?=<|$)", re.IGNORECASE)
+_XML = re.compile(
+    rf"<[\w:.-]{{0,40}}?(?:{WORDS})(?:[ \t][^>\n]{{0,200}})?>(?:<!\[CDATA\[)?([^<]+?)(?=\]\]>|<|$)"
+    rf"|<key>[\w:.-]{{0,40}}?(?:{WORDS})</key>\s{{0,40}}<\w{{1,20}}>([^<]+)",
+    re.IGNORECASE,
+)
 
 
 def xml_spans(text: str) -> list[Span]:
     """Spans of the contents of XML elements with a secret's name."""
-    return [match.span(2) for match in _XML.finditer(text)] if "<" in text else []
+    return [match.span(match.lastindex or 0) for match in _XML.finditer(text)] if "<" in text else []

@@ -183,7 +183,8 @@ def _word_at(text: str, begin: int) -> Span:
 # ---------------------------------------------------------------------------------------------- calls, files, prose
 
 _CALL = re.compile(
-    r"(?:Basic|Digest|HTTP|Proxy)\w{0,20}Auth(?:entication)?\([ \t]{0,8}[brfu]{0,2}[\"'][^\"'\n]{0,200}[\"'][ \t]{0,8},[ \t]{0,8}"
+    r"(?:(?:Basic|Digest|HTTP|Proxy)\w{0,20}Auth(?:entication)?|\w{0,30}Credentials?)"
+    r"\([ \t]{0,8}[brfu]{0,2}[\"'][^\"'\n]{0,200}[\"'][ \t]{0,8},[ \t]{0,8}"
     r"|\b(?:login|SecretStr|Secret|Password|set_password|check_password)"
     r"\([ \t]{0,8}(?:key[ \t]{0,4}=[ \t]{0,4})?(?=[brfu]{0,2}[\"'])"
 )
@@ -205,6 +206,25 @@ def _calls(text: str, _low: str) -> list[Span]:
         if opening is not None:
             found.append((opening.end(), end_of_quoted(text, opening, end_of_line(text, opening.end()))))
     return found
+
+
+_CELL = re.compile(rf"{ENDS}[\"'`]?[ \t]{{0,40}}(?:\||->|→|：|,)[ \t]{{0,40}}([^\s|,\"'()]{{8,}})")
+_ENTITY = r"&(?:quot|\#34|\#39|apos);"
+_BESIDE = re.compile(
+    rf"{ENDS}{_ENTITY}[ \t]{{0,4}}[:=][ \t]{{0,4}}{_ENTITY}((?:(?!{_ENTITY})\S){{1,400}})"
+    r"|\b(?:identified[ \t]{1,4}by|password)[ \t]{1,4}'([^'\n]{1,400})"  # SQL
+    r"|\boracle:\w{1,10}:[^/\s]{1,60}/([^@\s]{1,200})@"
+    r"|::add-mask::([^\n]{1,400})"
+    r"|\b(?:echo|printf|print)[ \t]{1,4}(?:-n[ \t]{1,4})?[\"']?([^\s\"'|]{1,400})[\"']?[ \t]{0,4}"
+    r"\|[^\n|]{0,200}--(?:[\w-]{1,20}-stdin|with-token)"
+    rf"|\bname=\"{NAME}\"[^\n]{{0,200}}\n(?:[\w-]{{1,40}}:[^\n]{{0,200}}\n){{0,4}}\r?\n([^\n]{{1,4000}})"
+)
+
+
+def _marked_values(text: str, low: str) -> list[Span]:
+    """Cells of tables and CSV, HTML's quotes, SQL, Oracle's URLs, masks of GitHub's runners, what is piped to a login, forms."""
+    found = [match.span(1) for match in _CELL.finditer(low) if looks_random(text[match.start(1) : match.end(1)])]
+    return found + [match.span(match.lastindex or 0) for match in _BESIDE.finditer(low)]
 
 
 def _netrc(text: str, low: str) -> list[Span]:
@@ -241,8 +261,12 @@ _FINDERS: tuple[tuple[tuple[str, ...], _Finder], ...] = (
          "redis-cli", "ldap", "ipmitool", "zip", "smbclient", "openssl", "htpasswd"),
         _commands,
     ),
-    (("auth(", "authentication(", "login(", "secret", "password("), _calls),
+    (("auth(", "authentication(", "credential", "login(", "secret", "password("), _calls),
+    (
+        ("|", "->", "→", "：", ",", "&quot;", "&#", "by '", "d '", "oracle:", "add-mask", "form-data"),
+        _marked_values,
+    ),
     (("password", "passwd"), _netrc),
     ((" is", " was", " are", " set to", " equals", " key"), _prose),
-    (("pass", "token", "secret", "key", "auth", "cred", "pwd"), _spaced),
+    (("pass", "token", "secret", "key", "auth", "cred", "pw"), _spaced),
 )  # fmt: skip
