@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.dcp.storage import StorageWriter
 from titan_ckpt.errors import UsageError
-from titan_ckpt.location import MAX_STEP, check_writable, parse_location, run_location
+from titan_ckpt.location import MAX_STEP, check_writable, normalise, parse_location, run_location
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver, save
 from titan_ckpt.sharding.mesh import MeshSpec
@@ -128,3 +128,16 @@ def test_steps_of_any_integer_type_and_size_open(step: Any) -> None:
 def test_a_huge_step_in_a_url_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="no step is larger than"):
         parse_location(text)
+
+
+def test_dots_behind_a_link_mean_what_the_kernel_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "real" / "deep")
+    real = os.path.realpath(tmp_path)
+    for text, found in (("here/link/../x", "real/x"), ("here/link/y/../x", "here/link/x"), ("here/../x/.", "x")):
+        assert normalise(f"{tmp_path}/{text}") == f"{real}/{found}"
+        assert parse_location(f"{tmp_path}/{text}@3").url == f"{real}/{found}"
+    monkeypatch.chdir(tmp_path / "here")
+    assert normalise("link/../x") == f"{real}/real/x"
+    assert normalise("../here/./x/") == f"{real}/here/x"
