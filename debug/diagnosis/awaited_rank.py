@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_ckpt.debug.diagnosis.advice import advice
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
@@ -44,6 +44,8 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
         return _addressed_wrongly(run, astray, root, chain, states)
     first = next((edge for edge in edges if edge.awaited == root and edge.group >= 0), None)
     reason = _reason(run, state, first)
+    if state.kind == RankState.IN_INIT and sum(other.kind == RankState.IN_INIT for other in states.values()) > 1:
+        reason = replace(reason, confidence=Basis.GROUP_TIE.confidence)  # others wait there as well: it is no odd one
     culprits = _culprits(run, root, reason.verdict)
     is_dead = state.kind == RankState.DEAD and state.frame is not None
     return Verdict(

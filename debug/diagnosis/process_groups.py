@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from titan_ckpt.debug.diagnosis.rank_death import is_absent
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import conflicts, rank_list
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Group, Run, Situation, Verdict
+from titan_ckpt.debug.incident.waits import pending
 
 
 def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
@@ -32,6 +35,9 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
     culprits = named or _fewer_in_init(waiting, others, states) or seen or others
     if len(culprits) > 1 and not seen:
         culprits = ()  # nothing was collected of any of them
+    if any(_has_gone_on(run, rank, waiting) for rank in culprits):
+        yield _out_of_step(run, waiting, culprits, states)
+        return
     if any(states[rank].kind == RankState.DEAD for rank in culprits) or (has_run and not culprits):
         return  # the death is the cause, which the wait graph finds
     if set(culprits) <= set(waiting) and culprits:
@@ -60,6 +66,32 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
             if has_run
             else "check MASTER_ADDR, MASTER_PORT and WORLD_SIZE on that host",
         ),
+    )  # fmt: skip
+
+
+def _has_gone_on(run: Run, rank: int, waiting: Sequence[int]) -> bool:
+    """Whether a rank waits in the first operation of a group that none of the ranks which make one has used: so it has made its
+    groups, and they are at another one."""
+    table = run.ranks[rank].operations
+    open_rows = np.flatnonzero(pending(table))
+    if not len(open_rows):
+        return False
+    entry = table[int(open_rows[0])]
+    group = int(entry["group"])
+    used = any(bool((run.ranks[other].operations["group"] == group).any()) for other in waiting)
+    return int((table["group"] == group).sum()) == 1 and len(np.unique(table["group"])) > 1 and not used
+
+
+def _out_of_step(run: Run, waiting: Sequence[int], others: Sequence[int], states: Mapping[int, Situation]) -> Verdict:
+    """Some ranks are done with making groups, others are at one that these do not make: nobody can tell whose order is wrong."""
+    first, other = states[waiting[0]], states[others[0]]
+    return Verdict(
+        verdict=VerdictKind.PG_INIT_HANG, subtype=Subtype.NEW_GROUP, suspects=tuple(sorted({*waiting, *others})),
+        op=first.call or "new_group", step=run.step_of(waiting[0]), confidence=Basis.GROUP_TIE.confidence,
+        headline=f"{rank_list(waiting)} wait in {first.call or 'new_group'}{first.where}; past it, {rank_list(others)} "
+        f"wait{'s' * (len(others) == 1)}{other.where}: some ranks make their groups in another order, or leave one out",
+        evidence=(*first.evidence[:2], *other.evidence[:2]),
+        next_steps=("call new_group on every rank, members or not, in the same order",),
     )  # fmt: skip
 
 

@@ -82,6 +82,7 @@ def _by_log(record: RankRecord) -> Situation | None:
         kind = RankState.IN_COLLECTIVE if "call" in interrupted.values else RankState.ON_CPU
         return Situation(
             rank=record.rank, kind=kind, frame=interrupted.frame, call=interrupted.values.get("call", ""),
+            confidence=Basis.WITNESSES_AND_LINE.confidence,
             evidence=(event_evidence(interrupted),),
         )  # fmt: skip
     has_ended = record.heartbeat is not None and record.heartbeat.is_stopped and not waited_at_the_end(record)

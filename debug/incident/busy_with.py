@@ -96,10 +96,15 @@ def _words(texts: Sequence[str]) -> list[Subtype]:
 _RECORDER_TALK = re.compile(r"flight recorder|SIGTERM|monitor:|dump|WorkerServer", re.IGNORECASE)
 
 
+_SERVER = re.compile(
+    r"Server (?:listening|shutting down|exited)"
+)  # torch's worker server at the process's start and end
+
+
 def has_recorder_talk(record: RankRecord) -> bool:
     """Whether a monitor or signal handler of the process wrote to its log: it ran on."""
     lines = record.log.tail if record.log else ()
-    return any(_RECORDER_TALK.search(line) and "Server listening" not in line for line in lines)  # that is its start
+    return any(_RECORDER_TALK.search(line) and not _SERVER.search(line) for line in lines)
 
 
 def _own_lines(record: RankRecord) -> list[str]:

@@ -113,7 +113,11 @@ class Basis(Enum):
     INIT_ABSENT = 0.75, (V.PG_INIT_HANG,), "several ranks are not where the others wait"
     INIT_ALL = 0.5, (V.PG_INIT_HANG,), "all ranks wait, or nothing was collected of the missing ones"
     GROUP_MINORITY = 0.9, (V.PG_CONFIG_CONFLICT,), "fewer ranks use the culprits' member list"
-    GROUP_TIE = 0.4, (V.PG_CONFIG_CONFLICT,), "equally many ranks use each member list: all are suspects"
+    GROUP_TIE = (
+        0.4,
+        (V.PG_CONFIG_CONFLICT, V.PG_INIT_HANG),
+        "equally many ranks use each member list, or ranks make groups out of step: all are suspects",
+    )
 
     # device and network
     P2P_SIZE_NEW = 0.9, (V.P2P_SIZE_MISMATCH,), "the two halves differ, and one side never used that size before"
@@ -141,7 +145,7 @@ class Basis(Enum):
     LEFT_ROOTED = (
         0.4,
         (V.SKIPPED_COLLECTIVE,),
-        "no dumps; most wait in a broadcast or scatter, which others may leave before them: all are suspects",
+        "no dumps; most wait in a broadcast or scatter, which others may leave first, or a call is unknown: all are suspects",
     )
     LEFT_ROUTINE = (
         0.6,

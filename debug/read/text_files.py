@@ -194,6 +194,7 @@ def finish_texts(evidence: RunEvidence) -> None:
         pid = known.sidecar.pid if known.sidecar else known.box.pid if known.box else None
         if pid:
             pids[pid] = rank
+    _forget_earlier_attempts(evidence.texts)
     texts = [*evidence.texts, *compared(evidence.progress)]
     logs = combine(texts, pids)
     for rank, found in logs.ranks.items():
@@ -224,6 +225,23 @@ def _place_processes(evidence: RunEvidence, ranks: Mapping[int, int]) -> None:
         else:
             evidence.ranks[rank].stacks.append(process.stacks)
             evidence.pids = {**evidence.pids, **({rank: process.pid} if process.pid else {})}
+
+
+_LATER_ATTEMPT = re.compile(r"attempt_0*[1-9]\d*$")
+
+
+def _forget_earlier_attempts(texts: Iterable[JobText]) -> None:
+    """Where files of a later attempt are there, they hold what its ranks wrote; torchrun's console holds all attempts."""
+    texts = list(texts)
+    if any(_LATER_ATTEMPT.search(text.scope) for text in texts):
+        for text in texts:
+            if text.endings.is_elastic and "attempt_" not in text.scope:
+                text.endings.found = [
+                    ending for ending in text.endings.found if ending.time_s is not None
+                ]  # the last table
+                text.writers = {
+                    writer: stream for writer, stream in text.writers.items() if writer[0] not in ("rank", "local")
+                }
 
 
 def _without_ranks_noise(job: RankLog | None) -> RankLog | None:

@@ -264,7 +264,9 @@ def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]
         return
     first, other = states[culprits[0]], states[next(rank for rank, place in places.items() if place == common)]
     basis = Basis.OTHER_WAIT if len(culprits) < len(witnesses) - len(culprits) else Basis.LEFT_ROUTINE
-    is_rooted = calls[other.rank].partition(" ")[0] in _ROOTED
+    is_rooted = calls[other.rank].partition(" ")[0] in _ROOTED or any(
+        map(_is_unknown, (run.ranks[rank] for rank in culprits))
+    )
     if is_rooted:
         basis = Basis.LEFT_ROOTED
     yield Verdict(
@@ -295,6 +297,13 @@ _ROOTED = (
 
 def _is_p2p(call: str) -> bool:
     return "send" in call or "recv" in call
+
+
+def _is_unknown(record: RankRecord) -> bool:
+    """Whether a rank's error shows its own line alone, and no call of torch below it: perhaps the wait for a send or recv, in
+    which ranks differ by right."""
+    event = _event(record, _SYMPTOMS, needs="type")
+    return event is not None and not {"call", "below"} & set(event.values)
 
 
 def _place(state: Situation) -> str:

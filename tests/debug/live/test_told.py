@@ -98,3 +98,40 @@ def test_exit_functions_of_libraries_show_no_hang(tmp_path: Path) -> None:
 def test_job_of_which_one_rank_was_told_is_not_called_healthy(tmp_path: Path) -> None:
     top = left(job(tmp_path, {0: 5, 1: 5}), {0: "told", 1: "stopped"}, 0.3, inner=PROGRAM)
     assert top.verdict == "INSUFFICIENT_DATA"
+
+
+MAKES = 'File "/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 7 in new_group\n  '
+
+
+@pytest.mark.parametrize(("group", "seq", "culprits"), [("1", 1, ()), ("0", 6, (0,))])
+def test_rank_that_made_its_groups_is_not_late_for_them(
+    group: str, seq: int, culprits: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Who waits in a group that the others have not made yet is past `new_group`; who waits in an old one left it out."""
+    job(tmp_path, {0: 5, 1: 5, 2: 5})
+    box = BoxWriter(tmp_path / "rank_00000.box", rank=0, world_size=3)
+    for kind, number, value in (
+        ("op", 0, "all_reduce"),
+        ("dtype", 0, "Float"),
+        ("group", 0, ["0", "default_pg", [0, 1, 2]]),
+    ):
+        box.add_text(kind, number, value)
+    box.add_text("group", 1, ["1", "", [0, 2]])
+    box.add_text("site", 1, [["/job/train.py", 12, "<module>"]])
+    for row in range(6):
+        is_last = row == 5
+        done, at = 0 if is_last else START_NS + (100 * row + 1) * MS, HEADER_BYTES + row * RECORD.size
+        number, place = (seq, int(group)) if is_last else (row + 1, 0)
+        outcome = RETURNED if done else 0
+        RECORD.pack_into(
+            box.map, at, START_NS + 100 * row * MS, done, 1, number, 1, -1, place, 0, 0, 0, outcome, row + 1
+        )
+    box.count = 6
+    box.beat()
+    run = open_run(str(tmp_path))
+    inside = {rank: WAITING + PROGRAM if rank == 0 else MAKES + PROGRAM for rank in run.ranks}
+    stacks = {rank: (parse_stacks(SIGNALS + MAIN + text, "s", "stall"),) for rank, text in inside.items()}
+    top = diagnose(
+        replace(run, ranks={rank: replace(record, stacks=stacks[rank]) for rank, record in run.ranks.items()})
+    )[0]
+    assert (top.verdict, top.culprits) == ("PG_INIT_HANG", culprits)

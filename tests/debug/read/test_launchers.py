@@ -302,3 +302,35 @@ def test_rank_that_was_interrupted_first(code: int | None, verdict: str, tmp_pat
     table = TABLE.format(code) if code is not None else ""
     top = judged(tmp_path, rank_0=STEPS + closed, rank_1=STEPS + own, rank_2=STEPS + closed, torchrun=table)
     assert (top.verdict, top.culprits) == (verdict, (1,))
+
+
+# ------------------------------------------------------------------------------------------------ evidence of nothing
+
+SERVER = "[W1122 12:19:15.87 WorkerServer.cpp:144] [c10d] Server shutting down\n"
+SERVER += "[W1122 12:19:15.87 WorkerServer.cpp:139] [c10d] Server exited\n"
+
+
+def test_server_that_ends_with_its_process_shows_no_frozen_peer(tmp_path: Path) -> None:
+    ended = STEPS + WAITED.format(20) + SERVER
+    top = judged(tmp_path, rank_0=ended, rank_1=STEPS, rank_2=ended)
+    assert (top.verdict, top.culprits) == ("STUCK_ON_CPU", (1,))
+
+
+def test_wait_of_an_unknown_kind_accuses_nobody(tmp_path: Path) -> None:
+    """The wait for a send or recv of a batch: its traceback ends in the program's own line."""
+    own = STEPS + 'Traceback (most recent call last):\n  File "/job/train.py", line 60, in step\n    work.wait()\n'
+    own += "RuntimeError: [/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete\n"
+    top = judged(tmp_path, rank_0=STEPS + WAITED.format(20), rank_1=own, rank_2=STEPS + WAITED.format(20))
+    assert (top.culprits, top.suspects) == ((), (0, 1, 2))
+
+
+def test_console_of_all_attempts_does_not_hide_the_last(tmp_path: Path) -> None:
+    for attempt, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        folder = tmp_path / "tr" / "job_1" / f"attempt_{attempt}" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(STEPS + (LOST if (attempt, rank) == (0, 1) else ""))
+    failed = "E1122 01:05:00.71 52 torch/distributed/elastic/multiprocessing/api.py:10] "
+    failed += "failed (exitcode: 1) local_rank: 1 (pid: 5)"
+    crashed = "".join(f"[default1]:[rank1]: {line}\n" for line in LOST.splitlines())
+    top = judged(tmp_path, console=crashed + failed + "\n")
+    assert top.culprits == ()
