@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import random
 import threading
 import time
@@ -20,7 +23,8 @@ from titan_ckpt.errors import StoreError
 from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.saving import saver as saver_module
 from titan_ckpt.saving import staging
-from titan_ckpt.saving.saver import SaveOptions, Saver
+from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
+from titan_ckpt.state import exchange
 from titan_ckpt.store.local import FileStore
 from tools.faults.one_rank import OneRankCase, points_of, run_case
 from tools.rank_pool import RankPool
@@ -50,6 +54,18 @@ def test_a_fault_in_any_function_of_a_save_leaves_none_waiting(
         assert longest < MOST_S
         hits += seen.is_hit
     assert hits > 3  # the others are only called once for a shape, or when a thread comes late
+
+
+class LogRecords(logging.Handler):
+    """The texts of what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the text."""
+        self.texts.append(record.getMessage())
 
 
 class Unpicklable:
@@ -217,3 +233,56 @@ def test_a_store_that_one_rank_cannot_open_raises_on_all(pool: RankPool, tmp_pat
     assert answers[1][0] not in ("", "SaveError")
     assert max(seconds for _, seconds in answers) < MOST_S
     assert threading.active_count() < 50
+
+
+def _one_leaves(rank: int, folder: str) -> None:
+    """Ranks 0 and 1 save when rank 2 is gone, and stay where they are."""
+    saver = Saver(f"{folder}/run", SaveOptions(timeout_s=60))
+    saver.save({"w": torch.arange(8.0)}, step=1).wait()
+    if rank == 2:
+        os._exit(3)
+    found = []
+    for step in (2, 3):
+        started = time.monotonic()
+        with pytest.raises(SaveError) as raised:
+            saver.save({"w": torch.arange(8.0)}, step=step).wait()
+        found.append([str(raised.value), time.monotonic() - started])
+    saver.close()
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
+
+
+def test_ranks_do_not_wait_for_one_that_is_gone(tmp_path: Path) -> None:
+    with RankPool(3) as ranks:
+        with pytest.raises(EOFError):  # rank 2 cannot answer
+            ranks.run(_one_leaves, str(tmp_path))
+        for rank in (0, 1):
+            for text, seconds in json.loads((tmp_path / f"{rank}.json").read_text()):
+                assert text.startswith(f"rank {rank} has lost other ranks of the job")
+                assert "restart the job" in text
+                assert seconds < MOST_S
+    assert open_checkpoint(f"{tmp_path}/run").step == 1
+
+
+def _one_never_comes(rank: int, url: str) -> tuple[str, list[str]]:
+    """Rank 0 saves alone, rank 1 does not; then both do."""
+    logger, handler, text = logging.getLogger("titan_ckpt.state.exchange"), LogRecords(), ""
+    logger.addHandler(handler)
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exchange, "PATIENCE_S", 0.1)
+            with pytest.raises(SaveError) as raised:
+                Saver(url, SaveOptions(timeout_s=0.5))
+        text = str(raised.value)
+    dist.barrier()
+    with Saver(url, SaveOptions(timeout_s=60)) as saver:
+        saver.save({"w": torch.arange(8.0)}, step=1).wait()
+    logger.removeHandler(handler)
+    return text, handler.texts
+
+
+def test_a_rank_that_does_not_save_is_named(pool: RankPool, tmp_path: Path) -> None:
+    text, logged = pool.run(_one_never_comes, f"{tmp_path}/run")[0]
+    assert "1 of 2 ranks have not begun to save" in text
+    assert "(rank 1)" in text
+    assert any("are they slow, or gone?" in line for line in logged)
+    assert open_checkpoint(f"{tmp_path}/run").step == 1

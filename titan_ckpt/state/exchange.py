@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from titan_ckpt.errors import TitanError
 from titan_ckpt.location import redact_text
 
+log = logging.getLogger(__name__)
+PATIENCE_S, LONGEST_NAP_S, SHOWN = 10.0, 0.2, 8
 _ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*: ")
 MAX_TEXT, MAX_LINE = 32 << 10, 4 << 10
 """Characters of an error, and of one of its lines, that other ranks and logs get."""
@@ -22,15 +28,26 @@ MAX_TEXT, MAX_LINE = 32 << 10, 4 << 10
 T = TypeVar("T")
 
 
+class SaveError(TitanError):
+    """A save failed on some rank and nothing was committed. The message includes that rank's traceback."""
+
+
 class RankGroup:
-    """All ranks of the default process group, or this process alone if there is none. Creating it is a collective call."""
+    """All ranks of the default process group, or this process alone if there is none. Creating it is a collective call.
+
+    SaveError if a rank does not come, or is gone: then this rank's connections are closed, so that the others hear of it at once
+    even if they were not waiting for the lost rank, and every later call fails.
+    """
 
     def __init__(self, *, timeout_s: float) -> None:
         self._group: dist.ProcessGroup | None = None
+        self._lost = ""
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            meet(self.rank, self.world_size, timeout_s=timeout_s)
+            with self._all_there():
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     @property
     def is_coordinator(self) -> bool:
@@ -39,36 +56,57 @@ class RankGroup:
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        with self._all_there():
+            if self._group is None:
+                return [value]
+            values: list[Any] = [None] * self.world_size
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value on the coordinator, an empty list elsewhere."""
-        if self._group is None:
-            return [value]
-        values: list[Any] | None = [None] * self.world_size if self.is_coordinator else None
-        dist.gather_object(value, values, dst=0, group=self._group)
+        with self._all_there():
+            if self._group is None:
+                return [value]
+            values: list[Any] | None = [None] * self.world_size if self.is_coordinator else None
+            dist.gather_object(value, values, dst=0, group=self._group)
         return values or []
 
     def scatter(self, values: list[T]) -> T:
         """The coordinator's `values[rank]`, on each rank."""
-        if self._group is None:
-            return values[0]
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, values if self.is_coordinator else None, src=0, group=self._group)
+        with self._all_there():
+            if self._group is None:
+                return values[0]
+            received: list[Any] = [None]
+            dist.scatter_object_list(received, values if self.is_coordinator else None, src=0, group=self._group)
         result: T = received[0]
         return result
 
     def broadcast(self, value: T) -> T:
         """The coordinator's value, on every rank."""
-        if self._group is None:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
+        with self._all_there():
+            if self._group is None:
+                return value
+            values = [value]
+            dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
+
+    @contextmanager
+    def _all_there(self) -> Iterator[None]:
+        """Turn gloo's error in an exchange into one that says what to do, and leave the group."""
+        if self._lost:
+            raise SaveError(self._lost)
+        try:
+            yield
+        except RuntimeError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the group, whose connections would stay open
+            self._lost = (
+                f"rank {self.rank} has lost other ranks of the job in a save: {text_of(error, MAX_LINE)}\n"
+                "Nothing more is saved by this saver. If a process has died, restart the job; it resumes from the newest "
+                "checkpoint. If one was only slow, make a new Saver with a longer SaveOptions(timeout_s=)"
+            )
+            self.close()
+            raise SaveError(self._lost) from error
 
     def close(self) -> None:
         """Destroy the process group."""
@@ -77,8 +115,36 @@ class RankGroup:
         self._group = None
 
 
-class SaveError(TitanError):
-    """A save failed on some rank and nothing was committed. The message includes that rank's traceback."""
+def meet(rank: int, world_size: int, *, timeout_s: float) -> None:
+    """Wait until every rank of the job has come here, through the job's key-value store; name those who do not.
+
+    SaveError after `timeout_s`. A group of a rank that is gone cannot be made, and gloo does not say which one it misses.
+    """
+    store = dist.PrefixStore("titan_ckpt/ranks", _get_default_store())
+    began, nap_s, is_said = time.monotonic(), 0.001, False
+    try:
+        round_of = (store.add("arrived", 1) - 1) // world_size
+        store.set(f"{round_of}/{rank}", "here")
+        while store.add("arrived", 0) < (round_of + 1) * world_size:
+            waited_s = time.monotonic() - began
+            if waited_s > (timeout_s if is_said else min(PATIENCE_S, timeout_s)):
+                missing = [str(each) for each in range(world_size) if not store.check([f"{round_of}/{each}"])]
+                shown = ", ".join(missing[:SHOWN]) + (", ..." if missing[SHOWN:] else "")
+                what = (
+                    f"{len(missing)} of {world_size} ranks have not begun to save after {waited_s:.0f} s (rank {shown})"
+                )
+                if waited_s > timeout_s:
+                    store.add("arrived", -1)
+                    raise SaveError(f"{what}. Every rank must save; if their processes are gone, restart the job")
+                log.warning("%s: are they slow, or gone? Waiting up to %g s (SaveOptions(timeout_s=))", what, timeout_s)
+                is_said = True
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, LONGEST_NAP_S)
+    except RuntimeError as error:
+        raise SaveError(
+            f"rank {rank} cannot reach the key-value store of the job: {text_of(error, MAX_LINE)}. It is in the process of rank "
+            "0 or of the launcher, which may be gone: restart the job; it resumes from the newest checkpoint"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
