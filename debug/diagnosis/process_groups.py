@@ -43,7 +43,7 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
     if set(culprits) <= set(waiting) and culprits:
         yield _went_alone(culprits, others, states)
         return
-    call = (first := states[waiting[0]]).call or "init_process_group"
+    call = states[waiting[0]].call or "init_process_group"
     evidence = [item for rank in (*culprits[:3], waiting[0]) for item in states[rank].evidence[:2]]
     if named:
         evidence.insert(0, Evidence(text=f"{awaited[named[0]]} ranks waited for the store key of rank {named[0]}"))
