@@ -143,7 +143,7 @@ def test_command_prints_one_line_and_exits_with_3(run: Path, capsys: pytest.Capt
     stderr = capsys.readouterr().err
     assert stderr.count("\n") == 1
     assert "upgrade titan-ckpt (pip install -U titan-ckpt)" in stderr
-    assert list_checkpoints(str(run))[-1].state == "damaged"
+    assert list_checkpoints(str(run))[-1].state == "newer"
 
 
 def test_a_flipped_version_is_damage_and_not_a_later_format(run: Path) -> None:
