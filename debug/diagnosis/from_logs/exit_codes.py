@@ -50,7 +50,7 @@ def _would_show(run: Run, first: Sequence[RankRecord]) -> bool:
     is_elastic = run.launcher is not None and run.launcher.code is not None
     lines = run.job_log.tail if run.job_log is not None and not is_elastic else ()
     is_console = any(line.strip() and not _LAUNCHERS.match(line) for line in lines)
-    return is_console or all(record.log is not None and record.log.tail for record in first)
+    return is_console or (not is_elastic and all(record.log is not None and record.log.tail for record in first))
 
 
 def _verdict(culprits: Sequence[RankRecord], code: int, run: Run, basis: Basis) -> Verdict:
