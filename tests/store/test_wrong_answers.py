@@ -267,7 +267,8 @@ def test_a_wrapper_forwards_the_whole_protocol(name: str, tmp_path: Path) -> Non
     arguments: dict[str, tuple[Any, ...]] = {
         "read_into": ("x", 0, memoryview(bytearray(4))), "read": ("x", 1, 2), "opened": ("x",), "write": ("y", [b"1"]),
         "stat": ("x",), "exists": ("x",), "delete": (["x"],), "held_by_writes": (3,), "where": ("x",), "folders": ("",),
-        "list": ("",), "honours_conditions": (), "free_bytes": (), "is_link": ("x",), "is_taken": ("x",), "write_if": ("x", b"2"),
+        "list": ("",), "honours_conditions": (), "free_bytes": (), "is_link": ("x",), "is_taken": ("x",), "leftovers": ("",),
+        "write_if": ("x", b"2"),
     }  # fmt: skip
     options = {"version": entry.version} if name == "write_if" else {}
 
@@ -277,7 +278,7 @@ def test_a_wrapper_forwards_the_whole_protocol(name: str, tmp_path: Path) -> Non
         if name == "opened":
             with found as read:
                 return read(1, 2)
-        return list(found) if name == "list" else found
+        return list(found) if name in ("list", "leftovers") else found
 
     run_until(20, use, inner, what="a test")
     assert name in called

@@ -302,8 +302,8 @@ def _is_p2p(call: str) -> bool:
 def _is_unknown(record: RankRecord) -> bool:
     """Whether a rank's error shows its own line alone, and no call of torch below it: perhaps the wait for a send or recv, in
     which ranks differ by right."""
-    event = _event(record, _SYMPTOMS, needs="type")
-    return event is not None and not {"call", "below"} & set(event.values)
+    is_error = _event(record, _SYMPTOMS, needs="type") is not None
+    return is_error and not any(_event(record, _SYMPTOMS, needs=name) for name in ("call", "below"))
 
 
 def _place(state: Situation) -> str:
