@@ -14,7 +14,6 @@ from titan_ckpt.debug import Verdict, diagnose, open_run
 from titan_ckpt.debug.record.environment import environment
 from tools.ports import free_port
 
-pytest.importorskip("accelerate", reason="needs `pip install accelerate`")
 pytestmark = pytest.mark.dist
 
 START = """
