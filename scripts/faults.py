@@ -286,6 +286,8 @@ def main() -> int:
         "--random", type=int, metavar="N", help="save N times over an fsspec store that fails at random"
     )
     parser.add_argument("--one-rank", action="store_true", help="one rank fails in every function of a save in turn")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which kinds of save --one-rank tries")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N functions for each kind and rank in --one-rank")
     parser.add_argument("--damage", type=int, metavar="N", help="flip and truncate each file N times, at random places")
     parser.add_argument("--power-cuts", type=int, metavar="N", help="cut the power of modelled disks N times")
     parser.add_argument("--hows", default="before,after,torn,hang", help="which faults the matrix injects")
@@ -302,7 +304,10 @@ def main() -> int:
         if arguments.power_cuts:
             return power_cuts(Path(folder), arguments.power_cuts, seed=arguments.seed)
         if arguments.one_rank:
-            facts = one_rank_campaign(Path(folder), KINDS, num_ranks=arguments.ranks)
+            kinds = tuple(arguments.kinds.split(","))
+            facts = one_rank_campaign(
+                Path(folder), kinds, num_ranks=arguments.ranks, sample=arguments.sample, seed=arguments.seed
+            )
             sys.stdout.write(json.dumps({"one_rank": True, **facts}) + "\n")
             return 1 if facts["problems"] else 0
         if arguments.matrix:

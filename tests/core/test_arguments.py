@@ -21,6 +21,7 @@ from titan_ckpt.resharding.workers import Workers
 from titan_ckpt.saving.options import SaveOptions
 from titan_ckpt.saving.saver import SaveError, Saver, save
 from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.sharding.pipeline import PipelineSpec
 from titan_ckpt.upkeep.retention import RetentionPolicy
 
 BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
@@ -37,6 +38,8 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (SaveOptions, {"codec": 3}, "codec is 3"),
     (SaveOptions, {"mesh": "dp_shard=2"}, "mesh is 'dp_shard=2', of type str; give MeshSpec.parse"),
     (SaveOptions, {"pipeline": 4}, "pipeline is 4"),
+    (SaveOptions, {"pipeline": {"layers": 6}}, "it has no 'num_layers'"),
+    (SaveOptions, {"pipeline": {"num_layers": "6"}}, "num_layers is '6'"),
     (SaveOptions, {"incremental": "yes"}, "incremental is 'yes'"),
     (SaveOptions, {"is_exclusive": 0}, "is_exclusive is 0"),
     (SaveOptions, {"retention": 3}, "retention is 3, of type int; give RetentionPolicy"),
@@ -60,6 +63,15 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (Workers, {"count": 0}, "count is 0"),
     (Workers, {"count": 2, "index": 2}, "index is 2; of 2 workers the last is 1"),
     (Workers, {"poll_s": -1}, "poll_s is -1"),
+    (PipelineSpec, {"num_layers": -1}, "num_layers is -1"),
+    (PipelineSpec, {"num_layers": 4.0}, "num_layers is 4.0"),
+    (PipelineSpec, {"num_layers": 4, "stages_per_rank": 0}, "stages_per_rank is 0"),
+    (PipelineSpec, {"num_layers": 4, "style": "vv"}, "style is 'vv'; did you mean 'v'?"),
+    (PipelineSpec, {"num_layers": 4, "style": "v"}, "the style 'v' has 2"),
+    (PipelineSpec, {"num_layers": 4, "layers_per_stage": 2}, "layers_per_stage is 2"),
+    (PipelineSpec, {"num_layers": 4, "layers_per_stage": (5, -1)}, "layers_per_stage[1] is -1"),
+    (PipelineSpec, {"num_layers": 4, "layers_per_stage": (1, 2)}, "adds up to 3; num_layers is 4"),
+    (PipelineSpec, {"num_layers": 4, "has_tied_embeddings": "no"}, "has_tied_embeddings is 'no'"),
     (MeshSpec, {"degrees": (2, 2)}, "use MeshSpec.of or MeshSpec.parse"),
     (MeshSpec, {"degrees": (1, 1, 0, 1, 1, 1)}, "dp_shard: degree 0"),
 ]
@@ -137,3 +149,42 @@ def test_options_of_another_type_are_refused(tmp_path: Path, call: Callable[[str
     save(str(tmp_path), {"w": torch.ones(2)}, step=1)
     with pytest.raises(TitanError, match=r"policy|options|fall_back"):
         call(str(tmp_path))
+
+
+COMPARISONS: list[tuple[dict[str, Any], str]] = [
+    ({"values": True, "rtol": -0.1}, "rtol is -0.1; give a finite number from 0 on"),
+    ({"values": True, "rtol": math.nan}, "rtol is nan"),
+    ({"values": True, "rtol": "0.1"}, "rtol is '0.1'"),
+    ({"rtol": 0.1}, "rtol is 0.1 without values=True"),
+    ({"values": 1}, "values is 1; give True or False"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), COMPARISONS)
+def test_a_bad_tolerance_is_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    save(str(tmp_path), {"w": torch.ones(2)}, step=1)
+    checkpoint = open_checkpoint(str(tmp_path))
+    with pytest.raises(UsageError) as raised:
+        titan_ckpt.diff(checkpoint, checkpoint, **options)
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory_bytes": 0}, "memory_bytes is 0"),
+        ({"memory_bytes": "1 GB"}, "memory_bytes is '1 GB'"),
+        ({"memory_bytes": 1e9}, "memory_bytes is 1000000000.0"),
+        ({"memory_bytes": 1 << 20}, "too little"),
+        ({"workers": 2}, "workers is 2, of type int; give Workers"),
+        ({"is_checked": "yes"}, "is_checked is 'yes'"),
+        ({"on_progress": 3}, "on_progress is 3"),
+    ],
+)
+def test_a_bad_run_of_a_plan_writes_nothing(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    save(f"{tmp_path}/a", {"w": torch.ones(2)}, step=1)
+    plan = titan_ckpt.plan_reshard(open_checkpoint(f"{tmp_path}/a"), MeshSpec.parse("dp_shard=2"))
+    with pytest.raises(UsageError) as raised:
+        titan_ckpt.run_plan(plan, f"{tmp_path}/b", **options)
+    assert text in str(raised.value)
+    assert not (tmp_path / "b").exists()

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.errors import StoreError
+from titan_ckpt.errors import StoreError, TitanError
+from titan_ckpt.loading import meeting
 from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.saving import saver as saver_module
 from titan_ckpt.saving import staging
@@ -188,6 +189,20 @@ def test_the_first_ranks_copy_is_saved_on_request(pool: RankPool, tmp_path: Path
     assert [checkpoint.read(f"rng.{rank}").item() for rank in (0, 1)] == [0, 1]
 
 
+def _own_value(rank: int, url: str) -> list[int]:
+    """Save and load a value of each rank's own beside one that they share."""
+    with Saver(url, SaveOptions(timeout_s=60)) as saver:
+        saver.save({"model": {"w": torch.ones(3)}, f"rng_{rank}": torch.tensor([rank + 7])}, step=1).wait()
+    dist.barrier()
+    state: dict[str, Any] = {"model": {"w": torch.zeros(3)}, f"rng_{rank}": torch.tensor([0])}
+    load(url, state)
+    return [int(state[f"rng_{rank}"]), int(state["model"]["w"].sum())]
+
+
+def test_a_value_of_each_ranks_own_comes_back(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_own_value, f"{tmp_path}/run") == [[7, 3], [8, 3]]
+
+
 def _load_on_one_bad_rank(rank: int, url: str, how: str) -> tuple[str, float, list[float]]:
     """Load a sharded state that only rank 1 has a name too many for, or whose bytes rank 1 cannot read."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
@@ -216,6 +231,76 @@ def test_a_rank_that_cannot_load_raises_on_all(pool: RankPool, tmp_path: Path, h
     assert answers[0][0].startswith("CheckpointError: nothing was loaded, since rank 1 failed")
     assert answers[1][0].startswith("LoadContractError" if how == "contract" else "StoreError")
     assert max(seconds for _, seconds, _ in answers) < MOST_S
+
+
+def _load_another_kind(rank: int, url: str, kind: str) -> list[tuple[str, float]]:
+    """Rank 1 loads what has no part in the mesh that rank 0 waits for; then both load."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    with Saver(url, SaveOptions(timeout_s=60)) as saver:
+        saver.save({"w": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}, step=1).wait()
+    dist.barrier()
+    state: dict[str, Any] = {"w": distribute_tensor(torch.zeros(8), mesh, [Shard(0)])}
+    other: Any = {"shape": {"w": torch.zeros(9)}, "none": None, "missing": {"w": torch.zeros(8), "x": 1}}[kind]
+    found = []
+    for given in (other if rank == 1 else state, state):
+        started = time.monotonic()
+        try:
+            load(url, given)
+            found.append((str(float(state["w"].to_local().sum())), time.monotonic() - started))
+        except TitanError as error:
+            found.append((f"{type(error).__name__}: {error}", time.monotonic() - started))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["shape", "none", "missing"])
+def test_a_rank_that_fails_before_it_meets_raises_on_all(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    answers = pool.run(_load_another_kind, f"{tmp_path}/run", kind)
+    assert answers[0][0][0].startswith("CheckpointError: nothing was loaded, since rank 1 failed")
+    assert answers[1][0][0].startswith("UsageError" if kind == "none" else "LoadContractError")
+    assert [answer[1][0] for answer in answers] == ["6.0", "22.0"]
+    assert max(seconds for answer in answers for _, seconds in answer) < MOST_S
+
+
+def _load_alone(rank: int, url: str, how: str) -> tuple[list[float], list[str], float, float]:
+    """Rank 0 loads a sharded state while rank 1 is in a collective of its own, then both load, then rank 1 alone cannot."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    with Saver(url, SaveOptions(timeout_s=60)) as saver:
+        saver.save({"w": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}, step=1).wait()
+    dist.barrier()
+    state: dict[str, Any] = {"w": distribute_tensor(torch.zeros(8), mesh, [Shard(0)])}
+    found, total, started = [], torch.tensor([rank + 1.0]), time.monotonic()
+    logger, handler = logging.getLogger("titan_ckpt.loading.meeting"), LogRecords()
+    logger.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "PATIENCE_S", 0.3 if how == "waits" else 60.0)
+        if rank == 0:
+            load(url, state, policy=LoadPolicy(together=how == "waits"))
+        dist.all_reduce(total, group=mesh.get_group())  # where the rank that does not load is meanwhile
+        patch.setattr(meeting, "PATIENCE_S", 60.0)
+        load(url, state)
+        found.append(float(state["w"].to_local().sum()))
+        if rank == 1:
+            state["more"] = torch.zeros(1)
+        try:
+            load(url, state)
+        except TitanError as error:
+            handler.texts.append(f"{type(error).__name__}: {error}")
+    logger.removeHandler(handler)
+    return found, handler.texts, total.item(), time.monotonic() - started
+
+
+@pytest.mark.parametrize("how", ["waits", "alone"])
+def test_a_rank_may_load_alone_and_all_together_after(pool: RankPool, tmp_path: Path, how: str) -> None:
+    answers = pool.run(_load_alone, f"{tmp_path}/run", how)
+    assert max(answer[3] for answer in answers) < MOST_S
+    assert [answer[0] for answer in answers] == [[6.0], [22.0]]
+    assert [answer[2] for answer in answers] == [3.0, 3.0]
+    warned = [text for text in answers[0][1] if "did not begin to load" in text]
+    assert len(warned) == (how == "waits")
+    assert all("1 of the 2 ranks" in text and "(1)" in text for text in warned)
+    assert answers[0][1][-1].startswith("CheckpointError: nothing was loaded, since rank 1 failed")
+    assert answers[1][1] == [answers[1][1][-1]]
+    assert answers[1][1][-1].startswith("LoadContractError")
 
 
 def _open_on_one_bad_rank(rank: int, url: str) -> tuple[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -116,6 +117,20 @@ def test_every_mesh_becomes_every_other(
     )
     assert found["rng"] == state["rng"]
     assert made.manifest.training == {"step": STEP, "lr": 0.5}
+
+
+@pytest.mark.parametrize("order", [("tp", "dp_shard"), ("dp_shard", "tp")])
+def test_the_sources_order_of_cuts_is_kept(tmp_path: Path, order: tuple[str, str]) -> None:
+    """Cuts of one dimension give other boxes in another order: FSDP2 divides what tensor parallelism left, others do not."""
+    whole = saved(str(tmp_path / "whole"), {"model": {"w": torch.arange(48.0).reshape(24, 2)}})
+    rules = (PlacementRule("*", {{"dp_shard": "dp_shard+cp"}.get(axis, axis): Shard(0) for axis in order}),)
+    source = resharded(whole, str(tmp_path / "source"), "dp_shard=2,tp=2", rules)
+    made = resharded(source, str(tmp_path / "made"), "dp_shard=3,tp=2")
+    (tensor,) = made.manifest.tensors
+    assert list((tensor.placements or {}).items()) == [(axis, Shard(0)) for axis in order]
+    starts = {os.path.basename(chunk.file): chunk.box.offsets[0] for chunk in made.manifest.chunks_of(tensor)}
+    by_rank = [starts[f"__{rank}_0.distcp"] for rank in range(6)]
+    assert by_rank == ([0, 12, 4, 16, 8, 20] if order[0] == "tp" else [0, 4, 8, 12, 16, 20])
 
 
 def test_each_rank_holds_its_shard_and_replicas_are_stored_once(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.manifest_json import EncodedManifest, decode_manifest, encode_manifest
 from titan_ckpt.loading.load import load
 from titan_ckpt.saving.saver import SaveOptions, Saver, save
-from titan_ckpt.state.exchange import MAX_LINE, MAX_TEXT, RankGroup, failure_of
+from titan_ckpt.state.exchange import MAX_LINE, MAX_TEXT, failure_of
 from titan_ckpt.store.local import FileStore
 from tools.rank_pool import RankPool
 
@@ -98,6 +98,29 @@ def test_tensors_without_values_are_refused(tmp_path: Path, make: Callable[[], t
     assert open_checkpoint(str(tmp_path)).step == 2
 
 
+class Unreadable(torch.Tensor):
+    """A tensor whose values raise when they are read."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.copy_, torch.Tensor.contiguous):
+            raise RuntimeError("no values here")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_tensor_that_cannot_be_read_is_named(tmp_path: Path, is_async: bool) -> None:
+    unreadable: torch.Tensor = torch.ones(3).as_subclass(Unreadable)
+    state = {"model": {"x": unreadable}}
+    with Saver(str(tmp_path)) as saver:
+
+        def run() -> object:
+            return saver.save(state, step=1).wait() if is_async else saver.save_now(state, step=1)
+
+        with pytest.raises(TitanError, match=r"model\.x: its values cannot be read"):
+            run()
+
+
 @pytest.mark.parametrize(
     "line",
     ["x", "x\n", "password=hunter2 ", "s3://me:hunter2hunter2@bucket ", "password=hunter2\n"],
@@ -108,7 +131,7 @@ def test_a_huge_error_is_cut_before_it_is_sent(line: str) -> None:
     try:
         raise RuntimeError(text)
     except RuntimeError as error:
-        found = failure_of(RankGroup(timeout_s=1), error).text
+        found = failure_of(3, error).text
     assert len(found) < MAX_TEXT + 2 * MAX_LINE
     assert max(map(len, found.split("\n"))) < MAX_LINE + 100
     assert "RuntimeError: " in found

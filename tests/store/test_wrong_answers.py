@@ -121,6 +121,26 @@ def test_an_object_replaced_between_reads_is_an_error(server: HostileS3) -> None
     assert buffer == START["run/large"][::-1][100:200]
 
 
+@pytest.mark.parametrize("name", ["small", "empty"])
+def test_a_whole_read_costs_two_requests(server: HostileS3, name: str) -> None:
+    store = store_of(server)
+    entry, data = store.read_whole(name, at_most=len(START["run/small"]))
+    assert (entry.size_bytes, data) == (len(START[f"run/{name}"]), START[f"run/{name}"])
+    assert (server.operations["HeadObject"], server.operations["GetObject"]) == (1, 1)
+    assert store.read_whole("large", at_most=999)[1] is None
+
+
+@pytest.mark.parametrize("length", [0, 5, len(START["run/small"]) + 1, 1 << 40])
+def test_a_stat_that_is_always_wrong_is_an_error(server: HostileS3, length: int) -> None:
+    def lie(_: Request, answer: Answer) -> Answer:
+        return Answer(answer.status, {**answer.headers, "Content-Length": str(length)}, answer.body)
+
+    store = store_of(server)
+    server.rule = always(Shape(name="lies", make=lie), "HeadObject")
+    with pytest.raises(StoreError, match="small"):
+        store.read_whole("small", at_most=1 << 20)
+
+
 def test_an_object_replaced_during_a_read_is_read_again(server: HostileS3) -> None:
     store = store_of(server)
     new = START["run/large"][::-1] + b"longer"
@@ -268,9 +288,10 @@ def test_a_wrapper_forwards_the_whole_protocol(name: str, tmp_path: Path) -> Non
         "read_into": ("x", 0, memoryview(bytearray(4))), "read": ("x", 1, 2), "opened": ("x",), "write": ("y", [b"1"]),
         "stat": ("x",), "exists": ("x",), "delete": (["x"],), "held_by_writes": (3,), "where": ("x",), "folders": ("",),
         "list": ("",), "honours_conditions": (), "free_bytes": (), "is_link": ("x",), "is_taken": ("x",), "leftovers": ("",),
-        "write_if": ("x", b"2"),
+        "write_if": ("x", b"2"), "read_whole": ("x",),
     }  # fmt: skip
-    options = {"version": entry.version} if name == "write_if" else {}
+    named: dict[str, dict[str, Any]] = {"write_if": {"version": entry.version}, "read_whole": {"at_most": 9}}
+    options = named.get(name, {})
 
     def use(store: Store) -> Any:
         called.clear()

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from titan_ckpt.arguments import check_flag, check_number
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import Choice
 from titan_ckpt.checkpoint.read import read_box
+from titan_ckpt.errors import UsageError
 from titan_ckpt.format.dtypes import Array, decode
 from titan_ckpt.format.manifest import DIGEST_BYTES, TensorEntry
 from titan_ckpt.sharding.placement import Box, Placements, format_placements
@@ -73,7 +75,7 @@ def diff(a: Checkpoint, b: Checkpoint, *, values: bool = False, rtol: float = 0.
     """The differences of two checkpoints on any meshes, tensors first; empty if there are none.
 
     Tensors that both shard alike are compared by digest. `values` reads the elements of the others, which may differ by `rtol`
-    times the larger of the two; two NaN are equal.
+    times the larger of the two; two NaN are equal. UsageError for an `rtol` below 0, or without `values`.
     """
     return compare(a, b, values=values, rtol=rtol).differences
 
@@ -87,6 +89,10 @@ def compare(
     on_bytes: Callable[[int], None] | None = None,
 ) -> Comparison:
     """Compare everything. With `values`, elements may differ by `rtol` times the larger; two NaN are equal."""
+    check_flag(values, "values")
+    check_number(rtol, "rtol", at_least=0)
+    if rtol and not values:
+        raise UsageError(f"rtol is {rtol} without values=True: only digests would be compared")
     a.prove_coverage()
     b.prove_coverage()
     result = Comparison()

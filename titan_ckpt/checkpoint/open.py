@@ -28,7 +28,7 @@ from titan_ckpt.errors import (
 from titan_ckpt.format.commit import Commit, read_commit
 from titan_ckpt.format.dcp_read import read_dcp_metadata
 from titan_ckpt.format.digest import digest
-from titan_ckpt.format.manifest import DIGEST_BYTES, Manifest
+from titan_ckpt.format.manifest import DIGEST_BYTES, FileEntry, Manifest
 from titan_ckpt.format.manifest_json import decode_manifest
 from titan_ckpt.format.names import (
     DIGESTS,
@@ -255,9 +255,30 @@ def check_files(checkpoint: Checkpoint) -> None:
         if found is None:
             found = _size_of(checkpoint, file.path)
         if found != file.size_bytes:
+            _confirm(checkpoint, file, found)
             where = checkpoint.store.where(checkpoint.path(file.path))
             state = "missing" if found is None else f"{found} bytes"
             raise DamagedError(f"{where}: expected {file.size_bytes} bytes, found it {state}")
+
+
+def _confirm(checkpoint: Checkpoint, file: FileEntry, stated: int | None) -> None:
+    """StoreError if a file that is smaller or larger than it was saved, as the store states, is not so when it is read."""
+    if stated is None:
+        return
+    store, path = checkpoint.store, checkpoint.path(file.path)
+    if stated > file.size_bytes:
+        store.read(path, stated - 1, 1)
+        return
+    try:
+        store.read(path, file.size_bytes - 1, 1)
+    except (TransientStoreError, HungStoreError):
+        raise
+    except StoreError:
+        return  # it does end before that byte
+    raise StoreError(
+        f"{store.where(path)}: has {stated} bytes by its details, but byte {file.size_bytes - 1} can be read. "
+        f"The store contradicts itself; try again"
+    )
 
 
 def _size_of(checkpoint: Checkpoint, file: str) -> int | None:

@@ -9,6 +9,7 @@ The result is a checkpoint like `Saver`'s, with digests and an atomic commit.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 from collections.abc import Mapping
@@ -41,24 +42,28 @@ from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.objects import read_object_bytes
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.errors import AlreadyExistsError, UsageError
+from titan_ckpt.errors import AlreadyExistsError, CheckpointError, UsageError
 from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, decode_blob
 from titan_ckpt.format.commit import found_before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.manifest import DIGEST_BYTES, ChunkTable, Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.format.names import check_step, new_attempt, step_folder
 from titan_ckpt.format.structure import of_paths
+from titan_ckpt.loading.casts import holds_every_value
 from titan_ckpt.loading.load import ReadPlan
 from titan_ckpt.loading.policy import LoadPolicy, LoadReport
-from titan_ckpt.location import check_writable, parse_location
+from titan_ckpt.location import check_writable, normalise, parse_location
 from titan_ckpt.saving.merge_parts import created, versions
 from titan_ckpt.saving.options import SaveRequest
-from titan_ckpt.saving.staging import Direct
+from titan_ckpt.saving.staging import Direct, warn_expanded
 from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, upload
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, Placements
-from titan_ckpt.state.state_dict import DTYPE_NAME, LocalShard, cut_order
+from titan_ckpt.state.state_dict import DTYPE_NAME, TORCH_DTYPE, LocalShard, cut_order
 from titan_ckpt.store.open import open_store
+
+log = logging.getLogger(__name__)
+SHOWN = 10
 
 
 class PlanesZstd(StreamTransformExtension):
@@ -126,7 +131,7 @@ class StorageWriter(TorchStorageWriter):
         user: Mapping[str, Any] | None = None,
     ) -> None:
         check_type(mesh, "mesh", MeshSpec, or_none=True, hint="MeshSpec.parse('dp_shard=8,tp=2')")
-        self._url, self._step, self._mesh = url, step, mesh
+        self._url, self._step, self._mesh, self._said = url, step, mesh, set[str]()
         request = SaveRequest(step=0 if step is None else step, training=training, config=config, user=user)
         request.check()
         self._request = request.redacted()
@@ -140,10 +145,11 @@ class StorageWriter(TorchStorageWriter):
         if step is None:
             raise UsageError(f"{location}: which step? Write URL@STEP, or give StorageWriter(url, step=...)")
         check_writable(location.url)
-        self._store, self._at = open_store(location.url), check_step(step)
+        self._run_url, self._at = normalise(location.url), check_step(step)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Remember what this save will replace."""
+        """Open the store, of whose errors DCP tells all ranks here, not in `reset`; remember what this save will replace."""
+        self._store = open_store(self._run_url)
         self._previous = found_before(self._store, self._at) if is_coordinator else None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -167,9 +173,11 @@ class StorageWriter(TorchStorageWriter):
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         objects = {item.index.fqn: cast(io.BytesIO, planner.resolve_data(item)).getvalue() for item in values}
+        values_of = [cast(torch.Tensor, planner.resolve_data(item)) for item in tensors]
+        warn_expanded(zip((item.index.fqn for item in tensors), values_of, strict=True), self._said)
         contents = RankContents(
             items=[_item(item) for item in tensors],
-            source=Direct([cast(torch.Tensor, planner.resolve_data(item)) for item in tensors]),
+            source=Direct(values_of),
             objects=objects,
             own_objects=list(objects),
         )
@@ -194,7 +202,7 @@ class StorageWriter(TorchStorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """The checkpoint's location, for DCP's metadata."""
-        return StorageMeta(checkpoint_id=f"{self._store.url}@{self._at}")
+        return StorageMeta(checkpoint_id=f"{self._run_url}@{self._at}")
 
     def _manifest(self, metadata: Metadata, results: list[WriteResult]) -> Manifest:
         stored: dict[str, list[WriteResult]] = {}
@@ -237,8 +245,10 @@ class StorageWriter(TorchStorageWriter):
 class StorageReader(TorchStorageReader):
     """Reads `URL[@STEP]` (the newest whole checkpoint without a step), ours or any DCP's, without unpickling it.
 
-    `policy.verify` selects the digests to check; the planner decides what fits the state. Afterwards `report` counts the bytes
-    needed, fetched and not verified. DamagedError if stored bytes differ from what was saved.
+    `policy.verify` selects the digests to check; the planner decides what fits the state. DCP's casts every dtype to that of the
+    state: a cast that may lose values is logged by name, or, with `LoadPolicy(cast="allow")`, refused if it does. Afterwards
+    `report` has the casts, and the bytes needed, fetched and not verified. DCP raises CheckpointException on every rank for an
+    error on one, such as DamagedError if stored bytes differ from what was saved.
     """
 
     def __init__(self, url: str | None = None, *, policy: LoadPolicy | None = None) -> None:
@@ -248,16 +258,15 @@ class StorageReader(TorchStorageReader):
         self.report = LoadReport()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP calls this before each load."""
-        self._checkpoint = open_checkpoint(str(checkpoint_id or self._url or ""))
+        """DCP calls this before each load. Nothing is read yet: of an error here the other ranks would not learn."""
+        self._url, self._checkpoint = str(checkpoint_id or self._url or ""), None
         self.report = LoadReport()
 
     @property
     def checkpoint(self) -> Checkpoint:
         """The checkpoint being read."""
         if self._checkpoint is None:
-            self.reset()
-        assert self._checkpoint is not None
+            self._checkpoint = open_checkpoint(self._url or "")
         return self._checkpoint
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
@@ -272,17 +281,21 @@ class StorageReader(TorchStorageReader):
         """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
-        return plan
+        """Say which checkpoint this rank found."""
+        return replace(plan, storage_data=(str(self.checkpoint), self.checkpoint.manifest.attempt))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
+        """CheckpointError if the ranks found different ones: a save may commit while they look for the newest."""
+        found = {plan.storage_data: rank for rank, plan in enumerate(plans) if plan.storage_data is not None}
+        if len(found) > 1:
+            shown = ", ".join(f"rank {rank}: {url} ({attempt})" for (url, attempt), rank in found.items())
+            raise CheckpointError(f"the ranks found different checkpoints ({shown}); name the step: URL@STEP")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read ranges straight into the planner's tensors, checking digests as the policy asks."""
         reads = ReadPlan(self.checkpoint, self._policy, self.report)
-        targets = []
+        targets, lossy = [], dict[str, str]()
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(read_object_bytes(self.checkpoint, item.storage_index.fqn)))
@@ -293,12 +306,25 @@ class StorageReader(TorchStorageReader):
             entry = self.checkpoint.manifest.by_fqn[item.storage_index.fqn]
             reads.add_local(entry, Box(corner, tuple(item.lengths)), target)
             targets.append((item, target))
+            if TORCH_DTYPE[entry.dtype] != target.dtype:
+                self.report.cast[entry.fqn] = f"{entry.dtype} -> {DTYPE_NAME.get(target.dtype, str(target.dtype))}"
+                if not holds_every_value(TORCH_DTYPE[entry.dtype], target.dtype):
+                    lossy[entry.fqn] = self.report.cast[entry.fqn]
+        self._warn_lossy(lossy)
         reads.run()
         for item, target in targets:
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _warn_lossy(self, lossy: dict[str, str]) -> None:
+        if lossy:
+            shown = ", ".join(f"{fqn} ({cast})" for fqn, cast in sorted(lossy.items())[:SHOWN])
+            log.warning(
+                "%s: DCP's planner casts %d tensors to dtypes that may not hold their values: %s%s",
+                self.checkpoint, len(lossy), shown, ", ..." if len(lossy) > SHOWN else "",
+            )  # fmt: skip
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -309,7 +335,9 @@ class StorageReader(TorchStorageReader):
 def _item(write: WriteItem) -> LocalShard:
     data = write.tensor_data
     assert data is not None
-    dtype = DTYPE_NAME[data.properties.dtype]
+    dtype = DTYPE_NAME.get(data.properties.dtype)
+    if dtype is None:
+        raise UsageError(f"{write.index.fqn}: tensors of {data.properties.dtype} cannot be stored; convert it first")
     return LocalShard(
         fqn=write.index.fqn,
         dtype=dtype,

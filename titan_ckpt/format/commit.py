@@ -267,13 +267,12 @@ def read_commit(store: Store, step: int) -> Commit:
     """
     path = commit_path(step)
     try:
-        entry = store.stat(path)
-        if entry.size_bytes > MAX_COMMIT_BYTES:
-            raise DamagedError(f"{store.where(path)}: {entry.size_bytes} bytes are too many for a commit")
-        data = store.read(path, 0, entry.size_bytes)
+        entry, data = store.read_whole(path, at_most=MAX_COMMIT_BYTES)
     except NotFoundError as error:
         check_absent(store, path)
         raise NotCommittedError(f"{store.where(step_folder(step))} is not committed: it has no {COMMIT}") from error
+    if data is None:
+        raise DamagedError(f"{store.where(path)}: {entry.size_bytes} bytes are too many for a commit")
     content = parse_json(data, store.where(path))
     if not isinstance(content, dict) or content.get("format") != COMMIT_FORMAT:
         raise DamagedError(f"{store.where(path)}: not a commit of titan-ckpt")

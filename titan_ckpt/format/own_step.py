@@ -34,11 +34,14 @@ def attempt_of(path: str) -> str | None:
 
 
 def read_index(store: Store, path: str) -> bytes:
-    """Read a manifest or `.metadata`. DamagedError if its size is implausible, before a buffer is allocated for it."""
-    size = store.stat(path).size_bytes
-    if size > MAX_INDEX_BYTES:
-        raise DamagedError(f"{store.where(path)}: {size} bytes; no index is larger than {MAX_INDEX_BYTES}")
-    return store.read(path, 0, size)
+    """Read a manifest or `.metadata`. DamagedError if its size is implausible, before a buffer is allocated for it.
+
+    StoreError if the store states another size than it has bytes.
+    """
+    entry, data = store.read_whole(path, at_most=MAX_INDEX_BYTES)
+    if data is None:
+        raise DamagedError(f"{store.where(path)}: {entry.size_bytes} bytes; no index is larger than {MAX_INDEX_BYTES}")
+    return data
 
 
 def check_place(store: Store, step: int) -> None:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt.errors import CheckpointError
-from titan_ckpt.location import redact_text
-from titan_ckpt.state.exchange import Failure, reason_of
-from titan_ckpt.state.state_dict import detached_shard
+from titan_ckpt.loading.meeting import all_load, begin, catch_up, tell, told
+from titan_ckpt.state.exchange import Failure, failure_of, reason_of
+from titan_ckpt.state.state_dict import detached_shard, has_part_of
 
 AXIS = "dp_replicate"
+T = TypeVar("T")
 
 
 def replica_group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
     """The ranks with replicas of this rank's shard along `dp_replicate`; None if there are none."""
-    if not isinstance(tensor, DTensor) or AXIS not in (tensor.device_mesh.mesh_dim_names or ()):
+    if (
+        not isinstance(tensor, DTensor)
+        or not has_part_of(tensor)
+        or AXIS not in (tensor.device_mesh.mesh_dim_names or ())
+    ):
         return None
     dim = (tensor.device_mesh.mesh_dim_names or ()).index(AXIS)
     if not tensor.placements[dim].is_replicate() or tensor.device_mesh.size(dim) == 1:
@@ -34,50 +39,77 @@ def is_reader(tensor: torch.Tensor) -> bool:
     return group is None or dist.get_rank(group) == 0
 
 
-@contextmanager
-def raised_together(tensors: Iterable[torch.Tensor], *, is_world: bool) -> Iterator[None]:
-    """Run the block on every rank of the meshes of `tensors`, or of the job (`is_world`); if one fails, all raise.
+def run_together(action: Callable[[], T], tensors: Iterable[torch.Tensor], *, call: int, is_world: bool) -> T:
+    """Run `action` on every rank of the meshes of `tensors`, or of the job (`is_world`); if one fails, all raise.
 
-    A rank's own error is raised there, CheckpointError on the others. A collective call, in the order of the meshes' ranks.
+    A rank's own error is raised there, CheckpointError on the others. The ranks of a mesh that do not all come soon run the
+    action each by itself (`loading.meeting`), unless one of them failed in the same `call` before it came; with `is_world`, all
+    must come.
     """
+    groups, failure = _groups(tensors, call, is_world=is_world)
     error: BaseException | None = None
-    try:
-        yield
-    except BaseException as caught:  # noqa: BLE001  (raised below, once the other ranks know)
-        error = caught
-    failure = None if error is None else described(error)
-    for group in _groups(tensors, is_world=is_world):
-        answers: list[Failure | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(answers, failure, group=group)
-        failure = failure or next((answer for answer in answers if answer is not None), None)
+    result: T | None = None
+    if failure is None:
+        try:
+            result = action()
+        except BaseException as caught:  # noqa: BLE001  (raised below, once the other ranks know)
+            error = caught
+            failure = failure_of(rank_here(), error)
+    for group in groups:
+        answers: list[tuple[int, Failure | None]] = [(call, None)] * dist.get_world_size(group)
+        dist.all_gather_object(answers, (call, failure), group=group)
+        failure = failure or next((answer for _, answer in answers if answer is not None), None)
+        catch_up(max(number for number, _ in answers))
     if error is not None:
         raise error
     if failure is not None:
         raise CheckpointError(f"nothing was loaded, since rank {failure.rank} failed: {reason_of(failure.text)}")
+    return cast(T, result)
 
 
-def described(error: BaseException) -> Failure:
-    """An error as the other ranks hear of it."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return Failure(rank, redact_text("".join(traceback.format_exception(error))))
+@contextmanager
+def failures_told() -> Iterator[int]:
+    """The number of this load; if it fails, ranks that still wait for this one to begin hear of it."""
+    call = begin()
+    try:
+        yield call
+    except BaseException as error:
+        tell(call, failure_of(rank_here(), error))
+        raise
 
 
-def _groups(tensors: Iterable[torch.Tensor], *, is_world: bool) -> Iterator[dist.ProcessGroup]:
-    """Groups through which a word reaches every rank: along each dimension of each mesh, in the same order everywhere."""
+def rank_here() -> int:
+    """This process's rank in the job, 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _groups(
+    tensors: Iterable[torch.Tensor], call: int, *, is_world: bool
+) -> tuple[list[dist.ProcessGroup], Failure | None]:
+    """Groups through which a word reaches every rank: each dimension of each mesh whose ranks all load, in the same order.
+
+    And the failure of a rank of such a mesh that will not come.
+    """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
+        return [], None
     if is_world and dist.group.WORLD is not None:
-        yield dist.group.WORLD
-        return
+        return [dist.group.WORLD], None
     meshes = {
         (tuple(mesh.mesh.flatten().tolist()), mesh.mesh.shape, mesh.mesh_dim_names or ()): mesh
         for tensor in tensors
         if isinstance(tensor, DTensor)
         for mesh in [tensor.device_mesh]
     }
+    groups: list[dist.ProcessGroup] = []
+    failure: Failure | None = None
     for _, mesh in sorted(meshes.items(), key=lambda item: item[0]):
-        if mesh.get_coordinate() is not None:
-            yield from (mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
+        if mesh.get_coordinate() is None or mesh.size() == 1:
+            continue
+        if all_load(mesh, call):
+            groups += [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        else:
+            failure = failure or told(call, mesh.mesh.flatten().tolist())
+    return groups, failure
 
 
 def send_to_replicas(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError
 from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
 from titan_ckpt.format.digest import matches
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
-from titan_ckpt.loading.broadcast import is_reader, raised_together, send_to_replicas
+from titan_ckpt.loading.broadcast import failures_told, is_reader, run_together, send_to_replicas
 from titan_ckpt.loading.casts import count_changed, holds_every_value
 from titan_ckpt.loading.destinations import destination_problems
 from titan_ckpt.loading.grow import grown
@@ -77,30 +77,34 @@ def load(
 
     LoadContractError for a difference that `policy` does not allow, and for a tensor that cannot be filled (on the meta device,
     expanded, sharing memory with one of another value), before any tensor changes. DamagedError if stored bytes differ from what
-    was saved; the contents of the tensors are then undefined. CheckpointError on ranks where all is well if another one failed.
+    was saved; the contents of the tensors are then undefined. CheckpointError on ranks where all is well if another one that
+    shares a DTensor's mesh failed; a rank may load alone, but waits a while for the others (`LoadPolicy.together`).
     """
-    check_type(policy, "policy", LoadPolicy, or_none=True, hint="LoadPolicy(...)")
-    policy = policy or LoadPolicy()
-    state = {prefix: state} if prefix else state
-    flat = flatten(state)
-    shared = flat.tensors if policy.together or policy.broadcast else {}
-    with raised_together(shared.values(), is_world=policy.broadcast):
-        checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
-        names = _names(checkpoint)
-        flat = grown(checkpoint, flatten(state, stored=names), names)
-        report, plan = _planned(checkpoint, flat, policy)
-        wanted = {fqn: flat.tensors[fqn] for fqn in report.loaded if fqn in flat.tensors}
-        report.objects.update(
-            read_objects(checkpoint, [n for n in report.loaded if n in flat.objects], flat.objects, policy)
-        )
-        plan.run()
+    with failures_told() as call:
+        check_type(policy, "policy", LoadPolicy, or_none=True, hint="LoadPolicy(...)")
+        policy = policy or LoadPolicy()
+        state = {prefix: state} if prefix else state
+        tensors = flatten(state).tensors if policy.together or policy.broadcast else {}
+        fill = partial(_fill, checkpoint, state, policy)
+        report, flat = run_together(fill, tensors.values(), call=call, is_world=policy.broadcast)
     if policy.broadcast:
-        send_to_replicas(wanted)
+        send_to_replicas({fqn: flat.tensors[fqn] for fqn in report.loaded if fqn in flat.tensors})
     for fqn, value in report.objects.items():
         report.objects[fqn] = settle(flat.objects[fqn], value)
         flat.put(fqn, report.objects[fqn])
     flat.give_back()
     return report
+
+
+def _fill(checkpoint: Checkpoint | str, state: Mapping[str, Any], policy: LoadPolicy) -> tuple[LoadReport, FlatState]:
+    """Fill the tensors of `state` that this rank reads; the other values are in the report."""
+    opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    names = _names(opened)
+    flat = grown(opened, flatten(state, stored=names), names)
+    report, plan = _planned(opened, flat, policy)
+    report.objects.update(read_objects(opened, [n for n in report.loaded if n in flat.objects], flat.objects, policy))
+    plan.run()
+    return report, flat
 
 
 def _names(checkpoint: Checkpoint) -> Names:

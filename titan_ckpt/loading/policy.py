@@ -38,7 +38,8 @@ class LoadPolicy:
     `broadcast` reads once for all replicas along `dp_replicate` and sends the bytes between ranks; then all ranks must load.
     `allow` lists classes and functions of the caller's that values of the checkpoint may be made of, by their own code; those of
     objects that the state holds in the same place are allowed anyway.
-    With `together`, ranks that share DTensors load together and all raise if one fails; False for a rank that loads alone.
+    With `together`, the ranks that share a DTensor's mesh all raise if one of them fails. They should load at the same time: one
+    that waits 30 s for another logs it and loads by itself. False for a rank that loads alone: it neither waits nor hears.
     UsageError for any other word.
     """
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_ckpt.arguments import check_json
+from titan_ckpt.arguments import check_callable, check_flag, check_json, check_type
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.commit_proved import commit_checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
@@ -200,6 +200,9 @@ def run_plan(
     digests. Every worker calls this; worker 0 commits. AlreadyExistsError if `url` has this step; DamagedError if the source's
     bytes do not match their digests or change during the run.
     """
+    check_type(workers, "workers", Workers, or_none=True, hint="Workers(count=2, index=0)")
+    check_flag(is_checked, "is_checked")
+    check_callable(on_progress, "on_progress", or_none=True)
     started, workers = time.monotonic(), workers or Workers()
     store = store or open_store(url)
     num_files = -(-len(plan.target.ranks_with_files()) // workers.count)

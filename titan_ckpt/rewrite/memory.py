@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from titan_ckpt.arguments import check_whole
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import UsageError
 from titan_ckpt.store.base import Store
@@ -38,6 +39,7 @@ class Budget:
 
         UsageError if it is too little.
         """
+        check_whole(memory_bytes, "memory_bytes", at_least=1)
         one_file = target.held_by_writes(1)
         least = SMALLEST_MEMORY + one_file
         if memory_bytes < least:

@@ -114,7 +114,7 @@ class Agreement:
             with suppress(SaveError):
                 self.reach(step, None, error)
         elif self._must_divide:
-            failure = failure_of(self._ranks, error)
+            failure = failure_of(self._ranks.rank, error)
             if not self._are_items_sent:
                 self._ranks.gather((failure, list[LocalShard](), list[str](), ()))
             answer = self._ranks.scatter([(failure, _NOTHING)] * self._ranks.world_size)
@@ -148,15 +148,15 @@ class Agreement:
 
     def _readiness(self, step: int, mine: Prepared | None, error: BaseException | None) -> _Readiness:
         try:
-            failure = None if error is None else failure_of(self._ranks, error)
+            failure = None if error is None else failure_of(self._ranks.rank, error)
             is_current = mine is not None and self._plan is not None and self._plan.signature == mine.signature
             return _Readiness(failure=failure, has_current_plan=is_current, attempt=new_attempt(), step=step)
         except BaseException as caught:  # noqa: BLE001  (raised on every rank)
-            failure = failure_of(self._ranks, caught)
+            failure = failure_of(self._ranks.rank, caught)
             return _Readiness(failure=failure, has_current_plan=False, attempt="", step=step)
 
     def _divide(self, mine: Prepared | None, step: int, error: BaseException | None) -> SavePlan:
-        failure = None if error is None else failure_of(self._ranks, error)
+        failure = None if error is None else failure_of(self._ranks.rank, error)
         held = self._ranks.gather(
             (failure, [], [], ()) if mine is None else (failure, mine.items, sorted(mine.objects), mine.flat.structure)
         )
@@ -183,7 +183,7 @@ class Agreement:
             share = replace(share, structure=merge([each[3] for each in held]))
             return share, [(None, orders) for orders in zip(share.items, share.objects, share.copies, strict=True)]
         except BaseException as error:  # noqa: BLE001  (raised on every rank)
-            return None, [(failure_of(self._ranks, error), _NOTHING)] * self._ranks.world_size
+            return None, [(failure_of(self._ranks.rank, error), _NOTHING)] * self._ranks.world_size
 
 
 _Held = tuple[Failure | None, list[LocalShard], list[str], Structure]

@@ -15,12 +15,11 @@ from functools import partial
 from titan_ckpt.checkpoint.commit_proved import commit_checkpoint
 from titan_ckpt.format.commit import Before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
-from titan_ckpt.location import redact_text
 from titan_ckpt.saving.merge_parts import merge_parts
 from titan_ckpt.saving.options import COMMIT_BY, GIVE_UP_AT, SaveAttempt, SaveOptions
 from titan_ckpt.saving.upload import RankPart
 from titan_ckpt.saving.writers import Share
-from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_failures, reason_of
+from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_failures, reason_of, shortened, text_of
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.time_limit import run_until
 from titan_ckpt.upkeep.deletion import apply_retention
@@ -54,7 +53,7 @@ class Committer:
         self, store: Store, ranks: RankGroup, options: SaveOptions, *, not_mirrored: Callable[[], frozenset[int] | None]
     ) -> None:
         self._store, self._ranks, self._options, self._not_mirrored = store, ranks, options, not_mirrored
-        self._are_parts_sent = self._is_over = False
+        self.end()
         self._claim = self._claim_run() if options.is_exclusive else None
 
     def _claim_run(self) -> str | None:
@@ -66,7 +65,7 @@ class Committer:
             try:
                 token = run_until(GIVE_UP_AT * self._options.timeout_s, claim, self._store, what="claiming the run")
             except BaseException as caught:  # noqa: BLE001  (raised below, once the other ranks know)
-                error, failure = caught, Failure(self._ranks.rank, redact_text(str(caught)))
+                error, failure = caught, failure_of(self._ranks.rank, caught)
         outcome = self._ranks.broadcast(failure)
         if error is not None:
             raise error
@@ -76,13 +75,13 @@ class Committer:
     def commit(self, upload: Upload) -> Failure | None:
         """Commit once every rank has uploaded, then apply retention.
 
-        If any rank failed, nothing is committed and every rank gets the failure.
+        If any rank failed, nothing is committed and every rank gets the failure. `is_committed` says it too, should this raise.
         """
         parts = self._ranks.gather(upload.part)
         self._are_parts_sent = True
         is_coordinator = self._ranks.is_coordinator
         outcome = self._ranks.broadcast(self._commit_in_time(upload, parts) if is_coordinator else None)
-        self._is_over = True
+        self._is_over, self.is_committed = True, outcome is None
         if outcome is None and is_coordinator:
             self._apply_retention(upload.attempt.step)
         return outcome
@@ -98,7 +97,7 @@ class Committer:
 
     def end(self) -> None:
         """Forget how far the commit came: its save is over."""
-        self._are_parts_sent = self._is_over = False
+        self._are_parts_sent = self._is_over = self.is_committed = False
 
     def _commit_in_time(self, upload: Upload, parts: list[RankPart | Failure]) -> Failure | None:
         """Commit in what is left of the time limit; an error is returned, so that every rank learns of it."""
@@ -109,7 +108,7 @@ class Committer:
         try:
             return run_until(rest_s, partial(self._commit, upload, parts), self._store, what=what)
         except BaseException as error:  # noqa: BLE001  (reported to every rank)
-            return failure_of(self._ranks, error)
+            return failure_of(self._ranks.rank, error)
 
     def _commit(self, upload: Upload, parts: list[RankPart | Failure], store: Store) -> Failure | None:
         failures = [part for part in parts if isinstance(part, Failure)]
@@ -133,9 +132,9 @@ class Committer:
             action = partial(apply_retention, policy=self._options.retention, now_s=time.time(), keep=keep)
             run_until(GIVE_UP_AT * self._options.timeout_s, action, self._store, what="deleting old checkpoints")
         except BaseException as error:  # noqa: BLE001  (the save is committed, on every rank)
-            log.warning("step %d was saved, but deleting old checkpoints failed: %s", step, redact_text(str(error)))
+            log.warning("step %d was saved, but deleting old checkpoints failed: %s", step, text_of(error))
 
 
 def _first(failures: list[Failure]) -> Failure:
     """All failures as one of the first rank."""
-    return Failure(failures[0].rank, "\n".join(failure.text for failure in failures))
+    return Failure(failures[0].rank, shortened("\n".join(failure.text for failure in failures)))

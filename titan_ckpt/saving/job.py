@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from titan_ckpt.saving.agreement import SavePlan
 from titan_ckpt.saving.options import SaveAttempt, SaveReport
 from titan_ckpt.saving.staging import Copies, PayloadSource
+from titan_ckpt.saving.upload import RankPart
 
 
 @dataclass(slots=True, kw_only=True)
 class SaveJob:
     """One save on its way through the upload thread. If `is_cancelled` is set before the upload is over, nothing is committed.
 
-    `running` is its upload and commit, once they have begun.
+    `running` is its upload and commit, once they have begun; `report` what `save` returns once it is committed.
     """
 
     attempt: SaveAttempt
@@ -26,3 +27,17 @@ class SaveJob:
     stall_s: float = 0.0
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     running: Future[SaveReport] | None = None
+    report: SaveReport | None = None
+    is_with_mirror: bool = False
+
+
+def report_of(job: SaveJob, part: RankPart, upload_s: float) -> SaveReport:
+    """What this rank did for `job`."""
+    return SaveReport(
+        step=job.attempt.step,
+        attempt=job.attempt.name,
+        written_bytes=part.written_bytes,
+        raw_bytes=part.raw_bytes,
+        stall_s=job.stall_s,
+        upload_s=upload_s,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from titan_ckpt.format.names import check_step
 from titan_ckpt.location import redact_values
 from titan_ckpt.saving.replicas import Replicas
 from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.sharding.pipeline import PipelineSpec
 from titan_ckpt.store.base import Store
 from titan_ckpt.upkeep.retention import RetentionPolicy
 
@@ -68,6 +69,8 @@ class SaveOptions:
     def __post_init__(self) -> None:
         check_type(self.mesh, "mesh", MeshSpec, or_none=True, hint="MeshSpec.parse('dp_shard=8,tp=2')")
         check_type(self.pipeline, "pipeline", Mapping, or_none=True, hint="PipelineSpec(...).to_dict()")
+        if self.pipeline is not None:
+            PipelineSpec.from_dict(self.pipeline)
         check_word(self.codec, CODECS, "codec")
         check_type(self.retention, "retention", RetentionPolicy, or_none=True, hint="RetentionPolicy(keep_last=3)")
         check_type(self.mirror, "mirror", str, Store, or_none=True, hint="the URL of the second tier")
@@ -90,10 +93,6 @@ class SaveRequest:
     assets: Mapping[str, bytes] | None = None
     user: Mapping[str, Any] | None = None
 
-    def __post_init__(self) -> None:
-        with suppress(UsageError):  # `check` raises it, once all ranks can know
-            object.__setattr__(self, "step", check_step(self.step))
-
     def check(self) -> None:
         """UsageError for a step, a kind or metadata that cannot be saved."""
         check_step(self.step)
@@ -104,9 +103,9 @@ class SaveRequest:
             raise UsageError("kind is 'foreign'; only full and model checkpoints can be saved")
 
     def redacted(self) -> SaveRequest:
-        """The request without secrets and without None."""
+        """The request without secrets and without None, its step an int."""
         return SaveRequest(
-            step=self.step, kind=self.kind, assets=self.assets or {}, training=redact_values(self.training or {}),
+            step=check_step(self.step), kind=self.kind, assets=self.assets or {}, training=redact_values(self.training or {}),
             config=redact_values(self.config or {}), user=redact_values(self.user or {}),
         )  # fmt: skip
 

@@ -31,7 +31,7 @@ from titan_ckpt.format.names import ASSETS, step_folder
 from titan_ckpt.saving.agreement import Agreed, Agreement, Prepared, prepare
 from titan_ckpt.saving.commit import Committer, Upload
 from titan_ckpt.saving.incremental import KnownChunks
-from titan_ckpt.saving.job import SaveJob
+from titan_ckpt.saving.job import SaveJob, report_of
 from titan_ckpt.saving.options import (
     GIVE_UP_AT,
     SaveAttempt,
@@ -44,7 +44,7 @@ from titan_ckpt.saving.options import (
 )
 from titan_ckpt.saving.replicas import Replicas
 from titan_ckpt.saving.second_tier import Mirror, open_tiers
-from titan_ckpt.saving.staging import Arena, Copies, Direct, PayloadSource
+from titan_ckpt.saving.staging import Arena, Copies, Direct, PayloadSource, warn_expanded
 from titan_ckpt.saving.turns import Turns
 from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOptions, upload
 from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_of, raise_failures
@@ -85,7 +85,7 @@ class Saver:
         self._running: Future[Any] | None = None
         self._uploaded_bytes = 0
         self._last_committed_step: int | None = None
-        self._stall_s = 0.0
+        self._stall_s, self._said = 0.0, set[str]()
 
     def __enter__(self) -> Saver:
         return self
@@ -167,8 +167,9 @@ class Saver:
                 job = self._job(mine, agreed, is_staged=is_staged)
                 phase.close()
                 job = replace(job, stall_s=time.perf_counter() - started)
-                self._running = job.running = future = self._thread.submit(self._run, job)
-                return job, SaveHandle(step=request.step, stall_s=job.stall_s, future=future)
+                handle = SaveHandle(step=job.attempt.step, stall_s=job.stall_s, future=Future())
+                self._running = job.running = handle.future = self._thread.submit(self._run, job)
+                return job, handle
             except BaseException as error:
                 if job is not None and job.running is not None:
                     job.is_cancelled.set()
@@ -185,7 +186,9 @@ class Saver:
         try:
             if phase is not None:
                 phase.enter_context(self._phase("ckpt_stage", request.step))
-            return prepare(state, request), None
+            mine = prepare(state, request)
+            warn_expanded(mine.flat.tensors.items(), self._said)
+            return mine, None
         except BaseException as error:  # noqa: BLE001  (raised once the other ranks know)
             return None, error
 
@@ -215,7 +218,7 @@ class Saver:
             if not self._agreement.is_reached:
                 self._agreement.finish(step, error)
             if self._agreement.is_reached:
-                self._committer.finish(failure_of(self._ranks, error), step)
+                self._committer.finish(failure_of(self._ranks.rank, error), step)
         finally:
             self._end()
 
@@ -286,56 +289,53 @@ class Saver:
         return nullcontext() if self._options.phase is None else self._options.phase(name, step)
 
     def _run(self, job: SaveJob) -> SaveReport:
-        """Upload, commit and mirror one save; runs on the upload thread. Whatever fails here, the other ranks learn of it."""
+        """Upload, commit and mirror one save; runs on the upload thread. Whatever fails here, the other ranks learn of it.
+
+        After the commit the step is saved on every rank: an error is logged, and cannot undo it.
+        """
         try:
-            return self._upload_and_commit(job)
+            self._upload_and_commit(job)
         except BaseException as error:
             self._known.forget()
-            self._committer.finish(failure_of(self._ranks, error), job.attempt.step)
-            raise
+            failure, step = failure_of(self._ranks.rank, error), job.attempt.step
+            self._committer.finish(failure, step)
+            if not self._committer.is_committed:
+                raise
+            log.error("step %d is saved; what follows a commit failed: %s", step, failure.text)
+            self._note_commit(job)
         finally:
             self._end()
+        assert job.report is not None
+        return job.report
 
-    def _upload_and_commit(self, job: SaveJob) -> SaveReport:
+    def _upload_and_commit(self, job: SaveJob) -> None:
         started_s, step = time.perf_counter(), job.attempt.step
         part, replaces, error = self._uploaded(job)
         with ExitStack() as phase:
             try:
                 phase.enter_context(self._phase("ckpt_commit", step))
+                if isinstance(part, RankPart):
+                    job.report = report_of(job, part, time.perf_counter() - started_s)
             except BaseException as caught:  # noqa: BLE001  (raised below, once the other ranks know)
-                part, error = failure_of(self._ranks, caught), error or caught
+                part, error = failure_of(self._ranks.rank, caught), error or caught
             outcome = self._committer.commit(
-                Upload(
-                    attempt=job.attempt, part=part, share=job.plan.share, replaces=replaces,
-                    started_s=started_s,
-                )
-            )  # fmt: skip
+                Upload(attempt=job.attempt, part=part, share=job.plan.share, replaces=replaces, started_s=started_s)
+            )
             if error is not None:
                 raise error
             raise_failures([outcome], f"nothing was committed: the save of step {step}")
             assert isinstance(part, RankPart)
-            self._after_commit(job, part, phase)
-        return SaveReport(
-            step=step,
-            attempt=job.attempt.name,
-            written_bytes=part.written_bytes,
-            raw_bytes=part.raw_bytes,
-            stall_s=job.stall_s,
-            upload_s=time.perf_counter() - started_s,
-        )
-
-    def _after_commit(self, job: SaveJob, part: RankPart, phase: ExitStack) -> None:
-        """What follows a commit. The step is saved on every rank, so that an error here is logged, and cannot undo it."""
-        step = job.attempt.step
-        self._last_committed_step = step
-        if self._mirror is not None:
-            self._mirror.add(step)
-        try:
+            self._note_commit(job)
             phase.close()
             self._known.remember(job.plan.items, part, step)
-        except BaseException as error:  # noqa: BLE001  (logged)
-            self._known.forget()
-            log.error("step %d is saved; what follows a commit failed: %s", step, failure_of(self._ranks, error).text)
+            job.report = report_of(job, part, time.perf_counter() - started_s)
+
+    def _note_commit(self, job: SaveJob) -> None:
+        """Count a committed step and give it to the mirror, once: the mirror copies only what every rank gives it."""
+        self._last_committed_step = job.attempt.step
+        if self._mirror is not None and not job.is_with_mirror:
+            self._mirror.add(job.attempt.step)
+        job.is_with_mirror = True
 
     def _uploaded(self, job: SaveJob) -> tuple[RankPart | Failure, Before | None, BaseException | None]:
         """This rank's part, or its error and what the other ranks hear of it; and the commit to replace."""
@@ -347,7 +347,7 @@ class Saver:
             if job.is_cancelled.is_set():
                 raise SaveError(f"nothing was committed: the save of step {step} was interrupted")
         except BaseException as error:  # noqa: BLE001  (raised by the caller, once the other ranks know)
-            return failure_of(self._ranks, error), None, error
+            return failure_of(self._ranks.rank, error), None, error
         return part, replaces, None
 
     def _upload(self, job: SaveJob, store: Store) -> tuple[RankPart, Before | None]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointState
@@ -25,7 +26,7 @@ from titan_ckpt.format.commit import commit_version, found_before, read_commit
 from titan_ckpt.format.names import UNMIRRORED, data_file
 from titan_ckpt.location import check_writable, is_inside, redact
 from titan_ckpt.saving.options import GIVE_UP_AT
-from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_failures, raise_on_all
+from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_on_all, save_error
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import run_until
@@ -62,8 +63,12 @@ class Mirror:
         self._due: set[int] = set()  # the coordinator's; complete once it is known what earlier jobs left
         self._unwritten: set[int] = set()  # steps whose line in `unmirrored.txt` could not be written
         self._is_known, self._has_looked = False, threading.Event()
-        self._is_exclusive, self._is_joined = is_exclusive, False
+        self._is_exclusive, self._is_joined = is_exclusive, False  # the second is the coordinator's
         self._claim: str | None = None  # the coordinator's
+        # Of the round: the step that is new, those left to do once they are named, whether this rank has told of the first.
+        self._new: int | None = None
+        self._left: list[int] | None = None
+        self._is_sent = False
         self._thread = threading.Thread(target=self._run, name="titan-ckpt-mirror", daemon=True)
         self._thread.start()
 
@@ -100,41 +105,86 @@ class Mirror:
         self.check()
 
     def _run(self) -> None:
-        """One round for what earlier jobs left, one after each step, one at the end; each also tries what is due."""
-        self._round(None)
-        while (step := self._steps.get()) is not None:
-            self._round(step)
-            with self._lock:
-                self._waiting.discard(step)
-        self._round(None)
-        self._note_again()
+        """One round for what earlier jobs left, one after each step, one at the end; each also tries what is due.
+
+        Whatever fails in a round on one rank, `_finish` takes part in the rest of it, or the others would wait for this rank.
+        """
+        for step in chain([None], iter(self._steps.get, None), [None]):
+            self._left, self._is_sent = None, False
+            try:
+                self._round(step)
+            except BaseException as error:  # noqa: BLE001  (raised by the next check)
+                self._finish(step, error)
+            self._has_looked.set()
+            if step is not None:
+                with self._lock:
+                    self._waiting.discard(step)
 
     def _round(self, step: int | None) -> None:
         """Mirror `step` and what is due. The coordinator names the steps, so that all ranks copy the same."""
-        try:
-            for number in self._ranks.broadcast(self._todo(step) if self._ranks.is_coordinator else []):
-                if not self._try(number, is_first=number == step):
-                    break
-        except BaseException as error:  # noqa: BLE001  (raised by the next check)
-            log.error("mirroring to %s failed: %s", self._target, error)
-            self._error = self._error or error
+        todo = self._todo(step) if self._ranks.is_coordinator else []
+        self._announce(step, todo, self._refusal(todo))
+        while self._left:
+            self._agree(self._in_time(self._copy_own, self._left[0]))
+        if step is None:
+            self._note_again()
 
-    def _try(self, step: int, *, is_first: bool) -> bool:
-        """Mirror a step; False if that failed, so that a store that is down is not asked for each step that is due.
+    def _refusal(self, todo: list[int]) -> Failure | None:
+        """Why nothing may be copied; on the coordinator, which joins the two tiers before the first copy."""
+        if not todo or self._is_joined:
+            return None
+        failure = self._in_time(self._join, todo[0])
+        self._is_joined = failure is None
+        return failure
 
-        The first failure of a step is raised by the next check, later ones are logged.
-        """
-        error: BaseException | None = None
+    def _announce(self, step: int | None, todo: list[int], refusal: Failure | None) -> None:
+        """Tell or hear what the coordinator wants done. If it refuses, the first step fails on every rank and none is left."""
+        self._new, self._left, refusal = self._ranks.broadcast((step, todo, refusal))
+        if refusal is not None and self._left:
+            refused, self._left = self._left[0], []
+            self._end(refused, refusal, 0.0)
+
+    def _finish(self, step: int | None, error: BaseException) -> None:
+        """Take part in what is left of a round that this rank cannot go on with, so that the others learn of it at once."""
+        log.error("mirroring to %s failed: %s", self._target, error)
         try:
-            self._mirror(step)
-            self._last = max(step, self._last or 0)
+            failure = failure_of(self._ranks.rank, error)
+            if self._left is None:
+                self._announce(step, [] if step is None else [step], failure)
+            while self._left:
+                self._agree(failure)
         except BaseException as caught:  # noqa: BLE001  (raised by the next check)
-            log.error("step %d was not mirrored to %s, and stays in %s: %s", step, self._target, self._source, caught)
-            error = caught
-            self._error = self._error or (error if is_first else None)
+            log.error("mirroring to %s failed: %s", self._target, caught)
+            self._error = self._error or caught
+
+    def _agree(self, mine: Failure | None) -> None:
+        """Exchange whether every rank could copy the first step that is left, and commit it. After a failure none is left.
+
+        So a store that is down is not asked for each step that is due.
+        """
+        assert self._left
+        step, started = self._left[0], time.perf_counter()
+        outcome = mine
+        if not self._is_sent:
+            outcome = next((failure for failure in self._ranks.gather(mine) if failure is not None), None)
+            self._is_sent = True
+        if self._ranks.is_coordinator and outcome is None:
+            outcome = self._in_time(self._commit, step)
+        outcome = self._ranks.broadcast(outcome)
+        self._is_sent, self._left = False, self._left[1:] if outcome is None else []
+        self._end(step, outcome, time.perf_counter() - started)
+
+    def _end(self, step: int, failure: Failure | None, seconds: float) -> None:
+        """Remember the outcome, the same on every rank. The next check raises a step's first failure; later ones are logged."""
+        if failure is None:
+            log.info("step %d is mirrored to %s (%.1f s)", step, self._target, seconds)
+            self._last = max(step, self._last or 0)
+        else:
+            error = save_error([failure], f"mirroring step {step} to {self._target}")
+            log.error("step %d was not mirrored to %s, and stays in %s: %s", step, self._target, self._source, error)
+            self._error = self._error or (error if step == self._new else None)
         if self._ranks.is_coordinator:
-            self._note(step, is_due=error is not None)
-        return error is None
+            self._note(step, is_due=failure is not None)
 
     def _todo(self, step: int | None) -> list[int]:
         """The step itself, then what is due, newest first; on the coordinator."""
@@ -177,25 +227,13 @@ class Mirror:
             self._unwritten.add(step)
             log.warning("%s was not written and is tried again: %s", self._source.where(UNMIRRORED), error)
 
-    def _mirror(self, step: int) -> None:
-        started = time.perf_counter()
-        if not self._is_joined:
-            outcome = self._in_time(self._join, step) if self._ranks.is_coordinator else None
-            raise_failures([self._ranks.broadcast(outcome)], f"mirroring step {step} to {self._target}")
-            self._is_joined = True
-        outcome = next((f for f in self._ranks.gather(self._in_time(self._copy_own, step)) if f is not None), None)
-        if self._ranks.is_coordinator and outcome is None:
-            outcome = self._in_time(self._commit, step)
-        raise_failures([self._ranks.broadcast(outcome)], f"mirroring step {step} to {self._target}")
-        log.info("step %d is mirrored to %s (%.1f s)", step, self._target, time.perf_counter() - started)
-
     def _in_time(self, action: Callable[[int, Store, Store], None], step: int) -> Failure | None:
         """Run `action` on the two stores; an error becomes a Failure for the other ranks."""
         what = f"mirroring step {step}"
         try:
             run_until(self._give_up_s, partial(action, step), self._source, self._target, what=what)
         except BaseException as error:  # noqa: BLE001  (raised on every rank)
-            return failure_of(self._ranks, error)
+            return failure_of(self._ranks.rank, error)
         return None
 
     def _join(self, _step: int, source: Store, target: Store) -> None:

@@ -8,15 +8,21 @@ that blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
+from titan_ckpt.errors import TitanError
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.torch_blob import align
 from titan_ckpt.saving.replicas import bucket_digests
 from titan_ckpt.state.state_dict import LocalShard, as_bytes, plain
+
+log = logging.getLogger(__name__)
+MOST_REPEATS, SHOWN = 16, 10
 
 
 class PayloadSource(Protocol):
@@ -52,8 +58,9 @@ class Arena:
 
     def _copy(self, tensors: Sequence[torch.Tensor], *, non_blocking: bool) -> None:
         for index, (tensor, item) in enumerate(zip(tensors, self.items, strict=True)):
-            local = plain(tensor)
-            self._bytes(index).view(local.dtype).view(item.sizes).copy_(local, non_blocking=non_blocking)
+            with naming(item.fqn):
+                local = plain(tensor)
+                self._bytes(index).view(local.dtype).view(item.sizes).copy_(local, non_blocking=non_blocking)
 
     def _bytes(self, index: int) -> torch.Tensor:
         start = self._starts[index]
@@ -64,6 +71,17 @@ class Arena:
         if self._copied is not None:
             self._copied.synchronize()
         return as_bytes(self._bytes(index))
+
+
+@contextmanager
+def naming(fqn: str) -> Iterator[None]:
+    """Name the tensor in an error of torch while its values are read."""
+    try:
+        yield
+    except TitanError:
+        raise
+    except Exception as error:
+        raise TitanError(f"{fqn}: its values cannot be read: {type(error).__name__}: {error}") from error
 
 
 class Direct:
@@ -90,6 +108,24 @@ class Copies:
     def digests(self) -> list[bytes]:
         """One digest for each bucket."""
         return bucket_digests(self._buckets, lambda index: _as_digest(self._taken[index]))
+
+
+def warn_expanded(tensors: Iterable[tuple[str, torch.Tensor]], said: set[str]) -> None:
+    """Log, once for each name, tensors that repeat their memory so often (`Tensor.expand`) that what is stored is a surprise."""
+    found = []
+    for fqn, tensor in tensors:
+        local = plain(tensor)
+        if fqn in said or local.is_contiguous():
+            continue
+        held = local.untyped_storage().nbytes()
+        if local.nbytes > MOST_REPEATS * held:
+            said.add(fqn)
+            found.append(f"{fqn} ({local.nbytes} bytes, {held} in memory)")
+    if found:
+        log.warning(
+            "%d tensors repeat their memory and are stored with every element, as DCP does: %s%s",
+            len(found), ", ".join(found[:SHOWN]), ", ..." if len(found) > SHOWN else "",
+        )  # fmt: skip
 
 
 def _fingerprint(local: torch.Tensor) -> bytes | torch.Tensor:

@@ -15,7 +15,7 @@ from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import RAW, FileEntry
 from titan_ckpt.format.names import data_file, step_folder
 from titan_ckpt.format.torch_blob import align, envelope
-from titan_ckpt.saving.staging import PayloadSource
+from titan_ckpt.saving.staging import PayloadSource, naming
 from titan_ckpt.sharding.placement import Shape
 from titan_ckpt.sharding.repeating_columns import Int64s
 from titan_ckpt.state.state_dict import LocalShard
@@ -183,7 +183,8 @@ class _FileWriter:
 
     def _file_bytes(self) -> Iterator[Buffer]:
         for index, item in enumerate(self._contents.items):
-            payload = self._contents.source.payload(index)
+            with naming(item.fqn):
+                payload = self._contents.source.payload(index)
             known = self._options.known.get(chunk_key(item))
             if known is not None and known.digest == digest(payload):
                 self.chunks.append(known)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from titan_ckpt.errors import PlanError
+from titan_ckpt.arguments import check_flag, check_type, check_whole, check_word
+from titan_ckpt.errors import PlanError, UsageError
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
 _FIRST = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|wte)\.")
@@ -37,7 +38,7 @@ class PipelineSpec:
     """How layers are assigned to pipeline stages.
 
     `layers_per_stage` None: evenly, with one more on the earlier stages if the division has a remainder. `has_tied_embeddings`:
-    the first stage's embedding is also the last stage's head, so both stages hold it.
+    the first stage's embedding is also the last stage's head, so both stages hold it. UsageError for values that cannot be.
     """
 
     num_layers: int
@@ -45,6 +46,24 @@ class PipelineSpec:
     style: str = PipelineStyle.LOOP
     layers_per_stage: tuple[int, ...] | None = None
     has_tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole(self.num_layers, "num_layers", at_least=0)
+        check_whole(self.stages_per_rank, "stages_per_rank", at_least=1)
+        check_word(self.style, PipelineStyle, "style")
+        check_flag(self.has_tied_embeddings, "has_tied_embeddings")
+        if self.style == PipelineStyle.V and self.stages_per_rank != 2:
+            raise UsageError(f"stages_per_rank is {self.stages_per_rank}; the style 'v' has 2")
+        if self.layers_per_stage is not None:
+            check_type(self.layers_per_stage, "layers_per_stage", tuple, list, hint="a tuple of whole numbers")
+            for stage, count in enumerate(self.layers_per_stage):
+                check_whole(count, f"layers_per_stage[{stage}]", at_least=0)
+            object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
+            if sum(self.layers_per_stage) != self.num_layers:
+                raise UsageError(
+                    f"layers_per_stage is {self.layers_per_stage}, which adds up to {sum(self.layers_per_stage)}; "
+                    f"num_layers is {self.num_layers}"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form stored in a manifest."""
@@ -61,21 +80,17 @@ class PipelineSpec:
     def from_dict(content: Mapping[str, Any]) -> PipelineSpec:
         """Parse the JSON form; PlanError if it is invalid."""
         try:
-            split = content.get("layers_per_stage")
-            spec = PipelineSpec(
-                num_layers=int(content["num_layers"]),
-                stages_per_rank=int(content.get("stages_per_rank", 1)),
-                style=str(content.get("style", PipelineStyle.LOOP)),
-                layers_per_stage=None if split is None else tuple(int(n) for n in split),
-                has_tied_embeddings=bool(content.get("has_tied_embeddings", False)),
+            return PipelineSpec(
+                num_layers=content["num_layers"],
+                stages_per_rank=content.get("stages_per_rank", 1),
+                style=content.get("style", PipelineStyle.LOOP),
+                layers_per_stage=content.get("layers_per_stage"),
+                has_tied_embeddings=content.get("has_tied_embeddings", False),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"pipeline {dict(content)!r} of the source cannot be understood: {error}") from error
-        if spec.style not in list(PipelineStyle) or (spec.style == PipelineStyle.V and spec.stages_per_rank != 2):
-            raise PlanError(
-                f"pipeline style {spec.style!r} with {spec.stages_per_rank} stages per rank; known: loop, v (2)"
-            )
-        return spec
+        except KeyError as error:
+            raise PlanError(f"pipeline {dict(content)!r} cannot be understood: it has no {error}") from error
+        except UsageError as error:
+            raise PlanError(f"pipeline {dict(content)!r} cannot be understood: {error}") from error
 
 
 def stage_layers(num_layers: int, num_stages: int, layers_per_stage: tuple[int, ...] | None = None) -> list[range]:

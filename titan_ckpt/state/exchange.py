@@ -170,7 +170,7 @@ def save_error(failures: Sequence[Failure], what: str) -> SaveError:
 
 def raise_on_all(ranks: RankGroup, error: BaseException | None, what: str) -> None:
     """Raise on every rank if any has an `error`: its own there, SaveError elsewhere. A collective call."""
-    failures = ranks.all_gather(None if error is None else failure_of(ranks, error))
+    failures = ranks.all_gather(None if error is None else failure_of(ranks.rank, error))
     if error is not None:
         raise error
     raise_failures(failures, what)
@@ -189,17 +189,17 @@ def reason_of(text: str) -> str:
     return f"{name.rpartition('.')[2]}:{message}"
 
 
-def failure_of(ranks: RankGroup, error: BaseException) -> Failure:
-    """An exception of this rank as a Failure, cut and without secrets. Never raises, whatever the exception's own methods do."""
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """An exception as a Failure of `rank`, cut and without secrets. Never raises, whatever the exception's own methods do."""
     try:
         text = "".join(traceback.format_exception(error))
         if len(text) > MAX_TEXT:
             text = f"{text_of(text)}\n{text_of(''.join(traceback.format_exception_only(error)), MAX_LINE)}\n"
         else:
             text = text_of(text)
-        return Failure(ranks.rank, text)
+        return Failure(rank, text)
     except BaseException:  # noqa: BLE001  (the other ranks must hear something)
-        return Failure(ranks.rank, f"{type(error).__name__}: its text could not be made\n")
+        return Failure(rank, f"{type(error).__name__}: its text could not be made\n")
 
 
 def text_of(error: object, most: int = MAX_TEXT) -> str:

@@ -29,6 +29,7 @@ T = TypeVar("T")
 BYTES_PER_WRITE = 96 << 20
 # Smaller than a part of a multipart upload, so a store copies such parts into buffers of its own.
 LARGEST_CHANGING_PART = 8 << 20
+WHOLE_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,21 @@ class Store(ABC):
         buffer = bytearray(max(size, 0))
         self.read_into(path, start, memoryview(buffer))
         return bytes(buffer)
+
+    def read_whole(self, path: str, *, at_most: int) -> tuple[ObjectInfo, bytes | None]:
+        """A small object and its details; None in place of the bytes if it has more than `at_most`.
+
+        StoreError if its bytes do not confirm the size that the store states, so that a wrong size is never taken for damage.
+        """
+        for _ in range(WHOLE_TRIES):
+            entry = self.stat(path)
+            if entry.size_bytes > at_most:
+                self.read(path, at_most, 1)
+                return entry, None
+            data = self.read(path)
+            if len(data) == entry.size_bytes:
+                return entry, data
+        raise StoreError(f"{self.where(path)}: has {entry.size_bytes} bytes by its details, but {len(data)} came")
 
     def opened(self, path: str) -> AbstractContextManager[Callable[[int, int], bytes]]:
         """A `read(start, length)` function for several small reads of one object."""

@@ -26,9 +26,11 @@ from titan_ckpt.store.s3_answers import (
     check_deleted,
     check_head,
     check_range,
+    check_same,
     check_written,
     fill,
     listed,
+    read_again,
 )
 from titan_ckpt.store.s3_client import S3Options, make_client
 from titan_ckpt.store.s3_errors import translate
@@ -51,7 +53,6 @@ PARTS_IN_FLIGHT = 4
 THREADS = 8
 DELETE_BATCH = 1000
 # Reads of an object that is replaced again and again.
-READ_TRIES = 3
 # They send and receive little, so a server that is there answers them soon.
 SMALL_CALLS = ("stat", "list", "find")
 # A listing of many pages takes longer than one call.
@@ -85,26 +86,34 @@ class S3Store(Store):
 
     def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
         """As `Store.read`. An object that is replaced meanwhile is read again."""
-        for _ in range(READ_TRIES):
-            try:
-                return self._read_range(path, start, length) if length is not None else self._read_rest(path, start)
-            except ReplacedError as error:
-                last = error
-        raise ReplacedError(f"{self.where(path)}: {READ_TRIES} reads failed: {last}")
+        if length is not None:
+            return read_again(self.where(path), lambda: self._read_range(path, start, length))
+        return read_again(self.where(path), lambda: self._read_rest(self.stat(path), start))
+
+    def read_whole(self, path: str, *, at_most: int) -> tuple[ObjectInfo, bytes | None]:
+        """As `Store.read_whole`, with one HEAD and one GET."""
+
+        def read() -> tuple[ObjectInfo, bytes | None]:
+            entry = self.stat(path)
+            if entry.size_bytes > at_most:
+                check_same(self.where(path), entry, *self._get_range(path, at_most, memoryview(bytearray(1))))
+                return entry, None
+            return entry, self._read_rest(entry, 0)
+
+        return read_again(self.where(path), read)
 
     def _read_range(self, path: str, start: int, length: int) -> bytes:
         buffer = bytearray(max(length, 0))
         self._read(path, start, memoryview(buffer))
         return bytes(buffer)
 
-    def _read_rest(self, path: str, start: int) -> bytes:
+    def _read_rest(self, entry: ObjectInfo, start: int) -> bytes:
         """The bytes from `start` to the end. The first answer must confirm the size before memory is taken for the rest."""
-        entry = self.stat(path)
-        size = entry.size_bytes - start
+        path, size = entry.path, entry.size_bytes - start
         try:
             first = bytearray(max(min(size, PART_BYTES), 0))
             found = self._read(path, start, memoryview(first)) if first else self._read_empty(path, entry)
-            self._check_same(entry, *found)
+            check_same(self.where(path), entry, *found)
             if size <= PART_BYTES:
                 return bytes(first)
             buffer = bytearray(size)
@@ -116,15 +125,8 @@ class S3Store(Store):
             if self.stat(path).version != entry.version:
                 raise ReplacedError(f"{self.where(path)}: was replaced while it was being read") from error
             raise
-        self._check_same(entry, *found)
+        check_same(self.where(path), entry, *found)
         return bytes(buffer)
-
-    def _check_same(self, entry: ObjectInfo, version: str, size: int | None) -> None:
-        if version != entry.version or size not in (None, entry.size_bytes):
-            expected = f"{entry.size_bytes} bytes (ETag {entry.version})"
-            raise ReplacedError(
-                f"{self.where(entry.path)}: was replaced while it was being read: first {expected}, then {size} (ETag {version})"
-            )
 
     def _read_empty(self, path: str, entry: ObjectInfo) -> tuple[str, int | None]:
         """Ask for an object that is said to be empty, which S3 has no range for."""

@@ -6,15 +6,17 @@ A wrong answer raises TransientStoreError: a proxy or a server may give the righ
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from titan_ckpt.errors import StoreError, TransientStoreError
 from titan_ckpt.store.base import ObjectInfo
 from titan_ckpt.store.s3_parts import crc32_text
 
+T = TypeVar("T")
+READ_TRIES = 3
 MAX_LISTED = 2_000_000
 READ_SLICE_BYTES = 512 << 10
 LARGEST_BYTES = 1 << 60  # S3 stores 50 TB at most
@@ -46,6 +48,25 @@ def check_range(answer: Any, start: int, length: int, where: str) -> tuple[str, 
     if told is not None and int(told) != length:
         raise TransientStoreError(f"{length} bytes were requested, but the answer has {told}")
     return etag(answer), total
+
+
+def check_same(where: str, entry: ObjectInfo, version: str, size: int | None) -> None:
+    """ReplacedError unless an answer has the ETag, and the size if it is said, of the object that `entry` describes."""
+    if version != entry.version or size not in (None, entry.size_bytes):
+        expected = f"{entry.size_bytes} bytes (ETag {entry.version})"
+        raise ReplacedError(
+            f"{where}: was replaced while it was being read: first {expected}, then {size} (ETag {version})"
+        )
+
+
+def read_again(where: str, read: Callable[[], T]) -> T:
+    """`read()`, again if the object was replaced meanwhile."""
+    for _ in range(READ_TRIES):
+        try:
+            return read()
+        except ReplacedError as error:
+            last = error
+    raise ReplacedError(f"{where}: {READ_TRIES} reads failed: {last}")
 
 
 def _promised(answer: Any, status: int) -> tuple[int, int, int | None]:

@@ -41,6 +41,9 @@ class _Guarded(Store):
     def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
         return self._call("read", path).read(path, start, length)
 
+    def read_whole(self, path: str, *, at_most: int) -> tuple[ObjectInfo, bytes | None]:
+        return self._call("read", path).read_whole(path, at_most=at_most)
+
     @contextmanager
     def opened(self, path: str) -> Iterator[Callable[[int, int], bytes]]:
         with self._call("open", path).opened(path) as read:
