@@ -25,7 +25,7 @@ from titan_ckpt.loading.policy import LoadPolicy
 from titan_ckpt.saving.saver import SaveOptions, Saver, save
 from tools.rank_pool import RankPool
 
-MOST_S = 10.0
+MOST_S = 25.0
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from tools.faults.one_rank import OneRankCase, points_of, run_case
 from tools.rank_pool import RankPool
 
 pytestmark = pytest.mark.dist
-MOST_S = 10.0
+MOST_S = 25.0
 
 
 @pytest.fixture(scope="module")

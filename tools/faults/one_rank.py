@@ -46,7 +46,7 @@ HANDS_ON = ("saver:Saver._run", "Saver._end", "Agreement.end", "Committer.end", 
 NOT_A_SAVE = (*NOT_BEGUN, *HANDS_ON)
 ERRORS: tuple[type[BaseException], ...] = (MemoryError, UsageError, KeyboardInterrupt, RuntimeError)
 STEPS = (2, 3, 4)
-MOST_S, TIMEOUT_S = 10.0, 60.0
+MOST_S, TIMEOUT_S = 25.0, 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
