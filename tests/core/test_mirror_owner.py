@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, StoreError
 from titan_ckpt.format.names import RUN_ID
+from titan_ckpt.saving import second_tier
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.ownership import join_tiers
+from tools.rank_pool import RankPool
 
 
 def values(url: Path) -> dict[int, float]:
@@ -103,3 +107,40 @@ def test_an_id_that_is_not_one_line_is_refused(tmp_path: Path, text: str) -> Non
     (tmp_path / RUN_ID).write_text(text)
     with pytest.raises(ConfigError, match="expected one line"):
         join_tiers(FileStore(str(tmp_path)), FileStore(str(tmp_path / "other")))
+
+
+def _mirror_is_refused(rank: int, folder: str, how: str) -> tuple[str, list[str]]:
+    """The coordinator cannot join the second tier, then it can."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            owner, name = (second_tier, "join_tiers") if how == "join" else (second_tier.Mirror, "_refusal")
+            patch.setattr(owner, name, _full_disk)
+        saver = Saver(f"{folder}/run", SaveOptions(timeout_s=60, mirror=f"{folder}/mirror"))
+        saver.save({f"w{rank}": torch.arange(8.0)}, step=1).wait()
+        assert saver._mirror is not None
+        while saver._mirror.metrics().waiting:
+            saver._mirror._thread.join(0.01)
+        with pytest.raises(SaveError) as raised:
+            saver.check()
+        dist.barrier()
+        copied = [path.name for path in Path(folder).glob("mirror/step-*/*")]
+        dist.barrier()
+    saver.save({f"w{rank}": torch.arange(8.0)}, step=2).wait()
+    saver.close()
+    return str(raised.value), copied
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["join", "bug"])
+def test_no_rank_copies_to_a_second_tier_that_is_refused(tmp_path: Path, how: str) -> None:
+    with RankPool(2) as pool:
+        answers = pool.run(_mirror_is_refused, str(tmp_path), how)
+    for text, copied in answers:
+        assert text.startswith("mirroring step 1 to")
+        assert "failed on rank 0: StoreError: no room" in text
+        assert copied == []
+    assert [info.step for info in list_checkpoints(f"{tmp_path}/mirror") if info.state == "committed"] == [1, 2]
+
+
+def _full_disk(*_: Any) -> Any:
+    raise StoreError("no room")
