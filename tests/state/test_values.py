@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import DamagedError, TitanError, UnsafeContentError, UsageError
@@ -191,11 +192,40 @@ def _pickled(value: Any) -> bytes:
         (type, ("A", (), {})),
         (int, ("1" * 9,)),
         (np.random.SeedSequence, ()),
+        (torch.Tensor, (10**9,)),
+        (torch.FloatTensor, (10**9,)),
+        (torch.device, ("x",)),
     ],
 )
 def test_calls_that_no_writer_makes_are_refused(call: Any) -> None:
     with pytest.raises((DamagedError, UnsafeContentError), match="x"):
         decode_value(_pickled(call), where="x")
+
+
+@pytest.mark.parametrize("code", ["V0", "S0", "U0"])
+def test_an_array_of_items_without_bytes_is_small(code: str) -> None:
+    data = encode_value("x", np.empty((77,), dtype=code))
+    assert decode_value(data, where="x").shape == (77,)
+    wrong = data.replace(b"KM\x85", b"\x8a\x05\x00\x00\x00\x00\x40\x85")
+    assert wrong != data
+    with pytest.raises(DamagedError, match="x"):
+        decode_value(wrong, where="x")
+
+
+def test_conjugated_and_negated_views_keep_their_values(tmp_path: Path) -> None:
+    conjugated, negated = (torch.complex(torch.arange(3.0), torch.ones(3)).conj() for _ in range(2))
+    save(str(tmp_path), {"v": (conjugated, negated.imag), "q": collections.deque([conjugated])}, step=1)
+    found = open_checkpoint(str(tmp_path)).read_all()
+    assert torch.equal(found["v"][0], conjugated)
+    assert torch.equal(found["v"][1], negated.imag)
+    assert torch.equal(found["q"][0], conjugated)
+
+
+def test_a_tensor_made_of_others_is_refused_by_name(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "moment": TwoTensor(torch.ones(2), torch.ones(2))}
+    with pytest.raises(TitanError, match="moment: is of type TwoTensor, made of a, b"):
+        save(str(tmp_path), state, step=1)
+    assert not list(tmp_path.glob("step*/*"))
 
 
 def test_a_tensor_cannot_reach_past_its_storage() -> None:

@@ -13,6 +13,10 @@ from titan_ckpt.parsing.value_records import Record, Storage, is_name
 Name = tuple[str, str]
 
 
+# What a constructor raises for arguments that no writer gave it.
+_MISFITS = (
+    TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, ArithmeticError, RuntimeError, MemoryError,
+)  # fmt: skip
 Constructor: TypeAlias = "Callable[[Builder, Record], Any]"
 
 
@@ -96,15 +100,9 @@ class Builder:
         if found is not None:
             try:
                 return found(self, record)
-            except (
-                TypeError,
-                ValueError,
-                KeyError,
-                IndexError,
-                AttributeError,
-                OverflowError,
-                ArithmeticError,
-            ) as error:
+            except RecursionError:
+                raise
+            except _MISFITS as error:
                 raise self.fail(
                     f"{'.'.join(call)} cannot be made: {type(error).__name__}: {str(error)[:200]}"
                 ) from error

@@ -17,6 +17,7 @@ _SCALARS = (
     "longdouble", "complex64", "complex128", "str_", "bytes_", "datetime64", "timedelta64", "void", "intp", "uintp",
 )  # fmt: skip
 _MAX_ITEM_BYTES = 1 << 20
+_MAX_EMPTY_ITEMS = 1 << 16  # of no bytes each, which numpy widens to a character
 
 
 def _dtype(builder: Builder, record: Record) -> np.dtype[Any]:
@@ -64,7 +65,7 @@ def _array(builder: Builder, record: Record) -> Any:
         raise ValueError("not the bytes of an array")
     kind = {("numpy", "ndarray"): np.ndarray, ("numpy", "matrix"): np.matrix}[record.args[0].call]
     count = int(np.prod(shape, dtype=object))
-    if _checked(dtype).itemsize * count != len(raw):
+    if _checked(dtype).itemsize * count != len(raw) or (dtype.itemsize == 0 and count > _MAX_EMPTY_ITEMS):
         raise ValueError(f"an array of shape {shape} and {len(raw)} bytes")
     flat = np.frombuffer(raw, dtype=dtype, count=count) if raw else np.empty(shape, dtype=dtype)
     return flat.reshape(shape, order="F" if is_column_major else "C").copy(order="K").view(kind)

@@ -34,7 +34,20 @@ def _tensor(builder: Builder, record: Record) -> torch.Tensor:
         raise ValueError("a tensor with more elements than its storage")
     found = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
     found = found.as_strided(size, stride, offset) if reach else torch.empty(size, dtype=dtype)
+    found = _lazy(
+        found, builder.value(record.args[7 if named else 6]) if len(record.args) > (7 if named else 6) else None
+    )
     return found.requires_grad_(bool(requires_grad)) if requires_grad else found
+
+
+def _lazy(tensor: torch.Tensor, marks: Any) -> torch.Tensor:
+    """The view that `marks` (`torch._utils.get_tensor_metadata`) say: its numbers are the conjugated or negated ones stored."""
+    if marks is None or marks == {}:
+        return tensor
+    if not isinstance(marks, dict) or not set(marks) <= {"conj", "neg"}:
+        raise ValueError(f"a tensor with unknown marks {str(marks)[:80]}")
+    tensor = tensor.conj() if marks.get("conj") else tensor
+    return torch._neg_view(tensor) if marks.get("neg") else tensor
 
 
 def _memory(builder: Builder, storage: Storage) -> torch.Tensor:

@@ -30,8 +30,8 @@ def decode_value(data: bytes, *, where: str, allowed: Mapping[str, Any] = _NOTHI
         return root
     is_torch = any(module.partition(".")[0] == "torch" for module, _ in names)
     known = _with_torch() if is_torch else _plain()
-    is_known = all(name in known.constants or name in known.constructors or _is_part(name) for name in names)
-    if is_torch and not is_known and not any(".".join(name) in allowed for name in names):
+    unknown = {name for name in names if not (name in known.constants or name in known.constructors or _is_part(name))}
+    if unknown and unknown <= _BY_TORCH:
         return _by_torch(data, where)
     try:
         return Builder(where, storages, allowed, known).value(root)
@@ -68,6 +68,13 @@ def _is_part(name: tuple[str, str]) -> bool:
         ("builtins", "getattr"),
         ("zoneinfo", "ZoneInfo"),
     )
+
+
+# Constructors left to torch. None of them takes memory by a number that the pickle states.
+_BY_TORCH = frozenset(
+    ("torch._utils", f"_rebuild_{kind}")
+    for kind in ("qtensor", "sparse_tensor", "sparse_csr_tensor", "nested_tensor", "parameter_with_state")
+)
 
 
 def _by_torch(data: bytes, where: str) -> Any:
