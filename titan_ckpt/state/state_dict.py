@@ -89,10 +89,11 @@ def _check_plain(fqn: str, tensor: torch.Tensor) -> None:
 
     One tensor alone, in a wrapper of the same shape and dtype, is stored as itself: the weights that torchao casts on their way.
     """
-    local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if not is_traceable_wrapper_subclass(local):
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    wrapper: Any = local
+    if not is_traceable_wrapper_subclass(wrapper):
         return
-    names, _ = local.__tensor_flatten__()
+    names, _ = wrapper.__tensor_flatten__()
     parts = [getattr(local, name) for name in names]
     if len(parts) != 1 or parts[0].shape != local.shape or parts[0].dtype != local.dtype:
         raise UsageError(

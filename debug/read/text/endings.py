@@ -75,6 +75,7 @@ class Endings:
     code: int | None = None
     spawned: dict[int, int] = field(default_factory=dict)  # pid -> local rank, where a launcher names both
     pod: PodDescription = field(default_factory=PodDescription)
+    _is_cancelled: bool = False
     _failed: bool = False
     _first: bool = False
     _rank: tuple[int, int] | None = None
@@ -174,7 +175,7 @@ class Endings:
         self.told.clear()
         self.unmoved.clear()
         self._told_s.clear()
-        self._failed, self._first, self._rank = False, False, None
+        self._is_cancelled, self._failed, self._first, self._rank = False, False, False, None
 
     @property
     def has_failed(self) -> bool:
@@ -188,9 +189,13 @@ class Endings:
     # -- Slurm
 
     def _slurm(self, number: int, text: str) -> None:
+        if "srun: Terminating" in text or "Job step aborted" in text or "CANCELLED AT" in text:
+            self._is_cancelled = True
         if match := _TASKS.search(text):
             words = match["word"]
             code = -int(match["signal"]) if match["signal"] else int(match["code"]) if match["code"] else _WORDS[words]
+            if self._is_cancelled and code == -int(Signals.SIGKILL):
+                return  # Slurm killed them with the step, so it says nothing of them
             tasks = ranges(match["tasks"])
             if words == "Out Of Memory":
                 for task in tasks:
@@ -219,6 +224,8 @@ class Endings:
 
     def _mpi(self, number: int, text: str) -> None:
         if match := _MPIRUN.search(text):
+            if self._is_cancelled and int(match["signal"]) == Signals.SIGKILL:
+                return
             self.found.append(
                 Ending(
                     code=-int(match["signal"]), line=number, rank=int(match["rank"]), pid=int(match["pid"]), host=match["host"],

@@ -156,7 +156,7 @@ def _group(text: str) -> Values:
 _STORE_KEY = re.compile(
     r"(?:wait timeout after \d{1,12} ?ms, keys:|[Tt]imeout waiting for key:?|waiting for key) '?(?P<key>[^\s,']{1,200})"
 )
-_KEY_RANK = re.compile(r"(?:^|/)(\d{1,6})$")
+_KEY_RANK = re.compile(r"(?:^|(?<!cuda/)/)(\d{1,6})$")  # behind `//cuda//` stands the number of a communicator
 _UNIQUE_ID = re.compile(r"retrieving ncclUniqueId from \[(\d{1,6})\]")
 _CLIENTS = re.compile(r"waiting for clients\. (?P<joined>\d{1,7})/(?P<expected>\d{1,7}) clients joined")
 

@@ -241,10 +241,22 @@ def test_last_exception_of_a_chain_is_the_event() -> None:
             {1: -9},
         ),
         ("run.sh: line 12: 9182 Killed                  RANK=3 python train.py", {3: -9}),
+        ("srun: error: n1: task 5: Killed\nsrun: Terminating StepId=1.0\nsrun: error: n1: tasks 0-4: Killed", {5: -9}),
+        (
+            "slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-22T02:11:00 DUE TO TIME LIMIT ***\nmpirun noticed that "
+            "process rank 0 with PID 12345 on node n1 exited on signal 9 (Killed).",
+            {},
+        ),
     ],
 )
 def test_endings_by_rank(line: str, codes: dict[int, int]) -> None:
     assert {ended.rank: ended.code for ended in read(line + "\n").exits} == codes
+
+
+def test_number_of_a_communicator_in_a_store_key_is_no_rank() -> None:
+    text = "[rank1]: torch.distributed.DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cuda//0"
+    assert only_event(read(text), 1).values["key"] == "/default_pg/0//cuda//0"
+    assert "rank" not in only_event(read(text), 1).values
 
 
 def test_tasks_of_torchrun_launched_by_srun_are_no_ranks() -> None:
