@@ -6,10 +6,13 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tools.s3_server import Server, running_server
 
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 BUCKET = "titan-tests"
 _numbers = itertools.count()
 

@@ -70,7 +70,7 @@ def test_a_flipped_byte_is_named_by_tensor_and_range(run: Path) -> None:
     assert verify(str(run), read_data=True) == []
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_flipped_byte_anywhere_in_any_file_is_found(run: Path, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(sorted(p for p in (run / STEP).rglob("*") if p.is_file())))
