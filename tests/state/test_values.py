@@ -222,7 +222,7 @@ def test_conjugated_and_negated_views_keep_their_values(tmp_path: Path) -> None:
 
 
 def test_a_tensor_made_of_others_is_refused_by_name(tmp_path: Path) -> None:
-    state = {"w": torch.ones(2), "moment": TwoTensor(torch.ones(2), torch.ones(2))}
+    state = {"w": torch.ones(2), "moment": TwoTensor(torch.ones(2), torch.ones(2))}  # type: ignore[no-untyped-call]
     with pytest.raises(TitanError, match="moment: is of type TwoTensor, made of a, b"):
         save(str(tmp_path), state, step=1)
     assert not list(tmp_path.glob("step*/*"))
