@@ -258,6 +258,21 @@ def test_an_undecodable_dcp_index_stays_with_all_it_may_need(
     assert "cannot be decoded" in text
 
 
+def test_a_lost_commit_with_a_broken_manifest_stops_deletions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path, 1, 2, 3)
+    (tmp_path / "step-00000002" / "COMMIT.json").unlink()
+    manifest = next((tmp_path / "step-00000002").glob("a-*/manifest.json"))
+    manifest.write_bytes(b"null")
+    before = files(tmp_path)
+    code, text = prune(tmp_path, capsys, "--keep-last", "1", "--keep", "2", "--yes")
+    assert files(tmp_path) == before
+    assert code == DamagedError.exit_code
+    assert f"the deletion stops here: which files of other steps {manifest} needs is unknown" in text
+    assert f"remove {manifest.parent.relative_to(tmp_path)} yourself" in text
+
+
 def test_keeping_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(tmp_path, 10, 20, 1000)
     code, text = prune(tmp_path, capsys, *ALL, "--keep", "100")

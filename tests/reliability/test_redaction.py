@@ -60,7 +60,7 @@ def leaks(secret: str, shown: str, around: str) -> list[str]:
 
 @pytest.mark.parametrize("shape", RAW)
 def test_no_unquoted_secret_survives(shape: str) -> None:
-    @settings(max_examples=150, deadline=None, derandomize=True)
+    @settings(max_examples=150, deadline=None)
     @example("pa/ss@wo:rd?#")
     @example("'\"`;,)]}>")
     @example("se://x@y/z")
@@ -77,7 +77,7 @@ def test_no_unquoted_secret_survives(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", QUOTED)
 def test_no_quoted_secret_survives(shape: str) -> None:
-    @settings(max_examples=150, deadline=None, derandomize=True)
+    @settings(max_examples=150, deadline=None)
     @example("password", "a' b\" c\\")
     @given(st.sampled_from(NAMES), st.text(PRINTABLE + " ", min_size=6, max_size=40))
     def check(name: str, secret: str) -> None:
@@ -92,7 +92,7 @@ def test_no_quoted_secret_survives(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["json", "nested json"])
 def test_json_stays_json(shape: str) -> None:
-    @settings(max_examples=100, deadline=None, derandomize=True)
+    @settings(max_examples=100, deadline=None)
     @given(st.sampled_from(NAMES), st.text(PRINTABLE + " \n\t", min_size=6, max_size=40))
     def check(name: str, secret: str) -> None:
         json.loads(redact_text(QUOTED[shape](name, secret)))
@@ -100,7 +100,7 @@ def test_json_stays_json(shape: str) -> None:
     check()
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(st.text(PRINTABLE, min_size=6, max_size=40))
 def test_a_url_alone_shows_host_and_path(secret: str) -> None:
     shown = redact(f"s3://key:x{secret}@bucket/run?sig={secret}")
@@ -122,7 +122,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(NAMES), st.text(min_size=6, max_size=40), VALUES)
 def test_secrets_of_nested_values_are_hidden_by_name(name: str, secret: str, other: object) -> None:
     shapes = [
@@ -174,7 +174,7 @@ def test_text_without_secrets_is_not_changed(text: str) -> None:
     assert redact_text(text) == text
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(st.text(PRINTABLE + " \n", max_size=120))
 def test_redacting_twice_changes_nothing_more(text: str) -> None:
     once = redact_text(text)
@@ -217,7 +217,7 @@ def test_nothing_of_the_recorded_logs_is_hidden() -> None:
         assert redact_text(text) == text, path
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from([*PIECES_OF_LINES, "\n"]), max_size=40).map("".join))
 def test_a_redacted_text_has_the_lines_of_the_original(text: str) -> None:
     assert redact_text(text).count("\n") == text.count("\n")

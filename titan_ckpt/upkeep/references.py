@@ -37,7 +37,7 @@ class Needs:
 def needs(store: Store, *, seen: Collection[str], going: Collection[str]) -> Needs:
     """What the manifests of a run name, committed or not, besides those in `seen`, and those in `going` that no COMMIT names.
 
-    CheckpointError for a manifest that cannot be decoded: its needs are unknown.
+    CheckpointError for a manifest that cannot be decoded: its needs are unknown. StoreError for one that cannot be read.
     """
     files: set[str] = set()
     folders: set[str] = set()
@@ -66,6 +66,11 @@ def _named_at(store: Store, path: str) -> frozenset[str]:
         )
     except NotFoundError:
         return frozenset()  # another deletion has taken the attempt
+    except CheckpointError as error:
+        raise type(error)(
+            f"the deletion stops here: which files of other steps {store.where(path)} needs is unknown ({error}). "
+            f"Mend it, or remove {path.rpartition('/')[0]} yourself"
+        ) from error
 
 
 def _steps(store: Store) -> list[int]:

@@ -174,9 +174,10 @@ def try_once(rng: random.Random, template: Path, folder: Path) -> tuple[list[str
         keep_last=rng.randint(1, 3), keep_every=rng.choice((None, None, 2, 3)), is_incomplete=rng.random() < 0.7,
         pins=frozenset(rng.sample(STEPS, rng.randint(0, 2))), older_than_s=rng.choice((0.0, 86400.0)),
     )  # fmt: skip
-    _delete(rng, run, policy)
+    is_refused = _delete(rng, run, policy)
     after = _contents(folder)
-    wrong = [f"{path} was not ours, and is gone" for path in sorted(before.keys() - after.keys() - written)]
+    wrong = [f"{path} is gone after a refusal" for path in sorted(before.keys() - after.keys()) if is_refused]
+    wrong += [f"{path} was not ours, and is gone" for path in sorted(before.keys() - after.keys() - written)]
     wrong += [
         f"{path} is a link or behind one, and is gone"
         for path in sorted(before.keys() - after.keys())
@@ -187,12 +188,19 @@ def try_once(rng: random.Random, template: Path, folder: Path) -> tuple[list[str
     return [f"{', '.join(names)}; {policy}: {text}" for text in wrong], len(before) - len(after)
 
 
-def _delete(rng: random.Random, run: Path, policy: RetentionPolicy) -> None:
+def _delete(rng: random.Random, run: Path, policy: RetentionPolicy) -> bool:
+    """Whether the deletion refused because what a step needs is unknown."""
     store = FileStore(str(run))
     if rng.random() < 0.4:
         apply_retention(store, policy, now_s=time.time())
-    else:
+        return False
+    try:
         delete(store, plan_removal(store, policy, now_s=time.time()))
+    except CheckpointError as error:
+        if not str(error).startswith("the deletion stops here: "):
+            raise
+        return True
+    return False
 
 
 def _contents(folder: Path) -> dict[str, bytes | str]:
