@@ -54,10 +54,6 @@ def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:
     dtype = DTYPE_NAME.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided:
         raise UsageError(f"{fqn}: tensors of {tensor.dtype}, {tensor.layout} cannot be stored in a checkpoint")
-    if tensor.is_meta:
-        raise UsageError(
-            f"{fqn}: is on the meta device, without values to save; give it some: module.to_empty(device=...)"
-        )
     global_shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return LocalShard(
@@ -89,7 +85,7 @@ def _check_plain(fqn: str, tensor: torch.Tensor) -> None:
 
     One tensor alone, in a wrapper of the same shape and dtype, is stored as itself: the weights that torchao casts on their way.
     """
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = detached_shard(tensor)
     wrapper: Any = local
     if not is_traceable_wrapper_subclass(wrapper):
         return
