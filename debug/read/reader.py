@@ -78,7 +78,7 @@ def open_run(url: str, *, store: Store | None = None, incident: str | None = Non
         _read_all(evidence, sorted(rest, key=_reading_order))
         finish_texts(evidence)
         if evidence.num_evidence == 0:
-            raise _nothing(store, evidence, place.folders)
+            raise _nothing(store, evidence, place.folders if only is None else (f"the file {only}",))
         return assemble(evidence, place.incident, place.incidents)
 
 

@@ -14,7 +14,7 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.converters import export_hf
 from titan_ckpt.converters.torch_file import export_torch, import_torch
-from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, TitanError, UnsafeContentError
+from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, UnsafeContentError
 
 CALLED: list[str] = []
 
@@ -78,7 +78,7 @@ def test_file_that_wants_to_run_code_is_refused_and_does_not(tmp_path: Path) -> 
 @pytest.mark.parametrize("data", [b"", b"garbage" * 20])
 def test_file_that_is_no_torch_file_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "in.pt").write_bytes(data)
-    with pytest.raises(TitanError, match=r"in\.pt"):
+    with pytest.raises(DamagedError, match=r"in\.pt: not a torch file"):
         import_torch(str(tmp_path / "in.pt"), str(tmp_path / "run"))
 
 

@@ -131,6 +131,8 @@ def test_nothing_committed_is_an_error_with_what_was_found(tmp_path: Path) -> No
     (tmp_path / "dump.json").write_text("{}")
     with pytest.raises(NotCommittedError, match="it has no step folder"):
         open_checkpoint(str(tmp_path))
+    with pytest.raises(NotCommittedError, match="it is a file, not the folder of a run"):
+        open_checkpoint(str(tmp_path / "dump.json"))
     save(str(tmp_path), {"w": torch.zeros(2)}, step=5)
     (tmp_path / "step-00000005" / "COMMIT.json").unlink()
     with pytest.raises(NotCommittedError, match="begun but not committed"):

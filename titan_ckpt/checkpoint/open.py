@@ -41,7 +41,7 @@ from titan_ckpt.format.names import (
     step_folder,
 )
 from titan_ckpt.format.own_step import read_index
-from titan_ckpt.location import join, parse_location
+from titan_ckpt.location import join, local_path, parse_location, scheme
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import HungStoreError
@@ -167,6 +167,8 @@ def _what_is_there(store: Store) -> str:
     steps = _steps(store)
     if steps:
         return f"steps {', '.join(map(str, steps[-3:]))} were begun but not committed"
+    if scheme(store.url) == "file" and os.path.isfile(local_path(store.url)):
+        return "it is a file, not the folder of a run; `titan-ckpt convert from-torch` imports a torch file"
     has_something = bool(store.folders()) or next(store.list(), None) is not None
     return "it has no step folder" if has_something else "the folder is empty or does not exist"
 

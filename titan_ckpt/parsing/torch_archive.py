@@ -45,6 +45,8 @@ def check_torch_file(file: BinaryIO, *, where: str, are_surrogates_allowed: bool
     try:
         if head == _ZIP:
             _check_zip(file, size_bytes, where, are_surrogates_allowed)
+        elif head[:1] != pickle.PROTO:
+            raise DamagedError(f"{where}: not a torch file: it begins with neither a zip archive nor a pickle")
         else:
             file.seek(0)
             _check_legacy(file.read(MAX_PICKLE_BYTES), size_bytes, where)
