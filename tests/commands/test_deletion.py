@@ -23,9 +23,8 @@ from titan_ckpt.cli.main import main
 from titan_ckpt.errors import DamagedError, NewerFormatError, PermissionDeniedError, StoreError, UsageError
 from titan_ckpt.format.commit import DIGEST, _encode
 from titan_ckpt.loading.load import load
-from titan_ckpt.saving.saver import SaveOptions, Saver, save
+from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
-from titan_ckpt.upkeep.copy import copy_checkpoint
 from titan_ckpt.upkeep.deletion import delete, plan_removal
 from titan_ckpt.upkeep.retention import RetentionPolicy
 from tools.faults.store import ERRORS, FaultyStore, StoreFault
@@ -385,22 +384,3 @@ def test_a_save_that_replaced_what_a_reader_looked_at_is_opened(tmp_path: Path) 
             return super().stat(path)
 
     assert open_checkpoint(str(tmp_path), store=Slow(str(tmp_path))).step == 3
-
-
-def test_a_save_leaves_what_users_put_into_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "step-00000001").mkdir(parents=True)
-    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
-    save(str(tmp_path), state(1), step=1)
-    assert (tmp_path / "step-00000001" / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("is_incremental", [False, True])
-def test_a_copy_has_the_assets_of_its_source(tmp_path: Path, is_incremental: bool) -> None:
-    run, copy = tmp_path / "run", str(tmp_path / "copy")
-    assets = {"tokenizer.json": b"{}", "sub/vocab.txt": b"a b"}
-    with Saver(str(run), SaveOptions(incremental=is_incremental)) as saver:
-        for step in (1, 2):
-            saver.save(state(step), step=step, assets=assets).wait()
-    copy_checkpoint(open_checkpoint(str(run)), FileStore(copy))
-    assert {name: open_checkpoint(copy).asset(name) for name in assets} == assets
-    assert verify(copy, read_data=True) == []

@@ -160,3 +160,10 @@ def test_a_mirror_that_is_the_run_is_refused(tmp_path: Path, mirror: str, monkey
     (tmp_path / "link").symlink_to("run")
     with pytest.raises(UsageError, match="no second copy"):
         Saver("run", SaveOptions(mirror=mirror))
+
+
+def test_a_save_leaves_what_users_put_into_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir(parents=True)
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    save(str(tmp_path), state(1), step=1)
+    assert (tmp_path / "step-00000001" / "notes.txt").read_text() == "mine"

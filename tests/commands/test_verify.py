@@ -18,8 +18,9 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import NotCommittedError, StoreError
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.manifest_json import decode_manifest
-from titan_ckpt.saving.saver import Saver
+from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
+from titan_ckpt.upkeep.copy import copy_checkpoint
 
 STEP = "step-00000007"
 
@@ -165,3 +166,15 @@ def test_a_store_failure_is_a_problem_of_each_tensor_read(run: Path, monkeypatch
     problems = verify(str(run), read_data=True)
     assert {t.fqn for t in open_manifest(run).tensors} <= {p.fqn for p in problems}
     assert all("the disk is broken" in p.message for p in problems)
+
+
+@pytest.mark.parametrize("is_incremental", [False, True])
+def test_a_copy_has_the_assets_of_its_source(tmp_path: Path, is_incremental: bool) -> None:
+    run, copy = tmp_path / "run", str(tmp_path / "copy")
+    assets = {"tokenizer.json": b"{}", "sub/vocab.txt": b"a b"}
+    with Saver(str(run), SaveOptions(incremental=is_incremental)) as saver:
+        for step in (1, 2):
+            saver.save({"w": torch.full((40,), 1.0)}, step=step, assets=assets).wait()
+    copy_checkpoint(open_checkpoint(str(run)), FileStore(copy))
+    assert {name: open_checkpoint(copy).asset(name) for name in assets} == assets
+    assert verify(copy, read_data=True) == []
