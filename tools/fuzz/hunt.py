@@ -140,14 +140,14 @@ class Hunt:
         self._executions = 0
         self._log = os.open(folder / "current", os.O_RDWR | os.O_CREAT)
 
-    def run(self, until: float) -> None:
-        """Fuzz until the clock (`time.monotonic`) says `until`."""
+    def run(self, cpu_s: float) -> None:
+        """Fuzz until this process has used so many seconds of processor time."""
         install_watch()
         for data in [*self._family.seeds(), *(path.read_bytes() for path in sorted(self._folder.glob("corpus/*")))]:
             self._try(data)
         if not self._corpus:
             raise RuntimeError(f"{self._family.name}: no seed reaches a block of its modules")
-        while time.monotonic() < until:
+        while time.process_time() < cpu_s:
             data = self._parent()
             for _ in range(self._rng.choice((1, 1, 1, 1, 2, 4))):
                 data = self._family.mutate(self._rng, data, self._corpus)
