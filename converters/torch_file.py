@@ -17,7 +17,7 @@ import torch
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.checkpoint.objects import read_object
-from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.checkpoint.open import as_checkpoint, open_checkpoint
 from titan_ckpt.errors import (
     AlreadyExistsError,
     ConditionFailedError,
@@ -27,7 +27,7 @@ from titan_ckpt.errors import (
     UnsafeContentError,
 )
 from titan_ckpt.format.commit import find_commit
-from titan_ckpt.location import local_path, normalise, parse_location, scheme
+from titan_ckpt.location import StrPath, local_path, normalise, parse_location, scheme, url_text
 from titan_ckpt.parsing.torch_archive import check_torch_file
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.store.open import open_store
@@ -45,13 +45,14 @@ class TorchReport:
     size_bytes: int
 
 
-def import_torch(src: str, dst: str, *, under: str = "") -> TorchReport:
+def import_torch(src: StrPath, dst: StrPath, *, under: str = "") -> TorchReport:
     """Write the state dict in the file `src` as checkpoint `dst` (`URL[@STEP]`, step 0 if none is given).
 
     Only tensors and plain data are read: UnsafeContentError for any other content. Dtypes are kept; nested names are joined with
     dots. `under` prefixes all names (`model` for a bare state dict with Hugging Face's names).
     """
-    state = {under: _read(src)} if under else _read(src)
+    content = _read(url_text(src))
+    state = {under: content} if under else content
     location = parse_location(dst)
     store, step = open_store(location.url), location.step or 0
     if find_commit(store, step) is not None:
@@ -67,12 +68,12 @@ def import_torch(src: str, dst: str, *, under: str = "") -> TorchReport:
     )
 
 
-def export_torch(checkpoint: Checkpoint | str, dst: str, *, only: str = "") -> TorchReport:
+def export_torch(checkpoint: Checkpoint | StrPath, dst: StrPath, *, only: str = "") -> TorchReport:
     """Write a checkpoint as one torch file `dst`, a flat dict that `torch.load(weights_only=True)` reads.
 
     `only` keeps the names below this prefix and strips it: `model` gives what `module.load_state_dict` takes.
     """
-    opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    opened = as_checkpoint(checkpoint)
     folder, _, name = normalise(dst).rpartition("/")
     store = open_store(folder)
     if store.exists(name):
@@ -93,7 +94,7 @@ def export_torch(checkpoint: Checkpoint | str, dst: str, *, only: str = "") -> T
             f"{store.where(name)}: exists already; give another name or remove it first"
         ) from error
     size_bytes = sum(opened.manifest.by_fqn[fqn].size_bytes for fqn in tensors.values())
-    return TorchReport(url=dst, num_tensors=len(tensors), num_values=len(values), size_bytes=size_bytes)
+    return TorchReport(url=url_text(dst), num_tensors=len(tensors), num_values=len(values), size_bytes=size_bytes)
 
 
 def _read(src: str) -> Mapping[str, Any]:

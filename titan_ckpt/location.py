@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from titan_ckpt.arguments import check_type
 from titan_ckpt.errors import UsageError
 from titan_ckpt.redaction import is_credential as is_credential
 from titan_ckpt.redaction import redact as redact
 from titan_ckpt.redaction import redact_text as redact_text
 from titan_ckpt.redaction import redact_values as redact_values
+
+StrPath: TypeAlias = str | os.PathLike[str]
+"""What every public function takes for a URL: text, or a path object for a local folder."""
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]*)(?:://|::)", re.IGNORECASE)
 _AT_STEP = re.compile(r"@([0-9]+|latest)\Z")
@@ -21,6 +26,7 @@ _ONE_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)", re.IGNORECASE)
 _RESERVED = frozenset(
     {"COMMIT.json", "OWNER.json", "manifest.json", "digests.bin", ".metadata", "pins.txt", "unmirrored.txt"}
 )
+_GIVE = "a folder or a URL such as s3://bucket/run, as text or as a pathlib.Path"
 MAX_STEP = 10**15  # below 2**53, which every JSON reader keeps exact
 
 
@@ -38,7 +44,26 @@ class Location:
         return redact(self.url) if self.step is None else f"{redact(self.url)}@{self.step}"
 
 
-def parse_location(text: str) -> Location:
+def url_text(url: StrPath, name: str = "the URL") -> str:
+    """`url` as text. UsageError for another type, and for a path object made of a URL, which has lost a slash.
+
+    >>> from pathlib import Path
+    >>> url_text(Path("/data/run")), url_text("s3://bucket/run")
+    ('/data/run', 's3://bucket/run')
+    """
+    check_type(url, name, str, os.PathLike, hint=_GIVE)
+    text = os.fspath(url)
+    check_type(text, name, str, hint=_GIVE)
+    if text != url and _ONE_SLASH.match(text):
+        raise UsageError(f"{redact(text)}: a path object drops one slash of a URL; give URLs as text")
+    if not text.strip():
+        raise UsageError(f"empty URL; give {_GIVE}")
+    if "\0" in text:
+        raise UsageError(f"{name} is {redact(text)[:200]!r}; no URL contains a NUL character")
+    return text
+
+
+def parse_location(url: StrPath) -> Location:
     """Parse `URL[@STEP]`; the step is None for `@latest` and a bare URL: the newest committed checkpoint.
 
     >>> parse_location("s3://bucket/run@1200")
@@ -46,16 +71,15 @@ def parse_location(text: str) -> Location:
     >>> parse_location("memory://run/step-00000020/")
     Location(url='memory://run', step=20)
     """
-    if not text.strip():
-        raise UsageError("empty URL; give a folder or a URL such as s3://bucket/run, optionally with @STEP")
+    text = url_text(url)
     match = _AT_STEP.search(text)
-    url = normalise(text[: match.start()] if match else text)
+    found = normalise(text[: match.start()] if match else text)
     if match is not None:
-        return Location(url=url, step=None if match.group(1) == "latest" else _step(match.group(1), text))
-    run, _, name = url.rpartition("/")
+        return Location(url=found, step=None if match.group(1) == "latest" else _step(match.group(1), text))
+    run, _, name = found.rpartition("/")
     if _STEP_FOLDER.fullmatch(name):
         return Location(url=run, step=_step(name.removeprefix("step-"), text))
-    return Location(url=url)
+    return Location(url=found)
 
 
 def _step(digits: str, text: str) -> int:
@@ -64,8 +88,9 @@ def _step(digits: str, text: str) -> int:
     return int(digits)
 
 
-def check_writable(url: str) -> None:
+def check_writable(url: StrPath) -> None:
     """UsageError unless a run that is saved at `url` can be opened by that same URL; nothing is written before this check."""
+    url = url_text(url)
     problem = _why_unwritable(url)
     if problem:
         raise UsageError(
@@ -113,8 +138,9 @@ def local_path(url: str) -> str:
     return url[7:] if url[:7].lower() == "file://" else url
 
 
-def normalise(url: str) -> str:
+def normalise(url: StrPath) -> str:
     """An absolute path or a URL, without trailing slashes; `file://` becomes a plain path."""
+    url = url_text(url)
     if scheme(url) == "file":
         return _absolute(os.path.expanduser(local_path(url)))
     head, separator, tail = url.partition("://")
@@ -148,13 +174,13 @@ def join(url: str, *parts: str) -> str:
     return "/".join([url.rstrip("/"), *(part.strip("/") for part in parts if part.strip("/"))])
 
 
-def is_inside(url: str, folder: str) -> bool:
+def is_inside(url: StrPath, folder: StrPath) -> bool:
     """Whether `url` is `folder` or inside it; follows symbolic links of local paths.
 
     >>> is_inside("s3://b/run/copy", "s3://b/run/"), is_inside("s3://b/run-2", "s3://b/run")
     (True, False)
     """
-    inner, outer = (os.path.realpath(u) if scheme(u) == "file" else u for u in (normalise(url), normalise(folder)))
+    inner, outer = (os.path.realpath(u) if scheme(u) == "file" else u for u in map(normalise, (url, folder)))
     return f"{inner}/".startswith(f"{outer}/")
 
 
@@ -166,9 +192,9 @@ def check_relative(path: str) -> str:
     return path
 
 
-def run_location(url: str) -> Location:
+def run_location(url: StrPath) -> Location:
     """Parse the URL of a run; UsageError if it has a step."""
     location = parse_location(url)
     if location.step is not None or location.url != normalise(url):
-        raise UsageError(f"{redact(url)}: give the URL of the run, without a step")
+        raise UsageError(f"{redact(url_text(url))}: give the URL of the run, without a step")
     return location

@@ -34,6 +34,7 @@ from titan_ckpt.errors import LoadContractError, NotFoundError
 from titan_ckpt.format.dcp_read import FOREIGN_ATTEMPT
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import RAW, ChunkTable, FileEntry, Manifest, TensorEntry
+from titan_ckpt.location import StrPath
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.sharding.repeating_columns import Int64s
 from titan_ckpt.store.base import Store
@@ -76,7 +77,7 @@ class HfCheckpoint(Checkpoint):
         return self.model.assets[name]
 
 
-def open_hf_checkpoint(url: str, *, store: Store | None = None) -> HfCheckpoint:
+def open_hf_checkpoint(url: StrPath, *, store: Store | None = None) -> HfCheckpoint:
     """Open the model at `url` under our names, as step 0. Makes all checks of an import; reads no weight but a tied head's."""
     model = open_hf(url, store=store)
     spec = model.spec

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
-from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.checkpoint.open import as_checkpoint
 from titan_ckpt.checkpoint.uncompressed import decoded
 from titan_ckpt.converters.hf.config import Config
 from titan_ckpt.converters.hf.digests import DIGESTS, ModelDigests, WeightFile, encode_digests, small_files
@@ -17,6 +17,7 @@ from titan_ckpt.converters.hf.stream import OnBytes, stream, tensor_digests
 from titan_ckpt.converters.models.families import EMBEDDING
 from titan_ckpt.errors import LoadContractError
 from titan_ckpt.format.digest import digest
+from titan_ckpt.location import StrPath, url_text
 from titan_ckpt.rewrite.execute import FileResult
 from titan_ckpt.rewrite.plan import Literal, RewriteSource
 
@@ -37,13 +38,13 @@ class ExportReport:
 
 
 def export_hf(
-    checkpoint: Checkpoint | str,
-    dst: str,
+    checkpoint: Checkpoint | StrPath,
+    dst: StrPath,
     *,
     dtype: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     config: Config | None = None,
-    merge_lora: str | None = None,
+    merge_lora: StrPath | None = None,
     on_progress: OnBytes | None = None,
 ) -> ExportReport:
     """Write the model of a checkpoint (`URL[@STEP]` or an open one) as a Hugging Face folder or prefix `dst`, which must be new.
@@ -52,13 +53,13 @@ def export_hf(
     `merge_lora` is the folder of a PEFT adapter to merge into the weights. `dst` appears only when complete; optimizer state is
     never read.
     """
-    opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    opened = as_checkpoint(checkpoint)
     adapter = None if merge_lora is None else read_adapter(merge_lora)
     plan = plan_export(opened, dtype=dtype, max_shard_bytes=max_shard_bytes, config=config, adapter=adapter)
     return run_export(opened, plan, dst, on_progress=on_progress)
 
 
-def read_adapter(url: str) -> Adapter:
+def read_adapter(url: StrPath) -> Adapter:
     """Read the PEFT adapter in a folder or prefix."""
     from titan_ckpt.converters.hf.peft_adapter import open_adapter  # torch, only where values change
 
@@ -66,7 +67,7 @@ def read_adapter(url: str) -> Adapter:
 
 
 def run_export(
-    checkpoint: Checkpoint, plan: ExportPlan, dst: str, *, on_progress: OnBytes | None = None
+    checkpoint: Checkpoint, plan: ExportPlan, dst: StrPath, *, on_progress: OnBytes | None = None
 ) -> ExportReport:
     """Run `plan` and publish the result at `dst`."""
     checkpoint = decoded(checkpoint)
@@ -78,7 +79,7 @@ def run_export(
         for name, data in (*plan.small.items(), *digests.items(), *plan.last.items()):
             target.write(name, [data])
     return ExportReport(
-        url=dst,
+        url=url_text(dst),
         files=plan.names,
         size_bytes=plan.size_bytes,
         digests={name: value for result in results for name, value in result.digests.items()},

@@ -20,7 +20,7 @@ from titan_ckpt.converters.hf.digests import DIGESTS, ModelDigests, read_digests
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
 from titan_ckpt.converters.models.spec import ModelSpec
 from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
-from titan_ckpt.location import check_relative, join
+from titan_ckpt.location import StrPath, check_relative, join, url_text
 from titan_ckpt.parsing.json_values import JsonValue, show
 from titan_ckpt.rewrite.plan import RewriteSource, SourceTensor
 from titan_ckpt.store.base import Store
@@ -83,7 +83,7 @@ class HfModel:
         return RewriteSource(objects=self.files, tensors=tensors)
 
 
-def open_hf(url: str, *, store: Store | None = None) -> HfModel:
+def open_hf(url: StrPath, *, store: Store | None = None) -> HfModel:
     """Open the model at `url`: a folder or prefix with config.json, or a hub cache's `models--...` folder. Reads headers only.
 
     NotFoundError if files are missing, DamagedError if headers, index and sizes disagree, PlanError for weights that are not
@@ -113,7 +113,7 @@ def open_hf(url: str, *, store: Store | None = None) -> HfModel:
     others = {name: why_left_out(name) for name in sorted(found) if _is_left_out(name, weights.files)}
     return HfModel(
         store=store,
-        url=url,
+        url=url_text(url),
         files=weights.files,
         tensors=weights.tensors,
         file_of=weights.file_of,

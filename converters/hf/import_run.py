@@ -20,7 +20,7 @@ from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, Tita
 from titan_ckpt.format.commit import find_commit, found_before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.names import ASSETS, new_attempt, step_folder
-from titan_ckpt.location import check_writable, parse_location
+from titan_ckpt.location import StrPath, check_writable, parse_location
 from titan_ckpt.rewrite.execute import FileResult
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
@@ -38,8 +38,8 @@ class ImportReport:
 
 
 def import_hf(
-    src: str | HfModel,
-    dst: str,
+    src: StrPath | HfModel,
+    dst: StrPath,
     *,
     dtype: str | None = None,
     layout: str = TITAN,
@@ -50,7 +50,7 @@ def import_hf(
     Dtypes are kept unless `dtype` is given. Config and tokenizer files are stored in the checkpoint and restored by `export_hf`.
     `layout` names the tensors for another trainer (`torchtitan`, `torchtitan-qkv`).
     """
-    model = open_hf(src) if isinstance(src, str) else src
+    model = src if isinstance(src, HfModel) else open_hf(src)
     location = parse_location(dst)
     plan = plan_import(model, dtype=dtype, step=location.step or 0, attempt=new_attempt(), layout=layout)
     run_import(plan, location.url, on_progress=on_progress)

@@ -20,6 +20,7 @@ from titan_ckpt.converters.hf.folder import ADAPTER_CONFIG, read_small
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
 from titan_ckpt.converters.models.transforms import FLOATS
 from titan_ckpt.errors import LoadContractError, PlanError
+from titan_ckpt.location import StrPath
 from titan_ckpt.parsing.json_values import show
 from titan_ckpt.rewrite.cast import to_dtype
 from titan_ckpt.rewrite.selection import Overflows
@@ -101,7 +102,7 @@ class Adapter:
         return weight.float() + self.scale * (b[row : row + rows] @ a[:, column : column + columns])
 
 
-def open_adapter(url: str) -> Adapter:
+def open_adapter(url: StrPath) -> Adapter:
     """Open the adapter in a folder or prefix. PlanError for anything but plain LoRA."""
     store = open_store(url)
     check_own_files(store, [ADAPTER_CONFIG, ADAPTER_WEIGHTS])

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import AlreadyExistsError, StoreError
-from titan_ckpt.location import local_path, normalise, scheme
+from titan_ckpt.location import StrPath, local_path, normalise, scheme
 from titan_ckpt.store.base import Buffer, ObjectInfo, Store
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
@@ -28,7 +28,7 @@ OWNER_TEXT = b"titan-ckpt convert to-hf is writing the folder beside this file; 
 
 
 @contextmanager
-def publish(url: str, *, size_bytes: int) -> Iterator[Store]:
+def publish(url: StrPath, *, size_bytes: int) -> Iterator[Store]:
     """Yield a store for the folder `url`, which becomes visible when the block ends and vanishes if the block raises.
 
     AlreadyExistsError if `url` exists; StoreError if `size_bytes` do not fit on the disk.
@@ -38,7 +38,7 @@ def publish(url: str, *, size_bytes: int) -> Iterator[Store]:
         yield store
 
 
-def check_new(url: str) -> None:
+def check_new(url: StrPath) -> None:
     """AlreadyExistsError if `url` exists and is not an empty folder. A link counts as existing, wherever it leads."""
     url = normalise(url)
     if scheme(url) == "file":

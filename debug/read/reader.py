@@ -52,13 +52,13 @@ from titan_ckpt.debug.read.text_files import (
     take_text,
 )
 from titan_ckpt.errors import CheckpointError, NotFoundError, StoreError, TitanError, UnsafeContentError
-from titan_ckpt.location import local_path, scheme
+from titan_ckpt.location import StrPath, local_path, scheme
 from titan_ckpt.parsing.json_values import JsonValue, parse_json
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
 
-def open_run(url: str, *, store: Store | None = None, incident: str | None = None) -> Run:
+def open_run(url: StrPath, *, store: Store | None = None, incident: str | None = None) -> Run:
     """Read the newest incident at `url`: a run, an incident folder, a bare folder of dumps or logs, or one dump file.
 
     `Run.incidents` names the incidents where there are several, oldest first; `incident` chooses one of them.
@@ -85,12 +85,12 @@ def open_run(url: str, *, store: Store | None = None, incident: str | None = Non
 _ONE = IncidentFolders(incident="", folders=("",), incidents=())
 
 
-def _open(url: str, store: Store | None) -> tuple[Store, str | None]:
+def _open(url: StrPath, store: Store | None) -> tuple[Store, str | None]:
     """The store, and the one file to read where the URL names a file."""
     if store is not None:
         return store, None
     store = open_store(url)
-    if scheme(url) == "file":
+    if scheme(store.url) == "file":
         folder, _, name = local_path(store.url).rpartition("/")
         parent = open_store(folder or "/")
         if parent.exists(name):

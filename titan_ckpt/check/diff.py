@@ -16,10 +16,12 @@ import numpy as np
 from titan_ckpt.arguments import check_flag, check_number
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import Choice
+from titan_ckpt.checkpoint.open import as_checkpoint
 from titan_ckpt.checkpoint.read import read_box
 from titan_ckpt.errors import UsageError
 from titan_ckpt.format.dtypes import Array, decode
 from titan_ckpt.format.manifest import DIGEST_BYTES, TensorEntry
+from titan_ckpt.location import StrPath
 from titan_ckpt.sharding.placement import Box, Placements, format_placements
 
 BLOCK_ELEMENTS = 4 << 20
@@ -71,13 +73,15 @@ class Comparison:
     unknown: list[str] = field(default_factory=list)
 
 
-def diff(a: Checkpoint, b: Checkpoint, *, values: bool = False, rtol: float = 0.0) -> list[Difference]:
-    """The differences of two checkpoints on any meshes, tensors first; empty if there are none.
+def diff(
+    a: Checkpoint | StrPath, b: Checkpoint | StrPath, *, values: bool = False, rtol: float = 0.0
+) -> list[Difference]:
+    """The differences of two checkpoints (open, or as `URL[@STEP]`) on any meshes, tensors first; empty if there are none.
 
     Tensors that both shard alike are compared by digest. `values` reads the elements of the others, which may differ by `rtol`
     times the larger of the two; two NaN are equal. UsageError for an `rtol` below 0, or without `values`.
     """
-    return compare(a, b, values=values, rtol=rtol).differences
+    return compare(as_checkpoint(a), as_checkpoint(b), values=values, rtol=rtol).differences
 
 
 def compare(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_ckpt.arguments import check_callable, check_flag
 from titan_ckpt.check.scan import Problem, scan_files, scan_recorded
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.foreign_files import Recorded
@@ -24,7 +25,7 @@ from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.manifest_json import decode_manifest
 from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, step_folder
 from titan_ckpt.format.own_step import read_index
-from titan_ckpt.location import parse_location
+from titan_ckpt.location import StrPath, parse_location
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
@@ -69,7 +70,7 @@ class Report:
 
 
 def verify(
-    checkpoint: Checkpoint | str, *, read_data: bool = False, on_bytes: Callable[[int], None] | None = None
+    checkpoint: Checkpoint | StrPath, *, read_data: bool = False, on_bytes: Callable[[int], None] | None = None
 ) -> list[Problem]:
     """The problems of a checkpoint; an empty list if none were found.
 
@@ -85,9 +86,11 @@ def verify(
 
 
 def examine(
-    checkpoint: Checkpoint | str, *, read_data: bool = False, on_bytes: Callable[[int], None] | None = None
+    checkpoint: Checkpoint | StrPath, *, read_data: bool = False, on_bytes: Callable[[int], None] | None = None
 ) -> Report:
     """`verify`, and by what each file was checked."""
+    check_flag(read_data, "read_data")
+    check_callable(on_bytes, "on_bytes", or_none=True)
     on_bytes = on_bytes or (lambda _: None)
     if isinstance(checkpoint, Checkpoint):
         store, step, url = checkpoint.store, checkpoint.step, checkpoint.url

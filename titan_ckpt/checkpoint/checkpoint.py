@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint.foreign_files import Recorded
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.errors import DamagedError, NotFoundError
@@ -135,6 +136,7 @@ class Checkpoint:
         """
         import torch  # everything else here runs without torch
 
+        check_type(box, "box", Box, or_none=True, hint="Box(offsets, sizes)")
         from titan_ckpt.checkpoint.read import read_whole  # codecs are slow to import, and `ls` reads no tensor
 
         dtype, stored = read_whole(self, fqn, box)

@@ -12,6 +12,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint import foreign_formats
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.foreign_files import check_own_files
@@ -34,6 +35,7 @@ from titan_ckpt.format.names import (
     DIGESTS,
     MANIFEST,
     METADATA,
+    check_step,
     foreign_folder,
     is_attempt,
     parse_foreign_step,
@@ -41,7 +43,7 @@ from titan_ckpt.format.names import (
     step_folder,
 )
 from titan_ckpt.format.own_step import read_index
-from titan_ckpt.location import join, local_path, parse_location, scheme
+from titan_ckpt.location import StrPath, join, local_path, parse_location, scheme
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import HungStoreError
@@ -70,7 +72,7 @@ class CheckpointInfo:
         )
 
 
-def list_checkpoints(url: str | Store) -> list[CheckpointInfo]:
+def list_checkpoints(url: StrPath | Store) -> list[CheckpointInfo]:
     """Every step of a run, oldest first; empty if the run does not exist. Cheap: reads COMMIT files, no manifests.
 
     A COMMIT that the store refuses to read makes its step "unreadable". StoreError for a failure that may pass.
@@ -79,8 +81,18 @@ def list_checkpoints(url: str | Store) -> list[CheckpointInfo]:
     return [_info(store, step) for step in _steps(store)]
 
 
+def as_checkpoint(value: Checkpoint | StrPath) -> Checkpoint:
+    """`value`, or the checkpoint at the URL that it is. UsageError for another type."""
+    if isinstance(value, Checkpoint):
+        return value
+    check_type(
+        value, "checkpoint", str, os.PathLike, hint="an open Checkpoint, or URL[@STEP] as text or as a pathlib.Path"
+    )
+    return open_checkpoint(value)
+
+
 def open_checkpoint(
-    url: str, *, step: int | None = None, store: Store | None = None, on_damage: OnDamage | str = OnDamage.FALL_BACK
+    url: StrPath, *, step: int | None = None, store: Store | None = None, on_damage: OnDamage | str = OnDamage.FALL_BACK
 ) -> Checkpoint:
     """Open `url[@STEP]`; without a step, the newest checkpoint that is committed, resumable and whole.
 
@@ -93,6 +105,9 @@ def open_checkpoint(
     """
     on_damage = OnDamage.parse(on_damage, "on_damage")
     location = parse_location(url)
+    check_type(store, "store", Store, or_none=True, hint="what open_store(url) returns")
+    if step is not None:
+        step = check_step(step)
     store = store or open_store(location.url)
     wanted = location.step if step is None else step
     if wanted is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -52,7 +51,7 @@ from titan_ckpt.format.structure import of_paths
 from titan_ckpt.loading.casts import holds_every_value
 from titan_ckpt.loading.load import ReadPlan
 from titan_ckpt.loading.policy import LoadPolicy, LoadReport
-from titan_ckpt.location import check_writable, normalise, parse_location
+from titan_ckpt.location import StrPath, check_writable, normalise, parse_location, url_text
 from titan_ckpt.saving.merge_parts import created, versions
 from titan_ckpt.saving.options import SaveRequest
 from titan_ckpt.saving.staging import Direct, warn_expanded
@@ -122,7 +121,7 @@ class StorageWriter(TorchStorageWriter):
 
     def __init__(
         self,
-        url: str | None = None,
+        url: StrPath | None = None,
         *,
         step: int | None = None,
         mesh: MeshSpec | None = None,
@@ -138,9 +137,9 @@ class StorageWriter(TorchStorageWriter):
         if url is not None and (step is not None or parse_location(url).step is not None):
             self.reset()
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """DCP calls this before each save."""
-        location = parse_location(str(checkpoint_id or self._url or ""))
+        location = parse_location(checkpoint_id or self._url or "")
         step = location.step if location.step is not None else self._step
         if step is None:
             raise UsageError(f"{location}: which step? Write URL@STEP, or give StorageWriter(url, step=...)")
@@ -196,9 +195,9 @@ class StorageWriter(TorchStorageWriter):
         commit_checkpoint(self._store, manifest, dcp_metadata(manifest), replaces=self._previous)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Whether the URL has a step."""
-        return parse_location(str(checkpoint_id)).step is not None
+        return parse_location(checkpoint_id).step is not None
 
     def storage_meta(self) -> StorageMeta:
         """The checkpoint's location, for DCP's metadata."""
@@ -251,15 +250,15 @@ class StorageReader(TorchStorageReader):
     error on one, such as DamagedError if stored bytes differ from what was saved.
     """
 
-    def __init__(self, url: str | None = None, *, policy: LoadPolicy | None = None) -> None:
+    def __init__(self, url: StrPath | None = None, *, policy: LoadPolicy | None = None) -> None:
         check_type(policy, "policy", LoadPolicy, or_none=True, hint="LoadPolicy(...)")
         self._url, self._policy = url, policy or LoadPolicy()
         self._checkpoint: Checkpoint | None = None
         self.report = LoadReport()
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """DCP calls this before each load. Nothing is read yet: of an error here the other ranks would not learn."""
-        self._url, self._checkpoint = str(checkpoint_id or self._url or ""), None
+        self._url, self._checkpoint = checkpoint_id or self._url or "", None
         self.report = LoadReport()
 
     @property
@@ -327,9 +326,9 @@ class StorageReader(TorchStorageReader):
             )  # fmt: skip
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Whether a URL was given; opening it shows whether it is a checkpoint."""
-        return bool(str(checkpoint_id))
+        return bool(url_text(checkpoint_id))
 
 
 def _item(write: WriteItem) -> LocalShard:

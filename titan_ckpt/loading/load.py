@@ -14,7 +14,7 @@ import torch
 from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.objects import damage
-from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.checkpoint.open import as_checkpoint, open_checkpoint
 from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError
 from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
 from titan_ckpt.format.digest import matches
@@ -26,6 +26,7 @@ from titan_ckpt.loading.grow import grown
 from titan_ckpt.loading.objects import read_objects, settle
 from titan_ckpt.loading.policy import LoadPolicy, LoadReport, OnMismatch, VerifyReads
 from titan_ckpt.loading.requests import Request, fetch, grouped
+from titan_ckpt.location import StrPath
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.sharding.placement import strides as row_major
 from titan_ckpt.state.flatten import FlatState, Names, flatten
@@ -62,7 +63,7 @@ class _StagedCopy:
 
 
 def load(
-    checkpoint: Checkpoint | str,
+    checkpoint: Checkpoint | StrPath,
     state: MutableMapping[str, Any],
     *,
     policy: LoadPolicy | None = None,
@@ -96,9 +97,11 @@ def load(
     return report
 
 
-def _fill(checkpoint: Checkpoint | str, state: Mapping[str, Any], policy: LoadPolicy) -> tuple[LoadReport, FlatState]:
+def _fill(
+    checkpoint: Checkpoint | StrPath, state: Mapping[str, Any], policy: LoadPolicy
+) -> tuple[LoadReport, FlatState]:
     """Fill the tensors of `state` that this rank reads; the other values are in the report."""
-    opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    opened = as_checkpoint(checkpoint)
     names = _names(opened)
     flat = grown(opened, flatten(state, stored=names), names)
     report, plan = _planned(opened, flat, policy)

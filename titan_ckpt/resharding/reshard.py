@@ -23,7 +23,7 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.commit_proved import commit_checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.nesting import nesting
-from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.checkpoint.open import as_checkpoint, open_checkpoint
 from titan_ckpt.checkpoint.uncompressed import decoded
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, UsageError
@@ -33,7 +33,7 @@ from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, FileEntry, Manifest, ObjectEntry
 from titan_ckpt.format.names import ASSETS, data_file, step_folder
 from titan_ckpt.format.torch_blob import envelope
-from titan_ckpt.location import check_writable, is_inside
+from titan_ckpt.location import StrPath, check_writable, is_inside
 from titan_ckpt.resharding.file_groups import group_ranks, spread
 from titan_ckpt.resharding.placement_rules import PlacementRule
 from titan_ckpt.resharding.target import Placer, TargetLayout, TargetPlacement, lay_out, stages_for
@@ -128,19 +128,20 @@ class ReshardPlan:
 
 
 def plan_reshard(
-    checkpoint: Checkpoint,
-    mesh: MeshSpec,
+    checkpoint: Checkpoint | StrPath,
+    mesh: MeshSpec | str,
     *,
     rules: tuple[PlacementRule, ...] = (),
     selection: Selection | None = None,
     stages_per_rank: int | None = None,
 ) -> ReshardPlan:
-    """Plan to rewrite `checkpoint` for `mesh`; reads no tensor.
+    """Plan to rewrite `checkpoint` (open, or `URL[@STEP]`) for `mesh` (or its text, `pp=2,tp=4`); reads no tensor.
 
     PlanError if a cut on the new mesh is unknown; DamagedError if the source's chunks do not tile
     its tensors. `rules` override how tensors are cut
     (`resharding.placement_rules`); `selection` picks tensors, names and dtypes (`rewrite.selection`).
     """
+    checkpoint, mesh = as_checkpoint(checkpoint), mesh if isinstance(mesh, MeshSpec) else MeshSpec.parse(mesh)
     checkpoint.prove_coverage()
     for name in ("training", "config", "user"):
         check_json(getattr(checkpoint.manifest, name), f"{checkpoint}: {name}")
@@ -186,7 +187,7 @@ class ReshardReport:
 
 def run_plan(
     plan: ReshardPlan,
-    url: str,
+    url: StrPath,
     *,
     store: Store | None = None,
     memory_bytes: int = DEFAULT_MEMORY,
@@ -200,6 +201,7 @@ def run_plan(
     digests. Every worker calls this; worker 0 commits. AlreadyExistsError if `url` has this step; DamagedError if the source's
     bytes do not match their digests or change during the run.
     """
+    check_type(plan, "plan", ReshardPlan, hint="what plan_reshard(...) returns")
     check_type(workers, "workers", Workers, or_none=True, hint="Workers(count=2, index=0)")
     check_flag(is_checked, "is_checked")
     check_callable(on_progress, "on_progress", or_none=True)
@@ -235,7 +237,7 @@ def run_plan(
     )
 
 
-def check_destination(plan: ReshardPlan, url: str, store: Store) -> None:
+def check_destination(plan: ReshardPlan, url: StrPath, store: Store) -> None:
     """Refuse a destination that cannot be addressed, lies inside the source, or already has this step."""
     check_writable(url)
     if is_inside(url, plan.checkpoint.url) and not is_inside(plan.checkpoint.url, url):
@@ -273,7 +275,7 @@ def _check_unchanged(plan: ReshardPlan, before: Mapping[str, str]) -> None:
             )
 
 
-def _commit(plan: ReshardPlan, files: JobFiles, url: str, attempt: str, workers: Workers) -> Checkpoint:
+def _commit(plan: ReshardPlan, files: JobFiles, url: StrPath, attempt: str, workers: Workers) -> Checkpoint:
     store, records = files.store, files.wait_for(plan.target.ranks_with_files(), attempt, workers)
     assets = dict(_copied_assets(plan, store, attempt))
     manifest = target_manifest(plan, attempt, records, assets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from titan_ckpt.errors import UsageError
 from titan_ckpt.format.codec import CODECS
 from titan_ckpt.format.manifest import RAW
 from titan_ckpt.format.names import check_step
-from titan_ckpt.location import redact_values
+from titan_ckpt.location import StrPath, redact_values
 from titan_ckpt.saving.replicas import Replicas
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec
@@ -60,7 +61,7 @@ class SaveOptions:
     incremental: bool = False
     retention: RetentionPolicy | None = None
     in_use: Callable[[], frozenset[int]] = no_steps
-    mirror: str | Store | None = field(default=None, repr=False)
+    mirror: StrPath | Store | None = field(default=None, repr=False)
     is_exclusive: bool = True
     replicas: Replicas | str = Replicas.EQUAL
     timeout_s: float = 1800.0
@@ -73,7 +74,7 @@ class SaveOptions:
             PipelineSpec.from_dict(self.pipeline)
         check_word(self.codec, CODECS, "codec")
         check_type(self.retention, "retention", RetentionPolicy, or_none=True, hint="RetentionPolicy(keep_last=3)")
-        check_type(self.mirror, "mirror", str, Store, or_none=True, hint="the URL of the second tier")
+        check_type(self.mirror, "mirror", str, os.PathLike, Store, or_none=True, hint="the URL of the second tier")
         for name in ("incremental", "is_exclusive"):
             check_flag(getattr(self, name), name)
         check_number(self.timeout_s, "timeout_s", above=0)
@@ -99,6 +100,10 @@ class SaveRequest:
         for name in ("training", "config", "user"):
             check_type(getattr(self, name), name, Mapping, or_none=True, hint="a mapping of JSON values")
             check_json(getattr(self, name), name)
+        check_type(self.assets, "assets", Mapping, or_none=True, hint="a mapping of names to bytes")
+        for name, data in (self.assets or {}).items():
+            check_type(name, "a name in assets", str, hint="a file name, as text")
+            check_type(data, f"assets[{name!r}]", bytes, bytearray, memoryview, hint="the file's content, as bytes")
         if CheckpointKind.parse(self.kind, "kind") == CheckpointKind.FOREIGN:
             raise UsageError("kind is 'foreign'; only full and model checkpoints can be saved")
 
@@ -163,6 +168,8 @@ class SaveHandle:
 
     def wait(self, timeout_s: float | None = None) -> SaveReport:
         """Wait for the commit. Raises the error of the save, whichever rank it was on; TimeoutError after `timeout_s`."""
+        if timeout_s is not None:
+            check_number(timeout_s, "timeout_s", at_least=0)
         error = self.future.exception(timeout_s)
         self.is_reported = True
         if error is not None:

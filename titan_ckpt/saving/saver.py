@@ -28,6 +28,7 @@ from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.format.commit import Before, found_before
 from titan_ckpt.format.names import ASSETS, step_folder
+from titan_ckpt.location import StrPath
 from titan_ckpt.saving.agreement import Agreed, Agreement, Prepared, prepare
 from titan_ckpt.saving.commit import Committer, Upload
 from titan_ckpt.saving.incremental import KnownChunks
@@ -63,7 +64,7 @@ class Saver:
     Threads take turns. UsageError for a call from a hook or callback of a save, from a forked child, or after `close`.
     """
 
-    def __init__(self, url: str | Store, options: SaveOptions | None = None) -> None:
+    def __init__(self, url: StrPath | Store, options: SaveOptions | None = None) -> None:
         check_type(options, "options", SaveOptions, or_none=True, hint="SaveOptions(...)")
         self._options = options or SaveOptions()
         timeout_s = self._options.timeout_s
@@ -88,6 +89,7 @@ class Saver:
         self._stall_s, self._said = 0.0, set[str]()
 
     def __enter__(self) -> Saver:
+        self._turns.check("with saver")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -229,6 +231,7 @@ class Saver:
 
     def check(self) -> None:
         """Raise the error of a failed save: this rank's own, or SaveError with another rank's traceback. Call it every step."""
+        self._turns.check("check")
         if self._pending is not None and self._pending.future.done():
             self.wait()
         if self._mirror is not None:
@@ -264,16 +267,14 @@ class Saver:
         """Wait for the save in flight and for its mirror copy, raise their errors, release threads and process groups."""
         if self._turns.is_forked:
             return
-        try:
-            self.wait()
-        finally:
-            self._turns.is_closed = True
-            try:
-                if self._mirror is not None:
-                    self._mirror.close()
-            finally:
-                self._thread.shutdown()
-                self._ranks.close()
+        with ExitStack() as last:
+            last.callback(self._ranks.close)
+            last.callback(self._thread.shutdown)
+            if self._mirror is not None:
+                last.callback(self._mirror.close)
+            last.callback(setattr, self._turns, "is_closed", True)
+            if not self._turns.is_closed:
+                self.wait()
 
     def _abandon(self) -> None:
         """The caller is failing: let an upload in flight end, but log its error, which must not replace the caller's."""
@@ -378,7 +379,7 @@ class Saver:
 
 
 def save(
-    url: str | Store,
+    url: StrPath | Store,
     state: Mapping[str, Any],
     *,
     step: int,
@@ -391,6 +392,7 @@ def save(
 
     SaveError on every rank if one fails; its text has ConditionFailedError if another job committed this step meanwhile.
     """
+    check_type(options, "options", SaveOptions, or_none=True, hint="SaveOptions(...)")
     with Saver(url, replace(options or SaveOptions(), is_exclusive=False)) as saver:
         return saver.save_now(state, step=step, training=training, config=config, user=user)
 

@@ -24,7 +24,7 @@ from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, TitanError, UsageError
 from titan_ckpt.format.commit import commit_version, found_before, read_commit
 from titan_ckpt.format.names import UNMIRRORED, data_file
-from titan_ckpt.location import check_writable, is_inside, redact
+from titan_ckpt.location import StrPath, check_writable, is_inside, redact, url_text
 from titan_ckpt.saving.options import GIVE_UP_AT
 from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_on_all, save_error
 from titan_ckpt.store.base import Store
@@ -288,11 +288,11 @@ def mark_unmirrored(source: Store, *, step: int, is_due: bool) -> None:
         source.write(UNMIRRORED, ["\n".join([head, *map(str, sorted(steps)), ""]).encode()])
 
 
-def _check_apart(url: str | Store, mirror: str | Store | None) -> None:
+def _check_apart(url: StrPath | Store, mirror: StrPath | Store | None) -> None:
     """UsageError if the two tiers are one folder, or one lies in the other: then there is no second copy."""
     if mirror is None:
         return
-    first, second = (item.url if isinstance(item, Store) else item for item in (url, mirror))
+    first, second = (item.url if isinstance(item, Store) else url_text(item) for item in (url, mirror))
     if is_inside(first, second) or is_inside(second, first):
         raise UsageError(
             f"mirror {redact(second)} and the run {redact(first)} are one folder, or one lies in the other: that is no second "
@@ -300,7 +300,7 @@ def _check_apart(url: str | Store, mirror: str | Store | None) -> None:
         )
 
 
-def open_tiers(ranks: RankGroup, url: str | Store, mirror: str | Store | None) -> tuple[Store, Store | None]:
+def open_tiers(ranks: RankGroup, url: StrPath | Store, mirror: StrPath | Store | None) -> tuple[Store, Store | None]:
     """The stores of a run and of its mirror; an error on one rank is raised on all. A collective call."""
     error: BaseException | None = None
     first, second = url, mirror
@@ -309,8 +309,8 @@ def open_tiers(ranks: RankGroup, url: str | Store, mirror: str | Store | None) -
             if target is not None:
                 check_writable(target.url if isinstance(target, Store) else target)
         _check_apart(url, mirror)
-        first = open_store(url) if isinstance(url, str) else url
-        second = open_store(mirror) if isinstance(mirror, str) else mirror
+        first = url if isinstance(url, Store) else open_store(url)
+        second = mirror if isinstance(mirror, Store) or mirror is None else open_store(mirror)
     except BaseException as caught:  # noqa: BLE001  (raised below, once the other ranks know)
         error = caught
     raise_on_all(ranks, error, "opening the run's store")

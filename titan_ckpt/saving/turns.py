@@ -24,13 +24,15 @@ class Turns:
         return os.getpid() != self._pid
 
     def check(self, what: str) -> None:
-        """UsageError for a call that would wait for itself or for a thread that is not there."""
+        """UsageError after `is_closed` is set, and for a call that would wait for itself or for a thread that is not there."""
         if self.is_forked:
             raise UsageError(
                 f"{what}: this process was forked after the saver was made, in process {self._pid}; make one here"
             )
         if threading.get_ident() == self._own_thread:
             raise UsageError(f"{what}: called from a hook or callback of a save, which would wait for itself")
+        if self.is_closed:
+            raise UsageError(f"{what}: the saver is closed; make another Saver")
 
     @contextmanager
     def taken(self, what: str) -> Iterator[None]:
@@ -39,8 +41,7 @@ class Turns:
         if self._holder == threading.get_ident():
             raise UsageError(f"{what}: called from inside a save of this saver, by a hook or by the state itself")
         with self._lock:
-            if self.is_closed:
-                raise UsageError(f"{what}: the saver is closed")
+            self.check(what)
             self._holder = threading.get_ident()
             try:
                 yield

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from titan_ckpt.arguments import check_type
 from titan_ckpt.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -59,6 +60,7 @@ class MeshSpec:
         >>> str(MeshSpec.parse("tp=4,pp=2"))
         'pp=2,tp=4'
         """
+        check_type(text, "mesh", str, hint="a mesh such as 'pp=2,dp_shard=4,tp=2'")
         degrees: dict[str, int] = {}
         for item in [] if text.strip() in ("", "1") else text.split(","):
             axis, _, degree = (part.strip() for part in item.partition("="))
