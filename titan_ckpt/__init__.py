@@ -14,25 +14,31 @@ if TYPE_CHECKING:
     from titan_ckpt.check.verify import verify
     from titan_ckpt.checkpoint.checkpoint import Checkpoint
     from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints, open_checkpoint
+    from titan_ckpt.converters.convert import convert
     from titan_ckpt.dcp.storage import StorageReader, StorageWriter
     from titan_ckpt.errors import TitanError
     from titan_ckpt.loading.load import load
     from titan_ckpt.loading.policy import LoadPolicy, LoadReport
     from titan_ckpt.resharding.reshard import plan_reshard, run_plan
+    from titan_ckpt.resharding.whole import reshard
     from titan_ckpt.resharding.workers import Workers
     from titan_ckpt.saving.options import SaveOptions, SaveReport
     from titan_ckpt.saving.saver import Saver, save
     from titan_ckpt.sharding.mesh import MeshSpec
     from titan_ckpt.store.base import Store
     from titan_ckpt.store.open import open_store
-    from titan_ckpt.upkeep.retention import RetentionPolicy, prune
+    from titan_ckpt.upkeep.copy import CopyReport, cp
+    from titan_ckpt.upkeep.pruning import PruneReport, prune
+    from titan_ckpt.upkeep.retention import RetentionPolicy
 
 __all__ = [
     "Checkpoint",
     "CheckpointInfo",
+    "CopyReport",
     "LoadPolicy",
     "LoadReport",
     "MeshSpec",
+    "PruneReport",
     "RetentionPolicy",
     "SaveOptions",
     "SaveReport",
@@ -43,6 +49,8 @@ __all__ = [
     "TitanError",
     "Workers",
     "__version__",
+    "convert",
+    "cp",
     "diff",
     "list_checkpoints",
     "load",
@@ -50,6 +58,7 @@ __all__ = [
     "open_store",
     "plan_reshard",
     "prune",
+    "reshard",
     "run_plan",
     "save",
     "verify",
@@ -60,9 +69,11 @@ __getattr__, __dir__ = lazy_names(
     {
         "Checkpoint": "checkpoint.checkpoint",
         "CheckpointInfo": "checkpoint.open",
+        "CopyReport": "upkeep.copy",
         "LoadPolicy": "loading.policy",
         "LoadReport": "loading.policy",
         "MeshSpec": "sharding.mesh",
+        "PruneReport": "upkeep.pruning",
         "RetentionPolicy": "upkeep.retention",
         "SaveOptions": "saving.options",
         "SaveReport": "saving.options",
@@ -73,13 +84,16 @@ __getattr__, __dir__ = lazy_names(
         "TitanError": "errors",
         "Workers": "resharding.workers",
         "__version__": "version",
+        "convert": "converters.convert",
+        "cp": "upkeep.copy",
         "diff": "check.diff",
         "list_checkpoints": "checkpoint.open",
         "load": "loading.load",
         "open_checkpoint": "checkpoint.open",
         "open_store": "store.open",
         "plan_reshard": "resharding.reshard",
-        "prune": "upkeep.retention",
+        "prune": "upkeep.pruning",
+        "reshard": "resharding.whole",
         "run_plan": "resharding.reshard",
         "save": "saving.saver",
         "verify": "check.verify",

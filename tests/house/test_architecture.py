@@ -26,9 +26,11 @@ HEAVY = ("torch", "s3fs", "textual", "transformers", "botocore")
 PUBLIC = [
     "Checkpoint",
     "CheckpointInfo",
+    "CopyReport",
     "LoadPolicy",
     "LoadReport",
     "MeshSpec",
+    "PruneReport",
     "RetentionPolicy",
     "SaveOptions",
     "SaveReport",
@@ -39,6 +41,8 @@ PUBLIC = [
     "TitanError",
     "Workers",
     "__version__",
+    "convert",
+    "cp",
     "diff",
     "list_checkpoints",
     "load",
@@ -46,6 +50,7 @@ PUBLIC = [
     "open_store",
     "plan_reshard",
     "prune",
+    "reshard",
     "run_plan",
     "save",
     "verify",
@@ -84,7 +89,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         titan_ckpt.saev  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["diff", "load", "save", "verify"])
+@pytest.mark.parametrize("name", ["convert", "cp", "diff", "load", "prune", "reshard", "save", "verify"])
 def test_the_main_functions_are_plain_functions(name: str) -> None:
     function = getattr(titan_ckpt, name)
     assert isinstance(function, FunctionType)

@@ -10,10 +10,8 @@ from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.output import write_json, write_text
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_duration, format_size
-from titan_ckpt.errors import UsageError
-from titan_ckpt.location import parse_location, run_location
-from titan_ckpt.store.open import open_store
-from titan_ckpt.upkeep.copy import copy_checkpoint
+from titan_ckpt.location import run_location
+from titan_ckpt.upkeep.copy import cp
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -26,19 +24,15 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Copy and verify, or show what would be copied."""
-    target_location = run_location(arguments.destination)
-    source = open_checkpoint(arguments.source)
-    if target_location.url == parse_location(arguments.source).url:
-        raise UsageError(f"{target_location} is the source's own run; give another URL")
-    total = sum(file.size_bytes for file in source.manifest.files)
+    source, target = open_checkpoint(arguments.source), run_location(arguments.destination)
+    planned = cp(source, arguments.destination, dry_run=True)
     if arguments.dry_run:
-        write_text(
-            f"would copy {source} to {target_location}: {len(source.manifest.files)} files, {format_size(total)}"
-        )
+        size = format_size(planned.copied_bytes)
+        write_text(f"would copy {source} to {target}: {planned.num_files} files, {size}")
         return 0
     started = time.monotonic()
-    with ProgressLine("cp", total) as progress:
-        report = copy_checkpoint(source, open_store(target_location.url), on_bytes=progress.add)
+    with ProgressLine("cp", planned.copied_bytes) as progress:
+        report = cp(source, arguments.destination, on_bytes=progress.add)
     seconds = time.monotonic() - started
     if arguments.json:
         names = ("step", "num_files", "copied_bytes", "kept_bytes", "was_committed")
@@ -46,7 +40,7 @@ def run(arguments: Namespace) -> int:
     else:
         kept = f", {format_size(report.kept_bytes)} there already" if report.kept_bytes else ""
         write_text(
-            f"{source} -> {target_location}@{report.step}: {format_size(report.copied_bytes)} copied and verified"
+            f"{source} -> {target}@{report.step}: {format_size(report.copied_bytes)} copied and verified"
             f"{kept} in {format_duration(seconds)}"
         )
     return 0

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 
-from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints
 from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.output import format_table, write_json, write_text
 from titan_ckpt.console.units import format_size
-from titan_ckpt.errors import UsageError
-from titan_ckpt.location import run_location
-from titan_ckpt.store.open import open_store
-from titan_ckpt.upkeep.deletion import RemovalPlan, delete, plan_removal, read_pins
-from titan_ckpt.upkeep.retention import DAY_S, PINS, RetentionPolicy, parse_age
+from titan_ckpt.upkeep.pruning import PruneReport, prune
+from titan_ckpt.upkeep.retention import DAY_S, RetentionPolicy, parse_age
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -45,49 +39,32 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Delete what the policy does not keep; preview it without --yes. 1 if a checkpoint that cannot be opened forbids it."""
-    location = run_location(arguments.url)
-    store = open_store(location.url)
-    pins, wanted = read_pins(store), frozenset(arguments.keep)
     policy = RetentionPolicy(
         keep_last=arguments.keep_last,
         keep_every=arguments.keep_every,
-        pins=pins | wanted,
+        pins=frozenset(arguments.keep),
         is_incomplete=arguments.incomplete,
         older_than_s=arguments.older_than,
     )
-    infos = list_checkpoints(store)
-    _check_wanted(wanted, infos, shown=str(location))
-    plan = plan_removal(store, policy, now_s=time.time())
-    absent = sorted(pins - {info.step for info in infos})
-    reasons = [*plan.kept, *(f"{store.where(PINS)}: this run has no step {step}" for step in absent)]
-    if arguments.yes:
-        reasons += delete(store, plan)
-    size = sum(item.size_bytes for item in plan.garbage)
+    report = prune(arguments.url, policy, dry_run=not arguments.yes)
     if arguments.json:
-        rows = [{"what": item.what, "step": item.step, "size_bytes": item.size_bytes} for item in plan.garbage]
-        write_json({"is_deleted": arguments.yes, "size_bytes": size, "removed": rows, "kept": reasons})
+        rows = [{"what": item.what, "step": item.step, "size_bytes": item.size_bytes} for item in report.garbage]
+        kept = list(report.kept)
+        write_json({"is_deleted": arguments.yes, "size_bytes": report.size_bytes, "removed": rows, "kept": kept})
     else:
-        write_text("\n".join([_text(plan, size, is_deleted=arguments.yes), *reasons]))
-    return 1 if plan.is_blocked else 0
+        write_text("\n".join([_text(report), *report.kept]))
+    return 1 if report.is_blocked else 0
 
 
-def _check_wanted(wanted: frozenset[int], infos: Sequence[CheckpointInfo], *, shown: str) -> None:
-    """Refuse a `--keep` that keeps nothing: it may be a slip, and the step that was meant would go."""
-    steps = [info.step for info in infos]
-    for step in sorted(wanted - set(steps)):
-        near = ", ".join(map(str, sorted(steps, key=lambda found: abs(found - step))[:5])) or "none"
-        raise UsageError(f"--keep {step}: {shown} has no step {step}; nothing was deleted. The nearest steps: {near}")
-
-
-def _text(plan: RemovalPlan, size_bytes: int, *, is_deleted: bool) -> str:
-    if not plan.garbage:
+def _text(report: PruneReport) -> str:
+    if not report.garbage:
         return "nothing to delete"
-    rows = [[item.what, len(item.entries), format_size(item.size_bytes)] for item in plan.garbage]
+    rows = [[item.what, len(item.entries), format_size(item.size_bytes)] for item in report.garbage]
     table = format_table(
-        ["deleted" if is_deleted else "would delete", "objects", "size"], rows, right=["objects", "size"]
+        ["deleted" if report.is_deleted else "would delete", "objects", "size"], rows, right=["objects", "size"]
     )
-    end = f"{format_size(size_bytes)} freed" if is_deleted else f"{format_size(size_bytes)}; add --yes to delete"
-    return f"{table}\n{end}"
+    size = format_size(report.size_bytes)
+    return f"{table}\n{size} freed" if report.is_deleted else f"{table}\n{size}; add --yes to delete"
 
 
 PRUNE = Command(configure=configure, run=run)

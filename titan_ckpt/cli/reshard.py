@@ -18,8 +18,9 @@ from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.location import parse_location
 from titan_ckpt.resharding.estimate import Link, ReshardEstimate, estimate_reshard
 from titan_ckpt.resharding.placement_rules import PlacementRule, read_rules
-from titan_ckpt.resharding.reshard import ReshardPlan, ReshardReport, Workers, check_destination, plan_reshard, run_plan
-from titan_ckpt.rewrite.selection import Filter, Selection, select
+from titan_ckpt.resharding.reshard import ReshardPlan, ReshardReport, Workers, check_destination, run_plan
+from titan_ckpt.resharding.whole import plan_selected
+from titan_ckpt.rewrite.selection import Filter
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import format_placements
 from titan_ckpt.store.base import Store
@@ -76,12 +77,10 @@ def run(arguments: Namespace) -> int:
         raise UsageError(
             f"{arguments.destination}: a reshard keeps the source's step; give the URL without @{location.step}"
         )
-    per_rank = arguments.stages_per_rank
-    if per_rank is not None and per_rank < 1:
-        raise UsageError(f"--stages-per-rank {per_rank}: a pipeline schedule has 1 or more stages per rank")
-    checkpoint = open_checkpoint(arguments.source)
-    selection = _selection(arguments, select(checkpoint.manifest, _filter(arguments)))
-    plan = plan_reshard(checkpoint, mesh, rules=rules, selection=selection, stages_per_rank=per_rank)
+    plan = plan_selected(
+        open_checkpoint(arguments.source), mesh, _filter(arguments), dtype=arguments.dtype, rules=rules,
+        stages_per_rank=arguments.stages_per_rank,
+    )  # fmt: skip
     store = open_store(location.url)
     check_destination(plan, location.url, store)
     if arguments.show is not None:
@@ -119,14 +118,6 @@ def _filter(arguments: Namespace) -> Filter:
         exclude=tuple(arguments.exclude),
         rename=tuple(arguments.rename),
     )
-
-
-def _selection(arguments: Namespace, selection: Selection) -> Selection:
-    if arguments.dtype is None:
-        return selection
-    from titan_ckpt.rewrite.cast import with_dtype  # torch takes a second to import, and only a cast needs it
-
-    return with_dtype(selection, arguments.dtype)
 
 
 def _workers(environment: os._Environ[str]) -> Workers:

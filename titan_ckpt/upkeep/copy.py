@@ -15,10 +15,12 @@ from typing import TypeAlias
 
 import xxhash
 
+from titan_ckpt.arguments import check_callable, check_flag
 from titan_ckpt.check.scan import check_blobs
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.commit_proved import commit_checkpoint, commit_copy
 from titan_ckpt.checkpoint.kinds import CheckpointKind
+from titan_ckpt.checkpoint.open import as_checkpoint
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, UsageError
 from titan_ckpt.format.commit import (
     Before,
@@ -33,8 +35,9 @@ from titan_ckpt.format.dcp_read import dcp_paths
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import FileEntry, Manifest
 from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, data_file, foreign_folder
-from titan_ckpt.location import check_writable, is_inside
+from titan_ckpt.location import StrPath, check_writable, is_inside, redact, run_location
 from titan_ckpt.store.base import ObjectInfo, Store
+from titan_ckpt.store.open import open_store
 
 FILES_AT_ONCE = 4
 WINDOW_BYTES = 16 << 20
@@ -50,6 +53,36 @@ class CopyReport:
     copied_bytes: int
     kept_bytes: int
     was_committed: bool
+
+
+def cp(
+    source: Checkpoint | StrPath,
+    destination: StrPath | Store,
+    *,
+    dry_run: bool = False,
+    on_bytes: OnBytes | None = None,
+) -> CopyReport:
+    """Copy a checkpoint (open, or `URL[@STEP]`) to the run at `destination`, under the same step, and verify the copy.
+
+    As the command `cp`: what an interrupted copy left is kept, the commit comes last. `on_bytes` receives the size of each part
+    as it is copied. With `dry_run` nothing is written, and `copied_bytes` is what there is to copy. UsageError if the destination
+    is the source's own run; AlreadyExistsError if it has another save of that step; DamagedError, and no commit, if the source's
+    bytes differ from its manifest.
+    """
+    check_flag(dry_run, "dry_run")
+    check_callable(on_bytes, "on_bytes", or_none=True)
+    opened = as_checkpoint(source)
+    url = destination.url if isinstance(destination, Store) else run_location(destination).url
+    if url == opened.store.url:
+        raise UsageError(f"{redact(url)} is the source's own run; give another URL")
+    if dry_run:
+        sizes = [file.size_bytes for file in opened.manifest.files]
+        return CopyReport(
+            step=opened.step, num_files=len(sizes), copied_bytes=sum(sizes), kept_bytes=0, was_committed=False
+        )
+    return copy_checkpoint(
+        opened, destination if isinstance(destination, Store) else open_store(url), on_bytes=on_bytes
+    )
 
 
 def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: OnBytes | None = None) -> CopyReport:
