@@ -11,14 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import cached_property
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from titan_ckpt.errors import ConditionFailedError, NotFoundError, StoreError, TransientStoreError
+from titan_ckpt.errors import ConditionFailedError, NotFoundError, PermissionDeniedError, StoreError
 from titan_ckpt.location import check_relative, normalise
-from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, probe_conditions, retry
-from titan_ckpt.store.deadline import TimedCall, time_limits
+from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, probe_conditions
 from titan_ckpt.store.s3_answers import (
     Listing,
     ReplacedError,
@@ -32,8 +32,9 @@ from titan_ckpt.store.s3_answers import (
     listed,
     read_again,
 )
-from titan_ckpt.store.s3_client import S3Options, make_client
-from titan_ckpt.store.s3_errors import translate
+from titan_ckpt.store.s3_calls import S3Calls
+from titan_ckpt.store.s3_client import S3Options
+from titan_ckpt.store.s3_errors import is_mute, is_same_refusal
 from titan_ckpt.store.s3_multipart import MultipartUpload, SentPart
 from titan_ckpt.store.s3_parts import (
     PART_BYTES,
@@ -52,9 +53,6 @@ T = TypeVar("T")
 PARTS_IN_FLIGHT = 4
 THREADS = 8
 DELETE_BATCH = 1000
-# Reads of an object that is replaced again and again.
-# They send and receive little, so a server that is there answers them soon.
-SMALL_CALLS = ("stat", "list", "find")
 # A listing of many pages takes longer than one call.
 LISTING_DEADLINES = 10
 
@@ -67,13 +65,11 @@ class S3Store(Store):
 
     def __init__(self, url: str, policy: RetryPolicy, **options: Any) -> None:
         super().__init__(normalise(url))
-        self._policy = policy
         self._bucket, self._prefix = split_url(self.url)
-        self._client = make_client(S3Options.of(options), self.where(""))
+        self._calls = S3Calls(S3Options.of(options), self._bucket, policy, self.where(""))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="s3")
         self._in_flight = threading.BoundedSemaphore(THREADS)
         self._buffers = PartBuffers()
-        self._bucket_seen = self._is_answered = False
         self._first_read: dict[str, str] = {}
 
     # Reading
@@ -199,7 +195,7 @@ class S3Store(Store):
             try:
                 return self._put_once(path, view, **condition)
             except Exception as error:
-                lost = isinstance(self._translate(path, "write", error), ConditionFailedError | NotFoundError)
+                lost = isinstance(self._calls.translate(path, "write", error), ConditionFailedError | NotFoundError)
                 if lost and earlier_try and self._holds(path, view):
                     return self.stat(path)  # an earlier try succeeded, only its response was lost
                 earlier_try = True
@@ -233,7 +229,7 @@ class S3Store(Store):
         return ObjectInfo(path=path, size_bytes=size_bytes, modified_s=server_time_s(answer), version=version)
 
     def _write_multipart(self, path: str, parts: Iterator[UploadPart]) -> ObjectInfo:
-        upload = MultipartUpload(self._client, self._bucket, self._key(path), path, self._call)
+        upload = MultipartUpload(self._calls, self._bucket, self._key(path), self.where(path))
         in_flight: set[Future[SentPart]] = set()
         sent: list[SentPart] = []
         try:
@@ -270,7 +266,7 @@ class S3Store(Store):
             try:
                 return self._written(path, size, *upload.complete_once(parts))
             except Exception as error:
-                is_gone = isinstance(self._translate(path, "complete", error), NotFoundError)
+                is_gone = isinstance(self._calls.translate(path, "complete", error), NotFoundError)
                 if is_gone and earlier_try and self._is_ours(path, size, len(parts)):
                     return self.stat(path)  # an earlier try succeeded, only its response was lost
                 earlier_try = True
@@ -304,7 +300,7 @@ class S3Store(Store):
         """(Objects, folder prefixes) of each page of a listing."""
         listing = Listing(query["Prefix"], self.where(prefix))
         strip = len(self._folder_key(""))
-        give_up_at = time.monotonic() + LISTING_DEADLINES * self._policy.deadline_s
+        give_up_at = time.monotonic() + LISTING_DEADLINES * self._calls.policy.deadline_s
 
         def get() -> tuple[Sequence[ObjectInfo], Sequence[str]]:
             items, folders = listing.add(self._client.list_objects_v2(Bucket=self._bucket, **query, **listing.query))
@@ -314,7 +310,7 @@ class S3Store(Store):
             if time.monotonic() > give_up_at:
                 raise StoreError(
                     f"{self.where(prefix)}: the listing has not come to its end in "
-                    f"{LISTING_DEADLINES * self._policy.deadline_s:g} s"
+                    f"{LISTING_DEADLINES * self._calls.policy.deadline_s:g} s"
                 )
             yield self._call(prefix, "list", get)
 
@@ -324,18 +320,32 @@ class S3Store(Store):
             self._first_read[entry.path] = entry.version
 
     def stat(self, path: str) -> ObjectInfo:
-        key = self._key(path)
-        head = lambda: check_head(path, self._client.head_object(Bucket=self._bucket, Key=key))
         try:
-            entry = self._call(path, "stat", head)
+            entry = self._call(path, "stat", lambda: check_head(path, self._head(self._key(path))))
         except NotFoundError:
             self._check_bucket()  # a response to HEAD does not show whether bucket or object is missing
             raise
         self._seen(entry)
         return entry
 
+    def _head(self, key: str) -> Any:
+        """The answer to HEAD. A refusal, which has no body there, is asked for its reason by a GET of one byte."""
+        try:
+            return self._client.head_object(Bucket=self._bucket, Key=key)
+        except Exception as error:
+            if not is_mute(error):
+                raise
+            try:
+                self._client.get_object(Bucket=self._bucket, Key=key, Range="bytes=0-0")["Body"].close()
+            except Exception as told:
+                if is_same_refusal(error, told):
+                    raise told from error
+            raise
+
     def _check_bucket(self) -> None:
-        if not self._bucket_seen:
+        if self._calls.is_bucket_seen:
+            return
+        with suppress(PermissionDeniedError):  # there, though it may not be looked at
             self._call("", "find", lambda: self._client.head_bucket(Bucket=self._bucket))
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -364,32 +374,12 @@ class S3Store(Store):
 
     # Shared by all calls
 
+    @property
+    def _client(self) -> Any:
+        return self._calls.client
+
     def _call(self, path: str, verb: str, action: Callable[[], T]) -> T:
-        """Run `action` with retries until the deadline, its errors translated to ours."""
-        is_first = verb in SMALL_CALLS and not self._is_answered
-        give_up_at, try_s = time_limits(self._policy.deadline_s, is_first=is_first)
-
-        def attempt() -> T:
-            nonlocal try_s
-            begun, limit = time.monotonic(), min(give_up_at, time.monotonic() + try_s)
-            try_s *= 2
-            with TimedCall(limit) as call:
-                try:
-                    result = action()
-                except Exception as error:
-                    if call.is_over:
-                        hint = "" if call.is_answered else "; check that the server runs and AWS_ENDPOINT_URL"
-                        raise TransientStoreError(f"no whole answer within {limit - begun:.3g} s{hint}") from error
-                    raise self._translate(path, verb, error) from error
-                finally:
-                    self._is_answered |= call.is_answered
-            self._bucket_seen = True
-            return result
-
-        return retry(attempt, self._policy, what=f"{verb} {self.where(path)}", give_up_at=give_up_at)
-
-    def _translate(self, path: str, verb: str, error: Exception) -> Exception:
-        return translate(error, f"{self.where(path)}: cannot {verb}", self._bucket)
+        return self._calls.run(self.where(path), verb, action)
 
     def _key(self, path: str) -> str:
         return f"{self._folder_key('')}{check_relative(path)}"

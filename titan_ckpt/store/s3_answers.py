@@ -12,7 +12,9 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from titan_ckpt.errors import StoreError, TransientStoreError
+from titan_ckpt.location import redact
 from titan_ckpt.store.base import ObjectInfo
+from titan_ckpt.store.s3_errors import error_of
 from titan_ckpt.store.s3_parts import crc32_text
 
 T = TypeVar("T")
@@ -137,9 +139,9 @@ def check_upload_id(answer: Any) -> str:
 def check_deleted(answer: Any, keys: Sequence[str], bucket: str) -> None:
     """Every one of `keys` must be reported as deleted."""
     for failure in answer.get("Errors", []):
-        text = f"s3://{bucket}/{failure.get('Key')}: cannot delete: {failure.get('Code')}"
-        is_transient = failure.get("Code") in ("InternalError", "SlowDown", "ServiceUnavailable")
-        raise (TransientStoreError if is_transient else StoreError)(text)
+        code, message = str(failure.get("Code")), redact(str(failure.get("Message", "")))
+        text = f"s3://{bucket}/{failure.get('Key')}: cannot delete: {code}: {message}".rstrip(": .")
+        raise error_of(code, 200, text, "DeleteObjects")
     silent = set(keys) - {item.get("Key") for item in answer.get("Deleted", [])}
     if silent:
         raise TransientStoreError(f"s3://{bucket}: {len(silent)} of {len(keys)} keys were neither deleted nor refused")

@@ -49,6 +49,7 @@ def guard(client: Any) -> None:
     session._pool_classes_by_scheme.update(http=_Pool, https=_TlsPool)
     client.meta.events.register("before-send.s3", partial(_send, session))
     client.meta.events.register("before-sign.s3.GetObject", _ask_for_checksum)
+    client.meta.events.register_last("before-parameter-build.s3", _never_redirect)
 
 
 class _Timed:
@@ -101,6 +102,11 @@ def _ask_for_checksum(request: Any, **_: Any) -> None:
     request.headers["x-amz-checksum-mode"] = "ENABLED"
 
 
+def _never_redirect(context: dict[str, Any], **_: Any) -> None:
+    """Leave other regions to `s3_calls`: botocore goes in circles where an answer names none, and cannot rewind our bodies."""
+    context["s3_redirect"] = {**context.get("s3_redirect", {}), "redirected": True}
+
+
 class _Body:
     """A body that was read, as botocore reads it."""
 
@@ -121,11 +127,16 @@ def _send(session: Any, request: Any, event_name: str, **_: Any) -> AWSResponse:
     try:
         encoding = str(answer.headers.get("Content-Encoding", "")).strip().lower()
         if encoding not in ("", "identity", "aws-chunked"):
-            raise TransientStoreError(f"the answer is compressed ({encoding}), which was not asked for; {_PROXY}")
+            raise TransientStoreError(
+                f"the answer is compressed ({encoding[:40]}), which was not asked for, or the object was stored with this "
+                f"Content-Encoding (store it without); {_PROXY}"
+            )
         if operation == "GetObject" and answer.status_code in STATUS[operation]:
             return answer
         data = b"" if request.method == "HEAD" else _whole_body(answer)
-        read = AWSResponse(answer.url, answer.status_code, answer.headers, _Body(data))
+        read = AWSResponse(
+            answer.url, answer.status_code, answer.headers, _Body(data.lstrip())
+        )  # S3 sends spaces while it works
         if answer.status_code < 300:
             _check_result(read, data, operation)
         else:

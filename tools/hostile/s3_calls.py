@@ -23,6 +23,7 @@ DEADLINE_S = 0.5
 LONGEST_S = 12 * DEADLINE_S + 24
 MOST_BYTES = 200 << 20
 POLICY = RetryPolicy(tries=3, first_wait_s=0.0001, longest_wait_s=0.001, deadline_s=DEADLINE_S)
+ODD = "c %2B+&é/w"
 SMALL, LARGE = bytes(range(256)), bytes(n % 251 for n in range(5 * PART_BYTES + 77))
 OTHER, BOTH = bytes(reversed(SMALL)), LARGE + SMALL
 # The length in the answer to a HEAD is all that S3 says of a size; every read that follows is compared with it.
@@ -32,6 +33,7 @@ UNSEEN_BY_STAT = {
 }  # fmt: skip
 START = {
     "run/small": SMALL, "run/large": LARGE, "run/empty": b"", "run/a/x": b"x", "run/a/y": b"yy", "run/b/z": b"zzz",
+    f"run/{ODD}": b"odd",
     "run2/other": OTHER,
 }  # fmt: skip
 
@@ -73,6 +75,7 @@ CALLS = [
     Call("read", lambda store: store.read("small"), SMALL),
     Call("read a range", lambda store: store.read("small", 10, 100), SMALL[10:110]),
     Call("read many parts", lambda store: store.read("large"), LARGE),
+    Call("read an odd name", lambda store: store.read(ODD), b"odd"),
     Call("read nothing", lambda store: store.read("empty"), b""),
     Call("read into", lambda store: _read_into(store, "small", 3, 200), SMALL[3:203]),
     Call("read many parts into", lambda store: _read_into(store, "large", 7, 5 * PART_BYTES), LARGE[7 : 7 + 5 * PART_BYTES]),
@@ -80,8 +83,8 @@ CALLS = [
     Call("stat", lambda store: (store.stat("small").path, store.stat("small").size_bytes), ("small", len(SMALL))),
     Call("exists", lambda store: [store.exists("small"), store.exists("not/there")], [True, False]),
     Call("list", lambda store: [(e.path, e.size_bytes) for e in store.list("a")], [("a/x", 1), ("a/y", 2)]),
-    Call("list all", lambda store: [entry.path for entry in store.list()], ["a/x", "a/y", "b/z", "empty", "large", "small"]),
-    Call("folders", lambda store: store.folders(), ["a", "b"]),
+    Call("list all", lambda store: [entry.path for entry in store.list()], ["a/x", "a/y", "b/z", ODD, "empty", "large", "small"]),
+    Call("folders", lambda store: store.folders(), ["a", "b", ODD[:-2]]),
     Call("write", lambda store: store.write("new", [b"new"]).size_bytes, 3, _with(new=b"new")),
     Call("write over", lambda store: store.write("small", [b"other"]).size_bytes, 5, _with(small=b"other")),
     Call("write parts", lambda store: store.write("new", [LARGE, SMALL]).size_bytes, len(BOTH), _with(new=BOTH)),

@@ -192,6 +192,12 @@ def _closed(handler: _Handler, answer: Answer) -> None:
     handler.put(head + handler.body_of(answer))
 
 
+def _chunked(handler: _Handler, answer: Answer) -> None:
+    body = handler.body_of(answer)
+    handler.put(handler.head(answer, **{"Transfer-Encoding": "chunked", "Content-Length": ""}))
+    handler.put((f"{len(body):x}\r\n".encode() + body + b"\r\n" if body else b"") + b"0\r\n\r\n")
+
+
 def _chunked_cut(handler: _Handler, answer: Answer) -> None:
     handler.close_connection = True
     body = handler.body_of(answer)
@@ -274,7 +280,8 @@ def _raw(handler: _Handler, answer: Answer) -> None:
 
 
 _SENDERS: dict[str, Callable[[_Handler, Answer], None]] = {
-    "whole": _whole, "cut": _cut, "closed": _closed, "chunked, cut": _chunked_cut, "chunked, longer": _chunked_more,
+    "whole": _whole, "cut": _cut, "closed": _closed, "chunked": _chunked,
+    "chunked, cut": _chunked_cut, "chunked, longer": _chunked_more,
     "followed": _followed, "twice": _twice, "slow body": _slow_body, "slow body, right length": _slow_body_of_right_length,
     "slow head": _slow_head, "endless body": _endless_body, "endless chunks": _endless_chunks,
     "endless head": _endless_head, "endless line": _endless_line, "endless continue": _endless_continue,

@@ -9,7 +9,7 @@ import gzip
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, pairwise
 
 from tools.hostile.memory_s3 import DECLARATION, Answer, Request, error, xml
 
@@ -158,6 +158,8 @@ _ANY = [
     Shape(name="a length one too short", make=lambda r, a: _headers(Content_Length=str(max(len(a.body) - 1, 0)))(r, a)),
     Shape(name="a length one too long", make=lambda r, a: _headers(Content_Length=str(len(a.body) + 1))(r, a), is_slow=True),
     Shape(name="compressed", make=_compressed),
+    Shape(name="compressed, as it says", make=_headers(Content_Encoding="gzip")),
+    Shape(name="chunked", make=_sent("chunked")),
     Shape(name="a web page, 200", make=_page(200), has_effect=False),
     Shape(name="an XHTML page, 200", make=_page(200, XHTML, Content_Type="application/xml"), has_effect=False),
     Shape(name="a web page, 200, with an ETag", make=_page(200, ETag='"e"'), has_effect=False),
@@ -178,6 +180,42 @@ _ANY = [
     Shape(name="403 AccessDenied", make=_error(403, "AccessDenied"), has_effect=False),
 ]  # fmt: skip
 
+
+def _refusal(status: int, code: str, message: str, more: str = "", **headers: str) -> Shape:
+    """An error as S3 documents it; it stands in the body, which an answer to HEAD has not."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    def make(_request: Request, _answer: Answer) -> Answer:
+        body = f"{DECLARATION}<Error><Code>{code}</Code><Message>{message}</Message>{more}</Error>"
+        return Answer(status, {"Content-Type": "application/xml", **named}, body.encode())
+
+    return Shape(name=f"{status} {code}", make=make, has_effect=False)
+
+
+_EU = "<Endpoint>bucket.s3.eu-west-1.amazonaws.com</Endpoint>"
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+_REFUSALS = [
+    _refusal(301, "PermanentRedirect", "Use the specified endpoint.", _EU, x_amz_bucket_region="eu-west-1"),
+    _refusal(307, "TemporaryRedirect", "Please re-send it to the specified endpoint.", _EU, Location="http://127.0.0.1:1/"),
+    _refusal(400, "AuthorizationHeaderMalformed", "the region is wrong; expecting eu-west-1", "<Region>eu-west-1</Region>"),
+    _refusal(400, "IllegalLocationConstraintException", "The eu-west-1 location constraint is incompatible for this endpoint."),
+    _refusal(400, "ExpiredToken", "The provided token has expired."),
+    _refusal(400, "InvalidToken", "The provided token is malformed or otherwise invalid."),
+    _refusal(403, "InvalidAccessKeyId", "The access key ID that you provided does not exist in our records."),
+    _refusal(403, "SignatureDoesNotMatch", "The signature that you provided does not match the one that we calculated."),
+    _refusal(403, "RequestTimeTooSkewed", "The difference is too large.", Date="Thu, 01 Jan 2026 00:00:00 GMT"),
+    _refusal(403, "AllAccessDisabled", "All access to this object has been disabled."),
+    _refusal(403, "InvalidObjectState", "The operation is not valid for the object's storage class"),
+    _refusal(403, "QuotaExceeded", "The quota is used up"),
+    _refusal(507, "XMinioStorageFull", "Storage backend has reached its minimum free drive threshold."),
+    _refusal(503, "SlowDown", "Please reduce your request rate.", Retry_After="86400"),
+    _refusal(400, "RequestTimeout", "Your socket connection to the server was not read from or written to in time."),
+    _refusal(409, "ConditionalRequestConflict", "A conflicting operation occurred during the request."),
+    _refusal(412, "PreconditionFailed", "At least one of the preconditions did not hold."),
+    _refusal(501, "NotImplemented", "A header that you provided implies functionality that is not implemented."),
+    _refusal(404, "NoSuchBucket", "The specified bucket does not exist."),
+]  # fmt: skip
+
 _OBJECTS = [
     Shape(name="200 for a range", make=_whole_object, operations=READS),
     Shape(name="another range", make=_other_range, operations=READS),
@@ -186,6 +224,9 @@ _OBJECTS = [
     Shape(name="a shorter body and length", make=_body(lambda body: body[:-1]), operations=READS),
     Shape(name="a longer body and length", make=_body(lambda body: body + b"!"), operations=READS),
     Shape(name="another ETag each time", make=_other_etag, operations=READS),
+    Shape(name="another ETag in a stat", make=_other_etag, operations=frozenset({"HeadObject"})),
+    Shape(name="412, done", make=_error(412, "PreconditionFailed"), operations=frozenset({"PutObject"})),
+    Shape(name="409, done", make=_error(409, "ConditionalRequestConflict"), operations=frozenset({"PutObject"})),
     Shape(name="no ETag", make=_without("ETag"), operations=STATS | WRITES),
     Shape(name="an empty ETag", make=_headers(ETag='""'), operations=STATS | WRITES),
     Shape(name="no time", make=_without("Last-Modified"), operations=frozenset({"HeadObject"})),
@@ -211,6 +252,20 @@ def _entities(_request: Request, _answer: Answer) -> Answer:
     return Answer(body=f"{DECLARATION}{entity}<ListBucketResult>{'&a;' * 999}</ListBucketResult>".encode())
 
 
+def _outside(_request: Request, _answer: Answer) -> Answer:
+    """A document with a file of the client's."""
+    entity = '<!DOCTYPE x [<!ENTITY a SYSTEM "file:///etc/hostname">]>'
+    return Answer(body=f"{DECLARATION}{entity}<ListBucketResult><Prefix>&a;</Prefix></ListBucketResult>".encode())
+
+
+def _growing(_request: Request, _answer: Answer) -> Answer:
+    """Entities made of entities: 10**9 letters."""
+    names = "abcdefghi"
+    more = "".join(f'<!ENTITY {name} "{f"&{last};" * 10}">' for last, name in pairwise(names))
+    entity = f'<!DOCTYPE x [<!ENTITY a "{"a" * 10}">{more}]>'
+    return Answer(body=f"{DECLARATION}{entity}<ListBucketResult><Prefix>&i;</Prefix></ListBucketResult>".encode())
+
+
 def _hollow(body: bytes) -> bytes:
     return re.sub(rb"(<\w+Result[^>]*>).*(</)", rb"\1\2", body, flags=re.DOTALL)
 
@@ -220,6 +275,12 @@ _DOCUMENTS = [
     _documents("a document without content", _body(_hollow)),
     _documents("another document", lambda _r, _a: xml("CopyObjectResult", "<ETag>e</ETag>"), has_effect=False),
     _documents("entities that grow", _entities, has_effect=False),
+    _documents("entities of entities", _growing, has_effect=False),
+    _documents("an entity that is a file", _outside, has_effect=False),
+    _documents("spaces before the document", _body(lambda body: b" \n" * 99 + body)),
+    _documents("UTF-16", _body(lambda body: body.decode().replace("UTF-8", "UTF-16").encode("utf-16"))),
+    _documents("a NUL", _body(lambda body: body.replace(b"><", b">\0<", 1))),
+    _lists("a row twice", _text("(<Contents>.*?</Contents>)", r"\1\1")),
     _lists("a listing of another folder", _text("<Prefix>[^<]*</Prefix>", "<Prefix>elsewhere/</Prefix>")),
     _lists("keys outside the folder", _text("<Contents><Key>[^<]*", "<Contents><Key>elsewhere/x")),
     _lists("one row less than counted", _text("<Contents>.*?</Contents>", "")),
@@ -239,4 +300,5 @@ _DOCUMENTS = [
     ),
 ]
 
-SHAPES = {shape.name: shape for shape in [*_ANY, *_OBJECTS, *_DOCUMENTS]}
+SHAPES = {shape.name: shape for shape in [*_ANY, *_REFUSALS, *_OBJECTS, *_DOCUMENTS]}
+REFUSALS = {shape.name: shape for shape in _REFUSALS}
