@@ -147,7 +147,7 @@ def test_a_missing_object_is_missing_though_the_bucket_is_closed(server: Hostile
     assert not store.exists("not/there")
 
 
-def test_an_answer_to_a_head_is_asked_for_its_reason_only_if_refused(server: HostileS3) -> None:
+def test_only_a_refused_head_is_asked_for_its_reason(server: HostileS3) -> None:
     store = store_of(server)
     assert store.stat("small").size_bytes == len(START["run/small"])
     assert server.operations["GetObject"] == 0
