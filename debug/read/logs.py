@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from signal import Signals
 
+from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent, RankLog
-from titan_ckpt.debug.read.text.endings import Ending, Note, expanded
+from titan_ckpt.debug.read.text.endings import Ending, Note
+from titan_ckpt.debug.read.text.host_lists import expanded
 from titan_ckpt.debug.read.text.job_text import JobText, Writer
 from titan_ckpt.debug.read.text.streams import MAX_EVENTS, Stream, merged_log, values_of
+from titan_ckpt.debug.read.text.tasks import tasks_of
 
 MOST_NAMED = 65_536  # a larger number in a text is damage
 
@@ -93,7 +96,7 @@ class _Who:
         self.hosts: dict[int, str] = {}
         self.spawned: dict[int, int] = {}  # pid -> rank, by the launcher that started them
         self._pids: dict[int, int] = dict(known_pids)
-        self.is_elastic = any(text.endings.is_elastic for text in texts)
+        self.tasks = tasks_of(texts)
         writers = {writer for text in texts for writer in text.writers}
         for text in texts:
             self.links.update({writer: rank for writer, rank in text.links.items() if rank <= MAX_RANK})
@@ -105,12 +108,15 @@ class _Who:
         self._pids.update({writer[2]: rank for writer, rank in self.links.items() if writer[0] == "pid"})
         self._offsets = _offsets(texts, self.links)
         self._num_hosts = len({writer[1] for writer in writers if writer[0] == "host"})
-        has_places = any(writer[0] in ("rank", "local") for writer in writers) or bool(self.links)
+        has_launcher = any(text.endings.has_launcher for text in texts)
+        has_places = (
+            has_launcher or any(writer[0] in ("rank", "local", "task") for writer in writers) or bool(self.links)
+        )
         nodes = {writer: node for text in texts for writer, node in text.nodes.items()}
         self._nodes = {} if has_places else {**nodes, **_single_process_hosts(writers)}
 
     def _learn(self, text: JobText, ending: Ending) -> None:
-        if ending.rank is None or (ending.is_task and self.is_elastic):
+        if ending.rank is None or (ending.is_task and self.tasks.of_ending(ending) != ending.rank):
             return
         if ending.local_rank is not None:
             self.links.setdefault(("local", f"{text.scope}|", ending.local_rank), ending.rank)
@@ -130,6 +136,9 @@ class _Who:
             return number if number <= MAX_RANK else -1
         if writer in self.links:
             return self.links[writer]
+        if kind == "task":
+            rank = self.tasks.of_label(number)
+            return rank if rank <= MAX_RANK else -1
         if kind == "local":
             return self._offsets.get(place, 0) + number
         if kind == "pid":
@@ -139,13 +148,17 @@ class _Who:
     def of_ending(self, text: JobText, ending: Ending) -> int:
         """The rank that ended."""
         if ending.rank is not None:
-            return -1 if ending.is_task and self.is_elastic else ending.rank
+            return self.tasks.of_ending(ending) if ending.is_task else ending.rank
         if ending.local_rank is not None:
             place = f"{text.scope}|{ending.host}"
             if ending.host and place not in self._offsets and self._num_hosts > 1:
                 return -1
             return self.rank(("local", place, ending.local_rank))
         return self.of_pid(ending.pid)
+
+    def of_task(self, task: int) -> list[int]:
+        """The rank that a task is, where that is known."""
+        return [task] if self.tasks.are_ranks and task <= MAX_RANK else []
 
     def of_pid(self, pid: int | None) -> int:
         return self._pids.get(pid, -1) if pid else -1
@@ -262,7 +275,7 @@ def _take_notes(text: JobText, who: _Who, ranks: defaultdict[int, list[RankLog]]
         if "rank" in note.values:
             meant = [int(note.values["rank"])]
         elif "task" in note.values:
-            meant = [] if who.is_elastic else [int(note.values["task"])]
+            meant = who.of_task(int(note.values["task"]))
         elif not pid and note.values.get("signal") and note.line in text.shells:
             meant = [who.rank(text.shells[note.line])]
         event = _note_event(text, note)
@@ -275,18 +288,25 @@ def _take_notes(text: JobText, who: _Who, ranks: defaultdict[int, list[RankLog]]
 def _take_unplaced(text: JobText, who: _Who, job: list[RankLog]) -> None:
     """Ends of processes of which nothing says which ranks they were."""
     for ending in text.endings.found:
-        is_known = ending.is_task or 0 <= who.of_ending(text, ending) <= MAX_RANK
-        if ending.code and not is_known:
-            where = " ".join(
-                f"{name} {value}"
-                for name, value in (("local rank", ending.local_rank), ("pid", ending.pid), ("on", ending.host))
-                if value not in (None, "")
-            )
-            event = LogEvent(
-                kind=EventKind.EXITED, rank=-1, text=f"exit code {ending.code}: {where or 'a process'}", source=text.source,
-                line=ending.line, values={"host": ending.host} if ending.host else {},
-            )  # fmt: skip
-            job.append(RankLog(source=text.source, events=(event,)))
+        if ending.code in (0, -int(Signals.SIGTERM)) or 0 <= who.of_ending(text, ending) <= MAX_RANK:
+            continue
+        ranks = who.tasks.ranks.get(ending.rank, ()) if ending.is_task and ending.rank is not None else ()
+        values = {"host": ending.host, "names": ",".join(map(str, ranks))}
+        event = LogEvent(
+            kind=EventKind.EXITED, rank=-1, text=f"exit code {ending.code}: {_unplaced(ending, ranks)}", source=text.source,
+            line=ending.line, values={name: value for name, value in values.items() if value},
+        )  # fmt: skip
+        job.append(RankLog(source=text.source, events=(event,)))
+
+
+def _unplaced(ending: Ending, ranks: Sequence[int]) -> str:
+    """What is known of a process that ended."""
+    task = ending.rank if ending.is_task else None
+    parts = (("task", task), ("local rank", ending.local_rank), ("pid", ending.pid), ("on", ending.host))
+    where = " ".join(f"{name} {value}" for name, value in parts if value not in (None, "")) or "a process"
+    if ranks:
+        return f"{where}, which holds {rank_list(ranks)}"
+    return f"{where}; nothing shows whether a task is a rank or a launcher of several" if task is not None else where
 
 
 def _note_event(text: JobText, note: Note) -> LogEvent:

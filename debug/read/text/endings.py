@@ -2,8 +2,8 @@
 
 Sources: torch/distributed/elastic/multiprocessing (api.py, errors/__init__.py; 1.9 to 2.13) and torch/multiprocessing/spawn.py;
 Slurm's src/srun/libsrun and slurmstepd; Open MPI's help-prte-runtime and help-mpi-api texts, MPICH's MPI_Abort, Hydra's pmiserv,
-Intel MPI; DeepSpeed's launcher/launch.py; Lightning's process observer; kubelet's events, `kubectl get pods` and `kubectl
-describe pod`; bash's job messages.
+Intel MPI, HPE's PALS (pmodels/mpich, issue 7569); DeepSpeed's launcher/launch.py; Lightning's process observer; kubelet's events,
+`kubectl get pods` and `kubectl describe pod`; bash's job messages.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from signal import Signals
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.read.text.clocks import seconds
+from titan_ckpt.debug.read.text.host_lists import one_host, ranges
 from titan_ckpt.debug.read.text.managers import Managers, Said
 from titan_ckpt.debug.read.text.pods import PodDescription
 from titan_ckpt.debug.read.text.prefixes import Line
@@ -37,7 +38,8 @@ _WORD = "|".join(_WORDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """One process's end, by what was said of it; `is_task`: `rank` counts a scheduler's tasks."""
+    """One process's end, by what was said of it. `is_task`: `rank` counts the tasks of srun or mpirun. `may_be_launchers`: a
+    launcher of several ranks ends so too, when one of these fails or is out of memory."""
 
     code: int
     line: int
@@ -47,6 +49,7 @@ class Ending:
     host: str = ""
     time_s: float | None = None
     is_task: bool = False
+    may_be_launchers: bool = False
     is_first: bool = False
 
 
@@ -71,9 +74,11 @@ class Endings:
     )  # pid -> signals that the launcher sent, as exit codes
     unmoved: set[int] = field(default_factory=set)  # pids that were still there PATIENCE_S after a signal
     is_elastic: bool = False
+    has_launcher: bool = False  # a launcher of several ranks is named
     attempts: int = 0
     code: int | None = None
     spawned: dict[int, int] = field(default_factory=dict)  # pid -> local rank, where a launcher names both
+    tasks: list[tuple[str, str]] = field(default_factory=list)  # hosts and their tasks, as srun lists them
     pod: PodDescription = field(default_factory=PodDescription)
     _is_cancelled: bool = False
     _failed: bool = False
@@ -87,6 +92,7 @@ class Endings:
     def take(self, number: int, line: Line) -> bool:
         """Account for one line; True if a new attempt of the job begins with it."""
         text = line.text[:1000]
+        self.has_launcher = self.has_launcher or any(name in text for name in _LAUNCHERS)
         if "srun: " in text or "slurm" in text:
             self._slurm(number, text)
         if (
@@ -97,7 +103,7 @@ class Endings:
             or "Root Cause" in text
         ):
             self._elastic(number, text, line.time_s)
-        if "process" in text or "Process" in text or "RANK" in text or "xit code" in text or "KILLED" in text:
+        if "rocess" in text or "RANK" in text or "xit code" in text or "KILLED" in text or "rank " in text:
             self._mpi(number, text)
             self._spawn(number, text)
         if "MPI_A" in text and (match := _MPI_ABORT.search(text)):
@@ -192,9 +198,12 @@ class Endings:
         if "srun: Terminating" in text or "Job step aborted" in text or "CANCELLED AT" in text:
             self._is_cancelled = True
         if match := _TASKS.search(text):
+            if len(self.tasks) < MOST_LISTED:
+                self.tasks.append((match["host"], match["tasks"]))
             words = match["word"]
             code = -int(match["signal"]) if match["signal"] else int(match["code"]) if match["code"] else _WORDS[words]
-            if self._is_cancelled and code == -int(Signals.SIGKILL):
+            is_over = self._is_cancelled or any(ending.is_task and ending.code != -15 for ending in self.found)
+            if is_over and code == -int(Signals.SIGKILL):
                 return  # Slurm killed them with the step, so it says nothing of them
             tasks = ranges(match["tasks"])
             if words == "Out Of Memory":
@@ -203,7 +212,8 @@ class Endings:
             for task in tasks:
                 self.found.append(
                     Ending(
-                        code=code, line=number, rank=task, host=_one_host(match["host"]), is_task=True,
+                        code=code, line=number, rank=task, host=one_host(match["host"]), is_task=True,
+                        may_be_launchers=code in (_FAILED_WORKER, -int(Signals.SIGKILL)),
                         is_first=len(tasks) == 1 and not any(ending.is_task for ending in self.found),
                     )
                 )  # fmt: skip
@@ -229,19 +239,31 @@ class Endings:
             self.found.append(
                 Ending(
                     code=-int(match["signal"]), line=number, rank=int(match["rank"]), pid=int(match["pid"]), host=match["host"],
-                    is_first=True,
+                    is_task=True, is_first=True,
                 )
             )  # fmt: skip
         elif match := _MPI_NAME.search(text):
             self._spawned = int(match["rank"])
         elif self._spawned is not None and (match := _MPI_CODE.search(text)):
-            self.found.append(Ending(code=int(match["code"]), line=number, rank=self._spawned, is_first=True))
+            self._task(number, self._spawned, int(match["code"]), is_first=True)
             self._spawned = None
         elif match := _HYDRA.search(text):
             self._spawned = int(match["rank"])
         elif self._spawned is not None and (match := _HYDRA_SIGNAL.search(text)):
-            self.found.append(Ending(code=-int(match["signal"]), line=number, rank=self._spawned))
+            self._task(number, self._spawned, -int(match["signal"]))
             self._spawned = None
+        elif match := _PALS.search(text):
+            code = -int(match["signal"]) if match["signal"] else int(match["code"])
+            self._task(number, int(match["rank"]), code, match["host"] or "")
+
+    def _task(self, number: int, task: int, code: int, host: str = "", *, is_first: bool = False) -> None:
+        """Keep the end of a process that an mpiexec started."""
+        may_be = code == _FAILED_WORKER
+        self.found.append(
+            Ending(
+                code=code, line=number, rank=task, host=host, is_task=True, may_be_launchers=may_be, is_first=is_first
+            )
+        )
 
     def _spawn(self, number: int, text: str) -> None:
         if match := _SPAWN.search(text):
@@ -282,6 +304,12 @@ class Endings:
                 self._note(EventKind.KILLED, number, text, **values)
 
 
+_LAUNCHERS = (
+    "torch/distributed/elastic", "torch/distributed/run.py", "torch/distributed/launch.py", "torch.distributed.run",
+    "torch.distributed.launch", "torchrun", "accelerate launch", "accelerate/commands/launch", "deepspeed/launcher",
+)  # fmt: skip
+MOST_LISTED = 4096  # lines of srun that list tasks
+_FAILED_WORKER = 1  # torchrun's own exit code after any failure of a worker
 PATIENCE_S = 5.0  # a process that reacts to SIGTERM at all is gone by then, or says why not
 _TOLD_ITSELF = re.compile(r"Received \d{1,2} death signal, shutting down workers")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d{1,9}) closing signal (?P<signal>SIG[A-Z]{2,5})")
@@ -320,6 +348,10 @@ _MPI_NAME = re.compile(r"Process name: \[{1,2}[^\s]{1,80},(?P<rank>\d{1,6})\]")
 _MPI_CODE = re.compile(r"Exit code: +(?P<code>\d{1,3})")
 _HYDRA = re.compile(r"RANK (?P<rank>\d{1,6}) PID \d{1,9} RUNNING AT")
 _HYDRA_SIGNAL = re.compile(r"KILLED BY SIGNAL: (?P<signal>\d{1,2})")
+_PALS = re.compile(
+    r"^(?:(?P<host>[\w.-]{1,120}): )?rank (?P<rank>\d{1,6}) "
+    r"(?:died from signal (?P<signal>\d{1,2})|exited with code (?P<code>\d{1,3}))\b"
+)
 _SPAWN = re.compile(
     r"[Pp]rocess (?P<rank>\d{1,6}) terminated with (?:signal (?P<signal>SIG[A-Z]{2,5})|exit code (?P<code>\d{1,3})$)"
 )
@@ -346,45 +378,3 @@ def _table_time(match: re.Match[str]) -> float | None:
 def _number(name: str) -> int:
     """A signal's number; SIGTERM's where the name is damaged."""
     return int(Signals[name]) if name in Signals.__members__ else int(Signals.SIGTERM)
-
-
-def ranges(text: str) -> list[int]:
-    """
-    >>> ranges("0-2,5")
-    [0, 1, 2, 5]
-    """
-    found: list[int] = []
-    for part in text.strip("[]").split(","):
-        low, _, high = part.partition("-")
-        if low.isdigit() and (not high or high.isdigit()):
-            found.extend(range(int(low[:6]), min(int((high or low)[:6]), int(low[:6]) + 100_000) + 1))
-    return found
-
-
-MOST_HOSTS = 4096
-_HOSTS = re.compile(r"(?P<stem>[^\[\],]{0,80})(?:\[(?P<numbers>[\d,-]{1,200})\])?(?P<end>[^,\[\]]{0,80})")
-
-
-def expanded(hosts: str) -> list[str]:
-    """Host names of Slurm's notation for many (`scontrol show hostnames`).
-
-    >>> expanded("node[003-004,7],login1")
-    ['node003', 'node004', 'node7', 'login1']
-    """
-    found: list[str] = []
-    for part in re.findall(r"[^,\[]{0,80}(?:\[[^\]]{0,200}\])?[^,]{0,80}", hosts):
-        match = _HOSTS.fullmatch(part)
-        if not part or match is None:
-            continue
-        if match["numbers"] is None:
-            found.append(part)
-            continue
-        for numbers in match["numbers"].split(","):
-            low, _, high = numbers.partition("-")
-            last = min(int(high or low or 0), int(low or 0) + MOST_HOSTS)
-            found += [f"{match['stem']}{n:0{len(low)}d}{match['end']}" for n in range(int(low or 0), last + 1)]
-    return found[:MOST_HOSTS]
-
-
-def _one_host(text: str) -> str:
-    return "" if "[" in text or "," in text else text

@@ -32,6 +32,7 @@ class JobText:
     writers: dict[Writer, Stream] = field(default_factory=dict)
     links: dict[Writer, int] = field(default_factory=dict)
     nodes: dict[Writer, int] = field(default_factory=dict)
+    tasks: dict[int, set[int]] = field(default_factory=dict)  # the ranks that lines labelled with a task name
     hosts: dict[int, str] = field(default_factory=dict)
     endings: Endings = field(default_factory=Endings)
     shells: dict[int, Writer] = field(default_factory=dict)  # whose lines are notes of endings: a shell's below a rank
@@ -81,8 +82,13 @@ class JobText:
         if line.pid is not None:
             names.append(("pid", line.host, line.pid))
         if line.local_rank is not None:
-            names.append(("local", f"{self.scope}|{line.host}", line.local_rank))
+            place = line.host or ("" if line.task is None else f"task {line.task}")
+            names.append(("local", f"{self.scope}|{place}", line.local_rank))
+        if line.task is not None:
+            self.tasks.setdefault(line.task, set())
         if line.rank is not None:
+            if line.task is not None:
+                self.tasks[line.task].add(line.rank)
             if line.host:
                 self.hosts.setdefault(line.rank, line.host)
             for name in names or ([self.default] if self.default[0] == "local" else ()):
@@ -94,6 +100,8 @@ class JobText:
             return names[-1]
         if self.default is not NOBODY:
             return self.default
+        if line.task is not None:
+            return ("task", "", line.task)
         if line.node is not None:
             return ("node", "", line.node)
         return ("host", line.host, 0) if line.host else NOBODY
@@ -112,6 +120,8 @@ class JobText:
             return writer
         if writer[0] in ("pid", "local"):
             self.links.setdefault(writer, rank)
+        if line.task is not None:
+            self.tasks[line.task].add(rank)
         return ("rank", "", rank)
 
     def _quoted_writer(self, line: Line, writer: Writer) -> Writer:

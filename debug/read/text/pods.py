@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_FIELD = re.compile(r"\s*(?P<key>Name|Reason|Exit Code|RANK):\s{2,}(?P<value>\S{1,200})\s*$")
+_FIELD = re.compile(
+    r"\s*(?P<key>Name|Reason|Exit Code|RANK|[a-z.]{3,40}/gpu|PET_NPROC_PER_NODE):\s{2,}(?P<value>\S{1,200})\s*$"
+)
 _CAUSES = {"OOMKilled": "oom", "Evicted": "evicted"}
 
 
@@ -16,6 +18,9 @@ class PodDescription:
     name: str = ""
     cause: str = ""
     reason: str = ""
+    has_several: bool = (
+        False  # ranks: `RANK` counts pods then (Kubeflow's training operator, pkg/controller.v1/pytorch)
+    )
 
     @property
     def text(self) -> str:
@@ -29,9 +34,11 @@ class PodDescription:
             return None
         key, value = match["key"], match["value"]
         if key == "Name":
-            self.name, self.cause, self.reason = value, "", ""
+            self.name, self.cause, self.reason, self.has_several = value, "", "", False
         elif key == "Reason" and value in _CAUSES:
             self.cause, self.reason = _CAUSES[value], value
-        elif key == "RANK" and self.name and self.cause and value.isdigit():
+        elif key.endswith("/gpu") or key == "PET_NPROC_PER_NODE":
+            self.has_several = self.has_several or value != "1"
+        elif key == "RANK" and not self.has_several and self.name and self.cause and value.isdigit():
             return int(value[:7])
         return None

@@ -26,7 +26,8 @@ _LOOK = 400  # characters in which a prefix must end
 class Line:
     """One line without its prefixes, and what those said. `shown` still has the time.
 
-    `rank` is global; `local_rank` counts on its host; `node` counts hosts.
+    `rank` is global; `local_rank` counts on its host; `node` counts hosts; `task` counts what srun or mpiexec started, which
+    may be ranks or launchers of several.
     """
 
     text: str
@@ -34,6 +35,7 @@ class Line:
     rank: int | None = None
     local_rank: int | None = None
     node: int | None = None
+    task: int | None = None
     host: str = ""
     pid: int | None = None
     time_s: float | None = None
@@ -45,6 +47,10 @@ _Take = Callable[[Line, re.Match[str]], None]
 def _rank(line: Line, match: re.Match[str]) -> None:
     if line.rank is None or match[0].startswith("[rank"):  # torch's own is global; `[Rank 0]` may count in a group
         line.rank = int(match["rank"])
+
+
+def _task(line: Line, match: re.Match[str]) -> None:
+    line.task = int(match["rank"])
 
 
 def _role(line: Line, match: re.Match[str]) -> None:
@@ -95,7 +101,7 @@ _NAME = r"[A-Za-z0-9](?:[\w.-]{0,80}[A-Za-z0-9])?"
 # Where a rule has a literal, it is tried only on heads that hold it.
 _BRACKET: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("]", re.compile(rf"\[[Rr][Aa][Nn][Kk][ _:=-]?{_N}\]:? ?"), _rank),
-    (">:", re.compile(rf"\[(?:[^\[\],]{{0,60}}@)?\d{{1,9}},{_N}\]<std\w{{3,4}}>: ?"), _rank),
+    (">:", re.compile(rf"\[(?:[^\[\],]{{0,60}}@)?\d{{1,9}},{_N}\]<std\w{{3,4}}>: ?"), _task),
     (
         ",mpirank:",
         re.compile(rf"\[\d{{1,9}},mpirank:{_N}(?:,(?P<host>[\w.-]{{1,80}}))?\](?:<std\w{{3,4}}>)?: ?"),
@@ -134,8 +140,8 @@ _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
 )
 # Ambiguous alone ("3: apples"): they count where most lines of a file have them.
 _WEAK: dict[str, tuple[re.Pattern[str], _Take]] = {
-    "srun": (re.compile(rf"\s{{0,6}}{_N}: ?"), _rank),
-    "hydra": (re.compile(rf"\[{_N}\]:? "), _rank),
+    "srun": (re.compile(rf"\s{{0,6}}{_N}: ?"), _task),
+    "hydra": (re.compile(rf"\[{_N}\]:? "), _task),
     "pdsh": (re.compile(rf"(?P<host>{_NAME}): "), _host),
     "stern": (re.compile(rf"(?P<host>{_NAME}-{_NAME}) [a-z0-9-]{{2,60}} "), _host),
 }

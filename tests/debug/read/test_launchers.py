@@ -48,11 +48,46 @@ def test_exit_code_1_may_be_a_victims(code: int, verdict: str, tmp_path: Path) -
     assert (top.verdict, top.culprits) == (verdict, (1,) if verdict == "RANK_DIED" else ())
 
 
-@pytest.mark.parametrize(("before", "culprits"), [("", ()), ("Epoch 1 step 3\n", (3,))])
-def test_exit_code_1_counts_where_errors_would_show(before: str, culprits: tuple[int, ...], tmp_path: Path) -> None:
-    """srun's own lines alone: what the tasks wrote went elsewhere, perhaps a timeout that their peers caused."""
-    top = judged(tmp_path, slurm=before + "srun: error: node003: task 3: Exited with exit code 1\n")
-    assert top.culprits == culprits
+FAILED_TASK = "srun: error: node003: task 3: Exited with exit code 1\n"
+LAST_OF_EACH = "".join(f"srun: error: node00{task}: task {task}: Terminated\n" for task in range(3))
+RANKS = "".join(f"[rank{rank}]: step {step}\n" for step in range(2) for rank in range(8))
+RAISED = (
+    'Traceback (most recent call last):\n3:   File "/job/train.py", line 9, in <module>\n3: ValueError: no tokenizer\n'
+)
+TASKS = {
+    "srun alone: what the tasks wrote went elsewhere": (FAILED_TASK, (), ()),
+    "nothing shows what a task is": ("Epoch 1 step 3\n" + FAILED_TASK, (), ()),
+    "eight ranks in four or eight tasks": (RANKS + FAILED_TASK, (), ()),
+    "eight ranks in eight tasks": (RANKS + FAILED_TASK.replace("3:", "5:"), (5,), ()),
+    "several tasks on a host": ("Epoch 1\n" + FAILED_TASK + "srun: error: node003: tasks 0-2: Killed\n", (3,), ()),
+    "a list of hosts with more tasks": ("Epoch 1\n" + FAILED_TASK + "srun: error: node[1-2]: tasks 0-2: Terminated\n", (3,), ()),
+    "a task on each host": (RANKS + FAILED_TASK + LAST_OF_EACH, (), (6, 7)),
+    "a task on each host of a list": (RANKS + FAILED_TASK + "srun: error: node[000-002]: tasks 0-2: Killed\n", (), (6, 7)),
+    "torchrun": ("W1023 02:40:00.1 10 torch/distributed/run.py:774] OMP\n" + RANKS + FAILED_TASK.replace("3:", "5:"), (), ()),
+    "labels that are no ranks": (
+        "".join(f"{rank // 2}: [rank{rank}]: step 1\n" for rank in range(8)) + FAILED_TASK, (), (6, 7),
+    ),
+    "labels with a rank each": ("".join(f"{rank}: [rank{rank}]: step 1\n" for rank in range(4)) + FAILED_TASK, (3,), ()),
+    "an exception below a label of several ranks": (
+        "".join(f"{rank // 2}: [rank{rank}]: step 1\n" for rank in range(8)) + f"3: {RAISED}", (), (),
+    ),
+    "an exception below a label": ("".join(f"{rank}: step 1\n" for rank in range(4)) + f"3: {RAISED}", (3,), ()),
+    "mpirun of launchers": (
+        "python -m torch.distributed.run --nproc_per_node 4 train.py\n" + RANKS + "mpirun noticed that process rank 1 with PID 5 "
+        "on node n1 exited on signal 9 (Killed).\n", (), (),
+    ),
+    "mpirun of ranks": (
+        RANKS + "mpirun noticed that process rank 1 with PID 5 on node n1 exited on signal 9 (Killed).\n", (1,), (),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_task_is_a_rank_where_the_text_shows_it(name: str, tmp_path: Path) -> None:
+    text, culprits, suspects = TASKS[name]
+    top = judged(tmp_path, slurm=text)
+    assert (top.culprits, top.suspects) == (culprits, suspects)
+    assert culprits or top.verdict == "INSUFFICIENT_DATA"
 
 
 def test_exit_code_after_a_wait_is_a_victims(tmp_path: Path) -> None:
@@ -131,8 +166,12 @@ def test_whose_end_a_text_tells(texts: dict[str, str], rank: int, subtype: str, 
     assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", subtype, (rank,))
 
 
-def test_pod_without_a_rank_accuses_nobody(tmp_path: Path) -> None:
-    assert judged(tmp_path, describe=DESCRIBED.replace("RANK:", "NODE:")).culprits == ()
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("RANK:", "NODE:"), ("    Environment:", "    Limits:\n      nvidia.com/gpu:  8\n    Environment:")],
+)
+def test_pod_without_a_rank_accuses_nobody(old: str, new: str, tmp_path: Path) -> None:
+    assert judged(tmp_path, describe=DESCRIBED.replace(old, new)).culprits == ()
 
 
 def test_names_tell_how_many_ranks_there_are(tmp_path: Path) -> None:

@@ -226,7 +226,14 @@ def test_last_exception_of_a_chain_is_the_event() -> None:
     ("line", "codes"),
     [
         ("srun: error: node003: task 5: Segmentation fault (core dumped)", {5: -11}),
-        ("srun: error: node003: task 2: Out Of Memory", {2: -9}),
+        ("srun: error: node003: task 2: Out Of Memory\nsrun: error: node003: task 3: Terminated", {2: -9, 3: -15}),
+        ("srun: error: node003: task 2: Out Of Memory", {}),
+        ("srun: error: node[1-3]: tasks 0-2: Exited with exit code 1", {}),
+        (
+            "x3004c0s7b0n0.hsn: rank 2 died from signal 11\nx3004c0s7b0n0.hsn: rank 0 died from signal 15",
+            {2: -11, 0: -15},
+        ),
+        ("x3004c0s7b0n0.hsn: rank 2 exited with code 7", {2: 7}),
         ("srun: error: node[001-002]: tasks 0-2,7: Exited with exit code 1", {0: 1, 1: 1, 2: 1, 7: 1}),
         (
             "mpirun noticed that process rank 2 with PID 12345 on node node003 exited on signal 11 (Segmentation fault).",
