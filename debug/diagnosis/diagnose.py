@@ -244,7 +244,7 @@ def _died_together(first: Verdict, other: Verdict) -> Verdict:
 
 def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
     """Equal for verdicts of one cause; None for a verdict that stands for itself."""
-    if verdict.subtype == Subtype.PYTHON_EXCEPTION and verdict.file:
+    if verdict.subtype in (Subtype.PYTHON_EXCEPTION, Subtype.DEVICE) and verdict.file:
         return verdict.subtype, verdict.file, verdict.line
     if verdict.verdict == VerdictKind.RANK_DIED and verdict.subtype == Subtype.HOST and verdict.evidence:
         return (

@@ -11,6 +11,7 @@ from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, EventKind, RankState
 from titan_ckpt.debug.incident.records import Evidence, Exit, LogEvent, RankRecord, Situation
 
 _OWN = (EventKind.EXCEPTION, EventKind.OOM)
+_DETAILS = {EventKind.OOM: Subtype.OOM, EventKind.DEVICE_ERROR: Subtype.DEVICE}
 _FAILURES = (
     *_OWN, EventKind.COMM_CLOSED, EventKind.COMM_TIMEOUT, EventKind.COMM_ERROR, EventKind.COMM_MISMATCH,
     EventKind.WATCHDOG, EventKind.STORE_WAIT,
@@ -31,13 +32,18 @@ def own_exception(record: RankRecord) -> LogEvent | None:
     A traceback is preferred over the log line that announces it, because it has the line of code.
     """
     events = [event for event in record.events if not _was_survived(record, event)]
-    first = next((event for event in events if event.kind in _FAILURES), None)
-    if first is None or first.kind not in _OWN:
+    first = next((event for event in events if event.kind in _FAILURES or _is_own(event)), None)
+    if first is None or not _is_own(first):
         return None
     if is_interrupt(first):
         return None
     same = (event for event in events if event.frame and event.kind == first.kind)
     return next(same, first)
+
+
+def _is_own(event: LogEvent) -> bool:
+    """Whether it is an error of the program or of its GPU, as the program raised or logged it."""
+    return event.kind in _OWN or (event.kind == EventKind.DEVICE_ERROR and "type" in event.values)
 
 
 def is_interrupt(event: LogEvent) -> bool:
@@ -53,7 +59,7 @@ def lost_threads(record: RankRecord) -> list[Evidence]:
 def _was_survived(record: RankRecord, event: LogEvent) -> bool:
     """Whether the process lived on after an exception: it ended only a thread, was caught and logged, or came from the end
     that a launcher made of the process."""
-    if event.kind not in _OWN:
+    if not _is_own(event):
         return False
     if "handled" in event.values:
         return True
@@ -88,7 +94,7 @@ def _raised(record: RankRecord) -> Situation | None:
     return Situation(
         rank=record.rank,
         kind=RankState.DEAD,
-        detail=Subtype.OOM if error.kind == EventKind.OOM else Subtype.PYTHON_EXCEPTION,
+        detail=_DETAILS.get(error.kind, Subtype.PYTHON_EXCEPTION),
         frame=error.frame,
         confidence=Basis.OWN_EXCEPTION.confidence,
         evidence=(event_evidence(error),),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Frame, Group, Launcher, LogEvent
-from titan_ckpt.debug.read.text.messages import kind_of_error
+from titan_ckpt.debug.read.text.error_kinds import kind_of_error
 from titan_ckpt.parsing.json_values import JsonValue
 
 MAX_TEXT = 4096

@@ -13,90 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from titan_ckpt.debug.incident.kinds import EventKind
+from titan_ckpt.debug.read.text.error_kinds import MISMATCH, OOM_WORDS, has_any, kind_of_error
 
 Values = dict[str, str]
-
-_OOM_WORDS = (
-    "OutOfMemoryError",
-    "out of memory",
-    "oom-kill",
-    "oom_kill",
-    "OOM Killed",
-    "Out Of Memory",
-    "Out of memory",
-    "MemoryError",
-    "std::bad_alloc",
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "insufficient shared memory",
-    "unable to mmap",
-    "OUT_OF_MEMORY",
-)
-_CLOSED_WORDS = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "remote process exiting",
-    "ncclRemoteError", "remote worker crash", "Connection refused", "recvValue failed", "Failed to recv", "failed to recv",
-    "Connection closed by remote peer", "closed by remote", "No route to host", "peer closed",
-)  # fmt: skip
-_TIMEOUT = re.compile(
-    r"Timed out waiting|wait timeout after|Watchdog caught|timed out after \d+ ?(?:ms|seconds)|Socket Timeout"
-    r"|timeout.{0,80}collective"
-    r"|failed to pass monitoredBarrier|Timed out after \d+ seconds|Application timeout caused pair closure|RendezvousTimeoutError"
-    r"|socket has timed out|[Tt]imeout waiting for key"
-)
-_MISMATCH = (
-    "op.preamble.length <= op.nbytes", "data size doesn't match expected size", "essage truncated",
-    "Detected mismatch between collectives on ranks",
-)  # fmt: skip
-_ARGUMENT = re.compile(r"enforce fail at \S{0,300}gloo/gloo/\w+\.cc")  # gloo's check of the caller's own arguments
-_COMM_WORDS = (
-    "DistBackendError",
-    "DistNetworkError",
-    "DistStoreError",
-    "gloo/",
-    "NCCL error",
-    "NCCL communicator",
-    "NCCL operation",
-    "ncclSystemError",
-    "ncclInternalError",
-    "ncclUnhandledCudaError",
-    "ProcessGroupGloo",
-    "ProcessGroupNCCL",
-    "c10d",
-    "NCCLUtils",
-    "connectFullMesh",
-    "monitoredBarrier",
-)
-_SOCKET_ERRORS = ("ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "ConnectionAbortedError")
-DEVICE_WORDS = (
-    "CUDA error", "HIP error", "uncorrectable ECC", "NVRM: Xid", "fallen off the bus", "GPU is lost", "device-side assert",
-    "illegal memory access", "Memory access fault by GPU", "HSA_STATUS_ERROR", "unspecified launch failure", "hipError",
-    "Unable to determine the device handle",
-)  # fmt: skip
-
-
-def _has(text: str, words: tuple[str, ...]) -> bool:
-    return any(word in text for word in words)
-
-
-def kind_of_error(text: str, *, is_torch: bool = True) -> EventKind:
-    """Classify an error: the program's own, or the symptom of a peer's trouble. `is_torch`: torch may have raised it."""
-    if _has(text, _MISMATCH):
-        return EventKind.COMM_MISMATCH
-    if _ARGUMENT.search(text):
-        return EventKind.EXCEPTION
-    is_comm = _has(text, _COMM_WORDS)
-    if not is_torch and not is_comm and text.lstrip().startswith(_SOCKET_ERRORS):
-        return EventKind.EXCEPTION
-    if _has(text, _OOM_WORDS):
-        return EventKind.OOM
-    if _has(text, _CLOSED_WORDS):
-        return EventKind.COMM_CLOSED
-    if _TIMEOUT.search(text):
-        return EventKind.COMM_TIMEOUT
-    if _has(text, DEVICE_WORDS):
-        return EventKind.EXCEPTION
-    return EventKind.COMM_ERROR if is_comm else EventKind.EXCEPTION
-
 
 # --------------------------------------------------------------------------------------------------------- values
 
@@ -280,7 +199,7 @@ _RULES = (
     ),
     _Rule(EventKind.DESYNC, ("but didn't join collective", "joined but didn't finish"), _named(_DESYNC)),
     _Rule(EventKind.COMM_TIMEOUT, ("failed to pass monitoredBarrier",), _named(_BARRIER)),
-    _Rule(EventKind.COMM_MISMATCH, _MISMATCH, _mismatch),
+    _Rule(EventKind.COMM_MISMATCH, MISMATCH, _mismatch),
     _Rule(
         EventKind.STORE_WAIT,
         ("wait timeout after", "clients joined", "aiting for key", "retrieving ncclUniqueId"),
@@ -297,7 +216,9 @@ _RULES = (
             "NVRM: Xid",
             "fallen off the bus",
             "GPU is lost",
-            "uncorrectable ECC",
+            "ncorrectable ECC",
+            "PCIe Bus Error: severity=Uncorrect",
+            "hermal shutdown",
             "Memory access fault by GPU",
             "Unable to determine the device handle",
         ),
@@ -306,12 +227,23 @@ _RULES = (
     _Rule(EventKind.KILLED, ("Killed process", "reaped process", "oom-kill:"), _kernel_oom),
     _Rule(EventKind.FATAL_SIGNAL, ("Fatal Python error", *(f"{word}" for word in _SIGNAL_WORDS)), _fatal),
 )
+
+
+def _is(kind: EventKind) -> Callable[[str], Values | None]:
+    return lambda text: {} if kind_of_error(text) == kind else None
+
+
+_ABORTED = (
+    "terminated with exception: CUDA error",
+    "what():  CUDA error",
+    "what():  HIP error",
+    "NCCL WARN Cuda failure",
+)
 _LAST_RULES = (
-    _Rule(EventKind.OOM, _OOM_WORDS),
-    _Rule(
-        EventKind.DEVICE_ERROR,
-        ("terminated with exception: CUDA error", "what():  CUDA error", "HSA_STATUS_ERROR", "what():  HIP error"),
-    ),
+    _Rule(EventKind.OOM, OOM_WORDS),
+    _Rule(EventKind.EXCEPTION, _ABORTED[:3], _is(EventKind.EXCEPTION)),
+    _Rule(EventKind.DEVICE_ERROR, _ABORTED, _is(EventKind.DEVICE_ERROR)),
+    _Rule(EventKind.DEVICE_ERROR, (*_ABORTED[:3], "HSA_STATUS_ERROR")),
     _Rule(
         EventKind.COMM_CLOSED,
         ("Connection closed by remote peer", "NCCL WARN Call to recv", "NCCL WARN Net : Call to recv"),
@@ -363,7 +295,7 @@ def without(words: tuple[str, ...]) -> Callable[[str], bool]:
 
     @lru_cache(maxsize=4096)
     def is_plain(text: str) -> bool:
-        return not _has(text, words)
+        return not has_any(text, words)
 
     return is_plain
 
@@ -377,7 +309,7 @@ def recognize(text: str) -> tuple[EventKind, Values] | None:
         return None
     for rules in (_RULES, _LAST_RULES):
         for rule in rules:
-            if _has(text, rule.words):
+            if has_any(text, rule.words):
                 values = rule.values(text)
                 if values is not None:
                     return rule.kind, dict(values)
@@ -387,7 +319,7 @@ def recognize(text: str) -> tuple[EventKind, Values] | None:
 def details(kind: EventKind, text: str) -> Values:
     """Values of an error message (a traceback's last line), by the same rules: who is named, what was waited for."""
     for rule in _RULES:
-        if rule.kind == kind and _has(text, rule.words):
+        if rule.kind == kind and has_any(text, rule.words):
             return dict(rule.values(text) or {})
     worker = _WORKER.search(text)
     return {"worker": worker["worker"]} if worker else {}

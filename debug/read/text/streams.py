@@ -11,7 +11,8 @@ from titan_ckpt.debug.incident.frames import is_library, user_frame
 from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, EventKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog
 from titan_ckpt.debug.read.text import clocks
-from titan_ckpt.debug.read.text.messages import details, kind_of_error, recognize
+from titan_ckpt.debug.read.text.error_kinds import kind_of_error
+from titan_ckpt.debug.read.text.messages import details, recognize
 from titan_ckpt.debug.read.text.prefixes import Line
 
 TAIL_LINES = 40
@@ -33,6 +34,8 @@ _CRASH = re.compile(
     r"Fatal Python error: |Timeout \(\d+:\d\d:\d\d(?:\.\d+)?\)!|(?:Current thread|Thread) 0x[0-9a-f]+ .{0,80}\(most recent "
     r"call first\)"
 )
+_NCCL_DETAIL = re.compile(r"nccl[A-Z]\w{3,40}: |Last error:")
+MOST_DETAILS = 4
 _USAGE = re.compile(r"[Uu]sage: \S")
 _REFUSED = re.compile(r"(?:\S{1,200}: )?[Ee]rror: (?P<message>.{1,400})$")
 _FIRST_KINDS = (
@@ -62,6 +65,7 @@ class Stream:
     chained: bool = False
     thread: str = ""
     crash: list[str] | None = None
+    details: int = 0  # lines that may still belong to NCCL's message
     is_usage: bool = False  # the lines before belong to a program's usage
 
     def take(self, number: int, line: Line) -> None:
@@ -92,7 +96,7 @@ class Stream:
         self.tail.clear()
         self.step_times.clear()
         self.last_step, self.frames, self.crash, self.chained, self.thread = None, None, None, False, ""
-        self.last_step_line, self.is_usage = 0, False
+        self.last_step_line, self.is_usage, self.details = 0, False, 0
 
     def add(self, event: LogEvent) -> None:
         """Keep the first and the newest events where there are very many."""
@@ -126,6 +130,8 @@ class Stream:
         if text.startswith(_CHAINED):
             self.chained, self.frames = True, None
             return
+        if self.details and self._take_detail(text):
+            return
         if _USAGE.match(text):
             self.is_usage = True
         raised = self._raised(text)
@@ -133,8 +139,21 @@ class Stream:
         if found is not None:
             kind, values = found
             self._keep(number, text, kind, values, raised is not None)
+            self.details = MOST_DETAILS if "type" in values and "NCCL error" in text else 0
         if raised or (self.frames and not text.startswith((" ", "\t", "│", "|", "╰"))):
             self.frames = None
+
+    def _take_detail(self, text: str) -> bool:
+        """Join a line of NCCL's message to the error that began with it: its last lines say what failed."""
+        box = self.last or self.first
+        is_last = bool(box) and box[-1].text.endswith("Last error:")
+        if self.frames is not None or not box or not (is_last or _NCCL_DETAIL.match(text)):
+            self.details = 0
+            return False
+        self.details -= 1
+        joined = f"{box[-1].text} {text.strip()}"[:800]
+        box[-1] = replace(box[-1], text=joined, kind=kind_of_error(joined))
+        return True
 
     def _refused(self, text: str) -> tuple[EventKind, dict[str, str]] | None:
         """`train.py: error: unrecognized arguments: --lr-decay` below the usage (argparse, click): then the process ends."""

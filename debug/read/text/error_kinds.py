@@ -1,0 +1,114 @@
+"""What an error message means: an error of the program's own, of its GPU, or the symptom of a peer's trouble.
+
+Texts from torch/csrc/distributed/c10d (ProcessGroupNCCL, ProcessGroupGloo, ProcessGroupWrapper, TCPStore; 1.8 to 2.13),
+gloo/transport/tcp, NCCL (src/init.cc, src/misc/socket.cc), CUDA's list of runtime errors (cudaError_t) and HIP's.
+"""
+
+from __future__ import annotations
+
+import re
+
+from titan_ckpt.debug.incident.kinds import EventKind
+
+OOM_WORDS = (
+    "OutOfMemoryError",
+    "out of memory",
+    "oom-kill",
+    "oom_kill",
+    "OOM Killed",
+    "Out Of Memory",
+    "Out of memory",
+    "MemoryError",
+    "std::bad_alloc",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "insufficient shared memory",
+    "unable to mmap",
+    "OUT_OF_MEMORY",
+    "Error while creating shared memory segment",
+)
+_CLOSED_WORDS = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "remote process exiting",
+    "ncclRemoteError", "remote worker crash", "Connection refused", "recvValue failed", "Failed to recv", "failed to recv",
+    "Connection closed by remote peer", "closed by remote", "No route to host", "peer closed",
+)  # fmt: skip
+_TIMEOUT = re.compile(
+    r"Timed out waiting|wait timeout after|Watchdog caught|timed out after \d+ ?(?:ms|seconds)|Socket Timeout"
+    r"|timeout.{0,80}collective"
+    r"|failed to pass monitoredBarrier|Timed out after \d+ seconds|Application timeout caused pair closure|RendezvousTimeoutError"
+    r"|socket has timed out|[Tt]imeout waiting for key"
+)
+MISMATCH = (
+    "op.preamble.length <= op.nbytes", "data size doesn't match expected size", "essage truncated",
+    "Detected mismatch between collectives on ranks",
+)  # fmt: skip
+# The caller's own arguments, port or choice of GPU: no peer's doing.
+_ARGUMENT = re.compile(
+    r"enforce fail at \S{0,300}gloo/gloo/\w+\.cc|ProcessGroup(?:Gloo|MPI|UCC)::\w{1,40}: (?!.{0,80}timed? ?out)"
+    r"|EADDRINUSE|[Aa]ddress already in use|invalid usage \(run|ncclInvalidUsage|invalid argument \(run|ncclInvalidArgument"
+    r"|Duplicate GPU detected"
+)
+_COMM_WORDS = (
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "gloo/",
+    "NCCL error",
+    "NCCL communicator",
+    "NCCL operation",
+    "ncclSystemError",
+    "ncclInternalError",
+    "ncclUnhandledCudaError",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "c10d",
+    "NCCLUtils",
+    "connectFullMesh",
+    "monitoredBarrier",
+)
+_SOCKET_ERRORS = ("ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "ConnectionAbortedError")
+_OF_PROGRAM = (
+    "device-side assert", "illegal memory access", "misaligned address", "illegal instruction", "invalid device ordinal",
+    "invalid device function", "no kernel image", "invalid program counter", "invalid configuration argument",
+)  # fmt: skip
+# Errors that the GPU, its link, its driver or its host is the cause of, or may be: then another GPU or a restart helps.
+DEVICE_WORDS = (
+    "ncorrectable ECC", "ncorrectable NVLink", "ECCNotCorrectable", "ECC_UNCORRECTABLE", "ECCUncorrectable",
+    "NVLINK_UNCORRECTABLE", "NvlinkUncorrectable", "NVRM: Xid", "fallen off the bus", "GPU is lost", "GPU requires reset",
+    "Unable to determine the device handle", "unspecified launch failure", "LAUNCH_FAILED", "ErrorLaunchFailure",
+    "hardware stack error", "or a hardware error", "unhandled cuda error", "unhandled hip error", "ncclUnhandledCudaError",
+    "system not yet initialized", "busy or unavailable", "hermal shutdown", "PCIe Bus Error: severity=Uncorrect",
+    "HSA_STATUS_ERROR",
+)  # fmt: skip
+_DEVICE = re.compile(
+    r"(?i:cuda|hip) (?:error|failure):? (?:code |no\. ?)?(?:46|214|220|226|714|719|802|999|unknown error)\b"
+    r"|(?:GPU|PCIe? device|CUDA device)\b[^\n]{0,80}no longer (?:reachable|accessible|available)"
+)
+
+
+def has_any(text: str, words: tuple[str, ...]) -> bool:
+    """Whether one of `words` stands in the text."""
+    return any(word in text for word in words)
+
+
+def kind_of_error(text: str, *, is_torch: bool = True) -> EventKind:
+    """Classify an error: the program's own, its GPU's, or the symptom of a peer's trouble. `is_torch`: torch may have raised
+    it."""
+    if has_any(text, MISMATCH):
+        return EventKind.COMM_MISMATCH
+    if _ARGUMENT.search(text):
+        return EventKind.EXCEPTION
+    is_comm = has_any(text, _COMM_WORDS)
+    if not is_torch and not is_comm and text.lstrip().startswith(_SOCKET_ERRORS):
+        return EventKind.EXCEPTION
+    if has_any(text, OOM_WORDS):
+        return EventKind.OOM
+    if has_any(text, _OF_PROGRAM):
+        return EventKind.EXCEPTION
+    if has_any(text, DEVICE_WORDS) or _DEVICE.search(text):
+        return EventKind.DEVICE_ERROR
+    if has_any(text, _CLOSED_WORDS):
+        return EventKind.COMM_CLOSED
+    if _TIMEOUT.search(text):
+        return EventKind.COMM_TIMEOUT
+    return EventKind.COMM_ERROR if is_comm else EventKind.EXCEPTION

@@ -1,0 +1,99 @@
+"""Errors that a rank raises: the program's own, its GPU's, or the symptom of a peer's trouble. The words are those of CUDA's
+cudaGetErrorString, NCCL's src/init.cc and src/debug.cc, torch's NCCLUtils.hpp, TCPStore and ProcessGroupGloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan_ckpt.debug import Verdict, diagnose, open_run
+from titan_ckpt.debug.report.action import ActionKind, action_for
+
+STEPS = "".join(f"[rank{rank}]: step {step} loss 2.1\n" for step in range(3) for rank in range(4))
+CUDA = "torch.AcceleratorError: CUDA error: "
+NCCL = "torch.distributed.DistBackendError: NCCL error in: /pytorch/NCCLUtils.cpp:93, {} (run with NCCL_DEBUG=INFO for details)"
+CALL = NCCL.format("unhandled cuda error") + "\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+TIMED_OUT = (
+    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
+)
+DEVICE = [
+    CUDA + "uncorrectable ECC error encountered",
+    CUDA + "uncorrectable NVLink error detected during the execution",
+    "RuntimeError: CUDA error: GPU is lost",
+    "RuntimeError: Unable to determine the device handle for GPU0000:9B:00.0: Unknown Error",
+    CUDA + "unspecified launch failure",
+    "RuntimeError: CUDA error: 719",
+    "RuntimeError: CUDA error: unknown error",
+    "RuntimeError: HIP error: unspecified launch failure",
+    "RuntimeError: CUDA driver error: CUDA_ERROR_ECC_UNCORRECTABLE",
+    "RuntimeError: GPU 3 (0000:9b:00.0) is no longer reachable",
+    "RuntimeError: CUDA error: system not yet initialized",
+    NCCL.format("unhandled cuda error"),
+    CALL + "Cuda failure 719 'unspecified launch failure'",
+    CALL + "Cuda failure 'uncorrectable ECC error encountered'",
+]
+PROGRAM = [
+    CUDA + "device-side assert triggered",
+    CUDA + "an illegal memory access was encountered",
+    CALL + "Cuda failure 700 'an illegal memory access was encountered'",
+    "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, "
+    "useIpv6: true, code: -98, name: EADDRINUSE, message: address already in use",
+    NCCL.format("invalid usage")
+    + "\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+    "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1a000",
+    "RuntimeError: ProcessGroupGloo::scatter: Incorrect input list size 2. Input list size should be 3.",
+]
+MEMORY = [
+    CALL + "Cuda failure 2 'out of memory'",
+    NCCL.format("unhandled system error") + "\nncclSystemError: System call failed.\nLast error:\n"
+    "Error while creating shared memory segment /dev/shm/nccl-1nBRcE (size 9637888)",
+]  # fmt: skip
+PEERS = [
+    NCCL.format("remote process exited or there was a network error") + "\nncclRemoteError: A call failed.\nLast error:\n"
+    "socketProgress: Connection closed by remote peer node2<41870>",
+    NCCL.format("unhandled system error") + "\nncclSystemError: System call failed.\nLast error:\n"
+    "socketStartConnect: Connect to 10.0.0.7<51111> failed : Connection refused",
+]  # fmt: skip
+
+
+def raised(error: str, rank: int) -> str:
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/job/train.py", line 88, in step',
+        "    loss()",
+        *error.split("\n"),
+    ]
+    return "".join(f"[rank{rank}]: {line}\n" for line in lines)
+
+
+def judged(folder: Path, text: str) -> tuple[Verdict, ActionKind]:
+    (folder / "console.log").write_text(text)
+    run = open_run(str(folder))
+    top = diagnose(run)[0]
+    return top, action_for(run, top).action
+
+
+@pytest.mark.parametrize("error", DEVICE)
+def test_gpu_that_fails_is_no_error_of_the_program(error: str, tmp_path: Path) -> None:
+    top, action = judged(tmp_path, STEPS + raised(error, 2) + raised(TIMED_OUT, 1))
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "device", (2,))
+    assert action == ActionKind.RESTART
+
+
+@pytest.mark.parametrize("error", PROGRAM + MEMORY)
+def test_own_error_is_no_wait_for_peers(error: str, tmp_path: Path) -> None:
+    top, action = judged(tmp_path, STEPS + raised(error, 2) + raised(TIMED_OUT, 1))
+    subtype = "oom" if error in MEMORY else "python_exception"
+    assert (top.verdict, top.subtype, top.culprits, action) == ("RANK_DIED", subtype, (2,), ActionKind.STOP)
+
+
+@pytest.mark.parametrize("error", PEERS)
+def test_last_line_of_nccl_names_a_peer(error: str, tmp_path: Path) -> None:
+    top, _ = judged(tmp_path, STEPS + "".join(raised(error, rank) for rank in (0, 1, 3)))
+    assert set(top.culprits) <= {2}
+
+
+def test_gpu_errors_of_several_ranks_are_one_verdict(tmp_path: Path) -> None:
+    top, _ = judged(tmp_path, STEPS + raised(DEVICE[1], 2) + raised(DEVICE[1], 3))
+    assert (top.subtype, top.culprits) == ("device", (2, 3))
