@@ -10,18 +10,23 @@ from typing import Any
 from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import write_json, write_note, write_text
+from titan_ckpt.console.picture import MARK, add_force_flag, check_picture, write_marked, write_picture
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
+from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.debug.report.as_json import report_json
+from titan_ckpt.debug.report.html_page import report_html
+from titan_ckpt.debug.report.markdown import report_markdown
 from titan_ckpt.debug.report.text import report_text
+from titan_ckpt.debug.report.trace import num_left_out, trace_parts
 from titan_ckpt.errors import TitanError, UsageError
 
 SECOND_LOOK_S = 10.0
 TICKING_S = 5.0
 _EPILOG = """\
-  titan-ckpt debug PATH [--json] [--all]  diagnose a run, an incident folder, or any folder of dumps and logs;
+  titan-ckpt debug PATH [OPTIONS]         diagnose a run, an incident folder, or any folder of dumps and logs;
                                           of several incidents the newest, with --all each in one line
   titan-ckpt debug collect [OPTIONS]      gather dumps, stacks and states of a job on this host into one folder
   titan-ckpt debug inject CASE [OPTIONS]  hang a small real job on purpose and leave its incident (a drill)
@@ -36,13 +41,21 @@ decide, 5 the job runs, or has just stopped: look again
 def configure(parser: argparse.ArgumentParser) -> None:
     """PATH is the first word; a verb's own words follow it and are parsed by the verb."""
     parser.epilog = _EPILOG
-    parser.usage = "titan-ckpt debug PATH [--json] [--all] | collect ... | inject CASE ... | watch URL ..."
+    parser.usage = "titan-ckpt debug PATH [OPTIONS] | collect ... | inject CASE ... | watch URL ..."
     parser.add_argument(
         "path", metavar="PATH", help="a run's URL, an incident folder, a folder of dumps or of logs, or one dump"
     )
+    _add_options(parser)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print all verdicts and flags as JSON")
     parser.add_argument("--all", action="store_true", help="judge each of several incidents, one line each")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("--markdown", action="store_true", help="print the report as Markdown, for an issue tracker")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page that opens without a network")
+    parser.add_argument("--perfetto", metavar="FILE", help="write all operations as a trace for ui.perfetto.dev")
+    add_force_flag(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,13 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
     verb = _verb(arguments.path)
     if verb is not None:
         return verb.run(_parse_verb(arguments.path, verb, arguments))
-    for word in arguments.rest:
-        if word not in ("--json", "--all"):
-            raise UsageError(f"unexpected argument {word!r} after PATH; `titan-ckpt debug --help` shows the forms")
-    as_text = not (arguments.json or "--json" in arguments.rest)
-    if arguments.all or "--all" in arguments.rest:
-        return _diagnose_all(arguments.path, as_text=as_text)
-    return _diagnose(arguments.path, as_text=as_text)
+    options = Parser(prog="titan-ckpt debug", add_help=False)
+    _add_options(options)
+    _, unknown = options.parse_known_args(arguments.rest, arguments)
+    if unknown:
+        raise UsageError(f"unexpected argument {unknown[0]!r} after PATH; `titan-ckpt debug --help` shows the forms")
+    for path in (arguments.html, arguments.perfetto):
+        if path is not None:
+            check_picture(path, is_forced=arguments.force)
+    return _diagnose_all(arguments) if arguments.all else _diagnose(arguments)
 
 
 def _verb(word: str) -> Command | None:
@@ -94,14 +109,30 @@ def verb_parsers() -> list[argparse.ArgumentParser]:
     return [_verb_parser(word, verb) for word, verb in verbs.items() if verb is not None]
 
 
-def _diagnose(path: str, *, as_text: bool) -> int:
-    evidence, verdicts = _look(path)
-    if as_text:
+def _diagnose(arguments: argparse.Namespace) -> int:
+    evidence, verdicts = _look(arguments.path)
+    if arguments.json:
+        write_json(report_json(evidence, verdicts, time.time()))
+    elif arguments.markdown:
+        write_text(report_markdown(evidence, verdicts, time.time()))
+    else:
         text = report_text(evidence, verdicts, time.time())
         write_text(text + _other_incidents(evidence.incidents, evidence.incident))
-    else:
-        write_json(report_json(evidence, verdicts, time.time()))
+    _write_files(evidence, verdicts, arguments)
     return exit_code(verdicts[0])
+
+
+def _write_files(evidence: Run, verdicts: Sequence[Verdict], arguments: argparse.Namespace) -> None:
+    """The page and the trace, where they are asked for."""
+    if arguments.html is not None:
+        page = report_html(evidence, verdicts, situations(evidence), time.time())
+        write_picture(arguments.html, page, is_forced=arguments.force)
+        write_note(f"wrote {arguments.html}")
+    if arguments.perfetto is not None:
+        write_marked(arguments.perfetto, trace_parts(evidence, mark=MARK), is_forced=arguments.force)
+        left_out = num_left_out(evidence)
+        more = f", without the {left_out:,} oldest operations" if left_out else ""
+        write_note(f"wrote {arguments.perfetto}{more}; open it in ui.perfetto.dev or chrome://tracing")
 
 
 def _look(path: str) -> tuple[Run, list[Verdict]]:
@@ -142,8 +173,13 @@ def _other_incidents(incidents: Sequence[str], judged: str) -> str:
     return "\n".join(["other incidents here (judge each with --all):", *lines, *more]) + "\n"
 
 
-def _diagnose_all(path: str, *, as_text: bool) -> int:
-    """Judge each incident under `path`, oldest first. Exit code 1 if one has a fault, else the largest of theirs."""
+def _diagnose_all(arguments: argparse.Namespace) -> int:
+    """Judge each incident under PATH, oldest first. Exit code 1 if one has a fault, else the largest of theirs."""
+    if arguments.markdown or arguments.html or arguments.perfetto:
+        raise UsageError(
+            "--all prints a line for each incident; give --markdown, --html and --perfetto one incident's folder"
+        )
+    path, as_text = arguments.path, not arguments.json
     codes = {0}
     reports: list[dict[str, Any]] = []
     newest = open_run(path)

@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.frames import hang_stack
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import Run, Verdict
+from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, StackSnapshot, Thread, Verdict
 from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns, places, waits
 
 MAX_WAITS = 4
@@ -32,6 +33,23 @@ def _moment(seconds: float) -> str:
 
 def _age(now_s: float, then_s: float) -> str:
     return f", {format_duration(now_s - then_s)} ago" if now_s > then_s else ""
+
+
+def fact(item: Evidence) -> str:
+    """`rank 3: its text at train.py:12  [the file it was read from]`."""
+    rank = f"rank {item.rank}: " if item.rank is not None else ""
+    place = f" at {item.file}:{item.line}" if item.file and f"{item.file}:{item.line}" not in item.text else ""
+    return f"{rank}{item.text}{place}{f'  [{item.source}]' if item.source else ''}"
+
+
+def stack_of(record: RankRecord) -> tuple[StackSnapshot, Thread] | None:
+    """The stack that shows where a rank hung or ended, and its thread to look at: the one that crashed, else the main one."""
+    hung = hang_stack(record)
+    for stack in (hung,) if hung is not None else reversed(record.stacks):
+        thread = stack.main if hung is not None else stack.current or stack.main
+        if thread is not None and thread.frames:
+            return stack, thread
+    return None
 
 
 def waiting(run: Run) -> Iterator[str]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.debug.incident.contradictions import rank_list
-from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
-from titan_ckpt.debug.report.facts import commands, waiting, when, where
+from titan_ckpt.debug.incident.records import Run, Verdict
+from titan_ckpt.debug.report.facts import commands, fact, waiting, when, where
 
 WIDTH = 100
 MAX_EVIDENCE = 6
@@ -27,7 +27,7 @@ def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = Non
         "",
     ]
     if top.evidence:
-        lines += ["why:", *(_evidence(item) for item in top.evidence[:MAX_EVIDENCE])]
+        lines += ["why:", *(f"  - {_wrapped(fact(item), 4)}" for item in top.evidence[:MAX_EVIDENCE])]
     if top.chain:
         lines.append(_chain(top))
     if not top.is_healthy and (held := list(waiting(run))):
@@ -57,13 +57,6 @@ def _facts(run: Run, top: Verdict) -> list[str]:
             + (f" (newest of {len(run.incidents)})" if len(run.incidents) > 1 else "")
         )
     return ["  " + " · ".join(facts)]
-
-
-def _evidence(item: Evidence) -> str:
-    rank = f"rank {item.rank}: " if item.rank is not None else ""
-    place = f" at {item.file}:{item.line}" if item.file and f"{item.file}:{item.line}" not in item.text else ""
-    source = f"  [{item.source}]" if item.source else ""
-    return f"  - {_wrapped(rank + item.text + place + source, 4)}"
 
 
 def _chain(top: Verdict) -> str:

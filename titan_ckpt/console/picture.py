@@ -1,10 +1,11 @@
-"""Pictures that commands write where the user says: never over a file that is not such a picture."""
+"""Pictures and pages that commands write where the user says: never over a file that no command of ours wrote."""
 
 from __future__ import annotations
 
 import os
 import secrets
 from argparse import ArgumentParser
+from collections.abc import Iterable
 
 from titan_ckpt.errors import AlreadyExistsError, StoreError
 
@@ -18,22 +19,27 @@ def add_force_flag(parser: ArgumentParser) -> None:
 
 
 def check_picture(path: str, *, is_forced: bool) -> None:
-    """AlreadyExistsError if something is at `path` that is not a picture of ours, unless `is_forced`."""
+    """AlreadyExistsError if something is at `path` that has no mark of ours, unless `is_forced`."""
     if not os.path.lexists(path) or is_forced:
         return
     if os.path.islink(path) or not os.path.isfile(path) or not _is_ours(path):
-        raise AlreadyExistsError(f"{path} is there already, and is no picture of titan-ckpt; --force replaces it")
+        raise AlreadyExistsError(f"{path} is there already, and titan-ckpt did not write it; --force replaces it")
 
 
 def write_picture(path: str, svg: str, *, is_forced: bool) -> None:
-    """Write an SVG to `path`, whole or not at all; StoreError if that is not possible."""
+    """Write SVG or HTML to `path`, whole or not at all; StoreError if that is not possible."""
+    head, end, rest = svg.partition(">")
+    write_marked(path, (f"{head}{end}{MARK}{rest}",), is_forced=is_forced)
+
+
+def write_marked(path: str, parts: Iterable[str], *, is_forced: bool) -> None:
+    """Write text that has `MARK` in its first 4,096 bytes to `path`, whole or not at all."""
     check_picture(path, is_forced=is_forced)
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".tmp-{secrets.token_hex(8)}-{name}"[:250])
-    head, end, rest = svg.partition(">")
     try:
         with open(temporary, "x", encoding="utf-8", errors="replace") as file:
-            file.write(f"{head}{end}{MARK}{rest}")
+            file.writelines(parts)
         os.replace(temporary, path)
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}") from error

@@ -1,0 +1,65 @@
+"""A report as Markdown, for an issue tracker or a chat: the facts as lists, the stacks of the ranks at fault folded away."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from titan_ckpt.console.escapes import escape_line
+from titan_ckpt.debug.incident.records import Run, Verdict
+from titan_ckpt.debug.report.facts import commands, fact, stack_of, waiting, when, where
+
+MOST_STACKS, MOST_FRAMES = 4, 40
+# What Markdown obeys; an underscore inside a word is plain. `#7` and `@name` would become links of the issue tracker.
+_SPECIAL = re.compile(r"[\\`*\[\]<>|~]|(?<![^\W_])_|_(?![^\W_])")
+_LINKS = re.compile(r"(?<=[#@])(?=\w)")
+
+
+def report_markdown(run: Run, verdicts: Sequence[Verdict], now_s: float) -> str:
+    """The report. `now_s`: the present (seconds since epoch), for the age of the hang."""
+    top = verdicts[0]
+    name = f"{top.verdict} ({top.subtype})" if top.subtype else str(top.verdict)
+    lines = [
+        f"### {_text(name)}: {_text(top.headline)}",
+        "",
+        " · ".join(_text(part) for part in _facts(run, top, now_s)),
+    ]
+    lines += _section("Why", [fact(item) for item in top.evidence])
+    if not top.is_healthy:
+        lines += _section("Who waits in what", waiting(run))
+        lines += _section("What to do", top.next_steps)
+        if found := commands(run, top):
+            lines += ["", "```sh", *(escape_line(line) for line in found), "```"]
+    lines += _section("Less likely", [f"{v.confidence:.0%} {v.verdict}: {v.headline}" for v in verdicts[1:]])
+    lines += _section("Limits of the evidence", [f"{flag.flag}: {flag.text}" for flag in run.flags])
+    return "\n".join([*lines, *_stacks(run, top)]) + "\n"
+
+
+def _text(text: str) -> str:
+    return _LINKS.sub("<!-- -->", _SPECIAL.sub(r"\\\g<0>", escape_line(text)))
+
+
+def _facts(run: Run, top: Verdict, now_s: float) -> Iterator[str]:
+    yield f"confidence {top.confidence:.0%}"
+    yield f"{run.world_size:,} ranks"
+    if top.step is not None:
+        yield f"step {top.step}"
+    if moment := when(run, now_s):
+        yield moment
+    if not top.is_healthy:
+        yield from where(run, top)
+
+
+def _section(title: str, lines: Iterable[str]) -> list[str]:
+    items = [f"- {_text(line)}" for line in lines]
+    return ["", f"**{title}**", "", *items] if items else []
+
+
+def _stacks(run: Run, top: Verdict) -> Iterator[str]:
+    for rank in (top.culprits or top.suspects)[:MOST_STACKS]:
+        found = stack_of(run.ranks[rank])
+        if found is None:
+            continue
+        yield from ("", f"<details><summary>stack of rank {rank}, most recent call first</summary>", "", "~~~text")
+        yield from (escape_line(str(frame)) for frame in found[1].frames[:MOST_FRAMES])
+        yield from ("~~~", "", "</details>")
