@@ -12,6 +12,7 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Input
+from textual.widgets.input import Selection
 
 from titan_ckpt.console.escapes import escape_text
 from titan_ckpt.debug.report.text import report_text
@@ -24,10 +25,12 @@ from titan_ckpt.tui.screens.checkpoints import CheckpointsPane
 from titan_ckpt.tui.screens.help import HelpScreen
 from titan_ckpt.tui.session.loading import SessionLoader
 from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.pane import Pane
 
 FOLLOW_S = 2.0
+INTERRUPTED = 130
 
 
 class TitanApp(App[None]):
@@ -39,6 +42,8 @@ class TitanApp(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(n), f"screen_number({n})", f"screen {n}", show=False) for n in range(1, 9)),
         Binding("q", "quit", "quit", show=False),
+        Binding("ctrl+c", "interrupt", "quit", show=False, priority=True),
+        Binding("ctrl+z", "suspend_process", "suspend", show=False, priority=True),
         Binding("question_mark", "help", "help", show=False),
         Binding("slash", "filter", "filter", show=False),
         Binding("n", "next_problem(1)", "next problem", show=False),
@@ -60,6 +65,7 @@ class TitanApp(App[None]):
             CheckpointsPane.number if content.has_runs or content.step is not None else 1
         )
         self._answer: Callable[[str], None] | None = None
+        self._is_interrupted = False
         self._working: list[str] = []
         self._status_text = ""
 
@@ -68,13 +74,13 @@ class TitanApp(App[None]):
         with ContentSwitcher(initial=f"pane-{self._first_screen}", id="panes"):
             for pane in PANES:
                 yield pane(self.session)
-        yield Input(id="prompt", classes="hidden", compact=True)
+        yield Input(id="prompt", classes="hidden", compact=True, select_on_focus=False)
         yield OneLine(id="status")
 
     def on_mount(self) -> None:
         self._paint_tabs()
         self._loader.load_all()
-        self.pane.body.focus()
+        self.screen.set_focus(self.pane.body)
         self._paint_status()
         self.set_interval(FOLLOW_S, self._follow)
 
@@ -97,7 +103,7 @@ class TitanApp(App[None]):
         """Show a screen without adding to the history."""
         self.query_one("#panes", ContentSwitcher).current = f"pane-{number}"
         self.pane.update_rows()
-        self.pane.body.focus()
+        self.screen.set_focus(self.pane.body)
         self._paint_tabs()
         self.show_status("")
 
@@ -156,9 +162,17 @@ class TitanApp(App[None]):
     # -------------------------------------------------------------------------------------------------- loading
 
     async def on_event(self, event: events.Event) -> None:
-        """Clear the message of the previous key."""
-        if isinstance(event, events.Key) and self._status_text:
-            self.show_status("")
+        """Handle a key at once, and clear the message of the key before.
+
+        Textual would queue it at the focused widget: of keys that arrive together, those after `/` would be taken for commands.
+        """
+        if isinstance(event, events.Key) and not event.is_forwarded:
+            if event.key != "ctrl+c":
+                self._is_interrupted = False
+            if self._status_text:
+                self.show_status("")
+            if isinstance(self.focused, LineView) and await self._check_bindings(event.key):
+                return
         await super().on_event(event)
 
     def _on_loaded(self) -> None:
@@ -206,6 +220,18 @@ class TitanApp(App[None]):
     async def action_help(self) -> None:
         await self.push_screen(HelpScreen(self.pane))
 
+    def action_interrupt(self) -> None:
+        """Ctrl-C closes what is open over the screen, else quits when it is pressed twice."""
+        if len(self.screen_stack) > 1:
+            self.pop_screen()
+        elif self._answer is not None:
+            self.close_prompt()
+        elif self._is_interrupted:
+            self.exit(return_code=INTERRUPTED)
+        else:
+            self._is_interrupted = True
+            self.show_status("press ctrl+c again to quit")
+
     def action_filter(self) -> None:
         self.ask(self.pane.filter_hint, self.pane.filter_text, self.pane.set_filter)
 
@@ -234,13 +260,11 @@ class TitanApp(App[None]):
         prompt = self.query_one("#prompt", Input)
         prompt.placeholder = "enter to accept, esc to cancel"
         prompt.value = initial
+        prompt.selection = Selection(0, len(initial))  # at once: selected on focus, the first keys typed would be replaced
         prompt.remove_class("hidden")
         self._answer = then
         self.query_one("#status", OneLine).show(truncate(f" {label}", self.size.width))
-        prompt.focus()
-
-    def on_pane_ask(self, message: Pane.Ask) -> None:
-        self.ask(message.label, message.initial, message.then)
+        self.screen.set_focus(prompt)
 
     def on_input_submitted(self, message: Input.Submitted) -> None:
         answer = self._answer
@@ -252,7 +276,7 @@ class TitanApp(App[None]):
         """Hide the prompt and focus the screen."""
         self._answer = None
         self.query_one("#prompt", Input).add_class("hidden")
-        self.pane.body.focus()
+        self.screen.set_focus(self.pane.body)
         self._paint_status()
 
     def on_pane_show_status(self, message: Pane.ShowStatus) -> None:

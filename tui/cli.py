@@ -6,8 +6,11 @@ import argparse
 import contextlib
 import logging
 import re
+import string
 import sys
 from collections.abc import Iterator
+
+from textual.keys import Keys, _character_to_key
 
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.output import write_text
@@ -45,8 +48,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--size", type=parse_screen_size, default=(80, 24), metavar="80x24", help="size of the screenshot"
     )
     parser.add_argument(
-        "--keys", default="", metavar="K,K", help="keys to press before the screenshot, for example 2,n,enter"
-    )
+        "--keys", type=parse_keys, default=(), metavar="K,K",
+        help="keys to press before the screenshot, for example 2,n,enter",
+    )  # fmt: skip
+
+
+def parse_keys(text: str) -> tuple[str, ...]:
+    """Keys by name or character.
+
+    >>> parse_keys("2,n,enter")
+    ('2', 'n', 'enter')
+    """
+    keys = tuple(key.strip() for key in text.split(",") if key.strip())
+    for key in keys:
+        if not is_key(key):
+            raise argparse.ArgumentTypeError(
+                f"{key!r} is no key; write characters and names such as enter, escape, down, pagedown, space, ctrl+p"
+            )
+    return keys
+
+
+def is_key(name: str) -> bool:
+    """Whether Textual knows a key of this name."""
+    *modifiers, key = name.split("+") if len(name) > 1 else [name]
+    named = {*Keys, *map(_character_to_key, string.printable)}
+    return (len(key) == 1 or key in named or name in named) and set(modifiers) <= {"ctrl", "shift", "alt"}
 
 
 def parse_screen_size(text: str) -> tuple[int, int]:
@@ -71,8 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
     app = TitanApp(find_content(arguments.path), first_screen=arguments.screen)
     if arguments.screenshot:
         width, height = arguments.size
-        keys = tuple(key for key in arguments.keys.split(",") if key)
-        write_screenshot(app, arguments.screenshot, width=width, height=height, keys=keys, is_forced=arguments.force)
+        write_screenshot(
+            app, arguments.screenshot, width=width, height=height, keys=arguments.keys, is_forced=arguments.force
+        )
         write_text(arguments.screenshot)
         return 0
     with logs_on_bottom_line(app):

@@ -7,7 +7,7 @@ import re
 
 from textual.pilot import Pilot
 
-from titan_ckpt.console.picture import check_picture, write_picture
+from titan_ckpt.console.picture import check_picture, check_svg, write_picture
 from titan_ckpt.tui.app import TitanApp
 
 _FONT_FACES = re.compile(r"@font-face\s*\{[^}]*\}")
@@ -20,6 +20,7 @@ def write_screenshot(
     """Run `app` headless, press `keys` once everything is loaded, and write the screen to `path`.
 
     Another program's file at `path` is replaced only if `is_forced`."""
+    check_svg(path)
     check_picture(path, is_forced=is_forced)
     write_picture(path, asyncio.run(_take(app, (width, height), keys)), is_forced=is_forced)
 

@@ -7,7 +7,7 @@ import secrets
 from argparse import ArgumentParser
 from collections.abc import Iterable
 
-from titan_ckpt.errors import AlreadyExistsError, StoreError
+from titan_ckpt.errors import AlreadyExistsError, StoreError, UsageError
 
 MARK = "<!-- titan-ckpt -->"
 _HEAD_BYTES = 4096
@@ -16,6 +16,15 @@ _HEAD_BYTES = 4096
 def add_force_flag(parser: ArgumentParser) -> None:
     """Add `--force`, which every command has that writes a file of the user's choice."""
     parser.add_argument("--force", action="store_true", help="replace a file that titan-ckpt did not write")
+
+
+def check_svg(path: str) -> None:
+    """UsageError if `path` is not the name of an SVG in a folder that exists."""
+    if not path.lower().endswith(".svg"):
+        raise UsageError(f"{path}: the picture is an SVG; give a name that ends with .svg")
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise UsageError(f"{path}: the folder {folder} does not exist; create it first")
 
 
 def check_picture(path: str, *, is_forced: bool) -> None:

@@ -23,6 +23,7 @@ SITUATIONS: Mapping[RankState, Glyph] = {
     RankState.FROZEN: Glyph(char="z", role=Role.BAD, label="frozen"),
     RankState.GIL_HELD: Glyph(char="g", role=Role.BAD, label="GIL held"),
     RankState.ON_CPU: Glyph(char="c", role=Role.WARN, label="busy on CPU"),
+    RankState.IN_TORCH: Glyph(char="b", role=Role.NOTE, label="inside torch, such as backward()"),
     RankState.SILENT: Glyph(char="?", role=Role.WARN, label="no evidence"),
     RankState.IN_INIT: Glyph(char="i", role=Role.NOTE, label="in init"),
     RankState.IN_P2P: Glyph(char="p", role=Role.GOOD, label="in send/recv"),

@@ -16,6 +16,8 @@ from titan_ckpt.tui.data.arrays import Floats
 MAX_METRICS_BYTES = 256 << 20
 LARGEST = 1e300
 MAX_COLUMNS = 1000
+_BESIDE_STEPS = ("validation", "save", "export")
+_ENDS = ("start", "end")
 FREE_CELLS = 1 << 20
 """Values of a table that may be missing; a larger one has at least one byte of the file for each."""
 # Panels in order; each plots the first of its names found in the file.
@@ -23,7 +25,7 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss", ("loss", "loss_mean", "train_loss", "train/loss")),
     ("throughput, tokens/s", ("tokens_per_s", "tokens_per_second", "tps", "throughput")),
     ("gradient norm", ("grad_norm", "gradient_norm")),
-    ("checkpoint stall, s", ("stall_s", "checkpoint_stall_s", "save_stall_s", "ckpt_stall_s")),
+    ("checkpoint stall, s", ("stall_s", "save_stall_s", "checkpoint_stall_s", "ckpt_stall_s")),
     ("data wait, s", ("data_wait_s", "data_s", "data_time_s")),
     ("memory, bytes", ("memory_bytes", "max_memory_bytes", "peak_memory_bytes", "memory_peak_bytes", "rss_bytes")),
     ("learning rate", ("lr", "learning_rate")),
@@ -66,18 +68,31 @@ def load_metrics(store: Store, path: str) -> Metrics:
 
 
 def parse_metric_lines(data: bytes, source: str) -> Metrics:
-    """Parse JSON lines; a step that occurs again after a restart keeps its last values."""
+    """Parse JSON lines; a step that occurs again after a restart keeps its last values.
+
+    The trainer's other events than steps are none; their values get their name, such as `validation_loss`.
+    """
     by_step: dict[float, dict[str, float]] = {}
+    others: list[tuple[float, dict[str, float]]] = []
     num_damaged = 0
     for number, line in enumerate(data.splitlines()):
         if not line.strip():
             continue
-        values = _numbers(line)
-        if values is None:
+        found = _values(line)
+        if found is None:
             num_damaged += 1
             continue
+        event, values = found
         step = values.get("step", float(number))
-        by_step.setdefault(step, {}).update(values)
+        if event in _BESIDE_STEPS:
+            others.append(
+                (step, {f"{event}_{name}": v for name, v in values.items() if name not in ("step", "time_s")})
+            )
+        elif event not in _ENDS:
+            by_step.setdefault(step, {}).update(values)
+    for step, values in others:
+        if step in by_step:
+            by_step[step].update(values)
     steps = sorted(by_step)
     names = sorted({name for values in by_step.values() for name in values})
     if len(names) > MAX_COLUMNS:
@@ -90,11 +105,14 @@ def parse_metric_lines(data: bytes, source: str) -> Metrics:
     return Metrics(source=source, steps=np.array(steps, np.float64), columns=columns, num_damaged=num_damaged)
 
 
-def _numbers(line: bytes) -> dict[str, float] | None:
+def _values(line: bytes) -> tuple[str, dict[str, float]] | None:
+    """The event of a line, and its numbers; None if it is no JSON object."""
     try:
         value = parse_json_line(line)
     except ValueError:
         return None
     if not isinstance(value, dict):
         return None
-    return {str(k): float(v) for k, v in value.items() if type(v) in (int, float) and -LARGEST < v < LARGEST}
+    event = value.get("event")
+    numbers = {str(k): float(v) for k, v in value.items() if type(v) in (int, float) and -LARGEST < v < LARGEST}
+    return event if isinstance(event, str) else "", numbers

@@ -260,7 +260,7 @@ class CheckpointsPane(Pane):
         if self._step() is None:
             self.post_message(self.ShowStatus("move the cursor to a step first"))
         else:
-            self.post_message(self.Ask("mesh, such as pp=2,dp_shard=4", "", self._plan))
+            self.ask("mesh, such as pp=2,dp_shard=4", "", self._plan)
 
     def _plan(self, mesh: str) -> None:
         width = self.body.line_width
@@ -274,11 +274,7 @@ class CheckpointsPane(Pane):
         if self.session.checkpoints.value is None:
             self.post_message(self.ShowStatus("no steps to prune"))
         else:
-            self.post_message(
-                self.Ask(
-                    "number of newest steps to keep: 3, or 3 1000 to keep every 1,000th step too", "3", self._prune
-                )
-            )
+            self.ask("number of newest steps to keep: 3, or 3 1000 to keep every 1,000th step too", "3", self._prune)
 
     def _prune(self, text: str) -> None:
         found, width = self.session.checkpoints.value, self.body.line_width

@@ -149,6 +149,8 @@ class GridPane(Pane):
             return RowList([row(("drawing ...", Role.DIM))])
         order = self._orders()[self._order % len(self._orders())]
         wanted = filter_ranks(self.filter_text)
+        if self.filter_text and wanted is None:
+            return self.no_match("write ranks such as 0-7,12, not")
         if wanted is not None:
             order = order.only(np.isin(grid.members, np.array(wanted)))
         if not len(order.places):
@@ -161,6 +163,10 @@ class GridPane(Pane):
             first=self._first, per_cell=self._per_cell, per_row=per_row, spot=self._spot, pinned=self.session.pinned
         )
         return GridRows(grid, order, viewport)
+
+    def filtered(self, rows: Rows) -> Rows:
+        """The filter chooses ranks, in make_rows."""
+        return rows
 
     def _grid_of(self, incident: Incident) -> Grid | None:
         """The current heatmap; None while a large one is built in a thread."""

@@ -10,7 +10,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.tui.data.arrays import Ints
 from titan_ckpt.tui.data.grid import usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
-from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, TextSpan, head, ranks_text, row, truncate
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, TextSpan, counted, head, ranks_text, row, truncate
 from titan_ckpt.tui.widgets.pane import Pane
 
 MAX_MESH_RANKS = 4096
@@ -103,7 +103,7 @@ def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
     legend = "   ".join(f"{glyph.char} {glyph.label}" for kind, glyph in SITUATIONS.items() if kind in kinds)
     yield row((f"  rank states: {legend}", Role.DIM))
     if len(places) > MAX_MESH_RANKS:
-        yield row((f"  and {len(places) - MAX_MESH_RANKS:,} more ranks", Role.DIM))
+        yield row((f"  and {counted(len(places) - MAX_MESH_RANKS, 'more rank')}", Role.DIM))
 
 
 def _cell(incident: Incident, rank: int, digits: int) -> TextSpan:

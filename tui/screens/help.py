@@ -29,6 +29,7 @@ COMMON_KEYS = (
     ("f", "follow a running job: load new data every 2 s"),
     ("ctrl+p", "command palette"),
     ("? q", "this help, quit"),
+    ("ctrl+c ctrl+z", "quit (press it twice), suspend"),
 )
 
 

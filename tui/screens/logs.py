@@ -106,6 +106,7 @@ class LogsPane(Pane):
         self._found: LogView | None = None
         self._is_folded = False
         self._asked: tuple[LogQuery, object] | None = None
+        self._is_searching = False
         self._anchor_ms: int | None = None
 
     def compose(self) -> ComposeResult:
@@ -126,9 +127,10 @@ class LogsPane(Pane):
             is_cut = found is not None and found.is_cut
             folded = f" · folded: the last {FOLD_LINES:,} lines only" if is_cut else " · folded"
         so_far = " so far" if logs.is_head else ""
+        num_shown = len(self.body.rows) if isinstance(self.body.rows, LogRows) else 0
         damaged = f" · {len(logs.problems)} unreadable" if logs.problems else ""
         files = f"{counted(len(logs.files.files), 'file')}{damaged}"
-        return f"{files} · {len(self.body.rows):,} of {len(logs):,} lines{so_far}{folded}"
+        return f"{files} · {num_shown:,} of {len(logs):,} lines{so_far}{folded}"
 
     def make_rows(self, width: int) -> Rows:
         logs = self.session.logs.value
@@ -147,6 +149,12 @@ class LogsPane(Pane):
             return LogRows(found.index, found.view, found.folds, self._cause(found.index))
         return before if isinstance(before, LogRows) else RowList([row(("searching ...", Role.DIM))])
 
+    def filtered(self, rows: Rows) -> Rows:
+        """The filter is a query, which make_rows runs."""
+        if len(rows) or not self.filter_text:
+            return rows
+        return RowList([row(("searching ...", Role.DIM))]) if self._is_searching else self.no_match("no line matches")
+
     def _cause(self, logs: LogIndex) -> int | None:
         incident = self.session.incident.value
         event = first_error(incident) if incident is not None else None
@@ -156,12 +164,17 @@ class LogsPane(Pane):
         """Run a query in a thread and show results as they come, until the query changes."""
         key = self._asked = (query, logs.token)
         former = self._found if self._found is not None and self._found.query == query else None
-        self._found, app = former, self.app
+        self._found, self._is_searching, app = former, True, self.app
 
         def show(view: LogView | None) -> None:
             if view is not None and self._asked == key:
                 self._found = view
                 self.update_rows(force=True)
+
+        def finish(view: LogView | None) -> None:
+            if self._asked == key:
+                self._is_searching = False
+            show(view)
 
         def work() -> LogView | None:
             last = None
@@ -177,7 +190,7 @@ class LogsPane(Pane):
                     raise  # else: a newer index is being searched
             return last
 
-        self.work(f"searching for {query.text}" if query.text else "folding", work, show)
+        self.work(f"searching for {query.text}" if query.text else "folding", work, finish)
 
     def update_rows(self, *, force: bool = False) -> None:
         """While following, keep a cursor that is at the end there."""
@@ -241,7 +254,7 @@ class LogsPane(Pane):
             self.body.move_to(place, is_centred=True)
 
     def action_time(self) -> None:
-        self.post_message(self.Ask("go to the time, for example 14:05:30", "", self._go_to_time))
+        self.ask("go to the time, for example 14:05:30", "", self._go_to_time)
 
     def _go_to_time(self, text: str) -> None:
         rows = self.body.rows

@@ -213,7 +213,7 @@ def _data_rows(session: Session, width: int) -> Iterator[Row]:
     else:
         yield row(("  log lines: " + logs.text, Role.DIM))
     if metrics.value is not None:
-        yield row(f"  metrics: {len(metrics.value.steps)} steps", link=RowLink(screen=8))
+        yield row(f"  metrics: {counted(len(metrics.value.steps), 'step')}", link=RowLink(screen=8))
     else:
         yield row(("  metrics: " + metrics.text, Role.DIM))
 

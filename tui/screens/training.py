@@ -20,7 +20,8 @@ class TrainingPane(Pane):
 
     number = 8
     label = "Training"
-    keys = (("f", "follow"),)
+    keys = (("/", "choose plots"), ("f", "follow"))
+    filter_hint = "plots whose name contains"
 
     def state(self) -> tuple[object, ...]:
         return (self.session.metrics.version, self.session.metrics.text)
@@ -30,18 +31,24 @@ class TrainingPane(Pane):
         if metrics is None:
             return "training"
         damaged = f" · {counted(metrics.num_damaged, 'damaged line')} skipped" if metrics.num_damaged else ""
-        return f"{metrics.source} · {len(metrics.steps):,} steps{damaged}"
+        return f"{metrics.source} · {counted(len(metrics.steps), 'step')}{damaged}"
 
     def make_rows(self, width: int) -> Rows:
         metrics = self.session.metrics.value
         if metrics is None:
             return RowList(self.absent_rows(self.session.metrics, _ABSENT, width))
-        return RowList(plot_rows(metrics, width))
+        return RowList(plot_rows(metrics, width, self.filter_text))
+
+    def filtered(self, rows: Rows) -> Rows:
+        """The filter chooses plots, each with all its lines."""
+        return rows if len(rows) else self.no_match("no plot has a name with")
 
 
-def plot_rows(metrics: Metrics, width: int) -> Iterator[Row]:
-    """A heading and a plot per panel."""
+def plot_rows(metrics: Metrics, width: int, wanted: str = "") -> Iterator[Row]:
+    """A heading and a plot per panel whose title contains `wanted`, ignoring case."""
     for title, values in metrics.panels():
+        if wanted.casefold() not in title.casefold():
+            continue
         known = values[np.isfinite(values)]
         newest = f"   newest {number(float(known[-1]))}" if len(known) else ""
         yield head(f"{title}{newest}")

@@ -61,7 +61,7 @@ def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
     for rank in rest[:MAX_WAITERS]:
         yield _rank_row(incident, rank, 0, "", width)
     if len(rest) > MAX_WAITERS:
-        yield row((f"  and {len(rest) - MAX_WAITERS:,} more ranks", Role.DIM))
+        yield row((f"  and {counted(len(rest) - MAX_WAITERS, 'more rank')}", Role.DIM))
 
 
 def _reached(waiters: Mapping[int, list[Edge]], roots: set[int]) -> set[int]:
@@ -90,7 +90,7 @@ def _tree(
         yield _rank_row(incident, rank, depth, why, width)
         edges = sorted(waiters.get(rank, []), key=lambda edge: -edge.waiter)
         if len(edges) > MAX_WAITERS:
-            yield row((f"  {'  ' * (depth + 1)}and {len(edges) - MAX_WAITERS:,} more ranks", Role.DIM))
+            yield row((f"  {'  ' * (depth + 1)}and {counted(len(edges) - MAX_WAITERS, 'more rank')}", Role.DIM))
         stack += [(edge.waiter, depth + 1, _why(incident, edge)) for edge in edges[-MAX_WAITERS:]]
 
 
@@ -98,10 +98,10 @@ def _why(incident: Incident, edge: Edge) -> str:
     sure = " (inferred)" if edge.is_inferred else ""
     if incident.states[edge.waiter].kind == RankState.IN_INIT and edge.seq < 0:
         return f"waits in init{sure}"
-    group = f"{incident.run.groups[edge.group]} " if edge.group >= 0 else ""
+    group = f" of group {incident.run.groups[edge.group]}" if edge.group >= 0 else ""
     kind = "send/recv" if edge.is_p2p else "collective"
     number = f" #{edge.seq}" if edge.seq >= 0 else ""
-    return f"waits in {group}{kind}{number}{sure}"
+    return f"waits in {kind}{number}{group}{sure}"
 
 
 def _rank_row(incident: Incident, rank: int, depth: int, why: str, width: int) -> Row:

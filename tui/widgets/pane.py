@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -20,6 +20,14 @@ NO_INCIDENT = (
     "An incident is a folder of Flight Recorder dumps, stacks or logs, or a run with a debug/ folder. To create one, run "
     "`titan-ckpt debug collect` on a hung job, or `titan-ckpt debug inject skip` as a drill."
 )
+
+
+@runtime_checkable
+class Prompter(Protocol):
+    """The application, as the screens know it."""
+
+    def ask(self, label: str, initial: str, then: Callable[[str], None]) -> None:
+        """Prompt for a line and pass it to `then`."""
 
 
 class Pane(Vertical):
@@ -41,14 +49,6 @@ class Pane(Vertical):
         """Open the run at `url`; esc on its first screen returns here."""
 
         url: str
-
-    @dataclass
-    class Ask(Message):
-        """Prompt the user for a line and pass it to `then`."""
-
-        label: str
-        initial: str
-        then: Callable[[str], None]
 
     @dataclass
     class Work(Message):
@@ -149,6 +149,11 @@ class Pane(Vertical):
 
     # -- shared by all screens
 
+    def ask(self, label: str, initial: str, then: Callable[[str], None]) -> None:
+        """Prompt for a line: at once, not by a message, so that the next key already goes to the prompt."""
+        assert isinstance(self.app, Prompter)
+        self.app.ask(label, initial, then)
+
     def work(self, what: str, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """Run `work` in a thread; `done` gets the result if this screen still exists."""
 
@@ -197,11 +202,17 @@ class Pane(Vertical):
         seen = (*self.state(), self.session.pinned, self.body.line_width, self.filter_text)
         if seen != self._seen or force:
             self._seen = seen
-            rows = self.make_rows(self.body.line_width)
-            if self.filter_text and isinstance(rows, RowList):
-                rows = rows.matching(self.filter_text)
-            self.body.set_rows(rows)
+            self.body.set_rows(self.filtered(self.make_rows(self.body.line_width)))
         self.set_title(self.title())
+
+    def filtered(self, rows: Rows) -> Rows:
+        """The rows that contain the filter's text; a line that says so if there is none."""
+        found = rows.matching(self.filter_text) if self.filter_text and isinstance(rows, RowList) else rows
+        return found if len(found) else self.no_match("no line contains")
+
+    def no_match(self, what: str) -> Rows:
+        """The only line if nothing passes the filter."""
+        return RowList([row((f"{what} {self.filter_text!r}; esc shows all", Role.WARN))] if self.filter_text else ())
 
     def on_line_view_chosen(self, message: LineView.Chosen) -> None:
         message.stop()
