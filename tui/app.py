@@ -260,7 +260,9 @@ class TitanApp(App[None]):
         prompt = self.query_one("#prompt", Input)
         prompt.placeholder = "enter to accept, esc to cancel"
         prompt.value = initial
-        prompt.selection = Selection(0, len(initial))  # at once: selected on focus, the first keys typed would be replaced
+        prompt.selection = Selection(
+            0, len(initial)
+        )  # at once: selected on focus, the first keys typed would be replaced
         prompt.remove_class("hidden")
         self._answer = then
         self.query_one("#status", OneLine).show(truncate(f" {label}", self.size.width))
