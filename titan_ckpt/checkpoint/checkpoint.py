@@ -20,6 +20,7 @@ from titan_ckpt.format.foreign_blob import locate_payload
 from titan_ckpt.format.manifest import DIGEST_BYTES, Chunk, Manifest, TensorEntry
 from titan_ckpt.format.manifest_json import digests_beside
 from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST
+from titan_ckpt.format.subclass_mark import MARK
 from titan_ckpt.location import redact
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.store.base import Store
@@ -132,13 +133,16 @@ class Checkpoint:
         """Read a tensor, or `box` of it (in elements of the global shape), into CPU memory in its stored dtype.
 
         Reads every chunk it touches whole and verifies it: DamagedError names the chunk if the digest differs. NotFoundError for
-        an unknown name. Needs torch.
+        an unknown name. A tensor that is made of others (torchao's) is read whole, as `read_all` does. Needs torch.
         """
         import torch  # everything else here runs without torch
 
         check_type(box, "box", Box, or_none=True, hint="Box(offsets, sizes)")
         from titan_ckpt.checkpoint.read import read_whole  # codecs are slow to import, and `ls` reads no tensor
 
+        if box is None and fqn not in self.manifest.by_fqn and f"{fqn}.{MARK}" in self.manifest.objects_by_fqn:
+            made: torch.Tensor = self.read_all(fqn)
+            return made
         dtype, stored = read_whole(self, fqn, box)
         flat = torch.from_numpy(stored.reshape(-1).view(np.uint8))
         return flat.view(getattr(torch, dtype)).reshape(stored.shape)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.objects import read_object
+from titan_ckpt.checkpoint.subclasses import known_and, put_together
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.format.structure import below, names, of_paths, rebuild
+from titan_ckpt.format.subclass_mark import owner_of
 
 
 def read_everything(checkpoint: Checkpoint, prefix: str, allow: Iterable[Any]) -> Any:
@@ -17,11 +19,11 @@ def read_everything(checkpoint: Checkpoint, prefix: str, allow: Iterable[Any]) -
     manifest, start = checkpoint.manifest, f"{prefix}." if prefix else ""
     stored = [*manifest.by_fqn, *manifest.objects_by_fqn]
     wanted = [name for name in stored if name.startswith(start) or name == prefix]
-    allowed = {f"{each.__module__}.{each.__qualname__}": each for each in allow}
+    allowed: Mapping[str, Any] = {f"{each.__module__}.{each.__qualname__}": each for each in allow}
     entries = {
         name.removeprefix(start): checkpoint.read(name)
         if name in manifest.by_fqn
-        else read_object(checkpoint, name, allowed=allowed)
+        else read_object(checkpoint, name, allowed=allowed if owner_of(name) is None else known_and(allowed))
         for name in wanted
     }
     if wanted == [prefix]:
@@ -32,4 +34,4 @@ def read_everything(checkpoint: Checkpoint, prefix: str, allow: Iterable[Any]) -
         inner = of_paths({name: (name,) for name in entries})
         if not entries:
             raise NotFoundError(f"{checkpoint}: nothing below {prefix!r}; `titan-ckpt inspect` lists the names")
-    return rebuild(inner, entries)
+    return put_together(rebuild(inner, entries), allowed, str(checkpoint))

@@ -59,6 +59,7 @@ from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, upload
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, Placements
 from titan_ckpt.state.state_dict import DTYPE_NAME, TORCH_DTYPE, LocalShard, cut_order
+from titan_ckpt.state.subclasses import check_whole
 from titan_ckpt.store.open import open_store
 
 log = logging.getLogger(__name__)
@@ -173,6 +174,8 @@ class StorageWriter(TorchStorageWriter):
         values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         objects = {item.index.fqn: cast(io.BytesIO, planner.resolve_data(item)).getvalue() for item in values}
         values_of = [cast(torch.Tensor, planner.resolve_data(item)) for item in tensors]
+        for item, value in zip(tensors, values_of, strict=True):
+            check_whole(item.index.fqn, value)
         warn_expanded(zip((item.index.fqn for item in tensors), values_of, strict=True), self._said)
         contents = RankContents(
             items=[_item(item) for item in tensors],

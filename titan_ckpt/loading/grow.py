@@ -7,6 +7,7 @@ an object does not have at the moment.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.nesting import nesting
+from titan_ckpt.checkpoint.objects import read_object
+from titan_ckpt.checkpoint.subclasses import known_and, put_together
+from titan_ckpt.errors import LoadContractError
 from titan_ckpt.format.structure import Structure, below, container_names, rebuild
+from titan_ckpt.format.subclass_mark import MARK, Mark, mark_of, owner_of
 from titan_ckpt.state.flatten import FlatState, Names, StatefulPlace, flatten
 from titan_ckpt.state.state_dict import TORCH_DTYPE
 
@@ -51,17 +56,21 @@ def _state(checkpoint: Checkpoint, flat: FlatState, place: StatefulPlace, inner:
     start, manifest = f"{place.name}.", checkpoint.manifest
     params = _params(place.owner)
     entries: dict[str, Any] = {}
+    marks = _marks(checkpoint, start, params)
     for name in [*manifest.by_fqn, *manifest.objects_by_fqn]:
         if not name.startswith(start):
             continue
         own = name.removeprefix(start)
         if name in manifest.by_fqn and name not in flat.objects:
-            entry = manifest.by_fqn[name]
-            fresh = _like(params, own, entry.global_shape, TORCH_DTYPE[entry.dtype])
+            entry, mark = manifest.by_fqn[name], marks.get(f"{name.rpartition('.')[0]}.{MARK}")
+            shape = entry.global_shape if mark is None else mark.shape_of(name.rpartition(".")[2], entry.global_shape)
+            fresh = _like(params, own, shape, TORCH_DTYPE[entry.dtype])
             entries[own] = flat.tensors.get(name, fresh)
+        elif name in marks:
+            entries[own] = replace(marks[name], own={}).value
         else:
             entries[own] = flat.objects.get(name)
-    state = rebuild(inner, entries)
+    state = put_together(rebuild(inner, entries), {}, str(checkpoint))
     if (
         isinstance(place.owner, torch.optim.Optimizer)
         and isinstance(state, dict)
@@ -69,6 +78,22 @@ def _state(checkpoint: Checkpoint, flat: FlatState, place: StatefulPlace, inner:
     ):
         state["state"] = {int(k) if str(k).isdigit() else k: v for k, v in state["state"].items()}
     return state
+
+
+def _marks(checkpoint: Checkpoint, start: str, params: list[torch.Tensor]) -> dict[str, Mark]:
+    """The marks of tensors made of others below a name. LoadContractError if they belong to shards, whose sizes are not known."""
+    found: dict[str, Mark] = {}
+    for name in checkpoint.manifest.objects_by_fqn:
+        if name.startswith(start) and (owner := owner_of(name)) is not None:
+            mark = mark_of(read_object(checkpoint, name, allowed=known_and()))
+            if mark is not None:
+                found[name] = mark
+            if mark is not None and any(isinstance(param, DTensor) for param in params):
+                raise LoadContractError(
+                    f"{checkpoint}: {owner}: the optimizer has no {mark.name.rpartition('.')[2]} to load it into: let it take a "
+                    "step first, with gradients of zero and a learning rate of zero"
+                )
+    return found
 
 
 def _params(owner: Any) -> list[torch.Tensor]:

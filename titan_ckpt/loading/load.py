@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError
 from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
 from titan_ckpt.format.digest import matches
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
+from titan_ckpt.format.subclass_mark import owner_of
 from titan_ckpt.loading.broadcast import failures_told, is_reader, run_together, send_to_replicas
 from titan_ckpt.loading.casts import count_changed, holds_every_value
 from titan_ckpt.loading.destinations import destination_problems
@@ -26,6 +27,7 @@ from titan_ckpt.loading.grow import grown
 from titan_ckpt.loading.objects import read_objects, settle
 from titan_ckpt.loading.policy import LoadPolicy, LoadReport, OnMismatch, VerifyReads
 from titan_ckpt.loading.requests import Request, fetch, grouped
+from titan_ckpt.loading.subclasses import mark_problems, spread, stored_marks
 from titan_ckpt.location import StrPath
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.sharding.placement import strides as row_major
@@ -105,7 +107,8 @@ def _fill(
     names = _names(opened)
     flat = grown(opened, flatten(state, stored=names), names)
     report, plan = _planned(opened, flat, policy)
-    report.objects.update(read_objects(opened, [n for n in report.loaded if n in flat.objects], flat.objects, policy))
+    wanted = [name for name in report.loaded if name in flat.objects]
+    report.objects.update(read_objects(opened, wanted, flat.objects, policy))
     plan.run()
     return report, flat
 
@@ -118,11 +121,15 @@ def _names(checkpoint: Checkpoint) -> Names:
 def _planned(checkpoint: Checkpoint, flat: FlatState, policy: LoadPolicy) -> tuple[LoadReport, ReadPlan]:
     """Check everything that can be checked without the tensors' bytes, and plan this rank's reads."""
     report = LoadReport()
-    _apply_contract(checkpoint, flat, policy, report)
+    marks = stored_marks(checkpoint, flat, policy)
+    copies, problems = spread(checkpoint, flat, marks)
+    _apply_contract(checkpoint, flat, policy, report, [*mark_problems(checkpoint, flat, marks), *problems], copies)
     plan = ReadPlan(checkpoint, policy, report)
     for fqn in report.loaded:
         tensor = flat.tensors.get(fqn)
-        if tensor is not None and has_part_of(tensor) and (not policy.broadcast or is_reader(tensor)):
+        if tensor is not None and fqn in copies:
+            plan.add_copy(fqn, copies[fqn], detached_shard(tensor))
+        elif tensor is not None and has_part_of(tensor) and (not policy.broadcast or is_reader(tensor)):
             plan.add(checkpoint.manifest.by_fqn[fqn], tensor)
     return report, plan
 
@@ -140,25 +147,35 @@ def read_tensor(checkpoint: Checkpoint, fqn: str, box: Box | None = None) -> tor
     return tensor
 
 
-def _apply_contract(checkpoint: Checkpoint, flat: FlatState, policy: LoadPolicy, report: LoadReport) -> None:
-    """Sort every name into the report, then raise one error for all differences that the policy forbids."""
-    stored, tensors, objects = checkpoint.manifest, flat.tensors, flat.objects
-    errors: list[str] = []
+def _apply_contract(
+    checkpoint: Checkpoint,
+    flat: FlatState,
+    policy: LoadPolicy,
+    report: LoadReport,
+    errors: list[str],
+    copies: Collection[str],
+) -> None:
+    """Sort every name into the report, then raise one error for all differences that the policy forbids, after `errors`.
+
+    The shapes of `copies` need not be those in the checkpoint.
+    """
+    stored, tensors, objects = checkpoint.manifest, flat.tensors, {*flat.objects} - {*flat.marks}
     for fqn, tensor in tensors.items():
         entry = stored.by_fqn.get(fqn)
         if entry is None:
             report.missing.append(fqn)
-        elif entry.global_shape != tuple(tensor.shape):
+        elif entry.global_shape != tuple(tensor.shape) and fqn not in copies:
             errors.append(f"{fqn}: checkpoint has global shape {entry.global_shape}, model wants {tuple(tensor.shape)}")
         else:
             report.loaded.append(fqn)
             _judge_dtype(fqn, entry.dtype, tensor.dtype, policy, report, errors)
-    for fqn in objects:
+    for fqn in [each for each in flat.objects if each in objects]:
         (report.loaded if fqn in stored.objects_by_fqn else report.missing).append(fqn)
     tops = {fqn.partition(".")[0] for fqn in [*tensors, *objects]}
-    wanted = {*tensors, *objects}
-    names = [*stored.by_fqn, *stored.objects_by_fqn]
-    report.extra.extend(fqn for fqn in names if fqn.partition(".")[0] in tops and fqn not in wanted)
+    wanted = {*tensors, *flat.objects}
+    made = {owner_of(name) for name in flat.marks}
+    names = [fqn for fqn in [*stored.by_fqn, *stored.objects_by_fqn] if fqn not in wanted]
+    report.extra.extend(fqn for fqn in names if fqn.partition(".")[0] in tops and fqn.rpartition(".")[0] not in made)
     fillable = {fqn: tensors[fqn] for fqn in report.loaded if fqn in tensors and has_part_of(tensors[fqn])}
     errors += destination_problems(fillable, partial(_have_equal_values, checkpoint, fillable))
     _judge(policy.missing, "missing from the checkpoint", report.missing, errors)
@@ -234,6 +251,10 @@ class ReadPlan:
         copy = torch.empty(box.sizes, dtype=TORCH_DTYPE[entry.dtype], pin_memory=local.is_cuda)
         self._add_regions(self._staged, entry, box, copy)
         self._copies.append(_StagedCopy(entry.fqn, copy, local))
+
+    def add_copy(self, fqn: str, value: torch.Tensor, local: torch.Tensor) -> None:
+        """Fill `local` with a value that was read, when all is read."""
+        self._copies.append(_StagedCopy(fqn, value.reshape(local.shape), local))
 
     def add_box(self, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
         """Fill the contiguous CPU tensor `target`, which is `box` of the stored tensor."""

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_ckpt.errors import UsageError
 from titan_ckpt.format.structure import KeyCode, Row, Structure, encode_key, kind_of
+from titan_ckpt.format.subclass_mark import MARK, Mark
+from titan_ckpt.state.subclasses import parts_of
 
 _PLAIN = frozenset({int, float, str, bool, type(None), bytes, complex, torch.Tensor})
 _CONTAINERS = frozenset({dict, list, tuple, OrderedDict})
@@ -39,7 +41,8 @@ class Names:
 class FlatState:
     """A state dict without nesting: tensors, other values (objects), the keys that led to each name, and the nesting.
 
-    `stateful` are the objects whose `state_dict()` stands in their place, outer ones first.
+    `stateful` are the objects whose `state_dict()` stands in their place, outer ones first. `marks` are, by the name of their
+    value, those of tensors made of others, which are in `tensors` part by part.
     """
 
     root: Any
@@ -48,6 +51,7 @@ class FlatState:
     keys: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     stateful: list[StatefulPlace] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    marks: dict[str, Mark] = field(default_factory=dict)
 
     @property
     def structure(self) -> Structure:
@@ -116,12 +120,22 @@ class _Walk:
             name = prefix + text
             if type(value) not in _PLAIN and is_stateful(value):
                 value = self._state_of((*keys, key), name, value)
+            if type(value) not in _PLAIN and isinstance(value, torch.Tensor):
+                value = self._in_parts(name, value)
             if type(value) not in _PLAIN and self._is_open(name, value):
                 self.flat.rows.append((number, code, kind_of(value)))
                 self._containers += 1
                 self.container((*keys, key), f"{name}.", value, self._containers - 1)
             else:
                 self._entry((*keys, key), name, value, number, code)
+
+    def _in_parts(self, name: str, tensor: torch.Tensor) -> torch.Tensor | dict[str, Any]:
+        """A tensor that is made of others as a mapping of its parts and its mark; any other as it is."""
+        parts = parts_of(name, tensor)
+        if parts is None:
+            return tensor
+        self.flat.marks[f"{name}.{MARK}"] = parts.mark
+        return {**parts.tensors, MARK: parts.mark.value}
 
     def _state_of(self, keys: tuple[Any, ...], name: str, owner: Any) -> Any:
         state = self._states[id(owner)] if id(owner) in self._states else owner.state_dict()
@@ -131,7 +145,7 @@ class _Walk:
     def _is_open(self, name: str, value: Any) -> bool:
         if isinstance(value, torch.Tensor) or not isinstance(value, Mapping | list | tuple):
             return False
-        if self._stored is not None and name in self._stored.values:
+        if name in self.flat.marks or (self._stored is not None and name in self._stored.values):
             return False
         if isinstance(value, Mapping) or (isinstance(value, list) and _has_parts(value)):
             return True

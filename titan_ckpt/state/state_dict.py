@@ -12,7 +12,6 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
@@ -49,8 +48,7 @@ class LocalShard:
 
 
 def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:
-    """The shard of `tensor` on this rank. UsageError for partial sums, a sparse one, an unknown dtype, or parts."""
-    _check_plain(fqn, tensor)
+    """The shard of `tensor` on this rank. UsageError for partial sums, a sparse one or an unknown dtype."""
     dtype = DTYPE_NAME.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided:
         raise UsageError(f"{fqn}: tensors of {tensor.dtype}, {tensor.layout} cannot be stored in a checkpoint")
@@ -78,24 +76,6 @@ def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:
         offsets=box.offsets,
         sizes=box.sizes,
     )
-
-
-def _check_plain(fqn: str, tensor: torch.Tensor) -> None:
-    """UsageError for a tensor that is made of others, such as quantised numbers and their scales.
-
-    One tensor alone, in a wrapper of the same shape and dtype, is stored as itself: the weights that torchao casts on their way.
-    """
-    local = detached_shard(tensor)
-    wrapper: Any = local
-    if not is_traceable_wrapper_subclass(wrapper):
-        return
-    names, _ = wrapper.__tensor_flatten__()
-    parts = [getattr(local, name) for name in names]
-    if len(parts) != 1 or parts[0].shape != local.shape or parts[0].dtype != local.dtype:
-        raise UsageError(
-            f"{fqn}: is of type {type(local).__name__}, made of {', '.join(names)}, and such tensors cannot be "
-            f"stored in a checkpoint yet; store a plain tensor: {fqn.rpartition('.')[2]}.dequantize(), or those parts by name"
-        )
 
 
 def has_part_of(tensor: torch.Tensor) -> bool:
@@ -126,6 +106,10 @@ def _cuts(mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> list[tupl
         dim = _shard_dim(placement)
         position, product = 0, 1
         while product < getattr(placement, "split_factor", 1):
+            if position == len(cuts):
+                raise UsageError(
+                    f"placement {placement} on a mesh of {tuple(mesh.shape)} cannot be stored in a checkpoint"
+                )
             product *= mesh.size(cuts[position][0]) if cuts[position][1] == dim else 1
             position += 1
         cuts.insert(position, (index, dim))

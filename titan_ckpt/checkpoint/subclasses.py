@@ -1,0 +1,120 @@
+"""Tensors made of others, put together from their parts: of known classes, or of those that the caller allows."""
+
+from __future__ import annotations
+
+import importlib
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from titan_ckpt.errors import DamagedError, UnsafeContentError
+from titan_ckpt.format.subclass_mark import MARK, Mark, mark_of
+
+if TYPE_CHECKING:
+    import torch
+
+_QUANTIZATION, _FORMATS = "torchao.quantization", "torchao.prototype.mx_formats"
+_WORKFLOWS = f"{_QUANTIZATION}.quantize_.workflows"
+_CLASSES = {
+    _QUANTIZATION: "Int8Tensor Float8Tensor IntxUnpackedToInt8Tensor Int4Tensor Int4PlainInt32Tensor Int4TilePackedTo4dTensor",
+    f"{_WORKFLOWS}.int8.int8_tensor": "Int8Tensor QuantizeTensorToInt8Kwargs",
+    f"{_WORKFLOWS}.float8.float8_tensor": "Float8Tensor QuantizeTensorToFloat8Kwargs",
+    f"{_WORKFLOWS}.intx.intx_unpacked_to_int8_tensor": "IntxUnpackedToInt8Tensor",
+    f"{_WORKFLOWS}.int4.int4_tensor": "Int4Tensor",
+    f"{_WORKFLOWS}.nf4.nf4_tensor": "NF4Tensor",
+    f"{_QUANTIZATION}.quantize_.common.kernel_preference": "KernelPreference",
+    f"{_QUANTIZATION}.quant_primitives": "MappingType ZeroPointDomain",
+    f"{_QUANTIZATION}.granularity": "PerRow PerTensor PerGroup PerAxis PerBlock PerToken",
+    "torchao.float8.inference": "Float8MMConfig",
+    f"{_FORMATS}.mx_tensor": "MXTensor QuantizeTensorToMXKwargs",
+    f"{_FORMATS}.config": "ScaleCalculationMode",
+    f"{_FORMATS}.nvfp4_tensor": "NVFP4Tensor QuantizeTensorToNVFP4Kwargs",
+    "torchao.prototype.quantized_training.int8": "Int8QuantizedTrainingLinearWeight",
+    "torchao.optim.subclass_8bit": "OptimState8bit",
+    "torchao.optim.subclass_4bit": "OptimState4bit",
+    "torchao.optim.subclass_fp8": "OptimStateFp8",
+}
+
+
+class _Known(Mapping[str, Any]):
+    """Classes of torch's own libraries that a checkpoint may name: imported when one is asked for, if they are installed."""
+
+    def __getitem__(self, name: str) -> Any:
+        module, _, attribute = name.rpartition(".")
+        if attribute not in _CLASSES.get(module, "").split():
+            raise KeyError(name)
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise KeyError(name) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{module}.{name}" for module, names in _CLASSES.items() for name in names.split())
+
+    def __len__(self) -> int:
+        return sum(len(names.split()) for names in _CLASSES.values())
+
+
+def known_and(*allowed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Classes by name: those that are `allowed`, and the known ones."""
+    found: ChainMap[str, Any] = ChainMap()
+    found.maps = [*allowed, _Known()]  # type: ignore[list-item]
+    return found
+
+
+def put_together(state: Any, allowed: Mapping[str, Any], where: str) -> Any:
+    """`state` with the tensors that its mappings of parts make, in their place."""
+    if isinstance(state, list | tuple):
+        for place, value in enumerate(state):
+            if isinstance(value, dict | list | tuple) and (made := put_together(value, allowed, where)) is not value:
+                state = _replaced(state, place, made)
+        return state
+    if not isinstance(state, dict):
+        return state
+    mark = mark_of(state.get(MARK))
+    for key, value in state.items():
+        if key != MARK and isinstance(value, dict | list | tuple):
+            state[key] = put_together(value, allowed, where)
+    return state if mark is None else _tensor(state, mark, allowed, where)
+
+
+def _replaced(items: Any, place: int, value: Any) -> Any:
+    if isinstance(items, list):
+        items[place] = value
+        return items
+    return (*items[:place], value, *items[place + 1 :])
+
+
+def _tensor(parts: dict[str, Any], mark: Mark, allowed: Mapping[str, Any], where: str) -> Any:
+    """The tensor; the mapping of its parts as it is, if its shards have parts of their own that differ."""
+    if set(parts) != {*mark.parts, MARK}:
+        raise DamagedError(f"{where}: a {mark.name} with the parts {sorted(parts)}, expected {list(mark.parts)}")
+    kind = known_and(allowed).get(mark.name)
+    if kind is None:
+        short = mark.name.rpartition(".")[2]
+        raise UnsafeContentError(
+            f"{where} holds tensors of {mark.name}, which is not known to be safe, or not installed; read their parts by name, "
+            f"or allow the class: allow=[{short}]"
+        )
+    tensors = {name: parts[name] for name in mark.parts}
+    for name, num_dims in mark.own.items():
+        tensors[name] = one_for_all(tensors[name], num_dims)
+    if any(each is None for each in tensors.values()):
+        return parts
+    try:
+        return kind.__tensor_unflatten__(tensors, mark.context, mark.shape, None)
+    except Exception as error:
+        raise DamagedError(
+            f"{where}: a {mark.name} cannot be made of its parts: {type(error).__name__}: {error}"
+        ) from error
+
+
+def one_for_all(stored: torch.Tensor, num_dims: int) -> torch.Tensor | None:
+    """The value of a part of which every shard has its own, with `num_dims` dimensions; None if they differ."""
+    import torch  # most tools run without
+
+    rows = stored.reshape(-1, *stored.shape[max(stored.dim() - num_dims, 0) :])
+    if not rows.numel():
+        return None
+    raw = rows.reshape(len(rows), -1).contiguous().view(torch.uint8)
+    return rows[0] if bool((raw == raw[:1]).all()) else None
