@@ -20,7 +20,7 @@ from titan_ckpt.format.foreign_blob import locate_payload
 from titan_ckpt.format.manifest import DIGEST_BYTES, Chunk, Manifest, TensorEntry
 from titan_ckpt.format.manifest_json import digests_beside
 from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST
-from titan_ckpt.format.subclass_mark import MARK
+from titan_ckpt.format.structure import MARK
 from titan_ckpt.location import redact
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.store.base import Store

@@ -10,8 +10,7 @@ from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.checkpoint.subclasses import known_and, put_together
 from titan_ckpt.errors import NotFoundError
-from titan_ckpt.format.structure import below, names, of_paths, rebuild
-from titan_ckpt.format.subclass_mark import owner_of
+from titan_ckpt.format.structure import below, names, of_paths, owner_of, rebuild
 
 
 def read_everything(checkpoint: Checkpoint, prefix: str, allow: Iterable[Any]) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titan_ckpt.errors import DamagedError, UnsafeContentError
-from titan_ckpt.format.subclass_mark import MARK, Mark, mark_of
+from titan_ckpt.format.structure import MARK, Mark, mark_of
 
 if TYPE_CHECKING:
     import torch

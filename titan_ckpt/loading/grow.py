@@ -18,8 +18,7 @@ from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.checkpoint.subclasses import known_and, put_together
 from titan_ckpt.errors import LoadContractError
-from titan_ckpt.format.structure import Structure, below, container_names, rebuild
-from titan_ckpt.format.subclass_mark import MARK, Mark, mark_of, owner_of
+from titan_ckpt.format.structure import MARK, Mark, Structure, below, container_names, mark_of, owner_of, rebuild
 from titan_ckpt.state.flatten import FlatState, Names, StatefulPlace, flatten
 from titan_ckpt.state.state_dict import TORCH_DTYPE
 

@@ -19,7 +19,7 @@ from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError
 from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
 from titan_ckpt.format.digest import matches
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
-from titan_ckpt.format.subclass_mark import owner_of
+from titan_ckpt.format.structure import owner_of
 from titan_ckpt.loading.broadcast import failures_told, is_reader, run_together, send_to_replicas
 from titan_ckpt.loading.casts import count_changed, holds_every_value
 from titan_ckpt.loading.destinations import destination_problems

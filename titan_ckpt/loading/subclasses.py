@@ -10,7 +10,7 @@ import torch
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.checkpoint.subclasses import known_and, one_for_all
-from titan_ckpt.format.subclass_mark import Mark, mark_of, owner_of
+from titan_ckpt.format.structure import Mark, mark_of, owner_of
 from titan_ckpt.loading.policy import LoadPolicy
 from titan_ckpt.state.classes import classes_in, named
 from titan_ckpt.state.flatten import FlatState

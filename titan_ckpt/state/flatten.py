@@ -16,8 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt.errors import UsageError
-from titan_ckpt.format.structure import KeyCode, Row, Structure, encode_key, kind_of
-from titan_ckpt.format.subclass_mark import MARK, Mark
+from titan_ckpt.format.structure import MARK, KeyCode, Mark, Row, Structure, encode_key, kind_of
 from titan_ckpt.state.subclasses import parts_of
 
 _PLAIN = frozenset({int, float, str, bool, type(None), bytes, complex, torch.Tensor})

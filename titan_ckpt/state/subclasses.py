@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_ckpt.errors import UsageError
-from titan_ckpt.format.subclass_mark import Mark
+from titan_ckpt.format.structure import Mark
 from titan_ckpt.sharding.placement import strides
 
 # Parts that are the same in all shards, though their length may look like a number of blocks.

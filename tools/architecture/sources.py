@@ -14,8 +14,8 @@ from tools.paths import ROOT
 
 PACKAGES = ("titan_ckpt", "converters", "debug", "trainer", "tui")
 IMPORTERS = ("import_module", "__import__", "find_spec", "resolve_name", "run_module")
-# `titan_ckpt.lazy` serves the lazy names of the three packages with a public interface.
-MAY_IMPORT_BY_NAME = ("titan_ckpt.lazy",)
+# The first serves the lazy names of the three packages with a public interface, the second imports from a list of classes of torchao.
+MAY_IMPORT_BY_NAME = ("titan_ckpt.lazy", "titan_ckpt.checkpoint.subclasses")
 
 MAX_FILES = 16
 MAX_FILE_LINES = 400
