@@ -14,7 +14,7 @@ from tools.paths import ROOT
 
 PACKAGES = ("titan_ckpt", "converters", "debug", "trainer", "tui")
 IMPORTERS = ("import_module", "__import__", "find_spec", "resolve_name", "run_module")
-# The first serves the lazy names of the three packages with a public interface, the second imports from a list of classes of torchao.
+# The first serves the lazy names of the three packages with a public interface, the second has a list of torchao's classes.
 MAY_IMPORT_BY_NAME = ("titan_ckpt.lazy", "titan_ckpt.checkpoint.subclasses")
 
 MAX_FILES = 16
