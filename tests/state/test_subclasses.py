@@ -33,9 +33,10 @@ def _weight(config: str, seed: int) -> torch.Tensor:
     from torchao import quantization
 
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(128, 64, dtype=torch.bfloat16))
+    model: Any = torch.nn.Sequential(torch.nn.Linear(128, 64, dtype=torch.bfloat16))
     options = {"granularity": quantization.PerGroup(32)} if config == "IntxWeightOnlyConfig" else {}
-    quantization.quantize_(model, getattr(quantization, config)(**options))
+    settings: Any = getattr(quantization, config)
+    quantization.quantize_(model, settings(**options))
     weight: torch.Tensor = model[0].weight.detach()
     return weight
 
@@ -119,7 +120,7 @@ class TwoHalves(torch.Tensor):
     @staticmethod
     def __new__(cls, left: torch.Tensor, right: torch.Tensor) -> TwoHalves:
         shape = (left.shape[0], left.shape[1] * 2)
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=left.dtype)  # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=left.dtype)
 
     def __init__(self, left: torch.Tensor, right: torch.Tensor) -> None:
         self.left, self.right = left, right
@@ -132,7 +133,7 @@ class TwoHalves(torch.Tensor):
         return TwoHalves(parts["left"], parts["right"])
 
     @classmethod
-    def __torch_dispatch__(cls, call: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, call: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if call is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"{call}")
@@ -215,7 +216,8 @@ def _cut(whole: Any, cut: str, *, is_blank: bool) -> DTensor:
         for name in local.__tensor_flatten__()[0]:
             getattr(local, name).view(torch.uint8).zero_()
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _through(_rank: int, folder: str, cuts: list[str], kinds: list[str]) -> list[str]:
