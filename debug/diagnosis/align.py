@@ -13,9 +13,13 @@ from titan_ckpt.debug.incident.records import COMPLETED, Array, Names, Run
 
 # Ranks may pass different sizes to these, or name them differently on the two sides.
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "coalesced", "allgatherv", "all_gatherv")
-_EQUAL_NAMES = {"gather": "gather", "scatter": "scatter"}
+SIZED_BY_RANK = ("all_gather", "reduce_scatter")  # lists of tensors: each rank may give or take another size
 MAX_WINDOW = 1 << 16
 BLOCK = 256  # columns processed together
+
+# What an operation's code holds: its kind, its dtype, its root and its number of elements; of all but the kind 0 is "not known".
+_OP_AT, _DTYPE_AT, _ROOT_AT = 48, 32, 25
+_DTYPE, _ROOT, _ELEMENTS = (1 << 16) - 1, (1 << 7) - 1, (1 << 25) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +27,8 @@ class Lane:
     """The collectives of one group as a matrix: a row per member, a column per sequence number from `first_seq`.
 
     `row` is the position in the rank's own operations (-1: not seen). `last` is each member's newest sequence number
-    (-1: none seen), `done` whether that one returned, `is_silent` whether nothing is known about the member.
+    (-1: none seen), `done` whether that one returned, `is_silent` whether nothing is known about the member. `codes` are
+    what the signatures stand for.
     """
 
     group: int
@@ -31,6 +36,7 @@ class Lane:
     first_seq: int
     row: Array
     signature: Array
+    codes: Array
     last: Array
     done: Array
     is_silent: Array
@@ -47,7 +53,7 @@ def lanes(run: Run) -> list[Lane]:
     uses = _survey(run, coder)
     plans = _plans(run, uses)
     rows, signatures = _matrices(run, uses, plans, coder)
-    found = [_lane(run, plan, rows, signatures) for plan in plans]
+    found = [_lane(run, plan, rows, signatures, coder.known.values) for plan in plans]
     return sorted(found, key=lambda lane: -len(lane.members))
 
 
@@ -62,7 +68,9 @@ class _Coder:
         """Encode each issued operation as one large number."""
         code = self._ops[table["op"]]
         elements = np.where(code & 1, 0, self._sizes[table["sizes"]])
-        wide: Array = (code.astype(np.int64) << 48) | (table["dtypes"].astype(np.int64) << 32) | elements
+        root = np.where((table["p2p"] == 0) & (table["peer"] >= 0), 1 + table["peer"] % _ROOT, 0).astype(np.int64)
+        dtype = table["dtypes"].astype(np.int64)
+        wide: Array = (code.astype(np.int64) << _OP_AT) | (dtype << _DTYPE_AT) | (root << _ROOT_AT) | elements
         return wide
 
 
@@ -191,7 +199,7 @@ def _narrowest(highest: int) -> type[np.signedinteger[Any]]:
     return next(kind for kind in (np.int8, np.int16, np.int32) if highest <= np.iinfo(kind).max)
 
 
-def _lane(run: Run, plan: _Plan, rows: Array, signatures: Array) -> Lane:
+def _lane(run: Run, plan: _Plan, rows: Array, signatures: Array, codes: Array) -> Lane:
     shape = len(plan.members), plan.width
     cells = slice(plan.base, plan.base + shape[0] * shape[1])
     return Lane(
@@ -200,6 +208,7 @@ def _lane(run: Run, plan: _Plan, rows: Array, signatures: Array) -> Lane:
         first_seq=plan.first,
         row=rows[cells].reshape(shape),
         signature=signatures[cells].reshape(shape),
+        codes=codes,
         last=plan.last,
         done=plan.done,
         is_silent=np.array([not run.ranks[rank].dumps for rank in plan.members]),
@@ -218,7 +227,7 @@ def is_uneven(op: str) -> bool:
 
 def _elements(names: Names) -> Array:
     """A number per sizes text, equal when the element counts are equal, even if the shapes differ."""
-    distinct: dict[tuple[int, ...], int] = {}
+    distinct: dict[tuple[int, ...], int] = {(): 0}
     return np.array([distinct.setdefault(elements_of(text), len(distinct)) for text in names.sizes], np.int64)
 
 
@@ -239,14 +248,64 @@ def _product(shape: str) -> int:
     return total
 
 
-def first_disagreement(lane: Lane) -> int | None:
-    """The lowest sequence number at which two members issued different operations."""
+def can_match(codes: Sequence[int]) -> bool:
+    """Whether operations of these codes may be parts of one: of one kind, and equal in all that is known of several."""
+    if len({code >> _OP_AT for code in codes}) > 1:
+        return False
+    return all(len({code >> at & mask for code in codes} - {0}) <= 1 for at, mask in _PARTS)
+
+
+_PARTS = ((_DTYPE_AT, _DTYPE), (_ROOT_AT, _ROOT), (0, _ELEMENTS))
+
+
+def first_disagreement(run: Run, lane: Lane, *, with_met: bool = False) -> int | None:
+    """The lowest sequence number at which two members issued operations that cannot match.
+
+    Not one that all completed, unless `with_met`, and not sizes that each rank chooses: where they differed before and all
+    completed it.
+    """
+    known: dict[tuple[int, ...], bool] = {}
+    varying: set[int] = set()
     for start in range(0, lane.signature.shape[1], BLOCK):
-        block = lane.signature[:, start : start + BLOCK]
-        seen = block >= 0
-        largest = block.max(axis=0)  # -1 is "not seen": never the largest of several
-        smallest = np.where(seen, block, np.iinfo(block.dtype).max).min(axis=0)
-        columns = np.flatnonzero((seen.sum(axis=0) > 1) & (largest != smallest))
-        if len(columns):
-            return lane.first_seq + start + int(columns[0])
+        columns = start + _different(lane.signature[:, start : start + BLOCK])
+        columns = columns[[_disagree(lane, column, known) for column in columns.tolist()]] if len(columns) else columns
+        met = _were_met(run, lane, columns)
+        for column, is_met in zip(columns.tolist(), met.tolist(), strict=True):
+            kinds = {code >> _OP_AT for code in lane.codes[lane.signature[lane.row[:, column] >= 0, column]].tolist()}
+            is_free = len(kinds) == 1 and run.names.ops[min(kinds) >> 1] in SIZED_BY_RANK
+            if is_met and is_free:
+                varying |= kinds
+            if not (is_free and kinds <= varying) and (with_met or not is_met):
+                return lane.first_seq + int(column)
     return None
+
+
+def _different(block: Array) -> Array:
+    """The columns in which two members' signatures differ."""
+    seen = block >= 0
+    largest = block.max(axis=0)  # -1 is "not seen": never the largest of several
+    smallest = np.where(seen, block, np.iinfo(block.dtype).max).min(axis=0)
+    return np.flatnonzero((seen.sum(axis=0) > 1) & (largest != smallest))
+
+
+def _disagree(lane: Lane, column: int, known: dict[tuple[int, ...], bool]) -> bool:
+    """Whether two operations of a column cannot match."""
+    signatures = tuple(np.unique(lane.signature[:, column][lane.signature[:, column] >= 0]).tolist())
+    if signatures not in known:
+        known[signatures] = not can_match(lane.codes[list(signatures)].tolist())
+    return known[signatures]
+
+
+def _were_met(run: Run, lane: Lane, columns: Array) -> Array:
+    """Of which columns all members completed an operation of one kind: then it was no mismatch, whatever each passed (a root
+    has inputs where others have none, gathered tensors differ in size)."""
+    if not len(columns):
+        return columns.astype(bool)
+    rows = lane.row[:, columns]
+    kinds = lane.codes[lane.signature[:, columns]] >> _OP_AT
+    met: Array = (rows >= 0).all(axis=0) & (kinds == kinds[0]).all(axis=0)
+    for place in np.flatnonzero(lane.last >= 0).tolist() if met.any() else ():
+        table = run.ranks[lane.members[place]].operations
+        is_past = lane.first_seq + columns < lane.last[place]  # gloo's `retired` alone also follows a failure
+        met &= (table["state"][rows[place]] == COMPLETED) | (table["retired"][rows[place]] & is_past)
+    return met

@@ -15,7 +15,7 @@ from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
-from titan_ckpt.debug.diagnosis.mismatch import mismatch
+from titan_ckpt.debug.diagnosis.mismatches.mismatch import mismatch
 from titan_ckpt.debug.diagnosis.no_culprit import healthy, looks_quiet, looks_well, running, undecided, went_on
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception, signal_of
@@ -29,6 +29,7 @@ from titan_ckpt.debug.incident.confidence import (
     CONTRADICTED,
     DIED_FIRST,
     EXPLAINED,
+    MET,
     NAMED_TOGETHER,
     OTHER_FAULT,
     WEIGHTS,
@@ -77,7 +78,11 @@ def _without_fault(
         return stuck
     is_waiting = bool(edges) or any(state.kind.is_waiting for state in states.values())
     is_quiet = looks_quiet(run) and not is_waiting and not faults(run)
-    return running(None, None) if is_quiet else undecided(run, edges, states)
+    if is_quiet:
+        return running(None, None)
+    leads = (lead for lane in found_lanes if (lead := mismatch(run, lane, with_met=True)) is not None)
+    lead = next(leads, None)
+    return undecided(run, edges, states) if lead is None else replace(lead, confidence=lead.confidence * MET)
 
 
 def _faults(

@@ -39,8 +39,9 @@ def went_on(run: Run) -> bool:
 
 
 def _has_failed(record: RankRecord) -> bool:
-    """Whether the communication library or the interpreter reported an error."""
-    return any(event.kind not in (EventKind.SIGTERM, EventKind.EXCEPTION) for event in record.events)
+    """Whether the communication library or the interpreter reported an error that the rank did not get over."""
+    harmless = (EventKind.SIGTERM, EventKind.EXCEPTION)
+    return any(event.kind not in harmless and not logged_on(record, event) for event in record.events)
 
 
 def looks_well(run: Run, lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]) -> bool:

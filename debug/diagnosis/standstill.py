@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from titan_ckpt.debug.diagnosis.rank_death import logged_on
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import EventKind, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
@@ -67,11 +68,15 @@ def _has_ended(run: Run, *, is_told: bool) -> bool:
     return any(_shows_end(record, is_told=is_told) for record in run.ranks.values())
 
 
+# Texts of these kinds end a process, if they do, by an exception: that its recorder dumps for, or its exit code shows.
+_NO_END = (EventKind.SIGTERM, EventKind.EXCEPTION, EventKind.OOM)
+
+
 def _shows_end(record: RankRecord, *, is_told: bool) -> bool:
     is_gone = record.process_state == "gone" or record.process_state[:1] in ("T", "t", "Z", "X")
     has_left = record.heartbeat is not None and record.heartbeat.is_stopped and not is_told
     is_dumped = any(_is_of_trouble(dump.reason) and not (is_told and "sigterm" in dump.reason) for dump in record.dumps)
-    has_failed = any(event.kind not in (EventKind.SIGTERM, EventKind.EXCEPTION) for event in record.events)
+    has_failed = any(event.kind not in _NO_END and not logged_on(record, event) for event in record.events)
     return is_gone or has_left or is_dumped or has_failed or record.exit is not None
 
 

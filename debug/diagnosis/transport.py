@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_ckpt.debug.diagnosis.align import Lane, elements_of
+from titan_ckpt.debug.diagnosis.align import Lane, elements_of, first_disagreement
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import user_frame
@@ -36,7 +36,9 @@ def transport(run: Run, lanes: Sequence[Lane]) -> Iterator[Verdict]:
 
 def _not_finished(run: Run, lane: Lane) -> Iterator[Verdict]:
     """The first collective that all members issued alike and some did not complete, where states are known (NCCL)."""
-    everywhere = np.flatnonzero((lane.row >= 0).all(axis=0))
+    parted = first_disagreement(run, lane)
+    alike = lane.row if parted is None else lane.row[:, : parted - lane.first_seq]
+    everywhere = np.flatnonzero((alike >= 0).all(axis=0))
     if not len(everywhere):
         return
     if not all(_has_dump(run, rank) for rank in lane.members):

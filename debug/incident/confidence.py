@@ -203,6 +203,7 @@ OTHER_FAULT = 0.5  # a straggler in a job that hangs for another reason
 DIED_FIRST = 0.8  # the culprit of a mismatch had raised an exception before
 NAMED_TOGETHER = 0.9  # several ranks of which only the absence is known
 CONTRADICTED = 0.5  # other evidence speaks against it: then it accuses nobody
+MET = 0.45  # all ranks completed the operation in which they disagreed: it held nobody, and nothing else is known
 SHIFTED = 0.95  # a mismatch traced back to an earlier line
 
 # Used only to order verdicts: a cause goes first, and mismatched operations end in dead or waiting ranks.

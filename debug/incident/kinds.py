@@ -42,6 +42,8 @@ class Subtype(StrEnum):
     FINISHED_EARLY = "finished_early"
     # ORDER_MISMATCH
     ACROSS_GROUPS = "across_groups"
+    # OP_MISMATCH
+    ROOT = "root"
     # RANK_DIED
     SIGNAL = "signal"
     PYTHON_EXCEPTION = "python_exception"

@@ -186,8 +186,13 @@ class Distinct:
         for _, value in sorted((int((column == value).argmax()), value) for value in new):
             self._numbers[value] = len(self._numbers)
 
+    @property
+    def values(self) -> Array:
+        """The value of each number."""
+        return np.array(list(self._numbers), np.int64)
+
     def numbers(self, column: Array) -> Array:
         """The number of each value; all of them were added."""
-        values = np.array(list(self._numbers), np.int64)
+        values = self.values
         order = np.argsort(values)
         return order[np.searchsorted(values, column, sorter=order)]

@@ -29,7 +29,8 @@ SEND, RECV = 1, 2
 MAX_RANK = 131_072  # a larger number in a file is damage
 
 # One operation. group, op, sizes, dtypes and frames are positions in Run.groups and Run.names.
-# `seq` counts collectives per group, P2P per pair. `p2p` is 0, SEND or RECV; of P2P `peer` is the global rank (-1: unknown).
+# `seq` counts collectives per group, P2P per pair. `p2p` is 0, SEND or RECV; `peer` is a global rank (-1: unknown): of P2P
+# the other half, of a collective its root.
 # `retired`: the work object is gone. That is all gloo records, and it holds after a failure too. Times are 0 if unknown.
 OPERATION = np.dtype(
     [

@@ -55,9 +55,8 @@ def waits(run: Run) -> list[Wait]:
         if len(open_rows):
             rows[rank] = int(open_rows[0])
             entry = record.operations[rows[rank]]
-            alike.setdefault((int(entry["group"]), int(entry["seq"]), int(entry["op"]), int(entry["peer"])), []).append(
-                rank
-            )
+            peer = int(entry["peer"]) if entry["p2p"] else -1
+            alike.setdefault((int(entry["group"]), int(entry["seq"]), int(entry["op"]), peer), []).append(rank)
     return sorted(
         (_wait(run, ranks, rows) for ranks in alike.values()), key=lambda wait: (-len(wait.ranks), wait.ranks)
     )

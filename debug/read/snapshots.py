@@ -51,7 +51,7 @@ def add_box(dump: Array, box: Array, *, prefer_box: bool = False) -> Array:
     if not prefer_box:
         dump = dump.copy()
         _finish_from_box(dump, box)
-        _fill_frames(dump, box)
+        _fill_from_box(dump, box)
     first, second = (box, dump) if prefer_box else (dump, box)
     extra = second[~np.isin(_keys(second), _keys(first)) & ((second["p2p"] != 0) | _is_newer(second, first))]
     if (dump["p2p"] != 0).any():  # NCCL's dumps have P2P, with numbers of their own
@@ -60,16 +60,19 @@ def add_box(dump: Array, box: Array, *, prefer_box: bool = False) -> Array:
     return both[np.argsort(both["created_ns"], kind="stable")] if len(extra) else both
 
 
-def _fill_frames(dump: Array, box: Array) -> None:
-    """The box's call stacks for operations that the dump has without one: a recorder does not always ask torch for them."""
-    without = np.flatnonzero(dump["frames"] == NO_FRAMES)
+def _fill_from_box(dump: Array, box: Array) -> None:
+    """The box's roots, and its call stacks for operations that the dump has without one: a recorder does not always ask torch for
+    them."""
+    without = np.flatnonzero((dump["frames"] == NO_FRAMES) | ((dump["p2p"] == 0) & (dump["peer"] < 0)))
     if not len(without):
         return
     ordered = box[np.argsort(_keys(box), kind="stable")]
     keys = _keys(dump)[without]
     found = ordered[np.searchsorted(_keys(ordered), keys).clip(max=len(box) - 1)]
     is_same = _keys(found) == keys
-    dump["frames"][without[is_same]] = found["frames"][is_same]
+    rows, same = without[is_same], found[is_same]
+    dump["frames"][rows] = np.where(dump["frames"][rows] == NO_FRAMES, same["frames"], dump["frames"][rows])
+    dump["peer"][rows] = np.where(same["p2p"] == 0, same["peer"], dump["peer"][rows])
 
 
 def _is_newer(table: Array, than: Array) -> Array:
@@ -85,7 +88,8 @@ def _is_newer(table: Array, than: Array) -> Array:
 
 def _keys(table: Array) -> Array:
     """One number per operation that is equal in a dump and in a box."""
-    kind = table["p2p"].astype(np.int64) * 131_072 + table["peer"] + 1
+    peer = np.where(table["p2p"] != 0, table["peer"], -1)  # a collective's is its root, which dumps do not hold
+    kind = table["p2p"].astype(np.int64) * 131_072 + peer + 1
     keys: Array = (table["group"].astype(np.int64) << 52) ^ (kind << 32) ^ table["seq"]
     return keys
 

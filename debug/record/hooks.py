@@ -9,6 +9,7 @@ once (for a group, a dtype, a call site) is here.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import mmap
@@ -56,7 +57,7 @@ COLLECTIVES: Mapping[str, tuple[str, int]] = {
     "allreduce_coalesced": ("all_reduce_coalesced", 0),
     "broadcast": ("broadcast", 0),
     "reduce": ("reduce", 0),
-    "allgather": ("all_gather", 1),
+    "allgather": ("all_gather", 0),
     "_allgather_base": ("all_gather_into_tensor", 1),
     "all_gather_single": ("all_gather_into_tensor", 1),
     "reduce_scatter_single": ("reduce_scatter_tensor", 1),
@@ -75,6 +76,8 @@ COLLECTIVES: Mapping[str, tuple[str, int]] = {
     "barrier": ("barrier", -1),
     "monitored_barrier": ("monitored_barrier", -1),
 }
+UNNUMBERED = ("monitored_barrier",)  # made of sends and receives: torch's counter does not count it
+ROOT_ARGUMENT: Mapping[str, int] = {"broadcast": 1, "reduce": 1, "gather": 2, "scatter": 2}
 POINT_TO_POINT: Mapping[str, int] = {"send": SEND, "recv": RECV}
 MAX_STACK = 6
 MAX_OF_PACKAGES = 3  # frames of one call site: between torch and the program there may be a framework of many layers
@@ -182,8 +185,13 @@ class Hooks:
         ops: dict[str, int] = {}
         for method, (name, argument) in COLLECTIVES.items():
             if hasattr(dist.ProcessGroup, method):
-                original, what = getattr(dist.ProcessGroup, method), self._op(ops, name) << 48 | NO_PEER
-                wrapped = self._ring.collective(original, what, argument, self._groups)
+                op = self._op(ops, name) << 48
+                if method in ROOT_ARGUMENT or method in UNNUMBERED:
+                    self._replace(dist.ProcessGroup, method, self._rare(method, op, argument))
+                    continue
+                wrapped = self._ring.collective(
+                    getattr(dist.ProcessGroup, method), op | NO_PEER, argument, self._groups
+                )
                 self._replace(dist.ProcessGroup, method, wrapped)
         for method, direction in POINT_TO_POINT.items():
             self._replace(dist.ProcessGroup, method, self._point_to_point(method, self._op(ops, method), direction))
@@ -208,6 +216,28 @@ class Hooks:
             ops[name] = len(ops)
             self._box.add_text("op", ops[name], name)
         return ops[name]
+
+    def _rare(self, method: str, what: int, argument: int) -> Callable[..., Any]:
+        """As `collective` of the ring, with the root, as a rank of the job, in the place of a peer."""
+        original, at_root = getattr(dist.ProcessGroup, method), ROOT_ARGUMENT.get(method, 0)
+        record, await_, ended = self._ring.record, self._ring.await_, self._ring.ended
+        group_of = self._unnumbered if method in UNNUMBERED else self._numbered
+
+        def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
+            known = group_of(group)
+            options = args[at_root] if 0 < at_root < len(args) else kwargs.get("opts", kwargs.get("root"))
+            root = options if isinstance(options, int) else getattr(options, "rootRank", -1)
+            peer = known.members[root] if 0 <= root < len(known.members) else NO_PEER
+            tensors = args[argument] if 0 <= argument < len(args) else None
+            at = record(known.counted() + known.ahead, what | known.shifted_place | peer, 0, tensors)
+            work = original(group, *args, **kwargs)
+            if work is None:
+                ended(at)
+            else:
+                await_(work, at)
+            return work
+
+        return issue
 
     def _point_to_point(self, method: str, op: int, direction: int) -> Callable[..., Any]:
         original = getattr(dist.ProcessGroup, method)
@@ -256,13 +286,24 @@ class Hooks:
 
     def add_group(self, group: Any) -> RingGroup:
         """A process group, when it is used for the first time."""
-        place = len(self._groups)
-        members = dist.get_process_group_ranks(group)
-        self._box.add_text("group", place, [group.group_name, group.group_desc, pack_members(members)])
         # the group's counter may have been moved by P2P before we came: 0 is right as long as the recorder starts first
-        known = self._groups[group] = RingGroup(
+        return self._add_group(group, group, group.group_name, group._get_sequence_number_for_group, 1)
+
+    def _numbered(self, group: Any) -> RingGroup:
+        return self._groups.get(group) or self.add_group(group)
+
+    def _unnumbered(self, group: Any) -> RingGroup:
+        """The operations of a group that torch does not number, as a group of their own: we number them."""
+        known = self._groups.get((group, UNNUMBERED))
+        name = f"{group.group_name} (unnumbered)"
+        return known or self._add_group((group, UNNUMBERED), group, name, itertools.count(1).__next__, 0)
+
+    def _add_group(self, key: Any, group: Any, name: str, counted: Callable[[], int], ahead: int) -> RingGroup:
+        place, members = len(self._groups), dist.get_process_group_ranks(group)
+        self._box.add_text("group", place, [name, group.group_desc, pack_members(members)])
+        known = self._groups[key] = RingGroup(
             place=place, shifted_place=place << 32, members=list(members), is_gloo=dist.get_backend(group) == "gloo",
-            counted=group._get_sequence_number_for_group,
+            counted=counted, ahead=ahead,
         )  # fmt: skip
         return known
 

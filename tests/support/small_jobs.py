@@ -9,8 +9,8 @@
     store 1: 0                              its log says that it waited for rank 0's key in the store
     knows 1: x                              groups that its recorder wrote down
 
-An operation: `group:` (default: all ranks), name, `>1` or `<1` the peer of a send or recv, `(sizes)`, `/dtype`, `@line` of
-train.py, `?` pending.
+An operation: `group:` (default: all ranks), name, `>1` or `<1` the peer of a send or recv or `^1` the root, `(sizes)`, `/dtype`
+(`none`: not recorded), `@line` of train.py, `?` pending.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from titan_ckpt.debug.incident.records import (
 START_NS = 1_700_000_000 * 10**9
 SECOND_NS = 10**9
 _WORD = re.compile(
-    r"(?:(?P<group>\w+):)?(?P<op>[a-z_]+)(?:(?P<way>[<>])(?P<peer>\d+))?(?:\((?P<sizes>[^)]*)\))?(?:/(?P<dtype>\w+))?"
+    r"(?:(?P<group>\w+):)?(?P<op>[a-z_]+)(?:(?P<way>[<>^])(?P<peer>\d+))?(?:\((?P<sizes>[^)]*)\))?(?:/(?P<dtype>\w+))?"
     r"(?:@(?P<line>\d+))?(?P<open>\?)?\Z"
 )
 
@@ -58,22 +58,21 @@ class _Tables:
     def __init__(self, groups: Sequence[str]) -> None:
         self.groups = list(groups)
         self.ops: list[str] = []
-        self.sizes: list[str] = []
-        self.dtypes: list[str] = []
+        self.sizes, self.dtypes = [""], [""]  # the first: not known
         self.frames: list[tuple[Frame, ...]] = [()]
 
     def row(self, word: str, number: int, seen: Counter[tuple[str, ...]]) -> tuple[object, ...]:
         found = _WORD.match(word)
         assert found is not None, word
         group, op, way = found["group"] or "world", found["op"], found["way"]
-        key = (group, op, found["peer"]) if way else (group,)
+        key = (group, op, found["peer"]) if way in ("<", ">") else (group,)
         seen[key] += 1
         line = int(found["line"] or 0)
         frames = (Frame(file="/job/train.py", line=line, function="step"),) if line else ()
         state, p2p = SCHEDULED if found["open"] else COMPLETED, {">": SEND, "<": RECV}.get(way or "", 0)
         places = (
-            _place(self.dtypes, found["dtype"] or "Float"),
-            _place(self.sizes, (found["sizes"] or "4").replace(",", ", ")),
+            _place(self.dtypes, (found["dtype"] or "Float").replace("none", "")),
+            _place(self.sizes, (found["sizes"] or "4").replace(",", ", ").replace("none", "")),
         )
         return (
             self.groups.index(group), seen[key], _place(self.ops, op), p2p, state, not found["open"], *places,

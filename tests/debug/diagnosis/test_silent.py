@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.small_jobs import START_NS, job
 from titan_ckpt.debug import diagnose, open_run
-from titan_ckpt.debug.incident.kinds import DumpKind
-from titan_ckpt.debug.incident.records import Heartbeat
+from titan_ckpt.debug.incident.kinds import DumpKind, EventKind
+from titan_ckpt.debug.incident.records import Heartbeat, LogEvent, RankLog
 
 WAITED = """\
 2026-11-22 12:09:00,345 INFO train: step 2
@@ -55,6 +55,17 @@ def test_a_process_that_heard_sigterm_ran(code: int, verdict: str, tmp_path: Pat
     (tmp_path / "console.log").write_text(CONSOLE.format(code=code, kill=kill if code == -9 else ""))
     top = diagnose(open_run(str(tmp_path)))[0]
     assert (top.verdict, top.culprits) == (verdict, (2,))
+
+
+@pytest.mark.parametrize("kind", [EventKind.OOM, EventKind.EXCEPTION, EventKind.COMM_CLOSED])
+def test_an_error_that_a_rank_logged_and_got_over_is_no_end(kind: EventKind) -> None:
+    """One look at a live job: rank 1 caught an error a moment ago and works on, the others wait for it."""
+    run = job("1: all_reduce@1\n0 2: all_reduce@1 all_reduce@1?")
+    beat = Heartbeat(step=1, phase="", phase_ns=0, alive_ns=START_NS + 2 * 10**9, source="b")
+    ranks = {rank: replace(record, heartbeat=beat) for rank, record in run.ranks.items()}
+    event = LogEvent(kind=kind, rank=1, text="cache miss", source="l", line=7)
+    ranks[1] = replace(ranks[1], log=RankLog(source="l", events=(event,), last_step_line=8))
+    assert diagnose(replace(run, ranks=ranks))[0].verdict == "RUNNING"
 
 
 @pytest.mark.parametrize(("late_s", "verdict"), [(0, "STUCK_ON_CPU"), (3, "STUCK_ON_CPU"), (30, "RANK_FROZEN")])

@@ -32,6 +32,11 @@ PROGRAM = """
     reduce = torch.no_grad()(dist.all_reduce)  # a frame of torch around it, as FSDP's hooks have
     reduce(torch.ones(3))
     framework.layer(9, reduce, torch.ones(3))
+    dist.broadcast(torch.ones(3), src=0)
+    dist.gather(torch.ones(3), [torch.ones(3)], dst=0)
+    dist.all_gather([torch.ones(3)], torch.ones(3))
+    dist.monitored_barrier()
+    dist.group.WORLD.broadcast(torch.ones(3), root=0).wait()
     recorder.stop()
 """
 
@@ -48,6 +53,13 @@ def test_line_of_the_program_below_torch_and_a_framework(kind: str, tmp_path: Pa
     line = source.read_text().splitlines().index("reduce(torch.ones(3))") + 1
     assert plain == [("<module>", line)]
     assert layered == [("layer", 3)] * 3 + [("<module>", line + 1)]
+    found = [run.operation(0, row) for row in range(7)]
+    assert [(one.op, one.peer, one.sizes, one.frames[0].line - line, one.retired) for one in found[2:]] == [
+        ("broadcast", 0, "3", 2, True), ("gather", 0, "3", 3, True), ("all_gather", -1, "3", 4, True),
+        ("monitored_barrier", -1, "", 5, True), ("broadcast", 0, "3", 6, True),
+    ]  # fmt: skip
+    assert [(str(one.group), one.seq) for one in found[4:]] == [("default_pg", 5), ("default_pg", 1), ("default_pg", 6)]
+    assert found[5].group != found[6].group  # torch's counter leaves out a monitored barrier
 
 
 KILLED_LATER = """

@@ -1,0 +1,1 @@
+"""Ranks that met with operations that do not match."""

@@ -1,0 +1,229 @@
+"""Ranks that met at the same sequence number with different operations: who deviated, and how. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from titan_ckpt.debug.diagnosis.align import Lane, first_disagreement
+from titan_ckpt.debug.diagnosis.mismatches.meeting import HISTORY, Meeting, Side, call_site, history, predict, sides_at
+from titan_ckpt.debug.diagnosis.mismatches.readings import Reading, reading
+from titan_ckpt.debug.incident.confidence import SHIFTED, Basis
+from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.kinds import OperationState, Subtype, VerdictKind
+from titan_ckpt.debug.incident.records import Evidence, Frame, Operation, Run, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blame:
+    """Who deviated, on what basis, and why in words."""
+
+    culprits: tuple[int, ...]
+    basis: Basis
+    why: str
+
+
+def mismatch(run: Run, lane: Lane, *, with_met: bool = False) -> Verdict | None:
+    """The verdict on the first disagreement of a lane, or None if there is none or it did no harm. `with_met`: also on one that
+    all ranks completed."""
+    seq = first_disagreement(run, lane, with_met=with_met)
+    if seq is None or _was_harmless(run, lane, seq):
+        return None
+    meeting = Meeting(run=run, lane=lane, seq=seq)
+    sides = sides_at(run, lane, seq)
+    blame = _blame(meeting, sides)
+    common = next((side for side in sides if not set(side.ranks) & set(blame.culprits)), sides[0])
+    deviant = next((side for side in sides if side is not common), sides[-1])
+    start = _call_site_shift(run, lane, seq, blame.culprits)
+    if start is not None:
+        return _call_site_verdict(meeting, start, blame)
+    return _verdict(meeting, reading(meeting, common, deviant), common, deviant, blame)
+
+
+def _was_harmless(run: Run, lane: Lane, seq: int) -> bool:
+    """All went on past it and no rank is waiting: sizes may differ legally, for example between steps of an uneven gather."""
+    went_on = all(last > seq for last, silent in zip(lane.last, lane.is_silent, strict=True) if not silent)
+    failed = any(record.exit and record.exit.code for record in run.ranks.values())
+    return bool(went_on and lane.done.all() and not failed)
+
+
+def _blame(meeting: Meeting, sides: Sequence[Side]) -> _Blame:
+    """Who deviated: a minority; between equal parties the one whose own history did not lead there."""
+    first, rest = sides[0], sides[1:]
+    if len(first.ranks) > len(rest[0].ranks):
+        ranks = tuple(sorted(rank for side in rest for rank in side.ranks))
+        basis = Basis.CLEAR_MAJORITY if len(first.ranks) > len(ranks) else Basis.PLURALITY
+        why = f"{len(first.ranks)} of {len(meeting.lane.members)} ranks agree with each other"
+        return _Blame(culprits=ranks, basis=basis, why=why)
+    tied = [side for side in sides if len(side.ranks) == len(first.ranks)]
+    scores = [_strangeness(meeting, side) for side in tied]
+    if max(scores) > min(scores) and not all(_is_new(meeting, side) for side in tied):
+        strange = tied[scores.index(max(scores))]
+        why = "its own earlier operations led elsewhere"
+        return _Blame(culprits=strange.ranks, basis=Basis.BROKE_HISTORY, why=why)
+    everyone = tuple(sorted(rank for side in sides for rank in side.ranks))
+    why = "both parties are equally large and neither breaks with its own history"
+    return _Blame(culprits=everyone, basis=Basis.TIE, why=why)
+
+
+def _is_new(meeting: Meeting, side: Side) -> bool:
+    """Whether nothing like it came before, from that line: then the past does not show whether it is right."""
+    before = history(meeting, side.ranks[0])
+    site = call_site(meeting.run, side.operation)[:1]
+    if site:
+        return site not in [known[:1] for _, known in before]
+    return side.key not in [key for key, _ in before]
+
+
+def _strangeness(meeting: Meeting, side: Side) -> int:
+    """How much an operation breaks with what the rank did before: not the predicted one, never issued, from a new line."""
+    before = history(meeting, side.ranks[0])
+    keys = [key for key, _ in before]
+    sites = [site for _, site in before]
+    site = call_site(meeting.run, side.operation)
+    score = 0
+    predicted = predict(keys)
+    if predicted is not None and predicted != side.key:
+        score += 2
+    if keys and side.key not in keys:
+        score += 2
+    if keys and side.operation.op not in {key[0] for key in keys}:
+        score += 1
+    if sites and site not in sites:
+        score += 1
+    return score
+
+
+# ---------------------------------------------------------------------------------------------- diverged call sites
+
+
+def _call_site_shift(run: Run, lane: Lane, seq: int, culprits: tuple[int, ...]) -> int | None:
+    """The sequence number where call sites first parted and stayed apart up to `seq`, if that was before `seq`."""
+    others = [rank for rank in lane.members if rank not in culprits]
+    if not others or not culprits:
+        return None
+    ours, theirs = _sites(run, lane, others[0]), _sites(run, lane, culprits[0])
+    start = seq
+    for position in range(seq - 1, max(lane.first_seq, seq - HISTORY) - 1, -1):
+        if position not in ours or position not in theirs or ours[position] == theirs[position]:
+            break
+        start = position
+    before = range(lane.first_seq, start)
+    is_new = all(ours.get(p) == theirs.get(p) for p in before) and len(before) > 0
+    return start if start < seq and is_new else None
+
+
+def _sites(run: Run, lane: Lane, rank: int) -> Mapping[int, Frame | None]:
+    i = lane.members.index(rank)
+    names, table = run.names.frames, run.ranks[rank].operations
+    return {
+        lane.first_seq + column: user_frame(names[table["frames"][row]], run.wrappers)
+        for column, row in enumerate(lane.row[i])
+        if row >= 0 and table["frames"][row] > 0
+    }
+
+
+def _call_site_verdict(meeting: Meeting, start: int, blame: _Blame) -> Verdict:
+    run, lane, culprits = meeting.run, meeting.lane, blame.culprits
+    rows = lane.seen_at(start)
+    other = next(rank for rank in lane.members if rank not in culprits and rank in rows)
+    mine, theirs = run.operation(culprits[0], rows[culprits[0]]), run.operation(other, rows[other])
+    victims = tuple(rank for rank in lane.members if rank not in culprits)
+    return Verdict(
+        verdict=VerdictKind.CALLSITE_DIVERGENCE,
+        culprits=culprits,
+        victims=victims,
+        group=meeting.group,
+        seq=start,
+        op=mine.op,
+        confidence=blame.basis.confidence * SHIFTED,
+        headline=f"{rank_list(culprits)} issued #{start} of group {meeting.group} from another line than the others; "
+        f"since then all of its operations are one off, which shows at #{meeting.seq}",
+        evidence=(_issued(run, culprits[0], mine), _issued(run, other, theirs)),
+        chain=tuple((rank, culprits[0]) for rank in victims),
+        next_steps=_advice(run, mine, theirs),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- verdicts
+
+
+_TEXT = {
+    VerdictKind.SKIPPED_COLLECTIVE: "{who} skipped {common} #{seq} of group {group}: it issued {deviant} while the others wait "
+    "in {common}",
+    VerdictKind.ORDER_MISMATCH: "{who} issued {deviant} and {common} of group {group} in another order than the others "
+    "(from #{seq})",
+    VerdictKind.OP_MISMATCH: "{who} called {deviant} where the others called {common} (#{seq} of group {group})",
+    VerdictKind.SIZE_MISMATCH: "{who} passed {deviant_sizes} elements to {common} #{seq} of group {group}, the others "
+    "{common_sizes}",
+    Subtype.ROOT: "{who} called {common} #{seq} of group {group} with root {deviant_root}, the others with root {common_root}",
+    VerdictKind.DTYPE_MISMATCH: "{who} passed {deviant_dtypes} to {common} #{seq} of group {group}, the others "
+    "{common_dtypes}",
+    Subtype.EXTRA_COLLECTIVE: "{who} issued an extra {deviant} (#{seq} of group {group}) that no other rank issues; the others "
+    "are in {common}",
+}
+
+
+def _verdict(meeting: Meeting, reading: Reading, common: Side, deviant: Side, blame: _Blame) -> Verdict:
+    run, culprits = meeting.run, blame.culprits
+    victims = tuple(rank for rank in meeting.lane.members if rank not in culprits)
+    why = f"why {rank_list(culprits)}: {blame.why}; the other reading would be {reading.alternative}"
+    return Verdict(
+        verdict=reading.verdict,
+        subtype=reading.subtype,
+        culprits=culprits,
+        victims=victims,
+        group=meeting.group,
+        seq=meeting.seq,
+        op=common.operation.op,
+        confidence=blame.basis.confidence,
+        headline=_headline(meeting, reading, common, deviant, culprits),
+        evidence=(
+            *(_issued(run, side.ranks[0], side.operation, len(side.ranks)) for side in (deviant, common)),
+            Evidence(text=why),
+        ),
+        chain=tuple((rank, culprits[0]) for rank in victims),
+        next_steps=_advice(run, deviant.operation, common.operation),
+    )
+
+
+def _headline(meeting: Meeting, reading: Reading, common: Side, deviant: Side, culprits: tuple[int, ...]) -> str:
+    a, b = common.operation, deviant.operation
+    if set(common.ranks) <= set(culprits):
+        return (
+            f"{rank_list(common.ranks)} issued {_spelled(a)} where {rank_list(deviant.ranks)} issued {_spelled(b)} "
+            f"(#{meeting.seq} of group {meeting.group}); the evidence does not show which of them is wrong"
+        )
+    template = _TEXT[reading.subtype or reading.verdict]
+    return template.format(
+        who=rank_list(culprits), common=a.op, deviant=b.op, seq=meeting.seq, group=meeting.group,
+        common_sizes=a.sizes, deviant_sizes=b.sizes, common_dtypes=a.dtypes, deviant_dtypes=b.dtypes,
+        common_root=a.peer, deviant_root=b.peer,
+    )  # fmt: skip
+
+
+def _spelled(operation: Operation) -> str:
+    root = f", root {operation.peer}" if operation.peer >= 0 else ""
+    return f"{operation.op}({operation.sizes or 'nothing'}, {operation.dtypes or '-'}{root})"
+
+
+def _issued(run: Run, rank: int, operation: Operation, count: int = 1) -> Evidence:
+    frame = user_frame(operation.frames, run.wrappers)
+    others = f" (and {count - 1} more ranks)" if count > 1 else ""
+    state = "returned" if operation.state == OperationState.COMPLETED else "pending or failed"
+    text = f"issued {_spelled(operation)} as #{operation.seq}{others}, {state}" + (
+        f", in {frame.function}" if frame else ""
+    )
+    return Evidence.at(frame, text=text, rank=rank, source="flight recorder")
+
+
+def _advice(run: Run, deviant: Operation, common: Operation) -> tuple[str, ...]:
+    here, there = user_frame(deviant.frames, run.wrappers), user_frame(common.frames, run.wrappers)
+    places = " and ".join(frame.place for frame in dict.fromkeys((here, there)) if frame)
+    return (
+        f"compare the two call sites: {places}"
+        if places
+        else "run again with stack recording on, to get the call sites",
+        "look for a branch there that depends on the rank or on rank-local data (overflow, empty batch, `if rank == 0`)",
+    )
