@@ -210,7 +210,7 @@ async def test_the_outlier_among_5000_ranks_is_two_keys_away() -> None:
         usual, odd = lane.row[0], np.arange(ranks) == 4_321
         rows = np.where(odd[:, None], lane.row[2], usual)
         large = Lane(group=lane.group, members=tuple(range(ranks)), first_seq=lane.first_seq, row=rows,
-                     signature=np.where(odd[:, None], lane.signature[2], lane.signature[0]), last=np.full(ranks, 7),
+                     signature=np.where(odd[:, None], lane.signature[2], lane.signature[0]), codes=lane.codes, last=np.full(ranks, 7),
                      done=np.zeros(ranks, bool), is_silent=np.zeros(ranks, bool))  # fmt: skip
         records = {rank: incident.run.ranks[2 if rank == 4_321 else 0] for rank in range(ranks)}
         object.__setattr__(incident.run, "ranks", records)
@@ -256,7 +256,7 @@ def test_the_pinned_rank_is_compared_first_then_a_usual_one() -> None:
     def lane(*codes: int) -> Lane:
         row = np.zeros((len(codes), 1), np.int64)
         return Lane(group=0, members=tuple(range(len(codes))), first_seq=7, row=row, signature=np.array(codes)[:, None],
-                    last=row[:, 0], done=row[:, 0] > 0, is_silent=row[:, 0] > 0)  # fmt: skip
+                    codes=np.arange(6), last=row[:, 0], done=row[:, 0] > 0, is_silent=row[:, 0] > 0)  # fmt: skip
 
     assert rank_to_compare(lane(3, 5, 5), 7, rank=0, pinned=None) == 1
     assert rank_to_compare(lane(3, 5, 5), 7, rank=1, pinned=0) == 0
