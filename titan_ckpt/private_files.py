@@ -6,6 +6,7 @@ make us write into a file of the user's, or wait for ever; a link among the file
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -26,11 +27,30 @@ class PrivateFolder:
     Holds a descriptor of the folder: replacing the folder by a link later leads nowhere else.
     """
 
-    def __init__(self, path: Path) -> None:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def __init__(self, path: Path, *, descriptor: int | None = None) -> None:
+        """Open the folder `path`, made where it is missing, or take the `descriptor` of it that is open."""
+        if descriptor is None:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.path, self._descriptor = path, descriptor
         weakref.finalize(self, os.close, self._descriptor)  # not before: another thread may be writing
+
+    def inside(self, name: str) -> PrivateFolder:
+        """The folder `name` in this one, made where it is missing. OSError if something else is there, be it a link."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=self._descriptor)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return PrivateFolder(self.path / name, descriptor=os.open(name, flags, dir_fd=self._descriptor))
+
+    def move(self, name: str, folder: PrivateFolder) -> None:
+        """Move the regular file `name` of this user into `folder`; anything else stays. Replaces only a file of this user."""
+        try:
+            found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            folder._check_replaceable(name, found.st_uid)
+            os.replace(name, name, src_dir_fd=self._descriptor, dst_dir_fd=folder._descriptor)
 
     def write(self, name: str, content: bytes) -> None:
         """Put `content` at `name`, by one rename and without fsync: the process may die next, the machine rarely does."""

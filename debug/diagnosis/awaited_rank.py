@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from titan_ckpt.debug.diagnosis.advice import advice
+from titan_ckpt.debug.diagnosis.rank_death import was_told
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
-from titan_ckpt.debug.diagnosis.standstill import was_told
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, overtakes, shortest_chain
 from titan_ckpt.debug.incident.busy_with import PHASES
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import crash_frame, user_frame
 from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import COMPLETED, Evidence, RankRecord, Run, Situation, Verdict
+from titan_ckpt.debug.incident.records import COMPLETED, Evidence, Heartbeat, RankRecord, Run, Situation, Verdict
 
 _BUSY = {
     Subtype.DATALOADER: "in its data loader",
@@ -101,7 +101,7 @@ def _culprits(run: Run, root: int, verdict: VerdictKind) -> tuple[int, ...]:
 def _reason(run: Run, state: Situation, edge: Edge | None) -> _Reason:
     where = state.where
     if state.kind == RankState.DEAD:
-        text = f"died: it {cause_of_death(state.detail, state.signal)}{where}"
+        text = f"died: it {state.call or cause_of_death(state.detail, state.signal)}{where}"
         return _Reason(verdict=VerdictKind.RANK_DIED, subtype=state.detail, confidence=state.confidence, text=text)
     if state.kind == RankState.FROZEN:
         text = f"is frozen: its process does not run at all{_last_seen(where)}"
@@ -172,6 +172,8 @@ def cause_of_death(subtype: Subtype, signal: str, *, are_many: bool = False) -> 
         return "raised an exception"
     if subtype == Subtype.DEVICE:
         return "lost the GPU to an error"
+    if subtype == Subtype.EXIT_CODE:
+        return "left with an exit code other than 0"
     if subtype == Subtype.HOST:
         return "lost the host"
     return f"{'were' if are_many else 'was'} killed by {signal or 'a signal'}"
@@ -244,7 +246,7 @@ def _without_stack(run: Run, state: Situation) -> _Reason:
         return _Reason(verdict=VerdictKind.RANK_FROZEN, confidence=Basis.CONNECTIONS_OPEN.confidence, text=text)
     if (aborted := _aborted(run, state.rank)) is not None:
         return aborted
-    if is_silent and _left_no_end(run, state.rank):
+    if is_silent and left_no_end(run, state.rank):
         return _Reason(
             verdict=VerdictKind.RANK_DIED, confidence=Basis.NO_END.confidence,
             text="died: it left neither a dump nor an orderly end, though the recorders of the others did when the job ended",
@@ -275,7 +277,25 @@ def _aborted(run: Run, rank: int) -> _Reason | None:
     )  # fmt: skip
 
 
-def _left_no_end(run: Run, rank: int) -> bool:
+def is_silent(run: Run, beat: Heartbeat) -> bool:
+    """Whether a recorder had not ticked for a while when the evidence was read."""
+    return not run.read_ns or run.read_ns - beat.alive_ns > LATE_TICK_S * 1e9
+
+
+def without_end(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
+    """Ranks that left no end of their process when all others had ended in order: by os._exit, or by a signal."""
+    for rank, state in states.items():
+        if state.kind in (RankState.UNKNOWN, RankState.SILENT) and left_no_end(run, rank):
+            text = "its recorder left no end of the process, all others did: os._exit, or a signal, ended it"
+            evidence = (Evidence(text=text, rank=rank), *state.evidence)
+            gone = replace(
+                state, kind=RankState.DEAD, call="left without an end of its own", evidence=evidence,
+                confidence=Basis.NO_END.confidence,
+            )  # fmt: skip
+            yield verdict_of(run, rank, (), {**states, rank: gone})
+
+
+def left_no_end(run: Run, rank: int) -> bool:
     """Whether all other recorders left an end of their process, and this one, which ticked no longer than they did, left none."""
     record = run.ranks[rank]
     others = [
@@ -284,7 +304,11 @@ def _left_no_end(run: Run, rank: int) -> bool:
     if record.heartbeat is None or record.heartbeat.is_stopped or record.process_state or not others:
         return False
     is_earlier = record.heartbeat.alive_ns <= min(beat.alive_ns for _, beat in others)
-    return is_earlier and all(was_told(other) or beat.is_stopped for other, beat in others)
+    return (
+        is_earlier
+        and is_silent(run, record.heartbeat)
+        and all(was_told(other) or beat.is_stopped for other, beat in others)
+    )
 
 
 def _ticks_stopped(stopped_s: float, *, is_closed: bool, is_open: bool) -> _Reason:

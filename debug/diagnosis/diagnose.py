@@ -7,7 +7,7 @@ from dataclasses import replace
 from signal import SIGABRT
 
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
-from titan_ckpt.debug.diagnosis.awaited_rank import cause_of_death, stopped_ticking, verdict_of
+from titan_ckpt.debug.diagnosis.awaited_rank import cause_of_death, stopped_ticking, verdict_of, without_end
 from titan_ckpt.debug.diagnosis.deadlock import deadlock
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, sizes_in_logs
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
@@ -57,7 +57,7 @@ def _diagnose(run: Run) -> list[Verdict]:
     found = [*_faults(run, found_lanes, edges, states)]
     if not found and found_lanes and not went_on(run):
         found = [*by_witnesses(run, states)] or [*_fell_silent(run, edges, states)]
-    found = found or [*by_exit_codes(run)]
+    found = found or [*by_exit_codes(run)] or [*without_end(run, states)]
     if not found:
         found = [_without_fault(run, found_lanes, edges, states)]
     ranked = [_with_suspects(verdict) for verdict in _ranked(_checked(run, _merged(run, found)))]
@@ -251,6 +251,8 @@ def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
     """Equal for verdicts of one cause; None for a verdict that stands for itself."""
     if verdict.subtype in (Subtype.PYTHON_EXCEPTION, Subtype.DEVICE) and verdict.file:
         return verdict.subtype, verdict.file, verdict.line
+    if verdict.subtype == Subtype.EXIT_CODE:
+        return verdict.subtype
     if verdict.verdict == VerdictKind.RANK_DIED and verdict.subtype == Subtype.HOST and verdict.evidence:
         return (
             verdict.subtype,

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.diagnosis.awaited_rank import is_silent
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import waited_in
 from titan_ckpt.debug.diagnosis.from_logs.reported import facts, faults, suspects
-from titan_ckpt.debug.diagnosis.rank_death import is_absent, logged_on, own_exception
-from titan_ckpt.debug.diagnosis.standstill import Pace, was_told
+from titan_ckpt.debug.diagnosis.rank_death import is_absent, logged_on, own_exception, was_told
+from titan_ckpt.debug.diagnosis.standstill import Pace
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
@@ -32,6 +33,8 @@ def went_on(run: Run) -> bool:
     if any(own_exception(record) or _has_failed(record) for record in run.ranks.values()):
         return False
     beats = [record.heartbeat for record in run.ranks.values()]
+    if any(beat is not None and beat.status for beat in beats):
+        return False
     if beats and all(beat is not None and beat.is_stopped for beat in beats):
         return not any(map(waited_at_the_end, run.ranks.values()))
     codes = [record.exit.code for record in run.ranks.values() if record.exit]
@@ -49,7 +52,14 @@ def looks_well(run: Run, lanes: Sequence[Lane], edges: Sequence[Edge], states: M
     is_stopped = any(state.kind.may_wait or state.kind == RankState.SILENT for state in states.values())
     is_equal = all(int(lane.last.min()) == int(lane.last.max()) and bool(lane.done.all()) for lane in lanes)
     has_none = not any(_had_trouble(record) or was_told(record) for record in run.ranks.values())
-    return bool(lanes) and is_equal and not edges and not is_stopped and has_none
+    return bool(lanes) and is_equal and not edges and not is_stopped and has_none and not _lacks_end(run)
+
+
+def _lacks_end(run: Run) -> bool:
+    """Whether a recorder left no end of its process: the others did, or it was silent when the evidence was read."""
+    beats = [record.heartbeat for record in run.ranks.values() if record.heartbeat is not None]
+    some_ended = any(beat.is_stopped for beat in beats)
+    return any(not beat.is_stopped and (some_ended or is_silent(run, beat)) for beat in beats)
 
 
 def looks_quiet(run: Run) -> bool:

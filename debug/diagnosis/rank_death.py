@@ -9,6 +9,7 @@ from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import crash_frame, crashed_thread, hang_stack, main_frame, main_thread_state
 from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, Exit, LogEvent, RankRecord, Situation
+from titan_ckpt.debug.incident.waits import waited_at_the_end
 
 _OWN = (EventKind.EXCEPTION, EventKind.OOM)
 _DETAILS = {EventKind.OOM: Subtype.OOM, EventKind.DEVICE_ERROR: Subtype.DEVICE}
@@ -23,7 +24,7 @@ def dead(record: RankRecord) -> Situation | None:
     found = _raised(record)
     if found is not None or _is_unclear_abort(record):
         return found
-    return _ended_by_signal(record) or _reported(record) or _gone(record)
+    return _ended_by_signal(record) or _reported(record) or _gone(record) or _left_with_status(record)
 
 
 def own_exception(record: RankRecord) -> LogEvent | None:
@@ -190,6 +191,26 @@ def _gone(record: RankRecord) -> Situation | None:
         confidence=Basis.PROCESS_GONE.confidence,
         evidence=(gone, *last_words(record)),
     )
+
+
+def _left_with_status(record: RankRecord) -> Situation | None:
+    """A rank that ended itself with an exit code, and not because of its peers."""
+    beat = record.heartbeat
+    if beat is None or not beat.is_stopped or not beat.status or _was_aborted(record) or was_told(record):
+        return None
+    if waited_at_the_end(record) or (record.exit is not None and record.exit.was_told):
+        return None
+    left = Evidence(text=f"ended with exit code {beat.status}", rank=record.rank, source=beat.source)
+    return Situation(
+        rank=record.rank, kind=RankState.DEAD, detail=Subtype.EXIT_CODE, call=f"left with exit code {beat.status}",
+        confidence=Basis.EXIT_STATUS.confidence, evidence=(left, *last_words(record)),
+    )  # fmt: skip
+
+
+def was_told(record: RankRecord) -> bool:
+    """Whether a rank's recorder heard SIGTERM."""
+    reasons = [*(dump.reason for dump in record.dumps), *(stack.reason for stack in record.stacks)]
+    return any("sigterm" in reason for reason in reasons)
 
 
 def is_absent(record: RankRecord) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_ckpt.debug.diagnosis.rank_death import logged_on
+from titan_ckpt.debug.diagnosis.rank_death import logged_on, was_told
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import EventKind, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
@@ -52,12 +52,6 @@ def pace_of_live(run: Run, edges: Sequence[Edge]) -> Pace | None:
     waited_s = max(waits)
     limit_s = max(LEAST_STANDSTILL_S, _patience_s(run))
     return Pace(waited_s=waited_s, limit_s=limit_s, is_told=is_told) if waited_s < limit_s else None
-
-
-def was_told(record: RankRecord) -> bool:
-    """Whether a rank's recorder heard SIGTERM."""
-    reasons = [*(dump.reason for dump in record.dumps), *(stack.reason for stack in record.stacks)]
-    return any("sigterm" in reason for reason in reasons)
 
 
 def _has_ended(run: Run, *, is_told: bool) -> bool:

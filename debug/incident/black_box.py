@@ -31,6 +31,10 @@ HEARTBEAT_AT, PROGRESS_AT, TEXT_USED_AT = 128, 168, 192
 TEXT_USED = struct.Struct("<q")
 # Then 16 bytes, equal for equal texts, so that a reader of thousands of boxes reads each text once; 0: not known
 TEXT_DIGEST_AT, TEXT_END = 200, 216
+# whether the C library writes the exit status into the box, and that status; zeros in boxes of older releases
+EXIT = struct.Struct("<ii")
+EXIT_AT, NO_STATUS = 216, -(1 << 31)
+STATUS_AT = EXIT_AT + 4
 
 # created, ended, elements, seq, site, peer, group, op, dtype, p2p, outcome, number (from 1, modulo 2**32)
 RECORD = struct.Struct("<qqqiiihhhbbI")
@@ -64,9 +68,10 @@ def read_heartbeat(data: bytes, source: str) -> Heartbeat:
     step, phase, phase_ns, alive_ns, stopped = HEARTBEAT.unpack_from(data, HEARTBEAT_AT)
     name = PHASES[phase] if 0 <= phase < len(PHASES) else ""
     moves, moved_ns = PROGRESS.unpack_from(data, PROGRESS_AT)
+    is_written, status = EXIT.unpack_from(data, EXIT_AT)
     return Heartbeat(
         step=step, phase=name, phase_ns=phase_ns, alive_ns=alive_ns, source=source, is_stopped=bool(stopped),
-        moves=moves, moved_ns=moved_ns,
+        moves=moves, moved_ns=moved_ns, status=status if is_written and status != NO_STATUS else None,
     )  # fmt: skip
 
 

@@ -60,6 +60,11 @@ class Basis(Enum):
     PHASE = 0.7, (V.STUCK_ON_CPU,), "no stack; the recorder's phase of the training loop"
     CONNECTIONS_CLOSED = 0.7, (V.RANK_DIED,), "no stack; its peers' connections to it closed and none timed out"
     ABORTED = 0.75, (V.RANK_DIED,), "SIGABRT ended it, and it had nothing pending that a library aborts for"
+    EXIT_STATUS = (
+        0.85,
+        (V.RANK_DIED,),
+        "its black box holds an exit code other than 0, and it neither waited nor was told to end",
+    )
     NO_END = 0.6, (V.RANK_DIED,), "its recorder left no end of the process, all others did"
     DUMPED_FOR_EXCEPTION = 0.6, (V.RANK_DIED,), "its recorder dumped for an exception whose text is missing"
     OTHER_CALL = (

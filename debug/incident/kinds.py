@@ -49,6 +49,7 @@ class Subtype(StrEnum):
     PYTHON_EXCEPTION = "python_exception"
     OOM = "oom"
     DEVICE = "device"
+    EXIT_CODE = "exit_code"
     HOST = "host"
     # STUCK_ON_CPU
     DATALOADER = "dataloader"

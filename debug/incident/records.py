@@ -141,7 +141,7 @@ class Heartbeat:
     """The recorder's last entry: where the training loop was, and when its watching thread last ran (ns since epoch).
 
     `moves` counts the ticks at which the process had come further since the tick before, `moved_ns` is when the last of these
-    was (0: not recorded)."""
+    was (0: not recorded). `status` is what the process gave to exit(3) at its end, None if it did not, or it is not known."""
 
     step: int
     phase: str
@@ -151,6 +151,7 @@ class Heartbeat:
     is_stopped: bool = False
     moves: int = 0
     moved_ns: int = 0
+    status: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +264,7 @@ class Launcher:
 class Run:
     """One incident of one job. `wrappers` are lines (file, line) of the program that issue several kinds of operations:
     helpers around torch.distributed, never the line to blame. `job_log` holds what no rank is known to have written:
-    schedulers, kernels, a console without prefixes."""
+    schedulers, kernels, a console without prefixes. `read_ns`: when the evidence was read (0: not known)."""
 
     url: str
     incident: str
@@ -276,6 +277,7 @@ class Run:
     incidents: tuple[str, ...] = ()
     wrappers: frozenset[tuple[str, int]] = frozenset()
     job_log: RankLog | None = None
+    read_ns: int = 0
 
     def members(self, group: int) -> tuple[int, ...]:
         """Ranks of a group: as recorded, else all that used it."""

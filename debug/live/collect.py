@@ -51,7 +51,7 @@ def collect(folder: Path, *, wait_s: float = 5.0) -> list[Process]:
             if not has_dump:
                 _ask_server(files, process)
             _spy(files, process)
-    states = [{"rank": process.rank, "state": process.state} for process in processes]
+    states = [{"rank": process.rank, "pid": process.pid, "state": process.state} for process in processes]
     content = json.dumps({"titan_ckpt": "exits", "processes": states})
     files.write(f"processes.{_NOT_IN_NAMES.sub('_', socket.gethostname())}.json", content.encode())
     return processes

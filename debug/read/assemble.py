@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,7 @@ class RankEvidence:
     heartbeat: Heartbeat | None = None
     sidecar: Sidecar | None = None
     process_state: str = ""
+    process_pid: int | None = None
 
 
 @dataclass(slots=True)
@@ -117,6 +119,7 @@ def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -
         launcher=evidence.launcher,
         incidents=incidents,
         job_log=evidence.job_log,
+        read_ns=time.time_ns(),
     )
     return replace(run, flags=(*evidence.flags, *_flags(evidence, run)), wrappers=_wrappers(run))
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from titan_ckpt.debug.incident.attempts import EARLIER, earlier_attempt, earlier_attempts
 from titan_ckpt.debug.read.several import find_several
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.parsing.unpacking import PACKED, unpacked
@@ -76,6 +77,9 @@ def find_incident_folders(store: Store, incident: str | None = None) -> Incident
     if any(_STEP_FOLDER.match(name) for name in folders):
         return IncidentFolders(incident="", folders=("logs",) if "logs" in folders else (), incidents=())
     several = tuple(found.folder for found in find_several(store))
+    if not several and EARLIER in folders:
+        history = earlier_attempts(entry.path for entry in store.list(EARLIER))
+        several = (*history, "") if history else ()
     chosen = _chosen(store, several, incident)
     return IncidentFolders(incident=chosen, folders=(chosen,), incidents=several)
 
@@ -94,6 +98,8 @@ def evidence_files(store: Store, folders: IncidentFolders) -> list[EvidenceFile]
     found: list[EvidenceFile] = []
     for folder in folders.folders:
         for entry in store.list(folder):
+            if earlier_attempt(entry.path) not in (None, folder):
+                continue
             found.append(_evidence_file(entry.path, entry.size_bytes, entry.modified_s))
             if len(found) >= MAX_FILES:
                 return _of_last_attempts(found)

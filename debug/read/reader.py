@@ -17,6 +17,7 @@ from titan_ckpt.debug.incident.records import (
     Run,
 )
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence, assemble
+from titan_ckpt.debug.read.attempts import keep_newest_attempt
 from titan_ckpt.debug.read.black_boxes import BlackBox, RawBox
 from titan_ckpt.debug.read.discovery import (
     TEXT_ENDINGS,
@@ -76,6 +77,7 @@ def open_run(url: StrPath, *, store: Store | None = None, incident: str | None =
             _read_tails(evidence, tails[start : start + together], keep)
         rest = (file for file in found if not (keep and file.path.endswith(".box")))
         _read_all(evidence, sorted(rest, key=_reading_order))
+        keep_newest_attempt(evidence)
         finish_texts(evidence)
         if evidence.num_evidence == 0:
             raise _nothing(store, evidence, place.folders if only is None else (f"the file {only}",))
@@ -303,6 +305,7 @@ def _take_exits(evidence: RunEvidence, found: Exits) -> None:
     evidence.exits += found.exits
     for rank, state in found.states.items():
         evidence.ranks[rank].process_state = state
+        evidence.ranks[rank].process_pid = found.pids.get(rank)
     evidence.launcher = found.launcher or evidence.launcher
 
 

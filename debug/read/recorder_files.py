@@ -21,7 +21,8 @@ _DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
-    """What a recorder says of its process. `started_s` is by the clock of logs (local time), None if unknown."""
+    """What a recorder says of its process. `started_s` is by the clock of logs (local time), None if unknown; `began_s` the same
+    since 1970. `launch` tells attempts apart."""
 
     rank: int
     world_size: int
@@ -30,15 +31,18 @@ class Sidecar:
     coordinates: Mapping[str, int]
     groups: tuple[Group, ...]
     started_s: float | None
+    began_s: float | None
+    launch: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exits:
-    """How the processes of a job ended, or what the kernel says of those that run (`states`, by rank)."""
+    """How the processes of a job ended, or what the kernel says of those that run (`states` and `pids`, by rank)."""
 
     world_size: int
     exits: tuple[Exit, ...]
     states: Mapping[int, str] = field(default_factory=dict)
+    pids: Mapping[int, int] = field(default_factory=dict)
     launcher: Launcher | None = None
 
 
@@ -65,6 +69,7 @@ def read_process(document: JsonValue) -> LiveProcess:
 def read_sidecar(document: JsonValue) -> Sidecar:
     """The `.sidecar.json` of a rank."""
     coordinates, groups = document.find("coordinates"), document.find("groups")
+    launch = document.find("launch")
     started, offset = document.find("started_s"), document.find("utc_offset_s")
     return Sidecar(
         rank=_rank(document["rank"]),
@@ -74,6 +79,8 @@ def read_sidecar(document: JsonValue) -> Sidecar:
         coordinates={} if coordinates is None else {axis: n.whole(0, MAX_RANK) for axis, n in coordinates.items()},
         groups=() if groups is None else tuple(_group(group) for group in groups.entries()),
         started_s=None if started is None else _seconds(started) + (offset.whole(-_DAY_S, _DAY_S) if offset else 0),
+        began_s=None if started is None else _seconds(started),
+        launch={} if launch is None else {key: value.text(MAX_TEXT) for key, value in launch.items()},
     )
 
 
@@ -104,6 +111,7 @@ def read_exits(document: JsonValue, source: str) -> Exits:
         states={}
         if processes is None
         else {_rank(entry["rank"]): _text(entry, "state") for entry in processes.entries()},
+        pids={} if processes is None else {_rank(e["rank"]): p for e in processes.entries() if (p := _whole(e, "pid"))},
         launcher=None if code is None else Launcher(source=source, code=code.whole(-_MAX_CODE, _MAX_CODE)),
     )
 

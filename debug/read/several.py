@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from titan_ckpt.debug.incident.attempts import earlier_attempt
 from titan_ckpt.store.base import ObjectInfo, Store
 
 SNIFFED_BYTES = 64 << 10
@@ -28,7 +29,7 @@ class FoundIncident:
 
 def find_several(store: Store) -> list[FoundIncident]:
     """The incidents under a folder that holds several, oldest first; [] if it holds one."""
-    files = list(store.list(""))
+    files = [file for file in store.list("") if earlier_attempt(file.path) is None]
     folders = _incidents(store, "", files)
     if len(folders) < 2:
         return []

@@ -28,15 +28,19 @@ from titan_ckpt.debug.incident.black_box import (
     CAPACITY,
     COUNT,
     COUNT_AT,
+    EXIT,
+    EXIT_AT,
     HEADER,
     HEADER_BYTES,
     HEARTBEAT,
     HEARTBEAT_AT,
     MAGIC,
+    NO_STATUS,
     PHASES,
     PROGRESS,
     PROGRESS_AT,
     RECORD,
+    STATUS_AT,
     TEXT_BYTES,
     TEXT_END,
     TEXT_USED,
@@ -45,6 +49,7 @@ from titan_ckpt.debug.incident.black_box import (
     pack_members,
 )
 from titan_ckpt.debug.incident.records import RECV, SEND
+from titan_ckpt.debug.record.exit_status import write_status_at_exit
 from titan_ckpt.debug.record.ring import NO_PEER, RingGroup, new_ring
 from titan_ckpt.errors import TitanError
 from titan_ckpt.private_files import PrivateFolder
@@ -128,6 +133,15 @@ class BoxWriter:
     def phase(self) -> tuple[int, int]:
         """The step and phase last set."""
         return self._step, self._phase
+
+    def write_status_at_exit(self) -> None:
+        """Have the exit status of this process written into the box."""
+        try:
+            is_written = write_status_at_exit(self.path, STATUS_AT)
+        except OSError as error:
+            log.debug("no exit status in %s: %s", self.path, error)
+            is_written = False
+        EXIT.pack_into(self.map, EXIT_AT, is_written, NO_STATUS)
 
     def beat(self) -> None:
         """Record that this process still runs, and its number of operations."""

@@ -9,7 +9,7 @@ clock), and on each occasion (stall, sigterm, exception, demand) `.<occasion>.pi
 holds it, and torch's C++ worker server listens on `.sock`. `debug collect` asks at `.ask` for a dump, and at `.sock` if Python
 does not answer. Files have mode 0600; one that cannot be written is logged, and training goes on.
 
-Only this module, `hooks`, `progress` and `worker_server` import torch in this package.
+Only this module, `hooks`, `progress`, `sidecar` and `worker_server` import torch in this package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -33,14 +32,16 @@ from types import TracebackType
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 
 from titan_ckpt.debug.incident.black_box import CAPACITY
 from titan_ckpt.debug.record.demand import DemandServer
+from titan_ckpt.debug.record.earlier import set_aside
 from titan_ckpt.debug.record.environment import environment
+from titan_ckpt.debug.record.exit_status import forget_in_child
 from titan_ckpt.debug.record.hooks import BoxWriter, Hooks, phase_number
 from titan_ckpt.debug.record.own_stacks import all_stacks, with_source
 from titan_ckpt.debug.record.progress import Progress, torch_progress
+from titan_ckpt.debug.record.sidecar import process_facts
 from titan_ckpt.debug.record.signal_reader import SignalReader
 from titan_ckpt.debug.record.worker_server import WorkerServer
 from titan_ckpt.errors import TitanError, UsageError
@@ -73,7 +74,9 @@ class Recorder:
         self._upload = upload
         self._stem = f"rank_{rank:05d}"
         self._files = PrivateFolder(folder)
+        set_aside(folder, self._stem)
         self._box = BoxWriter(folder / f"{self._stem}.box", rank=rank, world_size=world_size, capacity=capacity)
+        self._box.write_status_at_exit()
         self._hooks = Hooks(self._box)
         self._started_s = time.time()
         self._patience_s = min(max(stall_s, 1.0), 30.0) if stall_s else 0.0
@@ -133,6 +136,7 @@ class Recorder:
         """A forked child has none of our threads: what it inherited must not speak, hear or crash for its parent."""
         if self._ended.is_set():
             return
+        forget_in_child()
         self._hooks.remove()
         _restore_faulthandler(self._had_faulthandler)
         if self._signals is not None:
@@ -263,16 +267,11 @@ class Recorder:
             "titan_ckpt": "sidecar",
             "rank": self.rank,
             "world_size": self._world_size,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
             "coordinates": self._coordinates,
-            "groups": _groups(),
-            "clock": {"wall_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()},
             "started_s": self._started_s,
-            "utc_offset_s": time.localtime().tm_gmtoff,
-            "torch": torch.__version__,
             "endpoint": self._server.endpoint if self._server else "",
             "ask": self._demands.endpoint if self._demands else "",
+            **process_facts(),
         }
         self._attempt(f"{self._stem}.sidecar.json", lambda: json.dumps(value).encode())
 
@@ -378,16 +377,6 @@ def _flight_recorder_dump() -> bytes:
 def _is_imported(name: str) -> bool:
     """Whether a module is imported to its end."""
     return name in sys.modules and not getattr(sys.modules[name].__spec__, "_initializing", False)
-
-
-def _groups() -> list[dict[str, Any]]:
-    """Every process group of this process, with its members as global ranks."""
-    world = dist.distributed_c10d._world
-    return [
-        {"name": group.group_name, "description": group.group_desc, "members": sorted(members)}
-        for group, members in list(world.pg_group_ranks.items())
-        if isinstance(group, dist.ProcessGroup)  # a destroyed group leaves an int
-    ]
 
 
 __all__ = ["Recorder", "environment"]

@@ -210,8 +210,8 @@ async def test_the_outlier_among_5000_ranks_is_two_keys_away() -> None:
         usual, odd = lane.row[0], np.arange(ranks) == 4_321
         rows = np.where(odd[:, None], lane.row[2], usual)
         large = Lane(group=lane.group, members=tuple(range(ranks)), first_seq=lane.first_seq, row=rows,
-                     signature=np.where(odd[:, None], lane.signature[2], lane.signature[0]), codes=lane.codes, last=np.full(ranks, 7),
-                     done=np.zeros(ranks, bool), is_silent=np.zeros(ranks, bool))  # fmt: skip
+                     signature=np.where(odd[:, None], lane.signature[2], lane.signature[0]), codes=lane.codes,
+                     last=np.full(ranks, 7), done=np.zeros(ranks, bool), is_silent=np.zeros(ranks, bool))  # fmt: skip
         records = {rank: incident.run.ranks[2 if rank == 4_321 else 0] for rank in range(ranks)}
         object.__setattr__(incident.run, "ranks", records)
         object.__setattr__(incident, "lanes", (large,))
