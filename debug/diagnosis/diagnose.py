@@ -20,7 +20,7 @@ from titan_ckpt.debug.diagnosis.no_culprit import healthy, looks_quiet, looks_we
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
-from titan_ckpt.debug.diagnosis.standstill import is_not_yet, pace_of_live
+from titan_ckpt.debug.diagnosis.standstill import is_beginning, is_not_yet, pace_of_live
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.transport import same_operation, transport
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, roots, wait_edges
@@ -62,6 +62,8 @@ def _diagnose(run: Run) -> list[Verdict]:
         found = [_without_fault(run, found_lanes, edges, states)]
     ranked = [_with_suspects(verdict) for verdict in _ranked(_checked(run, _merged(run, found)))]
     pace = pace_of_live(run, edges)
+    if is_beginning(run):
+        ranked = [running(None, ranked[0])]
     if pace is not None and is_not_yet(ranked[0]):
         ranked = [running(pace, ranked[0])]
     return [_with_step(run, verdict) for verdict in ranked[:MAX_VERDICTS]]

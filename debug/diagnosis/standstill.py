@@ -11,7 +11,7 @@ import numpy as np
 
 from titan_ckpt.debug.diagnosis.rank_death import logged_on, was_told
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
-from titan_ckpt.debug.incident.kinds import EventKind, VerdictKind
+from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
 from titan_ckpt.debug.incident.waits import looked_at_ns, pending
 
@@ -52,6 +52,17 @@ def pace_of_live(run: Run, edges: Sequence[Edge]) -> Pace | None:
     waited_s = max(waits)
     limit_s = max(LEAST_STANDSTILL_S, _patience_s(run))
     return Pace(waited_s=waited_s, limit_s=limit_s, is_told=is_told) if waited_s < limit_s else None
+
+
+def is_beginning(run: Run) -> bool:
+    """Whether the newest attempt has just begun, and ranks of which only an earlier one left something may still come."""
+    is_awaited = any(flag.flag == FlagKind.EARLIER_ATTEMPT for flag in run.flags)
+    beats = [record.heartbeat for record in run.ranks.values() if record.heartbeat is not None]
+    if not is_awaited or not beats or _has_ended(run, is_told=False):
+        return False
+    began_ns, seen_ns = min(beat.phase_ns for beat in beats), max(beat.alive_ns for beat in beats)
+    has_issued = any(len(record.operations) for record in run.ranks.values())
+    return not has_issued and seen_ns - began_ns < UNKNOWN_PACE_S * 1e9
 
 
 def _has_ended(run: Run, *, is_told: bool) -> bool:

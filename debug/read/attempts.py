@@ -32,7 +32,7 @@ def keep_newest_attempt(evidence: RunEvidence) -> None:
         evidence.world_size = evidence.recorded_ranks = newest.world_size
     if missing:
         text = "all that these ranks left is of an earlier attempt"
-        evidence.flags.append(Flag(flag=FlagKind.DUMP_MISSING, text=text, ranks=missing))
+        evidence.flags.append(Flag(flag=FlagKind.EARLIER_ATTEMPT, text=text, ranks=missing))
     for found in evidence.ranks.values():
         _drop_older(found)
 
