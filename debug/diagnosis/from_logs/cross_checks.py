@@ -24,13 +24,25 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
     return bool(accused & stale) or bool(named and not accused & named)
 
 
+def _tells_exceptions(run: Run) -> bool:
+    """Whether a recorder dumped for an exception and did not take that for an orderly end."""
+    return any(
+        record.heartbeat
+        and not record.heartbeat.is_stopped
+        and any(dump.reason == "exception" for dump in record.dumps)
+        for record in run.ranks.values()
+    )
+
+
 EARLIER_NS = 1_000_000_000
 
 
 def _ended_before(run: Run, verdict: Verdict) -> bool:
-    """Whether a rank that is said to have finished early ended before those that waited for it, where its recorder alone says so:
-    older recorders took an uncaught exception for an orderly end."""
+    """Whether a rank that is said to have finished early ended before those that waited for it, where its recorder alone says so,
+    and may have taken an uncaught exception for an orderly end, as older ones did."""
     finished = [run.ranks[rank] for rank in verdict.culprits if run.ranks[rank].exit is None]
+    if all(record.heartbeat and record.heartbeat.status == 0 for record in finished) or _tells_exceptions(run):
+        return True
     ends = [record.heartbeat.alive_ns for record in finished if record.heartbeat and record.heartbeat.is_stopped]
     others = [run.ranks[rank].heartbeat for rank in verdict.victims if rank in run.ranks]
     later = [beat.alive_ns for beat in others if beat is not None]
