@@ -10,7 +10,7 @@ worker_killing_policy); deepspeed/launcher/launch.py (`sigkill_handler`); SkyPil
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from signal import SIGKILL, Signals
 
@@ -30,17 +30,17 @@ class Said:
 
 @dataclass(slots=True)
 class Managers:
-    """What is remembered from line to line: whether a table of jobs began."""
+    """What is remembered from line to line: the states that the table of jobs may hold whose head was read."""
 
-    _is_table: bool = False
+    _states: dict[str, EventKind] = field(default_factory=dict)
 
     def take(self, line: Line) -> Iterator[Said]:
         """What a line says, if anything."""
         text = line.text[:4000]
-        if _is_plain(text.translate(NO_DIGITS)):
+        if not self._states and _is_plain(text.translate(NO_DIGITS)):
             return
         for words, take in _RULES:
-            if any(word in text for word in words):
+            if any(word in text for word in words) or (self._states and take is Managers.table):
                 yield from take(self, text, line)
 
     def deepspeed(self, text: str, line: Line) -> Iterator[Said]:
@@ -69,13 +69,19 @@ class Managers:
             )
 
     def table(self, text: str, _line: Line) -> Iterator[Said]:
-        """`sacct` and `scontrol show job`: states of whole jobs and steps."""
-        if "JobID" in text and "State" in text:
-            self._is_table = True
-        elif (match := _SCONTROL.search(text)) or (self._is_table and (match := _SACCT.match(text))):
-            state = match["state"]
-            if kind := next((kind for name, kind in _SLURM_STATES.items() if state.startswith(name)), None):
-                yield Said(kind=kind, values=_oom_if("OUT_OF_ME", state))
+        """`sacct`, `squeue` and `scontrol show job`: states of whole jobs and steps, whichever columns were asked for."""
+        columns = [name for name in _COLUMNS if name in text]
+        if len(columns) > 1:
+            self._states = {**_STATES, **(_SHORT_STATES if _SHORT in columns else {})}
+        elif match := _SCONTROL.search(text):
+            yield from _of_state(match["state"], _STATES)
+        elif self._states:
+            parts = [part.rstrip("+") for part in re.split(r"[| \t]+", text[:1000].strip())]
+            is_row = parts[0][:1].isdigit() or any(map(_EXIT_CODE.fullmatch, parts))
+            states = [part for part in parts if any(_of_state(part, self._states))] if is_row else []
+            yield from _of_state(states[0], self._states) if states else ()
+            if not is_row and parts[0].strip("-"):
+                self._states = {}
 
     def event(self, text: str, _line: Line) -> Iterator[Said]:
         """A line of `kubectl get events`."""
@@ -110,6 +116,15 @@ def _of_host(host: str, code: int) -> Said:
     return Said(kind=kind, values={"host": host, "signal": name})
 
 
+def _of_state(state: str, states: Mapping[str, EventKind]) -> Iterator[Said]:
+    """What a job's state means, if it did not end well: whole, or as far as the column is wide."""
+    is_short = state in _SHORT_STATES and state in states
+    if kind := next(
+        (kind for name, kind in states.items() if state == name or (not is_short and state.startswith(name))), None
+    ):
+        yield Said(kind=kind, values={"cause": "oom"} if state[:3] in ("OUT", "OOM") else {})
+
+
 def _oom_if(word: str, text: str) -> dict[str, str]:
     return {"cause": "oom"} if word in text else {}
 
@@ -125,15 +140,18 @@ _LSF_REASONS = {
 }  # fmt: skip
 _PBS_NODE = re.compile(r"PBS: job killed: node \d{1,6} \((?P<host>[\w.-]{1,100})\) requested job")
 _PBS_LIMIT = re.compile(r"PBS: job killed: (?P<what>\w{1,20}) \S{1,20} exceeded limit")
-_SCONTROL = re.compile(r"\bJobState=(?P<state>[A-Z_]{4,20}) ")
-_SACCT = re.compile(
-    r"\s{0,20}\d{1,10}(?:[_+]\d{1,8})?(?:\.\w{1,20})?[| ].{0,300}?[| ]"
-    r"(?P<state>OUT_OF_ME\w*|NODE_FAIL|TIMEOUT|PREEMPTED|CANCELLED|FAILED|BOOT_FAIL|DEADLINE)\b"
-)
-_SLURM_STATES = {
+_SCONTROL = re.compile(r"\bJobState=(?P<state>[A-Z_]{4,20})\b")
+_SHORT = " ST "  # squeue's column of short states
+_COLUMNS = ("JobID", "JOBID", "JobName", "State", "STATE", "ExitCode", _SHORT, "Elapsed", "NODELIST")
+_EXIT_CODE = re.compile(r"\d{1,3}:\d{1,3}")
+_STATES = {
     "OUT_OF_ME": EventKind.KILLED, "NODE_FAIL": EventKind.NODE_LOST, "BOOT_FAIL": EventKind.NODE_LOST,
     "TIMEOUT": EventKind.TIME_LIMIT, "DEADLINE": EventKind.TIME_LIMIT, "PREEMPTED": EventKind.PREEMPTED,
     "CANCELLED": EventKind.CANCELLED, "FAILED": EventKind.EXITED,
+}  # fmt: skip
+_SHORT_STATES = {
+    "TO": EventKind.TIME_LIMIT, "NF": EventKind.NODE_LOST, "OOM": EventKind.KILLED, "PR": EventKind.PREEMPTED,
+    "CA": EventKind.CANCELLED, "F": EventKind.EXITED, "BF": EventKind.NODE_LOST, "DL": EventKind.TIME_LIMIT,
 }  # fmt: skip
 _EVENTS = {
     "Evicted": EventKind.KILLED, "NodeNotReady": EventKind.NODE_LOST, "NodeShutdown": EventKind.NODE_LOST,
@@ -153,8 +171,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Sa
     (("return code = ", "Killing subprocess"), Managers.deepspeed),
     (("TERM_",), Managers.lsf),
     (("PBS: job killed",), Managers.pbs),
-    (("JobID", "JobState=", "OUT_OF_ME", "NODE_FAIL", "TIMEOUT", "PREEMPTED", "CANCELLED", "FAILED", "BOOT_FAIL", "DEADLINE"),
-     Managers.table),
+    (("JobID", "JOBID", "ExitCode", "JobState="), Managers.table),
     (("pod/", "node/", "job/"), Managers.event),
     (("The replica", "the replica", "ExecuteUserScriptError", "ExitCode ", "return code list"), Managers.replica),
     (("Memory on the node", "worker died or was killed"), Managers.ray),

@@ -201,3 +201,46 @@ def test_traceback_that_spawn_repeats_is_of_the_process() -> None:
 def test_line_that_begins_with_underscores_is_no_journal() -> None:
     logs = read("[rank1]: x\n__main__ started\n[rank1]: Traceback (most recent call last):\n[rank1]: KeyError: 1\n")
     assert [event.kind for log in logs.ranks[1] for event in log.events] == [EventKind.EXCEPTION]
+
+
+SACCT = {
+    "sacct, state and code alone": "JobID|State|ExitCode\n113|{0}|0:0\n113.batch|CANCELLED|0:15\n",
+    "sacct, aligned": "JobID             State ExitCode \n------------ ---------- -------- \n113          {0:>10}      0:0 \n",
+    "sacct, no number of the job": "     State ExitCode \n---------- -------- \n{0:>10}      0:0 \n",
+    "sacct, all columns": "JobID|JobName|Partition|Account|AllocCPUS|State|ExitCode\n113|train|gpu|acct|64|{0}|0:0\n",
+    "scontrol": "JobId=113 JobName=train\n   JobState={0} Reason=TimeLimit Dependency=(null)\n",
+    "scontrol, the field alone": "JobState={0}\n",
+    "squeue": "             JOBID PARTITION     NAME     USER ST       TIME  NODES NODELIST(REASON)\n"
+    "               113       gpu    train    alice {1}   24:00:10      4 node[1-4]\n",
+    "squeue, long": "JOBID PARTITION NAME USER STATE TIME TIME_LIMI NODES NODELIST(REASON)\n113 gpu t al {0} 1:00 1:00 1 n1\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SACCT)
+@pytest.mark.parametrize(
+    ("state", "short", "kind"),
+    [
+        ("TIMEOUT", "TO", EventKind.TIME_LIMIT),
+        ("OUT_OF_ME+", "OOM", EventKind.KILLED),
+        ("NODE_FAIL", "NF", EventKind.NODE_LOST),
+        ("CANCELLED", "CA", EventKind.CANCELLED),
+    ],
+)
+def test_state_of_a_job_in_any_columns(name: str, state: str, short: str, kind: EventKind, tmp_path: Path) -> None:
+    text = SACCT[name].format(state, short)
+    job = read(text).job
+    assert job is not None
+    assert job.events[0].kind == kind
+    (tmp_path / "console.log").write_text(
+        "".join(f"[rank{rank}]: step {step}\n" for step in range(2) for rank in range(4))
+    )
+    (tmp_path / "sacct.txt").write_text(text)
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits) == (VerdictKind.INSUFFICIENT_DATA, ())
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETED", "PENDING"])
+def test_job_that_goes_on_is_no_fault(state: str) -> None:
+    job = read(f"JobID|JobName|State|ExitCode\n113|F|{state}|0:0\nTO be continued\n113 F\n").job
+    assert job is not None
+    assert not job.events
