@@ -9,7 +9,7 @@ from dataclasses import replace
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.awaited_rank import is_silent
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import waited_in
-from titan_ckpt.debug.diagnosis.from_logs.reported import facts, faults, suspects
+from titan_ckpt.debug.diagnosis.from_logs.reported import facts, faults, suspects, trouble_of_job
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, logged_on, own_exception, was_told
 from titan_ckpt.debug.diagnosis.standstill import Pace
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
@@ -19,6 +19,7 @@ from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import waited_at_the_end
 
+NO_FAULT = (EventKind.PREEMPTED, EventKind.TIME_LIMIT)
 _TROUBLE = re.compile(r"error|except|abort|timeout|stall|fatal|hang", re.IGNORECASE)
 
 
@@ -65,11 +66,12 @@ def _lacks_end(run: Run) -> bool:
 def looks_quiet(run: Run) -> bool:
     """Whether there is evidence of each rank, and none of trouble: nobody can tell a running job from one that hangs by it."""
     has_any = all(record.dumps or record.log or record.stacks for record in run.ranks.values())
-    if run.job_log is not None and any(event.kind != EventKind.SIGTERM for event in run.job_log.events):
+    if any(event.kind != EventKind.SIGTERM for event in trouble_of_job(run)):
         return False
     if any(was_told(record) or (record.heartbeat and record.heartbeat.is_stopped) for record in run.ranks.values()):
         return False
-    has_steps = run.job_log is not None and run.job_log.last_step is not None
+    job = run.job_log
+    has_steps = job is not None and (job.last_step is not None or job.last_step_line > 0 or job.done_line > 0)
     return (bool(run.ranks) or has_steps) and has_any and not any(map(_had_trouble, run.ranks.values()))
 
 
@@ -167,6 +169,8 @@ def _who_waited(run: Run, states: Mapping[int, Situation]) -> tuple[Evidence, ..
 def _fault(run: Run) -> str:
     """The gravest fact that a kernel, a scheduler or another tool reports; "" if none does."""
     found = faults(run)
+    if found and found[0].kind in NO_FAULT:
+        return f"the scheduler ended the job, which is no fault of a rank; none is shown before: {found[0].text[:160]}"
     return f"the evidence does not show which rank is at fault; reported is: {found[0].text[:160]}" if found else ""
 
 
@@ -182,14 +186,29 @@ def _to_collect(run: Run, unseen: Sequence[int]) -> tuple[str, ...]:
     ]
     whom = rank_list(unseen) if unseen else "every rank"
     what = ", ".join(lacking) or "a second look a minute later"
-    has_ended = any(record.exit for record in records) or (run.launcher is not None and run.launcher.code is not None)
-    when = "the next time it hangs, before it ends" if has_ended else "while the job still hangs"
+    later = "the next time it hangs, before it ends"
+    when = later if _has_ended(run) else f"now if it still hangs, else {later}"
     steps = [f"collect from {whom}, {when}: {what}"]
     if not has_recorder:
         steps.append(
             "turn the recorder on (titan_ckpt.debug.Recorder.start(folder, rank=..., world_size=...)) and run again"
         )
     return tuple(steps)
+
+
+_ENDS = (
+    EventKind.TIME_LIMIT, EventKind.PREEMPTED, EventKind.CANCELLED, EventKind.NODE_LOST, EventKind.KILLED, EventKind.EXITED,
+)  # fmt: skip
+
+
+def _has_ended(run: Run) -> bool:
+    """Whether an exit code, a launcher, a scheduler or the job itself says that it is over."""
+    if any(record.exit for record in run.ranks.values()) or (
+        run.launcher is not None and run.launcher.code is not None
+    ):
+        return True
+    job = run.job_log
+    return job is not None and (job.done_line > 0 or any(event.kind in _ENDS for event in job.events))
 
 
 def _headline(run: Run, unseen: Sequence[int], has_waiters: bool) -> str:

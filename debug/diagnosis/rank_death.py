@@ -75,7 +75,7 @@ def logged_on(record: RankRecord, event: LogEvent) -> bool:
     log = record.log
     if log is None:
         return False
-    is_later = event.source == log.source and log.last_step_line > event.line
+    is_later = event.source == log.source and max(log.last_step_line, log.done_line) > event.line
     return is_later or (event.time_s is not None and any(time_s > event.time_s for time_s in log.step_times.values()))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titan_ckpt.debug.diagnosis.rank_death import dead, event_evidence, is_interrupt, lost_threads
+from titan_ckpt.debug.diagnosis.rank_death import dead, event_evidence, is_interrupt, logged_on, lost_threads
 from titan_ckpt.debug.diagnosis.rank_frozen import frozen
 from titan_ckpt.debug.incident.busy_with import busy_with, last_words
 from titan_ckpt.debug.incident.confidence import Basis
@@ -68,7 +68,8 @@ def _by_stack(run: Run, record: RankRecord) -> Situation | None:
 def _by_log(record: RankRecord) -> Situation | None:
     """Without a stack: a rank whose log reports that peers were absent waited for them, and one that a launcher interrupted
     shows in its traceback where it was."""
-    event = next((event for event in record.events if event.kind in _WAITED), None)
+    waited = (event for event in record.events if event.kind in _WAITED)
+    event = next((event for event in waited if "type" in event.values or not logged_on(record, event)), None)
     if event is not None:
         kind = (
             RankState.IN_INIT

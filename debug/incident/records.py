@@ -110,7 +110,8 @@ class LogEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLog:
-    """What was recognized in a rank's own log; `tail` is its last lines, `last_step_line` where it last logged a step (or 0)."""
+    """What was recognized in a rank's own log; `tail` is its last lines, `last_step_line` where it last logged a step and
+    `done_line` that training is done (or 0)."""
 
     source: str
     events: tuple[LogEvent, ...] = ()
@@ -118,6 +119,7 @@ class RankLog:
     tail_line: int = 0
     last_step: int | None = None
     last_step_line: int = 0
+    done_line: int = 0
     last_time_s: float | None = None
     step_times: Mapping[int, float] = field(default_factory=dict)
 

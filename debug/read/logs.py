@@ -370,6 +370,7 @@ def merge_logs(logs: Iterable[RankLog]) -> RankLog | None:
         tail_line=last.tail_line,
         last_step=max(steps, default=None),
         last_step_line=max((log.last_step_line for log in known if log.source == last.source), default=0),
+        done_line=max((log.done_line for log in known if log.source == last.source), default=0),
         last_time_s=last.last_time_s,
         step_times=times,
     )

@@ -258,7 +258,13 @@ def _take_json(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     if is_json_lines(data):
         take_text(evidence, file, data)
         return
-    value = parse_json(data, file.path)
+    try:
+        value = parse_json(data, file.path)
+    except CheckpointError:
+        if file.suffix not in TEXT_ENDINGS:
+            raise
+        take_text(evidence, file, data)  # a log whose first line is an object, or looks like one
+        return
     document = JsonValue(value, file.path)
     kind = value.get("titan_ckpt") if isinstance(value, dict) else None
     if kind == "sidecar":

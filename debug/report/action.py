@@ -30,6 +30,7 @@ class Action:
 
 
 _PROGRAM = "the program itself is wrong: it will hang or fail at the same point again"
+_WHOSE = "an error of the program, which a restart repeats, but not shown whose: collect what `next_steps` names"
 _HOST = "the process or its device stopped working, not the program: leave these hosts out until they are checked"
 _ONCE = "the cause lies outside of the program, or may not come back"
 
@@ -45,8 +46,8 @@ _NOTHING = {
     VerdictKind.HEALTHY: "nothing is wrong",
     VerdictKind.RUNNING: "look again before you do anything: the job may well go on",
     VerdictKind.STRAGGLER: "the job goes on, only slower than it could",
-    VerdictKind.INSUFFICIENT_DATA: "the evidence does not decide: collect what `next_steps` names, while the job still hangs",
-    VerdictKind.WAIT_CHAIN: "the evidence does not decide: collect what `next_steps` names, while the job still hangs",
+    VerdictKind.INSUFFICIENT_DATA: "the evidence does not decide: collect what `next_steps` names",
+    VerdictKind.WAIT_CHAIN: "the evidence does not decide: collect what `next_steps` names",
 }
 _FAULTY_SUBTYPES = frozenset({Subtype.PYTHON_EXCEPTION, Subtype.OOM, Subtype.NEW_GROUP, Subtype.PYTHON_LOCK})
 
@@ -57,6 +58,8 @@ def action_for(run: Run, top: Verdict) -> Action:
     """The action for the first verdict."""
     if top.verdict in _NOTHING:
         return Action(action=ActionKind.NONE, hosts=(), reason=_NOTHING[top.verdict])
+    if top.verdict in _STOPS and not top.culprits:
+        return Action(action=ActionKind.NONE, hosts=(), reason=_WHOSE)
     if top.confidence < LEAST_CONFIDENCE:
         reason = f"the verdict is only a lead ({top.confidence:.0%}): keep the evidence and start again"
         return Action(action=ActionKind.RESTART, hosts=(), reason=reason)

@@ -19,7 +19,7 @@ FAULTS = (
     EventKind.UNREACHABLE, EventKind.NODE_LOST, EventKind.DEVICE_ERROR, EventKind.KILLED, EventKind.OOM, EventKind.EXITED,
     EventKind.PREEMPTED, EventKind.TIME_LIMIT, EventKind.CANCELLED, EventKind.DESYNC,
 )  # fmt: skip
-_FACTS = (*FAULTS, EventKind.COMM_ERROR, EventKind.HEARTBEAT, EventKind.DEVICE_SLOW)
+_FACTS = (*FAULTS, EventKind.EXCEPTION, EventKind.COMM_ERROR, EventKind.HEARTBEAT, EventKind.DEVICE_SLOW)
 MOST_SHOWN = 6
 _KNOWN = (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD)  # which have verdicts of their own
 
@@ -27,6 +27,16 @@ _KNOWN = (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD)  # which have ve
 def faults(run: Run) -> list[LogEvent]:
     """What was reported that a healthy job has none of, the gravest first; of the job, or of ranks by another tool."""
     return [event for event in _events(run) if event.kind in FAULTS]
+
+
+def trouble_of_job(run: Run) -> list[LogEvent]:
+    """What the job's own log says that no rank is known to have written, but for what stands before its word that it is done."""
+    job = run.job_log
+    if job is None:
+        return []
+    return [
+        event for event in job.events if not job.done_line or event.source != job.source or event.line > job.done_line
+    ]
 
 
 def facts(run: Run) -> tuple[Evidence, ...]:
@@ -90,7 +100,7 @@ def _named(run: Run, event: LogEvent) -> list[int]:
 
 def _events(run: Run) -> list[LogEvent]:
     """The job's own reports, and those of other tools on ranks."""
-    of_job = [event for event in (run.job_log.events if run.job_log else ()) if event.kind in _FACTS]
+    of_job = [event for event in trouble_of_job(run) if event.kind in _FACTS]
     kinds = (EventKind.UNREACHABLE, EventKind.DEVICE_SLOW, EventKind.HEARTBEAT, EventKind.EXITED, EventKind.DESYNC)
     of_ranks = [event for record in run.ranks.values() for event in record.events if event.kind in kinds]
     return sorted([*of_job, *of_ranks], key=lambda event: _FACTS.index(event.kind))

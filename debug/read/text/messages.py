@@ -239,6 +239,11 @@ _ABORTED = (
     "what():  HIP error",
     "NCCL WARN Cuda failure",
 )
+# vLLM's v1/executor/multiproc_executor.py, v1/engine/core.py and core_client.py; SGLang's srt/entrypoints/engine.py.
+_SERVERS = (
+    "died unexpectedly", "Got fatal signal from worker processes", "EngineCore hit an exception",
+    "EngineCore encountered a fatal error", "Received sigquit from a child process",
+)  # fmt: skip
 _LAST_RULES = (
     _Rule(EventKind.OOM, OOM_WORDS),
     _Rule(EventKind.EXCEPTION, _ABORTED[:3], _is(EventKind.EXCEPTION)),
@@ -248,7 +253,8 @@ _LAST_RULES = (
         EventKind.COMM_CLOSED,
         ("Connection closed by remote peer", "NCCL WARN Call to recv", "NCCL WARN Net : Call to recv"),
     ),
-    _Rule(EventKind.COMM_ERROR, ("NCCL WARN NET/IB", "NCCL WARN Cuda failure")),
+    _Rule(EventKind.COMM_ERROR, ("NCCL WARN NET/IB", "NCCL WARN Cuda failure", "NCCL WARN [Proxy Service")),
+    _Rule(EventKind.EXITED, _SERVERS),
     _Rule(EventKind.SIGTERM, ("SIGTERM", "signal 15", "Signal 15", "SIGUSR1")),
 )
 NO_DIGITS = str.maketrans("", "", "0123456789")
@@ -285,6 +291,7 @@ LANDMARKS = tuple(
         "Evicted",
         "NotReady",
         "worker died",
+        "died unexpectedly",
         "heartbeat",
     )
 )

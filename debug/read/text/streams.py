@@ -23,7 +23,13 @@ MAX_STEPS = 100_000
 
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_STEP = re.compile(r"\b(?:global_?)?step[ =:#-]{0,3}(\d{1,9})\b", re.IGNORECASE)
+_STEP = re.compile(r"\b(?:global_?)?(?:step[ =:#-]{0,3}|iteration[ =:#]{1,10})(\d{1,9})\b", re.IGNORECASE)
+# What trainers write when they are done: Lightning, Transformers' Trainer, Megatron-LM, and what programs say in their own words.
+_DONE = re.compile(
+    r"(?:[Tt]raining|TRAINING|[Rr]un|[Jj]ob) (?:is |has |was )?(?:completed?|finished|done|ended successfully)\b"
+    r"(?! with| on| at step)"
+    r"|`Trainer\.fit` stopped: |'train_runtime': |^\s*\[exiting program at iteration "
+)
 _FRAME = re.compile(r'\s*(?:\| )?File "([^"]{1,400})", line (\d{1,9}), in (.{1,400})$')
 _RICH_FRAME = re.compile(r"[│|] (/[^:\s]{1,300}):(\d{1,9}) in (\S{1,100})")
 _RAISED = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::\s*(.*))?\s*$", re.DOTALL)
@@ -60,10 +66,12 @@ class Stream:
     time_s: float | None = None
     last_step: int | None = None
     last_step_line: int = 0
+    done_line: int = 0
     step_times: dict[int, float] = field(default_factory=dict)
     frames: list[Frame] | None = None
     chained: bool = False
     thread: str = ""
+    is_ignored: bool = False  # the interpreter says so of the exception that follows
     crash: list[str] | None = None
     details: int = 0  # lines that may still belong to NCCL's message
     is_usage: bool = False  # the lines before belong to a program's usage
@@ -81,6 +89,8 @@ class Stream:
             self._note_crash(text)
         if text.startswith("Exception in thread "):
             self.thread = text.removeprefix("Exception in thread ").rstrip(":\n ")[:100]
+        elif text.startswith("Exception ignored in"):
+            self.is_ignored = True
         elif _TRACEBACK in text:
             self.frames = []
         elif self.frames is not None and (frame := _frame(text)):
@@ -96,7 +106,7 @@ class Stream:
         self.tail.clear()
         self.step_times.clear()
         self.last_step, self.frames, self.crash, self.chained, self.thread = None, None, None, False, ""
-        self.last_step_line, self.is_usage, self.details = 0, False, 0
+        self.last_step_line, self.done_line, self.is_usage, self.details = 0, 0, False, 0
 
     def add(self, event: LogEvent) -> None:
         """Keep the first and the newest events where there are very many."""
@@ -116,8 +126,15 @@ class Stream:
             time_s = clocks.seconds(match, 1970)
         if time_s is not None:
             self.time_s = time_s
+        if (
+            "rain" in line.text or "exiting" in line.text or " done" in line.text or "nished" in line.text
+        ) and _DONE.search(line.text[:400]):
+            self.done_line = number
         is_trusted = time_s is not None or (self.frames is None and "rror" not in line.text)
-        if is_trusted and "step" in line.text.lower() and (step := _STEP.search(line.text)):
+        if "'loss':" in line.text and "'epoch':" in line.text:  # Transformers' Trainer, which names no step
+            self.last_step_line = number
+        low = line.text.lower() if is_trusted else ""
+        if ("step" in low or "iteration" in low) and (step := _STEP.search(line.text)):
             self.last_step, self.last_step_line = int(step.group(1)), number
             if time_s is not None and len(self.step_times) < MAX_STEPS:
                 self.step_times.setdefault(self.last_step, time_s)
@@ -136,6 +153,8 @@ class Stream:
             self.is_usage = True
         raised = self._raised(text)
         found = _understood(text, raised, self.frames or ()) or self._refused(text)
+        if raised is not None and self.is_ignored:
+            found, self.is_ignored = None, False
         if found is not None:
             kind, values = found
             self._keep(number, text, kind, values, raised is not None)
@@ -219,8 +238,7 @@ class Stream:
         return RankLog(
             source=self.source, events=self.events, tail=tuple(text for _, text in self.tail),
             tail_line=self.tail[-1][0] if self.tail else 0, last_step=self.last_step,
-            last_step_line=self.last_step_line, last_time_s=self.time_s,
-            step_times=self.step_times,
+            last_step_line=self.last_step_line, done_line=self.done_line, last_time_s=self.time_s, step_times=self.step_times,
         )  # fmt: skip
 
 
@@ -280,7 +298,7 @@ def merged_log(streams: Sequence[Stream], rank: int) -> RankLog:
     return RankLog(
         source=last.source, events=tuple(_of_rank(event, rank) for event in events), tail=tuple(text for _, text in tail),
         tail_line=tail[-1][0] if tail else 0, last_step=max(steps, default=None),
-        last_step_line=max(stream.last_step_line for stream in streams),
+        last_step_line=max(stream.last_step_line for stream in streams), done_line=max(stream.done_line for stream in streams),
         last_time_s=max((stream.time_s for stream in streams if stream.time_s is not None), default=None), step_times=times,
     )  # fmt: skip
 

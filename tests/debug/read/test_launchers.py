@@ -308,9 +308,7 @@ def test_undecided_report_says_who_waited_where(tmp_path: Path) -> None:
     assert "rank 2 waited in recv at /job/train.py:30" in said
 
 
-@pytest.mark.parametrize(
-    ("end", "when"), [("", "while the job still hangs"), (TABLE.format(-6), "the next time it hangs")]
-)
+@pytest.mark.parametrize(("end", "when"), [("", "now if it still hangs"), (TABLE.format(-6), "the next time it hangs")])
 def test_advice_to_collect_fits_a_job_that_is_over(end: str, when: str, tmp_path: Path) -> None:
     sent = WAITED.format(30).replace("barrier", "recv")
     top = judged(
