@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+from tools.faults.dead_endpoints import run_dead_endpoints
 from tools.hostile.deletion import deletion
 from tools.hostile.evidence_links import run_evidence_links
 from tools.hostile.model_folders import run_models
@@ -36,6 +37,7 @@ PARTS: dict[str, Part] = {
     "secrets": run_secrets,
     "overlap": run_overlaps,
     "odd files": run_odd_files,
+    "dead endpoints": run_dead_endpoints,
 }
 SHOWN_FAILURES = 20
 

@@ -355,11 +355,11 @@ def test_an_endpoint_that_never_answers_is_given_up_soon(
     started = time.monotonic()
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(TransientStoreError, match=r"given up.*check that the server runs"),
+        pytest.raises(TransientStoreError, match=r"given up.*check that the server at http://127.0.0.1:\d+ runs"),
     ):
         store.stat("small")
     assert time.monotonic() - started < 20
-    assert "no whole answer within 0.05 s" in caplog.text
+    assert "no whole answer within 0." in caplog.text
     server.rule = honest
     monkeypatch.setattr(deadline, "FIRST_TRY_S", 20)
     monkeypatch.setattr(deadline, "FIRST_ANSWER_S", 20)

@@ -71,21 +71,23 @@ def retry(
     policy: RetryPolicy,
     *,
     what: str,
-    give_up_at: float | None = None,
+    give_up_at: Callable[[], float] | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
     """Return `action()`, retried on TransientStoreError only; after the last try, raise that error.
 
-    `give_up_at` (of `time.monotonic`) is the deadline if the action knows it too; else it is the policy's, from now on.
+    `give_up_at()` (of `time.monotonic`) is the deadline as the action knows it; else it is the policy's, from now on.
     """
-    give_up_at = time.monotonic() + policy.deadline_s if give_up_at is None else give_up_at
+    deadline = time.monotonic() + policy.deadline_s
     for attempt in range(1, policy.tries + 1):
         try:
             return action()
         except TransientStoreError as error:
             wait_s = random.uniform(0, min(policy.longest_wait_s, policy.first_wait_s * 2**attempt))
-            if attempt == policy.tries or time.monotonic() + wait_s > give_up_at:
-                raise TransientStoreError(f"{what}: given up after {attempt} tries: {error}") from error
+            ends_at = deadline if give_up_at is None else give_up_at()
+            if attempt == policy.tries or time.monotonic() + wait_s > ends_at:
+                tried = "1 try" if attempt == 1 else f"{attempt} tries"
+                raise TransientStoreError(f"{what}: given up after {tried}: {error}") from error
             log.warning("%s: %s; try %d of %d in %.1f s", what, error, attempt + 1, policy.tries, wait_s)
             sleep(wait_s)
     raise AssertionError("unreachable: a retry policy allows at least one try")

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from titan_ckpt.errors import StoreError, TransientStoreError
 from titan_ckpt.location import redact
 from titan_ckpt.store.base import ObjectInfo
+from titan_ckpt.store.deadline import heard
 from titan_ckpt.store.s3_errors import error_of
 from titan_ckpt.store.s3_parts import crc32_text
 
@@ -94,6 +95,7 @@ def fill(view: memoryview, body: Any) -> None:
         if count == 0:
             raise TransientStoreError(f"the connection closed after {done} of {len(view)} bytes")
         done += count
+        heard()
     if body.read(1):
         raise TransientStoreError(f"the answer goes on after the {len(view)} bytes that were requested")
 

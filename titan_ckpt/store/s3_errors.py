@@ -46,6 +46,7 @@ _CONNECTION = (
 )  # fmt: skip
 # botocore reads fields of an answer without checks.
 _UNREADABLE = (botocore.parsers.ResponseParserError, ValueError, TypeError, LookupError, AttributeError)
+_SYSTEM_ERROR = re.compile(r"\[Errno -?\d+\] ([^'\")]{1,80})|timed out|was not resolved within [0-9.]+ s")
 _REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")  # it becomes part of a host's name
 _REGION_IN_TEXT = re.compile(r"\.s3[.-]([a-z0-9-]+)\.amazonaws\.|The ([a-z0-9-]+) location constraint is incompatible")
 
@@ -94,9 +95,10 @@ def translate(error: Exception, what: str, bucket: str = "") -> TitanError:
     if isinstance(error, boto.ProfileNotFound):
         return ConfigError(f"{what}: {error}; check AWS_PROFILE")
     if isinstance(error, boto.SSLError):
-        return StoreError(
-            f"{what}: TLS failed: {redact(str(error))}; check the endpoint's certificate or AWS_CA_BUNDLE"
-        )
+        hint = "check the endpoint's certificate or AWS_CA_BUNDLE"
+        if "WRONG_VERSION_NUMBER" in str(error) or "RECORD_LAYER" in str(error):
+            hint = "the port does not speak TLS: use http:// in AWS_ENDPOINT_URL, or the port for https://"
+        return StoreError(f"{what}: TLS failed: {redact(str(error))}; {hint}")
     if isinstance(error, _CONNECTION):
         return TransientStoreError(f"{what}: {_connection_text(error)}")
     if isinstance(error, _UNREADABLE) and not isinstance(error, boto.BotoCoreError):
@@ -106,10 +108,16 @@ def translate(error: Exception, what: str, bucket: str = "") -> TitanError:
 
 
 def _connection_text(error: Exception) -> str:
-    if isinstance(error, boto.EndpointConnectionError):
+    if isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError):
         endpoint = redact(str(error.kwargs.get("endpoint_url")))
-        return f"no connection to {endpoint}; check that the server runs and AWS_ENDPOINT_URL"
+        return f"no connection to {endpoint}{_reason(error)}; check that the server runs and AWS_ENDPOINT_URL"
     return f"{type(error).__name__}: {redact(str(error))}"
+
+
+def _reason(error: Exception) -> str:
+    """Why there is no connection, as the system says it: "Connection refused", "Name or service not known"."""
+    found = _SYSTEM_ERROR.search(str(getattr(error, "kwargs", {}).get("error")))
+    return "" if found is None else f" ({found[1] or found[0]})"
 
 
 def is_mute(error: Exception) -> bool:

@@ -7,6 +7,7 @@ an empty listing. What an answer must say for its operation is checked in `s3_an
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -18,13 +19,16 @@ from botocore.awsrequest import (
     AWSHTTPSConnectionPool,
     AWSResponse,
 )
+from urllib3.exceptions import ConnectTimeoutError
 
 from titan_ckpt.errors import TransientStoreError
 from titan_ckpt.location import redact
-from titan_ckpt.store.deadline import current_call
+from titan_ckpt.store.deadline import current_call, heard
+from titan_ckpt.store.time_limit import on_a_thread
 
 # Of any answer but an object's bytes. A page of 1000 keys of 1024 bytes, each byte written as `%XX`, takes about 4 MB.
 ANSWER_BYTES = 16 << 20
+SEND_SLICE_BYTES = 256 << 10
 # The root element of the answer to each operation that `S3Store` uses; None: it has no body.
 ROOTS = {
     "AbortMultipartUpload": None,
@@ -55,6 +59,8 @@ def guard(client: Any) -> None:
 class _Timed:
     """A connection whose socket ends with the thread's `TimedCall`."""
 
+    host: str
+    port: int
     timeout: Any
     sock: Any
 
@@ -62,10 +68,17 @@ class _Timed:
         call = current_call()
         if call is not None:
             self.timeout = min(self.timeout or call.left_s, call.left_s)  # also limits a TLS handshake
+            self._look_up_in_time()
         connection = super()._new_conn()  # type: ignore[misc]
         if call is not None:
             call.use(connection)
         return connection
+
+    def _look_up_in_time(self) -> None:
+        """Resolve the host's name on a thread, since a resolver without servers holds its caller for minutes."""
+        look_up = lambda: socket.getaddrinfo(self.host, self.port, 0, socket.SOCK_STREAM)
+        if on_a_thread(self.timeout, look_up) is None:
+            raise ConnectTimeoutError(self, f"the name {self.host} was not resolved within {self.timeout:.3g} s")
 
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]
@@ -74,6 +87,16 @@ class _Timed:
     def request(self, *arguments: Any, **options: Any) -> Any:
         self._watch()
         return super().request(*arguments, **options)  # type: ignore[misc]
+
+    def send(self, data: Any) -> None:
+        """Send in slices, so that a slow upload is seen to live."""
+        if not isinstance(data, bytes | bytearray | memoryview):
+            super().send(data)  # type: ignore[misc]
+            return
+        view = memoryview(data)
+        for start in range(0, len(view), SEND_SLICE_BYTES):
+            super().send(view[start : start + SEND_SLICE_BYTES])  # type: ignore[misc]
+            heard()
 
     def _watch(self) -> None:
         call = current_call()
@@ -123,7 +146,7 @@ def _send(session: Any, request: Any, event_name: str, **_: Any) -> AWSResponse:
     request.stream_output = True  # else the session reads the body, however long
     answer = session.send(request)
     if (call := current_call()) is not None:
-        call.is_answered = True
+        call.heard(is_answer=True)
     try:
         encoding = str(answer.headers.get("Content-Encoding", "")).strip().lower()
         if encoding not in ("", "identity", "aws-chunked"):
@@ -158,6 +181,7 @@ def _whole_body(answer: AWSResponse) -> bytes:
     data = bytearray()
     while piece := answer.raw.read(1 << 16):
         data += piece
+        heard()
         if len(data) > ANSWER_BYTES:
             raise TransientStoreError(f"the answer goes on after {ANSWER_BYTES} bytes; {_PROXY}")
     if told is not None and len(data) != int(told):

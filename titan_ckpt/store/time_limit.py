@@ -6,6 +6,7 @@ time limit, every further call of that work is refused: a save that hung on its 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
@@ -14,7 +15,9 @@ from typing import TypeVar
 
 from titan_ckpt.errors import StoreError
 from titan_ckpt.store.base import Buffer, ObjectInfo, Store
+from titan_ckpt.store.deadline import SAID_AFTER_S
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -107,8 +110,13 @@ class _Work:
         self.last_call = "no call yet"
 
 
-def on_a_thread(give_up_s: float, action: Callable[[], T]) -> Future[T] | None:
-    """Run `action` on a daemon thread; its finished future, or None if it takes longer than `give_up_s`."""
+def on_a_thread(
+    give_up_s: float, action: Callable[[], T], *, say: Callable[[], None] | None = None
+) -> Future[T] | None:
+    """Run `action` on a daemon thread; its finished future, or None if it takes longer than `give_up_s`.
+
+    `say` is called if it takes longer than SAID_AFTER_S.
+    """
     done = Future[T]()
 
     def run() -> None:
@@ -118,6 +126,10 @@ def on_a_thread(give_up_s: float, action: Callable[[], T]) -> Future[T] | None:
             done.set_exception(error)
 
     threading.Thread(target=run, name="titan-ckpt-store", daemon=True).start()
+    if say is not None and give_up_s > SAID_AFTER_S:
+        give_up_s -= SAID_AFTER_S
+        if not wait([done], SAID_AFTER_S).done:
+            say()
     return done if wait([done], give_up_s).done else None
 
 
@@ -138,7 +150,11 @@ def call_within(give_up_s: float, action: Callable[[], T], *, what: str) -> T:
 
     The thread cannot be stopped, so an abandoned call may still take effect later.
     """
-    done = on_a_thread(give_up_s, action)
+
+    def say() -> None:
+        log.warning("%s: no answer for %g s; given up in %.0f s", what, SAID_AFTER_S, give_up_s - SAID_AFTER_S)
+
+    done = on_a_thread(give_up_s, action, say=say)
     if done is None:
         raise HungStoreError(
             f"{what}: no answer within {give_up_s:.1f} s; given up, though the call may still take effect. If the store is slow "

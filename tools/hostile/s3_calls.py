@@ -123,10 +123,10 @@ def operations_of(server: HostileS3, call: Call) -> list[str]:
     return sorted(server.operations)
 
 
-def run_case(server: HostileS3, call: Call, shape: Shape, *, rule: Rule) -> Seen:
+def run_case(server: HostileS3, call: Call, shape: Shape, *, rule: Rule, policy: RetryPolicy = POLICY) -> Seen:
     """Run `call` on a server that answers in `shape` where `rule` says so."""
-    server.memory.replace_all(START)
-    store = open_store("s3://bucket/run", retry_policy=POLICY, read_timeout_s=20, **server.options)
+    server.start_over(START)
+    store = open_store("s3://bucket/run", retry_policy=policy, read_timeout_s=20, **server.options)
     assert isinstance(store, S3Store)
     server.rule = rule
     started, found, error = time.monotonic(), None, None

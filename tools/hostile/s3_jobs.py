@@ -129,16 +129,20 @@ class Jobs:
         self.server.memory.put("hf/config.json", json.dumps(MODEL_CONFIG).encode())
         self.server.memory.put("hf/model.safetensors", data)
 
+    def _start_over(self) -> None:
+        self.server.start_over(self.start)
+        os.environ["AWS_ACCESS_KEY_ID"] = self.server.options["access_key"]
+
     def count(self, job: Job) -> int:
         """Requests of an honest run of the job."""
-        self.server.memory.replace_all(self.start)
+        self._start_over()
         self.server.rule = honest
         job.run()
         return self.server.operations.total()
 
     def run(self, job: Job, rule: Rule) -> Seen:
         """Run a job under `rule`, then look honestly at what is left."""
-        self.server.memory.replace_all(self.start)
+        self._start_over()
         self.server.rule, self.policy = rule, HASTY
         started = time.monotonic()
         try:
@@ -171,9 +175,18 @@ class Jobs:
 def hostile_jobs() -> Iterator[Jobs]:
     """A server with its jobs; `s3://` URLs of this process lead to it, with short deadlines."""
     with HostileS3() as server:
-        keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "us-east-1"}
+        keys = {
+            "AWS_ACCESS_KEY_ID": server.options["access_key"],
+            "AWS_SECRET_ACCESS_KEY": "s",
+            "AWS_REGION": "us-east-1",
+        }
         environment = patch.dict(os.environ, {"AWS_ENDPOINT_URL": server.endpoint, **keys})
         with environment:
             jobs = Jobs(server)
-            with patch.object(open_module, "RetryPolicy", lambda: jobs.policy):
+
+            class Current(RetryPolicy):
+                def __new__(cls) -> RetryPolicy:  # type: ignore[misc]
+                    return jobs.policy
+
+            with patch.object(open_module, "RetryPolicy", Current):
                 yield jobs

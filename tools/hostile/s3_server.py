@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from tools.hostile.memory_s3 import Answer, MemoryS3, Request, parse_request
+from tools.hostile.memory_s3 import Answer, MemoryS3, Request, error, parse_request
 from tools.hostile.s3_shapes import Shape
 
 BETWEEN_BYTES_S = 0.02
@@ -53,6 +53,7 @@ class HostileS3:
         self.operations: Counter[str] = Counter()
         self.num_shaped = 0
         self.bytes_sent = 0
+        self._era = 0
         self.is_closing = threading.Event()
         self._rule: Rule = honest
         self._lock = threading.Lock()
@@ -79,18 +80,32 @@ class HostileS3:
     @property
     def options(self) -> dict[str, Any]:
         """Options of `open_store` that lead here."""
-        return {"endpoint_url": self.endpoint, "access_key": "k", "secret_key": "s", "region": "us-east-1"}
+        return {
+            "endpoint_url": self.endpoint,
+            "access_key": f"era{self._era}",
+            "secret_key": "s",
+            "region": "us-east-1",
+        }
+
+    def start_over(self, objects: dict[str, bytes]) -> None:
+        """Forget everything but `objects`, and refuse the late requests of stores that were opened before, by their key."""
+        with self._lock:
+            self._era += 1
+            self.memory.replace_all(objects)
 
     def answer(self, request: Request) -> Answer:
         """The answer by the rule."""
         with self._lock:
+            if f"Credential=era{self._era}/" not in request.headers.get("authorization", ""):
+                return error(403, "InvalidAccessKeyId")
             self.operations[request.operation] += 1
             shape = self._rule(request, self.operations.total())
             is_shaped = shape is not None and shape.fits(request)
             self.num_shaped += is_shaped
-        if shape is None or not is_shaped:
-            return self.memory.answer(request)
-        return shape.make(request, self.memory.answer(request) if shape.has_effect else Answer())
+            if shape is None or not is_shaped:
+                return self.memory.answer(request)
+            honest_answer = self.memory.answer(request) if shape.has_effect else Answer()
+        return shape.make(request, honest_answer)
 
     def count(self, num_bytes: int) -> None:
         """Count what was sent."""
