@@ -87,7 +87,7 @@ def test_the_limits_are_those_that_the_documentation_says() -> None:
     assert deadline.SAID_AFTER_S < 5
     assert deadline.FIRST_TRY_S < 5
     assert deadline.first_answer_limit_s(RetryPolicy().deadline_s) < 30
-    assert deadline.first_answer_limit_s(600) == 120
+    assert deadline.first_answer_limit_s(600) == 100
     assert deadline.first_answer_limit_s(7) == 7
 
 

@@ -15,8 +15,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-FIRST_TRY_S, FIRST_ANSWER_S, FIRST_ANSWER_SHARE = 3.5, 24.0, 0.2
-SAID_AFTER_S = 4.0
+FIRST_TRY_S, FIRST_ANSWER_S, FIRST_ANSWER_SHARE = 3.0, 20.0, 1 / 6
+SAID_AFTER_S = 3.0
 
 
 class TimedCall:
