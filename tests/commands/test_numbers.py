@@ -10,7 +10,8 @@ from titan_ckpt.format.dtypes import ELEMENT_SIZE, decode, storage_dtype
 from titan_ckpt.state.state_dict import TORCH_DTYPE
 
 
-@pytest.mark.parametrize("dtype", sorted(ELEMENT_SIZE))
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", sorted({*ELEMENT_SIZE} - {"float4_e2m1fn_x2"}))
 def test_values_match_torch(dtype: str) -> None:
     size = ELEMENT_SIZE[dtype]
     if size == 1:
@@ -22,7 +23,7 @@ def test_values_match_torch(dtype: str) -> None:
     theirs = torch.from_numpy(raw.copy()).view(TORCH_DTYPE[dtype])
     ours = decode(raw.view(storage_dtype(dtype)), dtype)
     if theirs.dtype.is_complex:
-        expected = theirs.numpy()
+        expected = (theirs.to(torch.complex64) if size == 4 else theirs).numpy()
     elif theirs.dtype.is_floating_point:
         expected = theirs.to(torch.float64).numpy()
     else:

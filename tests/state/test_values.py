@@ -28,7 +28,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.dcp.storage import StorageWriter
-from titan_ckpt.errors import DamagedError, TitanError, UnsafeContentError, UsageError
+from titan_ckpt.errors import DamagedError, LoadContractError, TitanError, UnsafeContentError, UsageError
 from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.parsing.values import decode_value
 from titan_ckpt.saving.saver import save
@@ -245,3 +245,19 @@ def test_plain_torch_reads_what_we_write(tmp_path: Path) -> None:
         path = tmp_path / "value.pt"
         path.write_bytes(encode_value(name, value))
         assert _is_equal(torch.load(path, weights_only=False), value), name
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_pairs_of_four_bits_are_cast_to_nothing_else(tmp_path: Path) -> None:
+    pairs = torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).view(2, 3)
+    halves = torch.complex(torch.tensor([0.1, 2.5]).half(), torch.ones(2).half())
+    save(str(tmp_path), {"pairs": {"w": pairs}, "halves": {"w": halves}}, step=1)
+    blank, wide = torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.complex64)
+    anything = LoadPolicy(cast="allow", lossy_cast="allow")
+    with pytest.raises(LoadContractError, match=r"pairs.w: float4_e2m1fn_x2 -> uint8 is not a cast"):
+        load(str(tmp_path), {"pairs": {"w": blank}}, policy=anything)
+    load(str(tmp_path), {"pairs": {"w": blank.view(torch.float4_e2m1fn_x2)}, "halves": {"w": wide}}, policy=anything)
+    assert blank.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert wide.tolist() == halves.to(torch.complex64).tolist()
+    dcp.load(other := {"halves": {"w": torch.zeros_like(halves)}}, checkpoint_id=tmp_path / "step-00000001")
+    assert other["halves"]["w"].tolist() == halves.tolist()

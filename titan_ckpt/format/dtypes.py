@@ -17,14 +17,19 @@ ELEMENT_SIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
-    "complex64": 8, "complex128": 16,
+    "complex32": 4, "complex64": 8, "complex128": 16, "float4_e2m1fn_x2": 1,
 }  # fmt: skip
 
 
 _FLOAT8 = {  # mantissa bits, exponent bias
     "float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15), "float8_e4m3fnuz": (3, 8), "float8_e5m2fnuz": (2, 16),
 }  # fmt: skip
-_STORED = {"bfloat16": "<u2", "bool": "?", **dict.fromkeys([*_FLOAT8, "float8_e8m0fnu"], "<u1")}
+_STORED = {
+    "bfloat16": "<u2",
+    "bool": "?",
+    "complex32": "<u4",
+    **dict.fromkeys([*_FLOAT8, "float8_e8m0fnu", "float4_e2m1fn_x2"], "<u1"),
+}
 
 
 def storage_dtype(dtype: str) -> np.dtype[Any]:
@@ -33,7 +38,7 @@ def storage_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def decode(stored: Array, dtype: str) -> Array:
-    """The values: floats as float64, bool as uint8, integers and complex unchanged.
+    """The values: floats as float64, bool as uint8, integers and complex unchanged, of float4 the byte of each pair.
 
     >>> decode(np.array([0x3F80, 0xC000], dtype="<u2"), "bfloat16").tolist()
     [1.0, -2.0]
@@ -44,6 +49,9 @@ def decode(stored: Array, dtype: str) -> Array:
         return _as_float64((stored.astype(np.uint32) << 16).view(np.float32))
     if dtype in _FLOAT8 or dtype == "float8_e8m0fnu":
         return _float8_table(dtype)[stored]
+    if dtype == "complex32":
+        halves = np.ascontiguousarray(stored).reshape(-1).view("<f2").astype(np.float32)
+        return halves.view(np.complex64).reshape(stored.shape)
     if dtype == "bool":
         return stored.astype(np.uint8)
     return _as_float64(stored) if stored.dtype.kind == "f" else stored

@@ -21,7 +21,7 @@ from titan_ckpt.format.digest import matches
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
 from titan_ckpt.format.structure import owner_of
 from titan_ckpt.loading.broadcast import failures_told, is_reader, run_together, send_to_replicas
-from titan_ckpt.loading.casts import count_changed, holds_every_value
+from titan_ckpt.loading.casts import PAIRS, count_changed, holds_every_value
 from titan_ckpt.loading.destinations import destination_problems
 from titan_ckpt.loading.grow import grown
 from titan_ckpt.loading.objects import read_objects, settle
@@ -207,7 +207,9 @@ def _judge_dtype(
     is_exact = holds_every_value(TORCH_DTYPE[stored], wanted)
     text = f"{stored} -> {DTYPE_NAME.get(wanted, str(wanted))}"
     report.cast[fqn] = text
-    if is_exact or _is_judged_by_values(policy):
+    if PAIRS in (TORCH_DTYPE[stored], wanted):
+        errors.append(f"{fqn}: {text} is not a cast: an element of float4_e2m1fn_x2 is two numbers")
+    elif is_exact or _is_judged_by_values(policy):
         _judge(policy.cast, f"{text} changes the dtype", [fqn], errors)
     else:
         _judge(policy.lossy_cast, f"{text} may lose precision", [fqn], errors)

@@ -27,7 +27,7 @@ from tools.zoo import animals
 from tools.zoo.kinds import Kind
 
 STEP = "step-00000001"
-GAPS = ("tensor torch.complex32", "tensor torch.float4_e2m1fn_x2", "tensor quantised", "function in top")
+GAPS = ("tensor quantised", "function in top")
 """Kinds that DCP can and that are refused by name."""
 
 
