@@ -28,7 +28,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.dcp.storage import StorageWriter
-from titan_ckpt.errors import DamagedError, LoadContractError, TitanError, UnsafeContentError, UsageError
+from titan_ckpt.errors import (
+    CheckpointError,
+    DamagedError,
+    LoadContractError,
+    TitanError,
+    UnsafeContentError,
+    UsageError,
+)
 from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.parsing.values import decode_value
 from titan_ckpt.saving.saver import save
@@ -261,3 +268,78 @@ def test_pairs_of_four_bits_are_cast_to_nothing_else(tmp_path: Path) -> None:
     assert wide.tolist() == halves.to(torch.complex64).tolist()
     dcp.load(other := {"halves": {"w": torch.zeros_like(halves)}}, checkpoint_id=tmp_path / "step-00000001")
     assert other["halves"]["w"].tolist() == halves.tolist()
+
+
+class Outer:
+    @dataclass
+    class Inner:
+        rate: float
+
+
+class ByName:
+    """Made with arguments by name."""
+
+    def __new__(cls, *, rate: float) -> ByName:
+        made = object.__new__(cls)
+        made.rate = rate
+        return made
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, float]]:
+        return (), {"rate": self.rate}
+
+    rate: float
+
+
+_FIELDS = [("a", "i4"), ("b", "f8")]
+_FLAGS = np.array([(False, True)], dtype=[("a", "?"), ("b", "?")])
+_ARRAYS: dict[str, Any] = {
+    "records": np.rec.array([(1, 2.0), (3, 4.0)], dtype=_FIELDS), "record": np.rec.array([(1, 2.0)], dtype=_FIELDS)[0],
+    "masked": np.ma.array([[1, 2], [3, 4]], mask=[[False, True], [True, False]], fill_value=9),
+    "masked fields": np.ma.array([(1, 2.0)], mask=_FLAGS, dtype=_FIELDS), "texts": np.char.array(["a", "bc"]),
+    "titles": np.zeros(2, dtype=[(("Title", "a"), "i4"), ("b", "f8")]),
+}  # fmt: skip
+
+
+def test_arrays_of_numpys_other_kinds_come_back(tmp_path: Path) -> None:
+    save(str(tmp_path), {"w": torch.ones(1), "arrays": _ARRAYS}, step=1)
+    for found in (open_checkpoint(str(tmp_path)).read_all()["arrays"], dict.fromkeys(_ARRAYS)):
+        state = {"arrays": found}
+        load(str(tmp_path), state)
+        for name, value in _ARRAYS.items():
+            array: Any = state["arrays"][name]
+            assert type(array) is type(value), name
+            assert (array.dtype, repr(array)) == (value.dtype, repr(value)), name
+
+
+def test_objects_of_nested_classes_and_names_come_back(tmp_path: Path) -> None:
+    big = 2**60
+    save(
+        str(tmp_path), {"in": Outer.Inner(0.5), "by": ByName(rate=2), "m": {big: {"w": torch.ones(2)}, -big: 1}}, step=1
+    )
+    state: Any = {"in": Outer.Inner(0), "by": ByName(rate=0), "m": {big: {"w": torch.zeros(2)}, -big: 0}}
+    load(str(tmp_path), state)
+    assert (state["in"], state["by"].rate) == (Outer.Inner(0.5), 2)
+    assert list(open_checkpoint(str(tmp_path)).read_all("m")) == [big, -big]
+    assert state["m"][big]["w"].tolist() == [1, 1]
+
+
+class Stubborn:
+    """Saves a state and loads none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, _: Any) -> None:
+        raise KeyError("a")
+
+
+def test_what_cannot_be_changed_is_refused_before_anything_is(tmp_path: Path) -> None:
+    save(str(tmp_path), {"w": torch.ones(2), "m": {"a": (1, torch.ones(1))}, "s": Stubborn()}, step=1)
+    fixed: dict[str, Any] = {"w": torch.zeros(2), "m": types.MappingProxyType({"a": (0, torch.zeros(1))})}
+    with pytest.raises(LoadContractError, match=r"m\.a: is in a mappingproxy, which cannot be changed"):
+        load(str(tmp_path), fixed)
+    assert fixed["w"].tolist() == [0, 0]
+    with pytest.raises(
+        CheckpointError, match=r"s: the tensors are loaded, but Stubborn\.load_state_dict failed: KeyError"
+    ):
+        load(str(tmp_path), {"s": Stubborn()})

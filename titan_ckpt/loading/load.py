@@ -170,6 +170,8 @@ def _apply_contract(
             report.loaded.append(fqn)
             _judge_dtype(fqn, entry.dtype, tensor.dtype, policy, report, errors)
     for fqn in [each for each in flat.objects if each in objects]:
+        if fqn in flat.fixed and fqn in stored.objects_by_fqn:
+            errors.append(f"{fqn}: is in a {flat.fixed[fqn]}, which cannot be changed")
         (report.loaded if fqn in stored.objects_by_fqn else report.missing).append(fqn)
     tops = {fqn.partition(".")[0] for fqn in [*tensors, *objects]}
     wanted = {*tensors, *flat.objects}

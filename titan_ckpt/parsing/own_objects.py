@@ -24,11 +24,9 @@ def build_own(builder: Builder, own: Any, record: Record) -> Any:
 
 
 def _build(builder: Builder, own: Any, record: Record) -> Any:
-    args = builder.args(record)
-    if record.kwargs:
-        raise builder.fail(f"{own.__qualname__} with arguments by name")
+    args, kwargs = builder.args(record), {name: builder.value(value) for name, value in record.kwargs.items()}
     is_enum = isinstance(own, type) and issubclass(own, Enum)
-    result = own.__new__(own, *args) if record.is_new and not is_enum else own(*args)
+    result = own.__new__(own, *args, **kwargs) if record.is_new and not is_enum else own(*args, **kwargs)
     builder.keep(record, result)
     if record.items:
         result.extend(map(builder.value, record.items))

@@ -16,6 +16,11 @@ _SCALARS = (
     "bool_", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
     "longdouble", "complex64", "complex128", "str_", "bytes_", "datetime64", "timedelta64", "void", "intp", "uintp",
 )  # fmt: skip
+_ARRAYS: dict[tuple[str, str], Any] = {
+    ("numpy", "ndarray"): np.ndarray, ("numpy", "matrix"): np.matrix, ("numpy", "recarray"): np.recarray,
+    **dict.fromkeys([("numpy.rec", "recarray"), ("numpy.core.records", "recarray")], np.recarray),
+    **dict.fromkeys([("numpy.char", "chararray"), ("numpy.core.defchararray", "chararray")], np.char.chararray),
+}  # fmt: skip
 _MAX_ITEM_BYTES = 1 << 20
 _MAX_EMPTY_ITEMS = 1 << 16  # of no bytes each, which numpy widens to a character
 
@@ -23,7 +28,8 @@ _MAX_EMPTY_ITEMS = 1 << 16  # of no bytes each, which numpy widens to a characte
 def _dtype(builder: Builder, record: Record) -> np.dtype[Any]:
     """A dtype from its code, and for one of fields their names, dtypes and places; one of Python objects is refused."""
     code: Any = record.args[0]
-    if is_name(code) or isinstance(code, Record):
+    is_record = is_name(code) and code.call == ("numpy", "record")
+    if not is_record and (is_name(code) or isinstance(code, Record)):
         whole: np.dtype[Any] = np.dtype(builder.value(code))
         return whole
     state: Any = builder.value(record.state[0]) if record.state else (0, "|", None, None, None)
@@ -35,7 +41,9 @@ def _dtype(builder: Builder, record: Record) -> np.dtype[Any]:
         placed = [fields[name] for name in names]
         formats, offsets = [each[0] for each in placed], [each[1] for each in placed]
         spec: Any = {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": state[5]}
-        return _checked(np.dtype(spec))
+        if any(len(each) > 2 for each in placed):
+            spec["titles"] = [each[2] if len(each) > 2 else None for each in placed]
+        return _checked(np.dtype((np.record, spec) if is_record else spec))
     if code[0] in "mM" and len(state) > 8 and state[8] and state[8][1]:
         unit, count = state[8][1][:2]
         code = f"{code}[{count}{unit.decode() if isinstance(unit, bytes) else unit}]"
@@ -63,12 +71,27 @@ def _array(builder: Builder, record: Record) -> Any:
         return _objects(raw, shape, "F" if is_column_major else "C")
     if not isinstance(raw, bytes):
         raise ValueError("not the bytes of an array")
-    kind = {("numpy", "ndarray"): np.ndarray, ("numpy", "matrix"): np.matrix}[record.args[0].call]
+    kind = _ARRAYS[record.args[0].call]
+    return _filled(shape, dtype, raw, is_column_major=is_column_major).view(kind)
+
+
+def _filled(shape: Any, dtype: np.dtype[Any], raw: bytes, *, is_column_major: bool) -> Any:
+    """A writable array of these bytes."""
     count = int(np.prod(shape, dtype=object))
     if _checked(dtype).itemsize * count != len(raw) or (dtype.itemsize == 0 and count > _MAX_EMPTY_ITEMS):
         raise ValueError(f"an array of shape {shape} and {len(raw)} bytes")
     flat = np.frombuffer(raw, dtype=dtype, count=count) if raw else np.empty(shape, dtype=dtype)
-    return flat.reshape(shape, order="F" if is_column_major else "C").copy(order="K").view(kind)
+    return flat.reshape(shape, order="F" if is_column_major else "C").copy(order="K")
+
+
+def _masked(builder: Builder, record: Record) -> Any:
+    """A masked array: its mask has a byte for each element, or for each field of one."""
+    _version, shape, dtype, is_column_major, raw, mask, fill_value = builder.value(record.state[0])
+    if not isinstance(dtype, np.dtype) or not isinstance(raw, bytes) or not isinstance(mask, bytes):
+        raise ValueError("not the bytes of a masked array")
+    data = _filled(shape, dtype, raw, is_column_major=is_column_major)
+    flags = _filled(shape, np.ma.make_mask_descr(dtype), mask, is_column_major=is_column_major)
+    return np.ma.array(data, mask=flags, fill_value=fill_value)
 
 
 def _objects(items: list[Any], shape: Any, order: Any) -> Any:
@@ -132,6 +155,7 @@ CONSTRUCTORS: dict[tuple[str, str], Constructor] = {
     ("numpy", "dtype"): _dtype,
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _array for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
+    ("numpy.ma.core", "_mareconstruct"): _masked,
     ("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence"): _seed_sequence,
     ("numpy.random._pickle", "__bit_generator_ctor"): _bit_generator,
     ("numpy.random._pickle", "__generator_ctor"): _generator,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from titan_ckpt.errors import UsageError
+from titan_ckpt.errors import CheckpointError, UsageError
 from titan_ckpt.format.structure import MARK, KeyCode, Mark, Row, Structure, encode_key, kind_of
 from titan_ckpt.state.subclasses import parts_of
 
@@ -41,7 +41,8 @@ class FlatState:
     """A state dict without nesting: tensors, other values (objects), the keys that led to each name, and the nesting.
 
     `stateful` are the objects whose `state_dict()` stands in their place, outer ones first. `marks` are, by the name of their
-    value, those of tensors made of others, which are in `tensors` part by part.
+    value, those of tensors made of others, which are in `tensors` part by part. `fixed` has the type of the container for each
+    entry of one that cannot be changed.
     """
 
     root: Any
@@ -51,6 +52,7 @@ class FlatState:
     stateful: list[StatefulPlace] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     marks: dict[str, Mark] = field(default_factory=dict)
+    fixed: dict[str, str] = field(default_factory=dict)
 
     @property
     def structure(self) -> Structure:
@@ -66,9 +68,15 @@ class FlatState:
         _put(root, keys, value)
 
     def give_back(self) -> None:
-        """Let each object load its state, inner ones first."""
+        """Let each object load its state, inner ones first. CheckpointError if one cannot."""
         for place in reversed(self.stateful):
-            place.owner.load_state_dict(place.box["state"])
+            try:
+                place.owner.load_state_dict(place.box["state"])
+            except Exception as error:
+                raise CheckpointError(
+                    f"{place.name}: the tensors are loaded, but {type(place.owner).__name__}.load_state_dict failed: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +118,14 @@ class _Walk:
         self.flat = FlatState(root=state, rows=[(kind_of(state),)])
         self._stored, self._states, self._containers = stored, states, 1
 
-    def container(self, keys: tuple[Any, ...], prefix: str, container: Any, number: int) -> None:
-        """All entries of a container, the `number`-th one."""
+    def container(self, keys: tuple[Any, ...], prefix: str, container: Any, number: int, fixed: str = "") -> None:
+        """All entries of a container, the `number`-th one; `fixed` is the type of an unchangeable one around a tuple."""
         is_mapping = isinstance(container, Mapping)
+        if not isinstance(container, tuple):
+            fixed = "" if hasattr(type(container), "__setitem__") else type(container).__name__
         for key, value in container.items() if is_mapping else enumerate(container):
             text = key if type(key) is str else _text(keys, key)
-            code = key if type(key) is str or type(key) is int else encode_key(key)
+            code = key if type(key) is str else encode_key(key)
             name = prefix + text
             if type(value) not in _PLAIN and is_stateful(value):
                 value = self._state_of((*keys, key), name, value)
@@ -124,9 +134,11 @@ class _Walk:
             if type(value) not in _PLAIN and self._is_open(name, value):
                 self.flat.rows.append((number, code, kind_of(value)))
                 self._containers += 1
-                self.container((*keys, key), f"{name}.", value, self._containers - 1)
+                self.container((*keys, key), f"{name}.", value, self._containers - 1, fixed)
             else:
                 self._entry((*keys, key), name, value, number, code)
+                if fixed:
+                    self.flat.fixed[name] = fixed
 
     def _in_parts(self, name: str, tensor: torch.Tensor) -> torch.Tensor | dict[str, Any]:
         """A tensor that is made of others as a mapping of its parts and its mark; any other as it is."""

@@ -32,7 +32,7 @@ class Encoder:
         try:
             is_atom = type(value) in _ATOMS
             if not is_atom and not is_plain(value):
-                return _checked(fqn, value, _by_torch(value))
+                return _by_torch(fqn, value)
             pickled = pickle.dumps(value, protocol=2)
             data = self._known.get(pickled)
             if data is None:
@@ -71,10 +71,18 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-def _by_torch(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def _by_torch(fqn: str, value: Any) -> bytes:
+    """As `torch.save` writes it; in a later protocol of pickle what protocol 2 cannot name: a class inside of another one."""
+    refused: UsageError | None = None
+    for protocol in (2, 4):
+        buffer = io.BytesIO()
+        torch.save(value, buffer, pickle_protocol=protocol)
+        try:
+            return _checked(fqn, value, buffer.getvalue())
+        except UsageError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
 
 
 def _checked(fqn: str, value: Any, data: bytes) -> bytes:
