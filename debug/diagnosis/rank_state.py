@@ -69,7 +69,7 @@ def _by_log(record: RankRecord) -> Situation | None:
     """Without a stack: a rank whose log reports that peers were absent waited for them, and one that a launcher interrupted
     shows in its traceback where it was."""
     waited = (event for event in record.events if event.kind in _WAITED)
-    event = next((event for event in waited if "type" in event.values or not logged_on(record, event)), None)
+    event = next((event for event in waited if not _got_over(record, event)), None)
     if event is not None:
         kind = (
             RankState.IN_INIT
@@ -91,6 +91,11 @@ def _by_log(record: RankRecord) -> Situation | None:
         ended = Evidence(text="ended normally", rank=record.rank)
         return Situation(rank=record.rank, kind=RankState.FINISHED, evidence=(ended,))
     return None
+
+
+def _got_over(record: RankRecord, event: LogEvent) -> bool:
+    """Whether a rank that wrote a line on a peer's trouble, and raised nothing, trained on: it retried, or quoted another run."""
+    return "type" not in event.values and logged_on(record, event)
 
 
 def _is_own_wait(record: RankRecord, event: LogEvent) -> bool:
@@ -123,4 +128,8 @@ def _was_killed_by_mismatch(record: RankRecord) -> bool:
 
 
 def _ranks_with(run: Run, kind: EventKind) -> list[int]:
-    return [rank for rank, record in run.ranks.items() if any(event.kind == kind for event in record.events)]
+    return [
+        rank
+        for rank, record in run.ranks.items()
+        if any(event.kind == kind and not _got_over(record, event) for event in record.events)
+    ]
