@@ -10,6 +10,7 @@ from titan_ckpt.converters.hf.export_run import ExportReport, export_hf
 from titan_ckpt.converters.hf.import_run import ImportReport, import_hf
 from titan_ckpt.errors import UsageError
 from titan_ckpt.location import StrPath
+from titan_ckpt.store.clients.options import Options, using
 
 if TYPE_CHECKING:
     from titan_ckpt.converters.torch_file import TorchReport
@@ -23,7 +24,12 @@ OPTIONS = {
 
 
 def convert(
-    direction: str, source: StrPath, destination: StrPath, **options: Any
+    direction: str,
+    source: StrPath,
+    destination: StrPath,
+    *,
+    storage_options: Options = None,
+    **options: Any,
 ) -> ExportReport | ImportReport | TorchReport:
     """Convert `source` to `destination`. The directions, and the functions that say more of each:
 
@@ -40,6 +46,13 @@ def convert(
             near = get_close_matches(name, OPTIONS[direction], n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise UsageError(f"{direction} has no option {name!r}; {hint}it has {', '.join(OPTIONS[direction])}")
+    with using(storage_options, source, destination):
+        return _convert(direction, source, destination, options)
+
+
+def _convert(
+    direction: str, source: StrPath, destination: StrPath, options: dict[str, Any]
+) -> ExportReport | ImportReport | TorchReport:
     if direction == "to-hf":
         return export_hf(source, destination, **options)
     if direction == "from-hf":

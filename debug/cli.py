@@ -11,6 +11,7 @@ from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import write_json, write_note, write_text
 from titan_ckpt.console.picture import MARK, add_force_flag, check_picture, write_marked, write_picture
+from titan_ckpt.console.store_arguments import add_store_arguments
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.incident.kinds import VerdictKind
@@ -100,6 +101,7 @@ def _parse_verb(word: str, verb: Command, arguments: argparse.Namespace) -> argp
 def _verb_parser(word: str, verb: Command) -> argparse.ArgumentParser:
     parser = Parser(prog=f"titan-ckpt debug {word}")
     verb.configure(parser)
+    add_store_arguments(parser)  # for the help: they were taken off the words before
     return parser
 
 

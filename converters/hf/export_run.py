@@ -20,6 +20,7 @@ from titan_ckpt.format.digest import digest
 from titan_ckpt.location import StrPath, url_text
 from titan_ckpt.rewrite.execute import FileResult
 from titan_ckpt.rewrite.plan import Literal, RewriteSource
+from titan_ckpt.store.clients.options import Options, using
 
 if TYPE_CHECKING:
     from titan_ckpt.converters.hf.peft_adapter import Adapter
@@ -46,6 +47,7 @@ def export_hf(
     config: Config | None = None,
     merge_lora: StrPath | None = None,
     on_progress: OnBytes | None = None,
+    storage_options: Options = None,
 ) -> ExportReport:
     """Write the model of a checkpoint (`URL[@STEP]` or an open one) as a Hugging Face folder or prefix `dst`, which must be new.
 
@@ -53,10 +55,11 @@ def export_hf(
     `merge_lora` is the folder of a PEFT adapter to merge into the weights. `dst` appears only when complete; optimizer state is
     never read.
     """
-    opened = as_checkpoint(checkpoint)
-    adapter = None if merge_lora is None else read_adapter(merge_lora)
-    plan = plan_export(opened, dtype=dtype, max_shard_bytes=max_shard_bytes, config=config, adapter=adapter)
-    return run_export(opened, plan, dst, on_progress=on_progress)
+    with using(storage_options, checkpoint, dst, merge_lora):
+        opened = as_checkpoint(checkpoint)
+        adapter = None if merge_lora is None else read_adapter(merge_lora)
+        plan = plan_export(opened, dtype=dtype, max_shard_bytes=max_shard_bytes, config=config, adapter=adapter)
+        return run_export(opened, plan, dst, on_progress=on_progress)
 
 
 def read_adapter(url: StrPath) -> Adapter:

@@ -23,6 +23,7 @@ from titan_ckpt.format.names import ASSETS, new_attempt, step_folder
 from titan_ckpt.location import StrPath, check_writable, parse_location
 from titan_ckpt.rewrite.execute import FileResult
 from titan_ckpt.store.base import Store
+from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 from titan_ckpt.version import __version__
 
@@ -44,17 +45,19 @@ def import_hf(
     dtype: str | None = None,
     layout: str = TITAN,
     on_progress: OnBytes | None = None,
+    storage_options: Options = None,
 ) -> ImportReport:
     """Write the Hugging Face model at `src` as a committed model-only checkpoint `dst` (`URL[@STEP]`, step 0 if none is given).
 
     Dtypes are kept unless `dtype` is given. Config and tokenizer files are stored in the checkpoint and restored by `export_hf`.
     `layout` names the tensors for another trainer (`torchtitan`, `torchtitan-qkv`).
     """
-    model = src if isinstance(src, HfModel) else open_hf(src)
-    location = parse_location(dst)
-    plan = plan_import(model, dtype=dtype, step=location.step or 0, attempt=new_attempt(), layout=layout)
-    run_import(plan, location.url, on_progress=on_progress)
-    checkpoint = open_checkpoint(location.url, step=plan.step)
+    with using(storage_options, src, dst):
+        model = src if isinstance(src, HfModel) else open_hf(src)
+        location = parse_location(dst)
+        plan = plan_import(model, dtype=dtype, step=location.step or 0, attempt=new_attempt(), layout=layout)
+        run_import(plan, location.url, on_progress=on_progress)
+        checkpoint = open_checkpoint(location.url, step=plan.step)
     return ImportReport(
         checkpoint=checkpoint,
         num_tensors=len(checkpoint.manifest.tensors),

@@ -56,16 +56,24 @@ from titan_ckpt.errors import CheckpointError, NotFoundError, StoreError, TitanE
 from titan_ckpt.location import StrPath, local_path, scheme
 from titan_ckpt.parsing.json_values import JsonValue, parse_json
 from titan_ckpt.store.base import Store
+from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 
 
-def open_run(url: StrPath, *, store: Store | None = None, incident: str | None = None) -> Run:
+def open_run(
+    url: StrPath,
+    *,
+    store: Store | None = None,
+    incident: str | None = None,
+    storage_options: Options = None,
+) -> Run:
     """Read the newest incident at `url`: a run, an incident folder, a bare folder of dumps or logs, or one dump file.
 
     `Run.incidents` names the incidents where there are several, oldest first; `incident` chooses one of them.
     NotFoundError if nothing is there, TitanError if nothing there is evidence.
     """
-    store, only = _open(url, store)
+    with using(storage_options, url if store is None else store):
+        store, only = _open(url, store)
     place = _ONE if only is not None else find_incident_folders(store, incident)
     evidence = RunEvidence(store=store)
     with no_gc():

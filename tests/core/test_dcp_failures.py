@@ -68,7 +68,7 @@ SAVE_FAULTS = {
 LOAD_FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "open": (storage, "open_checkpoint", _raise),
     "read": (ReadPlan, "run", _raise),
-    "newest": (storage, "open_checkpoint", lambda url: open_checkpoint(f"{url}@1")),
+    "newest": (storage, "open_checkpoint", lambda url, **_: open_checkpoint(f"{url}@1")),
 }
 
 

@@ -38,7 +38,7 @@ def test_nothing_that_holds_a_url_shows_its_secrets(tmp_path: Path) -> None:
 
 
 def test_s3_options_show_no_keys() -> None:
-    options = S3Options(access_key="AKIAEXAMPLE", secret_key="hunter2", session_token="tokentoken", endpoint_url=URL)
+    options = S3Options(key="AKIAEXAMPLE", secret="hunter2", token="tokentoken", endpoint_url=URL)
     assert says_nothing(repr(options))
 
 

@@ -1,4 +1,4 @@
-"""The contract of a store: one suite over local disk, memory and a real S3 server."""
+"""The contract of a store: one suite over local disk, memory, and a real S3 server by both clients."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from titan_ckpt.store.open import open_store
 MB = 1 << 20
 
 
-@pytest.fixture
-def store(store_url: str) -> Store:
-    return open_store(store_url)
+@pytest.fixture(params=["file", "memory", *(pytest.param(name, marks=pytest.mark.s3) for name in ("botocore", "s3fs"))])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param in ("botocore", "s3fs"):
+        return open_store(request.getfixturevalue("s3_url"), client=request.param)
+    return open_store(tmp_path / "run" if request.param == "file" else f"memory://{tmp_path.name}")
 
 
 def test_what_is_written_in_parts_reads_back_whole(store: Store) -> None:

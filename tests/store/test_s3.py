@@ -117,7 +117,7 @@ def test_credentials_in_a_url_are_refused_without_repeating_them(url: str) -> No
 def test_a_url_without_a_bucket_or_a_bad_option_is_refused() -> None:
     with pytest.raises(UsageError, match="names no bucket"):
         open_store("s3://")
-    with pytest.raises(ConfigError, match="unknown S3 option 'endpoint'"):
+    with pytest.raises(ConfigError, match="unknown option 'endpoint'; did you mean 'endpoint_url'"):
         open_store("s3://b/run", endpoint="x")
     with pytest.raises(ConfigError, match="no-such-profile"):
         open_store("s3://b/run", profile="no-such-profile")

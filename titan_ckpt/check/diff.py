@@ -23,6 +23,7 @@ from titan_ckpt.format.dtypes import Array, decode
 from titan_ckpt.format.manifest import DIGEST_BYTES, TensorEntry
 from titan_ckpt.location import StrPath
 from titan_ckpt.sharding.placement import Box, Placements, format_placements
+from titan_ckpt.store.clients.options import Options, using
 
 BLOCK_ELEMENTS = 4 << 20
 
@@ -74,14 +75,16 @@ class Comparison:
 
 
 def diff(
-    a: Checkpoint | StrPath, b: Checkpoint | StrPath, *, values: bool = False, rtol: float = 0.0
-) -> list[Difference]:
+    a: Checkpoint | StrPath, b: Checkpoint | StrPath, *, values: bool = False, rtol: float = 0.0,
+    storage_options: Options = None,
+) -> list[Difference]:  # fmt: skip
     """The differences of two checkpoints (open, or as `URL[@STEP]`) on any meshes, tensors first; empty if there are none.
 
     Tensors that both shard alike are compared by digest. `values` reads the elements of the others, which may differ by `rtol`
     times the larger of the two; two NaN are equal. UsageError for an `rtol` below 0, or without `values`.
     """
-    return compare(as_checkpoint(a), as_checkpoint(b), values=values, rtol=rtol).differences
+    with using(storage_options, a, b):
+        return compare(as_checkpoint(a), as_checkpoint(b), values=values, rtol=rtol).differences
 
 
 def compare(

@@ -27,6 +27,7 @@ from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, step_fo
 from titan_ckpt.format.own_step import read_index
 from titan_ckpt.location import StrPath, parse_location
 from titan_ckpt.store.base import Store
+from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 
 log = logging.getLogger(__name__)
@@ -70,15 +71,17 @@ class Report:
 
 
 def verify(
-    checkpoint: Checkpoint | StrPath, *, read_data: bool = False, on_bytes: Callable[[int], None] | None = None
-) -> list[Problem]:
+    checkpoint: Checkpoint | StrPath, *, read_data: bool = False, on_bytes: Callable[[int], None] | None = None,
+    storage_options: Options = None,
+) -> list[Problem]:  # fmt: skip
     """The problems of a checkpoint; an empty list if none were found.
 
     `URL[@STEP]` as everywhere, except that a damaged newest checkpoint is verified, not skipped. `read_data` reads every byte and
     calls `on_bytes` with the size of each read. Formats without digests can hide damage; a warning names what was not checked.
     NotCommittedError if there is no checkpoint at all.
     """
-    report = examine(checkpoint, read_data=read_data, on_bytes=on_bytes)
+    with using(storage_options, checkpoint):
+        report = examine(checkpoint, read_data=read_data, on_bytes=on_bytes)
     if read_data and report.is_data_unchecked:
         names = [file.path for file in report.files if file.checked_by is None and file.is_data]
         log.warning("%s: no digest covers all of %s: damage there cannot be seen", checkpoint, ", ".join(names[:3]))

@@ -45,6 +45,7 @@ from titan_ckpt.format.names import (
 from titan_ckpt.format.own_step import read_index
 from titan_ckpt.location import StrPath, join, local_path, parse_location, scheme
 from titan_ckpt.store.base import Store
+from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import HungStoreError
 
@@ -72,28 +73,31 @@ class CheckpointInfo:
         )
 
 
-def list_checkpoints(url: StrPath | Store) -> list[CheckpointInfo]:
+def list_checkpoints(url: StrPath | Store, *, storage_options: Options = None) -> list[CheckpointInfo]:
     """Every step of a run, oldest first; empty if the run does not exist. Cheap: reads COMMIT files, no manifests.
 
     A COMMIT that the store refuses to read makes its step "unreadable". StoreError for a failure that may pass.
     """
-    store = url if isinstance(url, Store) else open_store(url)
+    with using(storage_options, url):
+        store = url if isinstance(url, Store) else open_store(url)
     return [_info(store, step) for step in _steps(store)]
 
 
-def as_checkpoint(value: Checkpoint | StrPath) -> Checkpoint:
+def as_checkpoint(value: Checkpoint | StrPath, storage_options: Options = None) -> Checkpoint:
     """`value`, or the checkpoint at the URL that it is. UsageError for another type."""
     if isinstance(value, Checkpoint):
-        return value
+        with using(storage_options, value):  # refuses options for what is open
+            return value
     check_type(
         value, "checkpoint", str, os.PathLike, hint="an open Checkpoint, or URL[@STEP] as text or as a pathlib.Path"
     )
-    return open_checkpoint(value)
+    return open_checkpoint(value, storage_options=storage_options)
 
 
 def open_checkpoint(
-    url: StrPath, *, step: int | None = None, store: Store | None = None, on_damage: OnDamage | str = OnDamage.FALL_BACK
-) -> Checkpoint:
+    url: StrPath, *, step: int | None = None, store: Store | None = None, on_damage: OnDamage | str = OnDamage.FALL_BACK,
+    storage_options: Options = None,
+) -> Checkpoint:  # fmt: skip
     """Open `url[@STEP]`; without a step, the newest checkpoint that is committed, resumable and whole.
 
     Also opens a foreign DCP checkpoint (a folder with `.metadata` and no COMMIT, or a run of such folders, `step-N`) with kind
@@ -108,20 +112,25 @@ def open_checkpoint(
     check_type(store, "store", Store, or_none=True, hint="what open_store(url) returns")
     if step is not None:
         step = check_step(step)
-    store = store or open_store(location.url)
     wanted = location.step if step is None else step
+    with using(storage_options, url if store is None else store):
+        return _open(store or open_store(location.url), location.url, wanted, on_damage)
+
+
+def _open(store: Store, url: str, wanted: int | None, on_damage: OnDamage) -> Checkpoint:
+    """Step `wanted`, or the newest whole checkpoint."""
     if wanted is not None:
-        return _open_step(store, location.url, wanted)
+        return _open_step(store, url, wanted)
     problems: list[str] = []
     for _ in range(LOOKS):
         steps, problems = _steps(store), []
-        found = _newest_whole(store, location.url, steps, problems, on_damage)
+        found = _newest_whole(store, url, steps, problems, on_damage)
         if found is not None and found.step == steps[-1]:
             return found
         if (
             _steps(store)[-1:] == steps[-1:]
         ):  # otherwise a save has committed, and retention may have deleted what was looked at
-            return found or _last_resort(store, location.url, problems)
+            return found or _last_resort(store, url, problems)
     raise NotCommittedError(f"{store}: new checkpoints appear faster than one can be opened; name a step: URL@STEP")
 
 

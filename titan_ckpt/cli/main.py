@@ -10,10 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from titan_ckpt.arguments import check_word
 from titan_ckpt.cli.failures import nothing_printed_elsewhere, report_failure
 from titan_ckpt.console.command import Command, Parser, ParserExit
 from titan_ckpt.console.output import OutputClosedError, drop_unwritten, flush, open_closed_streams
-from titan_ckpt.errors import INTERRUPTED, OUTPUT_CLOSED, MissingExtraError
+from titan_ckpt.console.store_arguments import add_store_arguments, split_store_arguments, store_options, store_words
+from titan_ckpt.errors import INTERRUPTED, OUTPUT_CLOSED, MissingExtraError, UsageError
+from titan_ckpt.location import scheme
+from titan_ckpt.store.clients.options import CLIENTS, StoreSettings, settings_of_command
 from titan_ckpt.version import __version__
 
 # Each command's module is imported when the command runs, so that `ls` starts without torch and `debug` without the trainer.
@@ -149,8 +153,19 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         if only is None or only == name:
             command = load_command(name)
             command.configure(subparser)
+            add_to_all(subparser)
             subparser.set_defaults(run=command.run)
     return parser
+
+
+def add_to_all(parser: argparse.ArgumentParser) -> None:
+    """Show the store arguments in the help of a command, and of each of its sub-commands."""
+    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for action in inner:
+        for child in action.choices.values():
+            add_to_all(child)
+    if not inner:
+        add_store_arguments(parser)
 
 
 def load_command(name: str) -> Command:
@@ -215,6 +230,7 @@ def _exit_code(arguments: Sequence[str], *, is_program: bool) -> int:
 
 
 def _run(arguments: Sequence[str], *, is_program: bool) -> int:
+    stores, arguments = split_store_arguments(arguments)
     name = next((a for a in arguments if a in COMMANDS), "")
     try:
         namespace = build_parser(only=name).parse_args(arguments)
@@ -222,12 +238,25 @@ def _run(arguments: Sequence[str], *, is_program: bool) -> int:
             logging.getLogger().setLevel(logging.INFO)
         if is_program and name != "train":  # training has signal handlers of its own
             signal.signal(signal.SIGTERM, _interrupt)
-        return int(namespace.run(namespace))
+        with settings_of_command(_settings(stores, arguments, name)):
+            return int(namespace.run(namespace))
     except ParserExit:
         flush()  # `--help` that cannot be written is an error, too
         raise
     except ModuleNotFoundError as error:
         raise missing_extra(error, name) from error
+
+
+def _settings(stores: argparse.Namespace, arguments: Sequence[str], command: str) -> StoreSettings:
+    """What the command's stores are opened with. UsageError if it is given and no argument is the URL of a store."""
+    settings = StoreSettings(options=store_options(stores), client=stores.client or "auto", words=store_words(stores))
+    check_word(settings.client, CLIENTS, "--client")
+    is_elsewhere = command in ("train", "tui")  # the URLs are in a config, or chosen on the screen
+    if settings.words and not is_elsewhere and all(scheme(word) == "file" for word in arguments):
+        raise UsageError(
+            f"{settings.words[0].partition('=')[0]}: no argument is the URL of a store; local folders have no options"
+        )
+    return settings
 
 
 def _interrupt(_signum: int, _frame: FrameType | None) -> None:

@@ -60,6 +60,7 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, Placements
 from titan_ckpt.state.state_dict import DTYPE_NAME, TORCH_DTYPE, LocalShard, cut_order
 from titan_ckpt.state.subclasses import check_whole
+from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,6 @@ SHOWN = 10
 
 class PlanesZstd(StreamTransformExtension):
     """Lets plain DCP read checkpoints saved with `codec="planes-zstd"`; reading only.
-
     registry = ExtensionRegistry(); registry.register(titan_ckpt.dcp.storage.PlanesZstd)
     dcp.load(state, storage_reader=FileSystemReader(path, _extension_registry=registry))
     """
@@ -115,7 +115,6 @@ class _Written:
 
 class StorageWriter(TorchStorageWriter):
     """Writes one step of a run. The step is part of the URL (`URL@STEP`), given, or in `dcp.save(checkpoint_id="URL@STEP")`.
-
     `mesh` names the axes, so that the checkpoint can be resharded. `training`, `config` and `user` must be JSON. The commit is
     conditional, as `Saver`'s is: ConditionFailedError if another job committed the step meanwhile.
     """
@@ -129,9 +128,11 @@ class StorageWriter(TorchStorageWriter):
         training: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
         user: Mapping[str, Any] | None = None,
+        storage_options: Options = None,
     ) -> None:
         check_type(mesh, "mesh", MeshSpec, or_none=True, hint="MeshSpec.parse('dp_shard=8,tp=2')")
         self._url, self._step, self._mesh, self._said = url, step, mesh, set[str]()
+        self._storage_options = storage_options
         request = SaveRequest(step=0 if step is None else step, training=training, config=config, user=user)
         request.check()
         self._request = request.redacted()
@@ -149,7 +150,8 @@ class StorageWriter(TorchStorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
         """Open the store, of whose errors DCP tells all ranks here, not in `reset`; remember what this save will replace."""
-        self._store = open_store(self._run_url)
+        with using(self._storage_options, self._run_url):
+            self._store = open_store(self._run_url)
         self._previous = found_before(self._store, self._at) if is_coordinator else None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -246,29 +248,29 @@ class StorageWriter(TorchStorageWriter):
 
 class StorageReader(TorchStorageReader):
     """Reads `URL[@STEP]` (the newest whole checkpoint without a step), ours or any DCP's, without unpickling it.
-
     `policy.verify` selects the digests to check; the planner decides what fits the state. DCP's casts every dtype to that of the
     state: a cast that may lose values is logged by name, or, with `LoadPolicy(cast="allow")`, refused if it does. Afterwards
     `report` has the casts, and the bytes needed, fetched and not verified. DCP raises CheckpointException on every rank for an
     error on one, such as DamagedError if stored bytes differ from what was saved.
     """
 
-    def __init__(self, url: StrPath | None = None, *, policy: LoadPolicy | None = None) -> None:
+    def __init__(
+        self, url: StrPath | None = None, *, policy: LoadPolicy | None = None, storage_options: Options = None
+    ) -> None:
         check_type(policy, "policy", LoadPolicy, or_none=True, hint="LoadPolicy(...)")
-        self._url, self._policy = url, policy or LoadPolicy()
+        self._url, self._policy, self._storage_options = url, policy or LoadPolicy(), storage_options
         self._checkpoint: Checkpoint | None = None
         self.report = LoadReport()
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """DCP calls this before each load. Nothing is read yet: of an error here the other ranks would not learn."""
-        self._url, self._checkpoint = checkpoint_id or self._url or "", None
-        self.report = LoadReport()
+        self._url, self._checkpoint, self.report = checkpoint_id or self._url or "", None, LoadReport()
 
     @property
     def checkpoint(self) -> Checkpoint:
         """The checkpoint being read."""
         if self._checkpoint is None:
-            self._checkpoint = open_checkpoint(self._url or "")
+            self._checkpoint = open_checkpoint(self._url or "", storage_options=self._storage_options)
         return self._checkpoint
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
@@ -363,13 +365,12 @@ def _result(write: WriteItem, part: RankPart, row: int, placements: Placements |
 
 def _entry(metadata: Metadata, fqn: str, chunks: list[WriteResult], *, first_chunk: int) -> TensorEntry:
     described = cast(TensorStorageMetadata, metadata.state_dict_metadata[fqn])
-    whole = tuple(described.size)
     placements = chunks[0].storage_data.placements
     is_whole = len(chunks) == 1 and placements is None
     return TensorEntry(
         fqn=fqn,
         dtype=DTYPE_NAME[described.properties.dtype],
-        global_shape=whole,
+        global_shape=tuple(described.size),
         placements={} if is_whole else placements,
         stages=None,
         first_chunk=first_chunk,

@@ -70,6 +70,7 @@ def load(
     *,
     policy: LoadPolicy | None = None,
     prefix: str = "",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Fill the tensors of `state` in place and replace its other values; each rank reads only its own shards.
 
@@ -88,7 +89,7 @@ def load(
         policy = policy or LoadPolicy()
         state = {prefix: state} if prefix else state
         tensors = flatten(state).tensors if policy.together or policy.broadcast else {}
-        fill = partial(_fill, checkpoint, state, policy)
+        fill = partial(_fill, checkpoint, storage_options, state, policy)
         report, flat = run_together(fill, tensors.values(), call=call, is_world=policy.broadcast)
     if policy.broadcast:
         send_to_replicas({fqn: flat.tensors[fqn] for fqn in report.loaded if fqn in flat.tensors})
@@ -100,10 +101,13 @@ def load(
 
 
 def _fill(
-    checkpoint: Checkpoint | StrPath, state: Mapping[str, Any], policy: LoadPolicy
+    checkpoint: Checkpoint | StrPath,
+    storage_options: Mapping[str, Any] | None,
+    state: Mapping[str, Any],
+    policy: LoadPolicy,
 ) -> tuple[LoadReport, FlatState]:
     """Fill the tensors of `state` that this rank reads; the other values are in the report."""
-    opened = as_checkpoint(checkpoint)
+    opened = as_checkpoint(checkpoint, storage_options)
     names = _names(opened)
     flat = grown(opened, flatten(state, stored=names), names)
     report, plan = _planned(opened, flat, policy)

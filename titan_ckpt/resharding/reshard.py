@@ -54,6 +54,7 @@ from titan_ckpt.rewrite.selection import Selection, select
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.store.base import Store
+from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 from titan_ckpt.version import __version__
 
@@ -134,6 +135,7 @@ def plan_reshard(
     rules: tuple[PlacementRule, ...] = (),
     selection: Selection | None = None,
     stages_per_rank: int | None = None,
+    storage_options: Options = None,
 ) -> ReshardPlan:
     """Plan to rewrite `checkpoint` (open, or `URL[@STEP]`) for `mesh` (or its text, `pp=2,tp=4`); reads no tensor.
 
@@ -141,7 +143,9 @@ def plan_reshard(
     its tensors. `rules` override how tensors are cut
     (`resharding.placement_rules`); `selection` picks tensors, names and dtypes (`rewrite.selection`).
     """
-    checkpoint, mesh = as_checkpoint(checkpoint), mesh if isinstance(mesh, MeshSpec) else MeshSpec.parse(mesh)
+    mesh = mesh if isinstance(mesh, MeshSpec) else MeshSpec.parse(mesh)
+    with using(storage_options, checkpoint):
+        checkpoint = as_checkpoint(checkpoint)
     checkpoint.prove_coverage()
     for name in ("training", "config", "user"):
         check_json(getattr(checkpoint.manifest, name), f"{checkpoint}: {name}")
@@ -186,15 +190,10 @@ class ReshardReport:
 
 
 def run_plan(
-    plan: ReshardPlan,
-    url: StrPath,
-    *,
-    store: Store | None = None,
-    memory_bytes: int = DEFAULT_MEMORY,
-    is_checked: bool = True,
-    on_progress: Callable[[int], None] | None = None,
-    workers: Workers | None = None,
-) -> ReshardReport:
+    plan: ReshardPlan, url: StrPath, *, store: Store | None = None, memory_bytes: int = DEFAULT_MEMORY,
+    is_checked: bool = True, on_progress: Callable[[int], None] | None = None, workers: Workers | None = None,
+    storage_options: Options = None,
+) -> ReshardReport:  # fmt: skip
     """Write the plan's checkpoint at `url` and commit it; nothing is visible there before the commit.
 
     `memory_bytes` bounds all buffers; `on_progress` receives the size of each part written; `is_checked` verifies the source's
@@ -206,7 +205,8 @@ def run_plan(
     check_flag(is_checked, "is_checked")
     check_callable(on_progress, "on_progress", or_none=True)
     started, workers = time.monotonic(), workers or Workers()
-    store = store or open_store(url)
+    with using(storage_options, url if store is None else store):
+        store = store or open_store(url)
     num_files = -(-len(plan.target.ranks_with_files()) // workers.count)
     budget = Budget.of(memory_bytes, plan.checkpoint.store, store, num_files=num_files)
     check_destination(plan, url, store)

@@ -14,6 +14,7 @@ from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, ReshardPlan, ReshardRe
 from titan_ckpt.rewrite.selection import Filter, select
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.store.base import Store
+from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 
 
@@ -33,6 +34,7 @@ def reshard(
     is_checked: bool = True,
     on_progress: Callable[[int], None] | None = None,
     workers: Workers | None = None,
+    storage_options: Options = None,
 ) -> ReshardReport:
     """Write a checkpoint (open, or `URL[@STEP]`) for another mesh (`"pp=2,dp_shard=8,tp=4"`) into the run at `destination`.
 
@@ -43,10 +45,10 @@ def reshard(
     check_type(rename, "rename", Mapping, or_none=True, hint="a mapping of names to names, such as {'model.*': '*'}")
     renames = tuple(f"{old}={new}" for old, new in (rename or {}).items())
     wanted = Filter(only=only, include=_globs(include, "include"), exclude=_globs(exclude, "exclude"), rename=renames)
-    store = destination if isinstance(destination, Store) else open_store(run_location(destination).url)
-    plan = plan_selected(
-        as_checkpoint(source), mesh, wanted, dtype=dtype, rules=tuple(rules), stages_per_rank=stages_per_rank
-    )
+    with using(storage_options, source, destination):
+        store = destination if isinstance(destination, Store) else open_store(run_location(destination).url)
+        opened = as_checkpoint(source)
+    plan = plan_selected(opened, mesh, wanted, dtype=dtype, rules=tuple(rules), stages_per_rank=stages_per_rank)
     return run_plan(
         plan, store.url, store=store, memory_bytes=memory_bytes, is_checked=is_checked, on_progress=on_progress, workers=workers,
     )  # fmt: skip

@@ -50,6 +50,7 @@ from titan_ckpt.saving.turns import Turns
 from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOptions, upload
 from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_of, raise_failures
 from titan_ckpt.store.base import Store
+from titan_ckpt.store.clients.options import Options
 from titan_ckpt.store.time_limit import run_until
 
 log = logging.getLogger(__name__)
@@ -60,23 +61,22 @@ class Saver:
 
     At most one upload is in flight: a `save` that comes too early waits for the previous one (and logs it), so that host memory
     stays at one copy of this rank's share. An upload error on any rank is raised by the next call.
-
     Threads take turns. UsageError for a call from a hook or callback of a save, from a forked child, or after `close`.
     """
 
-    def __init__(self, url: StrPath | Store, options: SaveOptions | None = None) -> None:
+    def __init__(
+        self, url: StrPath | Store, options: SaveOptions | None = None, *, storage_options: Options = None
+    ) -> None:
         check_type(options, "options", SaveOptions, or_none=True, hint="SaveOptions(...)")
         self._options = options or SaveOptions()
         timeout_s = self._options.timeout_s
         self._ranks = RankGroup(timeout_s=timeout_s)
-        self._store, mirror = open_tiers(self._ranks, url, self._options.mirror)
+        self._store, mirror = open_tiers(self._ranks, url, self._options.mirror, storage_options)
         # Every exchange between ranks runs on this thread: they cannot mix, and no signal interrupts one half-way.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
         self._turns = Turns(own_thread=self._thread.submit(threading.get_ident).result())
-        is_exclusive = self._options.is_exclusive
-        self._mirror = (
-            None if mirror is None else Mirror(self._store, mirror, timeout_s=timeout_s, is_exclusive=is_exclusive)
-        )
+        mirrored = partial(Mirror, timeout_s=timeout_s, is_exclusive=self._options.is_exclusive)
+        self._mirror = None if mirror is None else mirrored(self._store, mirror)
         not_mirrored = no_steps if self._mirror is None else self._mirror.due
         self._committer = Committer(self._store, self._ranks, self._options, not_mirrored=not_mirrored)
         self._known = KnownChunks(is_incremental=self._options.incremental)
@@ -114,7 +114,6 @@ class Saver:
         `state` is nested mappings of tensors and plain values; keys joined by dots are the names. A DTensor is stored as its
         global tensor, every element once, and its placements are recorded if `SaveOptions.mesh` has its axes. `step` is the
         number of optimizer steps done, the same on all ranks.
-
         Raises the error of the previous save; SaveError on every rank if this save cannot start on one of them.
         `training`, `config` and `user` must be JSON; they and `assets` (small files by name) are taken from the coordinator.
         `kind="model"` marks an export, from which training never resumes by itself.
@@ -387,13 +386,14 @@ def save(
     training: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     user: Mapping[str, Any] | None = None,
+    storage_options: Options = None,
 ) -> SaveReport:
     """Save and commit before returning, without claiming the run. All ranks call it; see `Saver.save` for the arguments.
 
     SaveError on every rank if one fails; its text has ConditionFailedError if another job committed this step meanwhile.
     """
     check_type(options, "options", SaveOptions, or_none=True, hint="SaveOptions(...)")
-    with Saver(url, replace(options or SaveOptions(), is_exclusive=False)) as saver:
+    with Saver(url, replace(options or SaveOptions(), is_exclusive=False), storage_options=storage_options) as saver:
         return saver.save_now(state, step=step, training=training, config=config, user=user)
 
 

@@ -28,6 +28,7 @@ from titan_ckpt.location import StrPath, check_writable, is_inside, redact, url_
 from titan_ckpt.saving.options import GIVE_UP_AT
 from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_on_all, save_error
 from titan_ckpt.store.base import Store
+from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import run_until
 from titan_ckpt.upkeep.copy import Copier
@@ -300,7 +301,12 @@ def _check_apart(url: StrPath | Store, mirror: StrPath | Store | None) -> None:
         )
 
 
-def open_tiers(ranks: RankGroup, url: StrPath | Store, mirror: StrPath | Store | None) -> tuple[Store, Store | None]:
+def open_tiers(
+    ranks: RankGroup,
+    url: StrPath | Store,
+    mirror: StrPath | Store | None,
+    storage_options: Options = None,
+) -> tuple[Store, Store | None]:
     """The stores of a run and of its mirror; an error on one rank is raised on all. A collective call."""
     error: BaseException | None = None
     first, second = url, mirror
@@ -309,8 +315,9 @@ def open_tiers(ranks: RankGroup, url: StrPath | Store, mirror: StrPath | Store |
             if target is not None:
                 check_writable(target.url if isinstance(target, Store) else target)
         _check_apart(url, mirror)
-        first = url if isinstance(url, Store) else open_store(url)
-        second = mirror if isinstance(mirror, Store) or mirror is None else open_store(mirror)
+        with using(storage_options, url, mirror):
+            first = url if isinstance(url, Store) else open_store(url)
+            second = mirror if isinstance(mirror, Store) or mirror is None else open_store(mirror)
     except BaseException as caught:  # noqa: BLE001  (raised below, once the other ranks know)
         error = caught
     raise_on_all(ranks, error, "opening the run's store")

@@ -20,7 +20,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -33,8 +33,10 @@ from titan_ckpt.errors import (
     TransientStoreError,
     UsageError,
 )
-from titan_ckpt.location import check_relative, normalise, redact, scheme
+from titan_ckpt.location import check_relative, normalise, redact, redact_text, scheme
 from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, retry
+from titan_ckpt.store.clients.extras import missing_library
+from titan_ckpt.store.clients.fsspec_settings import checked_options
 from titan_ckpt.store.fsspec_errors import translate
 from titan_ckpt.store.time_limit import HungStoreError, call_within, on_a_thread
 
@@ -56,20 +58,39 @@ class FsspecStore(Store):
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, url: str, policy: RetryPolicy, **options: Any) -> None:
-        super().__init__(normalise(url))
+    def __init__(self, url: str, policy: RetryPolicy, *, filesystem: Any = None, **options: Any) -> None:
+        super().__init__(url if filesystem is not None else normalise(url))
         self._policy = policy
         self._in_memory = scheme(self.url) == "memory"
-        try:
-            self._fs, root = url_to_fs(self.url, **options)
-        except ImportError as error:
-            raise UsageError(f"{self}: {error}") from error
-        except ValueError as error:
-            known = ", ".join(sorted(fsspec.available_protocols()))
-            raise UsageError(f"{self}: {redact(str(error))}; fsspec knows {known}") from error
-        except OSError as error:
-            raise translate(error, str(self)) from error
+        if filesystem is not None:
+            self._fs, root = filesystem, filesystem._strip_protocol(self.url)
+        else:
+            self._fs, root = self._file_system(options)
         self._root = str(root).rstrip("/")
+
+    def _file_system(self, options: dict[str, Any]) -> tuple[Any, str]:
+        """The file system of this URL, and the path in it."""
+        name = scheme(self.url)
+        try:
+            checked = checked_options(self.url, options, str(self))
+            return cast(tuple[Any, str], url_to_fs(self.url, **checked))
+        except ImportError as error:
+            raise missing_library(name, str(self), error) from error
+        except ValueError as error:
+            known = (
+                ""
+                if name in fsspec.available_protocols()
+                else f"; fsspec knows {', '.join(fsspec.available_protocols())}"
+            )
+            raise UsageError(f"{self}: {redact_text(str(error))}{known}") from error
+        except TitanError:
+            raise
+        except Exception as error:
+            raise self._as_ours(error, str(self)) from error
+
+    def _as_ours(self, error: Exception, where: str) -> TitanError:
+        """The error of ours for one of the file system's."""
+        return translate(error, where)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         view = buffer.cast("B")
@@ -304,7 +325,7 @@ class FsspecStore(Store):
         except TitanError:
             raise
         except Exception as error:
-            raise translate(error, self.where(path)) from error
+            raise self._as_ours(error, self.where(path)) from error
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{check_relative(path)}"

@@ -63,10 +63,10 @@ class S3Store(Store):
     Credentials, region and endpoint come from `options` (see `S3Options`), the environment or the AWS config files.
     """
 
-    def __init__(self, url: str, policy: RetryPolicy, **options: Any) -> None:
+    def __init__(self, url: str, policy: RetryPolicy, options: S3Options | None = None) -> None:
         super().__init__(normalise(url))
         self._bucket, self._prefix = split_url(self.url)
-        self._calls = S3Calls(S3Options.of(options), self._bucket, policy, self.where(""))
+        self._calls = S3Calls(options or S3Options(), self._bucket, policy, self.where(""))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="s3")
         self._in_flight = threading.BoundedSemaphore(THREADS)
         self._buffers = PartBuffers()

@@ -37,6 +37,7 @@ from titan_ckpt.format.manifest import FileEntry, Manifest
 from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, data_file, foreign_folder
 from titan_ckpt.location import StrPath, check_writable, is_inside, redact, run_location
 from titan_ckpt.store.base import ObjectInfo, Store
+from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 
 FILES_AT_ONCE = 4
@@ -56,12 +57,9 @@ class CopyReport:
 
 
 def cp(
-    source: Checkpoint | StrPath,
-    destination: StrPath | Store,
-    *,
-    dry_run: bool = False,
-    on_bytes: OnBytes | None = None,
-) -> CopyReport:
+    source: Checkpoint | StrPath, destination: StrPath | Store, *, dry_run: bool = False, on_bytes: OnBytes | None = None,
+    storage_options: Options = None,
+) -> CopyReport:  # fmt: skip
     """Copy a checkpoint (open, or `URL[@STEP]`) to the run at `destination`, under the same step, and verify the copy.
 
     As the command `cp`: what an interrupted copy left is kept, the commit comes last. `on_bytes` receives the size of each part
@@ -71,8 +69,9 @@ def cp(
     """
     check_flag(dry_run, "dry_run")
     check_callable(on_bytes, "on_bytes", or_none=True)
-    opened = as_checkpoint(source)
     url = destination.url if isinstance(destination, Store) else run_location(destination).url
+    with using(storage_options, source, destination):
+        opened, target = as_checkpoint(source), destination if isinstance(destination, Store) else open_store(url)
     if url == opened.store.url:
         raise UsageError(f"{redact(url)} is the source's own run; give another URL")
     if dry_run:
@@ -80,9 +79,7 @@ def cp(
         return CopyReport(
             step=opened.step, num_files=len(sizes), copied_bytes=sum(sizes), kept_bytes=0, was_committed=False
         )
-    return copy_checkpoint(
-        opened, destination if isinstance(destination, Store) else open_store(url), on_bytes=on_bytes
-    )
+    return copy_checkpoint(opened, target, on_bytes=on_bytes)
 
 
 def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: OnBytes | None = None) -> CopyReport:

@@ -13,6 +13,7 @@ from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints
 from titan_ckpt.errors import UsageError
 from titan_ckpt.location import StrPath, run_location
 from titan_ckpt.store.base import Store
+from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 from titan_ckpt.upkeep import retention
 from titan_ckpt.upkeep.deletion import Garbage, delete, plan_removal, read_pins
@@ -44,7 +45,13 @@ class PruneReport:
 
 
 @overload
-def prune(run: StrPath | Store, policy: RetentionPolicy, *, dry_run: bool = True) -> PruneReport: ...
+def prune(
+    run: StrPath | Store,
+    policy: RetentionPolicy,
+    *,
+    dry_run: bool = True,
+    storage_options: Options = None,
+) -> PruneReport: ...
 
 
 @overload
@@ -55,7 +62,7 @@ def prune(
 
 def prune(
     run: StrPath | Store | Iterable[CheckpointInfo], policy: RetentionPolicy, *, dry_run: bool = True,
-    ages_s: Mapping[int, float] | None = None,
+    ages_s: Mapping[int, float] | None = None, storage_options: Options = None,
 ) -> PruneReport | list[CheckpointInfo]:  # fmt: skip
     """Delete the checkpoints of the run at a URL that `policy` does not keep. Only a preview unless `dry_run=False`.
 
@@ -74,7 +81,8 @@ def prune(
         for info in infos:
             check_type(info, "an item of the list", CheckpointInfo, hint="what list_checkpoints(url) returns")
         return retention.prune(infos, policy, ages_s=ages_s)
-    store = run if isinstance(run, Store) else open_store(run_location(cast(StrPath, run)).url)
+    with using(storage_options, run):
+        store = run if isinstance(run, Store) else open_store(run_location(cast(StrPath, run)).url)
     return _prune_run(store, policy, dry_run=dry_run)
 
 

@@ -31,6 +31,7 @@ from titan_ckpt.console.output import write_note
 from titan_ckpt.errors import FAILED, INTERNAL, DamagedError, TitanError
 from titan_ckpt.location import redact_text
 from titan_ckpt.parsing.json_values import JsonValue, parse_json_line
+from titan_ckpt.store.clients.options import current_settings
 from titan_ckpt.trainer.config.train_config import TrainConfig, fixed_world_size
 from titan_ckpt.trainer.report.logs import RunFolder
 from titan_ckpt.trainer.report.records import METRICS, Event, read_records
@@ -125,7 +126,7 @@ def launch(arguments: Sequence[str], config: TrainConfig, folder: RunFolder, *, 
         logging.getLogger(name).setLevel(logging.CRITICAL)  # its report blames the wrong rank; ours follows
     launcher = elastic_launch(_launch_config(nproc, restarts, config.save.grace_s), sys.executable)
     try:
-        launcher("-m", "titan_ckpt", "train", *arguments)
+        launcher("-m", "titan_ckpt", "train", *current_settings().words, *arguments)
     except ChildFailedError as error:
         raise _explain(error, folder) from error
     except SignalException as error:

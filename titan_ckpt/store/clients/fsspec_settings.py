@@ -1,0 +1,93 @@
+"""fsspec's own configuration, and which options a file system of fsspec knows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import fsspec.config
+from fsspec.core import split_protocol
+
+from titan_ckpt.errors import UsageError
+from titan_ckpt.store.clients.options import StorageOptions, check_known
+from titan_ckpt.store.clients.s3_names import typed_value
+
+# Options of every file system (fsspec/spec.py, fsspec/asyn.py), and those that a class takes as **kwargs and hands on:
+# to paramiko's SSHClient.connect, to aiohttp's requests.
+_GENERAL = frozenset(
+    {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "batch_size", "target_protocol",
+     "target_options"}
+)  # fmt: skip
+_HANDED_ON = {
+    "sftp": frozenset(
+        {"port", "username", "password", "pkey", "key_filename", "timeout", "allow_agent", "look_for_keys", "compress", "sock",
+         "gss_auth", "gss_kex", "gss_deleg_creds", "gss_host", "banner_timeout", "auth_timeout", "channel_timeout",
+         "gss_trust_dns", "passphrase", "disabled_algorithms", "transport_factory", "auth_strategy"}
+    ),
+    "http": frozenset(
+        {"headers", "auth", "cookies", "params", "proxy", "proxy_auth", "ssl", "timeout", "allow_redirects", "max_redirects",
+         "raise_for_status", "trust_env"}
+    ),
+}  # fmt: skip
+_SAME_AS = {"ssh": "sftp", "https": "http"}
+# Of `self` and of calls that never end: a store is used by several threads, none of which runs an event loop.
+_NOT_OURS = frozenset({"self", "args", "kwargs", "asynchronous", "loop"})
+
+
+def configured(*protocols: str) -> dict[str, Any]:
+    """What fsspec's files (`~/.config/fsspec`) and environment (`FSSPEC_*`) say of `protocols`."""
+    found: dict[str, Any] = {}
+    for protocol in protocols:
+        found.update(fsspec.config.conf.get(protocol, {}))
+    return found
+
+
+def checked_options(url: str, options: StorageOptions, where: str) -> dict[str, Any]:
+    """`options` for `url_to_fs`; text, as from a command line, becomes the type of the option's default.
+
+    ConfigError for an option that the file system does not know. Chained URLs take options by protocol as well.
+    """
+    protocols = [split_protocol(part)[0] or part for part in url.split("::")]
+    if options.get("asynchronous") or options.get("loop") is not None:
+        raise UsageError(f"{where}: an asynchronous file system cannot be used here; leave out asynchronous and loop")
+    flat = {
+        name: value for name, value in options.items() if name not in protocols and name not in ("asynchronous", "loop")
+    }
+    check_known(flat, known_options(protocols[0]), where)
+    checked = _typed(flat, protocols[0], where)
+    for protocol in protocols:
+        inner = options.get(protocol)
+        if isinstance(inner, str):
+            inner = typed_value(inner, dict, f"{where}: option {protocol}")
+        if isinstance(inner, Mapping):
+            check_known(inner, known_options(protocol), f"{where}: {protocol}")
+            checked[protocol] = _typed(inner, protocol, where)
+    return checked
+
+
+def _typed(options: StorageOptions, protocol: str, where: str) -> dict[str, Any]:
+    kind = fsspec.get_filesystem_class(protocol)
+    parameters = {
+        name: parameter
+        for cls in reversed(kind.__mro__)
+        if "__init__" in vars(cls)
+        for name, parameter in inspect.signature(cls.__init__).parameters.items()
+    }
+    typed = {}
+    for name, value in options.items():
+        default = parameters[name].default if name in parameters else None
+        of = type(default) if isinstance(default, bool | int | float) else dict
+        is_text = isinstance(value, str) and (of is not dict or value.lstrip().startswith("{"))
+        typed[name] = typed_value(value, of, f"{where}: option {name}") if is_text else value
+    return typed
+
+
+def known_options(protocol: str) -> frozenset[str]:
+    """Names of the options of a protocol's file system."""
+    kind = fsspec.get_filesystem_class(protocol)
+    named = {
+        name for cls in kind.__mro__ if "__init__" in vars(cls) for name in inspect.signature(cls.__init__).parameters
+    }
+    handed_on = _HANDED_ON.get(_SAME_AS.get(protocol, protocol), frozenset())
+    return frozenset(named - _NOT_OURS - {"storage_options", "ssh_kwargs", "target_fs"}) | _GENERAL | handed_on
