@@ -10,7 +10,6 @@ from titan_ckpt.format.dtypes import ELEMENT_SIZE, decode, storage_dtype
 from titan_ckpt.state.state_dict import TORCH_DTYPE
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", sorted({*ELEMENT_SIZE} - {"float4_e2m1fn_x2"}))
 def test_values_match_torch(dtype: str) -> None:
     size = ELEMENT_SIZE[dtype]

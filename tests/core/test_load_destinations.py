@@ -70,7 +70,6 @@ def expected_changes(values: torch.Tensor, target: torch.dtype) -> int:
     return is_held.count(False)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("source", [name for name in TORCH_DTYPE if name != "float4_e2m1fn_x2"])
 def test_changed_values_are_counted_exactly_for_all_pairs(source: str) -> None:
     values = samples(TORCH_DTYPE[source])

@@ -51,7 +51,6 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     return raw.view(tensor.dtype).view(tensor.shape)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("how", ["async", "sync", "dcp"])
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, how: str) -> None:
     state, url = _every_dtype(), str(tmp_path)

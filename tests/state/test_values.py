@@ -254,7 +254,6 @@ def test_plain_torch_reads_what_we_write(tmp_path: Path) -> None:
         assert _is_equal(torch.load(path, weights_only=False), value), name
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_pairs_of_four_bits_are_cast_to_nothing_else(tmp_path: Path) -> None:
     pairs = torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).view(2, 3)
     halves = torch.complex(torch.tensor([0.1, 2.5]).half(), torch.ones(2).half())
