@@ -6,6 +6,7 @@ in its traceback (or NCCL's watchdog line) gives the reason. Pure.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,12 +105,40 @@ def sizes_in_logs(run: Run) -> Iterator[Verdict]:
                 victims=(record.rank,),
                 confidence=Basis.SIZE_IN_LOG.confidence,
                 step=run.step_of(record.rank),
-                headline=f"rank {record.rank} received more or less data than its call expects: ranks disagree about a size or a "
-                "dtype (the logs do not show which peer is wrong; this rank is only the one that noticed)",
-                evidence=(_said(event),),
-                next_steps=("turn the recorder on, or set TORCH_FR_BUFFER_SIZE=2000 and dump: dumps name the rank",),
+                headline=f"rank {record.rank} received {_sizes(event)} its call expects: ranks disagree about a size, a dtype or "
+                "a call (the logs do not show which peer is wrong; this rank is only the one that noticed)",
+                evidence=(_said(event), *_places_of_others(run, record.rank)),
+                next_steps=(
+                    f"compare what rank {record.rank} and the others call at those lines: a branch or a size that differs",
+                    "turn the recorder on, or set TORCH_FR_BUFFER_SIZE=2000 and dump: dumps name the rank",
+                ),
             )
             return
+
+
+_BYTES = re.compile(r"op\.nbytes\. (?P<got>\d{1,18}) vs (?P<expected>\d{1,18})")
+MOST_PLACES = 4
+
+
+def _sizes(event: LogEvent) -> str:
+    match = _BYTES.search(event.text)
+    return f"{match['got']} bytes, more than the {match['expected']}" if match else "more or less data than"
+
+
+def _places_of_others(run: Run, rank: int) -> list[Evidence]:
+    """Where the other ranks were when that one ended, those at one line together."""
+    places: dict[str, list[int]] = {}
+    first: dict[str, LogEvent] = {}
+    for other, record in run.ranks.items():
+        event = _event(record, _SYMPTOMS, needs="type") if other != rank else None
+        if event is not None and event.frame is not None:
+            where = f"{event.values.get('call') or event.values.get('below') or 'a call'} at {event.frame.place}"
+            places.setdefault(where, []).append(other)
+            first.setdefault(where, event)
+    return [
+        replace(_said(first[where]), rank=None, text=f"{rank_list(ranks)}: in {where}")
+        for where, ranks in list(places.items())[:MOST_PLACES]
+    ]
 
 
 WITHIN_S = 2.0  # an error that has no time of its own is dated by the line before it, which is older
@@ -138,6 +167,9 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, 
     if is_on_cpu and _interrupted_alone(run, record):
         text = "was interrupted (SIGINT) and ended while the others waited for it"
         return _Suspicion(verdict=VerdictKind.RANK_DIED, subtype=Subtype.SIGNAL, text=text)
+    if not is_on_cpu and record.log and record.log.done_line > record.log.last_step_line:
+        text = "logged that it was done, while the others waited for it"
+        return _Suspicion(verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.FINISHED_EARLY, text=text)
     if not is_on_cpu and saw_peers_close(run) and not saw_timeouts(run) and not has_other_death(run, rank):
         if record.exit is None and any(other.exit for other in run.ranks.values()):
             text = (

@@ -82,6 +82,7 @@ class Endings:
     pod: PodDescription = field(default_factory=PodDescription)
     _is_cancelled: bool = False
     _failed: bool = False
+    _agent: str = ""  # which reported it
     _first: bool = False
     _rank: tuple[int, int] | None = None
     _time_s: float | None = None
@@ -131,6 +132,7 @@ class Endings:
         if "torch/distributed/elastic" in text or "ChildFailedError" in text:
             self.is_elastic = True
         if match := _CLOSING.search(text):
+            self._begin_unsaid(int(match["pid"]), text)
             self._tell(int(match["pid"]), -_number(match["signal"]), time_s)
         elif match := _FORCED.search(text):
             self._tell(int(match["pid"]), -int(Signals.SIGKILL), time_s)
@@ -138,7 +140,7 @@ class Endings:
         elif match := _TOLD_ITSELF.search(text):
             self._note(EventKind.CANCELLED, number, text)
         elif match := _FAILED.search(text):
-            self._failed = True
+            self._failed, self._agent = True, _agent(text)
             self.found.append(
                 Ending(
                     code=int(match["code"]), line=number, local_rank=int(match["local"]), pid=int(match["pid"]), is_first=True,
@@ -168,6 +170,11 @@ class Endings:
         first_s = self._told_s.setdefault(pid, time_s)
         if time_s is not None and first_s is not None and time_s - first_s >= PATIENCE_S:
             self.unmoved.add(pid)
+
+    def _begin_unsaid(self, pid: int, text: str) -> None:
+        """A launcher that ends new processes after it reported a failure has restarted the job: it says so only at level INFO."""
+        if self._failed and self._agent and self._agent == _agent(text) and pid not in self.told:
+            self._forget()
 
     def _is_restart(self, text: str) -> bool:
         if "ill restart worker group" in text or ("attempts left" in text and "restart" in text):
@@ -312,6 +319,7 @@ MOST_LISTED = 4096  # lines of srun that list tasks
 _FAILED_WORKER = 1  # torchrun's own exit code after any failure of a worker
 PATIENCE_S = 5.0  # a process that reacts to SIGTERM at all is gone by then, or says why not
 _TOLD_ITSELF = re.compile(r"Received \d{1,2} death signal, shutting down workers")
+_AGENT = re.compile(r"[WE]\d{4} [\d:.]{8,18} (?P<pid>\d{1,9}) ")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d{1,9}) closing signal (?P<signal>SIG[A-Z]{2,5})")
 _FORCED = re.compile(r"Unable to shutdown process (?P<pid>\d{1,9}) via \S{1,40}, forcefully exi?t?ing via")
 _FAILED = re.compile(
@@ -368,6 +376,12 @@ _SHELL = re.compile(
 )
 _SHELL_STARTS = tuple(_WORDS)
 _RANK_VARIABLE = re.compile(r"\b(?:RANK|--(?:node_?)?rank)[= ](?P<rank>\d{1,6})\b")
+
+
+def _agent(text: str) -> str:
+    """The process number of the launcher that wrote a line."""
+    match = _AGENT.match(text)
+    return match["pid"] if match else ""
 
 
 def _table_time(match: re.Match[str]) -> float | None:

@@ -96,6 +96,7 @@ class Stream:
         elif self.frames is not None and (frame := _frame(text)):
             if len(self.frames) < MAX_FRAMES:
                 self.frames.append(frame)
+                self._lend(frame)
         else:
             self._note_event(number, text)
 
@@ -213,6 +214,16 @@ class Stream:
         if frame is not None and not is_library(frame) and (met.frame is None or is_library(met.frame)):
             box[-1] = replace(met, frame=frame)
         return True
+
+    def _lend(self, frame: Frame) -> None:
+        """Give a library's error the program's own line, which only the traceback of the error that followed it has; that one may
+        be cut off before its last line."""
+        box = self.last or self.first
+        if not self.chained or is_library(frame) or not box or "type" not in box[-1].values:
+            return
+        met = box[-1]
+        if met.frame is None or is_library(met.frame) or met.frame in (self.frames or ()):
+            box[-1] = replace(met, frame=frame)
 
     def _of_traceback(self, kind: EventKind) -> dict[str, str]:
         """The torch call of a traceback, its thread, and the exceptions that it was raised in the handling of."""

@@ -83,3 +83,55 @@ def test_scheduler_that_ends_a_job_is_no_fault(tmp_path: Path) -> None:
 def test_log_that_begins_like_json_is_a_log(first: str, tmp_path: Path) -> None:
     raised = "".join(f"[rank1]: {line}\n" for line in RAISED.format("KeyError: 'x'").splitlines())
     assert judged(tmp_path, first + "\n" + STEPS + raised)[0].culprits == (1,)
+
+
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:56982. Check the logs."
+
+
+def of_rank(rank: int, text: str) -> str:
+    return "".join(f"[rank{rank}]: {line}\n" for line in text.splitlines())
+
+
+def test_rank_that_says_it_is_done_finished_early(tmp_path: Path) -> None:
+    waits = "".join(of_rank(rank, RAISED.format(CLOSED)) for rank in (0, 2, 3))
+    top, action = judged(tmp_path, STEPS + "[rank1]: training done\n" + waits)
+    assert (top.verdict, top.subtype, top.culprits) == ("SKIPPED_COLLECTIVE", "finished_early", (1,))
+    assert (action, top.confidence >= 0.6) == (ActionKind.STOP, True)
+
+
+def test_line_of_the_program_in_a_traceback_that_is_cut_off(tmp_path: Path) -> None:
+    library = (
+        RAISED.format("").replace("/job/train.py", "/env/lib/python3.11/site-packages/torch/serialization.py").rstrip()
+        + "\n"
+    )
+    text = (
+        library + "RuntimeError: basic_ios::clear: iostream error\n\nDuring handling of the above exception, another exception "
+        'occurred:\n\nTraceback (most recent call last):\n  File "/job/train.py", line 30, in <module>\n'
+        '  File "/job/io.py", line 7, in s'
+    )  # fmt: skip
+    top, _ = judged(tmp_path, STEPS + of_rank(0, text))
+    assert (top.culprits, top.file, top.line) == ((0,), "/job/io.py", 7)
+
+
+def test_size_that_nobody_owns_up_to_names_the_facts(tmp_path: Path) -> None:
+    sizes = "  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 388 vs 4. Received data"
+    text = STEPS + f"[rank1]: {sizes}\n" + "".join(of_rank(rank, RAISED.format(CLOSED)) for rank in (0, 2, 3))
+    top, _ = judged(tmp_path, text)
+    assert (top.verdict, top.culprits) == (VerdictKind.SIZE_MISMATCH, ())
+    assert "388 bytes, more than the 4" in top.headline
+    assert any(item.text == "ranks 0, 2, 3: in a call at /job/train.py:30" for item in top.evidence)
+
+
+AGENT = "1122 15:3{0}:20.525000 24734 torch/distributed/elastic/multiprocessing/api.py:1028] "
+SENDING = "W" + AGENT + "Sending process {1} closing signal SIGTERM\n"
+FAILED = "E" + AGENT + "failed (exitcode: 1) local_rank: {1} (pid: {2}) of binary: python\n"
+LISTED = "  time      : 2026-11-22_15:35:04\n  rank      : {0} (local_rank: {0})\n  exitcode  : {1} (pid: 2670{0})\n"
+
+
+def test_restart_that_torchrun_does_not_log_makes_no_more_ranks(tmp_path: Path) -> None:
+    (tmp_path / "console.log").write_text(
+        SENDING.format(3, 24859) + SENDING.format(3, 24861) + FAILED.format(3, 1, 24860) + SENDING.format(5, 26701)
+        + SENDING.format(5, 26702) + FAILED.format(5, 0, 26700) + "ChildFailedError:\n" + LISTED.format(1, 143)
+        + LISTED.format(2, 143) + "Root Cause (first observed failure):\n" + LISTED.format(0, 1)
+    )  # fmt: skip
+    assert open_run(str(tmp_path)).world_size == 3
