@@ -38,7 +38,7 @@ WHY = {
 
 
 def store_at(endpoint: str, **options: Any) -> Store:
-    keys = {"access_key": "k", "secret_key": "s", "region": "us-east-1"}
+    keys: dict[str, Any] = {"access_key": "k", "secret_key": "s", "region": "us-east-1"}
     return open_store("s3://b/run", retry_policy=PATIENT, endpoint_url=endpoint, **keys, **options)
 
 
