@@ -22,7 +22,7 @@ _BUSY: tuple[tuple[Subtype, re.Pattern[str]], ...] = tuple(
             "__next__", "data_pipe", "prefetch", "utils/data/",
         ),
         Subtype.PYTHON_LOCK: (
-            r"\block\b", r"_lock\b", r"\.acquire\(", "lock_", "mutex", "semaphore", "rlock", "deadlock",
+            r"\block\b", r"_lock\b", r"\.acquire\(", r"(?<![a-z])lock_", "mutex", "semaphore", "rlock", "deadlock",
             "wait_for_tstate_lock", r"\bcondition\b",
         ),
         Subtype.GC: (r"\bgc\.collect", "garbage"),

@@ -29,6 +29,10 @@ LOADER = (f"{PYTHON}/site-packages/torch/utils/data/dataloader.py", "_try_get_da
         ([WAIT, GET, ("/srv/train.py", "publish", "return q.get()")], "python_lock"),
         ([WAIT, RESULT, ("/srv/train.py", "save_checkpoint", "upload.result()")], "checkpoint_io"),
         ([("/srv/train.py", "main", "subprocess.run(command)")], "user_code"),
+        (
+            [("libc.so.6", "clock_nanosleep", ""), ("libpython3.11.so.1.0", "time_sleep", ""), ("w.py", "work", "")],
+            "user_code",
+        ),
     ],
 )
 def test_stack_shows_what_a_rank_is_busy_with(frames: list[tuple[str, str, str]], subtype: str) -> None:
