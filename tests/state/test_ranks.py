@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
 from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.dcp.storage import StorageWriter
+from titan_ckpt.errors import UsageError
 from titan_ckpt.loading.load import load
 from titan_ckpt.saving.saver import save
 from tools.rank_pool import RankPool
@@ -90,3 +95,81 @@ def _clash(rank: int, url: str) -> None:
 def test_names_that_clash_between_ranks_are_refused(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_clash, str(tmp_path))
     assert not list(tmp_path.glob("step*/*"))
+
+
+def _fsdp1(seed: int, width: int) -> dict[str, Any]:
+    """A model of FSDP1 and its optimizer after a step, as a sharded state dict; a layer of width 1 is on one rank alone."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(seed)
+    model = FullyShardedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, width)),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        moments = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        return {"model": model.state_dict(), "optimizer": moments}
+
+
+def _shards(state: Any) -> Any:
+    if isinstance(state, ShardedTensor):
+        return [(shard.metadata.shard_offsets, shard.tensor.tolist()) for shard in state.local_shards()]
+    if isinstance(state, dict):
+        return {key: _shards(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, torch.Tensor) else state
+
+
+def _through_fsdp1(_rank: int, folder: str) -> list[bool]:
+    """Whether all comes back; DCP's own load fails where a rank holds nothing of a tensor (torch 2.13)."""
+    equal = []
+    readers: list[tuple[int, list[Any]]] = [(1, [load]), (3, [load, _load_by_dcp])]
+    for width, reads in readers:
+        old = _fsdp1(1, width)
+        save(f"{folder}/ours", old, step=width)
+        dcp.save(old, storage_writer=StorageWriter(f"{folder}/theirs@{width}"))
+        for run in ("ours", "theirs"):
+            for read in reads:
+                new = _fsdp1(2, width)
+                different = _shards(new) != _shards(old)
+                read(f"{folder}/{run}@{width}", new)
+                equal.append(different and _shards(new) == _shards(old))
+    return equal
+
+
+def _load_by_dcp(url: str, state: dict[str, Any]) -> None:
+    dcp.load(state, checkpoint_id=url.replace("@", "/step-0000000"))
+
+
+def test_shards_of_fsdp1_come_back_through_us_and_dcp(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_through_fsdp1, str(tmp_path)) == [[True] * 6] * 2
+    model = open_checkpoint(f"{tmp_path}/ours@1").read_all("model")
+    assert {name: tuple(value.shape) for name, value in model.items()} == {
+        "0.weight": (7, 5), "0.bias": (7,), "1.weight": (1, 7), "1.bias": (1,),
+    }  # fmt: skip
+
+
+def _alone(rank: int, url: str) -> list[str]:
+    found = []
+    options: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"use_collectives": False}, {}),
+        ({}, {}),
+        ({}, {"overwrite": False}),
+    ]
+    for how, writer in options:
+        try:
+            dcp.save({f"rank {rank}": torch.ones(2)}, storage_writer=StorageWriter(url, **writer), **how)
+            found.append("")
+        except (UsageError, dcp.CheckpointException) as error:
+            found.append(str(error).strip().rpartition("\n")[2])
+    return found
+
+
+def test_ranks_that_save_for_themselves_or_again_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    for alone, together, again in pool.run(_alone, f"{tmp_path}@1"):
+        assert "use_collectives=False each rank saves for itself" in alone
+        assert together == ""
+        assert "exists already, and overwrite=False" in again
+    assert sorted(open_checkpoint(str(tmp_path)).read_all()) == ["rank 0", "rank 1"]

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint._extension import StreamTransformExtension
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -34,18 +34,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from titan_ckpt.arguments import check_type
+from titan_ckpt.arguments import check_flag, check_type
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.commit_proved import commit_checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.objects import read_object_bytes
 from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.dcp.written import Written, entry_of, table_of
 from titan_ckpt.errors import AlreadyExistsError, CheckpointError, UsageError
 from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, decode_blob
 from titan_ckpt.format.commit import found_before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
-from titan_ckpt.format.manifest import DIGEST_BYTES, ChunkTable, Manifest, ObjectEntry, TensorEntry
+from titan_ckpt.format.manifest import Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.format.names import check_step, new_attempt, step_folder
 from titan_ckpt.format.structure import of_paths
 from titan_ckpt.loading.casts import holds_every_value
@@ -104,19 +105,11 @@ class _Assignment:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """One item of a rank's file; `row` is its index among the tensors of `part`, -1 for a non-tensor value."""
-
-    part: RankPart
-    row: int
-    placements: Placements | None
-
-
 class StorageWriter(TorchStorageWriter):
     """Writes one step of a run. The step is part of the URL (`URL@STEP`), given, or in `dcp.save(checkpoint_id="URL@STEP")`.
     `mesh` names the axes, so that the checkpoint can be resharded. `training`, `config` and `user` must be JSON. The commit is
-    conditional, as `Saver`'s is: ConditionFailedError if another job committed the step meanwhile.
+    conditional, as `Saver`'s is: ConditionFailedError if another job committed the step meanwhile. With `overwrite=False` a step
+    that exists is an AlreadyExistsError. `dcp.save(use_collectives=False)` is refused: nobody would know what all ranks wrote.
     """
 
     def __init__(
@@ -129,9 +122,12 @@ class StorageWriter(TorchStorageWriter):
         config: Mapping[str, Any] | None = None,
         user: Mapping[str, Any] | None = None,
         storage_options: Options = None,
+        overwrite: bool = True,
     ) -> None:
+        check_flag(overwrite, "overwrite")
         check_type(mesh, "mesh", MeshSpec, or_none=True, hint="MeshSpec.parse('dp_shard=8,tp=2')")
         self._url, self._step, self._mesh, self._said = url, step, mesh, set[str]()
+        self._is_overwriting = overwrite
         self._storage_options = storage_options
         request = SaveRequest(step=0 if step is None else step, training=training, config=config, user=user)
         request.check()
@@ -148,11 +144,18 @@ class StorageWriter(TorchStorageWriter):
         check_writable(location.url)
         self._run_url, self._at = normalise(location.url), check_step(step)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:  # DCP looks for this name
         """Open the store, of whose errors DCP tells all ranks here, not in `reset`; remember what this save will replace."""
+        if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UsageError(
+                f"{self._run_url}@{self._at}: with use_collectives=False each rank saves for itself, and a commit needs all of "
+                "them; leave it out"
+            )
         with using(self._storage_options, self._run_url):
             self._store = open_store(self._run_url)
         self._previous = found_before(self._store, self._at) if is_coordinator else None
+        if not self._is_overwriting and self._previous is not None and self._previous.commit is not None:
+            raise AlreadyExistsError(f"{self._run_url}@{self._at}: exists already, and overwrite=False")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""
@@ -219,7 +222,7 @@ class StorageWriter(TorchStorageWriter):
         rows: list[WriteResult] = []
         for fqn in names:
             chunks = sorted(stored[fqn], key=lambda result: tuple(result.index.offset or ()))
-            entries.append(_entry(metadata, fqn, chunks, first_chunk=len(rows)))
+            entries.append(entry_of(metadata, fqn, chunks, first_chunk=len(rows)))
             rows.extend(chunks)
         objects = [
             ObjectEntry(fqn=o.fqn, file=path, offset=o.offset, length=o.length, digest=o.digest)
@@ -235,7 +238,7 @@ class StorageWriter(TorchStorageWriter):
             mesh=self._mesh,
             pipeline=None,
             tensors=tuple(entries),
-            chunks=_table(metadata, rows, {file.path: n for n, file in enumerate(files)}),
+            chunks=table_of(metadata, rows, {file.path: n for n, file in enumerate(files)}),
             codecs=CODECS,
             objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
             files=tuple(files),
@@ -360,41 +363,4 @@ def _placements(planner: SavePlanner, write: WriteItem) -> Placements | None:
 
 def _result(write: WriteItem, part: RankPart, row: int, placements: Placements | None) -> WriteResult:
     size_bytes = int(part.columns[row][2]) if row >= 0 else 0
-    return WriteResult(index=write.index, size_in_bytes=size_bytes, storage_data=_Written(part, row, placements))
-
-
-def _entry(metadata: Metadata, fqn: str, chunks: list[WriteResult], *, first_chunk: int) -> TensorEntry:
-    described = cast(TensorStorageMetadata, metadata.state_dict_metadata[fqn])
-    placements = chunks[0].storage_data.placements
-    is_whole = len(chunks) == 1 and placements is None
-    return TensorEntry(
-        fqn=fqn,
-        dtype=DTYPE_NAME[described.properties.dtype],
-        global_shape=tuple(described.size),
-        placements={} if is_whole else placements,
-        stages=None,
-        first_chunk=first_chunk,
-        num_chunks=len(chunks),
-    )
-
-
-def _table(metadata: Metadata, rows: list[WriteResult], number: dict[str, int]) -> ChunkTable:
-    sizes = {
-        (fqn, tuple(chunk.offsets)): tuple(chunk.sizes)
-        for fqn, entry in metadata.state_dict_metadata.items()
-        for chunk in getattr(entry, "chunks", ())
-    }
-    boxes = [Box(offset, sizes[(r.index.fqn, offset)]) for r in rows for offset in [tuple(r.index.offset or ())]]
-    written: list[_Written] = [result.storage_data for result in rows]
-    columns = np.array([w.part.columns[w.row] for w in written], dtype=np.int64).reshape(-1, 6).T
-    return ChunkTable(
-        file=np.array([number[w.part.files[0].path] for w in written], dtype=np.int64),
-        offset=columns[1],
-        length=columns[2],
-        payload_offset=columns[3],
-        payload_length=columns[4],
-        codec=columns[5],
-        box_offsets=np.array([n for box in boxes for n in box.offsets], dtype=np.int64),
-        box_sizes=np.array([n for box in boxes for n in box.sizes], dtype=np.int64),
-        digests=b"".join(w.part.digests[w.row * DIGEST_BYTES :][:DIGEST_BYTES] for w in written),
-    )
+    return WriteResult(index=write.index, size_in_bytes=size_bytes, storage_data=Written(part, row, placements))

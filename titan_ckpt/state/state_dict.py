@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
@@ -53,6 +54,8 @@ def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:
     if dtype is None or tensor.layout is not torch.strided:
         raise UsageError(f"{fqn}: tensors of {tensor.dtype}, {tensor.layout} cannot be stored in a checkpoint")
     global_shape = tuple(tensor.shape)
+    if isinstance(tensor, ShardedTensor):
+        return _shard_of_fsdp1(fqn, tensor, dtype)
     if not isinstance(tensor, DTensor):
         return LocalShard(
             fqn=fqn,
@@ -78,8 +81,26 @@ def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:
     )
 
 
+def _shard_of_fsdp1(fqn: str, tensor: ShardedTensor, dtype: str) -> LocalShard:
+    """The shard of a tensor in a `SHARDED_STATE_DICT` of FSDP1. UsageError for several shards on this rank."""
+    shards = tensor.local_shards()
+    if len(shards) != 1:
+        raise UsageError(f"{fqn}: this rank holds {len(shards)} shards of a ShardedTensor, and one can be stored")
+    box = shards[0].metadata
+    return LocalShard(
+        fqn=fqn,
+        dtype=dtype,
+        global_shape=tuple(tensor.shape),
+        placements=None,
+        offsets=tuple(box.shard_offsets),
+        sizes=tuple(box.shard_sizes),
+    )
+
+
 def has_part_of(tensor: torch.Tensor) -> bool:
-    """Whether this rank is on the tensor's mesh; it holds nothing of a DTensor on a mesh of other ranks."""
+    """Whether this rank holds some of the tensor: not of a DTensor on a mesh of other ranks, or if FSDP1 left none for it."""
+    if isinstance(tensor, ShardedTensor):
+        return bool(tensor.local_shards())
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
 
 
@@ -144,7 +165,10 @@ def _shard_dim(placement: TorchPlacement) -> int:
 
 
 def detached_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard as a detached plain tensor that shares its memory."""
+    """This rank's shard as a detached plain tensor that shares its memory; an empty one of a tensor of which it holds none."""
+    if isinstance(tensor, ShardedTensor):
+        shards = tensor.local_shards()
+        return shards[0].tensor.detach() if shards else torch.empty(0, dtype=tensor.dtype)
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -49,7 +49,7 @@ def parts_of(name: str, tensor: torch.Tensor) -> Parts | None:
     UsageError for a class that cannot say its parts.
     """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if type(local) is torch.Tensor or local.layout is not torch.strided or not _is_made_of_others(local):
+    if type(local) is torch.Tensor or not _is_made_of_others(local) or local.layout is not torch.strided:
         return None
     made: Any = local
     try:
