@@ -45,11 +45,10 @@ from titan_ckpt.saving.options import (
 )
 from titan_ckpt.saving.replicas import Replicas
 from titan_ckpt.saving.second_tier import Mirror, open_tiers
-from titan_ckpt.saving.staging import Arena, Copies, Direct, PayloadSource, warn_expanded
+from titan_ckpt.saving.staging import Arena, Copies, Direct, PayloadSource, are_on_gpu, warn_expanded
 from titan_ckpt.saving.turns import Turns
 from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOptions, upload
 from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_of, raise_failures
-from titan_ckpt.state.state_dict import detached_shard
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.clients.options import Options
 from titan_ckpt.store.time_limit import run_until
@@ -197,7 +196,7 @@ class Saver:
     def _job(self, mine: Prepared, agreed: Agreed, *, is_staged: bool) -> SaveJob:
         """Stage this rank's share, or take the tensors themselves as the source of its bytes."""
         plan, tensors = agreed.plan, [mine.flat.tensors[item.fqn] for item in agreed.plan.items]
-        is_on_gpu = any(detached_shard(tensor).is_cuda for tensor in tensors)
+        is_on_gpu = are_on_gpu(tensors)
         copies = Copies([mine.flat.tensors[item.fqn] for item in mine.items], plan.copies)
         source: PayloadSource = Direct(tensors)
         if is_staged:

@@ -19,7 +19,7 @@ from titan_ckpt.errors import TitanError
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.torch_blob import align
 from titan_ckpt.saving.replicas import bucket_digests
-from titan_ckpt.state.state_dict import LocalShard, as_bytes, plain
+from titan_ckpt.state.state_dict import LocalShard, as_bytes, detached_shard, plain
 
 log = logging.getLogger(__name__)
 MOST_REPEATS, SHOWN = 16, 10
@@ -108,6 +108,11 @@ class Copies:
     def digests(self) -> list[bytes]:
         """One digest for each bucket."""
         return bucket_digests(self._buckets, lambda index: _as_digest(self._taken[index]))
+
+
+def are_on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a shard of this rank is on a CUDA device."""
+    return any(detached_shard(tensor).is_cuda for tensor in tensors)
 
 
 def warn_expanded(tensors: Iterable[tuple[str, torch.Tensor]], said: set[str]) -> None:
