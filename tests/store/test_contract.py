@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,28 @@ import pytest
 from titan_ckpt.errors import ConditionFailedError, NotFoundError, StoreError, UsageError
 from titan_ckpt.store.base import LARGEST_CHANGING_PART, Steady, Store, probe_conditions
 from titan_ckpt.store.open import open_store
+from tools.gcs_server import running_gcs
 
 MB = 1 << 20
 
 
-@pytest.fixture(params=["file", "memory", *(pytest.param(name, marks=pytest.mark.s3) for name in ("botocore", "s3fs"))])
+@pytest.fixture(scope="module")
+def gcs_token() -> Iterator[dict[str, str]]:
+    with running_gcs() as token:
+        yield token
+
+
+# `make stores` starts emulators and runs this suite on them as well.
+EMULATED = tuple(filter(None, os.environ.get("TITAN_CKPT_TEST_STORES", "").split(",")))
+ON_S3 = tuple(pytest.param(name, marks=pytest.mark.s3) for name in ("botocore", "s3fs"))
+
+
+@pytest.fixture(params=["file", "memory", "gs", *ON_S3, *EMULATED])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "gs":
+        return open_store(f"gs://bucket/{tmp_path.name}", token=request.getfixturevalue("gcs_token"))
+    if request.param in EMULATED:
+        return open_store(f"{request.param}://titan-tests/{tmp_path.name}-{secrets.token_hex(4)}")
     if request.param in ("botocore", "s3fs"):
         return open_store(request.getfixturevalue("s3_url"), client=request.param)
     return open_store(tmp_path / "run" if request.param == "file" else f"memory://{tmp_path.name}")

@@ -68,8 +68,8 @@ def test_a_store_without_conditional_writes_logs_a_warning(
 def test_unknown_schemes_and_missing_libraries_are_usage_errors() -> None:
     with pytest.raises(UsageError, match="fsspec knows"):
         open_store("nosuch://x/y")
-    with pytest.raises(UsageError, match="gcsfs"):
-        open_store("gs://bucket/run")
+    with pytest.raises(UsageError, match="pip install 'ossfs'"):
+        open_store("oss://bucket/run")
 
 
 def test_deleting_what_is_gone_is_fine(store: FsspecStore) -> None:

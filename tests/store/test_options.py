@@ -17,11 +17,12 @@ import torch
 import titan_ckpt as tc
 from tests.conftest import BUCKET
 from tests.store.test_s3 import clean_environment
-from titan_ckpt.errors import ConfigError, UsageError
+from titan_ckpt.errors import ConditionFailedError, ConfigError, UsageError
 from titan_ckpt.store.clients.s3_names import s3_request
 from titan_ckpt.store.clients.s3fs_store import S3fsStore
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.s3 import S3Store
+from tools.gcs_server import running_gcs
 from tools.s3_server import Server
 
 STATE = {"w": torch.arange(4.0)}
@@ -305,3 +306,29 @@ def test_store_arguments_of_a_local_folder_are_refused(tmp_path: Path, capsys: p
 
     assert main(["--region", "x", "ls", str(tmp_path)]) == 2
     assert "--region: no argument is the URL of a store; local folders have no options" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "problem"),
+    [
+        ("gs://bucket/run", {"tokn": "x"}, "unknown option 'tokn'; did you mean 'token'"),
+        ("gs://bucket/run", {"token": "/no/such/file"}, "option token is neither the path of a key file"),
+        ("az://container/run", {"account_nam": "x"}, "did you mean 'account_name'"),
+        ("az://container/run", {"account_name": "x", "anon": "perhaps"}, "option anon is of type str"),
+        ("az://container/run", {"connection_string": "x"}, "Account must be specified"),
+        ("gs://user:word@bucket/run", {}, "names no bucket, or has credentials"),
+    ],
+)
+@pytest.mark.usefixtures("bare")
+def test_a_bad_option_of_a_cloud_is_named(url: str, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        tc.open_store(url, storage_options=options)
+
+
+def test_two_jobs_on_google_cannot_both_commit() -> None:
+    with running_gcs() as token:
+        first, second = (tc.open_store("gs://bucket/run", token=token) for _ in range(2))
+        tc.save(first, STATE, step=1)
+        assert tc.verify(tc.open_checkpoint("gs://bucket/run", storage_options={"token": token}), read_data=True) == []
+        with pytest.raises(ConditionFailedError, match="another writer was first"):
+            second.write_if("step-00000001/COMMIT.json", b"{}", version=None)

@@ -42,9 +42,23 @@ def open_store(
     asked = {**settings.options, **given}
     if scheme(url) in ("s3", "s3a"):
         return _open_s3(url, policy, asked, client)
+    if scheme(url) in ("gs", "gcs", "az", "abfs", "abfss"):
+        return _open_cloud(url, policy, asked)
     from titan_ckpt.store.any_fsspec import FsspecStore  # importing fsspec takes 0.1 s
 
     return FsspecStore(url, policy, **asked)
+
+
+def _open_cloud(url: str, policy: RetryPolicy, asked: StorageOptions) -> Store:
+    from titan_ckpt.store.clients.extras import missing_library
+
+    try:
+        from titan_ckpt.store.clients.obstore_store import ObstoreStore  # obstore is an extra
+    except ImportError as error:
+        raise missing_library(scheme(url), redact(url), error) from error
+    store = ObstoreStore(url, policy, asked)
+    log.info("client: obstore for %s", store)
+    return store
 
 
 def _open_s3(url: str, policy: RetryPolicy, given: StorageOptions, client: str) -> Store:

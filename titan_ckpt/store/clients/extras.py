@@ -6,11 +6,12 @@ from titan_ckpt.errors import MissingExtraError, TitanError, UsageError
 
 # Scheme: (library, extra of ours that brings it).
 EXTRAS = {
-    "s3": ("botocore or s3fs", "s3"), "s3a": ("botocore or s3fs", "s3"),
+    "s3": ("botocore or s3fs", "s3"), "s3a": ("botocore or s3fs", "s3"), "gs": ("obstore", "gs"), "gcs": ("obstore", "gs"),
+    "az": ("obstore", "az"), "abfs": ("obstore", "az"), "abfss": ("obstore", "az"),
 }  # fmt: skip
 # Scheme: what pip installs (fsspec/registry.py names the libraries).
 LIBRARIES = {
-    "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "ssh": "paramiko",
+    "sftp": "paramiko", "ssh": "paramiko",
     "http": "aiohttp requests", "https": "aiohttp requests", "hf": "huggingface_hub",
     "webdav": "webdav4[fsspec]", "smb": "smbprotocol", "hdfs": "pyarrow", "arrow_hdfs": "pyarrow", "webhdfs": "requests",
     "oci": "ocifs", "ocilake": "ocifs", "oss": "ossfs", "tos": "tosfs", "dropbox": "dropboxdrivefs requests dropbox",
