@@ -13,6 +13,7 @@ from titan_ckpt.console.output import write_json, write_note, write_text
 from titan_ckpt.console.picture import MARK, add_force_flag, check_picture, write_marked, write_picture
 from titan_ckpt.console.store_arguments import add_store_arguments
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
+from titan_ckpt.debug.diagnosis.no_culprit import went_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict
@@ -121,7 +122,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         text = report_text(evidence, verdicts, time.time())
         write_text(text + _other_incidents(evidence.incidents, evidence.incident))
     _write_files(evidence, verdicts, arguments)
-    return exit_code(verdicts[0])
+    return exit_code(verdicts[0], is_over=went_on(evidence))
 
 
 def _write_files(evidence: Run, verdicts: Sequence[Verdict], arguments: argparse.Namespace) -> None:
@@ -155,8 +156,10 @@ def _is_ticking(evidence: Run) -> bool:
     return any(beat and not beat.is_stopped and time.time() - beat.alive_ns / 1e9 < TICKING_S for beat in beats)
 
 
-def exit_code(top: Verdict) -> int:
-    """0 healthy, 1 fault, 4 undecided, 5 running."""
+def exit_code(top: Verdict, *, is_over: bool = False) -> int:
+    """0 healthy, 1 fault, 4 undecided, 5 running. In a job that ended well (`is_over`) a straggler was no fault."""
+    if top.verdict == VerdictKind.STRAGGLER and is_over:
+        return 0
     if top.verdict == VerdictKind.RUNNING:
         return 5
     return 0 if top.is_healthy else 4 if top.is_undecided else 1
@@ -196,7 +199,7 @@ def _diagnose_all(arguments: argparse.Namespace) -> int:
             top, report = verdicts[0], report_json(evidence, verdicts, time.time())
             ranks = ", ".join(map(str, top.culprits[:8])) or "-"
             text = f"{top.verdict}  rank {ranks}  {top.confidence:.0%}  {top.headline}"
-            codes.add(exit_code(top))
+            codes.add(exit_code(top, is_over=went_on(evidence)))
         if as_text:
             write_text(escape_line(f"{incident or path}  {text}") + "\n")
         reports.append(report)

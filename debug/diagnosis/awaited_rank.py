@@ -195,8 +195,9 @@ def _in_collective(run: Run, state: Situation, edge: Edge) -> _Reason:
 
 
 def _is_elsewhere(run: Run, state: Situation, edge: Edge) -> bool:
-    """Whether the stack of a rank that left no dump shows it in another collective than the one it is awaited in."""
-    if run.ranks[state.rank].dumps:
+    """Whether the stack of a rank that left no dump shows it in another collective than the one it is awaited in. (A black box is
+    none: it lacks what C++ issued.)"""
+    if run.ranks[state.rank].has_flight_recorder or _has_pending(run, state.rank):
         return False
     mine, awaited = _bare(state.call), _bare(_operation_waited_for(run, edge))
     return mine not in ("", "wait") and bool(awaited) and mine not in awaited and awaited not in mine
@@ -296,19 +297,18 @@ def without_end(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
 
 
 def left_no_end(run: Run, rank: int) -> bool:
-    """Whether all other recorders left an end of their process, and this one, which ticked no longer than they did, left none."""
+    """Whether other recorders left an end of their process, and this one, which ticked no longer than they did, left none."""
     record = run.ranks[rank]
-    others = [
-        (other, other.heartbeat) for other in run.ranks.values() if other.rank != rank and other.heartbeat is not None
-    ]
-    if record.heartbeat is None or record.heartbeat.is_stopped or record.process_state or not others:
+    ends = [one.heartbeat.alive_ns for one in run.ranks.values() if one.heartbeat is not None and _has_end(one)]
+    if record.heartbeat is None or record.process_state or _has_end(record) or not ends:
         return False
-    is_earlier = record.heartbeat.alive_ns <= min(beat.alive_ns for _, beat in others)
-    return (
-        is_earlier
-        and is_silent(run, record.heartbeat)
-        and all(was_told(other) or beat.is_stopped for other, beat in others)
-    )
+    return record.heartbeat.alive_ns <= min(ends) and is_silent(run, record.heartbeat)
+
+
+def _has_end(record: RankRecord) -> bool:
+    """Whether a recorder left how its process ended: in order, told to, or by an exception."""
+    is_stopped = record.heartbeat is not None and record.heartbeat.is_stopped
+    return is_stopped or was_told(record) or _had_exception(record)
 
 
 def _ticks_stopped(stopped_s: float, *, is_closed: bool, is_open: bool) -> _Reason:

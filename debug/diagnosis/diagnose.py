@@ -7,7 +7,13 @@ from dataclasses import replace
 from signal import SIGABRT
 
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
-from titan_ckpt.debug.diagnosis.awaited_rank import cause_of_death, stopped_ticking, verdict_of, without_end
+from titan_ckpt.debug.diagnosis.awaited_rank import (
+    cause_of_death,
+    left_no_end,
+    stopped_ticking,
+    verdict_of,
+    without_end,
+)
 from titan_ckpt.debug.diagnosis.deadlock import deadlock
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, sizes_in_logs
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
@@ -62,7 +68,7 @@ def _diagnose(run: Run) -> list[Verdict]:
         found = [_without_fault(run, found_lanes, edges, states)]
     ranked = [_with_suspects(verdict) for verdict in _ranked(_checked(run, _merged(run, found)))]
     pace = pace_of_live(run, edges)
-    if is_beginning(run):
+    if is_not_yet(ranked[0]) and is_beginning(run):
         ranked = [running(None, ranked[0])]
     if pace is not None and is_not_yet(ranked[0]):
         ranked = [running(pace, ranked[0])]
@@ -108,7 +114,7 @@ def _faults(
     unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
     named = [root for root in ends.sinks if root not in unseen or _is_known_gone(run, unseen)]
     reasons = [verdict_of(run, root, edges, states) for root in named]
-    yield from _without_reason([found for found in reasons if not _is_outnumbered(found, edges)], states)
+    yield from _without_reason(run, [found for found in reasons if not _is_outnumbered(found, edges)], states)
     for cycle in ends.cycles:
         yield deadlock(run, cycle, edges, states)
     yield from transport(run, found_lanes)
@@ -127,13 +133,17 @@ def _faults(
             yield verdict_of(run, rank, edges, states)
 
 
-def _without_reason(found: Sequence[Verdict], states: Mapping[int, Situation]) -> Iterator[Verdict]:
+def _without_reason(run: Run, found: Sequence[Verdict], states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """Name ranks whose absence is all that is known in one verdict, or not at all if no fewer ranks wait for them: then it
     is as likely that those went too far."""
     absent = (RankState.UNKNOWN, RankState.SILENT)
     unclear = [v for v in found if v.culprits and states[v.culprits[0]].kind in absent and not v.subtype]
     overtaking = [v for v in found if v.subtype == Subtype.ACROSS_GROUPS]
-    yield from (verdict for verdict in found if verdict not in unclear and verdict not in overtaking)
+    gone = [v for v in unclear if v.verdict == VerdictKind.RANK_DIED and left_no_end(run, v.culprits[0])]
+    if len(gone) > 1:
+        unclear = [verdict for verdict in unclear if verdict not in gone]
+        yield _named_together(gone)
+    yield from (verdict for verdict in found if verdict not in (*gone, *unclear, *overtaking))
     if overtaking:
         yield _named_together(overtaking)
     culprits = tuple(sorted(rank for verdict in unclear for rank in verdict.culprits))

@@ -18,6 +18,7 @@ from titan_ckpt.debug.incident.waits import looked_at_ns, pending
 LEAST_STANDSTILL_S = 10.0
 UNKNOWN_PACE_S = 60.0  # where too little was recorded to know how long a step takes
 TIMES_LONGEST_GAP = 2.0  # a wait this many times as long as the longest before is no slow step
+BEGINNING_S = 30.0  # imports take as long on a busy host
 LEAST_GAPS = 8
 STALL = "stall"
 
@@ -55,14 +56,15 @@ def pace_of_live(run: Run, edges: Sequence[Edge]) -> Pace | None:
 
 
 def is_beginning(run: Run) -> bool:
-    """Whether the newest attempt has just begun, and ranks of which only an earlier one left something may still come."""
+    """Whether the job has just begun, so that ranks which are not there may still come: after an attempt that left something of
+    them they have longer."""
     is_awaited = any(flag.flag == FlagKind.EARLIER_ATTEMPT for flag in run.flags)
     beats = [record.heartbeat for record in run.ranks.values() if record.heartbeat is not None]
-    if not is_awaited or not beats or _has_ended(run, is_told=False):
+    if not beats or _has_ended(run, is_told=False):
         return False
     began_ns, seen_ns = min(beat.phase_ns for beat in beats), max(beat.alive_ns for beat in beats)
     has_issued = any(len(record.operations) for record in run.ranks.values())
-    return not has_issued and seen_ns - began_ns < UNKNOWN_PACE_S * 1e9
+    return not has_issued and seen_ns - began_ns < (UNKNOWN_PACE_S if is_awaited else BEGINNING_S) * 1e9
 
 
 def _has_ended(run: Run, *, is_told: bool) -> bool:

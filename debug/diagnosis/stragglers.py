@@ -12,7 +12,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.confidence import Basis, straggling
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.operation_table import column
-from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
+from titan_ckpt.debug.incident.records import Array, Evidence, Run, Verdict
 
 LEAST_TIMES = 5
 MOST_COLUMNS = 512
@@ -62,6 +62,8 @@ def _slowest(run: Run, lane: Lane) -> _Late | None:
     i = int(totals.argmax())
     late = lag >= LEAST_LAG_NS
     mine = lag[(last == i) & late]
+    if 2 * _waiting_ns(run, lane.members[int(heard[i])], created[i], (last == i) & late) >= mine.sum():
+        return None  # it came late because others were: a later stage of a pipeline
     share = float(mine.sum()) / max(span, 1)
     is_chance = len(heard) * _chance(len(mine), int(late.sum()), len(heard)) > CHANCE
     part = totals[i] / max(totals.sum(), 1)
@@ -72,6 +74,16 @@ def _slowest(run: Run, lane: Lane) -> _Late | None:
     ):
         return None
     return _Late(rank=lane.members[int(heard[i])], lag_ns=int(np.median(mine)), times=len(mine), share=share)
+
+
+def _waiting_ns(run: Run, rank: int, created: Array, where: Array) -> int:
+    """How long a rank waited in sends and receives before those of its collectives that `where` picks."""
+    table = run.ranks[rank].operations
+    pairs = table[(table["p2p"] != 0) & (table["completed_ns"] > table["created_ns"])]
+    before = np.searchsorted(created, pairs["completed_ns"])
+    is_between = (before > 0) & (before < len(created))
+    waited = (pairs["completed_ns"] - pairs["created_ns"])[is_between]
+    return int(np.bincount(before[is_between], weights=waited, minlength=len(created))[where].sum())
 
 
 def _chance(times: int, of: int, ranks: int) -> float:

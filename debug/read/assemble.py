@@ -140,16 +140,24 @@ def _home(found: RankEvidence, record: RankRecord) -> tuple[Array, int] | None:
 
 
 def _wrappers(run: Run) -> frozenset[tuple[str, int]]:
-    """Lines through which operations of several kinds are called: (file, line) seen below two or more op names."""
+    """Lines of helpers: (file, line) through which a caller issues operations of one kind, and other callers those of others. (A
+    line that issues several for each caller is no helper: a backward pass, a call that gathers objects.)"""
     pairs: set[int] = set()
     for block in operation_blocks(run.ranks):
         pairs.update(np.unique((block.table["op"].astype(np.int64) << 32) | block.table["frames"]).tolist())
-    ops: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+    ops: defaultdict[tuple[str, int], defaultdict[object, set[int]]] = defaultdict(lambda: defaultdict(set))
     for pair in pairs:
-        frame = user_frame(run.names.frames[pair & 0xFFFFFFFF])
+        frames = run.names.frames[pair & 0xFFFFFFFF]
+        frame = user_frame(frames)
         if frame is not None:
-            ops[frame.file, frame.line].add(pair >> 32)
-    return frozenset(place for place, used_by in ops.items() if len(used_by) > 1)
+            outer = frames[frames.index(frame) + 1 :][:1]
+            ops[frame.file, frame.line][outer].add(pair >> 32)
+    return frozenset(place for place, by_caller in ops.items() if _is_helper([*by_caller.values()]))
+
+
+def _is_helper(kinds: Sequence[set[int]]) -> bool:
+    """Whether several callers issue different kinds of operations, `kinds` by caller, one of each."""
+    return len(set().union(*kinds)) > 1 and all(len(of_caller) == 1 for of_caller in kinds)
 
 
 def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer_box: bool) -> RankRecord:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.small_jobs import START_NS, job
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.incident.kinds import DumpKind, EventKind
-from titan_ckpt.debug.incident.records import Heartbeat, LogEvent, RankLog
+from titan_ckpt.debug.incident.records import Heartbeat, LogEvent, RankLog, Run
 
 WAITED = """\
 2026-11-22 12:09:00,345 INFO train: step 2
@@ -79,3 +79,40 @@ def test_a_late_tick_is_no_frozen_rank(late_s: int, verdict: str) -> None:
         ranks[rank] = replace(record, heartbeat=beat, dumps=dumps)
     top = diagnose(replace(run, ranks=ranks))[0]
     assert (top.verdict, top.culprits) == (verdict, (0,))
+
+
+def _with_ends(text: str, ends: dict[int, Heartbeat], raised: int) -> Run:
+    """A small job with black boxes: the ends of its ranks, and one that dumped for an exception as its connection closed."""
+    run = job(text)
+    ranks = {}
+    for rank, record in run.ranks.items():
+        dumps = tuple(replace(dump, kind=DumpKind.BLACK_BOX) for dump in record.dumps)
+        ranks[rank] = replace(record, dumps=dumps, heartbeat=ends[rank])
+    event = LogEvent(kind=EventKind.COMM_CLOSED, rank=raised, text="Connection closed by peer", source="e", line=0)
+    dumped = (*ranks[raised].dumps, replace(ranks[raised].dumps[0], reason="exception"))
+    ranks[raised] = replace(ranks[raised], dumps=dumped, log=RankLog(source="e", events=(event,)))
+    return replace(run, ranks=ranks)
+
+
+def _beat(after_ms: int, *, status: int | None = None) -> Heartbeat:
+    alive_ns = START_NS + 3 * 10**9 + after_ms * 10**6
+    return Heartbeat(
+        step=1, phase="", phase_ns=0, alive_ns=alive_ns, source="b", is_stopped=status is not None, status=status
+    )
+
+
+def test_two_of_three_that_left_no_end_died() -> None:
+    ends = {0: _beat(200), 1: _beat(0), 2: _beat(-100)}
+    top = diagnose(_with_ends("0: all_reduce@1 all_reduce@1?\n1 2: all_reduce@1", ends, 0))[0]
+    assert (top.verdict, top.culprits, top.victims) == ("RANK_DIED", (1, 2), (0,))
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict", "culprits"),
+    [(0, "SKIPPED_COLLECTIVE", (1,)), (3, "RANK_DIED", (1,)), (None, "RANK_DIED", (1,))],
+)
+def test_a_rank_that_ended_while_others_waited(status: int | None, verdict: str, culprits: tuple[int, ...]) -> None:
+    ends = {0: _beat(200), 1: _beat(0, status=status), 2: _beat(150)}
+    top = diagnose(_with_ends("1: all_reduce@1\n0 2: all_reduce@1 all_reduce@1?", ends, 0))[0]
+    assert (top.verdict, top.culprits) == (verdict, culprits)
+    assert top.confidence >= 0.6
