@@ -10,7 +10,7 @@ from titan_ckpt.debug.diagnosis.mismatches.meeting import HISTORY, Meeting, Side
 from titan_ckpt.debug.diagnosis.mismatches.readings import Reading, reading
 from titan_ckpt.debug.incident.confidence import SHIFTED, Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
-from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.frames import is_library, user_frame
 from titan_ckpt.debug.incident.kinds import OperationState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Frame, Operation, Run, Verdict
 
@@ -213,9 +213,16 @@ def _issued(run: Run, rank: int, operation: Operation, count: int = 1) -> Eviden
     others = f" (and {count - 1} more ranks)" if count > 1 else ""
     state = "returned" if operation.state == OperationState.COMPLETED else "pending or failed"
     text = f"issued {_spelled(operation)} as #{operation.seq}{others}, {state}" + (
-        f", in {frame.function}" if frame else ""
+        f", in {frame.function}{_caller(operation, frame)}" if frame else ""
     )
     return Evidence.at(frame, text=text, rank=rank, source="flight recorder")
+
+
+def _caller(operation: Operation, frame: Frame) -> str:
+    """` (called at file:line)`: the line at fault is often not that of a shared training step, but the one that calls it."""
+    around = operation.frames[operation.frames.index(frame) + 1 :]
+    caller = next((one for one in around if not is_library(one)), None)
+    return f" (called at {caller.place})" if caller else ""
 
 
 def _advice(run: Run, deviant: Operation, common: Operation) -> tuple[str, ...]:
