@@ -29,6 +29,7 @@ from titan_ckpt.trainer.launch.launch import (
     is_rank,
     launch,
     num_ranks,
+    tell_torchrun,
     write_error,
 )
 from titan_ckpt.trainer.launch.preflight import preflight
@@ -88,8 +89,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the config or an estimate, run as a rank, or start ranks."""
-    resolved = resolve(TrainConfig, arguments.config, arguments.set)
-    check_config(resolved.config)
+    resolved = _resolve(arguments)
     if arguments.print_config:
         if arguments.json:
             write_json(as_dict(resolved.config), indent=None)
@@ -124,6 +124,17 @@ def run(arguments: Namespace) -> int:
         return 130 if outcome.reason is EndReason.SIGNAL else 0
     folder = run_folder(resolved.config.log.folder, resolved.config.save.url)
     return launch(_again(arguments), resolved.config, folder, nproc=world_size, restarts=arguments.restarts)
+
+
+def _resolve(arguments: Namespace) -> Resolved[TrainConfig]:
+    """The config, checked; torchrun is told of an error in it, too."""
+    try:
+        resolved = resolve(TrainConfig, arguments.config, arguments.set)
+        check_config(resolved.config)
+    except TitanError as error:
+        tell_torchrun(str(error))
+        raise
+    return resolved
 
 
 def export_to_peft(config: TrainConfig, destination: str) -> int:

@@ -21,14 +21,18 @@ from titan_ckpt.version import __version__
 def report_failure(error: BaseException, arguments: Sequence[str], *, show_traceback: bool) -> int:
     """Print what went wrong; returns the exit code: the error's own, 3 for a file that cannot be used, else 70."""
     is_known = isinstance(error, TitanError) or (isinstance(error, OSError) and error.filename is not None)
+    if isinstance(error, TitanError) and error.exit_code == INTERNAL and hasattr(error, "__notes__"):
+        is_known = False  # a save failed by a bug, whose traceback is in the notes
     if is_known and not show_traceback:
         write_error(error if isinstance(error, TitanError) else f"{error.filename}: {error.strerror}")  # type: ignore[attr-defined]
     elif show_traceback:
         write_note("".join(traceback.format_exception(error)))
     else:
-        what = traceback.format_exception_only(error)[-1].strip() or type(error).__name__
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
         write_note(f"titan-ckpt: internal error: {what}\n{_kept(error, arguments)}")
-    return error.exit_code if isinstance(error, TitanError) else FAILED if is_known else INTERNAL
+    if not is_known:
+        return INTERNAL
+    return error.exit_code if isinstance(error, TitanError) else FAILED
 
 
 def _kept(error: BaseException, arguments: Sequence[str]) -> str:

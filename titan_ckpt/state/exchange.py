@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from titan_ckpt.errors import TitanError
+from titan_ckpt.errors import FAILED, INTERNAL, TitanError
 from titan_ckpt.location import redact_text
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 
 class SaveError(TitanError):
-    """A save failed on some rank and nothing was committed. The message includes that rank's traceback."""
+    """A save failed on some rank and nothing was committed. That rank's traceback is a note (`__notes__`), not in the message."""
 
 
 class RankGroup:
@@ -149,23 +150,27 @@ def meet(rank: int, world_size: int, *, timeout_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error of one rank, as sent to the others; `text` is its traceback."""
+    """An error of one rank, as sent to the others; `text` is its traceback, `exit_code` says whether it was expected."""
 
     rank: int
     text: str
+    exit_code: int = FAILED
 
 
 def raise_failures(failures: Sequence[Failure | None], what: str) -> None:
-    """SaveError with the first traceback if any rank failed."""
+    """SaveError, with the first traceback as a note, if any rank failed."""
     found = [failure for failure in failures if failure is not None]
     if found:
         raise save_error(found, what)
 
 
 def save_error(failures: Sequence[Failure], what: str) -> SaveError:
-    """The error that every rank raises: which ranks failed, and the first one's reason and traceback."""
-    ranks = ", ".join(str(failure.rank) for failure in failures)
-    return SaveError(f"{what} failed on rank {ranks}: {reason_of(failures[0].text)}\n{failures[0].text}")
+    """The error that every rank raises: which ranks failed, and the first one's reason; its traceback is a note."""
+    ranks, first = ", ".join(str(failure.rank) for failure in failures), failures[0]
+    error = SaveError(f"{what} failed on rank {ranks}: {reason_of(first.text)}")
+    error.exit_code = first.exit_code  # type: ignore[misc]  # that of a bug, if it was one
+    error.add_note(f"On rank {first.rank}:\n{first.text}")
+    return error
 
 
 def raise_on_all(ranks: RankGroup, error: BaseException | None, what: str) -> None:
@@ -184,7 +189,7 @@ def reason_of(text: str) -> str:
     """
     named = [line for line in text.splitlines() if _ERROR_LINE.match(line)]
     if not named:
-        return "no reason given"
+        return next((line for line in reversed(text.splitlines()) if line.strip()), "no reason given")
     name, _, message = named[-1].partition(":")
     return f"{name.rpartition('.')[2]}:{message}"
 
@@ -197,9 +202,17 @@ def failure_of(rank: int, error: BaseException) -> Failure:
             text = f"{text_of(text)}\n{text_of(''.join(traceback.format_exception_only(error)), MAX_LINE)}\n"
         else:
             text = text_of(text)
-        return Failure(rank, text)
+        return Failure(rank, text, exit_code_of(error))
     except BaseException:  # noqa: BLE001  (the other ranks must hear something)
         return Failure(rank, f"{type(error).__name__}: its text could not be made\n")
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The error's own; 3 for what the machine or its peers did (memory, network, files) and for an interrupt, else 70: a bug."""
+    if isinstance(error, TitanError):
+        return error.exit_code
+    outside = OSError | MemoryError | torch.OutOfMemoryError | dist.DistError | KeyboardInterrupt
+    return FAILED if isinstance(error, outside) else INTERNAL
 
 
 def text_of(error: object, most: int = MAX_TEXT) -> str:

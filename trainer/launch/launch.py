@@ -18,19 +18,20 @@ import time
 import traceback
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from titan_ckpt.console.output import write_note
-from titan_ckpt.errors import FAILED, INTERNAL, DamagedError, TitanError
+from titan_ckpt.errors import FAILED, DamagedError, TitanError
 from titan_ckpt.location import redact_text
 from titan_ckpt.parsing.json_values import JsonValue, parse_json_line
+from titan_ckpt.state.exchange import exit_code_of
 from titan_ckpt.store.clients.options import current_settings
 from titan_ckpt.trainer.config.train_config import TrainConfig, fixed_world_size
 from titan_ckpt.trainer.report.logs import RunFolder
@@ -161,18 +162,28 @@ def write_error(folder: RunFolder, rank: int, error: BaseException) -> RankError
         exit_code=_exit_code(error),
         is_ours=is_ours,
     )
+    tell_torchrun(record.message)
     os.makedirs(folder.logs, exist_ok=True)
     with open(folder.error(rank), "w", encoding="utf-8") as file:
         json.dump(asdict(record), file)
     return record
 
 
+def tell_torchrun(message: str) -> None:
+    """Write this rank's error where torchrun looks for it, in the form that its `ProcessFailure` reads; its summary shows it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):
+            with open(f"{path}.new", "w", encoding="utf-8") as file:
+                json.dump({"message": message, "timestamp": int(time.time())}, file)
+            os.replace(f"{path}.new", path)  # torchrun fails on half a file
+
+
 def _exit_code(error: BaseException) -> int:
-    """The error's own; 3 for what the machine or its peers did (memory, network, files), 70 for what nobody expected."""
-    if isinstance(error, TitanError):
-        return error.exit_code
-    is_outside = isinstance(error, OSError | MemoryError | torch.OutOfMemoryError | dist.DistError)
-    return FAILED if is_outside or any(word in str(error) for word in _SYMPTOMS) else INTERNAL
+    """As `exit_code_of`; 3 for what looks like the end of another rank."""
+    code = exit_code_of(error)
+    is_symptom = not isinstance(error, TitanError) and any(word in str(error) for word in _SYMPTOMS)
+    return FAILED if is_symptom else code
 
 
 def read_errors(folder: RunFolder) -> list[RankError]:
