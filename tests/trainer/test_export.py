@@ -131,6 +131,10 @@ def test_export_that_is_stopped_leaves_nothing(run: Path, tmp_path: Path, handle
     try:
         with _exporter(run, str(tmp_path), outcomes) as exporter:
             exporter.poll(2)
+            assert exporter._running is not None
+            shown = Path(f"/proc/{exporter._running.process.pid}/cmdline").read_bytes()
+            assert str(tmp_path).encode() not in shown  # what every user of the machine may read
+            assert str(run).encode() not in shown
     finally:
         signal.signal(signal.SIGINT, previous)
     assert [outcome.problem for outcome in outcomes] == ["stopped with training"]

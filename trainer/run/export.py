@@ -7,6 +7,7 @@ checkpoint is exported next.
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import subprocess
@@ -19,11 +20,20 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 from titan_ckpt.location import join, redact
+from titan_ckpt.store.clients.options import current_settings
 from titan_ckpt.trainer.config.train_config import ExportConfig
 
 log = logging.getLogger(__name__)
 FOLDER = "hf"  # in the run's folder: the default of export.url
 CLEAN_UP_S = 10.0
+_COMMAND = """
+# titan-ckpt convert to-hf, with its arguments on stdin
+import json, os, sys
+sys.argv[1:] = json.load(sys.stdin)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+from titan_ckpt.cli.main import main
+sys.exit(main())
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +111,17 @@ class Exporter:
 
     def _start(self, step: int) -> None:
         url = join(self._config.url or join(self._save_url, FOLDER), f"checkpoint-{step}")
-        command = [sys.executable, "-m", "titan_ckpt", "convert", "to-hf", f"{self._save_url}@{step}", url]
-        command += ["--dtype", self._config.dtype] if self._config.dtype else []
+        arguments = [*current_settings().words, "convert", "to-hf", f"{self._save_url}@{step}", url]
+        arguments += ["--dtype", self._config.dtype] if self._config.dtype else []
         started_s = time.monotonic()
         try:
+            words = _as_file(arguments)
             errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
-            )
+            command = [sys.executable, "-c", _COMMAND]
+            with words:
+                process = subprocess.Popen(
+                    command, stdin=words, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+                )
         except OSError as error:
             self._report(ExportOutcome(step=step, url=url, seconds=0.0, problem=f"could not be started: {error}"))
         else:
@@ -139,6 +152,14 @@ class Exporter:
             run.process.kill()
             run.process.wait()
         self._end(run)
+
+
+def _as_file(arguments: list[str]) -> IO[bytes]:
+    """The arguments as a nameless file. All users of the machine can read a command line, and a URL may hold secrets."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
+    file.write(json.dumps(arguments).encode())
+    file.seek(0)
+    return file
 
 
 def _problem(run: _Running) -> str:
