@@ -15,11 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
-from titan_ckpt.errors import TitanError, UsageError
+from titan_ckpt.cli.failures import report_failure
+from titan_ckpt.errors import StoreError, TitanError, UsageError
 from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.saving.replicas import MAX_BUCKETS, Bucket, bucket_digests, buckets_of, compare_copies
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.saving.staging import device_sums
+from titan_ckpt.store.local import FileStore
+from tools.faults.store import FaultyStore, StoreFault
 
 
 def test_two_threads_on_one_saver_commit_their_own_bytes(tmp_path: Path) -> None:
@@ -214,3 +217,28 @@ def test_the_sums_of_a_device_see_every_changed_element(numel: int, seed: int, d
         swapped[[0, -1]] = swapped[[-1, 0]]
         is_same = tensor.view(torch.int8).equal(swapped.view(torch.int8))
         assert torch.equal(device_sums(tensor), device_sums(swapped)) == is_same
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "first"),
+    [
+        (StoreError("no room"), 3, "titan-ckpt: error: nothing was"),
+        (RuntimeError("a bug"), 70, "titan-ckpt: internal error: SaveError"),
+    ],
+)
+def test_a_failed_save_is_one_line(
+    tmp_path: Path, error: Exception, code: int, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The traceback of the rank is a note, which Python shows below an uncaught error, and a command does not."""
+    store = FaultyStore(FileStore(str(tmp_path)), [StoreFault(call="write", number=2, error=lambda: error)])
+    with Saver(store, SaveOptions(is_exclusive=False)) as saver, pytest.raises(SaveError) as caught:
+        saver.save({"w": torch.zeros(2)}, step=1).wait()
+    reason = f"failed on rank 0: {type(error).__name__}: {error}"
+    assert str(caught.value) == f"nothing was committed: the save of step 1 {reason}"
+    assert "Traceback (most recent call last)" in caught.value.__notes__[0]
+    assert report_failure(caught.value, [], show_traceback=False) == code
+    shown = capsys.readouterr().err
+    assert shown.startswith(first)
+    assert "Traceback" not in shown
+    assert report_failure(caught.value, [], show_traceback=True) == code
+    assert "Traceback" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from tests.support.training_runs import (
     train_arguments,
 )
 from titan_ckpt.checkpoint.open import open_checkpoint
+from tools.paths import DEBUG_CONFIG
 
 LIMIT_S = 120.0
 
@@ -181,3 +183,30 @@ def test_a_killed_rank_is_named_and_not_the_one_that_noticed(tmp_path: Path, cac
     error = (tmp_path / "stderr").read_text()
     assert "rank 1 was killed by SIGKILL" in error
     assert "Traceback" not in error
+
+
+@pytest.mark.dist
+def test_torchrun_shows_a_ranks_error_in_its_summary(tmp_path: Path) -> None:
+    """Each rank says one line and exits with its own code; torchrun has its own code, 1, and a traceback of its own."""
+    job = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        "-m",
+        "titan_ckpt",
+    ]
+    command = [*job, "train", DEBUG_CONFIG, "--set", "train.stepz=3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    text = "unknown key train.stepz; did you mean train.steps?"
+    root_cause = done.stderr.partition("Root Cause")[2]
+    assert re.search(r"exitcode\s*: 2 ", root_cause)
+    assert text in root_cause
+    said = [line for line in done.stderr.splitlines() if line.startswith("titan-ckpt: ")]
+    assert said
+    assert set(said) == {f"titan-ckpt: error: --set train.stepz: {text}"}
+    assert done.stderr.count("Traceback") == 1
