@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.dcp.storage import StorageWriter
+from titan_ckpt.dcp.storage import StorageReader, StorageWriter
 from titan_ckpt.errors import UsageError
 from titan_ckpt.loading.load import load
 from titan_ckpt.saving.saver import save
@@ -136,7 +137,8 @@ def _through_fsdp1(_rank: int, folder: str) -> list[bool]:
                 different = _shards(new) != _shards(old)
                 read(f"{folder}/{run}@{width}", new)
                 equal.append(different and _shards(new) == _shards(old))
-    return equal
+    found = load_sharded_optimizer_state_dict(old["model"], "optimizer", StorageReader(f"{folder}/ours"))
+    return [*equal, _shards(found["optimizer"]) == _shards(old["optimizer"])]
 
 
 def _load_by_dcp(url: str, state: dict[str, Any]) -> None:
@@ -144,7 +146,7 @@ def _load_by_dcp(url: str, state: dict[str, Any]) -> None:
 
 
 def test_shards_of_fsdp1_come_back_through_us_and_dcp(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(_through_fsdp1, str(tmp_path)) == [[True] * 6] * 2
+    assert pool.run(_through_fsdp1, str(tmp_path)) == [[True] * 7] * 2
     model = open_checkpoint(f"{tmp_path}/ours@1").read_all("model")
     assert {name: tuple(value.shape) for name, value in model.items()} == {
         "0.weight": (7, 5), "0.bias": (7,), "1.weight": (1, 7), "1.bias": (1,),

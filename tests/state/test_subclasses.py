@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from titan_ckpt.check.diff import diff
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.errors import LoadContractError, NotFoundError, UnsafeContentError
+from titan_ckpt.checkpoint.subclasses import put_together
+from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, UnsafeContentError
 from titan_ckpt.loading.load import load
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.saving.options import SaveOptions
@@ -170,6 +172,34 @@ def test_a_class_of_the_callers_is_made_only_where_it_is_allowed(tmp_path: Path)
     assert opened.read("w.left").tolist() == old.left.tolist()
     with pytest.raises(NotFoundError):
         opened.read("x")
+
+
+def test_a_mark_that_fits_no_parts_is_damage(tmp_path: Path) -> None:
+    mark: Any = {
+        "class": "torchao.quantization.Int8Tensor",
+        "dtype": "bfloat16",
+        "shape": [2, 2],
+        "parts": ["qdata"],
+        "own": {},
+    }
+    deep: Any = {"a": torch.ones(1), "__subclass__": 1}
+    for _ in range(150):
+        deep = {"a": deep}
+    forged: Any = (
+        {"context": {}},
+        {"context": [1]},
+        {"context": None, "class": "torchao.quantization.quant_primitives.MappingType"},
+    )
+    for step, parts in enumerate(forged):
+        save(str(tmp_path), {"w": {"qdata": torch.ones(2, 2), "v": [mark | parts]}, "deep": deep}, step=step)
+        assert open_checkpoint(str(tmp_path)).read_all("w")["v"] == [mark | parts]
+        with pytest.raises(DamagedError, match=r"cannot be made of its parts|with the parts"):
+            put_together({"qdata": torch.ones(2, 2), "__subclass__": mark | parts}, {}, "x")
+    assert open_checkpoint(str(tmp_path)).read_all("deep")["a"]
+    for _ in range(sys.getrecursionlimit()):
+        deep = {"a": deep}
+    with pytest.raises(DamagedError, match="x: nested too deeply"):
+        put_together(deep, {}, "x")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.checkpoint.subclasses import known_and, put_together
 from titan_ckpt.errors import NotFoundError
-from titan_ckpt.format.structure import below, names, of_paths, owner_of, rebuild
+from titan_ckpt.format.structure import MARK, below, names, of_paths, owner_of, rebuild
 
 
 def read_everything(checkpoint: Checkpoint, prefix: str, allow: Iterable[Any]) -> Any:
@@ -33,4 +33,5 @@ def read_everything(checkpoint: Checkpoint, prefix: str, allow: Iterable[Any]) -
         inner = of_paths({name: (name,) for name in entries})
         if not entries:
             raise NotFoundError(f"{checkpoint}: nothing below {prefix!r}; `titan-ckpt inspect` lists the names")
-    return put_together(rebuild(inner, entries), allowed, str(checkpoint))
+    state = rebuild(inner, entries)
+    return put_together(state, allowed, str(checkpoint)) if any(map(owner_of, entries)) or MARK in entries else state

@@ -63,10 +63,17 @@ def known_and(*allowed: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def put_together(state: Any, allowed: Mapping[str, Any], where: str) -> Any:
-    """`state` with the tensors that its mappings of parts make, in their place."""
+    """`state` with the tensors that its mappings of parts make, in their place. DamagedError if it is too deep."""
+    try:
+        return _put_together(state, allowed, where)
+    except RecursionError as error:
+        raise DamagedError(f"{where}: nested too deeply to be put together; read its parts by name") from error
+
+
+def _put_together(state: Any, allowed: Mapping[str, Any], where: str) -> Any:
     if isinstance(state, list | tuple):
         for place, value in enumerate(state):
-            if isinstance(value, dict | list | tuple) and (made := put_together(value, allowed, where)) is not value:
+            if isinstance(value, dict | list | tuple) and (made := _put_together(value, allowed, where)) is not value:
                 state = _replaced(state, place, made)
         return state
     if not isinstance(state, dict):
@@ -74,7 +81,7 @@ def put_together(state: Any, allowed: Mapping[str, Any], where: str) -> Any:
     mark = mark_of(state.get(MARK))
     for key, value in state.items():
         if key != MARK and isinstance(value, dict | list | tuple):
-            state[key] = put_together(value, allowed, where)
+            state[key] = _put_together(value, allowed, where)
     return state if mark is None else _tensor(state, mark, allowed, where)
 
 
