@@ -88,7 +88,7 @@ hostile: $(READY) ## campaigns against hostile files, links, servers and process
 	$(BIN)/python -m scripts.hostile $(ARGS)
 
 stores: $(READY) ## the contract of a store on Azurite (AZURITE=PATH of azurite-blob)
-	$(BIN)/python -m tools.cloud_servers -- $(BIN)/python -m pytest tests/store/test_contract.py -k "az]" $(ARGS)
+	$(BIN)/python -m tools.cloud_servers -- $(BIN)/python -m pytest tests/store/test_contract.py -k az $(ARGS)
 
 soak: $(READY) ## an hour of training, kills, reshards and prunes over a faulty network (ARGS="--minutes 5 --seed 1")
 	$(BIN)/python -m scripts.soak $(ARGS)
