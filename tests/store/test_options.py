@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,13 @@ from tools.s3_server import Server
 
 STATE = {"w": torch.arange(4.0)}
 S3_URL = "s3://bucket/run"
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """A plain web server, without its log."""
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @pytest.fixture
@@ -332,3 +343,20 @@ def test_two_jobs_on_google_cannot_both_commit() -> None:
         assert tc.verify(tc.open_checkpoint("gs://bucket/run", storage_options={"token": token}), read_data=True) == []
         with pytest.raises(ConditionFailedError, match="another writer was first"):
             second.write_if("step-00000001/COMMIT.json", b"{}", version=None)
+
+
+def test_a_run_is_read_from_a_zip_a_cache_and_a_web_server(tmp_path: Path) -> None:
+    tc.save(tmp_path / "run", STATE, step=1)
+    archive = shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path / "run")
+    handler = partial(QuietHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        web = f"http://127.0.0.1:{server.server_port}/run"
+        for url in (f"zip://::{archive}", f"simplecache::file://{tmp_path}/run", web):
+            assert tc.verify(url, read_data=True) == []
+            if url == web:
+                continue  # this server ignores ranges, which a load needs
+            target = {"w": torch.zeros(4)}
+            tc.load(url, target)
+            assert target["w"].tolist() == [0, 1, 2, 3]
+        server.shutdown()

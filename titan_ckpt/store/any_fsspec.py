@@ -242,16 +242,17 @@ class FsspecStore(Store):
         self._fs.invalidate_cache()
         folder = full.strip("/")
         named = [(str(item["name"]).strip("/"), item) for item in self._fs.ls(full, detail=True)]
+        named = [(name, item) for name, item in named if not folder.startswith(f"{name}/")]  # zip:// lists its parents
         if strange := [name for name, _ in named if not name.startswith(folder)]:
             raise StoreError(f"{self}: a listing of {redact(folder)} names {redact(strange[0])}, which is not inside")
         return [(name.rpartition("/")[2], item) for name, item in named if name.rpartition("/")[0] == folder]
 
     def _listed(self, path: str, info: dict[str, Any]) -> ObjectInfo | None:
         """The object of a folder's entry; a link counts as the file it points to, and None if that is none."""
-        if not _is_link(info):
+        if not _is_link(info) and info.get("size") is not None:
             return self._entry(path, info)
         try:
-            return replace(self.stat(path), is_link=True)
+            return replace(self.stat(path), is_link=_is_link(info))  # a listing of http:// has no sizes
         except NotFoundError:
             return None
 
@@ -328,7 +329,9 @@ class FsspecStore(Store):
             raise self._as_ours(error, self.where(path)) from error
 
     def _full(self, path: str) -> str:
-        return f"{self._root}/{check_relative(path)}"
+        return f"{self._root}/{check_relative(path)}".removeprefix(
+            "" if self._root else "/"
+        )  # archives have no root folder
 
     def _folder(self, prefix: str) -> str:
         return self._full(prefix) if prefix else self._root
