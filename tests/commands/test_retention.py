@@ -1,15 +1,23 @@
-"""Retention is a pure function: steps that stay, stay under every policy."""
+"""Retention is a pure function: steps that stay, stay under every policy. What it could not look at is said."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_ckpt.checkpoint.kinds import CheckpointState
-from titan_ckpt.checkpoint.open import CheckpointInfo
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints
+from titan_ckpt.errors import ConfigError, StoreError
 from titan_ckpt.format.commit import Commit
+from titan_ckpt.saving.saver import save
+from titan_ckpt.store.base import ObjectInfo
+from titan_ckpt.store.local import FileStore
+from titan_ckpt.upkeep.deletion import apply_retention
 from titan_ckpt.upkeep.retention import RetentionPolicy, parse_age, parse_pins, prune
 
 
@@ -114,3 +122,19 @@ def test_a_pins_file_with_a_line_that_is_no_step_is_refused() -> None:
         parse_pins("1\n12oo\n", where="pins.txt")
     with pytest.raises(ConfigError, match="not an age"):
         parse_age("3 fortnights")
+
+
+def test_retention_says_that_a_commit_could_not_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is due as long as a step may be another's base; that the store refused to read it is said."""
+
+    class Refusing(FileStore):
+        def stat(self, path: str) -> ObjectInfo:
+            if path == "step-00000001/COMMIT.json":
+                raise StoreError(f"{path}: BadDigest")
+            return super().stat(path)
+
+    for step in (1, 2):
+        save(str(tmp_path), {"w": torch.zeros(4)}, step=step)
+    assert apply_retention(Refusing(str(tmp_path)), RetentionPolicy(keep_last=1), now_s=time.time()) == []
+    assert f"{tmp_path}@1: step-00000001/COMMIT.json: BadDigest" in caplog.text
+    assert [info.step for info in list_checkpoints(str(tmp_path))] == [1, 2]

@@ -272,10 +272,18 @@ def left_over(source: Store, target: Store) -> set[int]:
     Those in `unmirrored.txt`, and those newer than the newest that `target` has: the job may have died before it copied them.
     Into an empty target only the newest is copied, not the whole history of the run.
     """
-    there = {info.step for info in list_checkpoints(target) if info.state == CheckpointState.COMMITTED}
-    here = {info.step for info in list_checkpoints(source) if info.state == CheckpointState.COMMITTED}
+    there, here = _committed(target), _committed(source)
     newest = max(there, default=max(here, default=0) - 1)
     return {step for step in here - there if step > newest or step in read_unmirrored(source)}
+
+
+def _committed(store: Store) -> set[int]:
+    """The committed steps of a tier. One that the store refuses to read is left for the next look, and said."""
+    infos = list_checkpoints(store)
+    for info in infos:
+        if info.state == CheckpointState.UNREADABLE:
+            log.warning("second tier: %s@%d is left for the next save: %s", store, info.step, info.problem)
+    return {info.step for info in infos if info.state == CheckpointState.COMMITTED}
 
 
 def mark_unmirrored(source: Store, *, step: int, is_due: bool) -> None:

@@ -150,7 +150,8 @@ def plan_removal(store: Store, policy: RetentionPolicy, *, now_s: float) -> Remo
     reasons = [_due(store, info.step) for info in prune(infos, policy) if info.step in unmirrored]
     policy = replace(policy, pins=policy.pins | unmirrored)
     if not policy.is_incomplete and not prune(infos, policy):
-        return RemovalPlan(kept=tuple(reasons))
+        refused = [f"{store}@{info.step}: {info.problem}" for info in infos if info.state == CheckpointState.UNREADABLE]
+        return RemovalPlan(kept=(*reasons, *refused))
     looked = {info.step: _with_index(store, _look(store, info)) for info in infos}
     infos = [found.info for found in looked.values()]
     files = _Files(store, looked)

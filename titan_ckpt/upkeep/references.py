@@ -8,18 +8,11 @@ from dataclasses import dataclass
 from titan_ckpt.checkpoint.commit_proved import named_files
 from titan_ckpt.checkpoint.open import stored_digests
 from titan_ckpt.errors import CheckpointError, NotFoundError
-from titan_ckpt.format.commit import Commit, find_commit
+from titan_ckpt.format.commit import find_commit
 from titan_ckpt.format.manifest_json import decode_manifest
 from titan_ckpt.format.names import MANIFEST, is_attempt, parse_step, step_folder
 from titan_ckpt.format.own_step import read_index
 from titan_ckpt.store.base import Store
-
-
-def _valid_commit(store: Store, step: int) -> Commit | None:
-    try:
-        return find_commit(store, step)
-    except CheckpointError:
-        return None  # what cannot be read proves nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +47,11 @@ def needs(store: Store, *, seen: Collection[str], going: Collection[str]) -> Nee
 
 
 def _is_committed(store: Store, step: int, attempt: str) -> bool:
-    commit = _valid_commit(store, step)
+    """Whether COMMIT names the attempt, or may: one that cannot be read proves nothing."""
+    try:
+        commit = find_commit(store, step)
+    except CheckpointError:
+        return True
     return commit is not None and commit.attempt == attempt
 
 

@@ -1,4 +1,4 @@
-"""Families of models that others wrote: safetensors headers, files of `torch.save`, Hugging Face JSON, tokenizers."""
+"""Families of models that others wrote: safetensors headers, files and values of `torch.save`, Hugging Face JSON, tokenizers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from titan_ckpt.converters.models.families import expected_tensors
 from titan_ckpt.converters.torch_file import _read as read_torch_file
 from titan_ckpt.errors import TitanError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.parsing.values import decode_value
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from tools.fuzz.checkpoints import mutate_archive
 from tools.fuzz.family import Family
 from tools.fuzz.memory_store import MemoryStore
 from tools.fuzz.mutate import mutate_bytes, mutate_json, mutate_pickle
+from tools.zoo.animals import Settings
+from tools.zoo.kinds import LEAVES
 
 SPEC = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -85,6 +88,22 @@ def _read_torch(data: bytes) -> None:
     path = _SCRATCH / "state.pt"
     path.write_bytes(data)
     read_torch_file(str(path))
+
+
+def _values() -> list[bytes]:
+    """What DCP writes for each leaf of the zoo that torch can pickle, all of them in one list, and one that shares its parts."""
+    leaves = [leaf for name, leaf in LEAVES.items() if name not in ("lambda", "class")]
+    return [_saved(value) for value in (*leaves, [leaves, (leaves,)], {"a": leaves[:9], ("b", 1): [leaves[:9]] * 2})]
+
+
+def _saved(value: object) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+def _read_value(data: bytes) -> None:
+    decode_value(data, where="memory://fuzz/value", allowed={"tools.zoo.animals.Settings": Settings})
 
 
 def _models() -> list[bytes]:
@@ -181,6 +200,7 @@ FAMILIES: dict[str, Family] = {
             read=_read_torch,
             bound=lambda n: (64 << 20) + 64 * n,
         ),
+        Family(name="value", seeds=_values, mutate=mutate_torch, read=_read_value, bound=lambda n: (64 << 20) + 64 * n),
         Family(name="hugging_face", seeds=_models, mutate=mutate_json, read=_read_model),
         Family(name="tokenizer", seeds=_tokenizers, mutate=mutate_json, read=_read_tokenizer),
     )

@@ -16,6 +16,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "packed": (_READ, _PARSING, "titan_ckpt.tui.data."),
     "safetensors": ("titan_ckpt.converters.", _PARSING),
     "torch_file": ("titan_ckpt.converters.torch_file", _FORMAT, _PARSING),
+    "value": (_PARSING,),
     "hugging_face": ("titan_ckpt.converters.", _PARSING),
     "tokenizer": ("titan_ckpt.converters.", "titan_ckpt.trainer.data.tokenizer", _PARSING),
     "settings": (

@@ -41,7 +41,7 @@ def _with_tensor(make: Callable[[], Any], value: float) -> Callable[[], Any]:
     return lambda: {**make(), "anchor": torch.full((4,), value)}
 
 
-_LEAVES: dict[str, Any] = {
+LEAVES: dict[str, Any] = {
     "int": 7, "big int": 10**40, "float": 1e-300, "nan": float("nan"), "bool": True, "none": None, "text": "é\n",
     "surrogate": "caf\udce9", "bytes": b"\x00\xff", "bytearray": bytearray(b"ab"), "complex": 1j, "range": range(3),
     "slice": slice(1, 2), "ellipsis": ..., "list": [1, [2, ["a"]]], "tuple": (1, (2,)), "empty list": [], "empty tuple": (),
@@ -83,7 +83,7 @@ _CONTAINERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _leaves_in_containers() -> Iterator[Kind]:
-    for leaf, value in _LEAVES.items():
+    for leaf, value in LEAVES.items():
         for container, wrap in _CONTAINERS.items():
             if container != "top" and leaf in ("function", "lambda", "class"):
                 continue
