@@ -152,5 +152,5 @@ def _parsed(text: str, kind: type) -> Any:
         return True if word in _TRUE else False if word in _FALSE else text
     try:
         return json.loads(text) if kind is dict else kind(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
