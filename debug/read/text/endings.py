@@ -300,7 +300,7 @@ class Endings:
             self._note(EventKind.KILLED, number, text, host=host, cause="evicted" if "victed" in text else "oom")
         elif "NodeNotReady" in text or "node is not ready" in text:
             self._note(EventKind.NODE_LOST, number, text, host=line.host)
-        elif ("preempt" in text.lower() or "spot interruption" in text.lower()) and _PREEMPTED.search(text):
+        elif ("preempt" in text.lower() or "nterruption" in text) and _PREEMPTED.search(text):
             self._note(EventKind.PREEMPTED, number, text, host=line.host)
         elif match := (_SHELL.match(text) if text.startswith(_SHELL_STARTS) or ": line " in text else None):
             code = _WORDS[match["word"]]
@@ -318,7 +318,7 @@ _LAUNCHERS = (
 MOST_LISTED = 4096  # lines of srun that list tasks
 _FAILED_WORKER = 1  # torchrun's own exit code after any failure of a worker
 PATIENCE_S = 5.0  # a process that reacts to SIGTERM at all is gone by then, or says why not
-_TOLD_ITSELF = re.compile(r"Received \d{1,2} death signal, shutting down workers")
+_TOLD_ITSELF = re.compile(r"Received (?:\d{1,2}|(?:Signals\.)?SIG[A-Z]{2,5}) death signal, shutting down workers")
 _AGENT = re.compile(r"[WE]\d{4} [\d:.]{8,18} (?P<pid>\d{1,9}) ")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d{1,9}) closing signal (?P<signal>SIG[A-Z]{2,5})")
 _FORCED = re.compile(r"Unable to shutdown process (?P<pid>\d{1,9}) via \S{1,40}, forcefully exi?t?ing via")
@@ -369,7 +369,7 @@ _LIGHTNING = re.compile(
 _POD = re.compile(r"^(?:pod/)?(?P<pod>[a-z0-9][a-z0-9.-]{1,120}) +\d{1,3}/\d{1,3} +(?P<why>OOMKilled|Evicted|Error) ")
 _PREEMPTED = re.compile(
     r"(?i)\bpreempt(?:ed|ing|ion)\b.{0,80}(?:instance|node|pod|job|vm|cluster|notice)"
-    r"|(?:instance|node|pod|job|vm|cluster)\b.{0,80}\bpreempted|spot interruption"
+    r"|(?:instance|node|pod|job|vm|cluster)\b.{0,80}\bpreempted|spot (?:instance )?interruption"
 )
 _SHELL = re.compile(
     rf"(?:(?:\S{{1,200}}: )?line \d{{1,9}}: +(?P<pid>\d{{1,9}}) )?(?P<word>{_WORD})(?: \(core dumped\))?(?:\s+\S.{{0,400}})?$"

@@ -41,6 +41,9 @@ ILL = {
     "proc VllmWorker-3 died unexpectedly, shutting down executor.\n",
     "NCCL's proxy": STEPS + "".join(PROXY.format(rank) for rank in (0, 1, 3)),
     "an error after the end": DONE + OOM,
+    "a spot instance": STEPS + "EC2 Spot Instance Interruption Notice received, action=terminate\n",
+    "a launcher that was told to end": STEPS + "W1023 02:46:12.1 4 torch/distributed/elastic/agent/server/api.py:704] Received "
+    "Signals.SIGTERM death signal, shutting down workers\n",
     "another job's error, no end": STEPS + XID,
 }  # fmt: skip
 
