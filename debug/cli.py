@@ -139,15 +139,21 @@ def _write_files(evidence: Run, verdicts: Sequence[Verdict], arguments: argparse
 
 
 def _look(path: str) -> tuple[Run, list[Verdict]]:
-    """The evidence and its verdicts; of a job that may go on, after a second look at what its recorders write meanwhile."""
+    """The evidence and its verdicts; of a job that may go on, after a second look at what its recorders write meanwhile.
+
+    A rank that was starved of its processor for seconds looks stuck or frozen, and runs again at the second look.
+    """
     evidence = open_run(path)
     verdicts = diagnose(evidence)
-    if verdicts[0].verdict != VerdictKind.RUNNING or not _is_ticking(evidence):
+    if verdicts[0].verdict not in _OF_A_MOMENT or not _is_ticking(evidence):
         return evidence, verdicts
     write_note(f"the job may go on: looking again in {SECOND_LOOK_S:.0f} s")
     time.sleep(SECOND_LOOK_S)
     evidence = open_run(path)
     return evidence, diagnose(evidence)
+
+
+_OF_A_MOMENT = (VerdictKind.RUNNING, VerdictKind.STUCK_ON_CPU, VerdictKind.RANK_FROZEN)
 
 
 def _is_ticking(evidence: Run) -> bool:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from titan_ckpt.cli.main import main
-from titan_ckpt.debug import Run, Verdict, diagnose, open_run
+from titan_ckpt.debug import Run, Verdict, cli, diagnose, open_run
 from titan_ckpt.debug.cli import exit_code
 from titan_ckpt.debug.incident.kinds import FlagKind, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Flag
 from titan_ckpt.debug.report.action import action_for
 from titan_ckpt.debug.report.as_json import SCHEMA, report_json
 from titan_ckpt.debug.report.text import report_text
-from tools.paths import INCIDENTS
+from tools.paths import DATA, INCIDENTS
 
+INJECTED = DATA / "injected"
 CASES = sorted(path.name for path in INCIDENTS.iterdir() if path.is_dir())
 
 
@@ -190,3 +192,20 @@ def test_page_for_bots_names_every_exit_code(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["debug", "--help"])
     assert "4 a fault, or perhaps one" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_rank_that_was_starved_for_a_moment_is_not_accused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first look at a live job finds a stack of the C timer; at the second the watching thread runs again."""
+    stuck, went_on = open_run(str(INJECTED / "gil_held")), open_run(str(DATA / "run"))
+    innocent = next(found for rank, found in stuck.ranks.items() if rank not in diagnose(stuck)[0].culprits)
+    assert innocent.heartbeat is not None
+    ticks = replace(innocent, heartbeat=replace(innocent.heartbeat, alive_ns=time.time_ns()))
+    looks = iter([replace(stuck, ranks={**stuck.ranks, innocent.rank: ticks}), went_on])
+    monkeypatch.setattr(cli, "open_run", lambda _: next(looks))
+    monkeypatch.setattr(cli, "SECOND_LOOK_S", 0.0)
+    assert main(["debug", "live"]) == 0
+    shown = capsys.readouterr()
+    assert "looking again" in shown.err
+    assert shown.out.startswith("HEALTHY")
