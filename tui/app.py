@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Input
 from textual.widgets.input import Selection
@@ -19,13 +21,17 @@ from titan_ckpt.debug.report.text import report_text
 from titan_ckpt.location import redact, redact_text
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
+from titan_ckpt.tui.data.standing import standing
+from titan_ckpt.tui.goto import link_to
 from titan_ckpt.tui.rows import RowLink, clean, shown, truncate
 from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.screens.checkpoints import CheckpointsPane
 from titan_ckpt.tui.screens.help import HelpScreen
+from titan_ckpt.tui.screens.logs import LogsPane
 from titan_ckpt.tui.session.loading import SessionLoader
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.line_view import LineView
+from titan_ckpt.tui.widgets.looks import AsciiFilter, is_ascii_terminal, is_light_terminal
 from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.pane import Pane
 
@@ -46,6 +52,7 @@ class TitanApp(App[None]):
         Binding("ctrl+z", "suspend_process", "suspend", show=False, priority=True),
         Binding("question_mark", "help", "help", show=False),
         Binding("slash", "filter", "filter", show=False),
+        Binding("colon", "go_to", "go to", show=False),
         Binding("n", "next_problem(1)", "next problem", show=False),
         Binding("N", "next_problem(-1)", "previous problem", show=False),
         Binding("space", "pin", "pin", show=False),
@@ -57,6 +64,9 @@ class TitanApp(App[None]):
 
     def __init__(self, content: Content, *, clock: Callable[[], float] = time.time, first_screen: int = 0) -> None:
         super().__init__()
+        self._ascii = AsciiFilter(enabled=is_ascii_terminal())
+        if is_light_terminal():
+            self.theme = "textual-light"
         self.session = Session(content=content, clock=clock)
         self._loader = SessionLoader(self, self.session, self._on_loaded, self.show_status)
         self._history: list[int] = []
@@ -69,8 +79,13 @@ class TitanApp(App[None]):
         self._working: list[str] = []
         self._status_text = ""
 
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Textual's filters, and plain characters on a terminal that has no others."""
+        return [*super().get_line_filters(), *([self._ascii] if self._ascii.enabled else [])]
+
     def compose(self) -> ComposeResult:
         yield OneLine(id="tabs")
+        yield OneLine(id="verdict")
         with ContentSwitcher(initial=f"pane-{self._first_screen}", id="panes"):
             for pane in PANES:
                 yield pane(self.session)
@@ -83,6 +98,7 @@ class TitanApp(App[None]):
         self.screen.set_focus(self.pane.body)
         self._paint_status()
         self.set_interval(FOLLOW_S, self._follow)
+        self.set_interval(1.0, self._paint_verdict)
 
     def on_unmount(self) -> None:
         self._loader.close()
@@ -112,6 +128,13 @@ class TitanApp(App[None]):
             self._history.append(self.pane.number)
             self.show_number(number)
 
+    def on_click(self, event: events.Click) -> None:
+        """A click on a tab shows its screen."""
+        if isinstance(event.widget, OneLine) and event.widget.id == "tabs":
+            number = tab_at(tabs_text(self.pane.number, self.size.width), event.x)
+            if number is not None:
+                self.action_screen_number(number)
+
     def on_pane_go(self, message: Pane.Go) -> None:
         self.go(message.link)
 
@@ -119,7 +142,7 @@ class TitanApp(App[None]):
         """Show the item of `link`."""
         self.session.select(link.group, link.seq)
         self.action_screen_number(link.screen)
-        self.pane.select(link)
+        self.pane.open_link(link)
 
     async def action_back(self) -> None:
         if self._answer is not None:
@@ -178,9 +201,12 @@ class TitanApp(App[None]):
     def _on_loaded(self) -> None:
         self.pane.update_rows()
         self._paint_status()
+        self._paint_verdict()
 
     def _follow(self) -> None:
-        if self.session.is_following:
+        """Look again: while following, and once more when one look at a live job has to be confirmed."""
+        incident = self.session.incident.value
+        if self.session.is_following or (incident is not None and incident.is_unconfirmed):
             self._loader.reload()
 
     def action_follow(self) -> None:
@@ -231,6 +257,25 @@ class TitanApp(App[None]):
         else:
             self._is_interrupted = True
             self.show_status("press ctrl+c again to quit")
+
+    def action_go_to(self) -> None:
+        if self.session.incident.value is None:
+            self.show_status(f"nowhere to go: {self.session.incident.text}")
+        else:
+            self.ask("go to a rank (12), an operation (#7), a host (node3) or a time (14:05:30)", "", self._go_to)
+
+    def _go_to(self, text: str) -> None:
+        incident = self.session.incident.value
+        assert incident is not None
+        if re.fullmatch(r"\d+:\d+.*", text):
+            self.action_screen_number(LogsPane.number)
+            self.query_one(LogsPane).go_to_time(text)
+            return
+        link = link_to(incident, text, self.pane.number)
+        if link is None:
+            self.show_status(f"{text!r} is no rank, operation, host or time of this incident")
+        else:
+            self.go(link)
 
     def action_filter(self) -> None:
         self.ask(self.pane.filter_hint, self.pane.filter_text, self.pane.set_filter)
@@ -290,7 +335,8 @@ class TitanApp(App[None]):
         self._paint_status()
 
     def _paint_status(self) -> None:
-        doing = [*self._working, *(f"reading {what}" for what in self._loader.reading)]
+        reading = [] if self.session.is_following else self._loader.reading
+        doing = [*self._working, *(f"reading {what}" for what in reading)]
         if self._status_text and not doing:
             text = self._status_text
         elif doing:
@@ -309,15 +355,23 @@ class TitanApp(App[None]):
         return text
 
     def _paint_tabs(self) -> None:
-        current, is_wide = self.pane.number, self.size.width >= 92
-        names = [
-            f"[{p.number} {p.label}]" if p.number == current else f"{p.number} {_short(p.label, is_wide)}"
-            for p in PANES
-        ]
-        self.query_one("#tabs", OneLine).show(" ".join(names))
+        self.query_one("#tabs", OneLine).show(tabs_text(self.pane.number, self.size.width))
+
+    def _paint_verdict(self) -> None:
+        """The bar on top of every screen; no bar where there is no incident."""
+        incident, bar = self.session.incident.value, self.query_one("#verdict", OneLine)
+        bar.display = incident is not None
+        if incident is None:
+            return
+        now_s = self.session.clock()
+        found = standing(incident, now_s)
+        looked = f"   looked {max(now_s - self.session.looked_s, 0):.0f} s ago" if self.session.is_following else ""
+        bar.set_classes(found.role or "plain")
+        bar.show(f" {found.text(self.size.width - 2 - len(looked))}{looked}")
 
     def on_resize(self) -> None:
         self.call_later(self._paint_tabs)  # the new size is not known yet
+        self.call_later(self._paint_verdict)
         self.call_later(self._paint_status)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:  # noqa: ARG002 (Textual's)
@@ -325,10 +379,12 @@ class TitanApp(App[None]):
         for pane in PANES:
             yield SystemCommand(f"{pane.number} {pane.label}", f"show screen {pane.number}", _shower(self, pane.number))
         yield SystemCommand("Next problem", "go to the next problem (n)", lambda: self.action_next_problem(1))
+        yield SystemCommand("Go to", "a rank, an operation, a host or a time (:)", self.action_go_to)
         yield SystemCommand("Filter", "show matching lines only (/)", self.action_filter)
         yield SystemCommand("Copy", "copy the line under the cursor (y)", self.action_copy)
         yield SystemCommand("Export the report", "write the diagnosis to a text file (e)", self.action_export)
         yield SystemCommand("Follow", "load new data every 2 s (f)", self.action_follow)
+        yield SystemCommand("Theme", "choose other colours", self.action_change_theme)
         yield SystemCommand("Help", "all keys (?)", self.action_help)
         yield SystemCommand("Quit", "exit (q)", self.action_quit)
 
@@ -337,5 +393,29 @@ def _shower(app: TitanApp, number: int) -> Callable[[], None]:
     return lambda: app.action_screen_number(number)
 
 
-def _short(label: str, is_wide: bool) -> str:
-    return label if is_wide else {"Checkpoints": "Ckpts", "Collective": "Coll", "Training": "Train"}.get(label, label)
+def tab_at(text: str, x: int) -> int | None:
+    """The number of the tab at a column of `tabs_text`.
+
+    >>> tab_at("1 2 [3 Collective] 4", 8), tab_at("1 2 [3 Collective] 4", 1)
+    (3, None)
+    """
+    found = (match for match in re.finditer(r"\[?(\d)(?: [A-Z]\w*\]?)?", text) if match.start() <= x < match.end())
+    return next((int(match[1]) for match in found), None)
+
+
+def tabs_text(current: int, width: int) -> str:
+    """The screens' names, the current one in brackets: in full, shortened, or only its own.
+
+    >>> tabs_text(3, 40)
+    '1 2 [3 Collective] 4 5 6 7 8'
+    """
+    short = {"Checkpoints": "Ckpts", "Collective": "Coll", "Training": "Train"}
+    for labels in ({}, short, {pane.label: "" for pane in PANES}):
+        names = (
+            f"[{p.number} {p.label}]" if p.number == current else f"{p.number} {labels.get(p.label, p.label)}".strip()
+            for p in PANES
+        )
+        text = " ".join(names)
+        if len(text) <= width:
+            break
+    return text

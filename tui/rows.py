@@ -31,6 +31,7 @@ class Role(StrEnum):
 
 
 TextSpan: TypeAlias = tuple[str, Role]
+CULPRIT = "!"  # marks a rank at fault on every screen
 
 # Whole escape sequences first (colours, titles), then other control and bidirectional characters.
 _CONTROL = re.compile(

@@ -83,7 +83,7 @@ async def test_copying_a_shortened_line_copies_all_of_it() -> None:
     app = TitanApp(find_content(str(DATA / "run")), first_screen=5)
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(app, pilot)
-        await press(app, pilot, "y")
+        await press(app, pilot, "g y")
         assert app.clipboard.startswith("2026-11-21 07:46:55,440 INFO [rank 2 dp_shard1 tp0] titan_ckpt.trainer.")
         assert "07:46:55,440 INFO setup: " in screen_text(app)
 

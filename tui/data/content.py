@@ -39,6 +39,7 @@ class Content:
     """Contents of a run or an incident.
 
     `metrics` is the path of metrics.jsonl or "". `has_runs` marks a folder of runs. `step` is the step named in the URL.
+    `evidence`: path, size and time of change of every file of the incident.
     """
 
     url: str
@@ -50,6 +51,7 @@ class Content:
     incident: str = ""
     has_runs: bool = False
     step: int | None = None
+    evidence: frozenset[tuple[str, int, float]] = frozenset()
 
 
 def find_content(url: str) -> Content:
@@ -86,6 +88,7 @@ def _content(store: Store, url: str) -> Content:
     return Content(
         url=url, store=store, has_evidence=has_evidence, has_checkpoints=has_checkpoints, metrics=metrics,
         logs=_logs(found), incident=place.incident,
+        evidence=frozenset((source.path, source.size_bytes, source.modified_s) for source in found),
     )  # fmt: skip
 
 

@@ -77,6 +77,28 @@ def build_grid(run: Run, lane: Lane) -> Grid:
     )
 
 
+def build_p2p_grid(run: Run, lane: Lane, missing: Mapping[int, int], different: Mapping[int, int]) -> Grid:
+    """Build the heatmap of sends and receives: column j is each rank's j-th. `missing` and `different`: columns by place."""
+    codes = np.zeros(lane.row.shape, np.uint8)
+    for i, rank in enumerate(lane.members):
+        row = lane.row[i]
+        codes[i, row >= 0] = _issued(run.ranks[rank].operations[row[row >= 0]])
+    for code, columns in ((ABSENT, missing), (DIFFERS, different)):
+        for place, column in columns.items():
+            codes[place, column] = code
+    is_used = bool(codes[:, -1].any())
+    return Grid(
+        name=f"{run.groups[lane.group]}", members=np.array(lane.members, np.int64), codes=codes if is_used else codes[:, :-1],
+        first=lane.first_seq, labels=coordinate_labels(run, lane.members),
+    )  # fmt: skip
+
+
+def _issued(table: npt.NDArray[Any]) -> Codes:
+    is_done = table["retired"] | (table["state"] == COMPLETED)
+    codes: Codes = np.where(is_done, DONE, np.where(table["state"] == STARTED, RUNNING, PENDING)).astype(np.uint8)
+    return codes
+
+
 def _states(run: Run, lane: Lane) -> Codes:
     codes = np.zeros(lane.row.shape, np.uint8)
     columns = np.arange(lane.row.shape[1])
@@ -84,10 +106,7 @@ def _states(run: Run, lane: Lane) -> Codes:
     for i, rank in enumerate(lane.members):
         row = lane.row[i]
         seen = row >= 0
-        table = run.ranks[rank].operations[row[seen]]
-        is_done = table["retired"] | (table["state"] == COMPLETED)
-        open_ = np.where(table["state"] == STARTED, RUNNING, PENDING)
-        codes[i, seen] = np.where(is_done, DONE, open_)
+        codes[i, seen] = _issued(run.ranks[rank].operations[row[seen]])
         first = int(columns[seen][0]) if seen.any() else 0
         missing = SILENT if lane.is_silent[i] else ABSENT
         codes[i, ~seen & is_known & (columns >= first)] = missing
@@ -131,9 +150,8 @@ def usual_signature(column: Ints) -> int:
     return int(values[counts.argmax()]) if len(values) else -1
 
 
-def build_time_grid(run: Run, lane: Lane, num_bins: int = 600) -> Grid | None:
-    """Build the heatmap over wall time; None if no times were recorded. Pending and absent states extend to the right end."""
-    sequence = build_grid(run, lane)
+def build_time_grid(run: Run, lane: Lane, sequence: Grid, num_bins: int = 600) -> Grid | None:
+    """The heatmap `sequence` over wall time; None without recorded times. Pending and absent states extend to the right end."""
     known = (times for times in _all_created(run, lane) if (times > 0).any())
     ends = [(int(times[times > 0].min()), int(times.max())) for times in known]
     if not ends:

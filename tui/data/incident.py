@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
@@ -13,8 +13,11 @@ from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.kinds import EventKind, RankState
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Situation, Verdict
 from titan_ckpt.debug.read.reader import open_run
-from titan_ckpt.tui.rows import Glyph, Role, TextSpan
+from titan_ckpt.tui.data.p2p import P2P_VERDICTS, p2p_lanes
+from titan_ckpt.tui.data.stopped import with_stopped
+from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan
 
+P2P_NAME = " send/recv"
 # Kinds of log events that are never caused by another rank.
 OWN_ERRORS = (EventKind.EXCEPTION, EventKind.OOM, EventKind.FATAL_SIGNAL)
 # Worst first.
@@ -36,7 +39,11 @@ SITUATIONS: Mapping[RankState, Glyph] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """A diagnosed incident. `is_chain`: the evidence shows no waits, and `edges` are the chain of the top verdict."""
+    """A diagnosed incident. `is_chain`: the evidence shows no waits, and `edges` are the chain of the top verdict.
+
+    `lanes` are the groups' collectives, then `num_p2p_lanes` of sends and receives. `is_unconfirmed`: one look at a live job,
+    which the next look may contradict.
+    """
 
     run: Run
     verdicts: tuple[Verdict, ...]
@@ -44,29 +51,62 @@ class Incident:
     states: Mapping[int, Situation]
     edges: tuple[Edge, ...] = field(default=())
     is_chain: bool = False
+    num_p2p_lanes: int = 0
+    is_unconfirmed: bool = False
 
     @property
     def top(self) -> Verdict:
         """The most likely verdict."""
         return self.verdicts[0]
 
+    def is_p2p(self, lane: Lane) -> bool:
+        """Whether a lane holds sends and receives."""
+        return any(lane is other for other in self.lanes[len(self.lanes) - self.num_p2p_lanes :])
+
+    def name_of(self, lane: Lane) -> str:
+        """Name of a lane: its group's, marked if it holds sends and receives."""
+        return f"{self.run.groups[lane.group]}{P2P_NAME if self.is_p2p(lane) else ''}"
+
     def lane_of(self, group: str | None) -> int:
-        """Index of the lane of a group by its name; 0 if there is none."""
-        names = [str(self.run.groups[lane.group]) for lane in self.lanes]
+        """Index of a lane by its name; 0 if there is none."""
+        names = [self.name_of(lane) for lane in self.lanes]
         return names.index(group) if group in names else 0
+
+    @property
+    def culprit(self) -> int | None:
+        """The first rank at fault."""
+        return self.top.culprits[0] if self.top.culprits else None
+
+    def link_of(self, verdict: Verdict, rank: int | None = None) -> RowLink | None:
+        """What a verdict is about: a collective, a send or receive (whose number counts per pair), else its rank's waits."""
+        rank = rank if rank is not None else verdict.culprits[0] if verdict.culprits else None
+        if verdict.verdict in P2P_VERDICTS:
+            return RowLink(screen=2, group=f"{verdict.group}{P2P_NAME}", rank=rank)
+        if verdict.seq is not None:
+            return RowLink(screen=3, group=verdict.group, seq=verdict.seq, rank=rank)
+        return RowLink(screen=6, rank=rank) if rank is not None else None
+
+    def confirmed_by(self, former: Incident | None) -> Incident:
+        """This look at a live job, after an earlier one: its verdict holds if both name the same fault and ranks."""
+        is_same = former is not None and (former.top.verdict, former.top.culprits) == (
+            self.top.verdict,
+            self.top.culprits,
+        )
+        return replace(self, is_unconfirmed=not is_same)
 
 
 def load_incident(url: str) -> Incident:
     """Read and diagnose; raises TitanError if there is no evidence."""
-    run = open_run(url)
+    run = with_stopped(open_run(url), url)
     states = situations(run)
-    found = lanes(run)
+    found, p2p = lanes(run), p2p_lanes(run)
     verdicts = tuple(diagnose(run))
     edges = tuple(wait_edges(run, found, states))
     return Incident(
         run=run,
         verdicts=verdicts,
-        lanes=tuple(found),
+        lanes=(*found, *p2p),
+        num_p2p_lanes=len(p2p),
         states=states,
         edges=edges or chain_edges(run, verdicts[0]),
         is_chain=not edges and bool(verdicts[0].chain),
@@ -112,7 +152,9 @@ def state_counts(incident: Incident) -> list[tuple[RankState, int]]:
 
 
 def strip_cells(incident: Incident, num_cells: int) -> list[TextSpan]:
-    """A glyph per rank; with more ranks than cells, each cell shows the worst of several ranks."""
+    """A glyph per rank, the mark of a culprit in place of its own; with more ranks than cells, each cell shows the worst of
+    several ranks."""
+    culprits = set(incident.top.culprits)
     order = list(SITUATIONS)
     ranks = sorted(incident.states)
     per_cell = max(1, -(-len(ranks) // max(num_cells, 1)))
@@ -120,7 +162,8 @@ def strip_cells(incident: Incident, num_cells: int) -> list[TextSpan]:
     for start in range(0, len(ranks), per_cell):
         kinds = [incident.states[rank].kind for rank in ranks[start : start + per_cell]]
         worst = SITUATIONS[min(kinds, key=order.index)]
-        cells.append((worst.char, worst.role))
+        is_at_fault = not culprits.isdisjoint(ranks[start : start + per_cell])
+        cells.append((CULPRIT, Role.BAD) if is_at_fault else (worst.char, worst.role))
     return cells
 
 

@@ -44,6 +44,9 @@ class StepState(StrEnum):
     FOREIGN = "foreign"
 
 
+UNUSABLE = (StepState.DAMAGED, StepState.NEWER, StepState.UNREADABLE)
+
+
 _TIER_ORDER = tuple(TierName)
 _BEST = (
     StepState.COMMITTED,

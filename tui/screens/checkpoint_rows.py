@@ -24,7 +24,7 @@ from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import format_placements
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
-from titan_ckpt.tui.data.runs import RunStep, RunSteps, RunSummary, StepCopy, StepState
+from titan_ckpt.tui.data.runs import UNUSABLE, RunStep, RunSteps, RunSummary, StepCopy, StepState
 from titan_ckpt.tui.rows import Role, Row, RowLink, counted, head, ranks_named, ranks_text, row, wrapped
 from titan_ckpt.upkeep.deletion import read_pins
 from titan_ckpt.upkeep.retention import RetentionPolicy, prune
@@ -37,7 +37,6 @@ ROLES: Mapping[StepState, Role] = {
     StepState.NEWER: Role.BAD,
     StepState.UNREADABLE: Role.BAD,
 }
-_UNUSABLE = (StepState.DAMAGED, StepState.NEWER, StepState.UNREADABLE)
 _TENSOR_HEAD = ("shape", "dtype", "chunks", "cut")
 _MARGIN = f"{'':12}"
 SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
@@ -81,8 +80,8 @@ def _step_rows(step: RunStep, has_tiers: bool, is_pinned: bool, now_s: float, wi
     tier = f"{step.tiers:<8}" if has_tiers else ""
     facts = f"{tier}{best.state if commit is None else commit.kind:<8} {format_size(best.size_bytes):>9}"
     facts += f"  {_age(commit.created, now_s):>12}  {commit.mesh or '1'}" if commit is not None else ""
-    facts = tier if best.state in (StepState.PARTIAL, *_UNUSABLE) else facts
-    is_problem = any(copy.state in _UNUSABLE for copy in step.copies)
+    facts = tier if best.state in (StepState.PARTIAL, *UNUSABLE) else facts
+    is_problem = any(copy.state in UNUSABLE for copy in step.copies)
     yield row(f"{'*' if is_pinned else ' '}{step.step:>9}  ", (f"{best.state:<10} ", ROLES[best.state]), facts,
               link=link, is_problem=is_problem)  # fmt: skip
     for copy in step.copies:

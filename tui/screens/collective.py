@@ -12,7 +12,8 @@ from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation
 from titan_ckpt.tui.data.grid import usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
-from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, head, row, truncate
+from titan_ckpt.tui.data.p2p import missing_halves
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, head, row, truncate
 from titan_ckpt.tui.screens.collective_diff import rank_diff_rows, signature_text
 from titan_ckpt.tui.screens.stack_tree import tree_rows
 from titan_ckpt.tui.session.session import Session
@@ -48,6 +49,8 @@ class CollectivePane(Pane):
         usual = usual_signature(codes)
         one = next((i for i, code in enumerate(codes.tolist()) if code == usual >= 0), None)
         op = incident.run.operation(lane.members[one], int(at[one])) if one is not None else None
+        if incident.is_p2p(lane):
+            return f"group {incident.name_of(lane)} · number {seq} of each rank's sends and receives"
         what = " " + signature_text(op) if op is not None else ""
         others = int(((codes >= 0) & (codes != usual)).sum())
         facts = [f"group {incident.run.groups[lane.group]}", f"operation #{seq}{what}"]
@@ -83,8 +86,11 @@ class CollectivePane(Pane):
     def select(self, link: RowLink) -> None:
         self._compared = None
         self.update_rows()
+        self.move_to_rank(link.rank)
+
+    def move_to_rank(self, rank: int | None) -> None:
         rows = self.body.rows
-        place = rows.place_of_rank(link.rank) if isinstance(rows, CollectiveRows) and link.rank is not None else None
+        place = rows.place_of_rank(rank) if isinstance(rows, CollectiveRows) and rank is not None else None
         if place is not None:
             self.body.move_to(place)
 
@@ -142,6 +148,8 @@ def current_seq(session: Session, incident: Incident) -> int:
     last = lane.first_seq + lane.row.shape[1] - 1
     if session.seq is not None:
         return int(max(lane.first_seq, min(session.seq, last)))
+    if incident.is_p2p(lane):
+        return int(lane.first_seq + int(lane.last.max()) - 1)
     missing = np.flatnonzero((lane.row.min(axis=0) < 0) & (lane.row.max(axis=0) >= 0))
     return lane.first_seq + int(missing[-1]) if len(missing) else int(last)
 
@@ -156,7 +164,14 @@ class CollectiveRows:
         self._at, signature = lane.row[:, column], lane.signature[:, column]
         self._is_other = (signature >= 0) & (signature != usual_signature(signature))
         self._is_recorded = bool((self._at >= 0).any())
-        self._problems = np.flatnonzero(self._is_other | ((self._at < 0) & self._is_recorded)) + 1
+        is_absent = (self._at < 0) & self._is_recorded
+        self._is_p2p = incident.is_p2p(lane)
+        if self._is_p2p:  # a rank may have fewer sends and receives than others
+            is_absent = np.zeros(len(self._at), bool)
+            places = missing_halves(lane, incident.edges)
+            is_absent[[place for place, at in places.items() if at == column]] = True
+        self._is_absent = is_absent
+        self._problems = np.flatnonzero(self._is_other | is_absent) + 1
         tables = (
             (incident.run.ranks[rank].operations, int(at)) for rank, at in zip(lane.members, self._at, strict=True)
         )
@@ -178,18 +193,22 @@ class CollectiveRows:
         op = self._incident.run.operation(rank, at) if at >= 0 else None
         if not self._is_recorded:
             return row(f" {rank:>5}  not recorded on any rank", link=RowLink(screen=6, rank=rank))
+        if op is None and not self._is_absent[place]:
+            return row(f" {rank:>5}  none", link=RowLink(screen=6, rank=rank))
         return self._rank_row(rank, op, bool(self._is_other[place]), width)
 
     def _rank_row(self, rank: int, op: Operation | None, is_other: bool, width: int) -> Row:
         incident, first_ns = self._incident, self._first_ns
-        mark = "*" if rank == self._session.pinned else " "
+        is_at_fault = rank in incident.top.culprits
+        mark = "*" if rank == self._session.pinned else CULPRIT if is_at_fault else " "
+        mark_role: Role = Role.BAD if is_at_fault else Role.BOLD
         link = RowLink(screen=6, rank=rank)
         if op is None:
             state = incident.states.get(rank)
             doing = SITUATIONS[state.kind].label if state is not None else "unknown"
             start = f"{mark}{rank:>5}  absent     {'':>9}  {doing}"
             place = _place(state.frame if state is not None else None, width - len(start))
-            return row((f"{mark}{rank:>5}  ", Role.BOLD), ("absent     ", Role.BAD), f"{'':>9}  {doing}", (place, Role.DIM),
+            return row((f"{mark}{rank:>5}  ", mark_role), ("absent     ", Role.BAD), f"{'':>9}  {doing}", (place, Role.DIM),
                        link=link, is_problem=True)  # fmt: skip
         lag = f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else ""
         state_text = "done" if op.retired or op.state == "completed" else op.state
@@ -198,7 +217,7 @@ class CollectiveRows:
         other = "  # " if is_other else "    "
         start = f"{mark}{rank:>5}  {state_text:<11}{lag:>9}{other}{what}"
         place = _place(user_frame(op.frames, incident.run.wrappers), width - len(start))
-        return row((f"{mark}{rank:>5}  ", Role.BOLD), (f"{state_text:<11}", role), f"{lag:>9}", (f"{other}{what}", what_role),
+        return row((f"{mark}{rank:>5}  ", mark_role), (f"{state_text:<11}", role), f"{lag:>9}", (f"{other}{what}", what_role),
                    (place, Role.DIM), link=link, is_problem=is_other)  # fmt: skip
 
     def next_problem(self, index: int, direction: int) -> int | None:

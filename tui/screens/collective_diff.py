@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.records import Frame, Operation
+from titan_ckpt.debug.incident.records import SEND, Frame, Operation
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
 from titan_ckpt.tui.rows import Role, Row, head, row, truncate
 from titan_ckpt.tui.screens.stack_tree import source_line, stacks_of
@@ -26,14 +26,15 @@ def operation_of(incident: Incident, lane: Lane, seq: int, rank: int) -> Operati
 
 def signature_text(op: Operation) -> str:
     """Operation, sizes and dtypes: these must be equal on all ranks."""
-    return f"{op.op} {op.sizes} {op.dtypes}"
+    peer = f" {'to' if op.p2p == SEND else 'from'} rank {op.peer}" if op.p2p and op.peer >= 0 else ""
+    return f"{op.op}{peer} {op.sizes} {op.dtypes}"
 
 
 def rank_diff_rows(incident: Incident, lane: Lane, seq: int, ranks: tuple[int, int], width: int) -> Iterator[Row]:
     """A line per fact, `!` before differing ones."""
     a, b = ranks
     room = max((width - _NAME - 6) // 2, 10)
-    yield head(f"ranks {a} and {b} at #{seq} of {incident.run.groups[lane.group]}")
+    yield head(f"ranks {a} and {b} at #{seq} of {incident.name_of(lane)}")
     yield _pair("", f"rank {a}", f"rank {b}", room, is_plain=True)
     first, second = (_facts(incident, lane, seq, rank) for rank in ranks)
     for name in first:

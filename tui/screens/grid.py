@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -10,8 +10,20 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from titan_ckpt.tui.data.grid import Grid, Order, build_grid, build_time_grid, next_stop, per_row_to_fit, sort_orders
+from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.tui.data.grid import (
+    GLYPHS,
+    Grid,
+    Order,
+    build_grid,
+    build_p2p_grid,
+    build_time_grid,
+    next_stop,
+    per_row_to_fit,
+    sort_orders,
+)
 from titan_ckpt.tui.data.incident import Incident
+from titan_ckpt.tui.data.p2p import different_halves, missing_halves
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
 from titan_ckpt.tui.screens.grid_rows import GridRows, Viewport, axis_text, label_width, legend_text, stretch_of
 from titan_ckpt.tui.session.session import Session
@@ -33,6 +45,16 @@ class GridView(LineView):
 
     def action_shift(self, by: int) -> None:
         self.post_message(self.Shifted(1 if by > 0 else -1))
+
+
+def grid_of(incident: Incident, lane: Lane) -> Grid:
+    """The heatmap of a lane over its operations."""
+    if not incident.is_p2p(lane):
+        return build_grid(incident.run, lane)
+    found = build_p2p_grid(
+        incident.run, lane, missing_halves(lane, incident.edges), different_halves(incident.run, lane, incident.top)
+    )
+    return replace(found, name=incident.name_of(lane))
 
 
 class GridPane(Pane):
@@ -67,6 +89,7 @@ class GridPane(Pane):
         self._opened_from: tuple[int | None, int] | None = None
         self._spot: int | None = None
         self._is_at_end = True
+        self._wanted: tuple[int, int] | None = None  # a rank, and where the cursor stood on it
         self._grid: Grid | None = None
         self._sorted: tuple[np.ndarray, list[Order]] | None = None
         self._key: tuple[object, ...] = ()
@@ -86,7 +109,10 @@ class GridPane(Pane):
         return self.body.scrollable_content_region.height
 
     def update_rows(self, *, force: bool = False) -> None:
+        wanted = self._wanted[0] if self._wanted is not None and self._wanted[1] == self.body.cursor else None
         super().update_rows(force=force)
+        if wanted is not None:
+            self.move_to_rank(wanted)
         grid = self._grid
         self.query_one("#ruler", OneLine).show(self.ruler())
         before = 0 if grid is None else label_width(grid) + len(MARK)
@@ -160,27 +186,51 @@ class GridPane(Pane):
         self._first = max(0, min(self._first, grid.codes.shape[1] - 1))
         per_row = self._per_row or per_row_to_fit(order.keys, max(self._height(), 1))
         viewport = Viewport(
-            first=self._first, per_cell=self._per_cell, per_row=per_row, spot=self._spot, pinned=self.session.pinned
-        )
+            first=self._first, per_cell=self._per_cell, per_row=per_row, spot=self._spot, pinned=self.session.pinned,
+            culprits=incident.top.culprits,
+        )  # fmt: skip
         return GridRows(grid, order, viewport)
 
     def filtered(self, rows: Rows) -> Rows:
         """The filter chooses ranks, in make_rows."""
         return rows
 
+    def is_complete(self) -> bool:
+        return self._grid is not None and super().is_complete()
+
+    def move_to_rank(self, rank: int | None) -> None:
+        """Move now, and again whenever the height changes how many ranks a row has, until the cursor is moved."""
+        rows = self.body.rows
+        place = rows.row_of_rank(rank) if isinstance(rows, GridRows) and rank is not None else None
+        if place is not None:
+            self.body.move_to(place)
+        self._wanted = None if rank is None else (rank, self.body.cursor)
+
+    def copied_text(self) -> str:
+        """The worst operation of the row, in words."""
+        grid, rows = self._grid, self.body.rows
+        if grid is None or not isinstance(rows, GridRows) or not len(rows):
+            return super().copied_text()
+        place, column = rows.worst(self.body.cursor)
+        state = GLYPHS[int(grid.codes[place, column])].label
+        return f"group {grid.name} {grid.column_text(column)}: rank {grid.members[place]} {state}"
+
     def _grid_of(self, incident: Incident) -> Grid | None:
-        """The current heatmap; None while a large one is built in a thread."""
+        """The current heatmap; None while a large one is built in a thread. While following, the former one stays until then."""
         key = (self.session.incident.version, self.session.lane, self._is_time)
         if self._key != key:
-            self._key, self._grid, is_time = key, None, self._is_time
+            is_same = self._key[1:] == key[1:]
+            spot, self._key, is_time = self._spot if is_same else None, key, self._is_time
+            self._grid = self._grid if is_same else None
             lane = incident.lanes[self.session.lane % len(incident.lanes)]
 
             def make() -> Grid | None:
-                return build_time_grid(incident.run, lane) if is_time else build_grid(incident.run, lane)
+                grid = grid_of(incident, lane)
+                return build_time_grid(incident.run, lane, grid) if is_time else grid
 
             def take(grid: Grid | None) -> None:
                 if self._key == key:
-                    self._take(grid)
+                    self._take(grid, spot)
 
             if lane.row.size <= MAX_CELLS_AT_ONCE:
                 take(make())
@@ -188,13 +238,15 @@ class GridPane(Pane):
                 self.work(f"drawing {lane.row.size:,} operations", make, take)
         return self._grid
 
-    def _take(self, grid: Grid | None) -> None:
+    def _take(self, grid: Grid | None, spot: int | None) -> None:
         if grid is None:
             self.post_message(self.ShowStatus("no times recorded"))
             self._is_time = False
             self.call_later(self.update_rows)
             return
-        self._grid, self._spot, self._is_at_end = grid, None, True
+        self._grid = grid
+        if spot is None or spot >= grid.codes.shape[1]:
+            self._spot, self._is_at_end = None, True
         if grid.is_time:
             self._per_cell = -(-grid.codes.shape[1] // self._cell_width(grid))
         self.call_later(self.update_rows, force=True)
@@ -293,7 +345,4 @@ class GridPane(Pane):
 
     def select(self, link: RowLink) -> None:
         self.update_rows()
-        rows = self.body.rows
-        if isinstance(rows, GridRows) and link.rank is not None:
-            place = rows.row_of_rank(link.rank)
-            self.body.move_to(self.body.cursor if place is None else place)
+        self.move_to_rank(link.rank)

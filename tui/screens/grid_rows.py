@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.tui.data.grid import BLANK, GLYPHS, Grid, Order, reduce_row, row_starts
-from titan_ckpt.tui.rows import Role, Row, RowLink, TextSpan, row
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, row
 
 _LEAST_LABEL, _MOST_LABEL = 14, 26
 _MOST_STRETCH = 3
@@ -25,6 +25,7 @@ class Viewport:
     per_row: int
     spot: int | None
     pinned: int | None
+    culprits: tuple[int, ...] = ()
 
 
 class GridRows:
@@ -59,8 +60,11 @@ class GridRows:
         cells = max((width - self.label_width) // stretch, 1)
         codes = reduce_row(self.grid.codes, places, view.first, cells, view.per_cell)
         is_pinned = view.pinned is not None and bool((ranks == view.pinned).any())
-        label = f"{'*' if is_pinned else ' '}{self._label(index, ranks)}"[: self.label_width - 1]
-        spans: list[TextSpan] = [(f"{label:<{self.label_width}}", Role.BOLD if is_pinned else Role.PLAIN)]
+        is_at_fault = bool(view.culprits) and bool(np.isin(ranks, view.culprits).any())
+        mark = "*" if is_pinned else CULPRIT if is_at_fault else " "
+        label = f"{mark}{self._label(index, ranks)}"[: self.label_width - 1]
+        role: Role = Role.BAD if is_at_fault else Role.BOLD if is_pinned else Role.PLAIN
+        spans: list[TextSpan] = [(f"{label:<{self.label_width}}", role)]
         cell = None if view.spot is None else (view.spot - view.first) // view.per_cell
         spans += cell_spans(codes.tolist(), cell, stretch)
         place, column = self.worst(index)

@@ -10,7 +10,20 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.tui.data.arrays import Ints
 from titan_ckpt.tui.data.grid import usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
-from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, TextSpan, counted, head, ranks_text, row, truncate
+from titan_ckpt.tui.rows import (
+    CULPRIT,
+    Role,
+    Row,
+    RowLink,
+    RowList,
+    Rows,
+    TextSpan,
+    counted,
+    head,
+    ranks_text,
+    row,
+    truncate,
+)
 from titan_ckpt.tui.widgets.pane import Pane
 
 MAX_MESH_RANKS = 4096
@@ -26,7 +39,7 @@ class GroupsPane(Pane):
 
     def title(self) -> str:
         incident = self.session.incident.value
-        return "" if incident is None else f"groups with recorded operations: {len(incident.lanes)}"
+        return "" if incident is None else f"groups with recorded operations: {len(collective_lanes(incident))}"
 
     def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value
@@ -35,10 +48,15 @@ class GroupsPane(Pane):
         return RowList([*group_rows(incident), row(), *mesh_rows(incident, width)])
 
 
+def collective_lanes(incident: Incident) -> list[Lane]:
+    """The lanes of the groups' collectives."""
+    return [lane for lane in incident.lanes if not incident.is_p2p(lane)]
+
+
 def group_rows(incident: Incident) -> Iterator[Row]:
     """A line per group: progress of its members, ranks that are behind, and ranks that issued something else."""
     yield head(f"{'group':<16} {'ranks':<10} {'all done':>8} {'newest':>8}  {'members':<8}  outliers")
-    for lane in incident.lanes:
+    for lane in collective_lanes(incident):
         group = incident.run.groups[lane.group]
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
@@ -47,7 +65,7 @@ def group_rows(incident: Incident) -> Iterator[Row]:
                   f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>8}  ",
                   (f"{'recorded' if group.members else 'seen':<8}  ", Role.DIM), (odd or "none", Role.BAD if odd else Role.DIM),
                   link=RowLink(screen=2, group=str(group)), is_problem=bool(odd))  # fmt: skip
-    if incident.lanes:
+    if collective_lanes(incident):
         yield row(("members: recorded = listed in a dump; seen = observed using the group", Role.DIM))
     else:
         yield row("no operations recorded")
@@ -99,13 +117,15 @@ def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
             cells = [_cell(incident, rank, digits) for rank in ranks[start : start + room]]
             yield row((f"  {label if start == 0 else '':<{before}}", Role.DIM), *cells,
                       link=RowLink(screen=2, rank=ranks[start]))  # fmt: skip
+    fault = f"{CULPRIT} at fault   " if incident.top.culprits else ""
     kinds = {incident.states[rank].kind for rank in places}
     legend = "   ".join(f"{glyph.char} {glyph.label}" for kind, glyph in SITUATIONS.items() if kind in kinds)
-    yield row((f"  rank states: {legend}", Role.DIM))
+    yield row((f"  rank states: {fault}{legend}", Role.DIM))
     if len(places) > MAX_MESH_RANKS:
         yield row((f"  and {counted(len(places) - MAX_MESH_RANKS, 'more rank')}", Role.DIM))
 
 
 def _cell(incident: Incident, rank: int, digits: int) -> TextSpan:
     glyph = SITUATIONS[incident.states[rank].kind]
-    return (f"{rank:>{digits}}{glyph.char} ", glyph.role)
+    is_at_fault = rank in incident.top.culprits
+    return (f"{rank:>{digits}}{CULPRIT if is_at_fault else glyph.char} ", Role.BAD if is_at_fault else glyph.role)

@@ -18,10 +18,15 @@ from titan_ckpt.tui.widgets.pane import Pane
 WIDTH, _KEY = 70, 14
 COMMON_KEYS = (
     ("1 - 8", "screens: overview, grid, collective, groups, logs, waits, checkpoints, training"),
-    ("j k, arrows", "move; page up/down, g first, G last; h l or left/right scroll sideways"),
+    (
+        "j k, arrows",
+        "move; page up/down, ctrl+d ctrl+u half a page, g first, G last; h l or left/right scroll sideways",
+    ),
+    ("mouse", "click a line or a tab; double click opens the line; the wheel scrolls"),
     ("enter", "open the item on this line"),
     ("esc", "back: clear the filter or close a detail view, then return to the previous screen"),
     ("/", "filter"),
+    (":", "go to a rank, an operation (#7), a host or a time"),
     ("n N", "next and previous problem"),
     ("space", "pin a rank (on checkpoints: a step)"),
     ("y", "copy the line"),

@@ -18,7 +18,7 @@ from titan_ckpt.tui.data.incident import first_error
 from titan_ckpt.tui.data.log_filter import FOLD_LINES, LogQuery, LogView, parse_clock, parse_filter, views
 from titan_ckpt.tui.data.log_index import LogIndex, LogLine, Positions
 from titan_ckpt.tui.data.log_lines import ERROR, WARNING
-from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, ranks_text, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, counted, ranks_text, row, truncate
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.one_line import OneLine
@@ -39,9 +39,10 @@ class LogRows:
     """
 
     def __init__(
-        self, index: LogIndex, view: Positions, folds: Mapping[int, tuple[int, ...]], cause: int | None = None
-    ) -> None:
-        self.index, self.view, self._folds, self.cause = index, view, folds, cause
+        self, index: LogIndex, view: Positions, folds: Mapping[int, tuple[int, ...]], cause: int | None = None,
+        culprits: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        self.index, self.view, self._folds, self.cause, self.culprits = index, view, folds, cause, culprits
         self._read = lru_cache(_KEPT_LINES)(index.read)  # moving the cursor repaints the same lines
 
     def __len__(self) -> int:
@@ -56,7 +57,8 @@ class LogRows:
         same = self._folds.get(index, ())
         fold = f"x {len(same):,} ranks: {ranks_text(same, 4)}  " if len(same) > 1 else ""
         is_cause = int(self.view[index]) == self.cause
-        return row((f"{rank} ", Role.NOTE), ("FIRST ERROR  " if is_cause else "", Role.BAD), (fold, Role.NOTE),
+        mark, role = (CULPRIT, Role.BAD) if line.rank in self.culprits else (" ", Role.NOTE)
+        return row((f"{rank}{mark}", role), ("FIRST ERROR  " if is_cause else "", Role.BAD), (fold, Role.NOTE),
                    (shortened(line.text, width), _ROLES[line.level]), link=RowLink(screen=3, rank=line.rank),
                    is_problem=line.level == ERROR)  # fmt: skip
 
@@ -64,6 +66,13 @@ class LogRows:
         """Place of a line of the index; None if it is not shown."""
         places = np.flatnonzero(self.view == (-1 if line is None else line))
         return int(places[0]) if len(places) else None
+
+    def last_of(self, ranks: tuple[int, ...]) -> int | None:
+        """The last line in the logs of some ranks."""
+        base, files = self.index.base.tolist(), self.index.files.files
+        of_rank = [i for i, file in enumerate(files) if file.rank in ranks[:1]]
+        ends = [base[i + 1] - 1 for i in of_rank if base[i + 1] > base[i]]
+        return max(ends, default=None)
 
     def next_problem(self, index: int, direction: int) -> int | None:
         left = self.view[index + 1 :] if direction > 0 else self.view[:index][::-1]
@@ -141,12 +150,12 @@ class LogsPane(Pane):
         query = LogQuery(text=self.filter_text, is_folded=self._is_folded)
         if query == LogQuery():
             self._asked = self._found = None
-            return LogRows(logs, logs.order, {}, self._cause(logs))
+            return LogRows(logs, logs.order, {}, self._cause(logs), self._culprits())
         if self._asked != (query, logs.token):
             self._run_query(logs, query)
         found, before = self._found, self.body.rows
         if found is not None:
-            return LogRows(found.index, found.view, found.folds, self._cause(found.index))
+            return LogRows(found.index, found.view, found.folds, self._cause(found.index), self._culprits())
         return before if isinstance(before, LogRows) else RowList([row(("searching ...", Role.DIM))])
 
     def filtered(self, rows: Rows) -> Rows:
@@ -154,6 +163,22 @@ class LogsPane(Pane):
         if len(rows) or not self.filter_text:
             return rows
         return RowList([row(("searching ...", Role.DIM))]) if self._is_searching else self.no_match("no line matches")
+
+    def is_complete(self) -> bool:
+        """When all lines and, where there is evidence, the verdict are known."""
+        logs, incident = self.session.logs.value, self.session.incident
+        return logs is not None and not logs.is_head and not incident.is_loading and self.body.size.height > 0
+
+    def begin(self) -> None:
+        """Start at the first error, else at the last line of the rank at fault, else at the newest line."""
+        rows, place = self.body.rows, None
+        if isinstance(rows, LogRows):
+            place = rows.place_of(rows.cause if rows.cause is not None else rows.last_of(self._culprits()))
+        self.body.move_to(len(rows) - 1 if place is None else place, is_centred=True)
+
+    def _culprits(self) -> tuple[int, ...]:
+        incident = self.session.incident.value
+        return incident.top.culprits if incident is not None else ()
 
     def _cause(self, logs: LogIndex) -> int | None:
         incident = self.session.incident.value
@@ -254,9 +279,10 @@ class LogsPane(Pane):
             self.body.move_to(place, is_centred=True)
 
     def action_time(self) -> None:
-        self.ask("go to the time, for example 14:05:30", "", self._go_to_time)
+        self.ask("go to the time, for example 14:05:30", "", self.go_to_time)
 
-    def _go_to_time(self, text: str) -> None:
+    def go_to_time(self, text: str) -> None:
+        """Move to the line at a time, as typed."""
         rows = self.body.rows
         if not isinstance(rows, LogRows) or not len(rows):
             return

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_ckpt.debug.incident.kinds import VerdictKind
-from titan_ckpt.debug.incident.records import Evidence, Run, Verdict
-from titan_ckpt.debug.live.watch import alarms
+from titan_ckpt.debug.incident.records import Evidence, Run
 from titan_ckpt.location import redact
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, state_counts, strip_cells
+from titan_ckpt.tui.data.runs import UNUSABLE
+from titan_ckpt.tui.data.standing import NO_FAULT, alarms_now, ticking
 from titan_ckpt.tui.rows import (
+    CULPRIT,
     Role,
     Row,
     RowLink,
@@ -25,9 +27,6 @@ from titan_ckpt.tui.rows import (
 )
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import NO_INCIDENT, Pane
-
-LIVE_S = 30.0
-_NO_FAULT = (VerdictKind.HEALTHY, VerdictKind.RUNNING, VerdictKind.INSUFFICIENT_DATA)
 
 
 class OverviewPane(Pane):
@@ -49,6 +48,9 @@ class OverviewPane(Pane):
         name = f" · incident {incident.run.incident}" if incident.run.incident else ""
         return f"{where}{name} · {counted(incident.run.world_size, 'rank')}"
 
+    def begin(self) -> None:
+        """The verdict is the first line."""
+
     def make_rows(self, width: int) -> Rows:
         return RowList(overview_rows(self.session, width))
 
@@ -66,9 +68,11 @@ def overview_rows(session: Session, width: int) -> Iterator[Row]:
         return
     live = list(live_rows(incident, session.clock(), width))
     yield from live
-    is_quiet = bool(live) and not any(line.is_problem for line in live) and incident.top.verdict in _NO_FAULT
+    is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT
+    is_quiet = bool(live) and is_calm
     if not is_quiet:
-        yield from _verdict_rows(incident.top, width)
+        yield from _verdict_rows(incident, width)
+    yield from _checkpoint_rows(session)
     yield row()
     yield from _strip_rows(incident, width)
     yield row()
@@ -88,30 +92,30 @@ def _runs_rows(session: Session) -> Iterator[Row]:
 
 def live_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
     """State of a running job from heartbeats of the last seconds; empty if the job has ended or is gone."""
-    beats = {rank: record.heartbeat for rank, record in incident.run.ranks.items() if record.heartbeat is not None}
-    ticking = [b for b in beats.values() if not b.is_stopped and abs(now_s - b.alive_ns / 1e9) < LIVE_S]
-    if not ticking:
+    live = ticking(incident, now_s)
+    if not live:
         return
-    newest = max(ticking, key=lambda beat: (beat.step, beat.phase_ns))
+    newest = max(live, key=lambda beat: (beat.step, beat.phase_ns))
     phase = f" ({newest.phase})" if newest.phase else ""
-    count = f"{len(ticking)} of {counted(incident.run.world_size, 'rank')} alive"
-    yield row(("RUNNING", Role.GOOD), f"   step {newest.step}{phase} · {count}", link=RowLink(screen=8))
-    found = alarms(beats, int(now_s * 1e9), after_s=LIVE_S)
+    count = f"{len(live)} of {counted(incident.run.world_size, 'rank')} alive"
+    found = alarms_now(incident, now_s)
+    is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT
+    word, role = ("RUNNING", Role.GOOD) if is_calm and not found else ("STUCK" if not is_calm else "ALIVE", Role.BAD)
+    yield row((word, role), f"   step {newest.step}{phase} · {count}", link=RowLink(screen=8))
     for alarm in found:
         for i, line in enumerate(wrapped(f"{alarm.kind}: {alarm.text}", width, "  ")):
-            yield row((line, Role.WARN), link=RowLink(screen=6, rank=alarm.ranks[0]), is_problem=i == 0)
-    if found or incident.top.verdict not in _NO_FAULT:
-        yield row(("diagnosis of the last snapshot (may be transient):", Role.DIM))
-    else:
+            yield row((line, Role.BAD), link=RowLink(screen=6, rank=alarm.ranks[0]), is_problem=i == 0)
+    if incident.is_unconfirmed and incident.top.verdict not in NO_FAULT:
+        yield row(("one look shows waiting ranks; looking again", Role.DIM))
+    elif is_calm and not found:
         yield row(("no fault so far; press f to follow the job", Role.DIM))
 
 
-def _verdict_rows(top: Verdict, width: int) -> Iterator[Row]:
-    role: Role = (
-        Role.GOOD if top.verdict == VerdictKind.HEALTHY else Role.WARN if top.verdict in _NO_FAULT else Role.BAD
-    )
+def _verdict_rows(incident: Incident, width: int) -> Iterator[Row]:
+    top = incident.top
+    role: Role = Role.GOOD if top.verdict == VerdictKind.HEALTHY else Role.WARN if top.verdict in NO_FAULT else Role.BAD
     name = f"{top.verdict} ({top.subtype})" if top.subtype else top.verdict
-    link = _operation(top)
+    link = incident.link_of(top)
     facts = [f"confidence {top.confidence:.0%}"]
     facts += [f"step {top.step}"] if top.step is not None else []
     many = "s" if len(top.culprits) > 1 else ""
@@ -121,18 +125,30 @@ def _verdict_rows(top: Verdict, width: int) -> Iterator[Row]:
         yield row((line, Role.BOLD), link=link)
 
 
-def _operation(top: Verdict) -> RowLink | None:
-    if top.seq is None:
-        rank = top.culprits[0] if top.culprits else None
-        return RowLink(screen=6, rank=rank) if rank is not None else None
-    return RowLink(screen=3, group=top.group, seq=top.seq, rank=top.culprits[0] if top.culprits else None)
+def _checkpoint_rows(session: Session) -> Iterator[Row]:
+    """A warning about damaged checkpoints, since the verdict is on the ranks alone."""
+    found = session.checkpoints.value
+    damaged = (
+        [step.step for step in found.steps if any(copy.state in UNUSABLE for copy in step.copies)] if found else []
+    )
+    if damaged:
+        yield row(("CHECKPOINTS", Role.BAD), f"   {counted(len(damaged), 'step')} not usable: {ranks_text(damaged, 4)}",
+                  link=RowLink(screen=7, step=damaged[0]), is_problem=True)  # fmt: skip
 
 
 def _strip_rows(incident: Incident, width: int) -> Iterator[Row]:
     cells = strip_cells(incident, width * 4)
-    yield head("ranks by state")
+    yield head(
+        "ranks by state"
+        if incident.top.verdict != VerdictKind.HEALTHY
+        else "ranks by state when their evidence was taken"
+    )
     for start in range(0, len(cells), width):
         yield row(*cells[start : start + width], link=RowLink(screen=2))
+    if incident.top.culprits:
+        culprits = incident.top.culprits
+        yield row((f"  {CULPRIT} ", Role.BAD), f"at fault: {len(culprits):,}  ", (ranks_text(culprits, 8), Role.BAD),
+                  link=RowLink(screen=6, rank=culprits[0]))  # fmt: skip
     for kind, count in state_counts(incident):
         glyph = SITUATIONS[kind]
         ranks = [rank for rank, state in incident.states.items() if state.kind == kind]
@@ -145,7 +161,7 @@ def _why_rows(incident: Incident, width: int) -> Iterator[Row]:
     if top.evidence:
         yield head("why")
     for item in top.evidence:
-        yield from _evidence_rows(item, top, width)
+        yield from _evidence_rows(item, incident, width)
     if top.chain:
         yield head("who waits for whom")
         pairs = [f"{waiter} -> {awaited}" for waiter, awaited in top.chain[:24]]
@@ -159,25 +175,25 @@ def _why_rows(incident: Incident, width: int) -> Iterator[Row]:
             yield row(line)
 
 
-def _evidence_rows(item: Evidence, top: Verdict, width: int) -> Iterator[Row]:
+def _evidence_rows(item: Evidence, incident: Incident, width: int) -> Iterator[Row]:
     rank = f"rank {item.rank}: " if item.rank is not None else ""
     place = f" at {item.file}:{item.line}" if item.file and f"{item.file}:{item.line}" not in item.text else ""
     source = f"  [{item.source}]" if item.source else ""
-    link = evidence_link(item, top)
+    link = evidence_link(item, incident)
     for line in wrapped(f"  - {rank}{item.text}{place}{source}", width, "    "):
         yield row(line, link=link)
 
 
-def evidence_link(item: Evidence, top: Verdict) -> RowLink | None:
+def evidence_link(item: Evidence, incident: Incident) -> RowLink | None:
     """Link to the evidence: its log line, its operation, or its rank's waits."""
     source, _, number = item.source.rpartition(":")
     if source and number.isdigit() and ".log" in source:
         return RowLink(screen=5, source=source, line=int(number), rank=item.rank)
     if ".log" in item.source:
         return RowLink(screen=5, source=item.source, rank=item.rank)
-    if top.seq is not None:
-        return RowLink(screen=3, group=top.group, seq=top.seq, rank=item.rank)
-    return RowLink(screen=6, rank=item.rank) if item.rank is not None else None
+    if incident.top.seq is None and item.rank is None:
+        return None
+    return incident.link_of(incident.top, item.rank)
 
 
 def _other_rows(incident: Incident, width: int) -> Iterator[Row]:
@@ -185,7 +201,7 @@ def _other_rows(incident: Incident, width: int) -> Iterator[Row]:
         yield head("less likely")
     for other in incident.verdicts[1:]:
         for line in wrapped(f"  {other.confidence:.0%} {other.verdict}: {other.headline}", width, "      "):
-            yield row(line, link=_operation(other))
+            yield row(line, link=incident.link_of(other))
 
 
 def _data_rows(session: Session, width: int) -> Iterator[Row]:

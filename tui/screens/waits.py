@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import RankState
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
-from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, head, row, truncate
+from titan_ckpt.tui.data.incident import P2P_NAME, SITUATIONS, Incident, frame_text
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, counted, head, ranks_text, row, truncate
 from titan_ckpt.tui.widgets.pane import Pane
 
 MAX_WAITERS = 200
+LEAST_FOLDED = 9
 
 
 class WaitsPane(Pane):
@@ -42,11 +43,15 @@ class WaitsPane(Pane):
 def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
     """A tree per rank that others wait for and that waits for none; then wait cycles; then ranks in no wait."""
     waiters: dict[int, list[Edge]] = defaultdict(list)
-    for edge in incident.edges:
+    edges = waits_shown(incident)
+    for edge in edges:
         waiters[edge.awaited].append(edge)
-    waiting = {edge.waiter for edge in incident.edges}
+    waiting = {edge.waiter for edge in edges}
     shown: set[int] = set()
-    for root in sorted(rank for rank in waiters if rank not in waiting):
+    culprits = set(incident.top.culprits)
+    for root in sorted(
+        (rank for rank in waiters if rank not in waiting), key=lambda rank: (rank not in culprits, rank)
+    ):
         yield from _tree(incident, root, waiters, shown, width)
     held_up = _reached(waiters, shown)
     cycles = sorted(waiting - held_up)
@@ -59,9 +64,18 @@ def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
     if rest:
         yield head("in no observed wait")
     for rank in rest[:MAX_WAITERS]:
-        yield _rank_row(incident, rank, 0, "", width)
+        yield _rank_row(incident, rank, 0, None, width)
     if len(rest) > MAX_WAITERS:
         yield row((f"  and {counted(len(rest) - MAX_WAITERS, 'more rank')}", Role.DIM))
+
+
+def waits_shown(incident: Incident) -> list[Edge]:
+    """The waits without those of the culprits, which are consequences, unless the culprits wait for each other alone."""
+    culprits = set(incident.top.culprits)
+    awaited = {edge.awaited for edge in incident.edges if edge.waiter in culprits}
+    if not culprits & {edge.awaited for edge in incident.edges} or awaited <= culprits:
+        return list(incident.edges)
+    return [edge for edge in incident.edges if edge.waiter not in culprits]
 
 
 def _reached(waiters: Mapping[int, list[Edge]], roots: set[int]) -> set[int]:
@@ -78,20 +92,56 @@ def _tree(
     incident: Incident, root: int, waiters: Mapping[int, list[Edge]], shown: set[int], width: int
 ) -> Iterator[Row]:
     """Depth first, without recursion: a chain may contain every rank."""
-    stack: list[tuple[int, int, str]] = [(root, 0, "")]
+    stack: list[tuple[int, int, Edge | None]] = [(root, 0, None)]
     while stack:
-        rank, depth, why = stack.pop()
+        rank, depth, edge = stack.pop()
+        why = _why(incident, edge) if edge is not None else ""
         if rank in shown:
             yield row(
                 f"  {'  ' * min(depth, 12)}rank {rank} {why}", (" (above)", Role.DIM), link=RowLink(screen=6, rank=rank)
             )
             continue
         shown.add(rank)
-        yield _rank_row(incident, rank, depth, why, width)
-        edges = sorted(waiters.get(rank, []), key=lambda edge: -edge.waiter)
+        yield _rank_row(incident, rank, depth, edge, width)
+        edges, folded = _folded(incident, waiters.get(rank, []), waiters)
+        yield from (_fold_row(incident, alike, depth + 1, width) for alike in folded)
+        shown.update(edge.waiter for alike in folded for edge in alike)
         if len(edges) > MAX_WAITERS:
             yield row((f"  {'  ' * (depth + 1)}and {counted(len(edges) - MAX_WAITERS, 'more rank')}", Role.DIM))
-        stack += [(edge.waiter, depth + 1, _why(incident, edge)) for edge in edges[-MAX_WAITERS:]]
+        stack += [(edge.waiter, depth + 1, edge) for edge in edges[-MAX_WAITERS:]]
+
+
+def _folded(
+    incident: Incident, edges: list[Edge], waiters: Mapping[int, list[Edge]]
+) -> tuple[list[Edge], list[list[Edge]]]:
+    """The waits to show one by one, the highest rank first; and groups of many equal ones of ranks for which nobody waits."""
+    alike: dict[tuple[object, ...], list[Edge]] = defaultdict(list)
+    for edge in edges:
+        state = incident.states[edge.waiter]
+        is_leaf = edge.waiter not in waiters and edge.waiter not in incident.top.culprits
+        alike[(edge.waiter,) if not is_leaf else (_why(incident, edge), state.kind, state.frame)].append(edge)
+    folded = [group for group in alike.values() if len(group) >= LEAST_FOLDED]
+    single = (edge for group in alike.values() if len(group) < LEAST_FOLDED for edge in group)
+    return sorted(single, key=lambda edge: -edge.waiter), folded
+
+
+def _fold_row(incident: Incident, edges: list[Edge], depth: int, width: int) -> Row:
+    ranks = [edge.waiter for edge in edges]
+    state = incident.states[ranks[0]]
+    glyph = SITUATIONS[state.kind]
+    text = f"{ranks_text(ranks, 3)} · {_why(incident, edges[0])}{f'  {frame_text(state.frame)}' if state.frame else ''}"
+    start = f"{glyph.char} {len(ranks):,} ranks wait for {edges[0].awaited}: "
+    return row(" " * (2 * min(depth, 12) + 2), (start, glyph.role), truncate(text, max(width - len(start) - 2 * depth - 2, 20)),
+               link=_link_of(incident, edges[0]))  # fmt: skip
+
+
+def _link_of(incident: Incident, edge: Edge) -> RowLink:
+    """The operation that a rank waits in."""
+    if edge.group < 0 or edge.is_p2p:
+        name = f"{incident.run.groups[edge.group]}{P2P_NAME}" if edge.group >= 0 else None
+        return RowLink(screen=2, group=name, rank=edge.waiter)
+    seq = edge.seq if edge.seq >= 0 else None
+    return RowLink(screen=3, group=str(incident.run.groups[edge.group]), seq=seq, rank=edge.waiter)
 
 
 def _why(incident: Incident, edge: Edge) -> str:
@@ -104,7 +154,8 @@ def _why(incident: Incident, edge: Edge) -> str:
     return f"waits in {kind}{number}{group}{sure}"
 
 
-def _rank_row(incident: Incident, rank: int, depth: int, why: str, width: int) -> Row:
+def _rank_row(incident: Incident, rank: int, depth: int, edge: Edge | None, width: int) -> Row:
+    why = _why(incident, edge) if edge is not None else ""
     state = incident.states[rank]
     glyph = SITUATIONS[state.kind]
     detail = f" ({state.detail})" if state.detail else ""
@@ -112,7 +163,7 @@ def _rank_row(incident: Incident, rank: int, depth: int, why: str, width: int) -
     is_culprit = rank in incident.top.culprits
     indent = 2 * min(depth, 12)
     return row(" " * (indent + 2), (f"{glyph.char} rank {rank} ", glyph.role),
-               ("culprit: " if is_culprit else "", Role.BAD),
-               truncate(f"{why or glyph.label}{detail}{place}", max(width - 14 - indent - 9 * is_culprit, 20)),
-               link=RowLink(screen=3, group=incident.top.group, seq=incident.top.seq, rank=rank),
+               (f"{CULPRIT} culprit: " if is_culprit else "", Role.BAD),
+               truncate(f"{why or glyph.label}{detail}{place}", max(width - 14 - indent - 11 * is_culprit, 20)),
+               link=_link_of(incident, edge) if edge is not None else incident.link_of(incident.top, rank),
                is_problem=is_culprit or (depth == 0 and glyph.role == Role.BAD))  # fmt: skip

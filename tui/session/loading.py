@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +11,18 @@ from textual.app import App
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
-from titan_ckpt.tui.data.incident import load_incident
+from titan_ckpt.tui.data.incident import Incident, load_incident
 from titan_ckpt.tui.data.log_files import LogFiles
 from titan_ckpt.tui.data.log_growth import grow
 from titan_ckpt.tui.data.log_index import HEAD_BYTES, LogIndex, load_logs
 from titan_ckpt.tui.data.metrics import load_metrics
 from titan_ckpt.tui.data.runs import load_others, load_runs, load_steps
+from titan_ckpt.tui.data.standing import heartbeats, ticking
 from titan_ckpt.tui.session.session import Loadable, Session
 
 _SMALL_LOGS = 32 << 20
+GONE_S = 600.0
+LEAST_REST = 1.0  # seconds of rest for each second that a look took
 
 
 class SessionLoader:
@@ -31,6 +35,7 @@ class SessionLoader:
         self._session = session
         self._changed = changed
         self._show_status = show_status
+        self._not_before_s = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -48,7 +53,7 @@ class SessionLoader:
         """Start loading everything that the content has."""
         s, content = self._session, self._session.content
         if content.has_evidence:
-            self._load(s.incident, lambda: load_incident(content.url))
+            self._load_incident(content)
         if content.has_checkpoints:
             self._load_steps(content)
         if content.has_runs:
@@ -60,24 +65,53 @@ class SessionLoader:
 
     def reload(self) -> None:
         """List the content again in a thread and load what has changed."""
-        if not self.is_busy:
+        if not self.is_busy and time.monotonic() >= self._not_before_s:
             url = self._session.content.url
             tasks.start(self._app, "looking for changes", lambda: find_content(url), self._found, self._lost)
 
     def _found(self, content: Content) -> None:
         s, before = self._session, self._session.content
         s.content = content
-        if content.logs != before.logs or content.incident != before.incident:
-            if content.logs:
-                self._load_logs(content)
-            if content.has_evidence:
-                self._load(s.incident, lambda: load_incident(content.url))
+        if content.logs and (content.logs != before.logs or content.incident != before.incident):
+            self._load_logs(content)
+        if content.has_evidence and (content.evidence != before.evidence or self._may_go_on()):
+            self._load_incident(content)
         if content.has_checkpoints:
             self._load_steps(content)
         if content.has_runs:
             self._load(s.runs, lambda: load_runs(content.store))
         if content.metrics:
             self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
+
+    def _may_go_on(self) -> bool:
+        """Whether the job may live: a hung one writes no file, and its black boxes change where no listing shows it."""
+        incident = self._session.incident.value
+        if incident is None:
+            return False
+        beats = heartbeats(incident).values()
+        now_s = self._session.clock()
+        return any(not beat.is_stopped and now_s - beat.alive_ns / 1e9 < GONE_S for beat in beats)
+
+    def _load_incident(self, content: Content) -> None:
+        """Read and judge; the look before confirms a verdict on a live job. A look that took long is not repeated at once."""
+        s, started_s = self._session, time.monotonic()
+        former = s.incident.value
+        if former is not None and former.run.incident != content.incident:
+            former = None
+
+        def look() -> Incident:
+            found = load_incident(content.url)
+            return found.confirmed_by(former) if ticking(found, s.clock()) else found
+
+        def after() -> None:
+            s.looked_s = s.clock()
+            found = s.incident.value
+            link = found.link_of(found.top) if found is not None and former is None else None
+            if link is not None:
+                s.select(link.group, link.seq)
+            self._not_before_s = time.monotonic() + LEAST_REST * (time.monotonic() - started_s)
+
+        self._load(s.incident, look, after=after)
 
     def _lost(self, text: str) -> None:
         self._show_status(f"not reloaded: {text}")
@@ -132,9 +166,9 @@ class SessionLoader:
         def done(value: Any) -> None:
             part.value, part.error, part.is_loading = value, "", False
             part.version += 1
-            self._changed()
             if after is not None:
                 after()
+            self._changed()
 
         def failed(text: str) -> None:
             part.error, part.is_loading = text, False

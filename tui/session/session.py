@@ -49,10 +49,12 @@ class Session:
     seq: int | None = None
     pinned: int | None = None
     is_following: bool = False
+    looked_s: float = 0.0
 
     def select(self, group: str | None, seq: int | None) -> None:
-        """Select an operation; None keeps the current group or operation."""
+        """Select an operation; None keeps the current group, and its operation."""
+        former = self.lane
         if self.incident.value is not None and group is not None:
             self.lane = self.incident.value.lane_of(group)
-        if seq is not None:
+        if seq is not None or self.lane != former:
             self.seq = seq

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.segment import Segment
-from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
@@ -15,26 +14,9 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from titan_ckpt.tui.rows import Role, Row, RowList, Rows, without_secrets
+from titan_ckpt.tui.widgets.looks import CURSOR_DARK, CURSOR_LIGHT, DARK, LIGHT
 
-# Vermilion, orange and sky blue of the Okabe-Ito palette, safe for colour-blind readers.
-STYLES: dict[Role, Style] = {
-    Role.PLAIN: Style(),
-    Role.DIM: Style(color="#8a8a8a"),
-    Role.BOLD: Style(bold=True),
-    Role.HEAD: Style(bold=True, underline=True),
-    Role.BAD: Style(color="#ff7a33", bold=True),
-    Role.WARN: Style(color="#e6b800"),
-    Role.GOOD: Style(color="#56b4e9"),
-    Role.NOTE: Style(color="#d8a0c0"),
-    Role.SPOT: Style(bold=True, reverse=True),
-}
-CURSOR = Style(bold=True, bgcolor="#303a4a")
 MARK, NO_MARK = "▸ ", "  "
-
-
-def segments_of(row: Row) -> list[Segment]:
-    """Styled segments of a row."""
-    return [Segment(text, STYLES[role]) for text, role in row.spans]
 
 
 class LineView(ScrollView, can_focus=True):
@@ -43,6 +25,8 @@ class LineView(ScrollView, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "up", show=False),
         Binding("down,j", "move(1)", "down", show=False),
+        Binding("ctrl+u", "half_page(-1)", "half a page up", show=False),
+        Binding("ctrl+d", "half_page(1)", "half a page down", show=False),
         Binding("pageup,ctrl+b", "page(-1)", "page up", show=False),
         Binding("pagedown,ctrl+f", "page(1)", "page down", show=False),
         Binding("g,home", "to_start", "first", show=False),
@@ -103,23 +87,28 @@ class LineView(ScrollView, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         """Paint a line. Every segment needs a style: the NO_COLOR filter fails on segments without one."""
-        width = self.scrollable_content_region.width
+        width, is_dark = self.scrollable_content_region.width, self.app.current_theme.dark
+        styles = DARK if is_dark else LIGHT
         index = self.scroll_offset.y + y
         if index >= len(self.rows):
-            return Strip.blank(width, STYLES[Role.PLAIN])
+            return Strip.blank(width, styles[Role.PLAIN])
         is_cursor = index == self.cursor
-        body = Strip(segments_of(without_secrets(self.rows.row(index, self.line_width))))
+        shown = without_secrets(self.rows.row(index, self.line_width))
+        body = Strip([Segment(text, styles[role]) for text, role in shown.spans])
         body = body.crop(self.shift, self.shift + width - len(MARK)).adjust_cell_length(
-            width - len(MARK), STYLES[Role.PLAIN]
+            width - len(MARK), styles[Role.PLAIN]
         )
-        strip = Strip([Segment(MARK if is_cursor else NO_MARK, STYLES[Role.BOLD]), *body])
-        return strip.apply_style(CURSOR) if is_cursor else strip
+        strip = Strip([Segment(MARK if is_cursor else NO_MARK, styles[Role.BOLD]), *body])
+        return strip.apply_style(CURSOR_DARK if is_dark else CURSOR_LIGHT) if is_cursor else strip
 
     def action_move(self, by: int) -> None:
         self.move_to(self.cursor + by)
 
     def action_page(self, by: int) -> None:
         self.move_to(self.cursor + by * max(self.scrollable_content_region.height - 1, 1))
+
+    def action_half_page(self, by: int) -> None:
+        self.move_to(self.cursor + by * max(self.scrollable_content_region.height // 2, 1))
 
     def action_to_start(self) -> None:
         self.move_to(0)
@@ -137,4 +126,7 @@ class LineView(ScrollView, can_focus=True):
             self.post_message(self.Chosen(self.cursor, row))
 
     def on_click(self, event: events.Click) -> None:
+        """A click moves the cursor, a double click opens the line."""
         self.move_to(self.scroll_offset.y + event.y)
+        if event.chain == 2:
+            self.action_choose()

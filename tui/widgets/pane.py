@@ -69,6 +69,7 @@ class Pane(Vertical):
         self.session = session
         self.filter_text = ""
         self._seen: tuple[object, ...] = ()
+        self._has_begun = False
 
     def compose(self) -> ComposeResult:
         yield OneLine(classes="title")
@@ -108,8 +109,23 @@ class Pane(Vertical):
         """Text of the title line."""
         return ""
 
+    def is_complete(self) -> bool:
+        """Whether the rows are those of loaded data."""
+        return self.session.incident.value is not None and self.body.size.height > 0
+
+    def begin(self) -> None:
+        """Place the cursor once, when data is shown for the first time: on the rank at fault."""
+        incident = self.session.incident.value
+        if incident is not None and incident.culprit is not None:
+            self.move_to_rank(incident.culprit)
+
+    def open_link(self, link: RowLink) -> None:
+        """Select the item that another screen linked to, and no other at first sight."""
+        self._has_begun = True
+        self.select(link)
+
     def select(self, link: RowLink) -> None:
-        """Select the item that another screen linked to."""
+        """Select an item."""
 
     def chosen(self, chosen: Row) -> None:
         """Enter on a row: follow its link."""
@@ -203,6 +219,9 @@ class Pane(Vertical):
         if seen != self._seen or force:
             self._seen = seen
             self.body.set_rows(self.filtered(self.make_rows(self.body.line_width)))
+            if not self._has_begun and self.is_complete():
+                self._has_begun = True
+                self.begin()
         self.set_title(self.title())
 
     def filtered(self, rows: Rows) -> Rows:

@@ -1,0 +1,225 @@
+"""One story on every screen: the verdict bar, the rank at fault, sends and receives, and a verdict that follows a live job."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.screen_pictures import press, screen_text
+from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.incident.kinds import VerdictKind
+from titan_ckpt.debug.incident.records import Heartbeat, Verdict
+from titan_ckpt.debug.live.processes import Process
+from titan_ckpt.tui import app as front
+from titan_ckpt.tui.app import TitanApp, tabs_text
+from titan_ckpt.tui.data import stopped
+from titan_ckpt.tui.data.content import find_content
+from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, PENDING
+from titan_ckpt.tui.data.incident import Incident, load_incident
+from titan_ckpt.tui.data.standing import confidence_word, standing
+from titan_ckpt.tui.goto import link_to
+from titan_ckpt.tui.rows import RowLink
+from titan_ckpt.tui.screens.grid import grid_of
+from titan_ckpt.tui.screens.waits import wait_rows
+from titan_ckpt.tui.screenshot import settled
+from titan_ckpt.tui.widgets import looks
+from tools.paths import DATA, INCIDENTS
+
+NOW_S = 1_795_250_000.0
+P2P = DATA / "injected" / "p2p_missing"
+
+
+@pytest.fixture(scope="module")
+def skip() -> Incident:
+    return load_incident(str(INCIDENTS / "skip"))
+
+
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(front).failed == doctest.testmod(looks).failed == 0
+
+
+async def test_the_verdict_stands_on_every_screen_and_the_culprit_is_marked() -> None:
+    app = TitanApp(find_content(str(P2P)), clock=lambda: NOW_S)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settled(app, pilot)
+        for number in "12345678":
+            await press(app, pilot, number)
+            assert (
+                "P2P_MISSING_PEER · rank 1 · stuck for 1.7 s · n0:22332 · faults.py:281"
+                in screen_text(app).splitlines()[1]
+            )
+        marks = {"1": "! at fault: 1  1", "2": "▸ !    1 ", "3": "▸ !    1 ", "5": "    1!", "6": "rank 1 ! culprit"}
+        for number, mark in marks.items():
+            await press(app, pilot, number)
+            assert mark in screen_text(app), screen_text(app)
+
+
+async def test_enter_on_a_p2p_verdict_opens_its_sends_and_receives() -> None:
+    """The number of a send counts per pair; taken for a collective's it opened an innocent broadcast."""
+    app = TitanApp(find_content(str(P2P)), clock=lambda: NOW_S)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "enter")
+        assert app.pane.number == 2
+        assert "group default_pg send/recv" in screen_text(app)
+        assert app.pane.copied_text() == "group default_pg send/recv #3: rank 1 absent"
+        await press(app, pilot, "6")
+        assert "cycle" not in screen_text(app)
+
+
+@pytest.mark.parametrize(
+    ("case", "codes"),
+    [
+        ("p2p_missing", {1: ABSENT, 2: PENDING}),
+        ("p2p_batch", {1: ABSENT, 2: PENDING}),
+        ("p2p_size", {1: DIFFERS, 2: PENDING}),
+    ],
+)
+def test_the_grid_shows_the_missing_and_the_different_half(case: str, codes: dict[int, int]) -> None:
+    incident = load_incident(str(DATA / "injected" / case))
+    lane = incident.lanes[incident.lane_of("default_pg send/recv")]
+    grid = grid_of(incident, lane)
+    worst = {int(rank): int(row.max()) for rank, row in zip(grid.members, grid.codes, strict=True)}
+    assert {rank: code for rank, code in worst.items() if code >= PENDING} == codes
+    assert not any(incident.is_p2p(other) for other in incident.lanes[:-1])
+
+
+def live(incident: Incident, top: Verdict | None = None) -> Incident:
+    """The incident with heartbeats of this moment, and another verdict."""
+    now_ns = int(NOW_S * 1e9)
+    beat = Heartbeat(step=7, phase="forward", phase_ns=now_ns, alive_ns=now_ns, source="x.box")
+    ranks = {rank: replace(record, heartbeat=beat) for rank, record in incident.run.ranks.items()}
+    verdicts = incident.verdicts if top is None else (top,)
+    return replace(incident, run=replace(incident.run, ranks=ranks), verdicts=verdicts)
+
+
+async def test_a_live_job_is_judged_again_and_one_look_accuses_nobody(
+    skip: Incident, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No log grows in a hung job: the verdict changes all the same, once two looks agree."""
+    healthy = Verdict(verdict=VerdictKind.HEALTHY)
+    passing = Verdict(verdict=VerdictKind.STUCK_ON_CPU, culprits=(0,), confidence=0.5)
+    looks_at: Iterator[Incident] = iter([live(skip, healthy), live(skip, passing), live(skip), live(skip), live(skip)])
+    monkeypatch.setattr("titan_ckpt.tui.session.loading.load_incident", lambda _: next(looks_at))
+    monkeypatch.setattr("titan_ckpt.tui.app.FOLLOW_S", 1e9)
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S)
+    bars, firsts = [], []
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settled(app, pilot)
+        app.session.is_following = True
+        for _ in range(4):
+            text = screen_text(app).splitlines()
+            bars.append(text[1])
+            firsts.append(text[3].split()[1])
+            app._loader._not_before_s = 0.0
+            app._follow()
+            await pilot.pause()
+            await settled(app, pilot)
+    assert [bar.split()[0] for bar in bars] == ["RUNNING", "RUNNING", "RUNNING", "SKIPPED_COLLECTIVE"]
+    assert all("rank 0" not in bar for bar in bars)
+    assert firsts == ["RUNNING", "RUNNING", "RUNNING", "STUCK"]
+    assert "looked 0 s ago" in bars[1]
+
+
+def test_a_stopped_process_of_this_machine_is_known(skip: Incident, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = live(skip).run
+    pids = {rank: record.pid or 0 for rank, record in run.ranks.items()}
+    found = [
+        Process(rank=1, pid=pids[1], stem="", state="T (stopped)"),
+        Process(rank=2, pid=pids[2], stem="", state="t (tracing stop)"),
+        Process(rank=3, pid=pids[3] + 1, stem="", state="T (stopped)"),
+    ]
+    monkeypatch.setattr(stopped, "find_processes", lambda _: found)
+    seen = stopped.with_stopped(run, "/nowhere")
+    assert {rank: record.process_state for rank, record in seen.ranks.items() if record.process_state} == {
+        1: "T (stopped)"
+    }
+    assert stopped.with_stopped(run, "s3://bucket/run") is run
+    assert stopped.with_stopped(skip.run, "/nowhere") is skip.run
+
+
+def test_a_hung_job_says_for_how_long_and_how_sure(skip: Incident) -> None:
+    assert [confidence_word(c) for c in (0.97, 0.75, 0.6, 0.5, 0.2)] == [
+        "recorded", "likely", "check it first", "one of several readings", "a lead only",
+    ]  # fmt: skip
+    found = standing(live(skip), NOW_S)
+    assert found.word == VerdictKind.SKIPPED_COLLECTIVE
+    assert "recorded (95%)" in found.facts
+    assert found.text(30) == "SKIPPED_COLLECTIVE · rank 2"
+
+
+def test_equal_waiting_ranks_are_one_line(skip: Incident) -> None:
+    ranks = range(1, 16_384)
+    record, state = skip.run.ranks[0], skip.states[0]
+    states = {**{rank: replace(state, rank=rank) for rank in ranks}, 0: skip.states[2]}
+    edges = tuple(Edge(waiter=rank, awaited=0, group=0, seq=7) for rank in ranks)
+    run = replace(skip.run, ranks=dict.fromkeys(range(16_384), record), world_size=16_384)
+    large = replace(skip, run=run, states=states, edges=edges, verdicts=(replace(skip.top, culprits=(0,)),))
+    lines = [row.text.strip() for row in wait_rows(large, 120)]
+    assert len(lines) == 2
+    assert lines[1].startswith("w 16,383 ranks wait for 0: 1-16383 · waits in collective #7 of group default_pg")
+
+
+def test_what_is_typed_after_a_colon_is_found(skip: Incident) -> None:
+    assert link_to(skip, "2", 2) == RowLink(screen=2, rank=2)
+    assert link_to(skip, "rank 2", 8) == RowLink(screen=6, rank=2)
+    assert link_to(skip, "#5", 1) == RowLink(screen=3, seq=5, rank=2)
+    assert link_to(skip, "4", 1) is link_to(skip, "nowhere", 1) is link_to(skip, "", 1) is None
+    named = replace(skip.run, ranks={**skip.run.ranks, 3: replace(skip.run.ranks[3], host="node3")})
+    assert link_to(replace(skip, run=named), "node3", 2) == RowLink(screen=2, rank=3)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_the_current_tab_is_in_sight_at_any_width(width: int) -> None:
+    for number in range(1, 9):
+        text = tabs_text(number, width)
+        assert f"[{number} " in text
+        assert len(text) <= width
+
+
+async def test_a_click_on_a_tab_shows_its_screen() -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        await pilot.click("#tabs", offset=(screen_text(app).index("6 Waits") + 2, 0))
+        await settled(app, pilot)
+        assert app.pane.number == 6
+
+
+async def test_light_and_ascii_terminals_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLORFGBG", "0;15")
+    monkeypatch.setattr("titan_ckpt.tui.app.is_ascii_terminal", lambda: True)
+    app = TitanApp(find_content(str(DATA / "run")), clock=lambda: NOW_S)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        for number in "12345678":
+            await press(app, pilot, number)
+            assert screen_text(app).isascii(), screen_text(app)
+        assert not app.current_theme.dark
+        ground = np.array(app.background_colors[1].rgb)
+        assert ground.min() > 200
+
+
+def test_colours_can_be_read_on_their_backgrounds() -> None:
+    """WCAG's contrast of 4.5, also on the cursor's line."""
+    for styles, grounds in ((looks.LIGHT, ("#e0e0e0", "#d0dcec")), (looks.DARK, ("#121212", "#2c3544"))):
+        for role, style in styles.items():
+            if style.color is not None and role != "dim":
+                ratios = [contrast(style.color.get_truecolor().hex, ground) for ground in grounds]
+                assert min(ratios) >= 4.5, (role, ratios)
+
+
+def contrast(a: str, b: str) -> float:
+    """The ratio of the lighter to the darker luminance (WCAG 2)."""
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))

@@ -1,0 +1,117 @@
+"""What the bar above every screen says: the job's state, the rank at fault, its process and line, since when, how sure. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan_ckpt.console.units import format_duration
+from titan_ckpt.debug.incident.kinds import VerdictKind
+from titan_ckpt.debug.incident.records import Heartbeat
+from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns
+from titan_ckpt.debug.live.watch import Alarm, alarms
+from titan_ckpt.tui.data.incident import Incident
+from titan_ckpt.tui.rows import Role, counted, ranks_named, truncate
+
+LIVE_S = 30.0
+NO_FAULT = (VerdictKind.HEALTHY, VerdictKind.RUNNING, VerdictKind.INSUFFICIENT_DATA)
+_NO_STANDSTILL = (*NO_FAULT, VerdictKind.STRAGGLER)
+_WORDS = ((0.9, "recorded"), (0.7, "likely"), (0.6, "check it first"), (0.5, "one of several readings"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """`word` is the state in a word, `facts` are the most important first."""
+
+    word: str
+    role: Role
+    facts: tuple[str, ...]
+
+    def text(self, width: int) -> str:
+        """As many facts as fit."""
+        text = self.word
+        for fact in self.facts:
+            if len(text) + len(fact) + 3 <= width:
+                text = f"{text} · {fact}"
+        return truncate(text, width)
+
+
+def heartbeats(incident: Incident) -> dict[int, Heartbeat]:
+    """The heartbeats of the ranks that have one."""
+    return {rank: record.heartbeat for rank, record in incident.run.ranks.items() if record.heartbeat is not None}
+
+
+def ticking(incident: Incident, now_s: float) -> list[Heartbeat]:
+    """The heartbeats of the last seconds: none if the job has ended or is gone."""
+    beats = heartbeats(incident).values()
+    return [beat for beat in beats if not beat.is_stopped and abs(now_s - beat.alive_ns / 1e9) < LIVE_S]
+
+
+def alarms_now(incident: Incident, now_s: float) -> list[Alarm]:
+    """What the heartbeats of a job show to be wrong now."""
+    return alarms(heartbeats(incident), int(now_s * 1e9), after_s=LIVE_S)
+
+
+def standing(incident: Incident, now_s: float) -> Standing:
+    """The state of the job. An unconfirmed verdict on a live job names nobody."""
+    live, top = ticking(incident, now_s), incident.top
+    if live and (incident.is_unconfirmed or top.verdict in NO_FAULT):
+        newest = max(live, key=lambda beat: (beat.step, beat.phase_ns))
+        facts = (f"step {newest.step}", f"{len(live)} of {counted(incident.run.world_size, 'rank')} alive")
+        found = alarms_now(incident, now_s)
+        if found:
+            return Standing(word=found[0].kind, role=Role.BAD, facts=(ranks_named(found[0].ranks, 3), *facts))
+        return Standing(
+            word="RUNNING", role=Role.GOOD, facts=(*facts, "looking again") if incident.is_unconfirmed else facts
+        )
+    role: Role = (
+        Role.GOOD if top.verdict in (VerdictKind.HEALTHY, VerdictKind.RUNNING)
+        else Role.WARN if top.verdict in NO_FAULT else Role.BAD
+    )  # fmt: skip
+    return Standing(word=top.verdict, role=role, facts=_facts(incident, now_s if live else None))
+
+
+def _facts(incident: Incident, now_s: float | None) -> tuple[str, ...]:
+    top, named = incident.top, incident.top.culprits or incident.top.suspects
+    facts = [ranks_named(named, 3) if top.culprits else f"suspects: {ranks_named(named, 3)}"] if named else []
+    stuck = stuck_text(incident, now_s)
+    facts += [stuck] if stuck else []
+    if len(named) == 1:
+        facts += [text for text in (process_text(incident, named[0]), line_text(incident, named[0])) if text]
+    if top.verdict not in NO_FAULT:
+        facts.append(f"{confidence_word(top.confidence)} ({top.confidence:.0%})")
+    return tuple(facts)
+
+
+def stuck_text(incident: Incident, now_s: float | None) -> str:
+    """`stuck for 14 min`: until `now_s`, or until the last sign of life of a job that is gone; "" if no time is known."""
+    began = began_ns(incident.run) / 1e9
+    until = now_s if now_s is not None else last_sign_ns(incident.run) / 1e9
+    if incident.top.verdict in _NO_STANDSTILL or not began or until - began < 1:
+        return ""
+    return f"stuck for {format_duration(until - began)}"
+
+
+def process_text(incident: Incident, rank: int) -> str:
+    """`host:pid`, or what of it is known."""
+    record = incident.run.ranks.get(rank)
+    if record is None:
+        return ""
+    return (
+        f"{record.host}:{record.pid}"
+        if record.host and record.pid
+        else record.host or (f"pid {record.pid}" if record.pid else "")
+    )
+
+
+def line_text(incident: Incident, rank: int) -> str:
+    """The line where a rank was, or where it died."""
+    state, top = incident.states.get(rank), incident.top
+    file, line = (top.file, top.line) if top.file else (
+        (state.frame.file, state.frame.line) if state is not None and state.frame is not None else ("", 0)
+    )  # fmt: skip
+    return f"{file.rpartition('/')[2]}:{line}" if file else ""
+
+
+def confidence_word(confidence: float) -> str:
+    """The confidence in words, as docs/hangs.md explains it."""
+    return next((word for least, word in _WORDS if confidence >= least), "a lead only")
