@@ -30,7 +30,7 @@ class Picture:
 
 PICTURES = (
     Picture(name="overview", case="flight_recorder/skip", keys=()),
-    Picture(name="grid", case="flight_recorder/skip", keys=("2", "n", "n"), height=12),
+    Picture(name="grid", case="flight_recorder/skip", keys=("2", "n"), height=12),
     Picture(name="collective", case="flight_recorder/skip", keys=("enter",)),
     Picture(name="difference", case="flight_recorder/skip", keys=("enter", "d"), height=34),
     Picture(name="logs", case="flight_recorder/exception", keys=("5", "c"), height=16),

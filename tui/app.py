@@ -206,7 +206,8 @@ class TitanApp(App[None]):
     def _follow(self) -> None:
         """Look again: while following, and once more when one look at a live job has to be confirmed."""
         incident = self.session.incident.value
-        if self.session.is_following or (incident is not None and incident.is_unconfirmed):
+        is_wanted = self.session.is_following or (incident is not None and incident.is_unconfirmed)
+        if is_wanted and self._loader.is_rested:
             self._loader.reload()
 
     def action_follow(self) -> None:
@@ -358,16 +359,15 @@ class TitanApp(App[None]):
         self.query_one("#tabs", OneLine).show(tabs_text(self.pane.number, self.size.width))
 
     def _paint_verdict(self) -> None:
-        """The bar on top of every screen; no bar where there is no incident."""
-        incident, bar = self.session.incident.value, self.query_one("#verdict", OneLine)
-        bar.display = incident is not None
-        if incident is None:
-            return
-        now_s = self.session.clock()
-        found = standing(incident, now_s)
+        """The bar on top of every screen; no bar where there is no incident, and none any more while the program ends."""
+        incident, now_s = self.session.incident.value, self.session.clock()
         looked = f"   looked {max(now_s - self.session.looked_s, 0):.0f} s ago" if self.session.is_following else ""
-        bar.set_classes(found.role or "plain")
-        bar.show(f" {found.text(self.size.width - 2 - len(looked))}{looked}")
+        for bar in self.query("#verdict").results(OneLine):
+            bar.display = incident is not None
+            if incident is not None:
+                found = standing(incident, now_s)
+                bar.set_classes(found.role or "plain")
+                bar.show(f" {found.text(self.size.width - 2 - len(looked))}{looked}")
 
     def on_resize(self) -> None:
         self.call_later(self._paint_tabs)  # the new size is not known yet

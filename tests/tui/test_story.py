@@ -134,12 +134,14 @@ def test_a_stopped_process_of_this_machine_is_known(skip: Incident, monkeypatch:
         Process(rank=3, pid=pids[3] + 1, stem="", state="T (stopped)"),
     ]
     monkeypatch.setattr(stopped, "find_processes", lambda _: found)
-    seen = stopped.with_stopped(run, "/nowhere")
+    monkeypatch.setattr("socket.gethostname", lambda: run.ranks[1].host)
+    seen = stopped.with_stopped(run, "/nowhere", NOW_S)
     assert {rank: record.process_state for rank, record in seen.ranks.items() if record.process_state} == {
         1: "T (stopped)"
     }
-    assert stopped.with_stopped(run, "s3://bucket/run") is run
-    assert stopped.with_stopped(skip.run, "/nowhere") is skip.run
+    assert stopped.with_stopped(run, "s3://bucket/run", NOW_S) is run
+    assert stopped.with_stopped(run, "/nowhere", NOW_S + 3600) is run
+    assert stopped.with_stopped(skip.run, "/nowhere", NOW_S) is skip.run
 
 
 def test_a_hung_job_says_for_how_long_and_how_sure(skip: Incident) -> None:

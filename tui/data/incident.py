@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -97,7 +98,7 @@ class Incident:
 
 def load_incident(url: str) -> Incident:
     """Read and diagnose; raises TitanError if there is no evidence."""
-    run = with_stopped(open_run(url), url)
+    run = with_stopped(open_run(url), url, time.time())
     states = situations(run)
     found, p2p = lanes(run), p2p_lanes(run)
     verdicts = tuple(diagnose(run))

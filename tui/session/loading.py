@@ -49,6 +49,11 @@ class SessionLoader:
         parts: tuple[Loadable[Any], ...] = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
         return [part.what for part in parts if part.is_loading]
 
+    @property
+    def is_rested(self) -> bool:
+        """Whether the last look is long enough ago for the next, so that a large job does not take all of the processor."""
+        return time.monotonic() >= self._not_before_s
+
     def load_all(self) -> None:
         """Start loading everything that the content has."""
         s, content = self._session, self._session.content
@@ -65,7 +70,7 @@ class SessionLoader:
 
     def reload(self) -> None:
         """List the content again in a thread and load what has changed."""
-        if not self.is_busy and time.monotonic() >= self._not_before_s:
+        if not self.is_busy:
             url = self._session.content.url
             tasks.start(self._app, "looking for changes", lambda: find_content(url), self._found, self._lost)
 
