@@ -30,6 +30,7 @@ from titan_ckpt.tui.screens.help import HelpScreen
 from titan_ckpt.tui.screens.logs import LogsPane
 from titan_ckpt.tui.session.loading import SessionLoader
 from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.tabs import tab_at, tabs_text
 from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.looks import AsciiFilter, is_ascii_terminal, is_light_terminal
 from titan_ckpt.tui.widgets.one_line import OneLine
@@ -391,31 +392,3 @@ class TitanApp(App[None]):
 
 def _shower(app: TitanApp, number: int) -> Callable[[], None]:
     return lambda: app.action_screen_number(number)
-
-
-def tab_at(text: str, x: int) -> int | None:
-    """The number of the tab at a column of `tabs_text`.
-
-    >>> tab_at("1 2 [3 Collective] 4", 8), tab_at("1 2 [3 Collective] 4", 1)
-    (3, None)
-    """
-    found = (match for match in re.finditer(r"\[?(\d)(?: [A-Z]\w*\]?)?", text) if match.start() <= x < match.end())
-    return next((int(match[1]) for match in found), None)
-
-
-def tabs_text(current: int, width: int) -> str:
-    """The screens' names, the current one in brackets: in full, shortened, or only its own.
-
-    >>> tabs_text(3, 40)
-    '1 2 [3 Collective] 4 5 6 7 8'
-    """
-    short = {"Checkpoints": "Ckpts", "Collective": "Coll", "Training": "Train"}
-    for labels in ({}, short, {pane.label: "" for pane in PANES}):
-        names = (
-            f"[{p.number} {p.label}]" if p.number == current else f"{p.number} {labels.get(p.label, p.label)}".strip()
-            for p in PANES
-        )
-        text = " ".join(names)
-        if len(text) <= width:
-            break
-    return text

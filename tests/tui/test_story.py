@@ -14,8 +14,8 @@ from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Heartbeat, Verdict
 from titan_ckpt.debug.live.processes import Process
-from titan_ckpt.tui import app as front
-from titan_ckpt.tui.app import TitanApp, tabs_text
+from titan_ckpt.tui import tabs
+from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data import stopped
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, PENDING
@@ -26,6 +26,7 @@ from titan_ckpt.tui.rows import RowLink
 from titan_ckpt.tui.screens.grid import grid_of
 from titan_ckpt.tui.screens.waits import wait_rows
 from titan_ckpt.tui.screenshot import settled
+from titan_ckpt.tui.tabs import tabs_text
 from titan_ckpt.tui.widgets import looks
 from tools.paths import DATA, INCIDENTS
 
@@ -39,10 +40,10 @@ def skip() -> Incident:
 
 
 def test_the_examples_hold() -> None:
-    assert doctest.testmod(front).failed == doctest.testmod(looks).failed == 0
+    assert doctest.testmod(tabs).failed == doctest.testmod(looks).failed == 0
 
 
-async def test_the_verdict_stands_on_every_screen_and_the_culprit_is_marked() -> None:
+async def test_every_screen_has_the_verdict_and_marks_the_culprit() -> None:
     app = TitanApp(find_content(str(P2P)), clock=lambda: NOW_S)
     async with app.run_test(size=(100, 30)) as pilot:
         await settled(app, pilot)

@@ -1,5 +1,5 @@
 """Follow drills live with the screens: how soon after the recorder's stall time the bar names the culprit, and whether it ever
-named another rank. `python -m scripts.live_screens [--tries N] [CASE ...]`."""
+named another rank. `python -m tools.hangs.live_screens [--tries N] [CASE ...]`."""
 
 from __future__ import annotations
 
