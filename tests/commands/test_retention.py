@@ -1,4 +1,4 @@
-"""Retention is a pure function: steps that stay, stay under every policy. What it could not look at is said."""
+"""Retention is a pure function: steps that stay, stay under every policy. What it could not look at is reported."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_pins_file_with_a_line_that_is_no_step_is_refused() -> None:
 
 
 def test_retention_says_that_a_commit_could_not_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is due as long as a step may be another's base; that the store refused to read it is said."""
+    """Nothing is due as long as a step may be another's base; that the store refused to read it is reported."""
 
     class Refusing(FileStore):
         def stat(self, path: str) -> ObjectInfo:

@@ -1,4 +1,4 @@
-"""Weights that disagree with their config, or mean other values than they hold, are refused by name; a mere dtype is said."""
+"""Weights that disagree with their config, or mean other values than they hold, are refused by name; a mere dtype is reported."""
 
 from __future__ import annotations
 
