@@ -216,7 +216,7 @@ def test_an_unknown_model_takes_its_placements_from_a_file(tmp_path: Path, capsy
     [
         (["--mesh", "pp=8"], "a pipeline of 8 stages does not fit a model of 4 layers"),
         (["--mesh", "dp=2"], "unknown mesh axis 'dp'"),
-        (["--mesh", "pp=2", "--stages-per-rank", "0"], "--stages-per-rank 0: a pipeline schedule has 1 or more"),
+        (["--mesh", "pp=2", "--stages-per-rank", "0"], "stages_per_rank is 0; give a whole number from 1 on"),
         (["--mesh", "dp_shard=2,dp_shard=4"], "axis 'dp_shard' is given twice"),
         (["--mesh", "dp_shard=2", "--only", "model", "--include", "nothing"], "nothing is left of the checkpoint"),
         (["--mesh", "dp_shard=2", "--rename", "*=*.*"], "write OLD=NEW with as many \\* on both sides"),
