@@ -14,7 +14,7 @@ import pytest
 from textual.pilot import Pilot
 
 from tests.support.screen_pictures import press, screen_text
-from titan_ckpt.debug.incident.records import Heartbeat
+from titan_ckpt.debug.incident.records import Exit, Heartbeat
 from titan_ckpt.errors import StoreError
 from titan_ckpt.tui import rows
 from titan_ckpt.tui.app import TitanApp
@@ -69,6 +69,15 @@ def test_a_silent_rank_raises_an_alarm_in_a_running_job(finished: Incident) -> N
 def test_a_job_that_ended_or_is_gone_is_not_running(finished: Incident) -> None:
     assert lines_of(finished, (0, 0, 0, 0), stopped=True) == []
     assert lines_of(finished, (3600, 3600, 3600, 3600)) == []
+
+
+def test_a_job_whose_ranks_were_killed_just_now_is_not_running(finished: Incident) -> None:
+    """The recorder of a killed process writes no end; the launcher's log has its exit code."""
+    killed = {
+        rank: replace(record, exit=Exit(rank=rank, code=-9, source="launcher.log"))
+        for rank, record in finished.run.ranks.items()
+    }
+    assert lines_of(replace(finished, run=replace(finished.run, ranks=killed)), (0, 0, 0, 0)) == []
 
 
 def test_only_lines_of_our_trainer_are_shortened_when_narrow() -> None:

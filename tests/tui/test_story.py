@@ -93,7 +93,7 @@ def live(incident: Incident, top: Verdict | None = None) -> Incident:
     """The incident with heartbeats of this moment, and another verdict."""
     now_ns = int(NOW_S * 1e9)
     beat = Heartbeat(step=7, phase="forward", phase_ns=now_ns, alive_ns=now_ns, source="x.box")
-    ranks = {rank: replace(record, heartbeat=beat) for rank, record in incident.run.ranks.items()}
+    ranks = {rank: replace(record, heartbeat=beat, exit=None) for rank, record in incident.run.ranks.items()}
     verdicts = incident.verdicts if top is None else (top,)
     return replace(incident, run=replace(incident.run, ranks=ranks), verdicts=verdicts)
 

@@ -36,8 +36,12 @@ class Standing:
 
 
 def heartbeats(incident: Incident) -> dict[int, Heartbeat]:
-    """The heartbeats of the ranks that have one."""
-    return {rank: record.heartbeat for rank, record in incident.run.ranks.items() if record.heartbeat is not None}
+    """The heartbeats of the ranks that have one and whose end is not known."""
+    return {
+        rank: record.heartbeat
+        for rank, record in incident.run.ranks.items()
+        if record.heartbeat is not None and record.exit is None
+    }
 
 
 def ticking(incident: Incident, now_s: float) -> list[Heartbeat]:
