@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from titan_ckpt.arguments import check_word
+from titan_ckpt.arguments import check_word, nearest
 from titan_ckpt.converters.hf.export_run import ExportReport, export_hf
 from titan_ckpt.converters.hf.import_run import ImportReport, import_hf
 from titan_ckpt.errors import UsageError
@@ -43,9 +42,8 @@ def convert(
     check_word(direction, OPTIONS, "direction")
     for name in options:
         if name not in OPTIONS[direction]:
-            near = get_close_matches(name, OPTIONS[direction], n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UsageError(f"{direction} has no option {name!r}; {hint}it has {', '.join(OPTIONS[direction])}")
+            known = OPTIONS[direction]
+            raise UsageError(f"{direction} has no option {name!r}; {nearest(name, known)}it has {', '.join(known)}")
     with using(storage_options, source, destination):
         return _convert(direction, source, destination, options)
 

@@ -20,9 +20,14 @@ def check_word(value: object, words: Iterable[str], name: str) -> None:
     known = [str(word) for word in words]
     if isinstance(value, str) and value in known:
         return
-    near = get_close_matches(value, known, n=1) if isinstance(value, str) else []
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UsageError(f"{name} is {_shown(value)}; {hint}use one of {', '.join(known)}")
+    raise UsageError(f"{name} is {_shown(value)}; {nearest(value, known)}use one of {', '.join(known)}")
+
+
+def nearest(value: object, known: Iterable[str]) -> str:
+    """`did you mean 'x'? ` with the word that is most like `value`; "" if none is."""
+    in_lower = {word.lower(): word for word in known}
+    near = get_close_matches(value.lower(), list(in_lower), n=1) if isinstance(value, str) else []
+    return f"did you mean {in_lower[near[0]]!r}? " if near else ""
 
 
 def check_flag(value: object, name: str) -> None:

@@ -93,6 +93,42 @@ def retry(
     raise AssertionError("unreachable: a retry policy allows at least one try")
 
 
+def conditionally(
+    write: Callable[[], ObjectInfo],
+    *,
+    run: Callable[[Callable[[], ObjectInfo]], ObjectInfo],
+    as_ours: Callable[[Exception], Exception],
+    holds: Callable[[], bool],
+    stat: Callable[[], ObjectInfo],
+    where: str,
+    version: str | None,
+) -> ObjectInfo:
+    """`run(write)`, where `run` tries again; for `Store.write_if`.
+
+    The server may have obeyed a try whose answer was lost: a later one then fails its own condition. So if the object `holds`
+    what was to be written after an earlier try, it is written. An object that is gone fails the condition, too.
+    """
+    earlier_try = False
+
+    def attempt() -> ObjectInfo:
+        nonlocal earlier_try
+        try:
+            return write()
+        except Exception as error:
+            may_be_ours = isinstance(as_ours(error), ConditionFailedError | NotFoundError) and earlier_try
+            if may_be_ours and holds():
+                return stat()
+            earlier_try = True
+            raise
+
+    try:
+        return run(attempt)
+    except NotFoundError as error:
+        if version is None:
+            raise
+        raise ConditionFailedError(f"{where}: was deleted by another writer") from error
+
+
 class Store(ABC):
     """Bytes under one URL. Thread-safe. `str(store)` is the URL without secrets."""
 

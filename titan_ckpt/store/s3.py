@@ -16,9 +16,9 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from titan_ckpt.errors import ConditionFailedError, NotFoundError, PermissionDeniedError, StoreError
+from titan_ckpt.errors import NotFoundError, PermissionDeniedError, StoreError
 from titan_ckpt.location import check_relative, normalise
-from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, probe_conditions
+from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, conditionally, probe_conditions
 from titan_ckpt.store.s3_answers import (
     Listing,
     ReplacedError,
@@ -188,25 +188,16 @@ class S3Store(Store):
 
     def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
-        view, earlier_try = memoryview(data).cast("B"), False
-
-        def put() -> ObjectInfo:
-            nonlocal earlier_try
-            try:
-                return self._put_once(path, view, **condition)
-            except Exception as error:
-                lost = isinstance(self._calls.translate(path, "write", error), ConditionFailedError | NotFoundError)
-                if lost and earlier_try and self._holds(path, view):
-                    return self.stat(path)  # an earlier try succeeded, only its response was lost
-                earlier_try = True
-                raise
-
-        try:
-            return self._call(path, "write", put)
-        except NotFoundError as error:
-            if version is None:
-                raise
-            raise ConditionFailedError(f"{self.where(path)}: was deleted by another writer") from error
+        view = memoryview(data).cast("B")
+        return conditionally(
+            lambda: self._put_once(path, view, **condition),
+            run=lambda attempt: self._call(path, "write", attempt),
+            as_ours=lambda error: self._calls.translate(path, "write", error),
+            holds=lambda: self._holds(path, view),
+            stat=lambda: self.stat(path),
+            where=self.where(path),
+            version=version,
+        )
 
     def _holds(self, path: str, view: memoryview) -> bool:
         try:

@@ -24,7 +24,7 @@ from titan_ckpt.errors import (
     TransientStoreError,
 )
 from titan_ckpt.location import check_relative, normalise, redact_text
-from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, retry
+from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, conditionally, retry
 from titan_ckpt.store.clients.obstore_settings import make_store
 
 T = TypeVar("T")
@@ -101,28 +101,23 @@ class ObstoreStore(Store):
         return self._head(path)
 
     def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:
-        body, earlier_try = bytes(data), False
+        body = bytes(data)
 
         def put() -> ObjectInfo:
-            nonlocal earlier_try
-            try:
-                mode: Any = "create" if version is None else self._unchanged(path, version)
-                answer = obstore.put(self._store, self._key(path), body, mode=mode, use_multipart=False)
-            except Exception as error:
-                lost = isinstance(self._as_ours(path, "write", error), ConditionFailedError | NotFoundError)
-                if lost and earlier_try and self._holds(path, body):
-                    return self._head(path)  # an earlier try succeeded, only its answer was lost
-                earlier_try = True
-                raise
+            mode: Any = "create" if version is None else self._unchanged(path, version)
+            answer = obstore.put(self._store, self._key(path), body, mode=mode, use_multipart=False)
             written = str(answer["e_tag"]).strip('"')
             return ObjectInfo(path=path, size_bytes=len(body), modified_s=self._head(path).modified_s, version=written)
 
-        try:
-            return self._call(path, "write", put)
-        except NotFoundError as error:
-            if version is None:
-                raise
-            raise ConditionFailedError(f"{self.where(path)}: was deleted by another writer") from error
+        return conditionally(
+            put,
+            run=lambda attempt: self._call(path, "write", attempt),
+            as_ours=lambda error: self._as_ours(path, "write", error),
+            holds=lambda: self._holds(path, body),
+            stat=lambda: self._head(path),
+            where=self.where(path),
+            version=version,
+        )
 
     def _unchanged(self, path: str, version: str) -> dict[str, str]:
         """The condition that the object has `version`. ConditionFailedError if it has another one already."""

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, TypeAlias
 
-from titan_ckpt.arguments import check_type
+from titan_ckpt.arguments import check_type, nearest
 from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.location import scheme
 
@@ -81,9 +80,6 @@ def check_known(
     """ConfigError for an option that is not `known`; names it, never its value, and the nearest known one."""
     for name in options:
         if name not in known:
-            in_lower = {word.lower(): word for word in known}
-            near = get_close_matches(str(name).lower(), list(in_lower), n=1)
-            hint = f"did you mean {in_lower[near[0]]!r}? " if near else ""
             raise ConfigError(
-                f"{where}: unknown option {name!r}{origin}; {hint}the options are {', '.join(sorted(known))}"
+                f"{where}: unknown option {name!r}{origin}; {nearest(name, known)}the options are {', '.join(sorted(known))}"
             )

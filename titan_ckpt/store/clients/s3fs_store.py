@@ -12,9 +12,9 @@ from typing import Any
 
 import botocore.exceptions
 
-from titan_ckpt.errors import ConditionFailedError, NotFoundError, StoreError, TitanError
+from titan_ckpt.errors import StoreError, TitanError
 from titan_ckpt.store.any_fsspec import FsspecStore
-from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, probe_conditions
+from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, conditionally, probe_conditions
 from titan_ckpt.store.s3_answers import check_deleted
 from titan_ckpt.store.s3_client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, check_parameters
 from titan_ckpt.store.s3_errors import translate
@@ -39,31 +39,25 @@ class S3fsStore(FsspecStore):
 
     def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
-        body, earlier_try = bytes(data), False
+        body, key = bytes(data), self._full(path).partition("/")[2]
 
         def put() -> ObjectInfo:
-            nonlocal earlier_try
-            key = self._full(path).partition("/")[2]
-            try:
-                answer = self._fs.call_s3("put_object", Bucket=self._bucket, Key=key, Body=body, **condition)
-            except Exception as error:
-                lost = isinstance(self._as_ours(error, self.where(path)), ConditionFailedError | NotFoundError)
-                if lost and earlier_try and self._holds(path, body):
-                    return self._stated(path)  # an earlier try succeeded, only its response was lost
-                earlier_try = True
-                raise
+            answer = self._fs.call_s3("put_object", Bucket=self._bucket, Key=key, Body=body, **condition)
             self._fs.invalidate_cache()
-            version = str(answer["ETag"]).strip('"')
+            written = str(answer["ETag"]).strip('"')
             return ObjectInfo(
-                path=path, size_bytes=len(body), modified_s=self._stated(path).modified_s, version=version
+                path=path, size_bytes=len(body), modified_s=self._stated(path).modified_s, version=written
             )
 
-        try:
-            return self._call(path, put)
-        except NotFoundError as error:
-            if version is None:
-                raise
-            raise ConditionFailedError(f"{self.where(path)}: was deleted by another writer") from error
+        return conditionally(
+            put,
+            run=lambda attempt: self._call(path, attempt),
+            as_ours=lambda error: self._as_ours(error, self.where(path)),
+            holds=lambda: self._holds(path, body),
+            stat=lambda: self._stated(path),
+            where=self.where(path),
+            version=version,
+        )
 
     def _cat(self, path: str, start: int, end: int) -> Buffer:
         try:
