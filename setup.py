@@ -1,7 +1,8 @@
 """The packages, found by their folders, and the one compiled part.
 
-The five folders at the root install as one import package. The extension is optional: without a compiler the package installs and
-does the same in Python. `TITAN_CKPT_PURE=1` leaves it out, for a wheel that fits every platform.
+The five folders at the root install as one import package, with the recipes of configs/ as data. The extension is optional:
+without a compiler the package installs and does the same in Python. `TITAN_CKPT_PURE=1` leaves it out, for a wheel that fits
+every platform.
 """
 
 import os
@@ -17,6 +18,7 @@ FOLDERS = {
     "titan_ckpt.tui": "tui",
     "titan_ckpt.converters": "converters",
 }
+RECIPES = {"titan_ckpt.configs": "configs"}  # data alone
 
 
 def packages() -> list[str]:
@@ -34,7 +36,7 @@ class SdistWithLinks(sdist):
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
-        for folder in FOLDERS.values():
+        for folder in (*FOLDERS.values(), *RECIPES.values()):
             if folder != "titan_ckpt":
                 os.symlink(f"../{folder}", Path(base_dir, "titan_ckpt", folder))
 
@@ -42,8 +44,8 @@ class SdistWithLinks(sdist):
 RING = Extension("titan_ckpt.debug.record._ring", ["debug/record/_ring.c"], optional=True)
 
 setup(
-    packages=packages(),
-    package_dir=FOLDERS,
+    packages=[*packages(), *RECIPES],
+    package_dir=FOLDERS | RECIPES,
     ext_modules=[] if os.environ.get("TITAN_CKPT_PURE") else [RING],
     cmdclass={"sdist": SdistWithLinks},
 )

@@ -33,8 +33,18 @@ if TYPE_CHECKING:
     from titan_ckpt.converters.torch_file import TorchReport
 
 
+EPILOG = """\
+examples:
+  titan-ckpt convert to-hf s3://bucket/run@1200 ./my-model --dtype bfloat16 --verify
+  titan-ckpt convert from-hf ./my-model runs/from-hf
+  titan-ckpt convert from-torch weights.pt runs/imported --under model
+  titan-ckpt convert to-torch runs/tiny@20 weights.pt --only model
+"""
+
+
 def configure(parser: ArgumentParser) -> None:
     """Add the sub-commands and their arguments."""
+    parser.epilog = EPILOG
     commands = parser.add_subparsers(dest="direction", metavar="DIRECTION", required=True)
     to_hf = commands.add_parser("to-hf", help="a checkpoint's model as a Hugging Face folder or prefix")
     to_hf.add_argument("src", metavar="RUN[@STEP]")

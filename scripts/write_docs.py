@@ -1,4 +1,5 @@
-"""Generate docs/cli.md from `--help`, docs/api.md from the docstrings, and the table of confidences in docs/hangs.md.
+"""Generate docs/cli.md from `--help`, docs/settings.md from the config's records, docs/api.md from the docstrings, and the
+table of confidences in docs/hangs.md.
 
 Tests hold the pages to the code.
 
@@ -7,11 +8,12 @@ python -m scripts.write_docs
 
 from __future__ import annotations
 
-from tools.docs import api_docs, cli_docs, confidence_docs
+from tools.docs import api_docs, cli_docs, confidence_docs, settings_docs
 from tools.paths import DOCS
 
 if __name__ == "__main__":
     (DOCS / "cli.md").write_text(cli_docs.reference())
+    (DOCS / "settings.md").write_text(settings_docs.reference())
     (DOCS / "api.md").write_text(api_docs.reference())
     hangs = DOCS / "hangs.md"
     hangs.write_text(confidence_docs.with_table(hangs.read_text()))

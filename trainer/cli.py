@@ -16,6 +16,7 @@ from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.errors import INTERNAL, ConfigError, TitanError, UsageError
 from titan_ckpt.location import join
+from titan_ckpt.trainer.config.recipes import find_config, recipe_of
 from titan_ckpt.trainer.config.toml_records import Resolved, as_dict, render, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, resolve_mesh
 from titan_ckpt.trainer.data.batches import reader_of
@@ -45,11 +46,11 @@ none. On SIGTERM and SIGINT it commits a last checkpoint and exits with code 130
 other codes as failures, but with 130 on nodes that were not asked to stop, so that they restart.
 
 examples:
-  titan-ckpt train configs/tiny.toml --set save.url=s3://bucket/run --set save.every=20
-  titan-ckpt train configs/tiny.toml --set mesh.dp_shard=2 --set mesh.tp=2
-  titan-ckpt train configs/llama3_8b.toml --set data.source=s3://corpus/*.jsonl.zst --pretokenise s3://corpus/tokens
-  titan-ckpt train configs/llama3_70b.toml --nproc 256 --estimate
-  torchrun --nnodes=8 --nproc-per-node=8 ... -m titan_ckpt train configs/llama3_8b.toml
+  titan-ckpt train tiny --set save.url=s3://bucket/run --set save.every=20
+  titan-ckpt train tiny --set mesh.dp_shard=2 --set mesh.tp=2
+  titan-ckpt train my-run.toml --set data.source=s3://corpus/*.jsonl.zst --pretokenise s3://corpus/tokens
+  titan-ckpt train llama3_70b --nproc 256 --estimate
+  torchrun --nnodes=8 --nproc-per-node=8 ... -m titan_ckpt train my-run.toml
 """
 
 MAX_LOCAL_RANKS = 1024  # processes on one machine
@@ -58,7 +59,7 @@ MAX_LOCAL_RANKS = 1024  # processes on one machine
 def configure(parser: ArgumentParser) -> None:
     """Declare the arguments of `train`."""
     parser.epilog = EPILOG
-    parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file, or a recipe: `titan-ckpt init --list`")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="set one value; the right side is TOML"
     )
@@ -129,12 +130,13 @@ def run(arguments: Namespace) -> int:
 def _resolve(arguments: Namespace) -> Resolved[TrainConfig]:
     """The config, checked; torchrun is told of an error in it, too."""
     try:
-        resolved = resolve(TrainConfig, arguments.config, arguments.set)
+        resolved = resolve(TrainConfig, find_config(arguments.config), arguments.set)
         check_config(resolved.config)
+        origins = {key: recipe_of(origin) for key, origin in resolved.origins.items()}
     except TitanError as error:
         tell_torchrun(str(error))
         raise
-    return resolved
+    return Resolved(config=resolved.config, origins=origins)
 
 
 def export_to_peft(config: TrainConfig, destination: str) -> int:
@@ -208,7 +210,8 @@ def _leave(exit_code: int) -> None:
 
 
 def _again(arguments: Namespace) -> Sequence[str]:
-    return [os.path.join(os.getcwd(), arguments.config), *(part for text in arguments.set for part in ("--set", text))]
+    config = os.path.join(os.getcwd(), find_config(arguments.config))
+    return [config, *(part for text in arguments.set for part in ("--set", text))]
 
 
 TRAIN = Command(configure=configure, run=run)

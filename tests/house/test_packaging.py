@@ -67,11 +67,12 @@ def test_the_wheel_holds_every_module_under_one_top_name(wheel: Path) -> None:
     assert modules == set(_sources())
 
 
-def test_the_wheel_holds_type_marker_styles_and_licence(wheel: Path) -> None:
+def test_the_wheel_holds_marker_styles_recipes_licence(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "titan_ckpt/py.typed" in names
     assert {f"titan_ckpt/tui/{path.name}" for path in (ROOT / "tui").glob("*.tcss")} <= set(names)
+    assert {f"titan_ckpt/configs/{path.name}" for path in (ROOT / "configs").iterdir()} <= set(names)
     assert any(name.endswith("/LICENSE") for name in names)
 
 
@@ -232,6 +233,7 @@ def test_tui_draws_an_incident_without_torch(laptop: Path, tmp_path: Path) -> No
     ("arguments", "pip"),
     [
         (["train", "x.toml"], "titan-ckpt[train]"),
+        (["init"], "titan-ckpt[train]"),
         (["reshard", "{run}", "{out}", "--mesh", "dp_shard=2", "--dtype", "bfloat16"], "titan-ckpt[torch]"),
         (["ls", "s3://bucket/run"], "titan-ckpt[s3]"),
         (["debug", "inject", "skip"], "titan-ckpt[torch]"),

@@ -13,9 +13,16 @@ from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.location import run_location
 from titan_ckpt.upkeep.copy import cp
 
+EPILOG = """\
+examples:
+  titan-ckpt cp runs/tiny@20 s3://bucket/run
+  titan-ckpt cp s3://bucket/run@1200 gs://other/run -n
+"""
+
 
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
+    parser.epilog = EPILOG
     parser.add_argument("source", metavar="SRC", help="URL[@STEP]; without a step the newest resumable checkpoint")
     parser.add_argument("destination", metavar="DST", help="URL of a run; the checkpoint keeps its step")
     parser.add_argument("-n", "--dry-run", action="store_true", help="print what would be copied, and stop")

@@ -14,9 +14,16 @@ from titan_ckpt.console.output import format_table, write_json, write_text
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.errors import UsageError
 
+EPILOG = """\
+examples:
+  titan-ckpt diff runs/tiny@10 runs/tiny@20
+  titan-ckpt diff runs/tiny@20 s3://bucket/run@20 --values --rtol 1e-5
+"""
+
 
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
+    parser.epilog = EPILOG
     parser.add_argument("a", metavar="A", help="URL[@STEP]")
     parser.add_argument("b", metavar="B", help="URL[@STEP]")
     parser.add_argument("--values", action="store_true", help="read what differs and measure by how much")

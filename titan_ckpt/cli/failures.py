@@ -8,11 +8,11 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from titan_ckpt.console.escapes import escape_text
-from titan_ckpt.console.output import LogFormatter, write_error, write_note
+from titan_ckpt.console.output import LogFormatter, OutputClosedError, write_error, write_json, write_note
 from titan_ckpt.errors import FAILED, INTERNAL, TitanError
 from titan_ckpt.location import redact_text
 from titan_ckpt.version import __version__
@@ -30,9 +30,16 @@ def report_failure(error: BaseException, arguments: Sequence[str], *, show_trace
     else:
         what = f"{type(error).__name__}: {error}".rstrip(": ")
         write_note(f"titan-ckpt: internal error: {what}\n{_kept(error, arguments)}")
-    if not is_known:
-        return INTERNAL
-    return error.exit_code if isinstance(error, TitanError) else FAILED
+    code = (error.exit_code if isinstance(error, TitanError) else FAILED) if is_known else INTERNAL
+    if "--json" in arguments:
+        write_json_error(type(error).__name__, str(error), code)
+    return code
+
+
+def write_json_error(kind: str, message: str, exit_code: int) -> None:
+    """Write an error to stdout as one line of JSON, for programs that asked for JSON."""
+    with suppress(OutputClosedError, TitanError):  # the exit code stands for what was done
+        write_json({"error": {"kind": kind, "message": message, "exit_code": exit_code}}, indent=None)
 
 
 def _kept(error: BaseException, arguments: Sequence[str]) -> str:

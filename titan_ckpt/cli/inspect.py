@@ -18,9 +18,17 @@ from titan_ckpt.errors import UsageError
 from titan_ckpt.format.manifest import TensorEntry
 from titan_ckpt.sharding.placement import format_placements
 
+EPILOG = """\
+examples:
+  titan-ckpt inspect runs/tiny
+  titan-ckpt inspect s3://bucket/run@1200 'model.layers.0.*'
+  titan-ckpt inspect runs/tiny@20 --files --json
+"""
+
 
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
+    parser.epilog = EPILOG
     parser.add_argument("url", metavar="URL[@STEP]", help="a checkpoint; without a step the newest resumable one")
     parser.add_argument("glob", nargs="?", default="*", help="show only tensors and values whose name matches")
     parser.add_argument("--files", action="store_true", help="list the data files too")

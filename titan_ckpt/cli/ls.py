@@ -23,8 +23,16 @@ from titan_ckpt.upkeep.deletion import check_whole
 BAD = (CheckpointState.DAMAGED, CheckpointState.NEWER, CheckpointState.UNREADABLE)
 
 
+EPILOG = """\
+examples:
+  titan-ckpt ls runs/tiny
+  titan-ckpt ls s3://bucket/run --check --json
+"""
+
+
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
+    parser.epilog = EPILOG
     parser.add_argument("url", metavar="URL", help="URL of a run")
     parser.add_argument(
         "--check", action="store_true", help="open each one: manifest whole, every file there in its size"

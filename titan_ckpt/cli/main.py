@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from titan_ckpt.arguments import check_word
-from titan_ckpt.cli.failures import nothing_printed_elsewhere, report_failure
+from titan_ckpt.arguments import check_word, nearest
+from titan_ckpt.cli.failures import nothing_printed_elsewhere, report_failure, write_json_error
 from titan_ckpt.console.command import Command, Parser, ParserExit
 from titan_ckpt.console.output import OutputClosedError, drop_unwritten, flush, open_closed_streams
 from titan_ckpt.console.store_arguments import add_store_arguments, split_store_arguments, store_options, store_words
@@ -27,6 +27,24 @@ def _train() -> Command:
     from titan_ckpt.trainer.cli import TRAIN
 
     return TRAIN
+
+
+def _init() -> Command:
+    from titan_ckpt.trainer.init_cli import INIT
+
+    return INIT
+
+
+def _config() -> Command:
+    from titan_ckpt.trainer.config_cli import CONFIG
+
+    return CONFIG
+
+
+def _doctor() -> Command:
+    from titan_ckpt.cli.doctor import DOCTOR
+
+    return DOCTOR
 
 
 def _plot() -> Command:
@@ -104,7 +122,9 @@ class CommandEntry:
 
 
 COMMANDS = {
+    "init": CommandEntry(_init, "write a commented config to start from"),
     "train": CommandEntry(_train, "train a model from a TOML config, saving to any store"),
+    "config": CommandEntry(_config, "list what a config can set, and explain it"),
     "plot": CommandEntry(_plot, "draw a run's loss, throughput and checkpoints as an SVG"),
     "ls": CommandEntry(_ls, "list a run's checkpoints"),
     "inspect": CommandEntry(_inspect, "show what a checkpoint holds: mesh, tensors, files"),
@@ -116,11 +136,12 @@ COMMANDS = {
     "convert": CommandEntry(_convert, "convert from and to Hugging Face"),
     "debug": CommandEntry(_debug, "name the rank and line at fault in a hung or dead job"),
     "tui": CommandEntry(_tui, "browse hangs, checkpoints and training in the terminal"),
+    "doctor": CommandEntry(_doctor, "check this machine: Python, torch, devices, network, memory, stores"),
 }
 
 EPILOG = """\
 examples:
-  titan-ckpt train configs/tiny.toml --set save.url=s3://bucket/run
+  titan-ckpt train tiny --set save.url=s3://bucket/run
   titan-ckpt reshard s3://bucket/run@1200 s3://bucket/run-64 --mesh pp=2,dp_shard=8,tp=4
   titan-ckpt convert to-hf s3://bucket/run@1200 ./my-model --dtype bfloat16
   titan-ckpt debug s3://bucket/run
@@ -183,7 +204,7 @@ _EXTRA_OF = {
 
 
 # Commands that need a whole extra, whichever of its libraries is missed first.
-_EXTRA_OF_COMMAND = {"train": "train"}
+_EXTRA_OF_COMMAND = {"train": "train", "init": "train", "config": "train"}
 
 
 def missing_extra(error: ModuleNotFoundError, command: str) -> Exception:
@@ -230,8 +251,8 @@ def _exit_code(arguments: Sequence[str], *, is_program: bool) -> int:
 
 
 def _run(arguments: Sequence[str], *, is_program: bool) -> int:
-    stores, arguments = split_store_arguments(arguments)
-    name = next((a for a in arguments if a in COMMANDS), "")
+    stores, arguments = split_store_arguments(_in_order(arguments))
+    name = _command(arguments)
     try:
         namespace = build_parser(only=name).parse_args(arguments)
         if namespace.verbose:
@@ -240,11 +261,32 @@ def _run(arguments: Sequence[str], *, is_program: bool) -> int:
             signal.signal(signal.SIGTERM, _interrupt)
         with settings_of_command(_settings(stores, arguments, name)):
             return int(namespace.run(namespace))
-    except ParserExit:
+    except ParserExit as ended:
+        if ended.wrong and "--json" in arguments:
+            write_json_error(UsageError.__name__, ended.wrong, UsageError.exit_code)
         flush()  # `--help` that cannot be written is an error, too
         raise
     except ModuleNotFoundError as error:
         raise missing_extra(error, name) from error
+
+
+def _in_order(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the flags of `titan-ckpt` itself in front, wherever they stood, and `--json` after the command."""
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    words, rest = list(arguments[:end]), list(arguments[end:])
+    flags = [word for word in words if word in ("-v", "--verbose", "--traceback")]
+    words = [word for word in words if word not in flags]
+    if words[:1] == ["--json"]:
+        words = [*words[1:], "--json"]
+    return [*flags, *words, *rest]
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The name of the command; "" if none is given. UsageError for a word that is none."""
+    word = next((word for word in arguments if not word.startswith("-")), "")
+    if word and word not in COMMANDS:
+        raise UsageError(f"no command {word!r}; {nearest(word, COMMANDS)}titan-ckpt --help lists them")
+    return word
 
 
 def _settings(stores: argparse.Namespace, arguments: Sequence[str], command: str) -> StoreSettings:

@@ -17,7 +17,10 @@ def configure(parser: ArgumentParser) -> None:
         "Never deleted: the newest whole resumable checkpoint, steps listed in RUN/pins.txt (one a line), model-only exports,\n"
         "damaged checkpoints, steps not yet copied to a second tier (RUN/unmirrored.txt), files that another checkpoint refers\n"
         "to, and what titan-ckpt did not write: other files, symbolic links, checkpoints of other programs. While a checkpoint\n"
-        "of the run cannot be opened, nothing is deleted: which files it needs is unknown."
+        "of the run cannot be opened, nothing is deleted: which files it needs is unknown.\n\n"
+        "examples:\n"
+        "  titan-ckpt prune runs/tiny --keep-last 3          # lists what would be deleted\n"
+        "  titan-ckpt prune s3://bucket/run --keep-last 3 --keep-every 1000 --yes"
     )
     parser.add_argument("url", metavar="URL", help="URL of a run")
     parser.add_argument(

@@ -19,8 +19,16 @@ from titan_ckpt.store.open import open_store
 MAX_PROBLEMS_SHOWN = 50
 
 
+EPILOG = """\
+examples:
+  titan-ckpt verify runs/tiny                   # every file is there, in its size
+  titan-ckpt verify s3://bucket/run@1200 --data # every byte agrees with its digest
+"""
+
+
 def configure(parser: ArgumentParser) -> None:
     """Add the arguments."""
+    parser.epilog = EPILOG
     parser.add_argument("url", metavar="URL[@STEP]", help="a checkpoint; without a step the newest committed one")
     parser.add_argument(
         "--fix", action="store_true", help="first mend a .metadata that is not the one that was committed"

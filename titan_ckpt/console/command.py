@@ -12,7 +12,14 @@ from titan_ckpt.console.output import write_text, write_to_stderr
 
 
 class ParserExit(SystemExit):
-    """`--help`, `--version` or a wrong argument ends the program; other SystemExits come from libraries."""
+    """`--help`, `--version` or a wrong argument ends the program; other SystemExits come from libraries.
+
+    `wrong`: what is wrong with the arguments; "" if nothing is.
+    """
+
+    def __init__(self, status: int, wrong: str = "") -> None:
+        super().__init__(status)
+        self.wrong = wrong
 
 
 class Parser(ArgumentParser):
@@ -29,7 +36,7 @@ class Parser(ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Print `message` to stderr and end the program."""
         self._print_message(message or "")
-        raise ParserExit(status)
+        raise ParserExit(status, (message or "").partition(": error: ")[2].strip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

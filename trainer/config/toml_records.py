@@ -184,7 +184,7 @@ def _convert_tuple(hint: Any, value: Any, name: str, origins: Mapping[str, str])
 
 
 def _wrong(hint: Any, value: Any, name: str, origins: Mapping[str, str]) -> ConfigError:
-    return ConfigError(f"{_origin(name, origins)}: {name}: expected {describe_type(hint)}, found {_as_toml(value)}")
+    return ConfigError(f"{_origin(name, origins)}: {name}: expected {describe_type(hint)}, found {toml_value(value)}")
 
 
 def describe_type(hint: Any) -> str:
@@ -200,7 +200,7 @@ def describe_type(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(item) for item in arguments if item is not type(None))
     if origin is Literal:
-        return " or ".join(_as_toml(item) for item in arguments)
+        return " or ".join(toml_value(item) for item in arguments)
     if origin is tuple:
         many = len(arguments) == 2 and arguments[1] is Ellipsis
         return f"a list of {describe_type(arguments[0])}" if many else f"a list of {len(arguments)} values"
@@ -243,18 +243,23 @@ def _render(config: Any, origins: Mapping[str, str], prefix: str, lines: list[st
         lines += ["", f"[{prefix.rstrip('.')}]"]
     for key, value in plain:
         origin = origins.get(f"{prefix}{key}", DEFAULT)
-        text = f"# {key} is not set" if value is None else f"{key} = {_as_toml(value)}"
+        text = f"# {key} is not set" if value is None else f"{key} = {toml_value(value)}"
         lines.append(f"{text:<48}  # {origin}")
     for key, value in tables:
         _render(value, origins, f"{prefix}{key}.", lines)
 
 
-def _as_toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML; a record as an inline table without the values that are None.
+
+    >>> toml_value((1, 2.5)), toml_value("a"), toml_value(True)
+    ('[1, 2.5]', '"a"', 'true')
+    """
     if dataclasses.is_dataclass(value) or isinstance(value, dict):
         items = _items(value) if dataclasses.is_dataclass(value) else value.items()
-        return "{" + ", ".join(f"{k} = {_as_toml(v)}" for k, v in items if v is not None) + "}"
+        return "{" + ", ".join(f"{k} = {toml_value(v)}" for k, v in items if v is not None) + "}"
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(_as_toml(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, bool | str):
         return json.dumps(value, ensure_ascii=False)
     return str(value)

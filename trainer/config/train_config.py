@@ -39,7 +39,7 @@ Format: TypeAlias = Literal["auto", "text", "jsonl", "tokens"]
 class SourceConfig:
     """One corpus: a file, folder, glob or fsspec URL, a pre-tokenised folder, `datasets:NAME` or `python-stdlib`."""
 
-    url: str
+    url: str  # file, folder, glob or fsspec URL, pre-tokenised folder, datasets:NAME or python-stdlib
     weight: float = 1.0  # share of the samples, relative to the other sources
     format: Format = "auto"  # auto: by file name; .gz and .zst are decompressed
     text_field: str = "text"  # the key of the text in a JSONL line
@@ -49,12 +49,12 @@ class SourceConfig:
 class DataConfig:
     """`source` is short for a `mixture` of one entry; set one of the two."""
 
-    source: str = ""
-    mixture: tuple[SourceConfig, ...] = ()
-    seq_len: int = 256
+    source: str = ""  # one corpus, as in mixture.url
+    mixture: tuple[SourceConfig, ...] = ()  # several corpora with weights
+    seq_len: int = 256  # tokens of a sample
     tokenizer: str = "bytes"  # or the path or URL of a Hugging Face tokenizer.json
     separator: str = ""  # token between documents; empty: the tokenizer's usual end-of-text token
-    shuffle: bool = True
+    shuffle: bool = True  # samples in random order, the same on every mesh
     document_masks: bool = False  # attention stays within a document
     bad_line: Literal["stop", "skip"] = "stop"  # if a JSONL line is not JSON or has no text; skipped lines are counted
     cache: str = "~/.cache/titan-ckpt/tokens"  # tokenised text, one folder per corpus and tokenizer, mapped into memory
@@ -70,13 +70,13 @@ class DataConfig:
 class TrainOptions:
     """`global_batch_size` is the same on every mesh; if the data ranks do not divide it, masked samples fill it up."""
 
-    steps: int = 100
-    seed: int = 0
+    steps: int = 100  # optimizer steps of the whole run
+    seed: int = 0  # of the initial weights and the data order
     global_batch_size: int = 8  # samples per optimizer step, over all ranks
     microbatch_size: int = 1  # samples per rank, forward and backward
     max_seconds: float = 0.0  # then save, commit and exit with code 0; 0: no limit
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    deterministic: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
+    deterministic: bool = False  # torch.use_deterministic_algorithms: operations that vary from run to run raise
     gc_every: int = 50  # steps between garbage collections, the same on all ranks; 0: Python decides
     init_timeout_s: float = 600.0  # for collectives until the first step has finished
     step_timeout_s: float = 600.0  # for collectives after that
@@ -96,15 +96,13 @@ class ValidationConfig:
 class SaveConfig:
     """Checkpoints of the run, saved at `url`; empty: none are saved."""
 
-    url: str = ""
-    mirror: str = (
-        ""  # a second, safer store: every commit is copied there in the background; resumption looks there too
-    )
+    url: str = ""  # a folder or an fsspec URL
+    mirror: str = ""  # a second, safer store: commits are copied there in the background; resumption looks there too
     every: int = 0  # steps; 0: only at the end
-    at_end: bool = True
+    at_end: bool = True  # save after the last step
     keep_last: int = 0  # newest checkpoints to keep; each commit deletes older ones; 0: keep all
     keep_every: int = 0  # with keep_last: also keep steps that are multiples of this
-    codec: Literal["raw", "planes-zstd"] = "raw"
+    codec: Literal["raw", "planes-zstd"] = "raw"  # planes-zstd compresses
     incremental: bool = False  # reuse unchanged chunks of earlier checkpoints
     timeout_s: float = 1800.0  # for exchanges between ranks; must exceed the longest upload
     grace_s: float = 300.0  # for the last checkpoint after SIGTERM or SIGINT
@@ -128,7 +126,7 @@ class ExportConfig:
 class ResumeConfig:
     """`auto` resumes from the newest intact checkpoint of `save.url`; `from` starts a new run from another checkpoint."""
 
-    auto: bool = True
+    auto: bool = True  # resume from the newest intact checkpoint of save.url
     from_: str = ""  # URL[@STEP], used while save.url has no checkpoint
     model_only: bool = False  # of `from`: weights only; step, data and optimizer start anew
     other_data: bool = False  # resume although the data differ from the checkpoint's; keeps the position
@@ -138,25 +136,22 @@ class ResumeConfig:
 class LogConfig:
     """`folder` holds logs/ and debug/; empty: save.url if that is local, else runs/NAME."""
 
-    folder: str = ""
+    folder: str = ""  # empty: save.url if that is local, else runs/NAME
     every: int = 1  # steps per metrics line
     progress: bool = True  # a progress bar below the log, if the console is a terminal
     tensorboard: bool = True  # if it is installed
     wandb: str = ""  # Weights & Biases project; the run is named after its folder
     trace_steps: tuple[int, int] = (0, 0)  # first and last step of logs/trace.json, for Perfetto; (0, 0): none
     profile_steps: tuple[int, int] = (0, 0)  # first and last step under torch's profiler; logs/profile_R.json
-    memory_steps: tuple[int, int] = (
-        0,
-        0,
-    )  # first and last step with the accelerator's memory recorded; logs/memory_R.pickle
+    memory_steps: tuple[int, int] = (0, 0)  # first and last step of logs/memory_R.pickle, the accelerator's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugConfig:
     """The recorder keeps a black box on every rank, and dumps it if the rank makes no progress for `stall_s`."""
 
-    recorder: bool = True
-    stall_s: float = 300.0
+    recorder: bool = True  # record collectives on every rank for `titan-ckpt debug`
+    stall_s: float = 300.0  # seconds without progress until a rank dumps its evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

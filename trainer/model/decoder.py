@@ -31,23 +31,23 @@ Family: TypeAlias = Literal["llama", "qwen2", "qwen3", "mistral"]
 class ModelConfig:
     """A decoder's shape. `family` names the Hugging Face architecture it is exported as."""
 
-    vocab_size: int
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
+    vocab_size: int  # rows of the embedding
+    dim: int  # size of the residual stream
+    n_layers: int  # decoder layers
+    n_heads: int  # heads of queries
+    n_kv_heads: int  # heads of keys and values; must divide n_heads
+    ffn_dim: int  # inner size of the feed-forward part
     head_dim: int = 0  # 0: dim / n_heads
-    norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    max_seq_len: int = 8192
-    tied_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None
-    family: Family = "llama"
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    rope_scaling: RopeScaling | None = None  # how longer contexts are scaled
+    max_seq_len: int = 8192  # longest context, as written to config.json
+    tied_embeddings: bool = False  # the head uses the embedding's weights
+    qkv_bias: bool = False  # biases of the q, k and v projections
+    o_bias: bool = False  # bias of the o projection
+    qk_norm: bool = False  # RMSNorm of queries and keys per head
+    sliding_window: int | None = None  # tokens that attention looks back; unset: all
+    family: Family = "llama"  # architecture in config.json
 
     @property
     def head_size(self) -> int:

@@ -31,8 +31,8 @@ TARGETS = tuple(name for name in TENSOR_CUTS if name.endswith("_proj"))
 class LoraConfig:
     """Low-rank adapters; `rank` 0 trains the whole model."""
 
-    rank: int = 0
-    alpha: float = 16.0
+    rank: int = 0  # of the adapters; 0: none
+    alpha: float = 16.0  # adapters are scaled by alpha / rank
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # projections with adapters
 
 

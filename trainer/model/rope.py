@@ -21,15 +21,15 @@ Rotation: TypeAlias = tuple[Tensor, Tensor]  # cos_BS1K, sin_BS1K in fp32, the s
 class RopeScaling:
     """How positions beyond `original_max_seq_len` are scaled; fields that a kind does not use are ignored."""
 
-    kind: RopeKind
-    factor: float
-    original_max_seq_len: int = 8192
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
+    kind: RopeKind  # the method, named as in Hugging Face
+    factor: float  # how many times longer the context becomes
+    original_max_seq_len: int = 8192  # tokens that the model was trained on before scaling
+    low_freq_factor: float = 1.0  # llama3: wavelengths above original_max_seq_len / this are scaled in full
+    high_freq_factor: float = 4.0  # llama3: wavelengths below original_max_seq_len / this stay
+    beta_fast: float = 32.0  # yarn: rotations above which a dimension stays
+    beta_slow: float = 1.0  # yarn: rotations below which it is scaled in full
+    attention_factor: float | None = None  # yarn: multiplies cosine and sine; unset: 0.1 ln(factor) + 1
+    truncate: bool = True  # yarn: round the limits to whole dimensions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,32 +27,36 @@ V_SHAPED: tuple[PipelineSchedule, ...] = ("ZBVZeroBubble", "DualPipeV")  # rank 
 class ParallelConfig:
     """Degrees of the axes, and methods. `dp_shard=-1` uses all ranks that the other axes leave."""
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = -1
-    cp: int = 1
-    tp: int = 1
+    pp: int = 1  # pipeline parallel: ranks that divide the layers
+    dp_replicate: int = 1  # HSDP: copies of the sharded model
+    dp_shard: int = -1  # FSDP2: ranks that divide the weights; -1: all that are left
+    cp: int = 1  # context parallel: ranks that divide a sequence
+    tp: int = 1  # tensor parallel: ranks that divide each matrix
 
-    pp_schedule: PipelineSchedule = "1F1B"
+    pp_schedule: PipelineSchedule = "1F1B"  # order of forwards and backwards
     pp_layers_per_stage: tuple[int, ...] = ()  # empty: an even split
     microbatches: int = 0  # per pipeline run; 0: one per stage
-    sequence_parallel: bool = True
-    loss_parallel: bool = True
-    async_tp: bool = False
-    cp_method: Literal["ring", "all_gather"] = "ring"
-    attention: Literal["sdpa", "flex"] = "sdpa"
+    sequence_parallel: bool = True  # with tp: norms work on parts of the sequence
+    loss_parallel: bool = True  # with tp: logits stay divided over the vocabulary
+    async_tp: bool = False  # overlap communication and products of tp, by the compiler; needs compile and NVLink
+    cp_method: Literal["ring", "all_gather"] = "ring"  # how keys and values reach the other ranks of cp
+    attention: Literal["sdpa", "flex"] = "sdpa"  # the kernel: scaled_dot_product_attention or FlexAttention
 
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"  # auto: always, but never under pp
-    cpu_offload: bool = False
-    activation_checkpoint: Literal["none", "full", "every_n", "selective", "budget"] = "none"
-    checkpoint_every_n: int = 2
-    activation_memory_budget: float = 0.5
+    cpu_offload: bool = False  # weights and optimizer state in host memory between uses
+    activation_checkpoint: Literal["none", "full", "every_n", "selective", "budget"] = (
+        "none"  # which activations are recomputed in the backward
+    )
+    checkpoint_every_n: int = 2  # for every_n: one layer in n is recomputed
+    activation_memory_budget: float = 0.5  # for budget, with compile: share of the activations that is kept
     loss_chunk_tokens: int = 0  # tokens per chunk of logits; 0: a whole microbatch
 
-    compile: bool = False
+    compile: bool = False  # torch.compile of each layer
     param_dtype: DType = "float32"  # of forward and backward; the optimizer's weights stay float32
-    reduce_dtype: DType = "float32"
-    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "none"
+    reduce_dtype: DType = "float32"  # of the gradients while they are reduced
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = (
+        "none"  # products in float8 or MXFP8 by torchao
+    )
     float8_all_gather: bool = False  # FSDP gathers weights already cast to float8; tensorwise only
 
 

@@ -24,18 +24,16 @@ from titan_ckpt.trainer.parallel.parallel_model import Parallelized, unwrap_floa
 class OptimizerConfig:
     """AdamW and its schedule. `decay_fraction` is the final part of training, in which `wsd` and `sqrt` decay."""
 
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0
-    warmup_steps: int = 0
-    schedule: Literal["constant", "wsd", "cosine", "linear", "sqrt"] = "cosine"
-    decay_fraction: float = 0.2
-    min_lr_ratio: float = 0.1
-    not_finite: Literal["stop", "skip"] = (
-        "stop"  # if the gradient has an infinity or NaN: end the run, or skip the update
-    )
+    lr: float = 3e-4  # peak learning rate
+    betas: tuple[float, float] = (0.9, 0.95)  # decay of the first and the second moment
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.1  # of matrices; norms and biases have none
+    grad_clip: float = 1.0  # norm of the whole gradient, at most; 0: no limit
+    warmup_steps: int = 0  # steps of linear warm-up
+    schedule: Literal["constant", "wsd", "cosine", "linear", "sqrt"] = "cosine"  # how the rate falls after the warm-up
+    decay_fraction: float = 0.2  # wsd, sqrt: share of the steps in which the rate falls
+    min_lr_ratio: float = 0.1  # last rate, as a share of lr
+    not_finite: Literal["stop", "skip"] = "stop"  # an infinity or NaN in the gradient: end the run, or skip the update
     max_skipped: int = 8  # consecutive skipped steps; one more ends the run
 
 

@@ -168,8 +168,16 @@ def fetch_records(url: str) -> list[MetricsRecord]:
     return records
 
 
+EPILOG = """\
+examples:
+  titan-ckpt plot runs/tiny -o tiny.svg
+  titan-ckpt plot s3://bucket/run --json
+"""
+
+
 def configure(parser: ArgumentParser) -> None:
     """Declare the arguments of `plot`."""
+    parser.epilog = EPILOG
     parser.add_argument("url", metavar="RUN", help="URL or folder of a run")
     parser.add_argument(
         "-o", "--output", default="run.svg", metavar="FILE.svg", help="where the picture goes (run.svg)"

@@ -1,0 +1,197 @@
+"""The first minutes of a user: recipes without a path, `init`, `config`, `doctor`, misspelt commands, errors as JSON."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from titan_ckpt.cli import main as command_line
+from titan_ckpt.cli.examine import machine, torch_runtime
+from titan_ckpt.cli.main import COMMANDS, build_parser, main
+from titan_ckpt.trainer.config.recipes import recipes
+from titan_ckpt.trainer.config.settings import comments, schema, tables
+from titan_ckpt.trainer.config.toml_records import resolve
+from titan_ckpt.trainer.config.train_config import TrainConfig
+from tools.docs.settings_docs import reference
+from tools.paths import CONFIGS, DOCS
+
+
+def test_recipes_are_the_configs_of_the_repository() -> None:
+    assert {name: path.read_text() for name, path in recipes().items()} == {
+        path.stem: path.read_text() for path in CONFIGS.glob("*.toml")
+    }
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
+def test_init_writes_the_recipe_with_every_setting(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "--template", name]) == 0
+    assert f"titan-ckpt train {name}.toml" in capsys.readouterr().out
+    written = resolve(TrainConfig, f"{name}.toml").config
+    recipe = resolve(TrainConfig, str(recipes()[name])).config
+    assert replace(written, save=recipe.save) == recipe
+    assert written.save.url == f"runs/{name}"
+    text = Path(f"{name}.toml").read_text()
+    assert all(f"{field.name.rstrip('_')} =" in text for field in fields(recipe.save))
+
+
+def test_each_line_that_init_comments_out_is_the_default(tmp_path: Path) -> None:
+    target = tmp_path / "a.toml"
+    assert main(["init", str(target)]) == 0
+    shown = [
+        line.removeprefix("# ") for line in target.read_text().splitlines() if line.startswith("# ") or "=" not in line
+    ]
+    without_value = [line for line in shown if line.split("=", 1)[-1].split("#")[0].strip()]
+    kept = [line for line in without_value if line.startswith("[") or line.split(" ")[1:2] == ["="]]
+    tree = tomllib.loads("\n".join(kept))
+    assert tree["save"]["keep_last"] == 0
+    defaults = resolve(TrainConfig, str(recipes()["debug"])).config
+    assert tree["mesh"] | {"pp_layers_per_stage": ()} == {
+        field.name: getattr(defaults.mesh, field.name) for field in fields(defaults.mesh)
+    }
+
+
+def test_init_leaves_a_file_that_exists_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "mine.toml"
+    target.write_text("# mine")
+    assert main(["init", str(target)]) == 2
+    assert "is left as it is" in capsys.readouterr().err
+    assert target.read_text() == "# mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("tinny", "did you mean 'tiny'?"),
+        ("configs/tiny.toml", "is named 'tiny' alone"),
+        ("tiny.toml", "is named 'tiny' alone"),
+        ("run.toml", "`titan-ckpt init` writes one"),
+        ("llama3", "there are 135m, debug"),
+    ],
+)
+def test_a_config_that_is_not_there_names_the_way_out(
+    given: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", given, "--print-config"]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_a_recipe_needs_no_path_and_is_named_as_origin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "8b", "--print-config"]) == 0
+    assert "# recipe llama3_8b" in capsys.readouterr().out
+
+
+def test_every_setting_and_table_has_a_meaning() -> None:
+    for table in tables():
+        assert table.meaning, table.name
+        assert [setting.name for setting in table.settings if len(setting.meaning) < 5] == []
+    assert (DOCS / "settings.md").read_text() == reference(), "run `make docs`"
+
+
+def test_comments_are_found_wherever_the_formatter_puts_them() -> None:
+    assert set(comments(TrainConfig)) == {field.name for field in fields(TrainConfig)}
+    hints = get_type_hints(TrainConfig)
+    assert comments(hints["resume"])["from_"] == "URL[@STEP], used while save.url has no checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "shown"),
+    [
+        ("mesh.tp", 0, "default  1"),
+        ("save", 0, "save.keep_last"),
+        ("data.mixture.weight", 0, "share of the samples"),
+        ("model.dim", 0, "must be set"),
+        ("tp", 2, "did you mean mesh.tp?"),
+        ("mesh.ttp", 2, "did you mean 'mesh.tp'?"),
+    ],
+)
+def test_explain_shows_one_setting_or_the_nearest(
+    name: str, code: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "--explain", name]) == code
+    assert shown in "".join(capsys.readouterr())
+
+
+def _names(part: dict[str, Any], prefix: str = "") -> set[str]:
+    inner = part.get("properties") or part.get("items", {}).get("properties") or {}
+    below = (_names(value, f"{prefix}{key}.") | {f"{prefix}{key}"} for key, value in inner.items())
+    return set().union(*below)
+
+
+def test_the_schema_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == schema()
+    settings = {setting.name for table in tables() for setting in table.settings}
+    assert _names(schema()) - {table.name for table in tables()} - {"base"} == settings
+
+
+def test_a_misspelt_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian", "tiny"]) == 2
+    assert "no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_every_command_shows_examples() -> None:
+    for name in COMMANDS:
+        (shown,) = [
+            action.choices[name] for action in build_parser(only=name)._actions if isinstance(action.choices, dict)
+        ]
+        assert f"titan-ckpt {name} " in (shown.epilog or ""), name
+
+
+@pytest.mark.parametrize("words", [["--json", "ls"], ["ls", "--json"], ["ls", "-v", "--json", "--traceback"]])
+def test_errors_are_json_too_and_flags_stand_anywhere(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, str(tmp_path)]) == 3
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["error"]["kind"] == "NotCommittedError"
+    assert printed["error"]["exit_code"] == 3
+    assert "no checkpoint here" in printed["error"]["message"]
+
+
+def test_a_missing_argument_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["ls", "--json"])
+    assert "URL" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_doctor_examines_machine_torch_and_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "run"
+    store.mkdir()
+    (store / "mine.txt").write_text("x")
+    assert main(["doctor", str(store), "--json"]) == 0
+    found = {item["subject"]: item["level"] for item in json.loads(capsys.readouterr().out)}
+    assert {"Python", "torch", "gloo", "memory", "host name", "write", "read", "conditional writes"} <= set(found)
+    assert found["gloo"] == found["read"] == "ok"
+    assert [path.name for path in store.iterdir()] == ["mine.txt"]
+
+
+def test_doctor_says_what_fails_and_how_to_mend_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch_runtime, "FACTS", "import sys; sys.exit('libcuda.so.1: cannot open')")
+    monkeypatch.setattr(machine, "OLDEST_PYTHON", (9, 9))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    (tmp_path / "file").write_text("")
+    assert main(["doctor", str(tmp_path / "file" / "run")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    failed = [line.split()[1] for line in lines if line.startswith("fail")]
+    assert failed == ["Python", "GLOO_SOCKET_IFNAME", "torch", "store"]
+    assert any("cannot open" in line for line in lines)
+    assert lines[-1].startswith("4 of ")
+
+
+def test_flags_after_two_dashes_are_left_to_the_command() -> None:
+    assert command_line._in_order(["ls", "--", "-v"]) == ["ls", "--", "-v"]
+    assert command_line._in_order(["--json", "ls", "x", "-v"]) == ["-v", "ls", "x", "--json"]

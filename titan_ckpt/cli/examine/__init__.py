@@ -1,0 +1,1 @@
+"""What `titan-ckpt doctor` examines: this machine, its torch, a store."""

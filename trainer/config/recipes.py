@@ -1,0 +1,57 @@
+"""Configs that come with the package, named without a path: `titan-ckpt train tiny`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from titan_ckpt import version
+from titan_ckpt.arguments import nearest
+from titan_ckpt.errors import ConfigError
+
+FOLDER = Path(version.__file__).parent / "configs"
+
+
+def recipes() -> dict[str, Path]:
+    """The file of each recipe, by name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
+
+
+def purpose(path: Path) -> str:
+    """What a recipe is for: the comment in its first line."""
+    with path.open(encoding="utf-8") as file:
+        return file.readline().lstrip("# ").strip()
+
+
+def find_recipe(name: str) -> Path:
+    """The file of recipe `name`, or of the only one whose name ends with it (`8b` is llama3_8b). ConfigError if there is none."""
+    known = recipes()
+    found = [path for stem, path in known.items() if name == stem] or [
+        path for stem, path in known.items() if stem.endswith(f"_{name}")
+    ]
+    if len(found) != 1:
+        raise ConfigError(f"no recipe {name!r}; {nearest(name, known)}there are {', '.join(known)}")
+    return found[0]
+
+
+def find_config(given: str) -> str:
+    """The path of the config file `given`, or of the recipe of that name. ConfigError if there is neither."""
+    if os.path.exists(given):
+        return given
+    is_name = os.path.basename(given) == given and not given.endswith(".toml")
+    if is_name:
+        return str(find_recipe(given))
+    stem = os.path.basename(given).removesuffix(".toml")
+    if stem in recipes():
+        raise ConfigError(
+            f"{given}: no such config file; the recipe that comes with the package is named {stem!r} alone"
+        )
+    raise ConfigError(
+        f"{given}: no such config file; `titan-ckpt init` writes one, and recipes have no path: {', '.join(recipes())}"
+    )
+
+
+def recipe_of(origin: str) -> str:
+    """`recipe NAME` for the path of a recipe; any other origin of a value unchanged."""
+    path = Path(origin)
+    return f"recipe {path.stem}" if path.parent == FOLDER else origin

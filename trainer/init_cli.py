@@ -1,0 +1,53 @@
+"""`titan-ckpt init`: a commented config to start from."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from titan_ckpt.console.command import Command
+from titan_ckpt.console.output import format_table, write_text
+from titan_ckpt.errors import UsageError
+from titan_ckpt.trainer.config.recipes import find_recipe, purpose, recipes
+from titan_ckpt.trainer.config.starter import starter
+
+DEFAULT = "tiny"
+EPILOG = """\
+examples:
+  titan-ckpt init                              # writes tiny.toml
+  titan-ckpt init --template 8b my-run.toml
+  titan-ckpt init --list
+"""
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.epilog = EPILOG
+    parser.add_argument("file", nargs="?", metavar="FILE.toml", help="the config to write (default: TEMPLATE.toml)")
+    parser.add_argument("--template", default=DEFAULT, metavar="NAME", help="recipe to start from (default: tiny)")
+    parser.add_argument("--list", action="store_true", help="list the recipes, then stop")
+
+
+def run(arguments: Namespace) -> int:
+    """Write the config; a file that exists is left alone."""
+    if arguments.list:
+        rows = [[name, purpose(path)] for name, path in recipes().items()]
+        write_text(format_table(["recipe", "for"], rows))
+        return 0
+    recipe = find_recipe(arguments.template)
+    target = arguments.file or f"{recipe.stem}.toml"
+    text = starter(recipe)
+    try:
+        with open(target, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UsageError(
+            f"{target} exists and is left as it is; name another file: titan-ckpt init FILE.toml"
+        ) from error
+    write_text(
+        f"wrote {target}: {purpose(recipe)}\nnext:  titan-ckpt train {target}\n"
+        f"       titan-ckpt config --explain save.url    # what a setting means"
+    )
+    return 0
+
+
+INIT = Command(configure=configure, run=run)
