@@ -70,6 +70,9 @@ WORDS: dict[str, list[list[str]]] = {
     "debug": [["RUN"], ["RUN", "--json"], ["collect", "RUN"], ["watch", "RUN", "--once"], ["inject", EVIL]],
     "plot": [["RUN"], ["RUN", "-o", EVIL]],
     "tui": [["RUN"]],
+    "init": [["--template", EVIL], [f"/nowhere/{EVIL}/x.toml"], ["--list"]],
+    "config": [["--explain", EVIL], ["--json"]],
+    "doctor": [[f"RUN/bad.toml/{EVIL}"]],
     "train": [["RUN/bad.toml"], [EVIL], ["RUN/bad.toml", "--print-config"]],
 }  # fmt: skip
 
