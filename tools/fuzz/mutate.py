@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickletools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any, TypeAlias
 
@@ -286,8 +286,8 @@ def _other_values(rng: random.Random, opcodes: list[bytes]) -> bytes:
             break
         at = rng.choice(plain)
         other = rng.choice(_PUSHES) if rng.random() < 0.5 else opcodes[rng.choice(plain)]
-        opcodes[at] = other * rng.choice((1, 1, 1, 1, 1, 1, 2, 100, 5000))
-    return b"".join(opcodes)[:MOST_BYTES]
+        opcodes[at] = other * min(rng.choice((1, 1, 1, 1, 1, 1, 2, 100, 5000)), MOST_BYTES // len(other) + 1)
+    return _joined(opcodes)
 
 
 def _other_opcodes(rng: random.Random, opcodes: list[bytes], others: Sequence[bytes]) -> bytes:
@@ -313,7 +313,15 @@ def _other_opcodes(rng: random.Random, opcodes: list[bytes], others: Sequence[by
             start = rng.randrange(len(donors) + 1)
             opcodes[at:at] = donors[start : start + rng.choice((1, 5, 50))]
         opcodes = opcodes[:MOST_OPCODES] if len(opcodes) > 1 else [b"\x80\x02", b"N", b"."]
-    return b"".join(opcodes)[:MOST_BYTES]
+    return _joined(opcodes)
+
+
+def _joined(opcodes: Iterable[bytes]) -> bytes:
+    """The opcodes as one pickle, up to MOST_BYTES."""
+    data = bytearray()
+    for opcode in opcodes:
+        data += opcode[: MOST_BYTES - len(data)]
+    return bytes(data)
 
 
 def opcodes_of(data: bytes) -> list[bytes]:
