@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.doc_blocks import STORY, story_words
-from tools.paths import ROOT
+from tools.paths import DOCS, ROOT
 
 LIMIT_S = 900
 ACTS = ("serve", "train", "kill", "resume", "reshard", "convert", "hang", "look")
@@ -52,8 +52,8 @@ def test_all_eight_acts_are_reported_and_recorded(demo: tuple[Path, dict[str, An
     assert json.loads((folder / "facts.json").read_text()) == facts
 
 
-def test_the_demo_prints_the_story_of_the_readme(demo: tuple[Path, dict[str, Any]]) -> None:
-    shown = STORY.search((ROOT / "README.md").read_text())
+def test_the_demo_prints_the_story_of_the_tutorial(demo: tuple[Path, dict[str, Any]]) -> None:
+    shown = STORY.search((DOCS / "tutorial.md").read_text())
     assert shown is not None
     assert story_words((demo[0] / "story.txt").read_text()) == story_words(shown[1])
 
