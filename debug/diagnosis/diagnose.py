@@ -63,6 +63,8 @@ def _diagnose(run: Run) -> list[Verdict]:
     found = [*_faults(run, found_lanes, edges, states)]
     if not found and found_lanes and not went_on(run):
         found = [*by_witnesses(run, states)] or [*_fell_silent(run, edges, states)]
+    elif found_lanes and not went_on(run) and all(verdict.is_undecided for verdict in found):
+        found += [verdict for verdict in by_witnesses(run, states) if verdict.culprits]
     found = found or [*by_exit_codes(run)] or [*without_end(run, states)]
     if not found:
         found = [_without_fault(run, found_lanes, edges, states)]
@@ -81,7 +83,8 @@ def _without_fault(
     is_over = went_on(run)
     if is_over or (looks_well(run, found_lanes, edges, states) and not faults(run)):
         return healthy(run, found_lanes, is_over)
-    stuck = same_operation(run, found_lanes) if not edges else None
+    is_aborted = any(stack.reason == "fatal abort" for record in run.ranks.values() for stack in record.stacks)
+    stuck = same_operation(run, found_lanes) if not edges and not is_aborted else None
     if stuck is not None:
         return stuck
     is_waiting = bool(edges) or any(state.kind.is_waiting for state in states.values())

@@ -10,8 +10,9 @@ import numpy as np
 from titan_ckpt.debug.diagnosis.rank_death import is_absent
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import conflicts, rank_list
+from titan_ckpt.debug.incident.frames import INIT
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import Evidence, Group, Run, Situation, Verdict
+from titan_ckpt.debug.incident.records import Evidence, Group, RankRecord, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import pending
 
 
@@ -33,8 +34,11 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
     named = tuple(rank for rank in sorted(awaited) if rank in others)
     seen = tuple(rank for rank in others if not is_absent(run.ranks[rank]))
     culprits = named or _fewer_in_init(waiting, others, states) or seen or others
-    if len(culprits) > 1 and not seen:
+    if not named and not seen:
         culprits = ()  # nothing was collected of any of them
+    if not has_run and any(_has_come(run.ranks[rank]) for rank in culprits):
+        yield _lost_each_other(waiting, culprits, states)
+        return
     if any(_has_gone_on(run, rank, waiting) for rank in culprits):
         yield _out_of_step(run, waiting, culprits, states)
         return
@@ -55,6 +59,7 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
         culprits=culprits,
         victims=tuple(waiting),
         op=call,
+        suspects=others if not culprits and len(others) == 1 else (),
         confidence=basis.confidence,
         headline=_headline(culprits, others, states, call),
         evidence=tuple(evidence),
@@ -64,6 +69,30 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
             "call new_group on every rank, members or not"
             if has_run
             else "check MASTER_ADDR, MASTER_PORT and WORLD_SIZE on that host",
+        ),
+    )  # fmt: skip
+
+
+def _has_come(record: RankRecord) -> bool:
+    """Whether a rank was in init_process_group too: it issued operations since, or failed in there."""
+    failed = (event.values.get("call", "") for event in record.events if "type" in event.values)
+    return len(record.operations) > 0 or any(call in INIT for call in failed)
+
+
+def _lost_each_other(waiting: Sequence[int], came: Sequence[int], states: Mapping[int, Situation]) -> Verdict:
+    """All came to init_process_group, and some are past it or failed in it: a matter of addresses, ports and old entries of the
+    store, of which nothing shows whose they are."""
+    first, other = states[waiting[0]], states[came[0]]
+    return Verdict(
+        verdict=VerdictKind.PG_INIT_HANG, victims=tuple(waiting), op="init_process_group",
+        confidence=Basis.INIT_ALL.confidence,
+        headline=f"all ranks came to init_process_group: {rank_list(waiting)} wait in it, {rank_list(came)} failed in it or "
+        "passed it: they do not find each other (address, port, world size, what an earlier attempt left in the store)",
+        evidence=(*other.evidence[:2], *first.evidence[:2]),
+        next_steps=(
+            "check MASTER_ADDR, MASTER_PORT and WORLD_SIZE on each host",
+            "after a restart: gloo may have found addresses of the attempt before in the launcher's store; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or restart the launcher, too",
         ),
     )  # fmt: skip
 
@@ -169,7 +198,8 @@ def _is_over(run: Run, state: Situation) -> bool:
 
 def _headline(culprits: tuple[int, ...], others: tuple[int, ...], states: Mapping[int, Situation], call: str) -> str:
     if not culprits and others:
-        return f"ranks wait in {call}; nothing was collected of ranks {', '.join(map(str, others[:8]))}, one of which is late"
+        late = "" if len(others) == 1 else ", one of which is late"
+        return f"ranks wait in {call}; nothing was collected of {rank_list(others)}{late}"
     if not culprits:
         return f"all ranks wait in {call}: they do not find each other (address, port, world size)"
     frame = states[culprits[0]].frame

@@ -123,7 +123,25 @@ def _ended_by_signal(record: RankRecord) -> Situation | None:
             confidence=Basis.FATAL_STACK.confidence,
             evidence=(wrote, *crashed_thread(record, crash), *last_words(record)),
         )  # fmt: skip
-    return None
+    return _aborted_on_cpu(record)
+
+
+def _aborted_on_cpu(record: RankRecord) -> Situation | None:
+    """A rank that SIGABRT ended while its main thread was in the program's own code, with nothing pending: no library aborted it
+    for a wait."""
+    aborted = next((s for s in record.stacks if s.reason == "fatal abort" and s.main and s.main.frames), None)
+    if aborted is None or aborted.main is None or _was_aborted(record) or waited_at_the_end(record):
+        return None
+    if main_thread_state(aborted.main)[0] != RankState.ON_CPU:
+        return None
+    wrote = Evidence(
+        text="SIGABRT ended it in its own code, with nothing pending", rank=record.rank, source=aborted.source
+    )
+    return Situation(
+        rank=record.rank, kind=RankState.DEAD, detail=Subtype.SIGNAL, frame=crash_frame(aborted), signal="SIGABRT",
+        confidence=Basis.ABORTED.confidence,
+        evidence=(wrote, *crashed_thread(record, aborted), *last_words(record)),
+    )  # fmt: skip
 
 
 # Xid errors that a process on the GPU does not end of: 45 follows the end of another process, 63 and 64 tell of a memory row that

@@ -74,13 +74,20 @@ def _is_our_dump(stack: StackSnapshot) -> bool:
 
 
 def _is_still_there(record: RankRecord, gil: StackSnapshot) -> bool:
-    """Whether the process kept computing at the same line: C code lets a signal handler run, then takes the GIL again."""
-    later = main_frame(hang_stack(record))
-    return later is not None and _place(later) == _place(main_frame(gil)) and record.process_state.startswith("R")
+    """Whether the process kept computing in the same call: C code lets a signal handler run, then takes the GIL again. Where the
+    innermost frame has changed, Python ran in between: slowly, as on a machine whose processors others use."""
+    later = hang_stack(record)  # the same one, if there is no other: then nothing shows that it stayed there
+    return (
+        later is not None
+        and later is not gil
+        and _innermost(later) == _innermost(gil)
+        and record.process_state.startswith("R")
+    )
 
 
-def _place(frame: Frame | None) -> tuple[str, int]:
-    return (frame.file, frame.line) if frame else ("", 0)
+def _innermost(stack: StackSnapshot) -> tuple[str, int]:
+    frames = stack.main.frames if stack.main else ()
+    return (frames[0].file, frames[0].line) if frames else ("", 0)
 
 
 def _was_alive_later(run: Run, record: RankRecord) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from titan_ckpt.debug.diagnosis.rank_death import dead, event_evidence, is_interrupt, logged_on, lost_threads
 from titan_ckpt.debug.diagnosis.rank_frozen import frozen
 from titan_ckpt.debug.incident.busy_with import busy_with, last_words
@@ -30,6 +32,7 @@ def situation(run: Run, record: RankRecord, *, others_left_some: bool) -> Situat
         return Situation(rank=record.rank, kind=unknown)
     return (
         dead(record)
+        or _interrupted_alone(run, record)
         or frozen(run, record, others_left_some)
         or _by_stack(run, record)
         or _by_log(record)
@@ -80,9 +83,16 @@ def _by_log(record: RankRecord) -> Situation | None:
         return Situation(rank=record.rank, kind=kind, frame=frame, evidence=(event_evidence(event),))
     interrupted = next((event for event in record.events if event.frame and is_interrupt(event)), None)
     if interrupted is not None and interrupted.frame is not None and not is_library(interrupted.frame):
-        kind = RankState.IN_COLLECTIVE if "call" in interrupted.values else RankState.ON_CPU
+        below = interrupted.values.get("below", "")
+        kind = (
+            RankState.IN_COLLECTIVE
+            if "call" in interrupted.values
+            else RankState.IN_TORCH
+            if below
+            else RankState.ON_CPU
+        )
         return Situation(
-            rank=record.rank, kind=kind, frame=interrupted.frame, call=interrupted.values.get("call", ""),
+            rank=record.rank, kind=kind, frame=interrupted.frame, call=interrupted.values.get("call", below),
             confidence=Basis.WITNESSES_AND_LINE.confidence,
             evidence=(event_evidence(interrupted),),
         )  # fmt: skip
@@ -91,6 +101,28 @@ def _by_log(record: RankRecord) -> Situation | None:
         ended = Evidence(text="ended normally", rank=record.rank)
         return Situation(rank=record.rank, kind=RankState.FINISHED, evidence=(ended,))
     return None
+
+
+def _interrupted_alone(run: Run, record: RankRecord) -> Situation | None:
+    """A rank that SIGINT ended, first of all and told by no launcher: a person or a tool meant this one. Without its exit nobody
+    can tell it from one that all were interrupted for, since it was stuck."""
+    event = next((event for event in record.events if _is_sigint(event)), None)
+    if event is None or any(map(_is_sigint, _events_of_others(run, record))):
+        return None
+    if record.exit is None or not record.exit.is_first or record.exit.was_told:
+        return None
+    return Situation(
+        rank=record.rank, kind=RankState.DEAD, detail=Subtype.SIGNAL, frame=event.frame, signal="SIGINT",
+        call="was interrupted (SIGINT)", confidence=Basis.INTERRUPTED.confidence, evidence=(event_evidence(event),),
+    )  # fmt: skip
+
+
+def _is_sigint(event: LogEvent) -> bool:
+    return "KeyboardInterrupt" in (event.values.get("type"), event.values.get("interrupted"))
+
+
+def _events_of_others(run: Run, record: RankRecord) -> Iterator[LogEvent]:
+    return (event for other in run.ranks.values() if other is not record for event in other.events)
 
 
 def _got_over(record: RankRecord, event: LogEvent) -> bool:

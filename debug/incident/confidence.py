@@ -42,6 +42,7 @@ class Basis(Enum):
         "a kernel, driver or scheduler reports its process killed, its GPU failed or its host lost",
     )
     GIL_STACK = 0.95, (V.STUCK_ON_CPU,), "the C timer took a stack while Python could not run"
+    INTERRUPTED = 0.85, (V.RANK_DIED,), "KeyboardInterrupt ended it alone, before any launcher told it to end"
     FATAL_LOG = 0.9, (V.RANK_DIED,), "its log holds the interpreter's fatal error"
     FATAL_STACK = 0.9, (V.RANK_DIED,), "the interpreter's fault handler wrote its stack"
     IGNORED_SIGTERM = 0.9, (V.RANK_FROZEN,), "no dump, no reaction to SIGTERM: the launcher needed SIGKILL"
@@ -114,7 +115,7 @@ class Basis(Enum):
     ALL_IN_P2P = 0.7, (V.P2P_CYCLE,), "every stack is in a send or recv; the pairs are not recorded"
 
     # process groups
-    INIT_AWAITED = 0.95, (V.PG_INIT_HANG,), "the store key of the rank was waited for, or one rank alone is missing"
+    INIT_AWAITED = 0.95, (V.PG_INIT_HANG,), "the store key of the rank was waited for, or it alone is seen elsewhere"
     INIT_ABSENT = 0.75, (V.PG_INIT_HANG,), "several ranks are not where the others wait"
     INIT_ALL = 0.5, (V.PG_INIT_HANG,), "all ranks wait, or nothing was collected of the missing ones"
     GROUP_MINORITY = 0.9, (V.PG_CONFIG_CONFLICT,), "fewer ranks use the culprits' member list"

@@ -22,8 +22,8 @@ _WRAPPER = re.compile(r"/debug/(?:record/)?(?:hooks|recorder|ring)\.py$")
 _RECORDER = ("/debug/record/recorder.py", "/debug/recorder.py", "debug\\recorder.py")
 _HOOKS = ("/debug/record/hooks.py", "/debug/hooks.py")
 
-_INIT = ("init_process_group", "_new_process_group_helper", "_store_based_barrier", "rendezvous", "new_group",
-         "_new_group_with_tag", "split_group", "_create_tcp_store", "next_rendezvous")  # fmt: skip
+INIT = ("init_process_group", "_new_process_group_helper", "_store_based_barrier", "rendezvous", "new_group",
+        "_new_group_with_tag", "split_group", "_create_tcp_store", "next_rendezvous")  # fmt: skip
 _TEARDOWN = ("destroy_process_group", "_shutdown", "_exit_function", "_python_exit")
 _P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "_symmetric_memory/__init__.py")
@@ -188,8 +188,8 @@ def _library_call(main: Thread, frame: Frame) -> tuple[RankState, str] | None:
     name, file = frame.function, frame.file
     if name in _TEARDOWN and ("torch/" in file or "threading" in file or "concurrent" in file):
         return RankState.IN_TEARDOWN, name
-    if name in _INIT:
-        return RankState.IN_INIT, _outermost(main, _INIT) or name
+    if name in INIT:
+        return RankState.IN_INIT, _outermost(main, INIT) or name
     if "torch/distributed" in file and name in _P2P:
         return RankState.IN_P2P, name
     if file.endswith(_COLLECTIVES) and name not in ("wrapper", "<module>"):
@@ -199,3 +199,11 @@ def _library_call(main: Thread, frame: Frame) -> tuple[RankState, str] | None:
 
 def _outermost(main: Thread, names: Sequence[str]) -> str:
     return next((frame.function for frame in reversed(main.frames) if frame.function in names), "")
+
+
+def torch_call(frames: Iterable[Frame]) -> str:
+    """The function of torch.distributed that a traceback (innermost call first) went through, "" if none."""
+    for frame in frames:
+        if frame.file.endswith(_COLLECTIVES) and frame.function not in ("wrapper", "<module>"):
+            return frame.function
+    return ""

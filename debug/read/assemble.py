@@ -38,7 +38,7 @@ from titan_ckpt.debug.read.snapshots import add_box, merge_dumps
 from titan_ckpt.debug.read.text.job_text import JobText
 from titan_ckpt.store.base import Store
 
-STALL = "stall"  # why a recorder dumped
+STALL, DEMAND = "stall", "demand"  # why a recorder dumped
 
 
 @dataclass(slots=True)
@@ -172,7 +172,8 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
     tables = [_with_known_groups(table, found.known_groups, evidence.interner) for _, table in found.dumps]
     box = found.box.operations if found.box else NO_OPERATIONS
     box = _with_known_groups(box, found.known_groups, evidence.interner)
-    dumps = [dump for dump, _ in found.dumps]
+    stale = [reason for reason in (STALL, DEMAND) if _went_on(found, box, reason)]
+    dumps = [dump for dump, _ in found.dumps if dump.reason != DEMAND or DEMAND not in stale]
     if found.box:
         dumps.append(_box_dump(found, found.box))
     side = found.sidecar
@@ -183,7 +184,7 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
         coordinates=side.coordinates if side else {},
         operations=add_box(merge_dumps(tables), box, prefer_box=prefer_box),
         dumps=tuple(dumps),
-        stacks=tuple(stack for stack in found.stacks if stack.reason != STALL or not _went_on(found, box)),
+        stacks=tuple(stack for stack in found.stacks if stack.reason not in stale),
         log=merge_logs(found.logs),
         exit=exit_,
         heartbeat=found.heartbeat,
@@ -193,16 +194,17 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
     )
 
 
-def _went_on(found: RankEvidence, box: Array) -> bool:
-    """Whether something newer shows that the rank went on after the dump of a stall: that stack misleads. Newer are operations
-    in the black box or in another dump; after an import in which nothing was issued yet, also a step or an error in its log."""
-    stalls = [table for dump, table in found.dumps if dump.reason == STALL]
-    others = [table["created_ns"] for dump, table in found.dumps if dump.reason != STALL]
+def _went_on(found: RankEvidence, box: Array, reason: str) -> bool:
+    """Whether something newer shows that the rank went on after the dump of a stall, or on demand: that stack misleads. Newer are
+    operations in the black box or in another dump; after a stall in an import, also a step or an error in its log."""
+    stalls = [table for dump, table in found.dumps if dump.reason == reason]
+    others = [table["created_ns"] for dump, table in found.dumps if dump.reason != reason]
     others.append(box["created_ns"][box["p2p"] == 0])
     newest = max((int(table["created_ns"].max(initial=0)) for table in stalls), default=0)
     if not stalls:
         return False
-    return max(int(times.max(initial=0)) for times in others) > newest or (newest == 0 and _came_from_import(found))
+    is_past_import = reason == STALL and newest == 0 and _came_from_import(found)
+    return max(int(times.max(initial=0)) for times in others) > newest or is_past_import
 
 
 def _came_from_import(found: RankEvidence) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.frames import torch_call, user_frame
 from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Frame, Group, Launcher, LogEvent
 from titan_ckpt.debug.read.text.error_kinds import kind_of_error
 from titan_ckpt.parsing.json_values import JsonValue
@@ -90,6 +90,7 @@ def read_error(document: JsonValue, source: str) -> LogEvent:
     kind, message = _text(document, "type") or "Error", _text(document, "message")
     text = f"{kind}: {message}"
     time_s = document.find("time_s")
+    stack = () if frames is None else tuple(_frame(frame) for frame in frames.entries())
     return LogEvent(
         kind=kind_of_error(text),
         rank=_rank(document["rank"]),
@@ -97,8 +98,8 @@ def read_error(document: JsonValue, source: str) -> LogEvent:
         source=source,
         line=0,
         time_s=0.0 if time_s is None else _seconds(time_s),
-        frame=None if frames is None else user_frame(tuple(_frame(frame) for frame in frames.entries())),
-        values={"type": kind},
+        frame=user_frame(stack),
+        values={"type": kind, **({"call": call} if (call := torch_call(stack)) else {})},
     )
 
 

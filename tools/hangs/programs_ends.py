@@ -93,7 +93,7 @@ def interrupted_alone(rank: int) -> None:
     model = ddp()
     warm_up(model)
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # CULPRIT
         time.sleep(0.1)  # CULPRIT
     warm_up(model)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from signal import SIGKILL, SIGTERM
 
 from titan_ckpt.debug.diagnosis.advice import advice
-from titan_ckpt.debug.diagnosis.rank_death import is_absent, signal_of
+from titan_ckpt.debug.diagnosis.rank_death import is_absent, is_interrupt, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.incident.busy_with import busy_by_log, has_recorder_talk
 from titan_ckpt.debug.incident.confidence import Basis
@@ -164,9 +164,6 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, 
     if state.kind == RankState.FROZEN or _alone_needed_sigkill(run, record, witnesses) or is_unmoved:
         text = "is frozen: it neither waited nor logged anything, and did not react to SIGTERM"
         return _Suspicion(verdict=VerdictKind.RANK_FROZEN, text=text)
-    if is_on_cpu and _interrupted_alone(run, record):
-        text = "was interrupted (SIGINT) and ended while the others waited for it"
-        return _Suspicion(verdict=VerdictKind.RANK_DIED, subtype=Subtype.SIGNAL, text=text)
     if not is_on_cpu and record.log and record.log.done_line > record.log.last_step_line:
         text = "logged that it was done, while the others waited for it"
         return _Suspicion(verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.FINISHED_EARLY, text=text)
@@ -187,17 +184,6 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, 
         verdict=VerdictKind.STUCK_ON_CPU, subtype=state.detail or busy_by_log(record),
         text="was busy elsewhere while the others waited for it",
     )  # fmt: skip
-
-
-def _interrupted_alone(run: Run, record: RankRecord) -> bool:
-    """Whether KeyboardInterrupt ended this rank before all others, and no launcher had told it to end."""
-    interrupted = [other for other in run.ranks.values() if any(map(_is_sigint, other.events))]
-    ended = record.exit
-    return interrupted == [record] and ended is not None and ended.is_first and not ended.was_told
-
-
-def _is_sigint(event: LogEvent) -> bool:
-    return event.values.get("type") == "KeyboardInterrupt"
 
 
 def _suspect(
@@ -233,6 +219,8 @@ def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_c
     """Whether there is evidence against a rank that did not log a wait. A log without an error is none,
     where it went on after its peers' connections closed, or where another rank is not known at all."""
     record = run.ranks[rank]
+    if state.kind == RankState.IN_TORCH or (is_closed and _was_ended(run) and any(map(is_interrupt, record.events))):
+        return False  # it may have waited; or the others' connections closed because all were told to end
     if state.kind in (
         RankState.ON_CPU,
         RankState.FROZEN,
@@ -248,6 +236,11 @@ def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_c
     if _ended_first(run, record):
         return True
     return not (is_closed and _went_on_logging(run, record))
+
+
+def _was_ended(run: Run) -> bool:
+    """Whether a person or a scheduler told the launcher to end the job."""
+    return run.job_log is not None and any(event.kind == EventKind.CANCELLED for event in run.job_log.events)
 
 
 def _ended_first(run: Run, record: RankRecord) -> bool:
@@ -286,7 +279,8 @@ def _needed_sigkill(record: RankRecord) -> bool:
 def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """All waited, but not in the same call: a small minority took another way. In send and recv ranks differ by right."""
     calls = {rank: waited_in(run.ranks[rank], states[rank]) for rank in witnesses}
-    places = {rank: calls[rank] or _place(states[rank]) for rank in witnesses}
+    lines = {rank: _place(states[rank]) for rank in witnesses}
+    places = lines if not all(calls.values()) and all(lines.values()) else {r: calls[r] or lines[r] for r in witnesses}
     counts = Counter(place for place in places.values() if place).most_common()
     if any(states[rank].kind == RankState.IN_P2P for rank in witnesses) or any(map(_is_p2p, calls.values())):
         return
@@ -296,8 +290,8 @@ def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]
         return
     first, other = states[culprits[0]], states[next(rank for rank, place in places.items() if place == common)]
     basis = Basis.OTHER_WAIT if len(culprits) < len(witnesses) - len(culprits) else Basis.LEFT_ROUTINE
-    is_rooted = calls[other.rank].partition(" ")[0] in _ROOTED or any(
-        map(_is_unknown, (run.ranks[rank] for rank in culprits))
+    is_rooted = _bare(calls[other.rank]) in _ROOTED or any(
+        _is_unknown(run.ranks[rank]) or _bare(calls[rank]) in _EXCHANGES for rank in culprits
     )
     if is_rooted:
         basis = Basis.LEFT_ROOTED
@@ -322,9 +316,15 @@ def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]
 
 
 # Who has its part of these goes on, though others still wait for the root or for their turn.
+_EXCHANGES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 _ROOTED = (
-    "broadcast", "scatter", "reduce", "gather", "broadcast_object_list", "scatter_object_list", "gather_object",
+    "broadcast", "scatter", "reduce", "gather", "broadcast_object_list", "scatter_object_list", "gather_object", *_EXCHANGES,
 )  # fmt: skip
+
+
+def _bare(call: str) -> str:
+    """The operation of a call, without the number that a watchdog gives it."""
+    return call.partition(" ")[0]
 
 
 def _is_p2p(call: str) -> bool:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from titan_ckpt.debug.incident.frames import is_library, user_frame
+from titan_ckpt.debug.incident.frames import is_library, torch_call, user_frame
 from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, EventKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog
 from titan_ckpt.debug.read.text import clocks
@@ -194,7 +194,8 @@ class Stream:
         frame = None
         if is_raised:
             frame = user_frame(reversed(self.frames)) if self.frames else None
-            if self.chained and values.get("type", "").rpartition(".")[2] in REQUESTED_ENDS and self._ended_in(frame):
+            is_told = self.chained and values.get("type", "").rpartition(".")[2] in REQUESTED_ENDS
+            if is_told and self._ended_in(frame, values["type"]):
                 return
             values = {**values, **self._of_traceback(kind)}
         self.add(
@@ -204,15 +205,16 @@ class Stream:
             )
         )  # fmt: skip
 
-    def _ended_in(self, frame: Frame | None) -> bool:
-        """Whether a process was interrupted while it handled an error: that error is what it met, at the line where it was."""
+    def _ended_in(self, frame: Frame | None, by: str) -> bool:
+        """Whether a process was interrupted while it handled an error: that error is what it met, at the line where it was. `by`:
+        the type of the interrupting exception."""
         self.chained = False
         box = self.last or self.first
         if not box or "type" not in box[-1].values:
             return False
         met = box[-1]
-        if frame is not None and not is_library(frame) and (met.frame is None or is_library(met.frame)):
-            box[-1] = replace(met, frame=frame)
+        is_own = frame is not None and not is_library(frame) and (met.frame is None or is_library(met.frame))
+        box[-1] = replace(met, frame=frame if is_own else met.frame, values={**met.values, "interrupted": by})
         return True
 
     def _lend(self, frame: Frame) -> None:
@@ -228,7 +230,7 @@ class Stream:
     def _of_traceback(self, kind: EventKind) -> dict[str, str]:
         """The torch call of a traceback, its thread, and the exceptions that it was raised in the handling of."""
         values: dict[str, str] = {}
-        if call := _torch_call(self.frames or []):
+        if call := torch_call(reversed(self.frames or [])):
             values["call"] = call
         elif below := _below_torch(self.frames or []):
             values["below"] = below
@@ -278,12 +280,6 @@ def _understood(
         text, is_torch=logged is not None or any("torch/distributed/" in frame.file for frame in frames)
     )
     return kind, {**values, **details(kind, text)}
-
-
-def _torch_call(frames: Sequence[Frame]) -> str:
-    """The torch.distributed function that a traceback (innermost call last) went through."""
-    calls = (f.function for f in reversed(frames) if f.file.endswith("distributed_c10d.py") and f.function != "wrapper")
-    return next(calls, "")
 
 
 def _below_torch(frames: Sequence[Frame]) -> str:

@@ -1,0 +1,140 @@
+"""Ranks that look as if they had not come, and are not at fault: slow ones, interrupted ones, those that came and failed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.small_jobs import job
+from titan_ckpt.debug import diagnose, open_run
+from titan_ckpt.debug.diagnosis.rank_frozen import frozen
+from titan_ckpt.debug.incident.kinds import DumpKind, EventKind
+from titan_ckpt.debug.incident.records import OPERATION, Dump, Exit, Frame, LogEvent, RankLog, Run, Verdict
+from titan_ckpt.debug.read.assemble import RankEvidence, _went_on
+from titan_ckpt.debug.read.stacks import parse_stacks
+
+SITE = "/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+IMPORTING = """\
+Thread 0x01 [MainThread] (most recent call first):
+  File "/lib/python3.11/{}
+  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed
+  File "/job/train.py", line 3 in <module>
+"""
+
+
+def judged(folder: Path, **texts: str) -> Verdict:
+    for name, text in texts.items():
+        (folder / f"{name}.log").write_text(text)
+    return diagnose(open_run(str(folder)))[0]
+
+
+def raised(error: str, line: int, below: str = "") -> str:
+    inside = f'  File "{SITE}", line 99, in {below}\n    work.wait()\n' if below else ""
+    return (
+        f'Traceback (most recent call last):\n  File "/job/train.py", line {line}, in <module>\n    step()\n{inside}'
+        f"RuntimeError: [gloo/transport/tcp/pair.cc:553] {error}\n"
+    )
+
+
+TIMED_OUT = "Timed out waiting 45000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize("later", ['dataclasses.py", line 580 in _init_fn', None])
+def test_a_slow_import_holds_no_gil(later: str | None) -> None:
+    """The C timer fired since the machine is crowded: Python ran on in between, or nothing shows that it did not."""
+    run = job("0 1: all_reduce@1")
+    texts = {"gil": IMPORTING.format('dataclasses.py", line 433 in _create_fn')}
+    if later is not None:
+        texts["stall"] = IMPORTING.format(later)
+    stacks = tuple(parse_stacks(text, reason, reason) for reason, text in texts.items())
+    record = replace(run.ranks[0], stacks=stacks, process_state="R (running)")
+    assert frozen(run, record, False) is None
+
+
+def test_a_call_that_stays_the_innermost_holds_it() -> None:
+    run = job("0 1: all_reduce@1")
+    text = IMPORTING.format('ctypes/__init__.py", line 20 in call')
+    stacks = tuple(parse_stacks(text, reason, reason) for reason in ("gil", "stall"))
+    assert frozen(run, replace(run.ranks[0], stacks=stacks, process_state="R (running)"), False) is not None
+
+
+def with_event(run: Run, rank: int, event: LogEvent, code: int = 1) -> Run:
+    ended = Exit(rank=rank, code=code, source="e", is_first=True)
+    log = RankLog(source="l", events=(event,))
+    return replace(run, ranks={**run.ranks, rank: replace(run.ranks[rank], log=log, exit=ended)})
+
+
+def test_the_one_that_was_interrupted_died_of_it() -> None:
+    run = job("0 2: all_reduce@1 all_reduce@1?\n1: all_reduce@1")
+    frame = Frame(file="/job/train.py", line=9, function="fetch")
+    values = {"type": "KeyboardInterrupt"}
+    event = LogEvent(
+        kind=EventKind.EXCEPTION, rank=1, text="KeyboardInterrupt", source="l", line=1, frame=frame, values=values
+    )
+    top = diagnose(with_event(run, 1, event))[0]
+    assert (top.verdict, top.subtype, top.culprits, top.line) == ("RANK_DIED", "signal", (1,), 9)
+
+
+def test_abort_in_its_own_code_is_a_death() -> None:
+    run = job("0 2: all_reduce@1 all_reduce@1?\n1: all_reduce@1\nat 1: /job/native.py 7 run")
+    stacks = tuple(replace(stack, reason="fatal abort") for stack in run.ranks[1].stacks)
+    top = diagnose(replace(run, ranks={**run.ranks, 1: replace(run.ranks[1], stacks=stacks)}))[0]
+    assert (top.verdict, top.culprits, top.signal) == ("RANK_DIED", (1,), "SIGABRT")
+
+
+@pytest.mark.parametrize("call", ["init_process_group", "barrier"])
+def test_who_failed_in_init_or_passed_it_had_come(call: str) -> None:
+    """After a restart gloo finds addresses of the attempt before: one rank fails or goes on, the others wait in there."""
+    waits = "".join(f"at {rank}: {SITE} 1700 init_process_group\n" for rank in (0, 1))
+    run = job(f"0 1:\n2:{'' if call == 'init_process_group' else ' barrier@5?'}\n{waits}")
+    refused = LogEvent(
+        kind=EventKind.COMM_CLOSED, rank=2, text="connectFullMesh failed: Connection refused", source="l", line=1,
+        values={"type": "RuntimeError", "call": call},
+    )  # fmt: skip
+    top = diagnose(with_event(run, 2, refused))[0]
+    assert (top.verdict, top.culprits, top.suspects) == ("PG_INIT_HANG", (), ())
+
+
+def test_at_the_same_line_nobody_differs(tmp_path: Path) -> None:
+    """A traceback that ends in the program's line does not name the call that another rank's names."""
+    told = {f"rank_{rank}": raised(TIMED_OUT, 20, "all_to_all_single" if rank == 2 else "") for rank in range(3)}
+    assert judged(tmp_path, **told).culprits == ()
+
+
+@pytest.mark.parametrize("odd", [{0}, {0, 1}])
+def test_who_got_its_part_of_an_exchange_goes_on(odd: set[int], tmp_path: Path) -> None:
+    told = {
+        f"rank_{rank}": raised(TIMED_OUT, 20, "all_to_all_single")
+        if rank in odd
+        else raised(TIMED_OUT, 30, "all_reduce")
+        for rank in range(3)
+    }
+    assert judged(tmp_path, **told).culprits == ()
+
+
+def test_interrupt_of_a_job_that_its_user_ended(tmp_path: Path) -> None:
+    agent = "W1122 18:34:44 7 torch/distributed/elastic/agent/server/api.py:753] Received 2 death signal, shutting down workers\n"
+    busy = 'Traceback (most recent call last):\n  File "/job/train.py", line 9, in fetch\n    time.sleep(9)\nKeyboardInterrupt\n'
+    closed = raised("Connection closed by peer [127.0.0.1]:1", 20, "all_reduce")
+    top = judged(tmp_path, rank_0=closed, rank_1=busy, rank_2=closed, console=agent)
+    assert (top.verdict, top.culprits) == ("INSUFFICIENT_DATA", ())
+
+
+def test_a_rank_in_backward_when_it_was_interrupted_may_wait(tmp_path: Path) -> None:
+    busy = (
+        'Traceback (most recent call last):\n  File "/job/train.py", line 9, in fetch\n    loss.backward()\n'
+        '  File "/lib/python3.11/site-packages/torch/_tensor.py", line 9, in backward\n    run()\nKeyboardInterrupt\n'
+    )
+    closed = raised(TIMED_OUT, 20, "all_reduce")
+    assert judged(tmp_path, rank_0=closed, rank_1=busy, rank_2=closed).culprits == ()
+
+
+@pytest.mark.parametrize(("newest", "is_stale"), [(5, False), (6, True)])
+def test_stacks_of_a_rank_that_went_on_are_old(newest: int, is_stale: bool) -> None:
+    dump = Dump(source="d", kind=DumpKind.FLIGHT_RECORDER, reason="demand", version="2.10", num_operations=1)
+    seen, box = np.zeros(1, OPERATION), np.zeros(2, OPERATION)
+    seen["created_ns"], box["created_ns"] = 5, [5, newest]
+    assert _went_on(RankEvidence(dumps=[(dump, seen)]), box, "demand") == is_stale
