@@ -47,13 +47,24 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
     if set(culprits) <= set(waiting) and culprits:
         yield _went_alone(culprits, others, states)
         return
+    yield _never_came(run, waiting, culprits, named, states)
+
+
+def _never_came(
+    run: Run, waiting: Sequence[int], culprits: tuple[int, ...], named: tuple[int, ...], states: Mapping[int, Situation]
+) -> Verdict:
+    """The verdict on ranks that are not where the others make a group; `named`: those whose store key was waited for."""
+    has_run = any(len(run.ranks[rank].operations) for rank in waiting)
+    others = tuple(rank for rank in run.ranks if rank not in waiting)
     call = states[waiting[0]].call or "init_process_group"
     evidence = [item for rank in (*culprits[:3], waiting[0]) for item in states[rank].evidence[:2]]
     if named:
-        evidence.insert(0, Evidence(text=f"{awaited[named[0]]} ranks waited for the store key of rank {named[0]}"))
+        evidence.insert(
+            0, Evidence(text=f"{_awaited_in_store(run)[named[0]]} ranks waited for the store key of rank {named[0]}")
+        )
     is_one = bool(named) or len(culprits) == 1
     basis = Basis.INIT_AWAITED if is_one else Basis.INIT_ABSENT if culprits else Basis.INIT_ALL
-    yield Verdict(
+    return Verdict(
         verdict=VerdictKind.PG_INIT_HANG,
         subtype=Subtype.NEW_GROUP if has_run or call == "new_group" else Subtype.NONE,
         culprits=culprits,

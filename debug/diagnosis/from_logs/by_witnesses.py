@@ -10,11 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from signal import SIGKILL, SIGTERM
 
 from titan_ckpt.debug.diagnosis.advice import advice
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, is_interrupt, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
+from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S, TIMES_LONGEST_GAP
 from titan_ckpt.debug.incident.busy_with import busy_by_log, has_recorder_talk
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
@@ -219,7 +221,7 @@ def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_c
     """Whether there is evidence against a rank that did not log a wait. A log without an error is none,
     where it went on after its peers' connections closed, or where another rank is not known at all."""
     record = run.ranks[rank]
-    if state.kind == RankState.IN_TORCH or (is_closed and _was_ended(run) and any(map(is_interrupt, record.events))):
+    if state.kind == RankState.IN_TORCH or (is_closed and _was_ended_at_work(run, record)):
         return False  # it may have waited; or the others' connections closed because all were told to end
     if state.kind in (
         RankState.ON_CPU,
@@ -238,9 +240,19 @@ def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_c
     return not (is_closed and _went_on_logging(run, record))
 
 
-def _was_ended(run: Run) -> bool:
-    """Whether a person or a scheduler told the launcher to end the job."""
-    return run.job_log is not None and any(event.kind == EventKind.CANCELLED for event in run.job_log.events)
+def _was_ended_at_work(run: Run, record: RankRecord) -> bool:
+    """Whether a rank was interrupted when a person or a scheduler ended the job, and its log does not show that the job had stood
+    still before: no step for longer than is usual in it."""
+    if run.job_log is None or not any(map(is_interrupt, record.events)):
+        return False
+    kinds = (EventKind.CANCELLED, EventKind.SIGTERM)
+    ended = [event for event in run.job_log.events if event.kind in kinds or is_interrupt(event)]
+    steps = sorted(record.log.step_times.values()) if record.log else []
+    told_s = min((event.time_s for event in ended if event.time_s is not None), default=None)
+    if told_s is None or len(steps) < 2:
+        return any(event.kind == EventKind.CANCELLED for event in ended)
+    longest_s = max(after - before for before, after in pairwise(steps))
+    return told_s - steps[-1] < max(LEAST_STANDSTILL_S, TIMES_LONGEST_GAP * longest_s)
 
 
 def _ended_first(run: Run, record: RankRecord) -> bool:
