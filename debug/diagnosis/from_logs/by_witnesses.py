@@ -247,7 +247,7 @@ def _was_ended_at_work(run: Run, record: RankRecord) -> bool:
         return False
     kinds = (EventKind.CANCELLED, EventKind.SIGTERM)
     ended = [event for event in run.job_log.events if event.kind in kinds or is_interrupt(event)]
-    steps = sorted((record.log and record.log.step_times or run.job_log.step_times).values())
+    steps = sorted(((record.log and record.log.step_times) or run.job_log.step_times).values())
     told_s = min((event.time_s for event in ended if event.time_s is not None), default=None)
     if told_s is None or len(steps) < 2:
         return any(event.kind == EventKind.CANCELLED for event in ended)
