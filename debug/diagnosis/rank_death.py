@@ -62,12 +62,30 @@ def _was_survived(record: RankRecord, event: LogEvent) -> bool:
     that a launcher made of the process."""
     if not _is_own(event):
         return False
-    if "handled" in event.values:
+    if "handled" in event.values or ended_well(record) or _is_routine(record, event):
         return True
     if event.values.get("thread"):  # which ends no process, unless that chose to end of it
         has_ended_itself = record.exit is not None and record.exit.code != 0 and not record.exit.was_told
         return hang_stack(record) is not None or not has_ended_itself
     return logged_on(record, event) or _was_told_first(record)
+
+
+def ended_well(record: RankRecord) -> bool:
+    """Whether its process gave 0 to exit(3), by its launcher or by its recorder: whatever it had raised, it caught."""
+    if record.exit is not None:
+        return record.exit.code == 0
+    return record.heartbeat is not None and record.heartbeat.is_stopped and record.heartbeat.status == 0
+
+
+OFTEN = 3
+
+
+def _is_routine(record: RankRecord, event: LogEvent) -> bool:
+    """Whether a rank of which no exit is known logged the same error at the same line again and again: it catches it."""
+    if record.exit is not None or event.frame is None or (record.heartbeat is not None and record.heartbeat.status):
+        return False
+    alike = [other for other in record.events if (other.kind, other.frame) == (event.kind, event.frame)]
+    return len(alike) >= OFTEN
 
 
 def logged_on(record: RankRecord, event: LogEvent) -> bool:
@@ -90,7 +108,7 @@ def _was_told_first(record: RankRecord) -> bool:
 
 def _raised(record: RankRecord) -> Situation | None:
     error = own_exception(record)
-    if error is None or (record.exit is not None and record.exit.code == 0):
+    if error is None:
         return None
     return Situation(
         rank=record.rank,

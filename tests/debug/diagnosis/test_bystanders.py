@@ -12,7 +12,7 @@ from tests.support.small_jobs import job
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.diagnosis.rank_frozen import frozen
 from titan_ckpt.debug.incident.kinds import DumpKind, EventKind
-from titan_ckpt.debug.incident.records import OPERATION, Dump, Exit, Frame, LogEvent, RankLog, Run, Verdict
+from titan_ckpt.debug.incident.records import OPERATION, Dump, Exit, Frame, Heartbeat, LogEvent, RankLog, Run, Verdict
 from titan_ckpt.debug.read.assemble import RankEvidence, _went_on
 from titan_ckpt.debug.read.stacks import parse_stacks
 
@@ -138,3 +138,32 @@ def test_stacks_of_a_rank_that_went_on_are_old(newest: int, is_stale: bool) -> N
     seen, box = np.zeros(1, OPERATION), np.zeros(2, OPERATION)
     seen["created_ns"], box["created_ns"] = 5, [5, newest]
     assert _went_on(RankEvidence(dumps=[(dump, seen)]), box, "demand") == is_stale
+
+
+CAUGHT = 'ERROR tracker: try later\nTraceback (most recent call last):\n  File "/job/t.py", line {}, in post\nOSError: refused\n'
+
+
+@pytest.mark.parametrize(("lines", "culprits"), [((5, 5, 5), ()), ((5, 6, 7), (1,))])
+def test_an_error_logged_again_and_again_is_caught(
+    lines: tuple[int, ...], culprits: tuple[int, ...], tmp_path: Path
+) -> None:
+    told = "".join(CAUGHT.format(line) for line in lines)
+    assert judged(tmp_path, rank_0="started\n", rank_1=told, rank_2="started\n").culprits == culprits
+
+
+@pytest.mark.parametrize(("status", "verdict"), [(0, "HEALTHY"), (1, "RANK_DIED")])
+def test_a_process_that_gave_zero_had_caught_its_errors(status: int, verdict: str) -> None:
+    run = job("0 1 2: all_reduce@1 all_reduce@1")
+    frame = Frame(file="/job/t.py", line=5, function="post")
+    event = LogEvent(
+        kind=EventKind.EXCEPTION, rank=1, text="OSError", source="l", line=1, frame=frame, values={"type": "OSError"}
+    )
+    ranks = {
+        rank: replace(
+            record, heartbeat=Heartbeat(step=1, phase="", phase_ns=0, alive_ns=1, source="b", is_stopped=True, status=0)
+        )
+        for rank, record in run.ranks.items()
+    }
+    beat = replace(ranks[1].heartbeat, status=status) if ranks[1].heartbeat else None
+    ranks[1] = replace(ranks[1], log=RankLog(source="l", events=(event,)), heartbeat=beat)
+    assert diagnose(replace(run, ranks=ranks))[0].verdict == verdict
