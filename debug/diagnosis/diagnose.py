@@ -127,7 +127,7 @@ def _faults(
         yield from watchdogs(run)
         yield from by_witnesses(run, states)
     elif not mismatches:
-        yield from sizes_in_logs(run)
+        yield from sizes_in_logs(run, states)
     if run.ranks and all(state.kind == RankState.IN_P2P for state in states.values()) and not ends.cycles:
         yield _everybody_in_p2p(states)
     waited_for = set(ends.sinks)

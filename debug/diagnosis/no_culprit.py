@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.awaited_rank import is_silent
-from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import waited_in
+from titan_ckpt.debug.diagnosis.from_logs.elsewhere import waited_in
 from titan_ckpt.debug.diagnosis.from_logs.reported import facts, faults, suspects, trouble_of_job
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, logged_on, own_exception, was_told
 from titan_ckpt.debug.diagnosis.standstill import Pace

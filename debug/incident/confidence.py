@@ -112,7 +112,11 @@ class Basis(Enum):
     ALONE_ON_GROUP = 0.85, (V.WRONG_GROUP,), "the same operation, pending alone on another group"
     CYCLE_MINORITY = 0.75, (V.ORDER_MISMATCH,), "a circle across groups; fewer ranks wait on the culprits' group"
     CYCLE_TIE = 0.4, (V.ORDER_MISMATCH,), "a circle across groups of equal parties: all are suspects"
-    ALL_IN_P2P = 0.7, (V.P2P_CYCLE,), "every stack is in a send or recv; the pairs are not recorded"
+    ALL_IN_P2P = (
+        0.7,
+        (V.P2P_CYCLE,),
+        "every rank is in a send or recv, or in a recv by its traceback; the pairs are not recorded",
+    )
 
     # process groups
     INIT_AWAITED = 0.95, (V.PG_INIT_HANG,), "the store key of the rank was waited for, or it alone is seen elsewhere"
@@ -147,7 +151,12 @@ class Basis(Enum):
         (V.STUCK_ON_CPU, V.SKIPPED_COLLECTIVE, V.TEARDOWN_STUCK, V.RANK_FROZEN, V.RANK_DIED),
         "no dumps; the others waited, it did not",
     )
-    OTHER_WAIT = 0.65, (V.SKIPPED_COLLECTIVE,), "no dumps; all waited, a small minority in another call"
+    OTHER_WAIT = 0.65, (V.SKIPPED_COLLECTIVE, V.STUCK_ON_CPU), "no dumps; all waited, a small minority in another call"
+    ODD_ONE = (
+        0.65,
+        (V.SKIPPED_COLLECTIVE,),
+        "gloo's error of a wrong size; one rank alone logged a further step, or all others are in one backward pass",
+    )
     LEFT_ROOTED = (
         0.4,
         (V.SKIPPED_COLLECTIVE,),

@@ -7,13 +7,14 @@ in its traceback (or NCCL's watchdog line) gives the reason. Pure.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from signal import SIGKILL, SIGTERM
 
 from titan_ckpt.debug.diagnosis.advice import advice
+from titan_ckpt.debug.diagnosis.from_logs.elsewhere import SYMPTOMS, deviant, event_of, said, waited_in
+from titan_ckpt.debug.diagnosis.from_logs.odd_one import odd_one
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, is_interrupt, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S, TIMES_LONGEST_GAP
@@ -24,19 +25,12 @@ from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, Verdi
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation, Verdict
 
 _OWN = (EventKind.EXCEPTION, EventKind.OOM)
-_SYMPTOMS = (
-    EventKind.COMM_TIMEOUT,
-    EventKind.COMM_CLOSED,
-    EventKind.WATCHDOG,
-    EventKind.COMM_MISMATCH,
-    EventKind.COMM_ERROR,
-)
 
 
 def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """Verdicts from logs and stacks; none if all ranks or no rank waited."""
     witnesses = [rank for rank, state in states.items() if state.kind.is_waiting]
-    yield from sizes_in_logs(run)
+    yield from sizes_in_logs(run, states)
     yield from _raised_before(run, witnesses)
     if not witnesses or any(state.kind == RankState.DEAD for state in states.values()):
         return
@@ -52,13 +46,13 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         )
         yield from _together([_suspect(run, rank, witnesses, states, is_unmoved=is_unmoved) for rank in suspects])
     elif not suspects and not any(0 < len(group.members) < run.world_size for group in run.groups):
-        yield from _deviant(run, witnesses, states)
+        yield from deviant(run, witnesses, states)
 
 
 def _raised_before(run: Run, witnesses: Sequence[int]) -> Iterator[Verdict]:
     """Ranks that waited, unlike the others, while they handled an exception of their own: a `finally` with a barrier in it."""
     raised = {
-        rank: event for rank in witnesses if (event := _event(run.ranks[rank], _OWN, needs="handled")) is not None
+        rank: event for rank in witnesses if (event := event_of(run.ranks[rank], _OWN, needs="handled")) is not None
     }
     others = tuple(rank for rank in witnesses if rank not in raised)
     if not raised or len(raised) > len(others):
@@ -70,7 +64,7 @@ def _raised_before(run: Run, witnesses: Sequence[int]) -> Iterator[Verdict]:
         headline=f"{rank_list(tuple(raised))} raised {event.values.get('type', 'an exception')}"
         + (f" at {event.frame.place}" if event.frame else "")
         + ", and handled it in a call that waits for the others, which were elsewhere",
-        evidence=tuple(_said(found) for found in list(raised.values())[:4]),
+        evidence=tuple(said(found) for found in list(raised.values())[:4]),
         chain=tuple((rank, event.rank) for rank in others),
         next_steps=(
             "fix the exception at that line; the other ranks are only its victims",
@@ -97,25 +91,37 @@ def _together(found: Sequence[Verdict]) -> Iterator[Verdict]:
         )  # fmt: skip
 
 
-def sizes_in_logs(run: Run) -> Iterator[Verdict]:
+def sizes_in_logs(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """gloo aborts an innocent rank when more data arrives than it asked for; its last log lines give the sizes."""
-    for record in run.ranks.values():
-        event = _event(record, (EventKind.COMM_MISMATCH,))
-        if event is not None and "own" not in event.values:
-            yield Verdict(
-                verdict=VerdictKind.SIZE_MISMATCH,
-                victims=(record.rank,),
-                confidence=Basis.SIZE_IN_LOG.confidence,
-                step=run.step_of(record.rank),
-                headline=f"rank {record.rank} received {_sizes(event)} its call expects: ranks disagree about a size, a dtype or "
-                "a call (the logs do not show which peer is wrong; this rank is only the one that noticed)",
-                evidence=(_said(event), *_places_of_others(run, record.rank)),
-                next_steps=(
-                    f"compare what rank {record.rank} and the others call at those lines: a branch or a size that differs",
-                    "turn the recorder on, or set TORCH_FR_BUFFER_SIZE=2000 and dump: dumps name the rank",
-                ),
-            )
-            return
+    noticed = (event_of(record, (EventKind.COMM_MISMATCH,)) for record in run.ranks.values())
+    event = next((event for event in noticed if event is not None and "own" not in event.values), None)
+    if event is None:
+        return
+    named = [*odd_one(run, event)] or [*_elsewhere(run, states)]
+    if named:
+        yield from named
+        return
+    yield Verdict(
+        verdict=VerdictKind.SIZE_MISMATCH,
+        victims=(event.rank,),
+        confidence=Basis.SIZE_IN_LOG.confidence,
+        step=run.step_of(event.rank),
+        headline=f"rank {event.rank} received {_sizes(event)} its call expects: ranks disagree about a size, a dtype or "
+        "a call (the logs do not show which peer is wrong; this rank is only the one that noticed)",
+        evidence=(said(event), *_places_of_others(run, event.rank)),
+        next_steps=(
+            f"compare what rank {event.rank} and the others call at those lines: a branch or a size that differs",
+            "turn the recorder on, or set TORCH_FR_BUFFER_SIZE=2000 and dump: dumps name the rank",
+        ),
+    )
+
+
+def _elsewhere(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
+    """A small minority that waited in another call than most, where it is known of every rank, so of the aborted one, too."""
+    if all(state.kind.is_waiting and (state.frame or state.call) for state in states.values()):
+        yield from (
+            found for found in deviant(run, tuple(states), states) if found.confidence >= Basis.OTHER_WAIT.confidence
+        )
 
 
 _BYTES = re.compile(r"op\.nbytes\. (?P<got>\d{1,18}) vs (?P<expected>\d{1,18})")
@@ -132,13 +138,13 @@ def _places_of_others(run: Run, rank: int) -> list[Evidence]:
     places: dict[str, list[int]] = {}
     first: dict[str, LogEvent] = {}
     for other, record in run.ranks.items():
-        event = _event(record, _SYMPTOMS, needs="type") if other != rank else None
+        event = event_of(record, SYMPTOMS, needs="type") if other != rank else None
         if event is not None and event.frame is not None:
             where = f"{event.values.get('call') or event.values.get('below') or 'a call'} at {event.frame.place}"
             places.setdefault(where, []).append(other)
             first.setdefault(where, event)
     return [
-        replace(_said(first[where]), rank=None, text=f"{rank_list(ranks)}: in {where}")
+        replace(said(first[where]), rank=None, text=f"{rank_list(ranks)}: in {where}")
         for where, ranks in list(places.items())[:MOST_PLACES]
     ]
 
@@ -286,106 +292,3 @@ def _heeded_sigterm(record: RankRecord) -> bool:
 
 def _needed_sigkill(record: RankRecord) -> bool:
     return record.exit is not None and record.exit.was_told and signal_of(record.exit.code) == SIGKILL
-
-
-def _deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]) -> Iterator[Verdict]:
-    """All waited, but not in the same call: a small minority took another way. In send and recv ranks differ by right."""
-    calls = {rank: waited_in(run.ranks[rank], states[rank]) for rank in witnesses}
-    lines = {rank: _place(states[rank]) for rank in witnesses}
-    places = lines if not all(calls.values()) and all(lines.values()) else {r: calls[r] or lines[r] for r in witnesses}
-    counts = Counter(place for place in places.values() if place).most_common()
-    if any(states[rank].kind == RankState.IN_P2P for rank in witnesses) or any(map(_is_p2p, calls.values())):
-        return
-    common = counts[0][0] if len(counts) == 2 and 2 * counts[1][1] <= counts[0][1] else _routine(run, places)
-    culprits = tuple(rank for rank, place in places.items() if place and place != common)
-    if not common or not culprits:
-        return
-    first, other = states[culprits[0]], states[next(rank for rank, place in places.items() if place == common)]
-    basis = Basis.OTHER_WAIT if len(culprits) < len(witnesses) - len(culprits) else Basis.LEFT_ROUTINE
-    is_rooted = _bare(calls[other.rank]) in _ROOTED or any(
-        _is_unknown(run.ranks[rank]) or _bare(calls[rank]) in _EXCHANGES for rank in culprits
-    )
-    if is_rooted:
-        basis = Basis.LEFT_ROOTED
-    yield Verdict(
-        verdict=VerdictKind.SKIPPED_COLLECTIVE,
-        culprits=tuple(witnesses) if is_rooted else culprits,
-        victims=() if is_rooted else tuple(rank for rank in witnesses if rank not in culprits),
-        op=calls[other.rank],
-        step=run.step_of(culprits[0]),
-        confidence=basis.confidence,
-        headline=f"{rank_list(culprits)} waited in {calls[culprits[0]] or 'another operation'}"
-        + first.where
-        + f" while the others waited in {calls[other.rank] or 'an operation of torch'}{other.where}: it skipped one, or took "
-        "them in another order",
-        evidence=(*first.evidence[:1], *other.evidence[:1]),
-        chain=tuple((rank, culprits[0]) for rank in witnesses if rank not in culprits),
-        next_steps=(
-            "look for a branch before that line that depends on the rank or on rank-local data",
-            "with the recorder on, or with dumps, this would be certain",
-        ),
-    )
-
-
-# Who has its part of these goes on, though others still wait for the root or for their turn.
-_EXCHANGES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
-_ROOTED = (
-    "broadcast", "scatter", "reduce", "gather", "broadcast_object_list", "scatter_object_list", "gather_object", *_EXCHANGES,
-)  # fmt: skip
-
-
-def _bare(call: str) -> str:
-    """The operation of a call, without the number that a watchdog gives it."""
-    return call.partition(" ")[0]
-
-
-def _is_p2p(call: str) -> bool:
-    return "send" in call or "recv" in call
-
-
-def _is_unknown(record: RankRecord) -> bool:
-    """Whether a rank's error shows its own line alone, and no call of torch below it: perhaps the wait for a send or recv, in
-    which ranks differ by right."""
-    is_error = _event(record, _SYMPTOMS, needs="type") is not None
-    return is_error and not any(_event(record, _SYMPTOMS, needs=name) for name in ("call", "below"))
-
-
-def _place(state: Situation) -> str:
-    """The user's line of a wait below torch, which has no name of its own in a traceback."""
-    return state.frame.place if state.frame else ""
-
-
-def _routine(run: Run, places: Mapping[int, str]) -> str:
-    """Of two parties, the place of the one that is in the step that all repeat: the backward pass, whose operations DDP and
-    FSDP issue themselves. The other party called something explicitly, so it left the step or did not take it."""
-    below = {place for rank, place in places.items() if _call_of(run.ranks[rank]) in ROUTINE}
-    distinct = {place for place in places.values() if place}
-    return next(iter(below)) if len(below) == 1 and len(distinct) == 2 and all(places.values()) else ""
-
-
-ROUTINE = ("backward", "forward")
-
-
-def _call_of(record: RankRecord) -> str:
-    event = _event(record, _SYMPTOMS, needs="below")
-    return event.values["below"] if event else ""
-
-
-def waited_in(record: RankRecord, state: Situation) -> str:
-    """The operation a witness waited in, from its stack, its traceback or the watchdog's line."""
-    if state.kind.is_waiting and state.call not in ("", "wait"):
-        return state.call
-    event = _event(record, _SYMPTOMS, needs="call") or _event(record, (EventKind.WATCHDOG,), needs="op")
-    if event is None:
-        return ""
-    return event.values.get("call") or f"{event.values['op'].lower()} #{event.values.get('seq', '?')}"
-
-
-def _event(record: RankRecord, kinds: Sequence[str], needs: str = "") -> LogEvent | None:
-    return next(
-        (event for event in record.events if event.kind in kinds and (not needs or needs in event.values)), None
-    )
-
-
-def _said(event: LogEvent) -> Evidence:
-    return Evidence(text=event.text[:200], rank=event.rank, source=f"{event.source}:{event.line}")

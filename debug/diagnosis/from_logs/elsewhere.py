@@ -1,0 +1,162 @@
+"""Where ranks waited by their tracebacks and stacks, and the few that waited elsewhere than most. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from titan_ckpt.debug.incident.confidence import Basis
+from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.frames import INIT
+from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
+from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation, Verdict
+
+SYMPTOMS = (
+    EventKind.COMM_TIMEOUT,
+    EventKind.COMM_CLOSED,
+    EventKind.WATCHDOG,
+    EventKind.COMM_MISMATCH,
+    EventKind.COMM_ERROR,
+)
+
+
+def deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation]) -> Iterator[Verdict]:
+    """All waited, but not in the same call: a small minority took another way. In send and recv ranks differ by right."""
+    calls = {rank: _known_as(waited_in(run.ranks[rank], states[rank])) for rank in witnesses}
+    lines = {rank: _place(states[rank]) for rank in witnesses}
+    places = lines if not all(calls.values()) and all(lines.values()) else {r: calls[r] or lines[r] for r in witnesses}
+    counts = Counter(place for place in places.values() if place).most_common()
+    if any(states[rank].kind == RankState.IN_P2P for rank in witnesses) or any(map(_is_p2p, calls.values())):
+        if len(witnesses) == len(states) and all(_bare(call) in _RECEIVES for call in calls.values()):
+            yield _all_receive(run, witnesses, states)
+        return
+    common = counts[0][0] if len(counts) == 2 and 2 * counts[1][1] <= counts[0][1] else _routine(run, places)
+    culprits = tuple(rank for rank, place in places.items() if place and place != common)
+    if not common or not culprits:
+        return
+    first, other = states[culprits[0]], states[next(rank for rank, place in places.items() if place == common)]
+    basis = Basis.OTHER_WAIT if len(culprits) < len(witnesses) - len(culprits) else Basis.LEFT_ROUTINE
+    is_rooted = _bare(calls[other.rank]) in _ROOTED or any(
+        _is_unknown(run.ranks[rank]) or _bare(calls[rank]) in _EXCHANGES for rank in culprits
+    )
+    if is_rooted:
+        basis = Basis.LEFT_ROOTED
+    key = next(
+        (event.values.get("key", "") for event in run.ranks[culprits[0]].events if event.kind == EventKind.STORE_WAIT),
+        "",
+    )
+    if key and not calls[culprits[0]]:
+        yield _awaits_key(run, culprits, key, first, other)
+        return
+    yield Verdict(
+        verdict=VerdictKind.SKIPPED_COLLECTIVE,
+        culprits=tuple(witnesses) if is_rooted else culprits,
+        victims=() if is_rooted else tuple(rank for rank in witnesses if rank not in culprits),
+        op=calls[other.rank],
+        step=run.step_of(culprits[0]),
+        confidence=basis.confidence,
+        headline=f"{rank_list(culprits)} waited in {calls[culprits[0]] or 'another operation'}"
+        + first.where
+        + f" while the others waited in {calls[other.rank] or 'an operation of torch'}{other.where}: it skipped one, or took "
+        "them in another order",
+        evidence=(*first.evidence[:1], *other.evidence[:1]),
+        chain=tuple((rank, culprits[0]) for rank in witnesses if rank not in culprits),
+        next_steps=(
+            "look for a branch before that line that depends on the rank or on rank-local data",
+            "with the recorder on, or with dumps, this would be certain",
+        ),
+    )
+
+
+def _awaits_key(run: Run, culprits: tuple[int, ...], key: str, first: Situation, other: Situation) -> Verdict:
+    """A program's own wait for a key of the store, which nobody has set, while the others wait in an operation."""
+    return Verdict(
+        verdict=VerdictKind.STUCK_ON_CPU, culprits=culprits, step=run.step_of(culprits[0]),
+        confidence=Basis.OTHER_WAIT.confidence,
+        headline=f"{rank_list(culprits)} waited for the store's key {key!r}{first.where}, which nobody had set, while the others "
+        f"waited in an operation{other.where}",
+        evidence=(*first.evidence[:1], *other.evidence[:1]),
+        next_steps=("look for where that key is set: is it spelled alike, and is that code reached on the rank that sets it?",),
+    )  # fmt: skip
+
+
+_RECEIVES = ("recv", "irecv", "recv_object_list")
+
+
+def _all_receive(run: Run, ranks: Sequence[int], states: Mapping[int, Situation]) -> Verdict:
+    """Every rank waits to receive, so that none sends."""
+    return Verdict(
+        verdict=VerdictKind.P2P_CYCLE, culprits=tuple(ranks), step=run.step_of(ranks[0]), op="recv",
+        confidence=Basis.ALL_IN_P2P.confidence, headline="every rank waits in recv at the same time, and none sends: a P2P cycle",
+        evidence=tuple(item for rank in ranks[:4] for item in states[rank].evidence[:1]),
+        next_steps=("reverse the order on every second rank, or use batch_isend_irecv",),
+    )  # fmt: skip
+
+
+# Who has its part of these goes on, though others still wait for the root or for their turn.
+_EXCHANGES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
+_ROOTED = (
+    "broadcast", "scatter", "reduce", "gather", "broadcast_object_list", "scatter_object_list", "gather_object", *_EXCHANGES,
+)  # fmt: skip
+
+
+def _bare(call: str) -> str:
+    """The operation of a call, without the number that a watchdog gives it."""
+    return call.partition(" ")[0]
+
+
+def _known_as(call: str) -> str:
+    """The name of an operation: what init_process_group calls in turn is a part of it."""
+    return "init_process_group" if call in INIT and call != "new_group" else call
+
+
+def _is_p2p(call: str) -> bool:
+    return "send" in call or "recv" in call
+
+
+def _is_unknown(record: RankRecord) -> bool:
+    """Whether a rank's error shows its own line alone, and no call of torch below it: perhaps the wait for a send or recv, in
+    which ranks differ by right."""
+    is_error = event_of(record, SYMPTOMS, needs="type") is not None
+    return is_error and not any(event_of(record, SYMPTOMS, needs=name) for name in ("call", "below"))
+
+
+def _place(state: Situation) -> str:
+    """The user's line of a wait below torch, which has no name of its own in a traceback."""
+    return state.frame.place if state.frame else ""
+
+
+def _routine(run: Run, places: Mapping[int, str]) -> str:
+    """Of two parties, the place of the one that is in the step that all repeat: the backward pass, whose operations DDP and
+    FSDP issue themselves. The other party called something explicitly, so it left the step or did not take it."""
+    below = {place for rank, place in places.items() if _call_of(run.ranks[rank]) in ROUTINE}
+    distinct = {place for place in places.values() if place}
+    return next(iter(below)) if len(below) == 1 and len(distinct) == 2 and all(places.values()) else ""
+
+
+ROUTINE = ("backward", "forward")
+
+
+def _call_of(record: RankRecord) -> str:
+    event = event_of(record, SYMPTOMS, needs="below")
+    return event.values["below"] if event else ""
+
+
+def waited_in(record: RankRecord, state: Situation) -> str:
+    """The operation a witness waited in, from its stack, its traceback or the watchdog's line."""
+    if state.kind.is_waiting and state.call not in ("", "wait"):
+        return state.call
+    event = event_of(record, SYMPTOMS, needs="call") or event_of(record, (EventKind.WATCHDOG,), needs="op")
+    if event is None:
+        return ""
+    return event.values.get("call") or f"{event.values['op'].lower()} #{event.values.get('seq', '?')}"
+
+
+def event_of(record: RankRecord, kinds: Sequence[str], needs: str = "") -> LogEvent | None:
+    return next(
+        (event for event in record.events if event.kind in kinds and (not needs or needs in event.values)), None
+    )
+
+
+def said(event: LogEvent) -> Evidence:
+    return Evidence(text=event.text[:200], rank=event.rank, source=f"{event.source}:{event.line}")
