@@ -10,8 +10,9 @@ from titan_ckpt.debug import Verdict, diagnose, open_run
 
 TORCH = "/lib/python3.11/site-packages/torch"
 ABORTED = (
-    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] "
-    "op.preamble.length <= op.nbytes. 388 vs 4. Received data size doesn't match expected size.\n"
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+    "  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 388 vs 4. Received data size "
+    "doesn't match expected size.\n"
 )
 CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1697"
 TIMED_OUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 45000ms for recv operation to complete"
@@ -40,7 +41,8 @@ def steps(first: int, last: int) -> str:
 def raised(line: int, *inside: tuple[str, str], error: str = CLOSED) -> str:
     """An uncaught error: the program's line, and the functions of torch (file, name) below it."""
     frames = "".join(f'  File "{TORCH}/{file}", line 9, in {name}\n    call()\n' for file, name in inside)
-    return f'Traceback (most recent call last):\n  File "/job/train.py", line {line}, in step\n    x()\n{frames}RuntimeError: {error}\n'
+    own = f'  File "/job/train.py", line {line}, in step\n    x()\n'
+    return f"Traceback (most recent call last):\n{own}{frames}RuntimeError: {error}\n"
 
 
 REDUCE, BARRIER, RECV, SEND = (
