@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, ClassVar
 
 from textual import events
@@ -14,30 +13,30 @@ from textual.binding import Binding, BindingType
 from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Input
-from textual.widgets.input import Selection
 
-from titan_ckpt.console.escapes import escape_text
-from titan_ckpt.debug.report.text import report_text
-from titan_ckpt.location import redact, redact_text
+from titan_ckpt.location import redact
 from titan_ckpt.tui import tasks
+from titan_ckpt.tui.bars import KeyBar, TabBar, VerdictBar
+from titan_ckpt.tui.commands import SHARED_COMMANDS, Jumps
 from titan_ckpt.tui.data.content import Content, find_content
-from titan_ckpt.tui.data.standing import standing
-from titan_ckpt.tui.goto import link_to
-from titan_ckpt.tui.rows import RowLink, clean, shown, truncate
+from titan_ckpt.tui.editor import export_report, open_in_editor
+from titan_ckpt.tui.goto import HINT, is_time, link_to
+from titan_ckpt.tui.history import History, Place
+from titan_ckpt.tui.rows import RowLink, clean, shown
 from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.screens.checkpoints import CheckpointsPane
 from titan_ckpt.tui.screens.help import HelpScreen
 from titan_ckpt.tui.screens.logs import LogsPane
 from titan_ckpt.tui.session.loading import SessionLoader
 from titan_ckpt.tui.session.session import Session
-from titan_ckpt.tui.tabs import tab_at, tabs_text
 from titan_ckpt.tui.widgets.line_view import LineView
-from titan_ckpt.tui.widgets.looks import AsciiFilter, is_ascii_terminal, is_light_terminal
-from titan_ckpt.tui.widgets.one_line import OneLine
+from titan_ckpt.tui.widgets.looks import AsciiFilter, is_ascii_terminal
 from titan_ckpt.tui.widgets.pane import Pane
+from titan_ckpt.tui.widgets.prompt import Prompt
 
 FOLLOW_S = 2.0
 INTERRUPTED = 130
+_COMMON_KEYS = (("?", "help"), ("q", "quit"))
 
 
 class TitanApp(App[None]):
@@ -46,6 +45,9 @@ class TitanApp(App[None]):
     CSS_PATH = "app.tcss"
     TITLE = "titan-ckpt"
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS = App.COMMANDS | {Jumps}
+    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-narrow"), (110, "-wide")]
+    VERTICAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-low"), (30, "-tall"), (50, "-huge")]
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(n), f"screen_number({n})", f"screen {n}", show=False) for n in range(1, 9)),
         Binding("q", "quit", "quit", show=False),
@@ -58,24 +60,26 @@ class TitanApp(App[None]):
         Binding("N", "next_problem(-1)", "previous problem", show=False),
         Binding("space", "pin", "pin", show=False),
         Binding("y", "copy", "copy", show=False),
-        Binding("e", "export", "export the report", show=False),
+        Binding("e", "edit", "open in $EDITOR", show=False),
+        Binding("x", "export", "export the report", show=False),
         Binding("f", "follow", "follow", show=False),
-        Binding("escape", "back", "back", show=False),
+        Binding("escape,backspace,alt+left,left_curly_bracket", "back", "back", show=False),
+        Binding("alt+right,right_curly_bracket", "forward", "forward", show=False),
     ]
 
-    def __init__(self, content: Content, *, clock: Callable[[], float] = time.time, first_screen: int = 0) -> None:
+    def __init__(
+        self, content: Content, *, clock: Callable[[], float] = time.time, first_screen: int = 0, theme: str = "textual-dark"
+    ) -> None:
         super().__init__()
         self._ascii = AsciiFilter(enabled=is_ascii_terminal())
-        if is_light_terminal():
-            self.theme = "textual-light"
+        self.theme = theme
         self.session = Session(content=content, clock=clock)
         self._loader = SessionLoader(self, self.session, self._on_loaded, self.show_status)
-        self._history: list[int] = []
+        self._history = History()
         self._above: list[tuple[Session, int]] = []
         self._first_screen = first_screen or (
             CheckpointsPane.number if content.has_runs or content.step is not None else 1
         )
-        self._answer: Callable[[str], None] | None = None
         self._is_interrupted = False
         self._working: list[str] = []
         self._status_text = ""
@@ -85,19 +89,19 @@ class TitanApp(App[None]):
         return [*super().get_line_filters(), *([self._ascii] if self._ascii.enabled else [])]
 
     def compose(self) -> ComposeResult:
-        yield OneLine(id="tabs")
-        yield OneLine(id="verdict")
+        yield TabBar()
+        yield VerdictBar()
         with ContentSwitcher(initial=f"pane-{self._first_screen}", id="panes"):
             for pane in PANES:
                 yield pane(self.session)
-        yield Input(id="prompt", classes="hidden", compact=True, select_on_focus=False)
-        yield OneLine(id="status")
+        yield Prompt()
+        yield KeyBar(self.simulate_key)
 
     def on_mount(self) -> None:
-        self._paint_tabs()
         self._loader.load_all()
         self.screen.set_focus(self.pane.body)
-        self._paint_status()
+        self._repaint()
+        self.theme_changed_signal.subscribe(self, lambda _: self._repaint())
         self.set_interval(FOLLOW_S, self._follow)
         self.set_interval(1.0, self._paint_verdict)
 
@@ -126,34 +130,55 @@ class TitanApp(App[None]):
 
     def action_screen_number(self, number: int) -> None:
         if number != self.pane.number:
-            self._history.append(self.pane.number)
+            self._history.leave(self._here())
             self.show_number(number)
 
-    def on_click(self, event: events.Click) -> None:
-        """A click on a tab shows its screen."""
-        if isinstance(event.widget, OneLine) and event.widget.id == "tabs":
-            number = tab_at(tabs_text(self.pane.number, self.size.width), event.x)
-            if number is not None:
-                self.action_screen_number(number)
+    def on_tab_bar_clicked(self, message: TabBar.Clicked) -> None:
+        self.action_screen_number(message.number)
+
+    def on_verdict_bar_clicked(self) -> None:
+        """Show what the verdict is about."""
+        incident = self.session.incident.value
+        link = incident.link_of(incident.top) if incident is not None else None
+        if link is not None:
+            self.go(link)
 
     def on_pane_go(self, message: Pane.Go) -> None:
         self.go(message.link)
 
     def go(self, link: RowLink) -> None:
         """Show the item of `link`."""
+        self._history.leave(self._here())
         self.session.select(link.group, link.seq)
-        self.action_screen_number(link.screen)
+        if link.screen != self.pane.number:
+            self.show_number(link.screen)
         self.pane.open_link(link)
 
+    def _here(self) -> Place:
+        return Place(
+            screen=self.pane.number, lane=self.session.lane, seq=self.session.seq, cursor=self.pane.body.cursor
+        )
+
+    def _return_to(self, place: Place) -> None:
+        self.session.lane, self.session.seq = place.lane, place.seq
+        self.show_number(place.screen)
+        self.pane.body.move_to(place.cursor)
+
     async def action_back(self) -> None:
-        if self._answer is not None:
+        """Close what is open, then go to the place before, then to the folder of runs."""
+        if self.prompt.is_open:
             self.close_prompt()
         elif self.pane.go_back():
             return
-        elif self._history:
-            self.show_number(self._history.pop())
+        elif (place := self._history.back(self._here())) is not None:
+            self._return_to(place)
         elif self._above:
             await self._show_session(*self._above.pop())
+
+    def action_forward(self) -> None:
+        place = self._history.forward(self._here())
+        if place is not None:
+            self._return_to(place)
 
     # ----------------------------------------------------------------------------------------- a folder of runs
 
@@ -169,7 +194,7 @@ class TitanApp(App[None]):
     async def _show_session(self, session: Session, cursor: int | None) -> None:
         """Rebuild all screens over another session. `cursor` is None for a new session, which still has to be loaded."""
         self._loader.close()
-        self.session, self._history = session, []
+        self.session, self._history = session, History()
         self._loader = SessionLoader(self, session, self._on_loaded, self.show_status)
         panes = self.query_one("#panes", ContentSwitcher)
         with self.batch_update():
@@ -252,7 +277,7 @@ class TitanApp(App[None]):
         """Ctrl-C closes what is open over the screen, else quits when it is pressed twice."""
         if len(self.screen_stack) > 1:
             self.pop_screen()
-        elif self._answer is not None:
+        elif self.prompt.is_open:
             self.close_prompt()
         elif self._is_interrupted:
             self.exit(return_code=INTERRUPTED)
@@ -261,72 +286,64 @@ class TitanApp(App[None]):
             self.show_status("press ctrl+c again to quit")
 
     def action_go_to(self) -> None:
-        if self.session.incident.value is None:
-            self.show_status(f"nowhere to go: {self.session.incident.text}")
-        else:
-            self.ask("go to a rank (12), an operation (#7), a host (node3) or a time (14:05:30)", "", self._go_to)
+        self.ask(HINT, "", self.go_to)
 
-    def _go_to(self, text: str) -> None:
-        incident = self.session.incident.value
-        assert incident is not None
-        if re.fullmatch(r"\d+:\d+.*", text):
+    def go_to(self, text: str) -> None:
+        """Go to the place that `text` names."""
+        if is_time(text):
             self.action_screen_number(LogsPane.number)
             self.query_one(LogsPane).go_to_time(text)
             return
-        link = link_to(incident, text, self.pane.number)
+        link = link_to(self.session, text, self.pane.number)
         if link is None:
-            self.show_status(f"{text!r} is no rank, operation, host or time of this incident")
+            self.show_status(f"{text!r} is no rank, operation, step, host or time that is known here")
         else:
             self.go(link)
 
     def action_filter(self) -> None:
         self.ask(self.pane.filter_hint, self.pane.filter_text, self.pane.set_filter)
 
+    def action_edit(self) -> None:
+        """Open the line of code under the cursor, or the line of a log."""
+        place = self.pane.place_to_edit()
+        if place is None:
+            self.show_status("no line of code here")
+        else:
+            self.show_status(open_in_editor(self, *place))
+
     def action_export(self) -> None:
-        if self.session.incident.value is None:
+        incident = self.session.incident.value
+        if incident is None:
             self.show_status(f"no report to export: {self.session.incident.text}")
             return
-        name = self.session.incident.value.run.incident or "incident"
-        self.ask("export the report to", f"{name}-report.txt", self._export)
+        name = incident.run.incident.replace("/", "-") or "incident"
+        self.ask(
+            "export the report to", f"{name}-report.txt", lambda path: self.show_status(export_report(incident, path))
+        )
 
-    def _export(self, path: str) -> None:
-        incident = self.session.incident.value
-        assert incident is not None
-        try:
-            with Path(path).expanduser().open("x", encoding="utf-8") as file:
-                file.write(escape_text(redact_text(report_text(incident.run, incident.verdicts))))
-        except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-            self.show_status(f"{path} not written: {getattr(error, 'strerror', None) or error}")
-        else:
-            self.show_status(f"report written to {path}")
+    # ---------------------------------------------------------------------------------------- prompt, bars
 
-    # ---------------------------------------------------------------------------------------- prompt, bottom line
+    @property
+    def prompt(self) -> Prompt:
+        """The line in which answers are typed."""
+        return self.query_one(Prompt)
 
     def ask(self, label: str, initial: str, then: Callable[[str], None]) -> None:
         """Show the prompt; enter passes its text to `then`, esc cancels."""
-        prompt = self.query_one("#prompt", Input)
-        prompt.placeholder = "enter to accept, esc to cancel"
-        prompt.value = initial
-        prompt.selection = Selection(
-            0, len(initial)
-        )  # at once: selected on focus, the first keys typed would be replaced
-        prompt.remove_class("hidden")
-        self._answer = then
-        self.query_one("#status", OneLine).show(truncate(f" {label}", self.size.width))
-        self.screen.set_focus(prompt)
+        self.query_one(KeyBar).show_text(label)
+        self.prompt.ask(initial, then)
 
     def on_input_submitted(self, message: Input.Submitted) -> None:
-        answer = self._answer
-        self.close_prompt()
-        if answer is not None:
-            answer(message.value.strip())
+        then = self.close_prompt()
+        if then is not None:
+            then(message.value.strip())
 
-    def close_prompt(self) -> None:
+    def close_prompt(self) -> Callable[[str], None] | None:
         """Hide the prompt and focus the screen."""
-        self._answer = None
-        self.query_one("#prompt", Input).add_class("hidden")
+        then = self.prompt.close()
         self.screen.set_focus(self.pane.body)
         self._paint_status()
+        return then
 
     def on_pane_show_status(self, message: Pane.ShowStatus) -> None:
         self.show_status(message.text)
@@ -337,58 +354,47 @@ class TitanApp(App[None]):
         self._paint_status()
 
     def _paint_status(self) -> None:
+        if self.prompt.is_open:
+            return
         reading = [] if self.session.is_following else self._loader.reading
         doing = [*self._working, *(f"reading {what}" for what in reading)]
-        if self._status_text and not doing:
-            text = self._status_text
-        elif doing:
-            text = " · ".join([*([self._status_text] if self._status_text else []), *doing]) + " ..."
-        else:
-            text = self._hints()
         follow = "[following] " if self.session.is_following else ""
-        self.query_one("#status", OneLine).show(truncate(f" {follow}{text}", self.size.width))
-
-    def _hints(self) -> str:
-        """The screen's keys that fit on the status line."""
-        text, room = "? help  q quit", self.size.width - 2 - len("[following] ") * self.session.is_following
-        for key, what in self.pane.keys:
-            longer = f"{text}  {key} {what}"
-            text = longer if len(longer) <= room else text
-        return text
+        bar = self.query_one(KeyBar)
+        if doing:
+            bar.show_text(
+                f"{follow}{' · '.join([*([self._status_text] if self._status_text else []), *doing])} ..."
+            )
+        elif self._status_text:
+            bar.show_text(f"{follow}{self._status_text}")
+        else:
+            bar.show_keys(follow, (*_COMMON_KEYS, *self.pane.keys))
 
     def _paint_tabs(self) -> None:
-        self.query_one("#tabs", OneLine).show(tabs_text(self.pane.number, self.size.width))
+        self.query_one(TabBar).show_tabs(self.pane.number)
 
     def _paint_verdict(self) -> None:
-        """The bar on top of every screen; no bar where there is no incident, and none any more while the program ends."""
-        incident, now_s = self.session.incident.value, self.session.clock()
-        looked = f"   looked {max(now_s - self.session.looked_s, 0):.0f} s ago" if self.session.is_following else ""
-        for bar in self.query("#verdict").results(OneLine):
-            bar.display = incident is not None
-            if incident is not None:
-                found = standing(incident, now_s)
-                bar.set_classes(found.role or "plain")
-                bar.show(f" {found.text(self.size.width - 2 - len(looked))}{looked}")
+        """The bar on top of every screen; none any more while the program ends."""
+        session = self.session
+        now_s = session.clock()
+        looked = f"   looked {max(now_s - session.looked_s, 0):.0f} s ago" if session.is_following else ""
+        for bar in self.query(VerdictBar):
+            bar.show_verdict(session.incident.value, now_s, looked)
+
+    def _repaint(self) -> None:
+        """Paint the bars and the lines anew: the size or the colours have changed."""
+        self._paint_tabs()
+        self._paint_verdict()
+        self._paint_status()
+        for view in self.query(LineView):
+            view.refresh()
 
     def on_resize(self) -> None:
-        self.call_later(self._paint_tabs)  # the new size is not known yet
-        self.call_later(self._paint_verdict)
-        self.call_later(self._paint_status)
+        self.call_later(self._repaint)  # the new size is not known yet
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:  # noqa: ARG002 (Textual's)
         """Commands of the palette: every screen, and the keys that all screens share."""
         for pane in PANES:
-            yield SystemCommand(f"{pane.number} {pane.label}", f"show screen {pane.number}", _shower(self, pane.number))
-        yield SystemCommand("Next problem", "go to the next problem (n)", lambda: self.action_next_problem(1))
-        yield SystemCommand("Go to", "a rank, an operation, a host or a time (:)", self.action_go_to)
-        yield SystemCommand("Filter", "show matching lines only (/)", self.action_filter)
-        yield SystemCommand("Copy", "copy the line under the cursor (y)", self.action_copy)
-        yield SystemCommand("Export the report", "write the diagnosis to a text file (e)", self.action_export)
-        yield SystemCommand("Follow", "load new data every 2 s (f)", self.action_follow)
-        yield SystemCommand("Theme", "choose other colours", self.action_change_theme)
-        yield SystemCommand("Help", "all keys (?)", self.action_help)
-        yield SystemCommand("Quit", "exit (q)", self.action_quit)
-
-
-def _shower(app: TitanApp, number: int) -> Callable[[], None]:
-    return lambda: app.action_screen_number(number)
+            show = partial(self.action_screen_number, pane.number)
+            yield SystemCommand(f"{pane.number} {pane.label}", f"show screen {pane.number}", show)
+        for title, what, action in SHARED_COMMANDS:
+            yield SystemCommand(title, what, partial(self.run_action, action))

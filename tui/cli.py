@@ -20,6 +20,7 @@ from titan_ckpt.tui import tasks
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.screenshot import write_screenshot
+from titan_ckpt.tui.terminal import default_theme
 
 _EPILOG = """\
 examples:
@@ -94,7 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "titan-ckpt tui needs a terminal; use `titan-ckpt debug PATH` for text or `--screenshot FILE.svg` for a picture"
         )
-    app = TitanApp(find_content(arguments.path), first_screen=arguments.screen)
+    content = find_content(arguments.path)
+    theme = "textual-dark" if arguments.screenshot else default_theme()
+    app = TitanApp(content, first_screen=arguments.screen, theme=theme)
     if arguments.screenshot:
         width, height = arguments.size
         write_screenshot(

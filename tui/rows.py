@@ -66,11 +66,12 @@ class RowLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line. `n` and `N` stop at rows with `is_problem`."""
+    """One line. `n` and `N` stop at rows with `is_problem`; `at` is the line of code (file, line) that `e` opens."""
 
     spans: tuple[TextSpan, ...] = ()
     link: RowLink | None = None
     is_problem: bool = False
+    at: tuple[str, int] | None = None
 
     @property
     def text(self) -> str:
@@ -112,10 +113,12 @@ class RowList:
         return RowList(row for row in self._rows if wanted in row.text.casefold())
 
 
-def row(*spans: str | TextSpan, link: RowLink | None = None, is_problem: bool = False) -> Row:
+def row(
+    *spans: str | TextSpan, link: RowLink | None = None, is_problem: bool = False, at: tuple[str, int] | None = None
+) -> Row:
     """Build a row of cleaned spans; a bare string is a plain span."""
     cleaned = tuple((clean(p), Role.PLAIN) if isinstance(p, str) else (clean(p[0]), p[1]) for p in spans)
-    return Row(spans=cleaned, link=link, is_problem=is_problem)
+    return Row(spans=cleaned, link=link, is_problem=is_problem, at=at)
 
 
 def head(text: str) -> Row:

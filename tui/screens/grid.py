@@ -94,8 +94,7 @@ class GridPane(Pane):
         self._sorted: tuple[np.ndarray, list[Order]] | None = None
         self._key: tuple[object, ...] = ()
 
-    def compose(self) -> ComposeResult:
-        yield OneLine(classes="title")
+    def compose_list(self) -> ComposeResult:
         yield OneLine(id="ruler")
         yield OneLine(id="axis")
         yield GridView()

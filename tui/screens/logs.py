@@ -118,8 +118,7 @@ class LogsPane(Pane):
         self._is_searching = False
         self._anchor_ms: int | None = None
 
-    def compose(self) -> ComposeResult:
-        yield OneLine(classes="title")
+    def compose_list(self) -> ComposeResult:
         yield OneLine(id="unreadable")
         yield LineView()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run
@@ -25,7 +25,11 @@ from titan_ckpt.tui.rows import (
     row,
     wrapped,
 )
+from titan_ckpt.tui.pictures.details import link_rows
+from titan_ckpt.tui.pictures.mesh import mesh_axes, mesh_rows
+from titan_ckpt.tui.pictures.timeline import bars_rows, step_rows
 from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.widgets.part import Part
 from titan_ckpt.tui.widgets.pane import NO_INCIDENT, Pane
 
 
@@ -34,7 +38,22 @@ class OverviewPane(Pane):
 
     number = 1
     label = "Overview"
-    keys = (("enter", "open the item on this line"),)
+    keys = (("enter", "open"), ("n", "next problem"), (":", "go to"), ("f", "follow"), ("w", "panes"))
+    parts = (Part(name="ranks", is_of_line=False), Part(name="time", is_of_line=False), Part(name="details", is_below=True))
+
+    def part_rows(self, name: str, width: int, height: int) -> Iterable[Row]:
+        incident = self.session.incident.value
+        if incident is None:
+            return [row(("nothing is known yet", Role.DIM))]
+        if name == "ranks":
+            return ranks_rows(incident, width)
+        if name == "time":
+            return [*bars_rows(incident, width, height), row(), *step_rows(incident, width)]
+        current = self.body.current
+        return link_rows(incident, current.link if current else None, self.session.logs.value, width)
+
+    def part_title(self, name: str) -> str:
+        return {"ranks": "ranks by state", "time": "ranks over time"}.get(name, name)
 
     def state(self) -> tuple[object, ...]:
         s = self.session
@@ -52,11 +71,11 @@ class OverviewPane(Pane):
         """The verdict is the first line."""
 
     def make_rows(self, width: int) -> Rows:
-        return RowList(overview_rows(self.session, width))
+        return RowList(overview_rows(self.session, width, has_ranks=not self.has_parts))
 
 
-def overview_rows(session: Session, width: int) -> Iterator[Row]:
-    """All rows of the screen."""
+def overview_rows(session: Session, width: int, *, has_ranks: bool = True) -> Iterator[Row]:
+    """All rows of the screen; `has_ranks`: with the states of the ranks, which have a pane of their own where there is room."""
     incident = session.incident.value
     if session.content.has_runs:
         yield from _runs_rows(session)
@@ -74,8 +93,9 @@ def overview_rows(session: Session, width: int) -> Iterator[Row]:
         yield from _verdict_rows(incident, width)
     yield from _checkpoint_rows(session)
     yield row()
-    yield from _strip_rows(incident, width)
-    yield row()
+    if has_ranks:
+        yield from _strip_rows(incident, width)
+        yield row()
     if not is_quiet:
         yield from _why_rows(incident, width)
         yield from _other_rows(incident, width)
@@ -137,14 +157,22 @@ def _checkpoint_rows(session: Session) -> Iterator[Row]:
 
 
 def _strip_rows(incident: Incident, width: int) -> Iterator[Row]:
-    cells = strip_cells(incident, width * 4)
     yield head(
         "ranks by state"
         if incident.top.verdict != VerdictKind.HEALTHY
         else "ranks by state when their evidence was taken"
     )
-    for start in range(0, len(cells), width):
-        yield row(*cells[start : start + width], link=RowLink(screen=2))
+    yield from ranks_rows(incident, width)
+
+
+def ranks_rows(incident: Incident, width: int) -> Iterator[Row]:
+    """The states of all ranks: by mesh coordinate if the mesh is known, else as a strip; then how many are in each."""
+    if mesh_axes(incident):
+        yield from mesh_rows(incident, width)
+    else:
+        cells = strip_cells(incident, width * 4)
+        for start in range(0, len(cells), width):
+            yield row(*cells[start : start + width], link=RowLink(screen=2))
     if incident.top.culprits:
         culprits = incident.top.culprits
         yield row((f"  {CULPRIT} ", Role.BAD), f"at fault: {len(culprits):,}  ", (ranks_text(culprits, 8), Role.BAD),
@@ -152,7 +180,7 @@ def _strip_rows(incident: Incident, width: int) -> Iterator[Row]:
     for kind, count in state_counts(incident):
         glyph = SITUATIONS[kind]
         ranks = [rank for rank, state in incident.states.items() if state.kind == kind]
-        yield row((f"  {glyph.char} ", glyph.role), f"{glyph.label}: {count}  ", (ranks_text(ranks, 8), Role.DIM),
+        yield row((f"  {glyph.char} ", glyph.role), f"{glyph.label}: {count:,}  ", (ranks_text(ranks, 8), Role.DIM),
                   link=RowLink(screen=2, rank=ranks[0]))  # fmt: skip
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.segment import Segment
+from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
@@ -14,9 +16,10 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from titan_ckpt.tui.rows import Role, Row, RowList, Rows, without_secrets
-from titan_ckpt.tui.widgets.looks import CURSOR_DARK, CURSOR_LIGHT, DARK, LIGHT
+from titan_ckpt.tui.widgets.looks import looks_of
 
 MARK, NO_MARK = "▸ ", "  "
+MORE_LEFT, MORE_RIGHT = "‹", "›"
 
 
 class LineView(ScrollView, can_focus=True):
@@ -49,6 +52,9 @@ class LineView(ScrollView, can_focus=True):
         index: int
         row: Row
 
+    class Resized(Message):
+        """The view has another size."""
+
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.rows: Rows = RowList()
@@ -73,6 +79,10 @@ class LineView(ScrollView, can_focus=True):
             Region(0, top, 1, self.cursor - top + 1), animate=False, force=True, immediate=True, x_axis=False
         )
         self.refresh()
+        self.told_moved()
+
+    def told_moved(self) -> None:
+        """Tell the screen that the cursor is on another line, or on another one's place."""
         self.post_message(self.Moved(self.cursor))
 
     @property
@@ -87,19 +97,31 @@ class LineView(ScrollView, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         """Paint a line. Every segment needs a style: the NO_COLOR filter fails on segments without one."""
-        width, is_dark = self.scrollable_content_region.width, self.app.current_theme.dark
-        styles = DARK if is_dark else LIGHT
+        width, looks = self.scrollable_content_region.width, looks_of(self.app.current_theme)
+        styles = looks.roles
         index = self.scroll_offset.y + y
         if index >= len(self.rows):
-            return Strip.blank(width, styles[Role.PLAIN])
-        is_cursor = index == self.cursor
+            return Strip.blank(width, self.rich_style)
+        is_cursor = index == self.cursor and self.has_cursor
         shown = without_secrets(self.rows.row(index, self.line_width))
         body = Strip([Segment(text, styles[role]) for text, role in shown.spans])
-        body = body.crop(self.shift, self.shift + width - len(MARK)).adjust_cell_length(
-            width - len(MARK), styles[Role.PLAIN]
-        )
-        strip = Strip([Segment(MARK if is_cursor else NO_MARK, styles[Role.BOLD]), *body])
-        return strip.apply_style(CURSOR_DARK if is_dark else CURSOR_LIGHT) if is_cursor else strip
+        strip = Strip([Segment(MARK if is_cursor else NO_MARK, styles[Role.BOLD]), *self._visible(body, width, styles)])
+        return strip.apply_style(self.rich_style + looks.cursor if is_cursor else self.rich_style)
+
+    def _visible(self, body: Strip, width: int, styles: Mapping[Role, Style]) -> Strip:
+        """The part of a line that fits, with a mark at each end where more of it is."""
+        room = width - len(MARK)
+        left = Strip([Segment(MORE_LEFT, styles[Role.DIM])]) if self.shift and body.cell_length else Strip([])
+        is_cut = body.cell_length > self.shift + room
+        right = Strip([Segment(MORE_RIGHT, styles[Role.DIM])]) if is_cut else Strip([])
+        middle = body.crop(self.shift + left.cell_length, self.shift + room - right.cell_length)
+        strip = Strip([*left, *middle])
+        return Strip([*strip.adjust_cell_length(room - right.cell_length, styles[Role.PLAIN]), *right])
+
+    @property
+    def has_cursor(self) -> bool:
+        """Whether a line is marked as the one that keys act on."""
+        return True
 
     def action_move(self, by: int) -> None:
         self.move_to(self.cursor + by)
@@ -124,6 +146,9 @@ class LineView(ScrollView, can_focus=True):
         row = self.current
         if row is not None:
             self.post_message(self.Chosen(self.cursor, row))
+
+    def on_resize(self) -> None:
+        self.post_message(self.Resized())
 
     def on_click(self, event: events.Click) -> None:
         """A click moves the cursor, a double click opens the line."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from textual.app import ComposeResult
-from textual.containers import Vertical
+from textual.binding import Binding, BindingType
+from textual.containers import Container, Vertical
 from textual.message import Message
-from textual.widget import Widget
 
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, parse_ranks, row, truncate, wrapped
 from titan_ckpt.tui.session.session import Loadable, Session
 from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.one_line import OneLine
+from titan_ckpt.tui.widgets.part import Part, PartView
 
 NO_INCIDENT = (
     "An incident is a folder of Flight Recorder dumps, stacks or logs, or a run with a debug/ folder. To create one, run "
@@ -31,12 +32,20 @@ class Prompter(Protocol):
 
 
 class Pane(Vertical):
-    """One numbered screen. `keys` are its own keys, for the help and the status line."""
+    """One numbered screen: a list, and `parts` beside and below it where the terminal is wide enough.
+
+    `keys` are its own keys, for the help and the status line.
+    """
 
     number: ClassVar[int] = 0
     label: ClassVar[str] = ""
     keys: ClassVar[tuple[tuple[str, str], ...]] = ()
     filter_hint: ClassVar[str] = "filter: show only lines that contain this text"
+    parts: ClassVar[tuple[Part, ...]] = ()
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("tab", "next_part(1)", show=False), Binding("shift+tab", "next_part(-1)", show=False),
+        Binding("w", "flip_parts", show=False),
+    ]  # fmt: skip
 
     @dataclass
     class Go(Message):
@@ -70,26 +79,40 @@ class Pane(Vertical):
         self.filter_text = ""
         self._seen: tuple[object, ...] = ()
         self._has_begun = False
+        self._body: LineView | None = None
 
     def compose(self) -> ComposeResult:
-        yield OneLine(classes="title")
-        yield self.make_body()
+        beside = [part for part in self.parts if not part.is_below]
+        with Container(classes="split"):
+            with Vertical(classes="main"):
+                yield OneLine(classes="title")
+                yield from self.compose_list()
+            if beside:
+                with Vertical(classes="beside"):
+                    yield from map(PartView, beside)
+        yield from (PartView(part) for part in self.parts if part.is_below)
 
-    def make_body(self) -> Widget:
-        """Build the body; a LineView by default."""
-        return LineView()
+    def compose_list(self) -> ComposeResult:
+        """The list with what belongs to it; its first LineView is the body."""
+        yield LineView()
 
     @property
     def body(self) -> LineView:
-        """The widget with the focus on this screen."""
-        return self.query_one(LineView)
+        """The list of this screen."""
+        if self._body is None:
+            self._body = self.query_one(".main", Vertical).query_one(LineView)
+        return self._body
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether panes stand beside the list."""
+        return any(view.is_shown for view in self.query(PartView) if not view.part.is_below)
 
     def set_title(self, text: str) -> None:
         """Set the line below the tabs."""
         suffix = f"   filter: {self.filter_text}" if self.filter_text else ""
-        self.query_one(".title", OneLine).show(
-            " " + truncate(text, (self.size.width or self.app.size.width) - len(suffix) - 1) + suffix
-        )
+        title = self.query_one(".title", OneLine)
+        title.show(" " + truncate(text, (title.size.width or self.app.size.width) - len(suffix) - 1) + suffix)
 
     # -- what a screen may override
 
@@ -163,7 +186,25 @@ class Pane(Vertical):
         current = self.body.current
         return current.text.strip() if current else ""
 
+    def part_rows(self, name: str, width: int, height: int) -> Iterable[Row]:  # noqa: ARG002 (a screen with parts overrides it)
+        """Rows of a part; it is rebuilt with the list, and if `is_of_line` when the cursor moves."""
+        return ()
+
+    def part_title(self, name: str) -> str:
+        """Title of a part."""
+        return name
+
+    def place_to_edit(self) -> tuple[str, int] | None:
+        """The file and line that `e` opens: of the row under the cursor, in the part that has the focus if it has it."""
+        current = self.focused_view.current
+        return current.at if current is not None else None
+
     # -- shared by all screens
+
+    @property
+    def focused_view(self) -> LineView:
+        """The list, or the part that has the focus."""
+        return next((view for view in self.query(PartView) if view.has_focus), self.body)
 
     def ask(self, label: str, initial: str, then: Callable[[str], None]) -> None:
         """Prompt for a line: at once, not by a message, so that the next key already goes to the prompt."""
@@ -215,7 +256,7 @@ class Pane(Vertical):
         """Rebuild the rows if `state` has changed. Does nothing once the screen is removed."""
         if not self.is_attached:
             return
-        seen = (*self.state(), self.session.pinned, self.body.line_width, self.filter_text)
+        seen = (*self.state(), self.session.pinned, self.body.line_width, self.filter_text, self.has_parts)
         if seen != self._seen or force:
             self._seen = seen
             self.body.set_rows(self.filtered(self.make_rows(self.body.line_width)))
@@ -223,6 +264,32 @@ class Pane(Vertical):
                 self._has_begun = True
                 self.begin()
         self.set_title(self.title())
+        self.update_parts()
+
+    def update_parts(self) -> None:
+        """Rebuild the parts that are shown and whose contents have changed."""
+        for view in self.query(PartView):
+            if not view.is_shown:
+                continue
+            size = view.scrollable_content_region.size
+            row = self.body.current if view.part.is_of_line else None
+            seen = (self._seen, size, row, self.body.cursor if row is not None else None)
+            if seen != view.seen:
+                view.seen = seen
+                rows = RowList(self.part_rows(view.part.name, view.line_width, size.height))
+                view.set_rows(rows, cursor=0)
+                view.name_it(self.part_title(view.part.name))
+
+    def action_next_part(self, by: int) -> None:
+        """Move the focus between the list and the parts beside it."""
+        views = [self.body, *(view for view in self.query(PartView) if view.is_shown)]
+        at = next((i for i, view in enumerate(views) if view.has_focus), 0)
+        views[(at + by) % len(views)].focus()
+
+    def action_flip_parts(self) -> None:
+        """On a narrow terminal show the parts below the list, on a wide one hide them; and back."""
+        self.toggle_class("-flipped")
+        self.body.focus()
 
     def filtered(self, rows: Rows) -> Rows:
         """The rows that contain the filter's text; a line that says so if there is none."""
@@ -237,8 +304,17 @@ class Pane(Vertical):
         message.stop()
         self.chosen(message.row)
 
-    def on_resize(self) -> None:
+    def on_line_view_moved(self) -> None:
+        self.update_parts()
+
+    def on_line_view_resized(self, message: LineView.Resized) -> None:
+        message.stop()
         self.update_rows()
+
+    def on_part_view_followed(self, message: PartView.Followed) -> None:
+        message.stop()
+        if message.row.link is not None:
+            self.post_message(self.Go(message.row.link))
 
     def on_show(self) -> None:
         self.update_rows()

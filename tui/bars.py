@@ -1,0 +1,144 @@
+"""The three lines around the screens: their names, the verdict, and the keys. A click on each does what it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from rich.text import Text
+from textual import events
+from textual.keys import _character_to_key
+from textual.message import Message
+
+from titan_ckpt.tui.data.incident import Incident
+from titan_ckpt.tui.data.standing import standing
+from titan_ckpt.tui.rows import Role, clean, shown, truncate
+from titan_ckpt.tui.screens import PANES
+from titan_ckpt.tui.widgets.looks import looks_of
+from titan_ckpt.tui.widgets.one_line import OneLine
+
+Keys = Sequence[tuple[str, str]]
+_GAP = 2
+
+
+class TabBar(OneLine):
+    """The names of the screens."""
+
+    class Clicked(Message):
+        """The tab of screen `number` was clicked."""
+
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+    def __init__(self) -> None:
+        super().__init__(id="tabs")
+        self._current = 1
+
+    def show_tabs(self, current: int) -> None:
+        """Name the screens, the current one in brackets and in colour."""
+        self._current = current
+        text = tabs_text(current, self.app.size.width)
+        tabs, place = Text(text, no_wrap=True), text.index("[")
+        roles = looks_of(self.app.current_theme).roles
+        tabs.stylize(roles[Role.DIM])
+        for number in re.finditer(r"\d", text):
+            tabs.stylize(roles[Role.GOOD], *number.span())
+        tabs.stylize(roles[Role.BOLD] + roles[Role.GOOD], place, text.index("]") + 1)
+        self.update(tabs)
+
+    def on_click(self, event: events.Click) -> None:
+        number = tab_at(tabs_text(self._current, self.app.size.width), event.x)
+        if number is not None:
+            self.post_message(self.Clicked(number))
+
+
+class VerdictBar(OneLine):
+    """The bar on top of every screen; hidden where there is no incident."""
+
+    class Clicked(Message):
+        """The bar was clicked."""
+
+    def __init__(self) -> None:
+        super().__init__(id="verdict")
+
+    def show_verdict(self, incident: Incident | None, now_s: float, looked: str) -> None:
+        """The verdict, and `looked`: when the job was looked at."""
+        self.display = incident is not None
+        if incident is not None:
+            found = standing(incident, now_s)
+            self.set_classes(found.role or "plain")
+            self.show(f" {found.text(self.app.size.width - 2 - len(looked))}{looked}")
+
+    def on_click(self) -> None:
+        self.post_message(self.Clicked())
+
+
+class KeyBar(OneLine):
+    """The bottom line: a message, or the keys of the screen. A click on a key presses it."""
+
+    def __init__(self, press: Callable[[str], object]) -> None:
+        super().__init__(id="status")
+        self._press = press
+        self._spots: list[tuple[int, int, str]] = []
+
+    def show_text(self, text: str) -> None:
+        """Show a message."""
+        self._spots = []
+        self.show(truncate(f" {text}", self.app.size.width))
+
+    def show_keys(self, before: str, keys: Keys) -> None:
+        """Show `before`, then as many keys as fit, each with what it does."""
+        self._spots = []
+        roles = looks_of(self.app.current_theme).roles
+        line = Text(f" {before}", no_wrap=True)
+        for key, what in keys:
+            if line.cell_len + len(key) + len(what) + _GAP > self.app.size.width - 1:
+                continue
+            for word in key.split():
+                self._spots.append((line.cell_len, line.cell_len + len(word), key_name(word)))
+                line.append(f"{word} ", roles[Role.BOLD] + roles[Role.GOOD])
+            line.append(clean(shown(what)) + " " * _GAP)
+        self.update(line)
+
+    def on_click(self, event: events.Click) -> None:
+        for start, stop, key in self._spots:
+            if start <= event.x < stop:
+                self._press(key)
+
+
+def key_name(word: str) -> str:
+    """Textual's name of a key as the screens write it.
+
+    >>> key_name("/"), key_name("enter"), key_name("ctrl+p")
+    ('slash', 'enter', 'ctrl+p')
+    """
+    return _character_to_key(word) if len(word) == 1 else {"esc": "escape"}.get(word, word)
+
+
+def tab_at(text: str, x: int) -> int | None:
+    """The number of the tab at a column of `tabs_text`.
+
+    >>> tab_at("1 2 [3 Collective] 4", 8), tab_at("1 2 [3 Collective] 4", 1)
+    (3, None)
+    """
+    found = (match for match in re.finditer(r"\[?(\d)(?: [A-Z]\w*\]?)?", text) if match.start() <= x < match.end())
+    return next((int(match[1]) for match in found), None)
+
+
+def tabs_text(current: int, width: int) -> str:
+    """The screens' names, the current one in brackets: in full, shortened, or only its own.
+
+    >>> tabs_text(3, 40)
+    '1 2 [3 Collective] 4 5 6 7 8'
+    """
+    short = {"Checkpoints": "Ckpts", "Collective": "Coll", "Training": "Train"}
+    for labels in ({}, short, {pane.label: "" for pane in PANES}):
+        names = (
+            f"[{p.number} {p.label}]" if p.number == current else f"{p.number} {labels.get(p.label, p.label)}".strip()
+            for p in PANES
+        )
+        text = " ".join(names)
+        if len(text) <= width:
+            break
+    return text

@@ -1,0 +1,144 @@
+"""Operations over wall time: of each rank the state at each moment, from when an operation was issued to its end. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan_ckpt.debug.incident.records import Array, Run
+from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns
+from titan_ckpt.tui.data.arrays import Ints
+from titan_ckpt.tui.data.grid import BLANK, PENDING, RUNNING, Codes
+from titan_ckpt.tui.rows import Glyph, Role
+
+LAST_OPERATIONS = 24
+# Code in a grid -> how its bar looks. What was issued and has not ended reaches to the right edge.
+BARS: Mapping[int, Glyph] = {
+    0: Glyph(char=" ", role=Role.DIM, label="in no operation"),
+    1: Glyph(char="━", role=Role.GOOD, label="done"),
+    2: Glyph(char="━", role=Role.NOTE, label="late"),
+    3: Glyph(char="?", role=Role.WARN, label="unknown"),
+    4: Glyph(char="▒", role=Role.WARN, label="waits"),
+    5: Glyph(char="▒", role=Role.WARN, label="waits, started"),
+    6: Glyph(char="x", role=Role.BAD, label="absent"),
+    7: Glyph(char="#", role=Role.BAD, label="differs"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A stretch of time, in ns."""
+
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return max(self.end - self.start, 1)
+
+    def cell(self, time_ns: int, cells: int) -> int:
+        """The cell of `cells` that a time falls into; it may be outside."""
+        return int((time_ns - self.start) * cells // self.length)
+
+    def zoomed(self, factor: float, centre: int) -> Window:
+        """`factor` times as long, with `centre` where it was."""
+        length = max(int(self.length * factor), 1000)
+        share = min(max((centre - self.start) / self.length, 0.0), 1.0)
+        start = centre - int(length * share)
+        return Window(start=start, end=start + length)
+
+    def moved(self, share: float) -> Window:
+        """Moved by a share of its length."""
+        by = int(self.length * share)
+        return Window(start=self.start + by, end=self.end + by)
+
+
+def last_window(run: Run, ranks: Iterable[int]) -> Window | None:
+    """From the 24th operation before the end to a third after the last one that was issued; None if no times are known."""
+    issued = [np.sort(times[times > 0]) for rank in ranks if len(times := run.ranks[rank].operations["created_ns"])]
+    issued = [times for times in issued if len(times)]
+    if not issued:
+        return None
+    start = int(np.median([times[-LAST_OPERATIONS:][0] for times in issued]))
+    last = max(int(times[-1]) for times in issued)
+    room = max((last - start) // 3, 1_000_000)
+    return Window(start=min(start, last), end=max(min(last_sign_ns(run), last + room), last + room // 4))
+
+
+def whole_window(run: Run, ranks: Iterable[int]) -> Window | None:
+    """All recorded operations, and the wait after them."""
+    first, last = 0, 0
+    for rank in ranks:
+        times = run.ranks[rank].operations["created_ns"]
+        times = times[times > 0]
+        if len(times):
+            first = min(first or int(times[0]), int(times.min()))
+            last = max(last, int(times.max()))
+    if not last:
+        return None
+    room = max((last - first) // 8, 1_000_000)
+    return Window(start=first, end=last + room)
+
+
+def time_codes(created: Ints, completed: Ints, codes: Codes, window: Window, cells: int) -> Codes:
+    """The worst code at each moment: an operation reaches from its creation to its end, one without an end to the next."""
+    found = np.zeros(cells, np.uint8)
+    is_known = created > 0
+    if not is_known.any():
+        return found
+    begin, code = created[is_known], codes[is_known]
+    end = np.maximum(completed[is_known], begin)
+    end = np.where((code == PENDING) | (code == RUNNING), np.iinfo(np.int64).max, end)
+    scale = cells / window.length
+    first = np.floor((begin - window.start) * scale)
+    last = np.floor((np.minimum(end, window.end) - window.start) * scale)
+    is_seen = (last >= 0) & (first < cells) & (end >= window.start)
+    first = np.clip(first[is_seen], 0, cells - 1).astype(np.int64)
+    last = np.clip(last[is_seen], 0, cells - 1).astype(np.int64)
+    for value in np.unique(code[is_seen]).tolist():
+        if value == BLANK:
+            continue
+        of_value = code[is_seen] == value
+        change = np.zeros(cells + 1, np.int64)
+        np.add.at(change, first[of_value], 1)
+        np.add.at(change, last[of_value] + 1, -1)
+        found[np.cumsum(change[:-1]) > 0] = value
+    return found
+
+
+def rank_codes(table: Array, window: Window, cells: int) -> Codes:
+    """A rank's operations of all groups over time: done, or waiting."""
+    is_done = table["retired"] | (table["state"] == 2)
+    codes = np.where(is_done, 1, PENDING).astype(np.uint8)
+    created = table["created_ns"].astype(np.int64)
+    return time_codes(created, np.where(is_done, table["completed_ns"], 0).astype(np.int64), codes, window, cells)
+
+
+def stop_ns(run: Run) -> int:
+    """When the last rank began to wait (0: not known)."""
+    return began_ns(run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of a usual step, and since the last one began; `num` steps were timed."""
+
+    median_s: float
+    last_s: float
+    step: int
+    num: int
+
+
+def step_times(run: Run) -> StepTimes | None:
+    """From the steps that a log names with their times; None if there are too few."""
+    logs = [record.log for record in run.ranks.values() if record.log is not None]
+    log = max(logs, key=lambda log: len(log.step_times), default=None)
+    if log is None or len(log.step_times) < 3:
+        return None
+    times = [time for _, time in sorted(log.step_times.items())]
+    gaps = np.diff(times)
+    step = max(log.step_times)
+    end = last_sign_ns(run) / 1e9
+    return StepTimes(median_s=float(np.median(gaps)), last_s=max(end - times[-1], 0.0), step=step, num=len(gaps))

@@ -1,0 +1,164 @@
+"""What is known of one rank, one operation or one line: the rows of a `details` pane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from titan_ckpt.console.units import format_duration
+from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.incident.frames import is_library, user_frame
+from titan_ckpt.debug.incident.records import Frame, Operation, RankRecord
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident
+from titan_ckpt.tui.data.log_index import LogIndex
+from titan_ckpt.tui.data.standing import process_text
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, head, ranks_named, row, truncate, wrapped
+
+_NAME = 11
+_MOST_FRAMES = 40
+_AROUND = 3
+
+
+def fact(name: str, text: str, width: int, role: Role = Role.PLAIN, link: RowLink | None = None) -> Iterator[Row]:
+    """A name and its text, wrapped beside it."""
+    for i, line in enumerate(wrapped(text, max(width - _NAME, 12)) if text else ()):
+        yield row((f"{name if i == 0 else '':<{_NAME}}", Role.DIM), (line, role), link=link)
+
+
+def rank_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
+    """The rank's process, state, place and stack."""
+    record, state = incident.run.ranks.get(rank), incident.states.get(rank)
+    if record is None or state is None:
+        yield row((f"nothing was collected of rank {rank}", Role.DIM))
+        return
+    glyph, link = SITUATIONS[state.kind], RowLink(screen=6, rank=rank)
+    is_culprit = rank in incident.top.culprits
+    title: list[TextSpan] = [(f"rank {rank}", Role.BOLD)]
+    title += [(f" {CULPRIT} culprit", Role.BAD)] if is_culprit else []
+    where = " ".join(f"{axis}{place}" for axis, place in record.coordinates.items())
+    yield row(*title, (f"  {where}", Role.DIM), link=link)
+    yield from fact("process", process_text(incident, rank), width)
+    detail = f" ({state.detail})" if state.detail else ""
+    yield from fact("state", f"{glyph.char} {glyph.label}{detail}", width, glyph.role, link)
+    yield from fact("step", _step_text(record), width)
+    yield from fact("exit", _exit_text(record), width, Role.BAD)
+    yield from _wait_rows(incident, rank, width)
+    if state.frame is not None:
+        yield row(("line       ", Role.DIM), truncate(str(state.frame), width - _NAME), link=link, at=_at(state.frame))
+    yield from _stack_rows(record, width)
+
+
+def _step_text(record: RankRecord) -> str:
+    beat = record.heartbeat
+    if beat is None or beat.step < 0:
+        return str(record.log.last_step) if record.log and record.log.last_step is not None else ""
+    return f"{beat.step}{f', in {beat.phase}' if beat.phase else ''}"
+
+
+def _exit_text(record: RankRecord) -> str:
+    end = record.exit
+    if end is None:
+        return ""
+    return f"killed by signal {-end.code}" if end.code < 0 else f"code {end.code}"
+
+
+def _wait_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
+    awaited = sorted({edge.awaited for edge in incident.edges if edge.waiter == rank})
+    waiting = sorted({edge.waiter for edge in incident.edges if edge.awaited == rank})
+    if awaited:
+        yield from fact("waits for", ranks_named(awaited, 4), width, Role.PLAIN, RowLink(screen=6, rank=awaited[0]))
+    if waiting:
+        yield from fact("holds up", ranks_named(waiting, 4), width, Role.WARN, RowLink(screen=6, rank=waiting[0]))
+
+
+def _stack_rows(record: RankRecord, width: int) -> Iterator[Row]:
+    """The newest main stack, the innermost call first; calls of libraries in a row are one line."""
+    main = record.stacks[-1].main if record.stacks else None
+    if main is None:
+        return
+    yield row()
+    yield head("stack, innermost call first")
+    yield from frame_rows(main.frames[:_MOST_FRAMES], width)
+
+
+def frame_rows(frames: Iterable[Frame], width: int) -> Iterator[Row]:
+    """A line per call of the user's code, with its source if that was recorded; libraries are counted."""
+    num_library = 0
+    for frame in frames:
+        if is_library(frame):
+            num_library += 1
+            continue
+        if num_library:
+            yield row((f"  {num_library} in libraries", Role.DIM))
+            num_library = 0
+        name = frame.file.rpartition("/")[2]
+        yield row(truncate(f"  {name}:{frame.line} in {frame.function}", width), at=_at(frame))
+        if frame.text:
+            yield row((truncate(f"    > {frame.text}", width), Role.DIM), at=_at(frame))
+    if num_library:
+        yield row((f"  {num_library} in libraries", Role.DIM))
+
+
+def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: int) -> Iterator[Row]:
+    """The operation of a rank under a number: what, when, how long, from which line."""
+    column = seq - lane.first_seq
+    at = int(lane.row[lane.members.index(rank), column]) if rank in lane.members and 0 <= column < lane.row.shape[1] else -1
+    yield row((f"#{seq}", Role.BOLD), f" of group {incident.name_of(lane)}", link=RowLink(screen=3, group=incident.name_of(lane), seq=seq, rank=rank))
+    if at < 0:
+        yield from fact("operation", "not issued by this rank", width, Role.BAD)
+        return
+    op = incident.run.operation(rank, at)
+    is_done = op.retired or op.state == "completed"
+    yield from fact("operation", f"{op.op} {op.sizes} {op.dtypes}", width)
+    yield from fact("state", "done" if is_done else f"{op.state}, did not end", width, Role.PLAIN if is_done else Role.WARN)
+    yield from fact("issued", _lag_text(incident, lane, column, op), width)
+    if op.completed_ns and op.created_ns:
+        yield from fact("took", format_duration((op.completed_ns - op.created_ns) / 1e9), width)
+    if op.timeout_ms:
+        yield from fact("timeout", format_duration(op.timeout_ms / 1e3), width)
+    frame = user_frame(op.frames, incident.run.wrappers)
+    if frame is not None:
+        yield row(("line       ", Role.DIM), truncate(str(frame), width - _NAME), at=_at(frame))
+
+
+def _lag_text(incident: Incident, lane: Lane, column: int, op: Operation) -> str:
+    """How long after the first rank it was issued."""
+    if not op.created_ns:
+        return ""
+    rows = lane.row[:, column]
+    places = np.flatnonzero(rows >= 0)[:1024]
+    times = (int(incident.run.ranks[lane.members[i]].operations["created_ns"][rows[i]]) for i in places.tolist())
+    lag_s = (op.created_ns - min((time for time in times if time), default=op.created_ns)) / 1e9
+    return f"{format_duration(lag_s)} after the first rank" if lag_s >= 1e-3 else "with the first rank"
+
+
+def log_rows(logs: LogIndex, source: str, line: int, width: int) -> Iterator[Row]:
+    """A line of a log in full, with those around it in the same file."""
+    found = logs.line_at(source, max(line, 1))
+    if found is None:
+        return
+    yield row((f"{source}:{line}", Role.DIM), link=RowLink(screen=5, source=source, line=line))
+    for number in range(max(found - _AROUND, 0), min(found + _AROUND + 1, len(logs))):
+        for text in wrapped(logs.read(number).text, width, "  "):
+            yield row((text, Role.BOLD if number == found else Role.DIM), link=RowLink(screen=5, source=source, line=line))
+
+
+def link_rows(incident: Incident, link: RowLink | None, logs: LogIndex | None, width: int) -> Iterator[Row]:
+    """The item that a line leads to: its log lines, its operation, its rank; else the rank at fault."""
+    if link is not None and link.source and logs is not None:
+        yield from log_rows(logs, link.source, link.line, width)
+        return
+    rank = link.rank if link is not None and link.rank is not None else incident.culprit
+    if link is not None and link.seq is not None and rank is not None and incident.lanes:
+        lane = incident.lanes[incident.lane_of(link.group)]
+        yield from operation_rows(incident, lane, link.seq, rank, width)
+        yield row()
+    if rank is not None:
+        yield from rank_rows(incident, rank, width)
+    elif incident.top.headline:
+        yield from (row(line) for line in wrapped(incident.top.headline, width))
+
+
+def _at(frame: Frame) -> tuple[str, int]:
+    return frame.file, frame.line

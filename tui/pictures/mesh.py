@@ -1,0 +1,70 @@
+"""Rank states laid out by mesh coordinate: the last axis across, the one before it in blocks, the others down. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident, state_counts
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, row
+
+_MOST_RANKS = 4096
+
+
+def mesh_axes(incident: Incident) -> list[str]:
+    """The axes along which ranks differ, slowest first; [] where the mesh is not known of every rank."""
+    places = [record.coordinates for record in incident.run.ranks.values()]
+    if not places or not all(places) or len(places) > _MOST_RANKS:
+        return []
+    return [axis for axis in places[0] if len({place.get(axis, 0) for place in places}) > 1]
+
+
+def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
+    """A line per combination of the slower axes: `pp0  wwww wwww`; nothing where the mesh is not known."""
+    axes = mesh_axes(incident)
+    if not axes:
+        return
+    blocks: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    for rank, record in sorted(incident.run.ranks.items()):
+        place = tuple(record.coordinates.get(axis, 0) for axis in axes)
+        block = place[-2] if len(place) > 1 else 0
+        blocks.setdefault(place[:-2], {}).setdefault(block, []).append(rank)
+    sizes = " x ".join(f"{axis} {1 + max(r.coordinates.get(axis, 0) for r in incident.run.ranks.values())}" for axis in axes)
+    across = " ".join(axes[-2:])
+    yield row((sizes, Role.BOLD), (f"   each block: {axes[-1]}, blocks: {across.split()[0]}" if len(axes) > 1 else "", Role.DIM))
+    labels = {key: " ".join(f"{axis}{i}" for axis, i in zip(axes[:-2], key, strict=True)) for key in blocks}
+    before = max(map(len, labels.values())) + 2 if any(labels.values()) else 0
+    for key, of_key in sorted(blocks.items()):
+        yield from _line(incident, labels[key], before, of_key, width)
+
+
+def _line(
+    incident: Incident, label: str, before: int, blocks: Mapping[int, list[int]], width: int
+) -> Iterator[Row]:
+    spans: list[TextSpan] = []
+    used, first = before, None
+    for ranks in blocks.values():
+        if used + len(ranks) > width and spans:
+            yield row((f"{label:<{before}}", Role.DIM), *spans, link=RowLink(screen=4, rank=first))
+            spans, used, label, first = [], before, "", None
+        first = ranks[0] if first is None else first
+        spans += [cell(incident, rank) for rank in ranks]
+        spans.append((" ", Role.PLAIN))
+        used += len(ranks) + 1
+    yield row((f"{label:<{before}}", Role.DIM), *spans, link=RowLink(screen=4, rank=first))
+
+
+def cell(incident: Incident, rank: int) -> TextSpan:
+    """A rank's state as one character; a culprit's is its mark."""
+    if rank in incident.top.culprits:
+        return CULPRIT, Role.BAD
+    glyph = SITUATIONS[incident.states[rank].kind]
+    return glyph.char, glyph.role
+
+
+def legend_row(incident: Incident) -> Row:
+    """What the characters mean."""
+    spans: list[TextSpan] = [(f"{CULPRIT} ", Role.BAD), ("at fault  ", Role.DIM)] if incident.top.culprits else []
+    for kind, _ in state_counts(incident):
+        glyph = SITUATIONS[kind]
+        spans += [(f"{glyph.char} ", glyph.role), (f"{glyph.label}  ", Role.DIM)]
+    return row(*spans)

@@ -1,0 +1,100 @@
+"""Ranks over time as rows of bars: done, waiting, and the moment from which everybody waits. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from titan_ckpt.console.units import format_duration
+from titan_ckpt.tui.data.incident import Incident
+from titan_ckpt.tui.data.timeline import BARS, StepTimes, Window, last_window, rank_codes, step_times, stop_ns
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, ranks_text, row, truncate
+
+_FEW_RANKS = 24
+_STOP = "╎"
+
+
+def parties(incident: Incident, most: int) -> list[tuple[int, ...]]:
+    """Ranks to draw: each by itself while they are few, else those of one state and line together; culprits first."""
+    culprits = incident.top.culprits
+    if len(incident.states) <= min(most, _FEW_RANKS):
+        return [(rank,) for rank in sorted(incident.states)]
+    alike: dict[object, list[int]] = {}
+    for rank, state in incident.states.items():
+        is_culprit = rank in culprits
+        place = (state.frame.file, state.frame.line) if state.frame is not None else None
+        alike.setdefault((not is_culprit, state.kind, place), []).append(rank)
+    found = sorted(alike.items(), key=lambda item: (item[0][0], -len(item[1])))  # type: ignore[index]
+    return [tuple(ranks) for _, ranks in found[:most]]
+
+
+def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
+    """A row per rank, or per party of ranks in one state, with an axis above."""
+    run, shown = incident.run, parties(incident, max(height - 5, 1))
+    firsts = [ranks[0] for ranks in shown]
+    window = last_window(run, firsts)
+    if window is None:
+        yield row(("no operation has a time", Role.DIM))
+        return
+    labels = [_label(incident, ranks) for ranks in shown]
+    before = min(max(map(len, labels)), width // 3) + 1
+    cells = max(width - before, 8)
+    stop = window.cell(stop_ns(run), cells) if stop_ns(run) else -1
+    yield row((f"{'':<{before}}{axis(window, cells)}", Role.DIM))
+    if 0 <= stop < cells:
+        text = "all wait from here"
+        text = f"{text} ▼" if stop > len(text) + 1 else f"▼ {text}"
+        start = before + (stop - len(text) + 1 if text.endswith("▼") else stop)
+        yield row((f"{'':<{start}}{truncate(text, width - start)}", Role.WARN))
+    for ranks, label in zip(shown, labels, strict=True):
+        is_culprit = ranks[0] in incident.top.culprits
+        codes = rank_codes(run.ranks[ranks[0]].operations, window, cells).tolist()
+        yield row((f"{truncate(label, before - 1):<{before}}", Role.BAD if is_culprit else Role.PLAIN),
+                  *bar_spans(codes, stop), link=RowLink(screen=2, rank=ranks[0]), is_problem=is_culprit)  # fmt: skip
+    yield row()
+    yield row(("━", Role.GOOD), " done  ", ("▒", Role.WARN), " waits")
+
+
+def _label(incident: Incident, ranks: tuple[int, ...]) -> str:
+    mark = CULPRIT if ranks[0] in incident.top.culprits else " "
+    return f"{mark}{ranks[0]}" if len(ranks) == 1 else f"{mark}{ranks_text(ranks, 1)}"
+
+
+def bar_spans(codes: Sequence[int], stop: int = -1) -> Iterator[TextSpan]:
+    """Bars as spans; `stop` is the cell of a vertical line, which shows where nothing is drawn."""
+    for (code, is_stop), same in itertools.groupby((code, i == stop) for i, code in enumerate(codes)):
+        glyph = BARS[code]
+        count = len(list(same))
+        yield (_STOP, Role.WARN) if is_stop and code == 0 else (glyph.char * count, glyph.role)
+
+
+def axis(window: Window, cells: int) -> str:
+    """Times since the start of the window, each above its cell."""
+    text = "0"
+    for part in range(1, 5):
+        cell = cells * part // 4
+        name = f"+{format_duration(window.length * part / 4 / 1e9)}"
+        start = cell - len(name) if part == 4 else cell
+        if start > len(text) + 1:
+            text = f"{text:<{start}}{name}"
+    return text
+
+
+def step_rows(incident: Incident, width: int) -> Iterator[Row]:
+    """The usual step beside the last one."""
+    found = step_times(incident.run)
+    if found is None:
+        return
+    yield from _step_bars(found, width)
+
+
+def _step_bars(found: StepTimes, width: int) -> Iterator[Row]:
+    names = (f"median of {found.num} steps", f"since step {found.step} began")
+    before = max(map(len, names)) + 2
+    longest = max(found.median_s, found.last_s, 1e-9)
+    for name, seconds in zip(names, (found.median_s, found.last_s), strict=True):
+        text = f" {format_duration(seconds)}"
+        room = max(width - before - len(text) - 1, 4)
+        is_long = seconds > 3 * found.median_s
+        bar = "━" * max(round(seconds / longest * room), 1)
+        yield row((f"{name:<{before}}", Role.DIM), (bar, Role.WARN if is_long else Role.GOOD), text)

@@ -1,0 +1,81 @@
+"""What the terminal is: its background, asked before the screens start, and the theme that fits it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import sys
+import termios
+import time
+import tty
+
+ANSWER_S = 0.25
+_ASK = b"\x1b]11;?\x1b\\\x1b[c"  # the background, then what every terminal answers: no need to wait for silence
+_COLOUR = re.compile(rb"\x1b\]11;rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})")
+_LAST = re.compile(rb"\x1b\[\?[\d;]*c")
+_POOR = ("linux", "vt100", "vt220", "ansi", "cons25")
+
+
+def default_theme() -> str:
+    """The theme that fits the terminal: light or dark, with the terminal's own colours where it has 16 or fewer."""
+    name = os.environ.get("TERM", "")
+    has_few = name in _POOR or name.endswith("-16color")
+    is_light = is_light_terminal()
+    if has_few and not os.environ.get("COLORTERM"):
+        return "ansi-light" if is_light else "ansi-dark"
+    return "textual-light" if is_light else "textual-dark"
+
+
+def is_light_terminal() -> bool:
+    """Whether the background is light, as the terminal answers, else as COLORFGBG says (rxvt and Konsole set it)."""
+    answer = ask_background()
+    if answer is not None:
+        return answer > 0.5
+    ground = os.environ.get("COLORFGBG", "").rpartition(";")[2]
+    return ground in ("7", "15")
+
+
+def ask_background(timeout_s: float = ANSWER_S) -> float | None:
+    """Lightness of the terminal's background, 0 to 1; None if it does not say.
+
+    xterm's OSC 11 (https://invisible-island.net/xterm/ctlseqs/ctlseqs.html). Keys that were typed before are left alone: then
+    nothing is asked.
+    """
+    try:
+        descriptor = sys.stdin.fileno()
+        is_terminal = os.isatty(descriptor) and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        if not is_terminal or select.select([descriptor], [], [], 0)[0]:
+            return None
+        before = termios.tcgetattr(descriptor)
+    except (OSError, ValueError, termios.error):
+        return None
+    try:
+        tty.setcbreak(descriptor, termios.TCSANOW)
+        return lightness(_answer(descriptor, timeout_s))
+    finally:
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+def _answer(descriptor: int, timeout_s: float) -> bytes:
+    os.write(sys.stdout.fileno(), _ASK)
+    answer, deadline = b"", time.monotonic() + timeout_s
+    while (left := deadline - time.monotonic()) > 0 and not _LAST.search(answer):
+        if select.select([descriptor], [], [], left)[0]:
+            answer += os.read(descriptor, 256)
+    return answer
+
+
+def lightness(answer: bytes) -> float | None:
+    """Lightness of the colour in a terminal's answer, 0 to 1.
+
+    >>> lightness(b"\\x1b]11;rgb:ffff/ffff/ffff\\x1b\\\\"), lightness(b"\\x1b[?6c")
+    (1.0, None)
+    """
+    found = _COLOUR.search(answer)
+    if found is None:
+        return None
+    red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in found.groups())
+    return round(0.2126 * red + 0.7152 * green + 0.0722 * blue, 3)

@@ -1,0 +1,57 @@
+"""A pane beside or below the list of a screen: details of the line under the cursor, or a picture of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.message import Message
+
+from titan_ckpt.tui.rows import Row, clean, shown, truncate
+from titan_ckpt.tui.widgets.line_view import LineView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A pane of a screen. `is_below`: under the list, else beside it. `is_of_line`: it shows the line under the cursor."""
+
+    name: str
+    is_below: bool = False
+    is_of_line: bool = True
+
+
+class PartView(LineView):
+    """Shows a part's rows; it has a cursor while it has the focus."""
+
+    @dataclass
+    class Followed(Message):
+        """Enter was pressed on a row of a part."""
+
+        row: Row
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part = part
+        self.seen: tuple[object, ...] = ()
+        self.border_title = part.name
+        self.add_class("below" if part.is_below else "part", f"part-{part.name}")
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether there is room for it."""
+        return self.size.width > 0
+
+    def name_it(self, text: str) -> None:
+        """Replace the title in the frame."""
+        self.border_title = clean(shown(truncate(text, max(self.size.width - 6, 8)))).replace("[", r"\[")
+
+    @property
+    def has_cursor(self) -> bool:
+        return self.has_focus
+
+    def told_moved(self) -> None:
+        """The screen's own cursor has not moved."""
+
+    def action_choose(self) -> None:
+        row = self.current
+        if row is not None:
+            self.post_message(self.Followed(row))

@@ -1,0 +1,37 @@
+"""The line in which an answer is typed. Typed and pasted text is never a command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from textual.widgets import Input
+from textual.widgets.input import Selection
+
+
+class Prompt(Input):
+    """Hidden until it asks."""
+
+    def __init__(self) -> None:
+        super().__init__(id="prompt", classes="hidden", compact=True, select_on_focus=False)
+        self.placeholder = "enter to accept, esc to cancel"
+        self._then: Callable[[str], None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it waits for an answer."""
+        return self._then is not None
+
+    def ask(self, initial: str, then: Callable[[str], None]) -> None:
+        """Show `initial` to be edited; `take` passes the answer on."""
+        self.value = initial
+        # at once: selected on focus, the first keys typed would be replaced
+        self.selection = Selection(0, len(initial))
+        self.remove_class("hidden")
+        self._then = then
+        self.screen.set_focus(self)
+
+    def close(self) -> Callable[[str], None] | None:
+        """Hide it, and return who asked."""
+        then, self._then = self._then, None
+        self.add_class("hidden")
+        return then
