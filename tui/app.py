@@ -46,8 +46,8 @@ class TitanApp(App[None]):
     TITLE = "titan-ckpt"
     ENABLE_COMMAND_PALETTE = True
     COMMANDS = App.COMMANDS | {Jumps}
-    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-narrow"), (110, "-wide")]
-    VERTICAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-low"), (30, "-tall"), (50, "-huge")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide")]  # noqa: RUF012 (as Textual declares it)
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (30, "-tall"), (50, "-huge")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(n), f"screen_number({n})", f"screen {n}", show=False) for n in range(1, 9)),
         Binding("q", "quit", "quit", show=False),
@@ -68,7 +68,12 @@ class TitanApp(App[None]):
     ]
 
     def __init__(
-        self, content: Content, *, clock: Callable[[], float] = time.time, first_screen: int = 0, theme: str = "textual-dark"
+        self,
+        content: Content,
+        *,
+        clock: Callable[[], float] = time.time,
+        first_screen: int = 0,
+        theme: str = "textual-dark",
     ) -> None:
         super().__init__()
         self._ascii = AsciiFilter(enabled=is_ascii_terminal())
@@ -361,9 +366,7 @@ class TitanApp(App[None]):
         follow = "[following] " if self.session.is_following else ""
         bar = self.query_one(KeyBar)
         if doing:
-            bar.show_text(
-                f"{follow}{' · '.join([*([self._status_text] if self._status_text else []), *doing])} ..."
-            )
+            bar.show_text(f"{follow}{' · '.join([*([self._status_text] if self._status_text else []), *doing])} ...")
         elif self._status_text:
             bar.show_text(f"{follow}{self._status_text}")
         else:

@@ -35,7 +35,9 @@ def open_in_editor(app: App[None], file: str, line: int) -> str:
     """Open `file` at `line` in $VISUAL or $EDITOR while the screens are suspended; returns what went wrong, or ""."""
     if not Path(file).is_file():
         return f"{file} is not on this machine"
-    command = editor_command(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi", str(Path(file).absolute()), line)
+    command = editor_command(
+        os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi", str(Path(file).absolute()), line
+    )
     try:
         with app.suspend():
             code = subprocess.run(command, check=False).returncode

@@ -229,8 +229,10 @@ def parse_ranks(text: str) -> tuple[int, ...] | None:
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """Wrap `text` to `width`, at spaces where possible; lines after the first begin with `indent`."""
-    lines, line, width = [], "", max(width, len(indent) + 8)
-    for word in clean(shown(text)).split(" "):
+    text = clean(shown(text))
+    words = text.lstrip(" ")
+    lines, line, width = [], " " * (len(text) - len(words)), max(width, len(indent) + 8)
+    for word in words.split(" "):
         while len(word) > width - len(indent):
             room = max(width - len(line) - 1, 0) if line.strip() else width - len(line)
             if room < 8 and line.strip():

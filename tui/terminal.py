@@ -77,5 +77,5 @@ def lightness(answer: bytes) -> float | None:
     found = _COLOUR.search(answer)
     if found is None:
         return None
-    red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in found.groups())
+    red, green, blue = (int(part, 16) / float(16 ** len(part) - 1) for part in found.groups())
     return round(0.2126 * red + 0.7152 * green + 0.0722 * blue, 3)

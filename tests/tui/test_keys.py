@@ -30,6 +30,7 @@ from tools.paths import DATA
 SPELLED = {
     "left_square_bracket": "[", "right_square_bracket": "]", "plus": "+", "minus": "-", "less_than_sign": "<",
     "greater_than_sign": ">", "colon": ":", "question_mark": "?", "slash": "/", "escape": "esc",
+    "left_curly_bracket": "{", "right_curly_bracket": "}",
 }  # fmt: skip
 
 

@@ -254,7 +254,7 @@ async def test_the_report_is_exported_and_never_overwrites(incident: TitanApp, t
     async with incident.run_test(size=(80, 24)) as pilot:
         await settled(incident, pilot)
         for expected in ("report written", "not written"):
-            await press(incident, pilot, "e")
+            await press(incident, pilot, "x")
             incident.query_one("#prompt", Input).value = str(tmp_path / "report.txt")
             assert expected in await press(incident, pilot, "enter")
     assert "SKIPPED_COLLECTIVE" in (tmp_path / "report.txt").read_text()

@@ -8,25 +8,27 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from textual.theme import BUILTIN_THEMES
 
 from tests.support.screen_pictures import press, screen_text
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Heartbeat, Verdict
 from titan_ckpt.debug.live.processes import Process
-from titan_ckpt.tui import tabs
+from titan_ckpt.tui import bars, editor, terminal
 from titan_ckpt.tui.app import TitanApp
+from titan_ckpt.tui.bars import tabs_text
 from titan_ckpt.tui.data import stopped
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, PENDING
 from titan_ckpt.tui.data.incident import Incident, load_incident
 from titan_ckpt.tui.data.standing import confidence_word, standing
-from titan_ckpt.tui.goto import link_to
+from titan_ckpt.tui.goto import link_to, places
 from titan_ckpt.tui.rows import RowLink
 from titan_ckpt.tui.screens.grid import grid_of
 from titan_ckpt.tui.screens.waits import wait_rows
 from titan_ckpt.tui.screenshot import settled
-from titan_ckpt.tui.tabs import tabs_text
+from titan_ckpt.tui.session.session import Loadable, Session
 from titan_ckpt.tui.widgets import looks
 from tools.paths import DATA, INCIDENTS
 
@@ -40,7 +42,7 @@ def skip() -> Incident:
 
 
 def test_the_examples_hold() -> None:
-    assert doctest.testmod(tabs).failed == doctest.testmod(looks).failed == 0
+    assert [doctest.testmod(module).failed for module in (bars, editor, looks, terminal)] == [0, 0, 0, 0]
 
 
 async def test_every_screen_has_the_verdict_and_marks_the_culprit() -> None:
@@ -167,13 +169,23 @@ def test_equal_waiting_ranks_are_one_line(skip: Incident) -> None:
     assert lines[1].startswith("w 16,383 ranks wait for 0: 1-16383 · waits in collective #7 of group default_pg")
 
 
+def session_of(incident: Incident) -> Session:
+    content = find_content(str(INCIDENTS / "skip"))
+    return Session(content=content, incident=Loadable("dumps", incident))
+
+
 def test_what_is_typed_after_a_colon_is_found(skip: Incident) -> None:
-    assert link_to(skip, "2", 2) == RowLink(screen=2, rank=2)
-    assert link_to(skip, "rank 2", 8) == RowLink(screen=6, rank=2)
-    assert link_to(skip, "#5", 1) == RowLink(screen=3, seq=5, rank=2)
-    assert link_to(skip, "4", 1) is link_to(skip, "nowhere", 1) is link_to(skip, "", 1) is None
+    session = session_of(skip)
+    assert link_to(session, "2", 2) == RowLink(screen=2, rank=2)
+    assert link_to(session, "rank 2", 8) == RowLink(screen=6, rank=2)
+    assert link_to(session, "#5", 1) == RowLink(screen=3, seq=5, rank=2)
+    assert link_to(session, "4", 1) is link_to(session, "nowhere", 1) is link_to(session, "", 1) is None
     named = replace(skip.run, ranks={**skip.run.ranks, 3: replace(skip.run.ranks[3], host="node3")})
-    assert link_to(replace(skip, run=named), "node3", 2) == RowLink(screen=2, rank=3)
+    hosts = session_of(replace(skip, run=named))
+    assert link_to(hosts, "node3", 2) == RowLink(screen=2, rank=3)
+    assert [text for text, _ in places(hosts, "3")] == ["rank 3", "#3", "node3"]
+    assert [text for text, _ in places(hosts, "#3")] == ["#3"]
+    assert list(places(hosts, "")) == []
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
@@ -196,8 +208,8 @@ async def test_a_click_on_a_tab_shows_its_screen() -> None:
 async def test_light_and_ascii_terminals_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLORFGBG", "0;15")
     monkeypatch.setattr("titan_ckpt.tui.app.is_ascii_terminal", lambda: True)
-    app = TitanApp(find_content(str(DATA / "run")), clock=lambda: NOW_S)
-    async with app.run_test(size=(80, 24)) as pilot:
+    app = TitanApp(find_content(str(DATA / "run")), clock=lambda: NOW_S, theme=terminal.default_theme())
+    async with app.run_test(size=(120, 36)) as pilot:
         await settled(app, pilot)
         for number in "12345678":
             await press(app, pilot, number)
@@ -209,11 +221,18 @@ async def test_light_and_ascii_terminals_can_be_read(monkeypatch: pytest.MonkeyP
 
 def test_colours_can_be_read_on_their_backgrounds() -> None:
     """WCAG's contrast of 4.5, also on the cursor's line."""
-    for styles, grounds in ((looks.LIGHT, ("#e0e0e0", "#d0dcec")), (looks.DARK, ("#121212", "#2c3544"))):
-        for role, style in styles.items():
+    for theme in BUILTIN_THEMES.values():
+        ground = {"textual-light": "#e0e0e0", "textual-dark": "#121212"}.get(theme.name, theme.background or "")
+        found = looks.looks_of(theme)
+        if theme.ansi or found.cursor.bgcolor is None:
+            continue  # the terminal's own colours
+        for role, style in found.roles.items():
             if style.color is not None and role != "dim":
-                ratios = [contrast(style.color.get_truecolor().hex, ground) for ground in grounds]
-                assert min(ratios) >= 4.5, (role, ratios)
+                ratios = [
+                    contrast(style.color.get_truecolor().hex, on)
+                    for on in (ground, found.cursor.bgcolor.get_truecolor().hex)
+                ]
+                assert min(ratios) >= 4.5, (theme.name, role, ratios)
 
 
 def contrast(a: str, b: str) -> float:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,8 @@ _BLOCK_ROWS = 256
 class Grid:
     """`codes[i, j]` is the state of rank `members[i]` in column `j`.
 
-    Columns are sequence numbers from `first`, or time bins of `bin_ns` if that is not 0.
+    Columns are sequence numbers from `first`, or time bins of `bin_ns` if that is not 0: the first one `first_ns` after the
+    first operation, column `stop` where the last rank began to wait (-1: not among them).
     """
 
     name: str
@@ -48,6 +49,8 @@ class Grid:
     codes: Codes
     first: int = 0
     bin_ns: int = 0
+    first_ns: int = 0
+    stop: int = -1
     labels: Mapping[int, str] | None = None
 
     @property
@@ -60,7 +63,7 @@ class Grid:
         if not self.is_time:
             return f"#{self.first + column}"
         digits = min(max(-math.floor(math.log10(self.bin_ns * 10 / 1e9)), 0), 6)
-        return f"+{column * self.bin_ns / 1e9:.{digits}f} s"
+        return f"+{(self.first_ns + column * self.bin_ns) / 1e9:.{digits}f} s"
 
 
 def build_grid(run: Run, lane: Lane) -> Grid:
@@ -120,7 +123,7 @@ def _states(run: Run, lane: Lane) -> Codes:
 def _mark_late(run: Run, lane: Lane, codes: Codes) -> None:
     """Mark LATE what was issued over 50 ms after the median rank (of about a thousand evenly chosen ranks)."""
     some = range(0, len(lane.members), -(-len(lane.members) // _MEDIAN_OF))
-    created = np.stack([_created(run, lane.members[i], lane.row[i]) for i in some])
+    created = np.stack([created_ns(run, lane.members[i], lane.row[i]) for i in some])
     known = np.where(created > 0, created.astype(np.float64), np.nan)
     enough = (created > 0).sum(axis=0) > 1
     if not enough.any():
@@ -128,7 +131,7 @@ def _mark_late(run: Run, lane: Lane, codes: Codes) -> None:
     median = np.full(lane.row.shape[1], np.inf)
     median[enough] = np.nanmedian(known[:, enough], axis=0)
     for i, rank in enumerate(lane.members):
-        codes[i, (codes[i] == DONE) & (_created(run, rank, lane.row[i]) > median + LATE_NS)] = LATE
+        codes[i, (codes[i] == DONE) & (created_ns(run, rank, lane.row[i]) > median + LATE_NS)] = LATE
 
 
 def _mark_different(lane: Lane, codes: Codes) -> None:
@@ -150,35 +153,8 @@ def usual_signature(column: Ints) -> int:
     return int(values[counts.argmax()]) if len(values) else -1
 
 
-def build_time_grid(run: Run, lane: Lane, sequence: Grid, num_bins: int = 600) -> Grid | None:
-    """The heatmap `sequence` over wall time; None without recorded times. Pending and absent states extend to the right end."""
-    known = (times for times in _all_created(run, lane) if (times > 0).any())
-    ends = [(int(times[times > 0].min()), int(times.max())) for times in known]
-    if not ends:
-        return None
-    start, end = min(first for first, _ in ends), max(last for _, last in ends)
-    bin_ns = max(1, -(-(end - start + 1) // (num_bins - num_bins // 10)))
-    codes = np.zeros((len(lane.members), num_bins), np.uint8)
-    for i, times in enumerate(_all_created(run, lane)):
-        columns = np.flatnonzero(times > 0)
-        if len(columns):
-            bins = (times[columns] - start) // bin_ns
-            np.maximum.at(codes[i], bins, sequence.codes[i, columns])
-            last = int(sequence.codes[i, columns[-1]])
-            is_absent = int(sequence.codes[i].max()) == ABSENT
-            codes[i, int(bins[-1]) + 1 :] = (
-                last if last in (PENDING, RUNNING, DIFFERS) else ABSENT if is_absent else BLANK
-            )
-    return Grid(name=sequence.name, members=sequence.members, codes=codes, bin_ns=bin_ns,
-                labels=sequence.labels)  # fmt: skip
-
-
-def _all_created(run: Run, lane: Lane) -> Iterator[Ints]:
-    """Creation times rank by rank: all at once would take eight times the memory of the heatmap."""
-    return (_created(run, rank, lane.row[i]) for i, rank in enumerate(lane.members))
-
-
-def _created(run: Run, rank: int, row: npt.NDArray[np.signedinteger[Any]]) -> Ints:
+def created_ns(run: Run, rank: int, row: npt.NDArray[np.signedinteger[Any]]) -> Ints:
+    """When the operations in `row` were issued; 0 where that is not known."""
     table = run.ranks[rank].operations
     if not len(table):
         return np.zeros(row.shape, np.int64)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.records import Array, Run
 from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns
 from titan_ckpt.tui.data.arrays import Ints
-from titan_ckpt.tui.data.grid import BLANK, PENDING, RUNNING, Codes
+from titan_ckpt.tui.data.grid import ABSENT, BLANK, PENDING, RUNNING, Codes, Grid, created_ns
 from titan_ckpt.tui.rows import Glyph, Role
 
 LAST_OPERATIONS = 24
@@ -20,8 +21,8 @@ BARS: Mapping[int, Glyph] = {
     1: Glyph(char="━", role=Role.GOOD, label="done"),
     2: Glyph(char="━", role=Role.NOTE, label="late"),
     3: Glyph(char="?", role=Role.WARN, label="unknown"),
-    4: Glyph(char="▒", role=Role.WARN, label="waits"),
-    5: Glyph(char="▒", role=Role.WARN, label="waits, started"),
+    4: Glyph(char="░", role=Role.WARN, label="waits"),
+    5: Glyph(char="░", role=Role.WARN, label="waits, started"),
     6: Glyph(char="x", role=Role.BAD, label="absent"),
     7: Glyph(char="#", role=Role.BAD, label="differs"),
 }
@@ -108,17 +109,42 @@ def time_codes(created: Ints, completed: Ints, codes: Codes, window: Window, cel
     return found
 
 
+def build_time_grid(run: Run, lane: Lane, sequence: Grid, window: Window | None, cells: int) -> Grid | None:
+    """The heatmap `sequence` over wall time, in `cells` columns; without a window, all of it. None without recorded times.
+
+    What is pending, or absent at a rank while others wait for it, reaches to the right edge.
+    """
+    whole = whole_window(run, lane.members)
+    if whole is None:
+        return None
+    shown = window or whole
+    codes = np.zeros((len(lane.members), cells), np.uint8)
+    for i, rank in enumerate(lane.members):
+        created, states = created_ns(run, rank, lane.row[i]), sequence.codes[i]
+        codes[i] = time_codes(created, _completed_ns(run, rank, lane.row[i]), states, shown, cells)
+        if len(states) and int(states.max()) == ABSENT:
+            last = shown.cell(int(created.max()), cells)
+            codes[i, min(max(last + 1, 0), cells) :] = ABSENT
+    stop = shown.cell(began_ns(run), cells) if began_ns(run) else -1
+    return Grid(
+        name=sequence.name, members=sequence.members, codes=codes, bin_ns=max(shown.length // cells, 1),
+        first_ns=shown.start - whole.start, stop=stop, labels=sequence.labels,
+    )  # fmt: skip
+
+
+def _completed_ns(run: Run, rank: int, row: Array) -> Ints:
+    table = run.ranks[rank].operations
+    if not len(table):
+        return np.zeros(row.shape, np.int64)
+    return np.where(row >= 0, table["completed_ns"][row], 0).astype(np.int64)
+
+
 def rank_codes(table: Array, window: Window, cells: int) -> Codes:
     """A rank's operations of all groups over time: done, or waiting."""
     is_done = table["retired"] | (table["state"] == 2)
     codes = np.where(is_done, 1, PENDING).astype(np.uint8)
     created = table["created_ns"].astype(np.int64)
     return time_codes(created, np.where(is_done, table["completed_ns"], 0).astype(np.int64), codes, window, cells)
-
-
-def stop_ns(run: Run) -> int:
-    """When the last rank began to wait (0: not known)."""
-    return began_ns(run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ def rank_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
     detail = f" ({state.detail})" if state.detail else ""
     yield from fact("state", f"{glyph.char} {glyph.label}{detail}", width, glyph.role, link)
     yield from fact("step", _step_text(record), width)
-    yield from fact("exit", _exit_text(record), width, Role.BAD)
+    yield from fact("exit", _exit_text(record), width)
     yield from _wait_rows(incident, rank, width)
     if state.frame is not None:
         yield row(("line       ", Role.DIM), truncate(str(state.frame), width - _NAME), link=link, at=_at(state.frame))
@@ -102,16 +102,19 @@ def frame_rows(frames: Iterable[Frame], width: int) -> Iterator[Row]:
 
 def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: int) -> Iterator[Row]:
     """The operation of a rank under a number: what, when, how long, from which line."""
-    column = seq - lane.first_seq
-    at = int(lane.row[lane.members.index(rank), column]) if rank in lane.members and 0 <= column < lane.row.shape[1] else -1
-    yield row((f"#{seq}", Role.BOLD), f" of group {incident.name_of(lane)}", link=RowLink(screen=3, group=incident.name_of(lane), seq=seq, rank=rank))
+    column, name = seq - lane.first_seq, incident.name_of(lane)
+    is_there = rank in lane.members and 0 <= column < lane.row.shape[1]
+    at = int(lane.row[lane.members.index(rank), column]) if is_there else -1
+    yield row((f"#{seq}", Role.BOLD), f" of group {name}", link=RowLink(screen=3, group=name, seq=seq, rank=rank))
     if at < 0:
         yield from fact("operation", "not issued by this rank", width, Role.BAD)
         return
     op = incident.run.operation(rank, at)
     is_done = op.retired or op.state == "completed"
     yield from fact("operation", f"{op.op} {op.sizes} {op.dtypes}", width)
-    yield from fact("state", "done" if is_done else f"{op.state}, did not end", width, Role.PLAIN if is_done else Role.WARN)
+    yield from fact(
+        "state", "done" if is_done else f"{op.state}, did not end", width, Role.PLAIN if is_done else Role.WARN
+    )
     yield from fact("issued", _lag_text(incident, lane, column, op), width)
     if op.completed_ns and op.created_ns:
         yield from fact("took", format_duration((op.completed_ns - op.created_ns) / 1e9), width)
@@ -141,7 +144,9 @@ def log_rows(logs: LogIndex, source: str, line: int, width: int) -> Iterator[Row
     yield row((f"{source}:{line}", Role.DIM), link=RowLink(screen=5, source=source, line=line))
     for number in range(max(found - _AROUND, 0), min(found + _AROUND + 1, len(logs))):
         for text in wrapped(logs.read(number).text, width, "  "):
-            yield row((text, Role.BOLD if number == found else Role.DIM), link=RowLink(screen=5, source=source, line=line))
+            yield row(
+                (text, Role.BOLD if number == found else Role.DIM), link=RowLink(screen=5, source=source, line=line)
+            )
 
 
 def link_rows(incident: Incident, link: RowLink | None, logs: LogIndex | None, width: int) -> Iterator[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident, state_counts
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, row
 
 _MOST_RANKS = 4096
@@ -28,18 +28,18 @@ def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
         place = tuple(record.coordinates.get(axis, 0) for axis in axes)
         block = place[-2] if len(place) > 1 else 0
         blocks.setdefault(place[:-2], {}).setdefault(block, []).append(rank)
-    sizes = " x ".join(f"{axis} {1 + max(r.coordinates.get(axis, 0) for r in incident.run.ranks.values())}" for axis in axes)
-    across = " ".join(axes[-2:])
-    yield row((sizes, Role.BOLD), (f"   each block: {axes[-1]}, blocks: {across.split()[0]}" if len(axes) > 1 else "", Role.DIM))
+    sizes = " x ".join(
+        f"{axis} {1 + max(r.coordinates.get(axis, 0) for r in incident.run.ranks.values())}" for axis in axes
+    )
+    how = f"{axes[-1]} across{f', a block per {axes[-2]}' if len(axes) > 1 else ''}"
+    yield row((sizes, Role.BOLD), (f"  {how}", Role.DIM))
     labels = {key: " ".join(f"{axis}{i}" for axis, i in zip(axes[:-2], key, strict=True)) for key in blocks}
     before = max(map(len, labels.values())) + 2 if any(labels.values()) else 0
     for key, of_key in sorted(blocks.items()):
         yield from _line(incident, labels[key], before, of_key, width)
 
 
-def _line(
-    incident: Incident, label: str, before: int, blocks: Mapping[int, list[int]], width: int
-) -> Iterator[Row]:
+def _line(incident: Incident, label: str, before: int, blocks: Mapping[int, list[int]], width: int) -> Iterator[Row]:
     spans: list[TextSpan] = []
     used, first = before, None
     for ranks in blocks.values():
@@ -59,12 +59,3 @@ def cell(incident: Incident, rank: int) -> TextSpan:
         return CULPRIT, Role.BAD
     glyph = SITUATIONS[incident.states[rank].kind]
     return glyph.char, glyph.role
-
-
-def legend_row(incident: Incident) -> Row:
-    """What the characters mean."""
-    spans: list[TextSpan] = [(f"{CULPRIT} ", Role.BAD), ("at fault  ", Role.DIM)] if incident.top.culprits else []
-    for kind, _ in state_counts(incident):
-        glyph = SITUATIONS[kind]
-        spans += [(f"{glyph.char} ", glyph.role), (f"{glyph.label}  ", Role.DIM)]
-    return row(*spans)

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from titan_ckpt.console.units import format_duration
+from titan_ckpt.debug.incident.waits import began_ns
+from titan_ckpt.tui.data.grid import PENDING
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.data.timeline import BARS, StepTimes, Window, last_window, rank_codes, step_times, stop_ns
+from titan_ckpt.tui.data.timeline import BARS, StepTimes, Window, last_window, rank_codes, step_times
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, ranks_text, row, truncate
 
 _FEW_RANKS = 24
@@ -39,7 +41,8 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     labels = [_label(incident, ranks) for ranks in shown]
     before = min(max(map(len, labels)), width // 3) + 1
     cells = max(width - before, 8)
-    stop = window.cell(stop_ns(run), cells) if stop_ns(run) else -1
+    began = began_ns(run)
+    stop = window.cell(began, cells) if began else -1
     yield row((f"{'':<{before}}{axis(window, cells)}", Role.DIM))
     if 0 <= stop < cells:
         text = "all wait from here"
@@ -52,7 +55,7 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
         yield row((f"{truncate(label, before - 1):<{before}}", Role.BAD if is_culprit else Role.PLAIN),
                   *bar_spans(codes, stop), link=RowLink(screen=2, rank=ranks[0]), is_problem=is_culprit)  # fmt: skip
     yield row()
-    yield row(("━", Role.GOOD), " done  ", ("▒", Role.WARN), " waits")
+    yield row(("━", Role.GOOD), " done  ", ("░", Role.WARN), " waits")
 
 
 def _label(incident: Incident, ranks: tuple[int, ...]) -> str:
@@ -60,12 +63,14 @@ def _label(incident: Incident, ranks: tuple[int, ...]) -> str:
     return f"{mark}{ranks[0]}" if len(ranks) == 1 else f"{mark}{ranks_text(ranks, 1)}"
 
 
-def bar_spans(codes: Sequence[int], stop: int = -1) -> Iterator[TextSpan]:
-    """Bars as spans; `stop` is the cell of a vertical line, which shows where nothing is drawn."""
-    for (code, is_stop), same in itertools.groupby((code, i == stop) for i, code in enumerate(codes)):
-        glyph = BARS[code]
-        count = len(list(same))
-        yield (_STOP, Role.WARN) if is_stop and code == 0 else (glyph.char * count, glyph.role)
+def bar_spans(codes: Sequence[int], stop: int = -1, spot: int | None = None) -> Iterator[TextSpan]:
+    """Bars as spans; `stop` is the cell of a vertical line, which shows where nothing is drawn, `spot` the selected one."""
+    marked = ((code, i == stop, i == spot) for i, code in enumerate(codes))
+    for (code, is_stop, is_spot), same in itertools.groupby(marked):
+        glyph, text = BARS[code], BARS[code].char * len(list(same))
+        if is_stop and code == 0:
+            text, glyph = _STOP, BARS[PENDING]
+        yield text, Role.SPOT if is_spot else glyph.role
 
 
 def axis(window: Window, cells: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
@@ -13,11 +14,13 @@ from titan_ckpt.debug.incident.records import Frame, Operation
 from titan_ckpt.tui.data.grid import usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.data.p2p import missing_halves
+from titan_ckpt.tui.pictures.details import rank_rows
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, head, row, truncate
 from titan_ckpt.tui.screens.collective_diff import rank_diff_rows, signature_text
 from titan_ckpt.tui.screens.stack_tree import tree_rows
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
+from titan_ckpt.tui.widgets.part import Part, Space
 
 
 class CollectivePane(Pane):
@@ -25,6 +28,7 @@ class CollectivePane(Pane):
 
     number = 3
     label = "Collective"
+    parts = (Part(name="details"),)
     keys = (("d", "compare two ranks"), ("< >", "previous, next operation"), ("enter", "what the rank waits for"))
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("less_than_sign", "step(-1)", show=False), Binding("greater_than_sign", "step(1)", show=False),
@@ -40,6 +44,11 @@ class CollectivePane(Pane):
     def state(self) -> tuple[object, ...]:
         return (*super().state(), self.session.lane, self.session.seq, self._compared)
 
+    def part_rows(self, space: Space) -> Iterable[Row]:
+        incident, current = self.session.incident.value, self.body.current
+        rank = current.link.rank if current is not None and current.link is not None else None
+        return rank_rows(incident, rank, space.width) if incident is not None and rank is not None else ()
+
     def title(self) -> str:
         incident = self.session.incident.value
         if incident is None or not incident.lanes:
@@ -51,10 +60,10 @@ class CollectivePane(Pane):
         op = incident.run.operation(lane.members[one], int(at[one])) if one is not None else None
         if incident.is_p2p(lane):
             return f"group {incident.name_of(lane)} · number {seq} of each rank's sends and receives"
-        what = " " + signature_text(op) if op is not None else ""
+        what = [signature_text(op)] if op is not None else []
         others = int(((codes >= 0) & (codes != usual)).sum())
-        facts = [f"group {incident.run.groups[lane.group]}", f"operation #{seq}{what}"]
-        facts += [f"{int((at >= 0).sum()):,}/{len(lane.members):,} issued{_differ_text(others)}"]
+        facts = [f"group {incident.run.groups[lane.group]}", f"operation #{seq}"]
+        facts += [f"{int((at >= 0).sum()):,}/{len(lane.members):,} issued{_differ_text(others)}", *what]
         return " · ".join(facts)
 
     def make_rows(self, width: int) -> Rows:

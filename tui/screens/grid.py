@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,21 +18,24 @@ from titan_ckpt.tui.data.grid import (
     Order,
     build_grid,
     build_p2p_grid,
-    build_time_grid,
     next_stop,
     per_row_to_fit,
     sort_orders,
 )
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.p2p import different_halves, missing_halves
+from titan_ckpt.tui.data.timeline import BARS, Window, build_time_grid, whole_window
+from titan_ckpt.tui.pictures.details import operation_rows, rank_rows
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
 from titan_ckpt.tui.screens.grid_rows import GridRows, Viewport, axis_text, label_width, legend_text, stretch_of
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.line_view import MARK, LineView
 from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.pane import Pane, filter_ranks
+from titan_ckpt.tui.widgets.part import Part, Space
 
 MAX_CELLS_AT_ONCE = 1_000_000
+_LABELS = 14
 
 
 class GridView(LineView):
@@ -73,6 +77,7 @@ class GridPane(Pane):
         ("o", "order"),
         ("< >", "pan"),
     )
+    parts = (Part(name="details"),)
     filter_hint = "filter: ranks, for example 0-7,12"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left_square_bracket", "group(-1)", show=False), Binding("right_square_bracket", "group(1)", show=False),
@@ -93,6 +98,7 @@ class GridPane(Pane):
         self._grid: Grid | None = None
         self._sorted: tuple[np.ndarray, list[Order]] | None = None
         self._key: tuple[object, ...] = ()
+        self._window: Window | None = None  # of the timeline; None: all
 
     def compose_list(self) -> ComposeResult:
         yield OneLine(id="ruler")
@@ -117,7 +123,7 @@ class GridPane(Pane):
         before = 0 if grid is None else label_width(grid) + len(MARK)
         axis = "" if grid is None else axis_text(grid, self._first, self._per_cell, self._cell_width(grid))
         self.query_one("#axis", OneLine).show(f"{'':>{before}}{axis}")
-        self.query_one("#legend", OneLine).show("" if grid is None else f" {legend_text()}")
+        self.query_one("#legend", OneLine).show("" if grid is None else f" {legend_text(grid)}")
 
     def _cell_width(self, grid: Grid) -> int:
         return max(self.body.line_width - label_width(grid), 1)
@@ -135,6 +141,19 @@ class GridPane(Pane):
 
     def on_line_view_moved(self) -> None:
         self.query_one("#ruler", OneLine).show(self.ruler())
+
+    def part_rows(self, space: Space) -> Iterable[Row]:
+        """The operation and the rank of the cell; of a row of several ranks those of the worst cell."""
+        incident, grid, rows = self.session.incident.value, self._grid, self.body.rows
+        if incident is None or grid is None or not isinstance(rows, GridRows) or not len(rows):
+            return
+        place, column = rows.worst(min(self.body.cursor, len(rows) - 1))
+        rank = int(grid.members[place])
+        if not grid.is_time:
+            lane = incident.lanes[self.session.lane % len(incident.lanes)]
+            yield from operation_rows(incident, lane, grid.first + column, rank, space.width)
+            yield row()
+        yield from rank_rows(incident, rank, space.width)
 
     def title(self) -> str:
         grid, rows = self._grid, self.body.rows
@@ -211,21 +230,23 @@ class GridPane(Pane):
         if grid is None or not isinstance(rows, GridRows) or not len(rows):
             return super().copied_text()
         place, column = rows.worst(self.body.cursor)
-        state = GLYPHS[int(grid.codes[place, column])].label
+        state = (BARS if grid.is_time else GLYPHS)[int(grid.codes[place, column])].label
         return f"group {grid.name} {grid.column_text(column)}: rank {grid.members[place]} {state}"
 
     def _grid_of(self, incident: Incident) -> Grid | None:
         """The current heatmap; None while a large one is built in a thread. While following, the former one stays until then."""
-        key = (self.session.incident.version, self.session.lane, self._is_time)
+        shown = (self._window, self.body.line_width) if self._is_time else ()
+        key = (self.session.incident.version, self.session.lane, self._is_time, shown)
         if self._key != key:
-            is_same = self._key[1:] == key[1:]
-            spot, self._key, is_time = self._spot if is_same else None, key, self._is_time
+            is_same = self._key[1:3] == key[1:3]
+            spot, self._key, is_time, window = self._spot if is_same else None, key, self._is_time, self._window
             self._grid = self._grid if is_same else None
             lane = incident.lanes[self.session.lane % len(incident.lanes)]
+            cells = max(self.body.line_width - _LABELS, 16)
 
             def make() -> Grid | None:
                 grid = grid_of(incident, lane)
-                return build_time_grid(incident.run, lane, grid) if is_time else grid
+                return build_time_grid(incident.run, lane, grid, window, cells) if is_time else grid
 
             def take(grid: Grid | None) -> None:
                 if self._key == key:
@@ -247,7 +268,7 @@ class GridPane(Pane):
         if spot is None or spot >= grid.codes.shape[1]:
             self._spot, self._is_at_end = None, True
         if grid.is_time:
-            self._per_cell = -(-grid.codes.shape[1] // self._cell_width(grid))
+            self._per_cell, self._first = 1, 0
         self.call_later(self.update_rows, force=True)
 
     def action_group(self, by: int) -> None:
@@ -275,10 +296,27 @@ class GridPane(Pane):
         self.update_rows()
 
     def action_zoom(self, factor: float) -> None:
+        if self._is_time:
+            self._move_window(lambda window, centre: window.zoomed(factor, centre))
+            return
         self._per_cell = max(1, min(int(self._per_cell * factor), 4096))
         self.update_rows()
 
+    def _move_window(self, change: Callable[[Window, int], Window]) -> None:
+        """Show another stretch of time: about the selected column, else about the right end."""
+        incident, grid = self.session.incident.value, self._grid
+        if incident is None or grid is None:
+            return
+        window = self._window or whole_window(incident.run, incident.lanes[self.session.lane].members)
+        if window is not None:
+            share = 0.8 if self._spot is None else self._spot / grid.codes.shape[1]
+            self._window, self._spot = change(window, window.start + int(window.length * share)), None
+            self.update_rows()
+
     def action_pan(self, by: int) -> None:
+        if self._is_time:
+            self._move_window(lambda window, _: window.moved(by / 2))
+            return
         if self._grid is not None:
             self._is_at_end = False
             self._first = max(0, self._first + by * max(self._cell_width(self._grid) // 2, 1) * self._per_cell)
@@ -321,7 +359,7 @@ class GridPane(Pane):
 
     def action_time(self) -> None:
         self._is_time = not self._is_time
-        self._per_cell = 1
+        self._per_cell, self._window, self._spot = 1, None, None
         self.update_rows()
 
     def action_order(self) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.tui.data.grid import BLANK, GLYPHS, Grid, Order, reduce_row, row_starts
+from titan_ckpt.tui.data.timeline import BARS
+from titan_ckpt.tui.pictures.timeline import bar_spans
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, row
 
 _LEAST_LABEL, _MOST_LABEL = 14, 26
@@ -66,7 +68,11 @@ class GridRows:
         role: Role = Role.BAD if is_at_fault else Role.BOLD if is_pinned else Role.PLAIN
         spans: list[TextSpan] = [(f"{label:<{self.label_width}}", role)]
         cell = None if view.spot is None else (view.spot - view.first) // view.per_cell
-        spans += cell_spans(codes.tolist(), cell, stretch)
+        spans += (
+            bar_spans(codes.tolist(), self.grid.stop, cell)
+            if self.grid.is_time
+            else cell_spans(codes.tolist(), cell, stretch)
+        )
         place, column = self.worst(index)
         seq = None if self.grid.is_time else self.grid.first + column
         return row(*spans, link=RowLink(screen=3, group=self.grid.name, seq=seq, rank=int(self.grid.members[place])))
@@ -99,10 +105,11 @@ class GridRows:
         spot = self.viewport.spot
         assert spot is not None
         places = self.places(index)
+        glyphs = BARS if self.grid.is_time else GLYPHS
         counts = Counter(self.grid.codes[places, spot].tolist())
         if len(places) == 1:
-            return f"rank {self.grid.members[places[0]]} {GLYPHS[next(iter(counts))].label}"
-        return ", ".join(f"{count} {GLYPHS[code].label}" for code, count in sorted(counts.items(), reverse=True))
+            return f"rank {self.grid.members[places[0]]} {glyphs[next(iter(counts))].label}"
+        return ", ".join(f"{count} {glyphs[code].label}" for code, count in sorted(counts.items(), reverse=True))
 
 
 def label_width(grid: Grid) -> int:
@@ -113,6 +120,8 @@ def label_width(grid: Grid) -> int:
 
 def stretch_of(grid: Grid, width: int, per_cell: int) -> int:
     """Characters per cell: more than one if there are few operations."""
+    if grid.is_time:
+        return 1
     num_cells = -(-int(grid.codes.shape[1]) // per_cell)
     return max(1, min(width // max(num_cells, 1), _MOST_STRETCH))
 
@@ -140,6 +149,9 @@ def axis_text(grid: Grid, first: int, per_cell: int, width: int) -> str:
     return text.rstrip()
 
 
-def legend_text() -> str:
+def legend_text(grid: Grid) -> str:
     """Glyphs and their labels."""
+    if grid.is_time:
+        here = {code: BARS[code] for code in np.unique(grid.codes).tolist() if code != BLANK}
+        return "  ".join(f"{glyph.char} {glyph.label}" for glyph in here.values()) + "  ╎ the last rank begins to wait"
     return "  ".join(f"{glyph.char} {glyph.label}" for code, glyph in enumerate(GLYPHS) if code != BLANK)

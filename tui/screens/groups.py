@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -23,10 +23,13 @@ from titan_ckpt.tui.rows import (
     ranks_text,
     row,
     truncate,
+    wrapped,
 )
 from titan_ckpt.tui.widgets.pane import Pane
+from titan_ckpt.tui.widgets.part import Part, Space
 
 MAX_MESH_RANKS = 4096
+MAX_MEMBERS = 256
 NEWEST = 256
 
 
@@ -36,6 +39,19 @@ class GroupsPane(Pane):
     number = 4
     label = "Groups"
     keys = (("enter", "open the group's grid"),)
+    parts = (Part(name="mesh", is_of_line=False), Part(name="details"))
+
+    def part_rows(self, space: Space) -> Iterable[Row]:
+        """The mesh, and the members of the group under the cursor."""
+        incident, current = self.session.incident.value, self.body.current
+        if incident is None:
+            return ()
+        if space.name == "mesh":
+            return mesh_rows(incident, space.width)
+        group = current.link.group if current is not None and current.link is not None else None
+        if group is None and incident.lanes:
+            group = incident.name_of(incident.lanes[0])
+        return member_rows(incident, group, space.width) if group is not None else ()
 
     def title(self) -> str:
         incident = self.session.incident.value
@@ -45,7 +61,8 @@ class GroupsPane(Pane):
         incident = self.session.incident.value
         if incident is None:
             return self.no_incident(width)
-        return RowList([*group_rows(incident), row(), *mesh_rows(incident, width)])
+        mesh = () if self.has_parts else (row(), *mesh_rows(incident, width))
+        return RowList([*group_rows(incident, width), *mesh])
 
 
 def collective_lanes(incident: Incident) -> list[Lane]:
@@ -53,9 +70,9 @@ def collective_lanes(incident: Incident) -> list[Lane]:
     return [lane for lane in incident.lanes if not incident.is_p2p(lane)]
 
 
-def group_rows(incident: Incident) -> Iterator[Row]:
+def group_rows(incident: Incident, width: int) -> Iterator[Row]:
     """A line per group: progress of its members, ranks that are behind, and ranks that issued something else."""
-    yield head(f"{'group':<16} {'ranks':<10} {'all done':>8} {'newest':>8}  {'members':<8}  outliers")
+    yield head(f"{'group':<16} {'ranks':<10} {'all done':>8} {'newest':>8}  outliers")
     for lane in collective_lanes(incident):
         group = incident.run.groups[lane.group]
         newest = max((int(n) for n in lane.last), default=-1)
@@ -63,10 +80,16 @@ def group_rows(incident: Incident) -> Iterator[Row]:
         odd = outliers_text(lane, newest)
         yield row((f"{truncate(str(group), 16):<16} ", Role.BOLD), f"{truncate(ranks_text(lane.members, 2), 10):<10} ",
                   f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>8}  ",
-                  (f"{'recorded' if group.members else 'seen':<8}  ", Role.DIM), (odd or "none", Role.BAD if odd else Role.DIM),
+                  (odd or "none", Role.BAD if odd else Role.DIM),
                   link=RowLink(screen=2, group=str(group)), is_problem=bool(odd))  # fmt: skip
     if collective_lanes(incident):
-        yield row(("members: recorded = listed in a dump; seen = observed using the group", Role.DIM))
+        seen = [str(incident.run.groups[lane.group]) for lane in collective_lanes(incident)
+                if not incident.run.groups[lane.group].members]  # fmt: skip
+        if seen:
+            yield row()
+            yield from (
+                row((line, Role.DIM)) for line in wrapped(f"members as seen, not recorded: {', '.join(seen)}", width)
+            )
     else:
         yield row("no operations recorded")
 
@@ -94,6 +117,22 @@ def newest_mixed(signature: Ints) -> int | None:
     most = np.iinfo(signature.dtype).max
     mixed = np.flatnonzero(np.where(signature < 0, most, signature).min(axis=0) < signature.max(axis=0))
     return int(mixed[-1]) - int(signature.shape[1]) if len(mixed) else None
+
+
+def member_rows(incident: Incident, group: str, width: int) -> Iterator[Row]:
+    """The members of a group, each with its newest operation and its state."""
+    lane = incident.lanes[incident.lane_of(group)]
+    yield row((group, Role.BOLD), f"  {counted(len(lane.members), 'rank')}: {ranks_text(lane.members, 6)}")
+    for rank, last, is_done in list(zip(lane.members, lane.last.tolist(), lane.done.tolist(), strict=True))[
+        :MAX_MEMBERS
+    ]:
+        glyph = SITUATIONS[incident.states[rank].kind]
+        link, mark = RowLink(screen=6, rank=rank), CULPRIT if rank in incident.top.culprits else " "
+        newest = "nothing recorded" if last < 0 else f"#{last} {'done' if is_done else 'pending'}"
+        yield row((f"{mark}{rank:>6}  ", Role.BAD if mark == CULPRIT else Role.PLAIN), f"{newest:<16}  ",
+                  (truncate(f"{glyph.char} {glyph.label}", width - 27), glyph.role), link=link)  # fmt: skip
+    if len(lane.members) > MAX_MEMBERS:
+        yield row((f"  and {counted(len(lane.members) - MAX_MEMBERS, 'more rank')}", Role.DIM))
 
 
 def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import ClassVar
 
@@ -18,11 +18,13 @@ from titan_ckpt.tui.data.incident import first_error
 from titan_ckpt.tui.data.log_filter import FOLD_LINES, LogQuery, LogView, parse_clock, parse_filter, views
 from titan_ckpt.tui.data.log_index import LogIndex, LogLine, Positions
 from titan_ckpt.tui.data.log_lines import ERROR, WARNING
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, counted, ranks_text, row, truncate
+from titan_ckpt.tui.data.standing import process_text
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, counted, ranks_text, row, truncate, wrapped
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.pane import Pane
+from titan_ckpt.tui.widgets.part import Part, Space
 
 _SCAN_LINES = 1 << 16
 _ROLES: dict[int, Role] = {0: Role.DIM, 1: Role.PLAIN, WARNING: Role.WARN, ERROR: Role.BAD}
@@ -105,6 +107,7 @@ class LogsPane(Pane):
         ("z", "fold equal lines"),
         ("t", "go to a time"),
     )
+    parts = (Part(name="line", is_below=True),)
     filter_hint = "filter: ranks, level, regex, for example: 0-3,8 warning store.*timeout"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("z", "fold", show=False), Binding("c", "cause", show=False), Binding("t", "time", show=False),
@@ -125,6 +128,21 @@ class LogsPane(Pane):
     def state(self) -> tuple[object, ...]:
         logs = self.session.logs
         return (logs.version, logs.text, self._is_folded, self.session.incident.version)
+
+    def part_rows(self, space: Space) -> Iterable[Row]:
+        """The whole line, and who wrote it."""
+        rows, incident = self.body.rows, self.session.incident.value
+        if not isinstance(rows, LogRows) or not len(rows):
+            return
+        line = rows.line(min(self.body.cursor, len(rows) - 1))
+        for text in wrapped(line.text, space.width, "  "):
+            yield row((text, _ROLES[line.level]))
+        yield row()
+        process = process_text(incident, line.rank) if incident is not None and line.rank is not None else ""
+        who = f"rank {line.rank}" if line.rank is not None else "no rank"
+        number = int(rows.view[min(self.body.cursor, len(rows) - 1)]) - int(rows.index.base[line.file]) + 1
+        facts = [who, process, f"{rows.index.files.files[line.file].path}:{number}"]
+        yield row((" · ".join(fact for fact in facts if fact), Role.DIM))
 
     def title(self) -> str:
         logs, found = self.session.logs.value, self._found

@@ -10,6 +10,9 @@ from titan_ckpt.location import redact
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, state_counts, strip_cells
 from titan_ckpt.tui.data.runs import UNUSABLE
 from titan_ckpt.tui.data.standing import NO_FAULT, alarms_now, ticking
+from titan_ckpt.tui.pictures.details import link_rows
+from titan_ckpt.tui.pictures.mesh import mesh_axes, mesh_rows
+from titan_ckpt.tui.pictures.timeline import bars_rows, step_rows
 from titan_ckpt.tui.rows import (
     CULPRIT,
     Role,
@@ -25,12 +28,9 @@ from titan_ckpt.tui.rows import (
     row,
     wrapped,
 )
-from titan_ckpt.tui.pictures.details import link_rows
-from titan_ckpt.tui.pictures.mesh import mesh_axes, mesh_rows
-from titan_ckpt.tui.pictures.timeline import bars_rows, step_rows
 from titan_ckpt.tui.session.session import Session
-from titan_ckpt.tui.widgets.part import Part
 from titan_ckpt.tui.widgets.pane import NO_INCIDENT, Pane
+from titan_ckpt.tui.widgets.part import Part, Space
 
 
 class OverviewPane(Pane):
@@ -39,18 +39,22 @@ class OverviewPane(Pane):
     number = 1
     label = "Overview"
     keys = (("enter", "open"), ("n", "next problem"), (":", "go to"), ("f", "follow"), ("w", "panes"))
-    parts = (Part(name="ranks", is_of_line=False), Part(name="time", is_of_line=False), Part(name="details", is_below=True))
+    parts = (
+        Part(name="ranks", is_of_line=False),
+        Part(name="time", is_of_line=False),
+        Part(name="details", is_below=True),
+    )
 
-    def part_rows(self, name: str, width: int, height: int) -> Iterable[Row]:
+    def part_rows(self, space: Space) -> Iterable[Row]:
         incident = self.session.incident.value
         if incident is None:
             return [row(("nothing is known yet", Role.DIM))]
-        if name == "ranks":
-            return ranks_rows(incident, width)
-        if name == "time":
-            return [*bars_rows(incident, width, height), row(), *step_rows(incident, width)]
+        if space.name == "ranks":
+            return ranks_rows(incident, space.width)
+        if space.name == "time":
+            return [*bars_rows(incident, space.width, space.height), row(), *step_rows(incident, space.width)]
         current = self.body.current
-        return link_rows(incident, current.link if current else None, self.session.logs.value, width)
+        return link_rows(incident, current.link if current else None, self.session.logs.value, space.width)
 
     def part_title(self, name: str) -> str:
         return {"ranks": "ranks by state", "time": "ranks over time"}.get(name, name)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import RankState
 from titan_ckpt.tui.data.incident import P2P_NAME, SITUATIONS, Incident, frame_text
+from titan_ckpt.tui.pictures.details import rank_rows
+from titan_ckpt.tui.pictures.graph import graph_rows
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, counted, head, ranks_text, row, truncate
 from titan_ckpt.tui.widgets.pane import Pane
+from titan_ckpt.tui.widgets.part import Part, Space
 
 MAX_WAITERS = 200
 LEAST_FOLDED = 9
@@ -20,7 +23,17 @@ class WaitsPane(Pane):
 
     number = 6
     label = "Waits"
-    keys = (("enter", "open the operation"),)
+    keys = (("enter", "open the operation"), ("n", "next problem"), (":", "go to"), ("e", "edit"), ("w", "panes"))
+    parts = (Part(name="graph", is_of_line=False), Part(name="details"))
+
+    def part_rows(self, space: Space) -> Iterable[Row]:
+        incident, current = self.session.incident.value, self.body.current
+        if incident is None:
+            return ()
+        if space.name == "graph":
+            return graph_rows(incident, waits_shown(incident), space.width)
+        rank = current.link.rank if current is not None and current.link is not None else None
+        return rank_rows(incident, rank, space.width) if rank is not None else ()
 
     def title(self) -> str:
         incident = self.session.incident.value

@@ -72,14 +72,15 @@ def _looks(theme: Theme) -> Looks:
         return Looks(roles=DARK if theme.dark else LIGHT, cursor=ground)
     ground_colour = Color.parse(theme.background or ("#121212" if theme.dark else "#ffffff"))
     ink = Color.parse(theme.foreground or ("#e0e0e0" if theme.dark else "#202020"))
+    edge = Color.parse("#ffffff" if theme.dark else "#000000")
     raised = ground_colour.blend(Color.parse(theme.primary), 0.2)
 
     def style(colour: str | None, default: str, *, bold: bool = False) -> Style:
-        return Style(color=readable(Color.parse(colour or default), raised, ink).hex6, bold=bold or None)
+        return Style(color=readable(Color.parse(colour or default), raised, edge).hex6, bold=bold or None)
 
     roles = {
         **(DARK if theme.dark else LIGHT),
-        Role.DIM: Style(color=readable(ink.blend(ground_colour, 0.4), raised, ink).hex6),
+        Role.DIM: Style(color=readable(ink.blend(ground_colour, 0.4), raised, edge).hex6),
         Role.BAD: style(theme.error, "#ff7a33", bold=True),
         Role.WARN: style(theme.warning, "#e6b800"),
         Role.GOOD: style(theme.primary, "#56b4e9"),
@@ -88,13 +89,13 @@ def _looks(theme: Theme) -> Looks:
     return Looks(roles=roles, cursor=Style(bold=True, bgcolor=raised.hex6))
 
 
-def readable(colour: Color, ground: Color, ink: Color) -> Color:
-    """`colour`, blended with the colour of text until its contrast to `ground` suffices."""
-    for part in range(0, 11):
-        mixed = colour.blend(ink, part / 10)
+def readable(colour: Color, ground: Color, edge: Color) -> Color:
+    """`colour`, blended with `edge` (white or black) until its contrast to `ground` suffices."""
+    for part in range(11):
+        mixed = colour.blend(edge, part / 10)
         if contrast(mixed, ground) >= _READABLE:
             return mixed
-    return ink
+    return edge
 
 
 def contrast(a: Color, b: Color) -> float:
@@ -117,7 +118,8 @@ _BOX = {
     "▸": ">", "·": ".", "…": "~", "—": "-", "–": "-", "├": "|", "│": "|", "└": "`", "─": "-", "━": "-", "▔": "-", "▁": "_",
     "→": ">", "←": "<", "×": "x", "▊": "|", "▎": "|", "▌": "|", "▐": "|", "█": "#",
     "╭": "+", "╮": "+", "╰": "+", "╯": "+", "┬": "+", "┴": "+", "┼": "+", "╎": ":", "╌": "-", "›": ">", "‹": "<", "▼": "v",
-    "▒": "%", "▓": "#", "░": ":", "↑": "^", "↓": "v", "■": "#", "●": "*", "○": "o", "⭘": "o",
+    "▶": ">", "┐": "+", "┘": "+", "┤": "+", "░": ":",
+    "■": "#", "●": "*", "○": "o", "⭘": "o",
 }  # fmt: skip
 _ASCII = {
     **{ord(char): plain for char, plain in _BOX.items()},

@@ -15,7 +15,7 @@ from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, parse_ranks, 
 from titan_ckpt.tui.session.session import Loadable, Session
 from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.one_line import OneLine
-from titan_ckpt.tui.widgets.part import Part, PartView
+from titan_ckpt.tui.widgets.part import Part, PartView, Space
 
 NO_INCIDENT = (
     "An incident is a folder of Flight Recorder dumps, stacks or logs, or a run with a debug/ folder. To create one, run "
@@ -186,7 +186,7 @@ class Pane(Vertical):
         current = self.body.current
         return current.text.strip() if current else ""
 
-    def part_rows(self, name: str, width: int, height: int) -> Iterable[Row]:  # noqa: ARG002 (a screen with parts overrides it)
+    def part_rows(self, space: Space) -> Iterable[Row]:  # noqa: ARG002 (a screen with parts overrides it)
         """Rows of a part; it is rebuilt with the list, and if `is_of_line` when the cursor moves."""
         return ()
 
@@ -276,7 +276,7 @@ class Pane(Vertical):
             seen = (self._seen, size, row, self.body.cursor if row is not None else None)
             if seen != view.seen:
                 view.seen = seen
-                rows = RowList(self.part_rows(view.part.name, view.line_width, size.height))
+                rows = RowList(self.part_rows(view.space))
                 view.set_rows(rows, cursor=0)
                 view.name_it(self.part_title(view.part.name))
 

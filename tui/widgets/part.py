@@ -19,6 +19,15 @@ class Part:
     is_of_line: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What there is room for in the part `name`."""
+
+    name: str
+    width: int
+    height: int
+
+
 class PartView(LineView):
     """Shows a part's rows; it has a cursor while it has the focus."""
 
@@ -39,6 +48,11 @@ class PartView(LineView):
     def is_shown(self) -> bool:
         """Whether there is room for it."""
         return self.size.width > 0
+
+    @property
+    def space(self) -> Space:
+        """The room for its rows."""
+        return Space(name=self.part.name, width=self.line_width, height=self.scrollable_content_region.height)
 
     def name_it(self, text: str) -> None:
         """Replace the title in the frame."""
