@@ -213,8 +213,6 @@ class TitanApp(App[None]):
         if cursor is not None:  # a new list places its own cursor
             self.call_after_refresh(self.pane.body.move_to, cursor)
 
-    # -------------------------------------------------------------------------------------------------- loading
-
     async def on_event(self, event: events.Event) -> None:
         """Handle a key at once, and clear the message of the key before.
 
@@ -261,8 +259,6 @@ class TitanApp(App[None]):
 
     def on_task_output(self, message: tasks.TaskOutput) -> None:
         message.show(message.value)
-
-    # ---------------------------------------------------------------------------------------- keys of all screens
 
     def action_next_problem(self, direction: int) -> None:
         self.pane.next_problem(direction)
@@ -325,8 +321,6 @@ class TitanApp(App[None]):
         self.ask(
             "export the report to", f"{name}-report.txt", lambda path: self.show_status(export_report(incident, path))
         )
-
-    # ---------------------------------------------------------------------------------------- prompt, bars
 
     @property
     def prompt(self) -> Prompt:

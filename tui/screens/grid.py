@@ -35,7 +35,6 @@ from titan_ckpt.tui.widgets.pane import Pane, filter_ranks
 from titan_ckpt.tui.widgets.part import Part, Space
 
 MAX_CELLS_AT_ONCE = 1_000_000
-_LABELS = 14
 
 
 class GridView(LineView):
@@ -242,10 +241,11 @@ class GridPane(Pane):
             spot, self._key, is_time, window = self._spot if is_same else None, key, self._is_time, self._window
             self._grid = self._grid if is_same else None
             lane = incident.lanes[self.session.lane % len(incident.lanes)]
-            cells = max(self.body.line_width - _LABELS, 16)
+            width = self.body.line_width
 
             def make() -> Grid | None:
                 grid = grid_of(incident, lane)
+                cells = max(width - label_width(grid), 1)
                 return build_time_grid(incident.run, lane, grid, window, cells) if is_time else grid
 
             def take(grid: Grid | None) -> None:
