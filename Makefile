@@ -11,7 +11,7 @@ QUICK := not dist and not s3 and not hf and not e2e
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz zoo faults faults-debug hangs healthy hostile stores soak arena bench demo docs wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz zoo peer-tests faults faults-debug hangs healthy hostile stores soak arena bench demo docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ fuzz: $(READY) ## fuzz all that reads bytes of others, 20 minutes a family (ARGS
 
 zoo: $(READY) ## save and load several hundred kinds of states, by us and by DCP, and compare (ARGS="Adam" for a part)
 	$(BIN)/python -m tools.zoo $(ARGS)
+
+peer-tests: $(READY) ## PyTorch's own checkpoint tests with its storage and with ours (ARGS="--tests FOLDER --part NAME"; 15 minutes)
+	$(BIN)/python -m tools.peer_tests $(ARGS)
 
 faults: $(READY) ## kill saves, fail store calls in turn and at random, damage every file: docs/reliability.md (30 minutes)
 	$(BIN)/python -m scripts.faults --kills 200

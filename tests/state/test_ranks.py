@@ -173,5 +173,5 @@ def test_ranks_that_save_for_themselves_or_again_are_refused(pool: RankPool, tmp
     for alone, together, again in pool.run(_alone, f"{tmp_path}@1"):
         assert "use_collectives=False each rank saves for itself" in alone
         assert together == ""
-        assert "exists already, and overwrite=False" in again
+        assert "Checkpoint already exists, and overwrite=False" in again
     assert sorted(open_checkpoint(str(tmp_path)).read_all()) == ["rank 0", "rank 1"]

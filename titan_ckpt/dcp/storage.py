@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
@@ -25,13 +26,11 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     SavePlan,
     SavePlanner,
-    WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from titan_ckpt.arguments import check_flag, check_type
@@ -41,28 +40,28 @@ from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.objects import read_object_bytes
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.dcp.written import Written, entry_of, table_of
+from titan_ckpt.dcp.written import entry_of, placements_of, result_of, shard_to_write, table_of
 from titan_ckpt.errors import AlreadyExistsError, CheckpointError, UsageError
 from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, decode_blob
 from titan_ckpt.format.commit import found_before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.manifest import Manifest, ObjectEntry, TensorEntry
-from titan_ckpt.format.names import check_step, new_attempt, step_folder
+from titan_ckpt.format.names import check_step, new_attempt
 from titan_ckpt.format.structure import of_paths
 from titan_ckpt.loading.casts import holds_every_value
 from titan_ckpt.loading.load import ReadPlan
 from titan_ckpt.loading.policy import LoadPolicy, LoadReport
-from titan_ckpt.location import StrPath, check_writable, normalise, parse_location, url_text
+from titan_ckpt.location import StrPath, check_writable, normalise, parse_location
 from titan_ckpt.saving.merge_parts import created, versions
 from titan_ckpt.saving.options import SaveRequest
 from titan_ckpt.saving.staging import Direct, warn_expanded
-from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, upload
+from titan_ckpt.saving.upload import RankContents, RankFile, upload
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.sharding.placement import Box, Placements
-from titan_ckpt.state.state_dict import DTYPE_NAME, TORCH_DTYPE, LocalShard, cut_order
+from titan_ckpt.sharding.placement import Box
+from titan_ckpt.state.state_dict import DTYPE_NAME, TORCH_DTYPE
 from titan_ckpt.state.subclasses import check_whole
 from titan_ckpt.store.clients.options import Options, using
-from titan_ckpt.store.open import open_store
+from titan_ckpt.store.open import can_open, open_store
 
 log = logging.getLogger(__name__)
 SHOWN = 10
@@ -97,12 +96,19 @@ class PlanesZstd(StreamTransformExtension):
         raise UsageError(f"{PLANES_ZSTD} is written by titan_ckpt.Saver, not through DCP's extensions")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Assignment:
-    """Sent from the coordinator to each rank in the plan."""
+    """Sent from the coordinator to each rank in the plan. A planner that caches plans gives it again for later saves."""
 
     attempt: str
     rank: int
+    is_used: bool = False
+
+    def next_attempt(self) -> str:
+        """The coordinator's name for this attempt; for a plan of an earlier save a new one, whose age is that of this save."""
+        attempt = new_attempt() if self.is_used else self.attempt
+        self.is_used = True
+        return attempt
 
 
 class StorageWriter(TorchStorageWriter):
@@ -110,6 +116,7 @@ class StorageWriter(TorchStorageWriter):
     `mesh` names the axes, so that the checkpoint can be resharded. `training`, `config` and `user` must be JSON. The commit is
     conditional, as `Saver`'s is: ConditionFailedError if another job committed the step meanwhile. With `overwrite=False` a step
     that exists is an AlreadyExistsError. `dcp.save(use_collectives=False)` is refused: nobody would know what all ranks wrote.
+    `checkpoint_id` is URL@STEP; `save_id` is the name of this attempt to save it, on the coordinator.
     """
 
     def __init__(
@@ -127,6 +134,8 @@ class StorageWriter(TorchStorageWriter):
         check_flag(overwrite, "overwrite")
         check_type(mesh, "mesh", MeshSpec, or_none=True, hint="MeshSpec.parse('dp_shard=8,tp=2')")
         self._url, self._step, self._mesh, self._said = url, step, mesh, set[str]()
+        self._run_url, self._at, self.save_id = "", 0, new_attempt()
+        self._is_planned = False
         self._is_overwriting = overwrite
         self._storage_options = storage_options
         request = SaveRequest(step=0 if step is None else step, training=training, config=config, user=user)
@@ -136,26 +145,32 @@ class StorageWriter(TorchStorageWriter):
             self.reset()
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """DCP calls this before each save."""
+        """DCP calls this before each save to another checkpoint, with what `dcp.save(checkpoint_id=...)` was given."""
         location = parse_location(checkpoint_id or self._url or "")
         step = location.step if location.step is not None else self._step
         if step is None:
             raise UsageError(f"{location}: which step? Write URL@STEP, or give StorageWriter(url, step=...)")
         check_writable(location.url)
         self._run_url, self._at = normalise(location.url), check_step(step)
+        self.save_id, self._is_planned = new_attempt(), False
+
+    @property
+    def checkpoint_id(self) -> str:
+        """URL@STEP of the checkpoint to be saved; empty while no step is known."""
+        return f"{self._run_url}@{self._at}" if self._run_url else ""
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:  # DCP looks for this name
         """Open the store, of whose errors DCP tells all ranks here, not in `reset`; remember what this save will replace."""
         if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
             raise UsageError(
-                f"{self._run_url}@{self._at}: with use_collectives=False each rank saves for itself, and a commit needs all of "
+                f"{self.checkpoint_id}: with use_collectives=False each rank saves for itself, and a commit needs all of "
                 "them; leave it out"
             )
         with using(self._storage_options, self._run_url):
             self._store = open_store(self._run_url)
         self._previous = found_before(self._store, self._at) if is_coordinator else None
         if not self._is_overwriting and self._previous is not None and self._previous.commit is not None:
-            raise AlreadyExistsError(f"{self._run_url}@{self._at}: exists already, and overwrite=False")
+            raise AlreadyExistsError(f"{self.checkpoint_id}: Checkpoint already exists, and overwrite=False")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""
@@ -163,18 +178,14 @@ class StorageWriter(TorchStorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give every rank the attempt's name and its own file."""
-        self._attempt = new_attempt()
-        return [replace(plan, storage_data=_Assignment(self._attempt, rank)) for rank, plan in enumerate(plans)]
+        self._renew_id()
+        self._is_planned = True
+        return [replace(plan, storage_data=_Assignment(self.save_id, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stream this rank's file, without copying the tensors first."""
         assignment: _Assignment = plan.storage_data
-        target = RankFile(step=self._at, attempt=assignment.attempt, rank=assignment.rank)
-        if self._store.exists(f"{step_folder(self._at)}/{target.path}"):
-            raise AlreadyExistsError(
-                f"{self._store.where(target.path)}: exists already; DCP gave a cached plan of an earlier save. "
-                f"Use a planner without enable_plan_caching"
-            )
+        target = RankFile(step=self._at, attempt=assignment.next_attempt(), rank=assignment.rank)
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         objects = {item.index.fqn: cast(io.BytesIO, planner.resolve_data(item)).getvalue() for item in values}
@@ -183,15 +194,15 @@ class StorageWriter(TorchStorageWriter):
             check_whole(item.index.fqn, value)
         warn_expanded(zip((item.index.fqn for item in tensors), values_of, strict=True), self._said)
         contents = RankContents(
-            items=[_item(item) for item in tensors],
+            items=[shard_to_write(item) for item in tensors],
             source=Direct(values_of),
             objects=objects,
             own_objects=list(objects),
         )
         part = upload(self._store, contents, target)
         results = [
-            *(_result(item, part, row, _placements(planner, item)) for row, item in enumerate(tensors)),
-            *(_result(item, part, -1, None) for item in values),
+            *(result_of(item, part, row, placements_of(planner, item)) for row, item in enumerate(tensors)),
+            *(result_of(item, part, -1, None) for item in values),
         ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -201,15 +212,24 @@ class StorageWriter(TorchStorageWriter):
         """Commit; DCP calls this on the coordinator only, after every rank has written."""
         manifest = self._manifest(metadata, [result for rank in results for result in rank])
         commit_checkpoint(self._store, manifest, dcp_metadata(manifest), replaces=self._previous)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Whether the URL has a step."""
-        return parse_location(checkpoint_id).step is not None
+        """Whether this is a URL with a step, on a store that can be written."""
+        return can_open(checkpoint_id) and parse_location(checkpoint_id).step is not None
 
     def storage_meta(self) -> StorageMeta:
-        """The checkpoint's location, for DCP's metadata."""
-        return StorageMeta(checkpoint_id=f"{self._run_url}@{self._at}")
+        """Where the checkpoint will be and the name of this attempt, for DCP's planners and metadata."""
+        if not self._run_url:
+            self.reset()
+        self._renew_id()
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def _renew_id(self) -> None:
+        """A second save without a `reset` before it is another attempt."""
+        if self._is_planned:
+            self.save_id, self._is_planned = new_attempt(), False
 
     def _manifest(self, metadata: Metadata, results: list[WriteResult]) -> Manifest:
         stored: dict[str, list[WriteResult]] = {}
@@ -231,7 +251,7 @@ class StorageWriter(TorchStorageWriter):
         ]
         return Manifest(
             step=self._at,
-            attempt=self._attempt,
+            attempt=self.save_id,
             kind=CheckpointKind.FULL,
             created=created(),
             versions=versions(),
@@ -255,6 +275,7 @@ class StorageReader(TorchStorageReader):
     state: a cast that may lose values is logged by name, or, with `LoadPolicy(cast="allow")`, refused if it does. Afterwards
     `report` has the casts, and the bytes needed, fetched and not verified. DCP raises CheckpointException on every rank for an
     error on one, such as DamagedError if stored bytes differ from what was saved.
+    `checkpoint_id` is URL@STEP once it is open, before what was given; `load_id` is another one for each load.
     """
 
     def __init__(
@@ -263,11 +284,17 @@ class StorageReader(TorchStorageReader):
         check_type(policy, "policy", LoadPolicy, or_none=True, hint="LoadPolicy(...)")
         self._url, self._policy, self._storage_options = url, policy or LoadPolicy(), storage_options
         self._checkpoint: Checkpoint | None = None
-        self.report = LoadReport()
+        self.report, self.load_id = LoadReport(), _new_load_id()
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """DCP calls this before each load. Nothing is read yet: of an error here the other ranks would not learn."""
-        self._url, self._checkpoint, self.report = checkpoint_id or self._url or "", None, LoadReport()
+        """DCP calls this before a load with `checkpoint_id`. Nothing is read yet: of an error the other ranks would not learn."""
+        self._url, self._checkpoint = checkpoint_id or self._url or "", None
+        self.report, self.load_id = LoadReport(), _new_load_id()
+
+    @property
+    def checkpoint_id(self) -> str:
+        """URL@STEP of the checkpoint that was opened; until then what was given."""
+        return str(self._url or "") if self._checkpoint is None else str(self._checkpoint)
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -281,7 +308,9 @@ class StorageReader(TorchStorageReader):
         # The bytes come from dcp_metadata and a checked manifest; nothing from a store is unpickled here.
         manifest = replace(self.checkpoint.manifest, structure=nesting(self.checkpoint))
         metadata: Metadata = pickle.loads(dcp_metadata(manifest))  # noqa: S301
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint))
+        metadata.storage_meta = StorageMeta(
+            checkpoint_id=self.checkpoint_id, save_id=manifest.attempt, load_id=self.load_id
+        )
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
@@ -335,32 +364,9 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Whether a URL was given; opening it shows whether it is a checkpoint."""
-        return bool(url_text(checkpoint_id))
+        """Whether this is a URL on a store that can be opened; that shows whether it is a checkpoint."""
+        return can_open(checkpoint_id)
 
 
-def _item(write: WriteItem) -> LocalShard:
-    data = write.tensor_data
-    assert data is not None
-    dtype = DTYPE_NAME.get(data.properties.dtype)
-    if dtype is None:
-        raise UsageError(f"{write.index.fqn}: tensors of {data.properties.dtype} cannot be stored; convert it first")
-    return LocalShard(
-        fqn=write.index.fqn,
-        dtype=dtype,
-        global_shape=tuple(data.size),
-        placements=None,
-        offsets=tuple(data.chunk.offsets),
-        sizes=tuple(data.chunk.sizes),
-    )
-
-
-def _placements(planner: SavePlanner, write: WriteItem) -> Placements | None:
-    """The tensor's placements, if the planner still has the DTensor (torch's default planner does)."""
-    value = getattr(planner, "state_dict", {}).get(write.index.fqn)
-    return cut_order(value.device_mesh, tuple(value.placements)) if isinstance(value, DTensor) else None
-
-
-def _result(write: WriteItem, part: RankPart, row: int, placements: Placements | None) -> WriteResult:
-    size_bytes = int(part.columns[row][2]) if row >= 0 else 0
-    return WriteResult(index=write.index, size_in_bytes=size_bytes, storage_data=Written(part, row, placements))
+def _new_load_id() -> str:
+    return str(uuid.uuid4())

@@ -49,6 +49,11 @@ _VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "content_md5", "checks
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
 
 
+def schemes() -> list[str]:
+    """The schemes that fsspec knows, whether or not their libraries are installed."""
+    return list(fsspec.available_protocols())
+
+
 class _NotAFileError(NotFoundError):
     """There is a folder of that name."""
 
@@ -77,11 +82,7 @@ class FsspecStore(Store):
         except ImportError as error:
             raise missing_library(name, str(self), error) from error
         except ValueError as error:
-            known = (
-                ""
-                if name in fsspec.available_protocols()
-                else f"; fsspec knows {', '.join(fsspec.available_protocols())}"
-            )
+            known = "" if name in schemes() else f"; fsspec knows {', '.join(schemes())}"
             raise UsageError(f"{self}: {redact_text(str(error))}{known}") from error
         except TitanError:
             raise

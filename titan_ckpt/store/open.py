@@ -13,6 +13,7 @@ from titan_ckpt.store.base import RetryPolicy, Store
 from titan_ckpt.store.clients.options import CLIENTS, Options, StorageOptions, current_settings
 
 log = logging.getLogger(__name__)
+_CLOUD = ("gs", "gcs", "az", "abfs", "abfss")
 
 
 def open_store(
@@ -42,11 +43,24 @@ def open_store(
     asked = {**settings.options, **given}
     if scheme(url) in ("s3", "s3a"):
         return _open_s3(url, policy, asked, client)
-    if scheme(url) in ("gs", "gcs", "az", "abfs", "abfss"):
+    if scheme(url) in _CLOUD:
         return _open_cloud(url, policy, asked)
     from titan_ckpt.store.any_fsspec import FsspecStore  # importing fsspec takes 0.1 s
 
     return FsspecStore(url, policy, **asked)
+
+
+def can_open(url: StrPath) -> bool:
+    """Whether `url` is well formed and its scheme one that some client serves; nothing is opened."""
+    try:
+        kind = scheme(url_text(url))
+    except UsageError:
+        return False
+    if kind in ("file", "s3", "s3a", *_CLOUD):
+        return True
+    from titan_ckpt.store.any_fsspec import schemes  # importing fsspec takes 0.1 s
+
+    return kind in schemes()
 
 
 def _open_cloud(url: str, policy: RetryPolicy, asked: StorageOptions) -> Store:
