@@ -11,7 +11,7 @@ QUICK := not dist and not s3 and not hf and not e2e
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz zoo peer-tests faults faults-debug hangs healthy hostile stores soak arena bench demo docs wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz zoo peer-tests faults faults-debug hangs healthy hostile stores loops soak arena bench demo docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,6 +93,9 @@ hostile: $(READY) ## campaigns against hostile files, links, servers and process
 stores: $(READY) ## the contract of a store on Azurite (AZURITE=PATH of azurite-blob)
 	$(BIN)/python -m tools.cloud_servers -- $(BIN)/python -m pytest tests/store/test_contract.py -k az $(ARGS)
 
+loops: $(READY) ## the tests of loops whose libraries are installed for this alone: torchtitan (ARGS="-k random")
+	$(BIN)/python -m tools.loops $(ARGS)
+
 soak: $(READY) ## an hour of training, kills, reshards and prunes over a faulty network (ARGS="--minutes 5 --seed 1")
 	$(BIN)/python -m scripts.soak $(ARGS)
 
@@ -113,4 +116,4 @@ wheel: $(READY) ## build the wheel and the source archive in dist/
 	$(BIN)/python -m build --quiet --outdir dist
 
 clean: ## remove build products and caches, keep .venv
-	rm -rf build dist .demo .matrix .mutants .release .coverage *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .demo .loops .matrix .mutants .release .coverage *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -22,6 +22,11 @@ RECORDS = {
     "titan_ckpt.sharding.placement": ("Box", "Shard"),
     "titan_ckpt.dcp.storage": ("PlanesZstd",),
 }
+# Classes for loops of other libraries that the development install has.
+LOOPS = {
+    "titan_ckpt.integrations.accelerate": "AcceleratorCheckpoints",
+    "titan_ckpt.integrations.transformers": "TrainerCheckpoints",
+}
 HEAD = """\
 # titan-ckpt in Python
 
@@ -40,6 +45,9 @@ def reference() -> str:
         for name in sorted(module.__all__, key=str.lower):
             if not name.startswith("__"):
                 sections.extend(_entry(name, getattr(module, name)))
+    sections.append("## titan_ckpt.integrations\n\nFor loops of other libraries: [loops.md](loops.md).\n")
+    for module_name, name in LOOPS.items():
+        sections.extend(_entry(name, getattr(importlib.import_module(module_name), name), where=module_name))
     sections.append("## What they return and take\n")
     for module_name, names in RECORDS.items():
         module = importlib.import_module(module_name)
