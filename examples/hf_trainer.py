@@ -25,6 +25,6 @@ arguments = TrainingArguments(
     report_to=[],
     disable_tqdm=True,
 )
-trainer = Trainer(model=model, args=arguments, train_dataset=samples)  # type: ignore[arg-type]  # a list is enough
+trainer = Trainer(model=model, args=arguments, train_dataset=samples)
 checkpoints = TrainerCheckpoints(trainer, url)
 trainer.train(resume_from_checkpoint=checkpoints.newest())
