@@ -16,7 +16,9 @@ from tools.architecture.rooms import Drawing, parse_drawing, read_drawing
 from tools.paths import ROOT
 
 DRAWING = read_drawing()
-CORE = {room for room in DRAWING.arrows if "." not in room}
+CORE = {room for room in DRAWING.arrows if "." not in room} - {
+    "integrations"
+}  # which uses the core, as the trainer does
 
 
 @cache
