@@ -12,7 +12,7 @@ _ALONE = r"(?<![A-Za-z0-9])"
 _KINDS_OF_KEYS = (
     "access|account|admin|api|app|application|auth|bot|client|consumer|csrf|deploy|encryption|fernet|functions|hmac|host|ingestion"
     "|instrumentation|jwt|license|master|master[_-]?user|private|root|secret|server|service|session|shared|signing|ssh|ssl|storage"
-    "|subscription|tls|webhook|wg|dd|datadog|sas|admin[_-]?api"
+    "|sse[_-]?customer|encryption[_-]customer|subscription|tls|webhook|wg|dd|datadog|sas|admin[_-]?api"
 )
 WORDS = (
     r"pass(?:word|wd|phrase|code)s?|"
@@ -37,14 +37,14 @@ INVISIBLE = (
     r"(?:\x1b\[[0-9;]{0,12}m|[\u200b-\u200d\ufeff]){0,4}"  # colours and zero-width characters around a name and a value
 )
 
-_WHOLE = re.compile(rf"(?:{WORDS}){ENDING}", re.IGNORECASE)
+_AT_END = re.compile(rf"(?:{WORDS}){ENDING}\Z", re.IGNORECASE)
 
 
 def is_secret_name(name: object) -> bool:
     """Whether a value with this name is a secret.
 
-    >>> is_secret_name("AWS_SECRET_ACCESS_KEY"), is_secret_name("eos_token"), is_secret_name("num_tokens")
-    (True, False, False)
+    >>> is_secret_name("AWS_SECRET_ACCESS_KEY"), is_secret_name("Authorization"), is_secret_name("eos_token")
+    (True, True, False)
     """
     text = name if isinstance(name, str) else ""
-    return any(match.end() == len(text) for match in _WHOLE.finditer(text))
+    return _AT_END.search(text) is not None

@@ -256,10 +256,11 @@ def test_plot_replaces_only_its_own_picture(tmp_path: Path, monkeypatch: pytest.
     assert sorted(os.listdir()) == ["link.svg", "run.svg"]
 
 
-def test_print_config_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
-    url = "s3://AKIAUSER:hunter2hunter2@bucket/run"
+def test_print_config_shows_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "mine.toml"
+    config.write_text(f'base = "{DEBUG_CONFIG}"\n[save]\nurl = "s3://AKIAUSER:hunter2hunter2@bucket/run"\n')
     for more in ([], ["--json"]):
-        assert main(["train", DEBUG_CONFIG, "--set", f"save.url={url}", "--print-config", *more]) == 0
+        assert main(["train", str(config), "--print-config", *more]) == 0
         shown = capsys.readouterr().out
         assert "hunter2" not in shown
         assert "@bucket/run" in shown

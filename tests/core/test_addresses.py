@@ -141,3 +141,11 @@ def test_dots_behind_a_link_mean_what_the_kernel_finds(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path / "here")
     assert normalise("link/../x") == f"{real}/real/x"
     assert normalise("../here/./x/") == f"{real}/here/x"
+
+
+def test_two_steps_that_contradict_are_refused() -> None:
+    for step in (1, 2):
+        save("good", STATE, step=step)
+    assert open_checkpoint("good@1", step=1).step == 1
+    with pytest.raises(UsageError, match="names step 1, but step=2 was given as well"):
+        open_checkpoint("good@1", step=2)

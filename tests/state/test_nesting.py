@@ -179,3 +179,23 @@ def test_paths_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(DamagedError, match="place 1000000 of a list"):
         rebuild(far, {"a.1000000": 1})
     assert below(far, "b") is None
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"m": {}}, {"l": []}, {"n": {"x": {}, "z": 0}}, {"m": collections.OrderedDict()}, {"step": 0, "m": {}}],
+    ids=str,
+)
+def test_an_empty_container_takes_nothing_in_silence(state: dict[str, Any], tmp_path: Path) -> None:
+    whole = {"m": {"w": torch.ones(2)}, "l": [torch.ones(1), 2], "n": {"x": {"y": torch.ones(2)}, "z": 1}, "step": 3}
+    save(str(tmp_path / "run"), whole, step=1)
+    before = repr(state)
+    with pytest.raises(LoadContractError, match="in the checkpoint but not in the state"):
+        load(str(tmp_path / "run"), state)
+    assert repr(state) == before
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), 1, {"a": 1}, {"": 2}, [1, 2]], ids=repr)
+def test_the_empty_text_is_a_key_like_any_other(value: Any, tmp_path: Path) -> None:
+    save(str(tmp_path / "run"), {"": value}, step=1)
+    assert repr(open_checkpoint(tmp_path / "run").read_all()) == repr({"": value})

@@ -295,6 +295,20 @@ def test_commands_find_a_store_as_fsspec_does(s3_server: Server, tmp_path: Path,
             ["--storage-option", 'client_kwargs={"aws_secret_access_key":"abc"}'],
             "every user of this machine sees secrets",
         ),
+        (
+            ["--storage-option", 's3_additional_kwargs={"SSECustomerKey":"abc"}'],
+            "every user of this machine sees secrets",
+        ),
+        (
+            ["--storage-option", 'client_kwargs={"headers":{"Authorization":"abc"}}'],
+            "every user of this machine sees secrets",
+        ),
+        (
+            ["--storage-option", 'config_kwargs={"proxies":{"http":"http://u:abc@p:9"}}'],
+            "every user of this machine sees",
+        ),
+        (["--endpoint-url", "http://u:abc@127.0.0.1:1"], "this URL holds one. Leave it out"),
+        (["http://u:abc@127.0.0.1:1/x"], "this URL holds one. Leave it out"),
         (["--storage-option", "token=env:NO_SUCH_NAME"], "the environment has no NO_SUCH_NAME"),
         (["--storage-option", "token=@/no/such/file"], "cannot read /no/such/file, which is to hold"),
         (["--storage-option", "anon"], "write it as NAME=VALUE"),
@@ -310,6 +324,25 @@ def test_bad_store_arguments_are_refused(words: list[str], problem: str, capsys:
     shown = capsys.readouterr().err
     assert problem in shown
     assert "abc" not in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("s3.json", '{"s3": {"key": "K", "secret": "SECRET"', "JSONDecodeError, line 1"),
+        ("s3.json", '["SECRET"]', "TypeError"),
+        ("s3.ini", "secret=SECRET\n", "MissingSectionHeaderError, line 1"),
+    ],
+)
+def test_a_broken_configuration_of_fsspec_is_named(name: str, text: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    environment = {**clean_environment(), "FSSPEC_CONFIG_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "titan_ckpt", "ls", "memory://x"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, f"{tmp_path}: fsspec cannot read a file there ({kind})" in done.stderr) == (2, True), (
+        done.stderr
+    )
+    assert "SECRET" not in done.stdout + done.stderr
 
 
 def test_store_arguments_of_a_local_folder_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ def read_everything(checkpoint: Checkpoint, prefix: str, allow: Iterable[Any]) -
         else read_object(checkpoint, name, allowed=allowed if owner_of(name) is None else known_and(allowed))
         for name in wanted
     }
-    if wanted == [prefix]:
+    if prefix and wanted == [prefix]:
         return entries[prefix]
     structure = nesting(checkpoint)
     inner = None if structure is None else below(structure, prefix)

@@ -25,6 +25,7 @@ from titan_ckpt.errors import (
     NotFoundError,
     StoreError,
     TransientStoreError,
+    UsageError,
 )
 from titan_ckpt.format.commit import Commit, read_commit
 from titan_ckpt.format.dcp_read import read_dcp_metadata
@@ -112,6 +113,8 @@ def open_checkpoint(
     check_type(store, "store", Store, or_none=True, hint="what open_store(url) returns")
     if step is not None:
         step = check_step(step)
+        if location.step not in (None, step):
+            raise UsageError(f"{location}: names step {location.step}, but step={step} was given as well; give one")
     wanted = location.step if step is None else step
     with using(storage_options, url if store is None else store):
         return _open(store or open_store(location.url), location.url, wanted, on_damage)

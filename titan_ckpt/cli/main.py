@@ -14,7 +14,13 @@ from titan_ckpt.arguments import check_word, nearest
 from titan_ckpt.cli.failures import nothing_printed_elsewhere, report_failure, write_json_error
 from titan_ckpt.console.command import Command, Parser, ParserExit
 from titan_ckpt.console.output import OutputClosedError, drop_unwritten, flush, open_closed_streams
-from titan_ckpt.console.store_arguments import add_store_arguments, split_store_arguments, store_options, store_words
+from titan_ckpt.console.store_arguments import (
+    add_store_arguments,
+    check_urls,
+    split_store_arguments,
+    store_options,
+    store_words,
+)
 from titan_ckpt.errors import INTERRUPTED, OUTPUT_CLOSED, MissingExtraError, UsageError
 from titan_ckpt.location import scheme
 from titan_ckpt.store.clients.options import CLIENTS, StoreSettings, settings_of_command
@@ -253,6 +259,7 @@ def _exit_code(arguments: Sequence[str], *, is_program: bool) -> int:
 def _run(arguments: Sequence[str], *, is_program: bool) -> int:
     stores, arguments = split_store_arguments(_in_order(arguments))
     name = _command(arguments)
+    check_urls(arguments)
     try:
         namespace = build_parser(only=name).parse_args(arguments)
         if namespace.verbose:

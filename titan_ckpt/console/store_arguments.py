@@ -9,6 +9,7 @@ from typing import Any
 
 from titan_ckpt.console.command import Parser
 from titan_ckpt.errors import UsageError
+from titan_ckpt.location import is_credential, redact_text
 from titan_ckpt.secret_names import is_secret_name
 
 # Option: (the storage option that it is short for, its metavar, its help).
@@ -17,6 +18,7 @@ _SHORT = {
     "--profile": ("profile", "NAME", "profile in ~/.aws (default: AWS_PROFILE)"),
     "--region": ("region", "NAME", "region of s3:// (default: AWS_REGION)"),
 }
+_SEEN = "every user of this machine sees secrets on a command line (ps)"
 
 
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +52,7 @@ def store_options(namespace: argparse.Namespace) -> dict[str, Any]:
         options[name] = _value(name, value)
     for option, (name, _, _) in _SHORT.items():
         value = getattr(namespace, option.removeprefix("--").replace("-", "_"))
+        check_urls([value or ""])
         if value is not None and options.setdefault(name, value) != value:
             raise UsageError(f"{option} and --storage-option {name} differ; give one")
     return options
@@ -71,12 +74,23 @@ def _value(name: str, text: str) -> Any:
         if text[4:] not in os.environ:
             raise UsageError(f"--storage-option: the environment has no {text[4:]}, which is to hold {name}")
         return os.environ[text[4:]]
-    if is_secret_name(name) or any(is_secret_name(word) for word in _names_in(text)):
+    words = _quoted(text)
+    if is_secret_name(name) or any(is_secret_name(word) or is_credential(word) for word in (text, *words)):
         raise UsageError(
-            f"--storage-option: every user of this machine sees secrets on a command line (ps). Give @FILE or env:VARIABLE as "
-            f"the value of {name}, or use a profile, the environment, or ~/.config/fsspec"
+            f"--storage-option: {_SEEN}. Give @FILE or env:VARIABLE as the value of {name}, or use a profile, the environment, "
+            "or ~/.config/fsspec"
         )
     return text
+
+
+def check_urls(words: Sequence[str]) -> None:
+    """UsageError for a URL among the arguments that holds a password or a signature."""
+    for word in words:
+        if any(is_credential(part) for part in (word, word.partition("=")[2])):
+            raise UsageError(
+                f"{redact_text(word)[:200]}: {_SEEN}, and this URL holds one. Leave it out, and give it as an option "
+                "(--storage-option NAME=@FILE), or use a profile, the environment, or ~/.config/fsspec"
+            )
 
 
 def _content(name: str, path: str) -> str:
@@ -89,6 +103,6 @@ def _content(name: str, path: str) -> str:
         ) from error
 
 
-def _names_in(text: str) -> list[str]:
-    """What may be the names of a JSON mapping."""
+def _quoted(text: str) -> list[str]:
+    """What may be the names and values of a JSON mapping."""
     return [part.strip(" {\t\n") for part in text.split('"') if part.strip()] if text.lstrip().startswith("{") else []

@@ -177,7 +177,8 @@ def _apply_contract(
         if fqn in flat.fixed and fqn in stored.objects_by_fqn:
             errors.append(f"{fqn}: is in a {flat.fixed[fqn]}, which cannot be changed")
         (report.loaded if fqn in stored.objects_by_fqn else report.missing).append(fqn)
-    tops = {fqn.partition(".")[0] for fqn in [*tensors, *objects]}
+    own = flat.root if isinstance(flat.root, Mapping) else {}  # names of containers without entries, too
+    tops = {fqn.partition(".")[0] for fqn in [*tensors, *objects, *map(str, own)]}
     wanted = {*tensors, *flat.objects}
     made = {owner_of(name) for name in flat.marks}
     names = [fqn for fqn in [*stored.by_fqn, *stored.objects_by_fqn] if fqn not in wanted]

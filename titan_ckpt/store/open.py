@@ -10,6 +10,7 @@ from titan_ckpt.arguments import check_type, check_word
 from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.location import StrPath, normalise, redact, scheme, url_text
 from titan_ckpt.store.base import RetryPolicy, Store
+from titan_ckpt.store.clients.fsspec_import import import_fsspec
 from titan_ckpt.store.clients.options import CLIENTS, Options, StorageOptions, current_settings
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ def open_store(
         if given:
             raise UsageError(f"{url}: a local folder has no storage options, but {', '.join(given)} was given")
         return FileStore(url)
+    import_fsspec()
     asked = {**settings.options, **given}
     if scheme(url) in ("s3", "s3a"):
         return _open_s3(url, policy, asked, client)

@@ -9,7 +9,7 @@ from typing import Any
 import fsspec.config
 from fsspec.core import split_protocol
 
-from titan_ckpt.errors import UsageError
+from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.store.clients.options import StorageOptions, check_known
 from titan_ckpt.store.clients.s3_names import typed_value
 
@@ -39,7 +39,12 @@ def configured(*protocols: str) -> dict[str, Any]:
     """What fsspec's files (`~/.config/fsspec`) and environment (`FSSPEC_*`) say of `protocols`."""
     found: dict[str, Any] = {}
     for protocol in protocols:
-        found.update(fsspec.config.conf.get(protocol, {}))
+        given = fsspec.config.conf.get(protocol, {})
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"fsspec's configuration of {protocol!r} is a {type(given).__name__}, not a table of options"
+            )
+        found.update(given)
     return found
 
 
