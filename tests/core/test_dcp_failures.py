@@ -20,8 +20,8 @@ from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.dcp import storage
 from titan_ckpt.dcp.storage import StorageReader, StorageWriter
 from titan_ckpt.errors import DamagedError, StoreError
-from titan_ckpt.loading.load import ReadPlan
 from titan_ckpt.loading.policy import LoadPolicy
+from titan_ckpt.loading.read_plan import ReadPlan
 from titan_ckpt.saving.saver import SaveOptions, Saver, save
 from tools.rank_pool import RankPool
 

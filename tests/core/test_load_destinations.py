@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.errors import CheckpointError, LoadContractError, UsageError
+from titan_ckpt.errors import CheckpointError, LoadContractError, TitanError, UsageError
 from titan_ckpt.format.names import step_folder
 from titan_ckpt.loading.casts import PAIRS, count_changed, holds_every_value
 from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.saving.saver import save
 from titan_ckpt.state.state_dict import TORCH_DTYPE
+from tools.rank_pool import RankPool
 
 BY_VALUE = LoadPolicy(cast="allow", lossy_cast="error", extra="allow")
 EDGES = [0, 1, 2, 3, 127, 128, 255, 256, 257, 2047, 2048, 2049, 65504, 65505, 65519, 65520, 70001]
@@ -216,3 +219,24 @@ def test_keys_that_would_be_confused_are_refused_by_name(tmp_path: Path, state: 
         save(str(tmp_path), state, step=1)
     with pytest.raises(UsageError, match=text):
         load(str(tmp_path), state)
+
+
+def _does_not_fit_on_rank_1(rank: int, url: str) -> tuple[str, bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    save(url, {"a": DTensor.from_local(torch.ones(2), mesh, [Shard(0)]), "b": torch.ones(3)}, step=1)
+    state = {"a": DTensor.from_local(torch.full((2,), 9.0), mesh, [Shard(0)]), "b": torch.full((3 + rank,), 9.0)}
+    try:
+        load(url, state)
+    except TitanError as error:
+        return str(error), bool((state["a"].to_local() == 9).all() and (state["b"] == 9).all())
+    return "", False
+
+
+@pytest.mark.dist
+def test_what_does_not_fit_on_one_rank_changes_nothing_anywhere(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        (other, is_same), (own, is_same_there) = pool.run(_does_not_fit_on_rank_1, str(tmp_path / "run"))
+    assert "nothing was loaded, since rank 1 failed: LoadContractError" in other
+    assert "global shape (3,), model wants (4,)" in own
+    assert is_same
+    assert is_same_there

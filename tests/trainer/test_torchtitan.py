@@ -19,7 +19,9 @@ from titan_ckpt.cli.main import main
 from titan_ckpt.converters import export_hf, import_hf
 from titan_ckpt.converters.models.tensor_names import LAYOUTS, TORCHTITAN_QKV
 from titan_ckpt.errors import LoadContractError, PlanError
-from titan_ckpt.loading.load import LoadPolicy, LoadReport, ReadPlan, load
+from titan_ckpt.loading.load import load
+from titan_ckpt.loading.policy import LoadPolicy, LoadReport
+from titan_ckpt.loading.read_plan import ReadPlan
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_ckpt.errors import DamagedError, NotFoundError
+from titan_ckpt.errors import DamagedError, NotFoundError, UsageError
 from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
 from titan_ckpt.format.digest import matches
 from titan_ckpt.format.dtypes import ELEMENT_SIZE, Array, storage_dtype
@@ -68,7 +68,21 @@ def read_whole(checkpoint: Checkpoint, fqn: str, box: Box | None) -> tuple[str, 
     entry = checkpoint.manifest.by_fqn.get(fqn)
     if entry is None:
         raise NotFoundError(f"{checkpoint}: no tensor {fqn!r}; `titan-ckpt inspect` lists them")
+    if box is not None:
+        _check_box(box, entry)
     return entry.dtype, read_box(checkpoint, entry, box or Box.whole(entry.global_shape), verify=True)
+
+
+def _check_box(box: Box, entry: TensorEntry) -> None:
+    """UsageError unless `box` lies inside the tensor."""
+    shape = entry.global_shape
+    numbers = (*box.offsets, *box.sizes)
+    is_whole = all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers)
+    has_rank = len(box.offsets) == len(box.sizes) == len(shape)
+    if not (is_whole and has_rank and all(o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True))):
+        raise UsageError(
+            f"{entry.fqn}: {box} is no box of this tensor; give offsets and sizes as whole numbers, inside its shape {shape}"
+        )
 
 
 def _read_part(checkpoint: Checkpoint, chunk: Chunk, tensor: TensorEntry, inner: Box, *, verify: bool) -> Array:

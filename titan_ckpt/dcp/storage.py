@@ -49,8 +49,8 @@ from titan_ckpt.format.manifest import Manifest, ObjectEntry, TensorEntry
 from titan_ckpt.format.names import check_step, new_attempt
 from titan_ckpt.format.structure import of_paths
 from titan_ckpt.loading.casts import holds_every_value
-from titan_ckpt.loading.load import ReadPlan
 from titan_ckpt.loading.policy import LoadPolicy, LoadReport
+from titan_ckpt.loading.read_plan import ReadPlan
 from titan_ckpt.location import StrPath, check_writable, normalise, parse_location
 from titan_ckpt.saving.merge_parts import created, versions
 from titan_ckpt.saving.options import SaveRequest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -39,14 +40,27 @@ def is_reader(tensor: torch.Tensor) -> bool:
     return group is None or dist.get_rank(group) == 0
 
 
-def run_together(action: Callable[[], T], tensors: Iterable[torch.Tensor], *, call: int, is_world: bool) -> T:
-    """Run `action` on every rank of the meshes of `tensors`, or of the job (`is_world`); if one fails, all raise.
+def run_together(
+    prepare: Callable[[], T], fill: Callable[[T], None], tensors: Iterable[torch.Tensor], *, call: int, is_world: bool
+) -> T:
+    """`prepare`, then `fill` with its result, on every rank of the meshes of `tensors`, or of the job (`is_world`).
 
-    A rank's own error is raised there, CheckpointError on the others. The ranks of a mesh that do not all come soon run the
-    action each by itself (`loading.meeting`), unless one of them failed in the same `call` before it came; with `is_world`, all
-    must come.
+    If one rank fails, all raise: its own error there, CheckpointError on the others. No rank fills before all have prepared.
+    The ranks of a mesh that do not all come soon run both each by itself (`loading.meeting`), unless one of them failed in the
+    same `call` before it came; with `is_world`, all must come. Returns what `prepare` returned.
     """
     groups, failure = _groups(tensors, call, is_world=is_world)
+    prepared = _on_all(prepare, groups, call, failure, "nothing was loaded")
+    _on_all(
+        partial(fill, prepared), groups, call, None, "some tensors are not loaded: load again before you use the state"
+    )
+    return prepared
+
+
+def _on_all(
+    action: Callable[[], T], groups: Iterable[dist.ProcessGroup], call: int, failure: Failure | None, outcome: str
+) -> T:
+    """The result of `action`, once it has ended well on every rank of `groups`; `failure` is one that is known already."""
     error: BaseException | None = None
     result: T | None = None
     if failure is None:
@@ -63,7 +77,7 @@ def run_together(action: Callable[[], T], tensors: Iterable[torch.Tensor], *, ca
     if error is not None:
         raise error
     if failure is not None:
-        raise CheckpointError(f"nothing was loaded, since rank {failure.rank} failed: {reason_of(failure.text)}")
+        raise CheckpointError(f"{outcome}, since rank {failure.rank} failed: {reason_of(failure.text)}")
     return cast(T, result)
 
 

@@ -10,6 +10,8 @@ from titan_ckpt.arguments import check_flag, check_whole
 from titan_ckpt.checkpoint.kinds import Choice
 from titan_ckpt.errors import UsageError
 
+SHOWN = 20  # differences that an error lists
+
 
 class OnMismatch(Choice):
     """What to do with a difference between checkpoint and state."""
@@ -59,7 +61,7 @@ class LoadPolicy:
         for name in ("broadcast", "together"):
             check_flag(getattr(self, name), name)
         check_whole(self.threads, "threads", at_least=1)
-        if isinstance(self.allow, str) or not all(callable(each) for each in self.allow):
+        if not isinstance(self.allow, list | tuple | set | frozenset) or not all(map(callable, self.allow)):
             raise UsageError("allow: expected a list of classes, such as [Config]")
         object.__setattr__(self, "verify", VerifyReads.parse(self.verify, "verify"))
 
@@ -80,3 +82,14 @@ class LoadReport:
     needed_bytes: int = 0
     fetched_bytes: int = 0
     unverified_bytes: int = 0
+
+
+def is_judged_by_values(policy: LoadPolicy) -> bool:
+    """Whether a cast that may lose values is refused only if it does."""
+    return policy.lossy_cast == OnMismatch.ERROR and policy.cast != OnMismatch.ERROR
+
+
+def listed(errors: list[str]) -> str:
+    """The first errors, one a line."""
+    more = [f"... and {len(errors) - SHOWN} more"] if len(errors) > SHOWN else []
+    return "".join(f"\n  {line}" for line in [*errors[:SHOWN], *more])

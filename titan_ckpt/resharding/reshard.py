@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -132,7 +132,7 @@ def plan_reshard(
     checkpoint: Checkpoint | StrPath,
     mesh: MeshSpec | str,
     *,
-    rules: tuple[PlacementRule, ...] = (),
+    rules: Sequence[PlacementRule] = (),
     selection: Selection | None = None,
     stages_per_rank: int | None = None,
     storage_options: Options = None,
@@ -143,6 +143,7 @@ def plan_reshard(
     its tensors. `rules` override how tensors are cut
     (`resharding.placement_rules`); `selection` picks tensors, names and dtypes (`rewrite.selection`).
     """
+    check_type(rules, "rules", tuple, list, hint="a sequence of placement rules")
     mesh = mesh if isinstance(mesh, MeshSpec) else MeshSpec.parse(mesh)
     with using(storage_options, checkpoint):
         checkpoint = as_checkpoint(checkpoint)
@@ -154,7 +155,7 @@ def plan_reshard(
     manifest = checkpoint.manifest
     selection = selection or select(manifest)
     stages = stages_for(manifest, mesh, stages_per_rank=stages_per_rank)
-    placer = Placer(source=manifest.mesh, target=mesh, rules=rules, stages=stages)
+    placer = Placer(source=manifest.mesh, target=mesh, rules=tuple(rules), stages=stages)
     by_fqn = manifest.by_fqn
     chosen = [(item.entry, placer.place(by_fqn[item.source_fqn])) for item in selection.items]
     objects = tuple(entry for entry in manifest.objects if selection.keeps_object(entry.fqn))

@@ -48,7 +48,7 @@ def reshard(
     with using(storage_options, source, destination):
         store = destination if isinstance(destination, Store) else open_store(run_location(destination).url)
         opened = as_checkpoint(source)
-    plan = plan_selected(opened, mesh, wanted, dtype=dtype, rules=tuple(rules), stages_per_rank=stages_per_rank)
+    plan = plan_selected(opened, mesh, wanted, dtype=dtype, rules=rules, stages_per_rank=stages_per_rank)
     return run_plan(
         plan, store.url, store=store, memory_bytes=memory_bytes, is_checked=is_checked, on_progress=on_progress, workers=workers,
     )  # fmt: skip
@@ -56,7 +56,7 @@ def reshard(
 
 def plan_selected(
     checkpoint: Checkpoint, mesh: MeshSpec | str, wanted: Filter, *, dtype: str | None = None,
-    rules: tuple[PlacementRule, ...] = (), stages_per_rank: int | None = None,
+    rules: Sequence[PlacementRule] = (), stages_per_rank: int | None = None,
 ) -> ReshardPlan:  # fmt: skip
     """`plan_reshard` of what `wanted` selects, with floating-point weights cast to `dtype`."""
     if stages_per_rank is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,12 +22,14 @@ from titan_ckpt.errors import UsageError
 from titan_ckpt.format.codec import CODECS
 from titan_ckpt.format.manifest import RAW
 from titan_ckpt.format.names import check_step
-from titan_ckpt.location import StrPath, redact_values
+from titan_ckpt.location import StrPath, check_relative, redact_values
 from titan_ckpt.saving.replicas import Replicas
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec
 from titan_ckpt.store.base import Store
 from titan_ckpt.upkeep.retention import RetentionPolicy
+
+LONGEST_NAME = 255  # bytes of a part of a path, on every file system that is common
 
 PhaseHook = Callable[[str, int], AbstractContextManager[Any]]
 # Fractions of `timeout_s`: a rank whose store hangs must report it before the other ranks stop waiting for that rank.
@@ -104,6 +106,7 @@ class SaveRequest:
         for name, data in (self.assets or {}).items():
             check_type(name, "a name in assets", str, hint="a file name, as text")
             check_type(data, f"assets[{name!r}]", bytes, bytearray, memoryview, hint="the file's content, as bytes")
+            _check_asset_name(name, self.assets or {})
         if CheckpointKind.parse(self.kind, "kind") == CheckpointKind.FOREIGN:
             raise UsageError("kind is 'foreign'; only full and model checkpoints can be saved")
 
@@ -113,6 +116,22 @@ class SaveRequest:
             step=check_step(self.step), kind=self.kind, assets=self.assets or {}, training=redact_values(self.training or {}),
             config=redact_values(self.config or {}), user=redact_values(self.user or {}),
         )  # fmt: skip
+
+
+def _check_asset_name(name: str, others: Container[str]) -> None:
+    """UsageError for a name that no file in the step's folder can have."""
+    try:
+        parts = check_relative(name).split("/")
+    except UsageError:
+        parts = []
+    above = next(("/".join(parts[:depth]) for depth in range(1, len(parts)) if "/".join(parts[:depth]) in others), "")
+    if above:
+        raise UsageError(f"assets: {above!r} is a file and the folder of {name!r}, too; rename one of them")
+    if not parts or max(len(part.encode("utf-8", "replace")) for part in parts) > LONGEST_NAME:
+        raise UsageError(
+            f"assets: {name[:80]!r} cannot be the name of a file: give a relative path such as 'tokenizer.json', without "
+            f"'..' and backslashes, each part of at most {LONGEST_NAME} bytes"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

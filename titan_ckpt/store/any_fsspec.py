@@ -37,6 +37,7 @@ from titan_ckpt.location import check_relative, normalise, redact, redact_text, 
 from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, retry
 from titan_ckpt.store.clients.extras import missing_library
 from titan_ckpt.store.clients.fsspec_settings import checked_options
+from titan_ckpt.store.deadline import first_answer_limit_s
 from titan_ckpt.store.fsspec_errors import translate
 from titan_ckpt.store.time_limit import HungStoreError, call_within, on_a_thread
 
@@ -66,7 +67,7 @@ class FsspecStore(Store):
     def __init__(self, url: str, policy: RetryPolicy, *, filesystem: Any = None, **options: Any) -> None:
         super().__init__(url if filesystem is not None else normalise(url))
         self._policy = policy
-        self._in_memory = scheme(self.url) == "memory"
+        self._in_memory, self._is_answered = scheme(self.url) == "memory", False
         if filesystem is not None:
             self._fs, root = filesystem, filesystem._strip_protocol(self.url)
         else:
@@ -234,7 +235,7 @@ class FsspecStore(Store):
         """Names and details of what is directly inside a folder; none if there is no such folder."""
         full = self._folder(prefix)
         try:
-            return self._call(prefix, lambda: self._ls(full))
+            return self._call(prefix, lambda: self._ls(full), is_quick=True)
         except NotFoundError:
             return []
 
@@ -258,7 +259,7 @@ class FsspecStore(Store):
             return None
 
     def stat(self, path: str) -> ObjectInfo:
-        return self._call(path, lambda: self._stated(path))
+        return self._call(path, lambda: self._stated(path), is_quick=True)
 
     def _stated(self, path: str) -> ObjectInfo:
         self._fs.invalidate_cache()
@@ -293,14 +294,14 @@ class FsspecStore(Store):
         known = next((str(info[key]).strip('"') for key in _VERSION_KEYS if info.get(key)), None)
         return ObjectInfo(path=path, size_bytes=size, modified_s=modified_s, version=known or f"{modified_s!r}-{size}")
 
-    def _call(self, path: str, action: Callable[[], T]) -> T:
-        """Run `action` with retries, its errors translated to ours."""
-        return retry(lambda: self._confirmed(path, action), self._policy, what=self.where(path))
+    def _call(self, path: str, action: Callable[[], T], *, is_quick: bool = False) -> T:
+        """Run `action` with retries, its errors translated to ours. `is_quick`: the first answer to it is due soon."""
+        return retry(lambda: self._confirmed(path, action, is_quick=is_quick), self._policy, what=self.where(path))
 
-    def _confirmed(self, path: str, action: Callable[[], T]) -> T:
+    def _confirmed(self, path: str, action: Callable[[], T], *, is_quick: bool) -> T:
         """Run `action`; NotFoundError only if the folder of `path` does not list it either."""
         try:
-            return self._translated(path, action)
+            return self._translated(path, action, is_quick=is_quick)
         except NotFoundError as error:
             if not isinstance(error, _NotAFileError) and self._is_listed(self._folder(path)):
                 raise TransientStoreError(f"{self.where(path)}: said to be missing, but its folder lists it") from error
@@ -321,13 +322,17 @@ class FsspecStore(Store):
         except StoreError:
             return False  # a folder that cannot be listed at all contradicts nothing
 
-    def _translated(self, path: str, action: Callable[[], T]) -> T:
+    def _translated(self, path: str, action: Callable[[], T], *, is_quick: bool = False) -> T:
+        deadline_s = self._policy.deadline_s
+        limit_s = first_answer_limit_s(deadline_s) if is_quick and not self._is_answered else deadline_s
         try:
-            return action() if self._in_memory else call_within(self._policy.deadline_s, action, what=self.where(path))
+            result = action() if self._in_memory else call_within(limit_s, action, what=self.where(path))
         except TitanError:
             raise
         except Exception as error:
             raise self._as_ours(error, self.where(path)) from error
+        self._is_answered = True
+        return result
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{check_relative(path)}".removeprefix(

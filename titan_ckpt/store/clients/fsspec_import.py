@@ -15,7 +15,8 @@ def import_fsspec() -> None:
         raise
     except Exception as error:  # whatever its parsers raise
         folder = os.environ.get("FSSPEC_CONFIG_DIR") or os.path.join(os.path.expanduser("~"), ".config", "fsspec")
-        line = f", line {error.lineno}" if isinstance(getattr(error, "lineno", None), int) else ""
+        number = getattr(error, "lineno", None)
+        line = f", line {number}" if isinstance(number, int) else ""
         raise ConfigError(
             f"{folder}: fsspec cannot read a file there ({type(error).__name__}{line}); mend the .json and .ini files in it, "
             "or move them away"

@@ -62,6 +62,8 @@ def using(options: Options, *urls: object) -> Iterator[None]:
     check_type(
         options, "storage_options", Mapping, hint="a mapping of options, such as {'endpoint_url': 'https://...'}"
     )
+    for name in options:
+        check_type(name, "a name in storage_options", str, hint="an option's name, as text")
     if not any(isinstance(url, str | os.PathLike) and scheme(os.fsdecode(url)) != "file" for url in urls):
         raise UsageError(
             "storage_options are given, but no URL of a store that takes options: local folders have none, and what is open "

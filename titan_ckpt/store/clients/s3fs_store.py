@@ -107,6 +107,8 @@ def _arguments(asked: Mapping[str, Any]) -> dict[str, Any]:
     asked = dict(asked)
     if asked.get("s3_additional_kwargs"):
         check_parameters(asked["s3_additional_kwargs"], "s3fs")
+        if "RequestPayer" in asked["s3_additional_kwargs"]:
+            asked["requester_pays"] = True  # s3fs leaves it out of the calls of a multipart upload otherwise
     client = {"region_name": asked.pop("region", None), "verify": asked.pop("verify", None)}
     config = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S, **asked.pop("config_kwargs", {})}
     asked["client_kwargs"] = {name: value for name, value in client.items() if value is not None}
