@@ -164,6 +164,6 @@ def test_wrong_arguments_of_functions_say_what_to_give(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_bad_name_of_an_asset_is_refused_first(assets: dict[str, bytes], tmp_path: Path) -> None:
-    with titan_ckpt.Saver(tmp_path / "run") as saver, pytest.raises(UsageError, match="assets: "):
+    with titan_ckpt.Saver(tmp_path / "run") as saver, pytest.raises(SaveError, match="assets: "):
         saver.save_now({"w": torch.ones(3)}, step=5, assets=assets)
     assert not (tmp_path / "run" / "step-00000005").exists()
