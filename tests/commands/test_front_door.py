@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 
 from titan_ckpt.cli import main as command_line
 from titan_ckpt.cli.examine import machine, torch_runtime
 from titan_ckpt.cli.main import COMMANDS, build_parser, main
+from titan_ckpt.saving.saver import save
 from titan_ckpt.trainer.config.recipes import recipes
 from titan_ckpt.trainer.config.settings import comments, schema, tables
 from titan_ckpt.trainer.config.toml_records import resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from tools.docs.settings_docs import reference
-from tools.paths import CONFIGS, DOCS
+from tools.paths import CONFIGS, DOCS, ROOT
 
 
 def test_recipes_are_the_configs_of_the_repository() -> None:
@@ -195,3 +198,23 @@ def test_doctor_says_what_fails_and_how_to_mend_it(
 def test_flags_after_two_dashes_are_left_to_the_command() -> None:
     assert command_line._in_order(["ls", "--", "-v"]) == ["ls", "--", "-v"]
     assert command_line._in_order(["--json", "ls", "x", "-v"]) == ["-v", "ls", "x", "--json"]
+
+
+def test_a_copy_that_is_only_planned_is_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(str(tmp_path / "run"), {"w": torch.ones(4)}, step=3)
+    words = ["cp", str(tmp_path / "run"), str(tmp_path / "copy"), "--json"]
+    assert main([*words, "-n"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert not (tmp_path / "copy").exists()
+    assert main(words) == 0
+    copied = json.loads(capsys.readouterr().out)
+    assert (planned["is_copied"], copied["is_copied"]) == (False, True)
+    assert planned["copied_bytes"] == copied["copied_bytes"]
+
+
+def test_the_page_for_bots_names_every_command_that_only_reads() -> None:
+    text = (DOCS / "bots.md").read_text()
+    commands = {"ls", "inspect", "verify", "diff", "reshard", "cp", "prune", "debug", "doctor", "config"}
+    assert all(f"`titan-ckpt {name} " in text for name in commands)
+    for path in re.findall(r"\]\(([^)]+)\)", (ROOT / "llms.txt").read_text()):
+        assert (ROOT / path).exists(), path
