@@ -224,7 +224,8 @@ def test_keys_that_would_be_confused_are_refused_by_name(tmp_path: Path, state: 
 def _does_not_fit_on_rank_1(rank: int, url: str) -> tuple[str, bool]:
     mesh = init_device_mesh("cpu", (2,))
     save(url, {"a": DTensor.from_local(torch.ones(2), mesh, [Shard(0)]), "b": torch.ones(3)}, step=1)
-    state = {"a": DTensor.from_local(torch.full((2,), 9.0), mesh, [Shard(0)]), "b": torch.full((3 + rank,), 9.0)}
+    state: dict[str, Any] = {"a": DTensor.from_local(torch.full((2,), 9.0), mesh, [Shard(0)])}
+    state["b"] = torch.full((3 + rank,), 9.0)
     try:
         load(url, state)
     except TitanError as error:
