@@ -121,7 +121,7 @@ PROMISES = (
     _train("stall of a save from the GPU, over the copy alone", "<= 1.25 x", "trainer gpu", "^a save", GPU),
     _lines("lines of the model", 350, "trainer/model/decoder.py"),
     _lines("lines of parallelize", 300, "trainer/parallel/parallelize.py"),
-    _lines("lines of the loop", 250, "trainer/run/loop.py"),
+    _lines("lines of the loop", 250, "trainer/job/loop.py"),
     _tested("train", "sample order over 4 -> 2 -> 3 -> 8 ranks; an agent killed and back", "exact", "trainer/test_elastic.py"),
     _tested("train", "memory estimate against torchtitan's tables", "within 10 %", "trainer/test_estimate.py"),
     _train("metrics and recorder, of a step of 100 ms", "<= 1 %", "trainer overhead"),

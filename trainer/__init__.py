@@ -1,4 +1,88 @@
-"""The parallel trainer. Rooms, top down: run, launch, data, config, parallel and report, model; `device_mesh` below them all."""
+"""The parallel trainer, and what its users build on.
+
+    run("my.toml", model=my_spec)          # or: titan-ckpt train my.toml --module my_model.py
+
+A model of one's own is a `ModelSpec`: how to build it, and by patterns of FQNs how each kind of parallelism divides it. `Loss`,
+`DataSource` and the others are protocols: any object with these methods will do. docs/extending.md leads through all of them.
+
+Rooms, top down: job, launch, data, config, parallel and report, model; device_mesh and seams below them all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 if __name__ != "titan_ckpt.trainer":
     raise ImportError("import titan_ckpt.trainer: the folder trainer/ installs only as a part of titan_ckpt")
+
+from titan_ckpt.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from titan_ckpt.trainer.job.job import Outcome
+    from titan_ckpt.trainer.job.start import run
+    from titan_ckpt.trainer.model.attention import Attend, SdpaAttend
+    from titan_ckpt.trainer.model.head import LmHead
+    from titan_ckpt.trainer.parallel.initialize import fill_initial
+    from titan_ckpt.trainer.seams.data import DataSource
+    from titan_ckpt.trainer.seams.loss import CrossEntropy, Loss, LossInModel
+    from titan_ckpt.trainer.seams.model import (
+        Colwise,
+        Constant,
+        Head,
+        ModelSpec,
+        Normal,
+        Region,
+        Rowwise,
+        Shared,
+        Vocab,
+        Whole,
+    )
+
+__all__ = [
+    "Attend",
+    "Colwise",
+    "Constant",
+    "CrossEntropy",
+    "DataSource",
+    "Head",
+    "LmHead",
+    "Loss",
+    "LossInModel",
+    "ModelSpec",
+    "Normal",
+    "Outcome",
+    "Region",
+    "Rowwise",
+    "SdpaAttend",
+    "Shared",
+    "Vocab",
+    "Whole",
+    "fill_initial",
+    "run",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Attend": "model.attention",
+        "Colwise": "seams.model",
+        "Constant": "seams.model",
+        "CrossEntropy": "seams.loss",
+        "DataSource": "seams.data",
+        "Head": "seams.model",
+        "LmHead": "model.head",
+        "Loss": "seams.loss",
+        "LossInModel": "seams.loss",
+        "ModelSpec": "seams.model",
+        "Normal": "seams.model",
+        "Outcome": "job.job",
+        "Region": "seams.model",
+        "Rowwise": "seams.model",
+        "SdpaAttend": "model.attention",
+        "Shared": "seams.model",
+        "Vocab": "seams.model",
+        "Whole": "seams.model",
+        "fill_initial": "parallel.initialize",
+        "run": "job.start",
+    },
+)

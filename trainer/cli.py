@@ -16,13 +16,20 @@ from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.errors import INTERNAL, ConfigError, TitanError, UsageError
 from titan_ckpt.location import join
+<<<<<<< HEAD
 from titan_ckpt.trainer.config.recipes import find_config, recipe_of
+=======
+from titan_ckpt.trainer.config.extension import Extension, load_extension
+>>>>>>> f71805e (trainer: train models, losses and data from outside)
 from titan_ckpt.trainer.config.toml_records import Resolved, as_dict, render, resolve
-from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, resolve_mesh
+from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, config_type, resolve_mesh
 from titan_ckpt.trainer.data.batches import reader_of
 from titan_ckpt.trainer.data.corpus import list_files
 from titan_ckpt.trainer.data.token_files import pretokenise
 from titan_ckpt.trainer.data.tokenizer import open_tokenizer
+from titan_ckpt.trainer.job.job import EndReason
+from titan_ckpt.trainer.job.rank_process import RankProcess
+from titan_ckpt.trainer.job.setup import run_rank
 from titan_ckpt.trainer.launch.estimate import estimate_training, format_estimate, save_schedule
 from titan_ckpt.trainer.launch.launch import (
     end_with_launcher,
@@ -36,9 +43,6 @@ from titan_ckpt.trainer.launch.launch import (
 from titan_ckpt.trainer.launch.preflight import preflight
 from titan_ckpt.trainer.model.lora import export_adapter
 from titan_ckpt.trainer.report.logs import run_folder
-from titan_ckpt.trainer.run.job import EndReason
-from titan_ckpt.trainer.run.rank_process import RankProcess
-from titan_ckpt.trainer.run.setup import run_rank
 
 EPILOG = """\
 Starts as many ranks as the mesh has; with mesh.dp_shard = -1 it is --nproc, or one per accelerator. Under torchrun it starts
@@ -46,11 +50,20 @@ none. On SIGTERM and SIGINT it commits a last checkpoint and exits with code 130
 other codes as failures, but with 130 on nodes that were not asked to stop, so that they restart.
 
 examples:
+<<<<<<< HEAD
   titan-ckpt train tiny --set save.url=s3://bucket/run --set save.every=20
   titan-ckpt train tiny --set mesh.dp_shard=2 --set mesh.tp=2
   titan-ckpt train my-run.toml --set data.source=s3://corpus/*.jsonl.zst --pretokenise s3://corpus/tokens
   titan-ckpt train llama3_70b --nproc 256 --estimate
   torchrun --nnodes=8 --nproc-per-node=8 ... -m titan_ckpt train my-run.toml
+=======
+  titan-ckpt train configs/tiny.toml --set save.url=s3://bucket/run --set save.every=20
+  titan-ckpt train configs/tiny.toml --set mesh.dp_shard=2 --set mesh.tp=2
+  titan-ckpt train configs/llama3_8b.toml --set data.source=s3://corpus/*.jsonl.zst --pretokenise s3://corpus/tokens
+  titan-ckpt train configs/llama3_70b.toml --nproc 256 --estimate
+  titan-ckpt train my.toml --module my_model.py
+  torchrun --nnodes=8 --nproc-per-node=8 ... -m titan_ckpt train configs/llama3_8b.toml
+>>>>>>> f71805e (trainer: train models, losses and data from outside)
 """
 
 MAX_LOCAL_RANKS = 1024  # processes on one machine
@@ -62,6 +75,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a TOML file, or a recipe: `titan-ckpt init --list`")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="set one value; the right side is TOML"
+    )
+    parser.add_argument(
+        "--module", metavar="FILE.py", help="own model, loss, data or config tables: a file, or a module's name"
     )
     parser.add_argument(
         "--print-config", action="store_true", help="show every value and where it comes from, then stop"
@@ -130,7 +146,12 @@ def run(arguments: Namespace) -> int:
 def _resolve(arguments: Namespace) -> Resolved[TrainConfig]:
     """The config, checked; torchrun is told of an error in it, too."""
     try:
+<<<<<<< HEAD
         resolved = resolve(TrainConfig, find_config(arguments.config), arguments.set)
+=======
+        extension = load_extension(arguments.module) if arguments.module else Extension()
+        resolved = resolve(config_type(extension), arguments.config, arguments.set)
+>>>>>>> f71805e (trainer: train models, losses and data from outside)
         check_config(resolved.config)
         origins = {key: recipe_of(origin) for key, origin in resolved.origins.items()}
     except TitanError as error:
@@ -210,8 +231,13 @@ def _leave(exit_code: int) -> None:
 
 
 def _again(arguments: Namespace) -> Sequence[str]:
+<<<<<<< HEAD
     config = os.path.join(os.getcwd(), find_config(arguments.config))
     return [config, *(part for text in arguments.set for part in ("--set", text))]
+=======
+    again = [os.path.join(os.getcwd(), arguments.config), *(part for text in arguments.set for part in ("--set", text))]
+    return [*again, "--module", arguments.module] if arguments.module else again
+>>>>>>> f71805e (trainer: train models, losses and data from outside)
 
 
 TRAIN = Command(configure=configure, run=run)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.training.turns import take_turns
-from titan_ckpt.trainer.model.decoder import ModelConfig
+from titan_ckpt.trainer.model.decoder import ModelConfig, decoder
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
@@ -29,7 +29,7 @@ def main(job: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     parallel = ParallelConfig(pp=job["pp"], dp_shard=job["dp_shard"], tp=job["tp"], microbatches=job["pp"])
     mesh = mesh_spec(parallel, dist.get_world_size())
-    model = build_parallel_model(MODEL, parallel, mesh, device=torch.device("cpu"), seed=0)
+    model = build_parallel_model(decoder(MODEL), parallel, mesh, device=torch.device("cpu"), seed=0)
     optimizer = build_optimizer(model, OptimizerConfig())
     batch = job["batch_size"] // job["dp_shard"]
     valid = job["batch_size"] * job["seq_len"]
@@ -38,7 +38,7 @@ def main(job: dict[str, Any]) -> None:
         tokens = torch.randint(0, 2048, (batch, job["seq_len"] + 1))
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         optimizer.zero_grad()
-        model.forward_backward(inputs, labels, global_valid_tokens=valid)
+        model.forward_backward({"tokens": inputs, "labels": labels}, count=valid)
         model.clip_grad_norm(1.0)
         optimizer.step(1e-3)
 

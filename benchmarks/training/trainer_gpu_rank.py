@@ -13,6 +13,7 @@ import torch.distributed as dist
 from benchmarks.training.trainer_gpu import LARGE, TINY
 from benchmarks.training.turns import take_turns
 from titan_ckpt.trainer.device_mesh import BACKENDS
+from titan_ckpt.trainer.model.decoder import decoder
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import Optimizer, OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
@@ -41,20 +42,20 @@ def build_model(job: dict[str, Any], device: torch.device) -> tuple[Parallelized
         loss_chunk_tokens=LOSS_CHUNK_TOKENS,
     )
     mesh = mesh_spec(parallel, 1)
-    check_fits(config, parallel, mesh, seq_len=job["seq_len"], microbatch_size=job["samples"])
-    model = build_parallel_model(config, parallel, mesh, device=device, seed=0)
+    check_fits(decoder(config), parallel, mesh, seq_len=job["seq_len"], microbatch_size=job["samples"])
+    model = build_parallel_model(decoder(config), parallel, mesh, device=device, seed=0)
     return model, build_optimizer(model, OptimizerConfig())
 
 
 def stepper(model: Parallelized, optimizer: Optimizer, job: dict[str, Any], device: torch.device) -> Callable[[], None]:
     """Run one training step on random tokens and wait for the device."""
-    shape, vocab_size = (job["samples"], job["seq_len"] + 1), model.model.vocab_size
+    shape, vocab_size = (job["samples"], job["seq_len"] + 1), model.spec.vocab_size or 0
 
     def step() -> None:
         tokens = torch.randint(0, vocab_size, shape, device=device)
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         optimizer.zero_grad()
-        model.forward_backward(inputs, labels, global_valid_tokens=labels.numel())
+        model.forward_backward({"tokens": inputs, "labels": labels}, count=labels.numel())
         model.clip_grad_norm(1.0)
         optimizer.step(1e-4)
         synchronise(device)

@@ -16,8 +16,8 @@ from torch import Tensor
 from benchmarks.training.trainer_gpu_rank import build_model, open_device, stepper, synchronise
 from benchmarks.training.turns import take_turns
 from titan_ckpt.saving.saver import SaveOptions, Saver
-from titan_ckpt.trainer.model.decoder import local_tensor
-from titan_ckpt.trainer.run.resume import live_state
+from titan_ckpt.trainer.job.resume import live_state
+from titan_ckpt.trainer.parallel.local_weights import local_tensor
 from titan_ckpt.upkeep.retention import RetentionPolicy
 
 

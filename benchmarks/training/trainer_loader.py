@@ -17,12 +17,13 @@ from titan_ckpt.trainer.config.toml_records import resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import BatchLoader, BatchShape, Dataset, open_dataset
 from titan_ckpt.trainer.data.tokenizer import open_tokenizer
-from titan_ckpt.trainer.run.rank_process import RankProcess
-from titan_ckpt.trainer.run.setup import run_rank
+from titan_ckpt.trainer.job.rank_process import RankProcess
+from titan_ckpt.trainer.job.setup import run_rank
 from tools.paths import CONFIGS
 from tools.report import Measurement, median, spread, timed, write_section
 
 CONFIG = str(CONFIGS / "tiny.toml")
+SEQ_LEN = 256  # of the demo
 FAR, FAR_BAR_S, RATE_BAR = 10**9, 1.0, 2.0
 STEPS, ROUNDS = 8, 5
 TITLE = "The loader"
@@ -54,7 +55,7 @@ def rate(dataset: Dataset, shape: BatchShape, batches: int) -> float:
     finally:
         loader.close()
     samples = shape.accumulation * shape.microbatch_size
-    return batches * samples * dataset.seq_len / seconds
+    return batches * samples * SEQ_LEN / seconds
 
 
 def begin_far(config: TrainConfig, shape: BatchShape) -> None:

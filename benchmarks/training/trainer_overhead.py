@@ -23,13 +23,13 @@ import torch.distributed as dist
 from titan_ckpt.debug.record.recorder import Recorder
 from titan_ckpt.trainer.config.toml_records import resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig
+from titan_ckpt.trainer.job import setup
+from titan_ckpt.trainer.job.loop import Loop
+from titan_ckpt.trainer.job.meter import StepResult
+from titan_ckpt.trainer.job.rank_process import RankProcess
+from titan_ckpt.trainer.job.setup import run_rank
+from titan_ckpt.trainer.job.stop_signals import StopCode
 from titan_ckpt.trainer.report.phases import Phases
-from titan_ckpt.trainer.run import setup
-from titan_ckpt.trainer.run.loop import Loop
-from titan_ckpt.trainer.run.meter import StepResult
-from titan_ckpt.trainer.run.rank_process import RankProcess
-from titan_ckpt.trainer.run.setup import run_rank
-from titan_ckpt.trainer.run.stop_signals import StopCode
 from tools.paths import DEBUG_CONFIG
 from tools.report import Measurement, interleave, median, write_section
 

@@ -13,7 +13,7 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.converters import import_hf
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.trainer.run.resume import check_model
+from titan_ckpt.trainer.job.resume import check_model
 from tools.training.hf_shapes import from_hf
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

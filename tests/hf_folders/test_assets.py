@@ -15,7 +15,7 @@ from titan_ckpt.converters import export_hf, import_hf
 from titan_ckpt.converters.hf.assets import carry, is_carried
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.trainer.data.tokenizer import ByteTokenizer
-from titan_ckpt.trainer.run.resume import Start, kept_assets
+from titan_ckpt.trainer.job.resume import Start, kept_assets
 
 CARRIED = [
     "config.json",

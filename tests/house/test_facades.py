@@ -9,7 +9,7 @@ import pytest
 
 from tools.paths import ROOT
 
-FACADES = ("titan_ckpt", "titan_ckpt.debug", "titan_ckpt.converters")
+FACADES = ("titan_ckpt", "titan_ckpt.debug", "titan_ckpt.converters", "titan_ckpt.trainer")
 
 
 def _facade(package: str) -> ast.Module:

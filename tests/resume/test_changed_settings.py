@@ -14,8 +14,8 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.trainer.config.train_config import TrainConfig
+from titan_ckpt.trainer.job.changed_settings import EFFECTS, Effect, check_settings
 from titan_ckpt.trainer.parallel.config import ParallelConfig
-from titan_ckpt.trainer.run.changed_settings import EFFECTS, Effect, check_settings
 
 
 def records_in(kind: Any) -> list[Any]:

@@ -10,15 +10,16 @@ import torch.distributed as dist
 import xxhash
 
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.trainer.data import batches
 from titan_ckpt.trainer.device_mesh import init_rank_mesh
 from titan_ckpt.trainer.model import loss
+from titan_ckpt.trainer.model.decoder import decoder
 from titan_ckpt.trainer.model.lora import adapters_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from titan_ckpt.trainer.parallel.initialize import _GOLDEN, _key, _mix
 from titan_ckpt.trainer.parallel.optimizer import NoGradientError, OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
+from titan_ckpt.trainer.seams import loss as seams_loss
 from tools.training.curves import SMALL
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ WEIGHTS = {
 @pytest.fixture
 def model() -> Iterator[Parallelized]:
     """A small model on one rank."""
-    yield build_parallel_model(SMALL, ParallelConfig(), MeshSpec(), device=CPU, seed=3)
+    yield build_parallel_model(decoder(SMALL), ParallelConfig(), MeshSpec(), device=CPU, seed=3)
     dist.destroy_process_group()
 
 
@@ -74,7 +75,7 @@ def test_the_initial_weights_of_a_seed(model: Parallelized) -> None:
 def test_a_weight_without_a_gradient_is_named(model: Parallelized) -> None:
     optimizer, weights = build_optimizer(model, OptimizerConfig()), model.named_parameters()
     tokens = torch.arange(32).view(2, 16)
-    model.forward_backward(tokens, tokens.roll(-1, 1), global_valid_tokens=32)
+    model.forward_backward({"tokens": tokens, "labels": tokens.roll(-1, 1)}, count=32)
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     weights["model.layers.2.mlp.up_proj.weight"].grad = None
     with pytest.raises(NoGradientError, match=r"no gradient has reached model\.layers\.2\.mlp\.up_proj\.weight, so"):
@@ -88,7 +89,7 @@ def test_a_weight_without_a_gradient_is_named(model: Parallelized) -> None:
 
 
 def test_the_label_of_masked_tokens_has_one_definition() -> None:
-    assert batches.IGNORED is loss.IGNORED
+    assert loss.IGNORED is seams_loss.IGNORED
     assert torch.nn.CrossEntropyLoss().ignore_index == loss.IGNORED
 
 

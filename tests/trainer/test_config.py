@@ -13,7 +13,7 @@ from titan_ckpt.cli.main import main
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.config.toml_records import as_dict, parse_set, render, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, fixed_world_size, resolve_mesh
-from titan_ckpt.trainer.model.decoder import Decoder, LayerRange
+from titan_ckpt.trainer.model.decoder import Decoder
 from tools.paths import CONFIGS, DEBUG_CONFIG
 
 TINY = str(CONFIGS / "tiny.toml")
@@ -41,7 +41,7 @@ def test_every_config_that_is_shipped_is_valid(name: str) -> None:
 def test_a_shipped_model_has_the_size_it_is_named_for(name: str, billions: float) -> None:
     model = resolve(TrainConfig, str(CONFIGS / f"{name}.toml")).config.model
     with torch.device("meta"):
-        decoder = Decoder(model, LayerRange(0, model.n_layers))
+        decoder = Decoder(model)
     assert sum(p.numel() for p in decoder.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
 
 

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from titan_ckpt.errors import ConfigError, DataError
 from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
-from titan_ckpt.trainer.data.batches import IGNORED, BatchLoader, BatchShape, Dataset, open_dataset, unigram_entropy
+from titan_ckpt.trainer.data.batches import BatchLoader, BatchShape, Dataset, open_dataset, unigram_entropy
 from titan_ckpt.trainer.data.corpus import DocumentReader, list_files, read_documents
 from titan_ckpt.trainer.data.sample_order import BLOCK, SampleOrder, SourceSize, permuted, shares
 from titan_ckpt.trainer.data.token_files import open_tokens, pretokenise
+from titan_ckpt.trainer.data.token_source import TokenSource
 from titan_ckpt.trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, check_vocabulary, open_tokenizer
+from titan_ckpt.trainer.seams.loss import IGNORED
 
 
 def _documents(url: str, reader: DocumentReader | None = None) -> list[bytes]:
@@ -43,7 +45,7 @@ def _dataset(folder: Path, texts: list[str], *, seq_len: int = 4, seed: int = 0,
             DocumentReader(),
             str(folder / f"tokens{number}"),
         )
-        tokens.append(open_tokens(str(folder / f"tokens{number}")))
+        tokens.append(TokenSource(file=open_tokens(str(folder / f"tokens{number}")), seq_len=seq_len))
     weights = [float(number + 1) for number in range(len(texts))]
     return Dataset(tokens, weights, seq_len=seq_len, seed=seed, shuffle=True, held_out=held_out)
 
@@ -200,7 +202,7 @@ def test_the_order_is_unbroken_when_the_data_degree_goes_4_2_3_8(tmp_path: Path)
     text = "".join(chr(33 + i % 90) for i in range(4000))
     dataset = _dataset(tmp_path, [text, text[::-1]], seed=7)
     straight = [dataset.order.at(p) for p in range(4 * 12)]
-    reference = [dataset.read(place)[:-1].tolist() for place in straight]
+    reference = [dataset.read(place)["tokens"].tolist() for place in straight]
     position, seen = 0, []
     for degree in (4, 2, 3, 8):
         for rank in range(degree):
@@ -208,8 +210,8 @@ def test_the_order_is_unbroken_when_the_data_degree_goes_4_2_3_8(tmp_path: Path)
             loader = BatchLoader(dataset, shape, position=position)
             batch = next(loader)
             loader.close()
-            seen += [m.tokens_BL[0].tolist() for m in batch.microbatches if (m.labels_BL != IGNORED).any()]
-            assert batch.valid_tokens == 12 * dataset.seq_len
+            seen += [m["tokens"][0].tolist() for m in batch.microbatches if (m["labels"] != IGNORED).any()]
+            assert batch.count == 12 * 4
         position += 12
     assert seen == reference
 
@@ -217,7 +219,7 @@ def test_the_order_is_unbroken_when_the_data_degree_goes_4_2_3_8(tmp_path: Path)
 def test_labels_are_the_tokens_one_further(tmp_path: Path) -> None:
     dataset = _dataset(tmp_path, ["abcdefghijklm"], seq_len=4)
     microbatch = dataset.batch(0, BatchShape(global_batch_size=3, microbatch_size=3)).microbatches[0]
-    for tokens, labels in zip(microbatch.tokens_BL.tolist(), microbatch.labels_BL.tolist(), strict=True):
+    for tokens, labels in zip(microbatch["tokens"].tolist(), microbatch["labels"].tolist(), strict=True):
         assert labels == [t + 1 for t in tokens]
 
 
@@ -240,7 +242,9 @@ def test_fingerprint_depends_on_text_not_on_location(tmp_path: Path) -> None:
 def test_an_error_of_the_loader_thread_reaches_the_loop(tmp_path: Path) -> None:
     dataset = _dataset(tmp_path, ["abcdefghijklm"], seq_len=4)
     loader = BatchLoader(dataset, BatchShape(global_batch_size=1, microbatch_size=1), position=-(10**30))
-    dataset.tokens.clear()
+    tokens = dataset.sources
+    assert isinstance(tokens, list)
+    tokens.clear()
     with pytest.raises(IndexError):
         list(itertools.islice(loader, 5))
     loader.close()
@@ -284,8 +288,10 @@ def test_standard_library_corpus_is_tokenised_once(tmp_path: Path) -> None:
         for is_writer in (True, False)
     ]
     assert datasets[0].fingerprint == datasets[1].fingerprint
-    assert len(datasets[0].tokens[0]) > 5_000_000
-    assert 2.5 < unigram_entropy(datasets[0].tokens[0]) < 4.0
+    source = datasets[0].sources[0]
+    assert isinstance(source, TokenSource)
+    assert len(source.file) > 5_000_000
+    assert 2.5 < unigram_entropy(source.file) < 4.0
 
 
 def test_a_mixture_takes_its_sources_by_weight(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.device_mesh import INTERFACES, init_rank_mesh, one_thread_groups, pipeline_ends
-from titan_ckpt.trainer.run.control_group import ControlGroup
+from titan_ckpt.trainer.job.control_group import ControlGroup
 from tools.rank_pool import RankPool
 
 CPU = torch.device("cpu")

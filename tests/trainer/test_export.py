@@ -21,7 +21,7 @@ from titan_ckpt.converters.hf.config import spec_from_hf
 from titan_ckpt.converters.models.spec import spec_to_config
 from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.trainer.config.train_config import ExportConfig
-from titan_ckpt.trainer.run.export import Exporter, ExportOutcome
+from titan_ckpt.trainer.job.export import Exporter, ExportOutcome
 from titan_ckpt.upkeep.retention import RetentionPolicy
 from tools.paths import DEBUG_CONFIG
 

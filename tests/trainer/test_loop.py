@@ -33,12 +33,11 @@ from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.console import progress
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.store.open import open_store
-from titan_ckpt.trainer.model.decoder import ModelConfig
+from titan_ckpt.trainer.job.gc_at_steps import Collector
+from titan_ckpt.trainer.job.stop_signals import StopRequest
+from titan_ckpt.trainer.model.decoder import ModelConfig, flops_per_token
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.report.logs import RankLogging
-from titan_ckpt.trainer.report.metrics import flops_per_token
-from titan_ckpt.trainer.run.gc_at_steps import Collector
-from titan_ckpt.trainer.run.stop_signals import StopRequest
 
 LIMIT_S = 120.0
 

@@ -14,6 +14,7 @@ import torch
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
+from titan_ckpt.trainer.model.decoder import decoder
 from titan_ckpt.trainer.model.lora import LoraConfig, adapters_of, add_adapters, start_adapters
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
@@ -87,7 +88,7 @@ def test_a_first_step_from_a_base_has_the_base_s_loss(tmp_path: Path, run: Any) 
     ("sets", "message"),
     [
         (("lora.rank=4",), "resume.from is empty"),
-        (("lora.rank=4", 'lora.targets=["qproj"]', "resume.from=x"), "q_proj, k_proj"),
+        (("lora.rank=4", 'lora.targets=["qproj"]', "resume.from=x"), "choose from down_proj, gate_proj, k_proj"),
         (("lora.rank=4", "resume.from=x", "mesh.float8=rowwise"), "float8"),
     ],
 )
@@ -109,7 +110,8 @@ def _curve(_rank: int, parallel: ParallelConfig, world_size: int) -> list[float]
     mesh = mesh_spec(parallel, world_size)
     model = replace(SMALL, tied_embeddings=False)
     built = build_parallel_model(
-        model, parallel, mesh, device=torch.device("cpu"), seed=1, extend=lambda part, ranks: add_adapters(part, LORA, ranks)
+        decoder(model), parallel, mesh, device=torch.device("cpu"), seed=1,
+        extend=lambda part, plan, ranks: add_adapters(part, plan, LORA, ranks),
     )  # fmt: skip
     start_adapters(built.named_parameters())
     optimizer = build_optimizer(built, OptimizerConfig(lr=0.02), only=adapters_of(built.named_parameters()))
@@ -118,7 +120,7 @@ def _curve(_rank: int, parallel: ParallelConfig, world_size: int) -> list[float]
     each = 8 // built.data_degree
     mine = tokens[built.data_rank * each : (built.data_rank + 1) * each]
     for _ in range(4):
-        local = built.forward_backward(mine[:, :-1], mine[:, 1:], global_valid_tokens=8 * 32)
+        local = built.forward_backward({"tokens": mine[:, :-1], "labels": mine[:, 1:]}, count=8 * 32)
         losses.append(float(built.reduce_loss(local)) / (8 * 32))
         built.clip_grad_norm(1.0)
         optimizer.step(0.02)

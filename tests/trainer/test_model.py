@@ -15,10 +15,13 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.trainer.model.attention import FlexAttend
-from titan_ckpt.trainer.model.decoder import Decoder, LayerRange, ModelConfig, initial_std
+from titan_ckpt.trainer.model.decoder import Decoder, ModelConfig, decoder, initial
 from titan_ckpt.trainer.model.loss import IGNORED, TokenLoss
+from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.model.rope import RopeConfig, RopeScaling, rotate, rotation
+from titan_ckpt.trainer.model.stages import BlockRange, build_stage
 from titan_ckpt.trainer.parallel.initialize import _indices, fill_normal, normal
+from titan_ckpt.trainer.seams.model import Normal
 from tools.training.hf_shapes import SHAPES, from_hf, to_hf
 
 SEQ_LEN = 640
@@ -72,10 +75,11 @@ def load(config: ModelConfig, weights: dict[str, Tensor]) -> Decoder:
 
 
 def tiny(config: ModelConfig = TINY, seed: int = 0) -> Decoder:
-    decoder = Decoder(config)
-    for fqn, parameter in decoder.named_parameters():
-        fill_normal(parameter, fqn, initial_std(fqn, config.n_layers) or 0.5, seed, MeshSpec(), {})
-    return decoder
+    model = Decoder(config)
+    for fqn, parameter in model.named_parameters():
+        values = initial(fqn, config.n_layers)
+        fill_normal(parameter, fqn, values.std if isinstance(values, Normal) else 0.5, seed, MeshSpec(), {})
+    return model
 
 
 @pytest.mark.hf
@@ -130,7 +134,7 @@ def test_documents_do_not_see_each_other() -> None:
     first, second = torch.randint(0, 96, (2, 1, 16), generator=torch.Generator().manual_seed(0))
     packed_BS = torch.cat([first, second], dim=1)
     documents_BS = torch.tensor([[0] * 16 + [1] * 16])
-    together_BSV = decoder(packed_BS, documents_BS=documents_BS)
+    together_BSV = decoder(packed_BS, documents=documents_BS)
     torch.testing.assert_close(together_BSV[:, 16:], decoder(second), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(together_BSV[:, :16], decoder(first), atol=1e-5, rtol=1e-4)
 
@@ -146,10 +150,10 @@ def test_flex_attention_equals_sdpa_with_documents_and_a_window() -> None:
     flex = FlexAttend(20)
     flex.kernel = flex_attention  # uncompiled: compiling takes 15 s
     with torch.no_grad():
-        expected_BSV = decoder(tokens_BS, documents_BS=documents_BS)
+        expected_BSV = decoder(tokens_BS, documents=documents_BS)
         for layer in decoder.model.layers.values():
             layer.self_attn.__dict__["attend"] = flex
-        found_BSV = decoder(tokens_BS, documents_BS=documents_BS)
+        found_BSV = decoder(tokens_BS, documents=documents_BS)
     torch.testing.assert_close(found_BSV, expected_BSV, atol=1e-5, rtol=1e-4)
 
 
@@ -176,7 +180,8 @@ def test_loss_and_gradients_equal_those_of_whole_logits(chunk_tokens: int) -> No
 
 def test_stages_in_a_row_compute_what_the_whole_does() -> None:
     whole = tiny()
-    first, last = Decoder(TINY, LayerRange(0, 1)), Decoder(TINY, LayerRange(1, 2))
+    plan = plan_of(decoder(TINY))
+    first, last = (build_stage(plan, BlockRange(i, i + 1)).to_empty(device="cpu") for i in range(2))
     for stage in (first, last):
         stage.load_state_dict({fqn: p for fqn, p in whole.state_dict().items() if fqn in stage.state_dict()})
     tokens_BS = torch.arange(24).view(2, 12)
@@ -201,7 +206,7 @@ def test_the_generator_is_normal_and_its_streams_are_unrelated() -> None:
 
 
 def test_a_seed_is_another_model() -> None:
-    assert not torch.equal(tiny(seed=0).model.norm.weight, tiny(seed=1).model.norm.weight)  # type: ignore[union-attr]
+    assert not torch.equal(tiny(seed=0).model.norm.weight, tiny(seed=1).model.norm.weight)
 
 
 def test_yarn_without_an_attention_factor_derives_it() -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.trainer.model.decoder import decoder
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer, learning_rate
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
@@ -21,13 +22,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def model() -> Iterator[Parallelized]:
-    yield build_parallel_model(SMALL, ParallelConfig(), MeshSpec(), device=CPU, seed=0)
+    yield build_parallel_model(decoder(SMALL), ParallelConfig(), MeshSpec(), device=CPU, seed=0)
     dist.destroy_process_group()
 
 
 def one_backward(model: Parallelized) -> None:
     tokens = torch.arange(32).view(2, 16)
-    model.forward_backward(tokens, tokens.roll(-1, 1), global_valid_tokens=32)
+    model.forward_backward({"tokens": tokens, "labels": tokens.roll(-1, 1)}, count=32)
 
 
 def test_steps_equal_torchs_own_adamw(model: Parallelized) -> None:

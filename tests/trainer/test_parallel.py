@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.trainer.model.decoder import Decoder, LayerRange
+from titan_ckpt.trainer.model.decoder import Decoder, decoder
+from titan_ckpt.trainer.model.stages import BlockRange
 from titan_ckpt.trainer.parallel.config import (
     ParallelConfig,
     PipelineSchedule,
@@ -29,7 +30,6 @@ from tools.training.curves import EVERYTHING, SMALL, Curve, CurveCase, relative_
 from tools.training.mesh_cases import MEMORY, MESHES, PRECISIONS, SCHEDULES, mesh
 
 FP32_BAR = 1e-5
-DEEP = replace(SMALL, n_layers=8)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_degrees_that_do_not_make_the_world_are_refused(options: Any, world_size
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tp": 8}, r"key/value heads 4 / tp 8 = 0.50"),
+    ({"tp": 8}, r"model.layers.0.self_attn.q_proj.weight: key/value heads 4 / tp 8 = 0.50"),
     ({"cp": 5}, r"seq_len 48 / 2 x cp .* 10 = 4.80"),
     ({"pp": 5}, r"4 layers over 5 stages leaves a stage without a layer: \[1, 1, 1, 1, 0\]"),
     ({"pp": 2, "pp_layers_per_stage": (2, 3)}, r"adds up to 5, the model has 4"),
@@ -180,8 +180,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"activation_checkpoint": "budget"}, r"set compile=true"),
     ({"float8": "rowwise", "float8_all_gather": True}, r"float8_all_gather needs float8=tensorwise, not 'rowwise'"),
     ({"async_tp": True}, r"set all three"),
-    ({"float8": "rowwise", "tp": 4}, r"float8: ffn_dim 96 / the alignment 16 x tp 4 = 64 = 1.50"),
-    ({"float8": "mxfp8", "tp": 2}, r"float8: ffn_dim 96 / the alignment 32 x tp 2 = 64 = 1.50"),
+    (
+        {"float8": "rowwise", "tp": 4},
+        r"float8: model.layers.0.self_attn.k_proj: outputs 32 / the alignment 16 x tp 4 = 64 = 0.50",
+    ),
+    (
+        {"float8": "mxfp8", "tp": 2},
+        r"float8: model.layers.0.self_attn.k_proj: outputs 32 / the alignment 32 x tp 2 = 64 = 0.50",
+    ),
     (
         {"float8": "mxfp8", "pp": 4, "microbatches": 8},
         r"float8: tokens of a forward 48 / the alignment 32 x cp 1 = 32 = 1.50",
@@ -198,15 +204,15 @@ def test_what_does_not_divide_is_refused_with_the_arithmetic(options: dict[str, 
     parallel = ParallelConfig(**{"dp_shard": 1} | options)
     degrees = {axis: getattr(parallel, axis) for axis in ("pp", "cp", "tp")}
     with pytest.raises(ConfigError, match=message):
-        check_fits(SMALL, parallel, MeshSpec.of(degrees), seq_len=48, microbatch_size=8)
+        check_fits(decoder(SMALL), parallel, MeshSpec.of(degrees), seq_len=48, microbatch_size=8)
 
 
 def test_tied_embeddings_are_refused_on_v_shaped_schedules() -> None:
     with pytest.raises(
-        ConfigError, match=r"tied_embeddings with ZBVZeroBubble: a rank would have first and last stage"
+        ConfigError, match=r"tied weights .lm_head.weight. with ZBVZeroBubble: a rank would have first and last stage"
     ):
         check_fits(
-            replace(SMALL, tied_embeddings=True), mesh(pp=2, pp_schedule="ZBVZeroBubble"), MeshSpec.parse("pp=2"),
+            decoder(replace(SMALL, tied_embeddings=True)), mesh(pp=2, pp_schedule="ZBVZeroBubble"), MeshSpec.parse("pp=2"),
             seq_len=48, microbatch_size=8,
         )  # fmt: skip
 
@@ -222,13 +228,13 @@ def test_mxfp8_is_refused_on_an_accelerator_that_lacks_it(monkeypatch: pytest.Mo
     with torch.device("meta"):
         part = Decoder(SMALL)
     with pytest.raises(ConfigError, match=r"needs compute capability 10.0 or 10.3; NVIDIA H200 has 9.0"):
-        apply_float8(part, mesh(float8="mxfp8"), torch.device("cuda"))
+        apply_float8(dict(part.named_children()), mesh(float8="mxfp8"), torch.device("cuda"))
 
 
 def test_layers_are_cut_evenly_or_by_list() -> None:
     two, four = MeshSpec.parse("pp=2"), MeshSpec.parse("pp=4")
-    assert layer_ranges(SMALL, mesh(pp=2), two) == [LayerRange(0, 2), LayerRange(2, 4)]
-    assert layer_ranges(DEEP, mesh(pp=4, pp_layers_per_stage=(1, 3, 3, 1)), four)[1] == LayerRange(1, 4)
+    assert layer_ranges(4, mesh(pp=2), two) == [BlockRange(0, 2), BlockRange(2, 4)]
+    assert layer_ranges(8, mesh(pp=4, pp_layers_per_stage=(1, 3, 3, 1)), four)[1] == BlockRange(1, 4)
     assert num_stages(mesh(pp=2, pp_schedule="Interleaved1F1B"), two) == 4
 
 

@@ -23,12 +23,12 @@ from titan_ckpt.loading.load import load
 from titan_ckpt.loading.policy import LoadPolicy, LoadReport
 from titan_ckpt.loading.read_plan import ReadPlan
 from titan_ckpt.sharding.placement import Box
-from titan_ckpt.trainer.model.decoder import ModelConfig
+from titan_ckpt.trainer.job.control_group import ControlGroup
+from titan_ckpt.trainer.job.resume import Start, TrainingProgress, open_for, restore
+from titan_ckpt.trainer.model.decoder import ModelConfig, decoder
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
-from titan_ckpt.trainer.run.control_group import ControlGroup
-from titan_ckpt.trainer.run.resume import Start, TrainingProgress, open_for, restore
 from tools.paths import DEBUG_CONFIG
 from tools.rank_pool import RankPool
 from tools.training.hf_shapes import to_hf
@@ -172,7 +172,9 @@ def pool() -> Iterator[RankPool]:
 def _go_on(_rank: int, name: str, mesh: str, url: str, model_only: bool) -> tuple[TrainingProgress, list[float]]:
     """Resume from `url` on a mesh of this pool; returns the losses of the steps that torchtitan took after its save."""
     model = MODELS[name]
-    ranks = build_parallel_model(model, MESHES[mesh], mesh_spec(MESHES[mesh], 4), device=torch.device("cpu"), seed=5)
+    ranks = build_parallel_model(
+        decoder(model), MESHES[mesh], mesh_spec(MESHES[mesh], 4), device=torch.device("cpu"), seed=5
+    )
     optimizer = build_optimizer(ranks, OPTIMIZER)
     start = Start(checkpoint=open_for(model, url), model_only=model_only)
     control = ControlGroup(timeout_s=60)
@@ -181,7 +183,7 @@ def _go_on(_rank: int, name: str, mesh: str, url: str, model_only: bool) -> tupl
     for step in range(BEFORE, BEFORE + AFTER):
         size = BATCH // ranks.data_degree
         mine = tokens(step)[ranks.data_rank * size :][:size]
-        loss = ranks.forward_backward(mine[:, :-1], mine[:, 1:].clone(), global_valid_tokens=BATCH * LENGTH)
+        loss = ranks.forward_backward({"tokens": mine[:, :-1], "labels": mine[:, 1:].clone()}, count=BATCH * LENGTH)
         optimizer.step(OPTIMIZER.lr)
         optimizer.zero_grad()
         losses.append(float(ranks.reduce_loss(loss)) / (BATCH * LENGTH))

@@ -81,7 +81,7 @@ def test_a_job_whose_ranks_were_killed_just_now_is_not_running(finished: Inciden
 
 
 def test_only_lines_of_our_trainer_are_shortened_when_narrow() -> None:
-    ours = "2026-11-21 07:46:55,442 WARNING [rank 0 dp_shard0 tp0] titan_ckpt.trainer.run.loop: step 3: slow"
+    ours = "2026-11-21 07:46:55,442 WARNING [rank 0 dp_shard0 tp0] titan_ckpt.trainer.job.loop: step 3: slow"
     assert shortened(ours, 78) == "07:46:55,442 WARNING loop: step 3: slow"
     assert shortened(ours, 138) == ours
     for other in ("2026-11-21 02:07:01.495 [rank3] INFO step 0 start", "[W1121 11:09:46.106 x.cpp:113] [c10d] y", ""):

@@ -14,8 +14,9 @@ from tools.paths import ROOT
 
 PACKAGES = ("titan_ckpt", "converters", "debug", "trainer", "tui")
 IMPORTERS = ("import_module", "__import__", "find_spec", "resolve_name", "run_module")
-# The first serves the lazy names of the three packages with a public interface, the second has a list of torchao's classes.
-MAY_IMPORT_BY_NAME = ("titan_ckpt.lazy", "titan_ckpt.checkpoint.subclasses")
+# The first serves the lazy names of the four packages with a public interface, the second has a list of torchao's
+# classes, the third imports a module that the user names.
+MAY_IMPORT_BY_NAME = ("titan_ckpt.lazy", "titan_ckpt.checkpoint.subclasses", "titan_ckpt.trainer.config.extension")
 
 MAX_FILES = 16
 MAX_FILE_LINES = 400

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 WIDTH = 110
-PACKAGES = ("titan_ckpt", "titan_ckpt.debug", "titan_ckpt.converters")
+PACKAGES = ("titan_ckpt", "titan_ckpt.debug", "titan_ckpt.converters", "titan_ckpt.trainer")
 # Types that public functions return or raise, by module; not exported, since users never construct them.
 RECORDS = {
     "titan_ckpt.saving.options": ("SaveHandle", "SaverMetrics"),

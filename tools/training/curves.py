@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from titan_ckpt.trainer.model.decoder import ModelConfig
+from titan_ckpt.trainer.model.decoder import ModelConfig, decoder
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
@@ -54,10 +54,10 @@ def train(rank: int, run: CurveCase) -> Curve:  # noqa: ARG001 - the pool passes
     """The curve on this rank."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_spec(run.parallel, world_size)
-    model = build_parallel_model(run.model, run.parallel, mesh, device=torch.device("cpu"), seed=run.seed)
+    model = build_parallel_model(decoder(run.model), run.parallel, mesh, device=torch.device("cpu"), seed=run.seed)
     optimizer = build_optimizer(model, OptimizerConfig(lr=run.lr))
     size = run.batch_size // run.accumulate // model.data_degree
-    check_fits(run.model, run.parallel, mesh, seq_len=run.seq_len, microbatch_size=size)
+    check_fits(decoder(run.model), run.parallel, mesh, seq_len=run.seq_len, microbatch_size=size)
     generator = torch.Generator().manual_seed(run.seed)
     losses, norms = [], []
     for step in range(run.steps + 1):
@@ -71,13 +71,9 @@ def train(rank: int, run: CurveCase) -> Curve:  # noqa: ARG001 - the pool passes
         for part in range(run.accumulate):
             start = (part * model.data_degree + model.data_rank) * size
             mine = slice(start, start + size)
-            docs = documents[mine] if run.has_documents else None
-            if step == run.steps:
-                total += model.forward_loss(tokens[mine, :-1], labels[mine], documents_BS=docs)
-            else:
-                total += model.forward_backward(
-                    tokens[mine, :-1], labels[mine], global_valid_tokens=valid, documents_BS=docs
-                )
+            batch = {"tokens": tokens[mine, :-1], "labels": labels[mine]}
+            batch |= {"documents": documents[mine]} if run.has_documents else {}
+            total += model.forward_loss(batch) if step == run.steps else model.forward_backward(batch, count=valid)
         losses.append(float(model.reduce_loss(total)) / valid)
         if step < run.steps:
             norms.append(float(model.clip_grad_norm(1.0)))

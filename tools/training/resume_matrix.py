@@ -16,16 +16,19 @@ from titan_ckpt.saving.saver import SaveOptions, save
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.state.state_dict import as_bytes, detached_shard
 from titan_ckpt.trainer.config.toml_records import as_dict
+from titan_ckpt.trainer.job.control_group import ControlGroup
+from titan_ckpt.trainer.job.resume import Start, TrainingProgress, live_state, pipeline_record, restore, training_record
+from titan_ckpt.trainer.model.decoder import decoder
+from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import Optimizer, OptimizerConfig, build_optimizer, learning_rate
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
-from titan_ckpt.trainer.run.control_group import ControlGroup
-from titan_ckpt.trainer.run.resume import Start, TrainingProgress, live_state, pipeline_record, restore, training_record
 from tools.training.curves import SMALL
 
 # Sizes not divisible by 4, so that shards are uneven.
 MODEL = replace(SMALL, vocab_size=130, ffn_dim=98)
+SPEC = decoder(MODEL)
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=4)
 BATCH, SEQ_LEN, SEED = 8, 24, 1
 STEPS_BEFORE, STEPS_AFTER = 6, 10
@@ -63,7 +66,7 @@ class _Job:
         size = BATCH // self.parallelized.data_degree
         mine = tokens[self.parallelized.data_rank * size :][:size]
         loss = self.parallelized.forward_backward(
-            mine[:, :-1], mine[:, 1:].clone(), global_valid_tokens=BATCH * SEQ_LEN
+            {"tokens": mine[:, :-1], "labels": mine[:, 1:].clone()}, count=BATCH * SEQ_LEN
         )
         self.parallelized.clip_grad_norm(1.0)
         self.optimizer.step(learning_rate(OPTIMIZER, progress.step, STEPS_BEFORE + STEPS_AFTER))
@@ -88,7 +91,7 @@ def _job(parallel: ParallelConfig) -> _Job:
     if parallel not in _jobs:
         world_size = torch.distributed.get_world_size()
         parallelized = build_parallel_model(
-            MODEL, parallel, mesh_spec(parallel, world_size), device=torch.device("cpu"), seed=SEED
+            SPEC, parallel, mesh_spec(parallel, world_size), device=torch.device("cpu"), seed=SEED
         )
         optimizer = build_optimizer(parallelized, OPTIMIZER)
         _jobs[parallel] = _Job(parallelized=parallelized, optimizer=optimizer, control=ControlGroup(timeout_s=60))
@@ -105,7 +108,7 @@ def train_and_save(_rank: int, parallel: ParallelConfig, url: str) -> None:
         url,
         live_state(job.parallelized, job.optimizer),
         step=progress.step,
-        options=SaveOptions(mesh=mesh, pipeline=pipeline_record(MODEL, parallel, mesh), timeout_s=60),
+        options=SaveOptions(mesh=mesh, pipeline=pipeline_record(plan_of(SPEC), parallel, mesh), timeout_s=60),
         training=training_record(progress, fingerprint=_FINGERPRINT, seed=SEED, lr=rate),
         config={"model": as_dict(MODEL)},
     )

@@ -35,10 +35,15 @@ class Resolved(Generic[T]):
 def resolve(kind: type[T], path: str, sets: Sequence[str] = ()) -> Resolved[T]:
     """Read `path` with its bases, apply `sets` (`key=value`, the value in TOML), and check every key and type."""
     tree, origins = read_file(path)
+    merge_sets(tree, sets, origins)
+    return Resolved(config=build_record(kind, tree, origins), origins=origins)
+
+
+def merge_sets(tree: Tree, sets: Sequence[str], origins: Origins) -> None:
+    """Lay `key=value` texts over `tree`, in place."""
     for text in sets:
         key, value = parse_set(text)
         merge_tables(tree, _nest(key, value), origins, f"--set {key}")
-    return Resolved(config=build_record(kind, tree, origins), origins=origins)
 
 
 def read_file(path: str, _chain: tuple[str, ...] = ()) -> tuple[Tree, Origins]:

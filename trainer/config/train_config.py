@@ -2,7 +2,7 @@
 
 | table          | content |
 |----------------|---------------|
-| `[model]`      | the decoder's shape: `model.decoder.ModelConfig` |
+| `[model]`      | the decoder's shape: `model.decoder.ModelConfig`, or the record of an extension's model |
 | `[mesh]`       | degrees of pp, dp_replicate, dp_shard, cp, tp and the methods: `parallel.config.ParallelConfig` |
 | `[data]`       | where text comes from and how it becomes samples: `DataConfig` |
 | `[optimizer]`  | AdamW and the learning rate: `parallel.optimizer.OptimizerConfig` |
@@ -20,17 +20,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.location import check_writable, parse_location
 from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.trainer.config.extension import Extension, NoSettings, check_tables
 from titan_ckpt.trainer.config.ranges import check_ranges
 from titan_ckpt.trainer.model.decoder import ModelConfig
-from titan_ckpt.trainer.model.lora import LoraConfig, check_lora
+from titan_ckpt.trainer.model.lora import LoraConfig, check_lora, check_targets
+from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig
+from titan_ckpt.trainer.seams.model import ModelSpec
 
 Format: TypeAlias = Literal["auto", "text", "jsonl", "tokens"]
 
@@ -158,6 +162,8 @@ class DebugConfig:
 class TrainConfig:
     """The whole config. Only `[model]` is required."""
 
+    extension: ClassVar[Extension] = Extension()
+
     model: ModelConfig
     mesh: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -171,11 +177,42 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
+    @property
+    def spec(self) -> ModelSpec:
+        """The model of `[model]`."""
+        return self.extension.spec(self.model)
+
+
+def config_type(extension: Extension) -> type[TrainConfig]:
+    """The config with an extension's tables: `[model]` is its model's record, its own tables come last."""
+    if extension.is_empty:
+        return TrainConfig
+    check_tables(extension, tuple(f.name for f in dataclasses.fields(TrainConfig)))
+    record = extension.model_record()
+    tables: list[tuple[str, type, object]] = [("model", record, field(default_factory=record, kw_only=True))]
+    if record is not NoSettings and _has_required(record):
+        tables = [("model", record, field(kw_only=True))]
+    for name, table in extension.tables.items():
+        own = field(kw_only=True) if _has_required(table) else field(default_factory=table, kw_only=True)
+        tables.append((name, table, own))
+    return dataclasses.make_dataclass(
+        "ExtendedConfig", tables, bases=(TrainConfig,), frozen=True, kw_only=True, slots=True,
+        namespace={"extension": extension},
+    )  # fmt: skip
+
+
+def _has_required(record: type) -> bool:
+    fields = dataclasses.fields(record)
+    return any(f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING for f in fields)
+
 
 def check_config(config: TrainConfig) -> None:
     """Raise ConfigError for values that are wrong on any mesh."""
     check_ranges(config)
-    _check_data(config.data)
+    _check_data(config.data, has_own=config.extension.data is not None)
+    if config.lora.rank:
+        check_targets(config.lora, plan_of(config.spec))
+    _check_own_model(config)
     check_lora(config.lora, base=config.resume.from_, float8=config.mesh.float8)
     for name in ("trace_steps", "profile_steps", "memory_steps"):
         first, last = getattr(config.log, name)
@@ -225,7 +262,16 @@ def _check_destination(name: str, url: str) -> None:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _check_data(data: DataConfig) -> None:
+def _check_own_model(config: TrainConfig) -> None:
+    if config.export.every and not isinstance(config.model, ModelConfig):
+        raise ConfigError(
+            f"export.every is set, but {config.spec.name} has no Hugging Face layout; only the trainer's own decoder has"
+        )
+
+
+def _check_data(data: DataConfig, *, has_own: bool) -> None:
+    if has_own and not data.source and not data.mixture:
+        return
     if bool(data.source) == bool(data.mixture):
         raise ConfigError('data: give either source = "..." or [[data.mixture]] tables with url and weight')
     for source in data.mixture:
@@ -237,7 +283,7 @@ def resolve_mesh(config: TrainConfig, world_size: int) -> MeshSpec:
     """The mesh of `world_size` ranks; ConfigError if model and batch do not divide over it."""
     mesh = mesh_spec(config.mesh, world_size)
     check_fits(
-        config.model, config.mesh, mesh, seq_len=config.data.seq_len, microbatch_size=config.train.microbatch_size
+        config.spec, config.mesh, mesh, seq_len=config.data.seq_len, microbatch_size=config.train.microbatch_size
     )
     return mesh
 

@@ -1,10 +1,7 @@
 """Batches of packed samples whose order does not depend on the mesh.
 
-Sample i of a source is tokens [i L, i L + L] of its stream: L inputs, and the labels shifted by one. Each optimizer step takes
-the next `global_batch_size` positions of the order; data rank r of d takes the r-th of d equal parts. If whole microbatches
-do not divide the batch, masked samples fill the last ones, so that the batch is the same on every mesh.
-
-Shapes: B samples of a microbatch, L `seq_len`.
+Each optimizer step takes the next `global_batch_size` positions of the order; data rank r of d takes the r-th of d equal
+parts. If whole microbatches do not divide the batch, masked samples fill the last ones, so that it is the same on every mesh.
 """
 
 from __future__ import annotations
@@ -12,11 +9,10 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 import xxhash
 from torch import Tensor
 
@@ -26,37 +22,21 @@ from titan_ckpt.trainer.data.corpus import DocumentReader
 from titan_ckpt.trainer.data.hub import PREFIX
 from titan_ckpt.trainer.data.sample_order import SampleOrder, SampleRef, SourceSize
 from titan_ckpt.trainer.data.token_files import TokenFile, cached_tokens, is_tokens, open_tokens
+from titan_ckpt.trainer.data.token_source import TokenSource
 from titan_ckpt.trainer.data.tokenizer import Tokenizer
-from titan_ckpt.trainer.model.loss import IGNORED as IGNORED
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """Ids and labels (IGNORED: masked) of one forward and backward, and each token's document number if masks are on."""
-
-    tokens_BL: Tensor
-    labels_BL: Tensor
-    documents_BL: Tensor | None = None
-
-    def to(self, device: torch.device) -> Microbatch:
-        """A copy on `device`."""
-        documents_BL = None if self.documents_BL is None else self.documents_BL.to(device, non_blocking=True)
-        tokens_BL, labels_BL = (ids.to(device, non_blocking=True) for ids in (self.tokens_BL, self.labels_BL))
-        return Microbatch(tokens_BL, labels_BL, documents_BL)
+from titan_ckpt.trainer.seams.data import DataSource, collate, filler_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One rank's share of an optimizer step. `valid_tokens` counts over all ranks."""
+    """One rank's share of an optimizer step: fields by name, samples along dimension 0.
+
+    `count` is the number of losses over all ranks, None if it takes counting the losses of every sample.
+    """
 
     position: int
-    microbatches: list[Microbatch]
-    valid_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        """This rank's unmasked tokens."""
-        return sum(int((microbatch.labels_BL != IGNORED).sum()) for microbatch in self.microbatches)
+    microbatches: list[dict[str, Tensor]]
+    count: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,57 +70,47 @@ class BatchShape:
 
 
 class Dataset:
-    """The tokenised sources of a run, and the order of their samples."""
+    """The sources of a run, and the order of their samples."""
 
     def __init__(
         self,
-        tokens: list[TokenFile],
-        weights: list[float],
+        sources: Sequence[DataSource],
+        weights: Sequence[float],
         *,
         seq_len: int,
         seed: int,
         shuffle: bool,
         held_out: float = 0.0,
-        has_document_masks: bool = False,
     ) -> None:
-        self.tokens, self.seq_len = tokens, seq_len
-        self._separator = tokens[0].header.separator if has_document_masks else None
+        self.sources = sources
         sizes = []
-        for file, weight in zip(tokens, weights, strict=True):
-            count = max(0, (len(file) - 1) // seq_len)
-            kept_back = max(1, int(count * held_out)) if held_out else 0
-            sizes.append(SourceSize(num_samples=count, num_held_out=kept_back, weight=weight))
+        for source, weight in zip(sources, weights, strict=True):
+            kept_back = max(1, int(len(source) * held_out)) if held_out else 0
+            sizes.append(SourceSize(num_samples=len(source), num_held_out=kept_back, weight=weight))
         self.order = SampleOrder(tuple(sizes), seed, shuffle)
-        identity = [[file.header.digest for file in tokens], weights, seq_len, seed, shuffle, held_out]
+        identity = [[source.fingerprint for source in sources], list(weights), seq_len, seed, shuffle, held_out]
         self.fingerprint: str = xxhash.xxh3_128_hexdigest(json.dumps(identity).encode())
+        each = {getattr(source, "losses_per_sample", None) for source in sources}
+        self._losses_per_sample = each.pop() if len(each) == 1 else None
 
-    def read(self, place: SampleRef) -> torch.Tensor:
-        """The L + 1 tokens of a sample."""
-        ids = self.tokens[place.source].read(place.index * self.seq_len, self.seq_len + 1)
-        return torch.from_numpy(ids)
+    def read(self, place: SampleRef) -> Mapping[str, Tensor]:
+        """The fields of a sample."""
+        return self.sources[place.source].sample(place.index)
 
     def batch(self, position: int, shape: BatchShape) -> Batch:
         """This rank's part of the step that starts at `position`."""
         places = [None if offset is None else self.order.at(position + offset) for offset in shape.offsets()]
-        return Batch(
-            position=position,
-            microbatches=self._microbatches(places, shape.microbatch_size),
-            valid_tokens=shape.global_batch_size * self.seq_len,
-        )
+        return self._batch(position, places, shape.microbatch_size, shape.global_batch_size)
 
     def held_out_batch(self, samples: int, shape: BatchShape) -> Batch:
         """This rank's part of the first `samples` held-out samples, round-robin over the sources."""
-        places = self.held_out_samples(samples)
-        shares = BatchShape(
-            global_batch_size=len(places), microbatch_size=shape.microbatch_size,
-            data_rank=shape.data_rank, data_degree=shape.data_degree,
-        )  # fmt: skip
+        return self.batch_of(self.held_out_samples(samples), shape)
+
+    def batch_of(self, places: list[SampleRef], shape: BatchShape) -> Batch:
+        """This rank's part of these samples."""
+        shares = replace(shape, global_batch_size=len(places))
         mine = [None if offset is None else places[offset] for offset in shares.offsets()]
-        return Batch(
-            position=0,
-            microbatches=self._microbatches(mine, shape.microbatch_size),
-            valid_tokens=len(places) * self.seq_len,
-        )
+        return self._batch(0, mine, shape.microbatch_size, len(places))
 
     def held_out_samples(self, samples: int) -> list[SampleRef]:
         """At most `samples` held-out samples, round-robin over the sources."""
@@ -149,41 +119,27 @@ class Dataset:
         places = [self.order.held_out(k, n) for n in rounds for k in range(len(sizes)) if n < sizes[k].num_held_out]
         return places[:samples]
 
-    def _microbatches(self, places: list[SampleRef | None], size: int) -> list[Microbatch]:
-        return [self._microbatch(places[i : i + size]) for i in range(0, len(places), size)]
-
-    def _microbatch(self, places: list[SampleRef | None]) -> Microbatch:
-        tokens = torch.zeros(len(places), self.seq_len, dtype=torch.int64)
-        labels = torch.full((len(places), self.seq_len), IGNORED, dtype=torch.int64)
-        for row, place in enumerate(places):
-            if place is not None:
-                sample = self.read(place)
-                tokens[row], labels[row] = sample[:-1], sample[1:]
-        if self._separator is None:
-            return Microbatch(tokens, labels)
-        return Microbatch(tokens, labels, documents(tokens, self._separator))
-
-
-def documents(tokens_BL: Tensor, separator: int) -> Tensor:
-    """Each token's document number within its sample; a separator belongs to the document it ends.
-
-    >>> documents(torch.tensor([[5, 6, 0, 7, 0, 8]]), separator=0).tolist()
-    [[0, 0, 0, 1, 1, 2]]
-    """
-    closes_BL = (tokens_BL == separator).long()
-    return closes_BL.cumsum(dim=1) - closes_BL
+    def _batch(self, position: int, places: list[SampleRef | None], size: int, num_samples: int) -> Batch:
+        samples = [filler_of(self.sources[0]) if place is None else self.read(place) for place in places]
+        return Batch(
+            position=position,
+            microbatches=[collate(samples[i : i + size]) for i in range(0, len(samples), size)],
+            count=None if self._losses_per_sample is None else num_samples * self._losses_per_sample,
+        )
 
 
 def open_dataset(
     config: DataConfig, validation: ValidationConfig, tokenizer: Tokenizer, *, seed: int, is_writer: bool
 ) -> Dataset:
     """Open the run's data. Text that is not in the cache is tokenised first, by the writer (one process per machine)."""
-    tokens = [_open_source(source, config, tokenizer, is_writer) for source in config.sources]
+    files = [_open_source(source, config, tokenizer, is_writer) for source in config.sources]
+    sources = [
+        TokenSource(file=file, seq_len=config.seq_len, has_document_masks=config.document_masks) for file in files
+    ]
     weights = [source.weight for source in config.sources]
     return Dataset(
-        tokens, weights, seq_len=config.seq_len, seed=seed, shuffle=config.shuffle, held_out=validation.fraction,
-        has_document_masks=config.document_masks,
-    )  # fmt: skip
+        sources, weights, seq_len=config.seq_len, seed=seed, shuffle=config.shuffle, held_out=validation.fraction
+    )
 
 
 def _open_source(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, is_writer: bool) -> TokenFile:

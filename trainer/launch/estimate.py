@@ -11,14 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-import torch
-
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import BatchShape
-from titan_ckpt.trainer.model.decoder import Decoder, ModelConfig
+from titan_ckpt.trainer.model.decoder import ModelConfig
+from titan_ckpt.trainer.model.plan import Plan, plan_of
 from titan_ckpt.trainer.parallel.config import (
     SINGLE_STAGE,
     V_SHAPED,
@@ -28,6 +27,7 @@ from titan_ckpt.trainer.parallel.config import (
     num_stages,
     stages_of_rank,
 )
+from titan_ckpt.trainer.seams.patterns import is_below
 
 WIDTH = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = 12  # of a checkpoint: a float32 weight and two moments
@@ -82,7 +82,9 @@ def estimate_training(config: TrainConfig, mesh: MeshSpec, *, logit_bytes: float
     """Estimate the pipeline rank that needs most. `logit_bytes` is per element of the logits, for other trainers' losses."""
     if config.lora.rank:
         raise ConfigError("--estimate counts the training of a whole model, not of adapters; leave out lora.rank")
-    counts = stage_parameters(config.model, config.mesh, mesh)
+    if not isinstance(config.model, ModelConfig):
+        raise ConfigError(f"--estimate knows the memory of the trainer's own decoder, not of {config.spec.name}")
+    counts = stage_parameters(plan_of(config.spec), config.mesh, mesh)
     pp = mesh.degree("pp")
     ranks = [sum(counts[s] for s in stages_of_rank(config.mesh, mesh, r)) for r in range(pp)]
     memories = [_memory(config, mesh, rank, ranks[rank], logit_bytes) for rank in range(pp)]
@@ -97,12 +99,17 @@ def estimate_training(config: TrainConfig, mesh: MeshSpec, *, logit_bytes: float
     )
 
 
-def stage_parameters(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> list[int]:
-    """Parameters of each pipeline stage, counted on the meta device."""
+def stage_parameters(plan: Plan, parallel: ParallelConfig, mesh: MeshSpec) -> list[int]:
+    """Parameters of each pipeline stage, counted on the meta device; a tied weight counts on both its stages."""
+    weights = dict(plan.module.named_parameters(remove_duplicate=False))
+    ranges = layer_ranges(len(plan.blocks), parallel, mesh)
     counts = []
-    for layers in layer_ranges(model, parallel, mesh):
-        with torch.device("meta"):
-            counts.append(sum(p.numel() for p in Decoder(model, layers).parameters()))
+    for blocks in ranges:
+        fqns = [*plan.blocks[blocks.start : blocks.end]]
+        fqns += plan.first if blocks.start == 0 else ()
+        fqns += plan.last if blocks.end == len(plan.blocks) else ()
+        mine = {id(weight): weight for fqn, weight in weights.items() if is_below(fqn, fqns)}
+        counts.append(sum(weight.numel() for weight in mine.values()))
     return counts
 
 
@@ -112,9 +119,8 @@ def _memory(config: TrainConfig, mesh: MeshSpec, pp_rank: int, num_parameters: i
     width = WIDTH[parallel.param_dtype]
     tokens = config.train.microbatch_size * config.data.seq_len / mesh.degree("cp") / num_microbatches(parallel, mesh)
     stages = stages_of_rank(parallel, mesh, pp_rank)
-    layers = sum(
-        layer_ranges(model, parallel, mesh)[s].end - layer_ranges(model, parallel, mesh)[s].start for s in stages
-    )
+    ranges = layer_ranges(model.n_layers, parallel, mesh)
+    layers = sum(ranges[s].end - ranges[s].start for s in stages)
     has_head = num_stages(parallel, mesh) - 1 in stages
     return Memory(
         parameters=4.0 * num_parameters / cut,

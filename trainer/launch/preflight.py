@@ -13,34 +13,40 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.format.names import LOGS
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.trainer.config.ranges import num_parameters
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import may_be_tokens
 from titan_ckpt.trainer.data.corpus import list_files
 from titan_ckpt.trainer.data.token_files import is_tokens
 from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer
+from titan_ckpt.trainer.model.plan import plan_of
 
 
 def preflight(config: TrainConfig) -> None:
     """Check every external input and output of the run; raises the first problem."""
     check_memory(config)
-    tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
-    check_vocabulary(tokenizer, config.model.vocab_size)
-    for source in config.data.sources:
-        if source.format != "tokens" and not (may_be_tokens(source) and is_tokens(source.url)):
-            list_files(source.url)
+    if config.extension.data is None:
+        _check_corpora(config)
     if config.resume.from_:
         open_checkpoint(config.resume.from_)
     for store in [open_store(url) for url in config.save.tiers]:  # all are opened before anything is written
         leave_config(config, store)
 
 
+def _check_corpora(config: TrainConfig) -> None:
+    tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
+    if config.spec.vocab_size is not None:
+        check_vocabulary(tokenizer, config.spec.vocab_size)
+    for source in config.data.sources:
+        if source.format != "tokens" and not (may_be_tokens(source) and is_tokens(source.url)):
+            list_files(source.url)
+
+
 def check_memory(config: TrainConfig) -> None:
     """ConfigError if the weights alone, one float32 copy over all ranks, are more than this machine's memory, on CPU."""
     if config.train.device == "cuda" or torch.accelerator.is_available():
         return
-    needed = 4 * num_parameters(config.model)
+    needed = 4 * plan_of(config.spec).num_parameters
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise ConfigError(

@@ -1,8 +1,7 @@
 """One decoder for Llama 3.x, SmolLM2, Qwen2/2.5, Qwen3 and Mistral, with Hugging Face's parameter names and no parallelism.
 
-Parallelism attaches from outside, in four places: `Embedding.lookup`, `SelfAttention.attend` and `LmHead.loss` are replaceable
-callables, and a weight may be a DTensor, whose local shard a layer computes with (`local_tensor`). The tables at the end define
-which weights may be sharded and how each is initialised. A pipeline stage is the same class with fewer layers.
+Parallelism attaches from outside, by the `ModelSpec` at the end, which uses nothing that a user's model cannot. The kernels
+`SelfAttention.attend` and `LmHead.loss` are replaceable.
 
 Shapes: B batch, S sequence, D model dim, H query heads, G key/value heads, K head dim, F ffn dim, V vocabulary.
 """
@@ -10,20 +9,33 @@ Shapes: B batch, S sequence, D model dim, H query heads, G key/value heads, K he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.nn import Linear, RMSNorm
 
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.model.attention import Attend, Mask, SdpaAttend
-from titan_ckpt.trainer.model.loss import TokenLoss
+from titan_ckpt.trainer.model.head import LmHead
 from titan_ckpt.trainer.model.rope import RopeConfig, RopeScaling, Rotation, rotate, rotation
+from titan_ckpt.trainer.seams.loss import LossInModel
+from titan_ckpt.trainer.seams.model import (
+    Colwise,
+    Constant,
+    Head,
+    Initial,
+    ModelSpec,
+    Normal,
+    Region,
+    Rowwise,
+    Rule,
+    Shared,
+    Vocab,
+)
 
-TIED = "model.embed_tokens.weight"  # name of the tied embedding and head
 Family: TypeAlias = Literal["llama", "qwen2", "qwen3", "mistral"]
 
 
@@ -60,68 +72,6 @@ class ModelConfig:
         return RopeConfig(head_dim=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerRange:
-    """Layers [start, end) of a model: the first stage has the embedding too, the last the final norm and the head."""
-
-    start: int
-    end: int
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class Embedding(nn.Embedding):
-    """Token embedding; `lookup(ids, weight)` is replaced if the vocabulary is sharded."""
-
-    def __init__(self, vocab_size: int, dim: int) -> None:
-        super().__init__(vocab_size, dim)
-        self.lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
-
-    def forward(self, ids_BS: Tensor) -> Tensor:
-        return self.lookup(ids_BS, local_tensor(self.weight))
-
-
-class Linear(nn.Linear):
-    """A projection; `bias_share` is 1 / tp where each tp rank's output is a partial sum that contains the bias."""
-
-    bias_share = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else local_tensor(self.bias)
-        if bias is not None and self.bias_share != 1.0:
-            bias = bias * self.bias_share
-        return F.linear(x, local_tensor(self.weight), bias)
-
-
-class LmHead(nn.Linear):
-    """Logits, or with labels the sum of token losses, without materialising all logits."""
-
-    def __init__(self, dim: int, vocab_size: int) -> None:
-        super().__init__(dim, vocab_size, bias=False)
-        self.loss = TokenLoss()
-
-    def forward(self, h_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
-        if labels_BS is None:
-            return F.linear(h_BSD, local_tensor(self.weight))
-        return self.loss(h_BSD, local_tensor(self.weight), labels_BS)
-
-
-class Norm(nn.Module):
-    """Root-mean-square norm over the last dimension."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = local_tensor(self.weight)
-        return F.rms_norm(x, weight.shape, weight, self.eps)
-
-
 class SelfAttention(nn.Module):
     """Grouped-query attention. The number of heads follows from the projections' width, since a rank may have only some."""
 
@@ -133,8 +83,8 @@ class SelfAttention(nn.Module):
         self.k_proj = Linear(D, G * K, bias=config.qkv_bias)
         self.v_proj = Linear(D, G * K, bias=config.qkv_bias)
         self.o_proj = Linear(H * K, D, bias=config.o_bias)
-        self.q_norm = Norm(K, config.norm_eps) if config.qk_norm else None
-        self.k_norm = Norm(K, config.norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(K, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(K, config.norm_eps) if config.qk_norm else None
         self.attend: Attend = SdpaAttend(config.sliding_window)
 
     def forward(self, x_BSD: Tensor, turn: Rotation, mask: Mask) -> Tensor:
@@ -169,9 +119,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm = Norm(config.dim, config.norm_eps)
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.self_attn = SelfAttention(config)
-        self.post_attention_layernorm = Norm(config.dim, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = FeedForward(config)
 
     def forward(self, x_BSD: Tensor, turn: Rotation, mask: Mask) -> Tensor:
@@ -183,102 +133,123 @@ class DecoderLayer(nn.Module):
 class Backbone(nn.Module):
     """Everything but the head, under Hugging Face's prefix `model.`."""
 
-    def __init__(self, config: ModelConfig, layers: LayerRange) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        is_last = layers.end == config.n_layers
         self.rope = config.rope
-        self.embed_tokens = Embedding(config.vocab_size, config.dim) if layers.start == 0 else None
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(layers.start, layers.end)})
-        self.norm = Norm(config.dim, config.norm_eps) if is_last else None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(config.n_layers)})
+        self.norm = RMSNorm(config.dim, config.norm_eps)
 
     def forward(self, x: Tensor, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
-        h_BSD: Tensor = x if self.embed_tokens is None else self.embed_tokens(x)
+        h_BSD = self.embed_tokens(x)
         turn = rotation(self.rope, positions_BS)
         mask = self.attend.plan(positions_BS, documents_BS)
         for layer in self.layers.values():
             h_BSD = layer(h_BSD, turn, mask)
-        return h_BSD if self.norm is None else self.norm(h_BSD)
+        out_BSD: Tensor = self.norm(h_BSD)
+        return out_BSD
 
     @property
     def attend(self) -> Attend:
         """The attention that all layers share."""
-        attention = next(iter(self.layers.values())).self_attn
-        assert isinstance(attention, SelfAttention)
+        attention = next(layer.self_attn for layer in self.layers.values() if isinstance(layer, DecoderLayer))
         return attention.attend
 
 
 class Decoder(nn.Module):
-    """A causal language model, or the pipeline stage with the given `layers` (default: all).
+    """A causal language model.
 
-    `forward` takes token ids on the first stage, hidden states on the others. It returns hidden states; on the last stage
-    logits, or with `labels_BS` the sum of token losses, shape (1,). `documents_BS` numbers the documents of packed
-    sequences: a token sees only its own document.
+    `forward` takes token ids, or hidden states on a later pipeline stage. It returns logits, or with `labels` the sum of token
+    losses, shape (1,). `documents` numbers the documents of packed sequences: a token sees only its own document.
     """
 
-    def __init__(self, config: ModelConfig, layers: LayerRange | None = None) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layer_range = layers or LayerRange(0, config.n_layers)
-        is_last = self.layer_range.end == config.n_layers
-        self.model = Backbone(config, self.layer_range)
-        self.lm_head = LmHead(config.dim, config.vocab_size) if is_last else None
-        self.tied_embeddings = config.tied_embeddings
-        self.tie()
-
-    def tie(self) -> None:
-        """Tie head and embedding if the config asks for it; needed again after `to_empty`, which unties them."""
-        if self.tied_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
+        self.model = Backbone(config)
+        self.lm_head = LmHead(config.dim, config.vocab_size)
+        if config.tied_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-
-    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by name; a tied head on another stage than its embedding has the embedding's name."""
-        is_copy = self.tied_embeddings and self.model.embed_tokens is None
-        for fqn, parameter in self.named_parameters():
-            yield TIED if is_copy and fqn == "lm_head.weight" else fqn, parameter
 
     def forward(
         self,
         x: Tensor,
-        labels_BS: Tensor | None = None,
+        labels: Tensor | None = None,
         *,
-        positions_BS: Tensor | None = None,
-        documents_BS: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
-        if positions_BS is None:
-            positions_BS = torch.arange(x.shape[1], device=x.device)[None]
-        h_BSD: Tensor = self.model(x, positions_BS, documents_BS)
-        if self.lm_head is None:
-            return h_BSD
-        out: Tensor = self.lm_head(h_BSD, labels_BS)
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)[None]
+        h_BSD: Tensor = self.model(x, positions, documents)
+        out: Tensor = self.lm_head(h_BSD, labels)
         return out
 
-
-# What tensor parallelism shards: module name -> dimension of its weight. A projection sharded along 1 outputs partial sums.
-TENSOR_CUTS = {
-    "embed_tokens": 0,
-    "q_proj": 0,
-    "k_proj": 0,
-    "v_proj": 0,
-    "o_proj": 1,
-    "gate_proj": 0,
-    "up_proj": 0,
-    "down_proj": 1,
-    "lm_head": 0,
-}
-# Inside these modules a rank has some of the heads or features; outside, all of them.
-TENSOR_REGIONS = ("self_attn", "mlp")
-# Norms inside a region see only this rank's heads; under sequence parallelism those outside see only this rank's tokens.
-NORMS_INSIDE = ("q_norm", "k_norm")
-NORMS_OUTSIDE = ("input_layernorm", "post_attention_layernorm", "norm")
 
 INIT_STD = 0.02
 
 
-def initial_std(fqn: str, n_layers: int) -> float | None:
-    """Initial standard deviation of a weight; None for constants (norms 1, biases 0).
-
-    Projections into the residual stream are scaled down by sqrt(2 x layers), as in GPT-2.
-    """
+def initial(fqn: str, n_layers: int) -> Initial:
+    """How a weight is initialised; projections into the residual stream are scaled down by sqrt(2 x layers), as in GPT-2."""
     if fqn.endswith(".bias") or "norm" in fqn:
-        return None
+        return Constant(value=0.0 if fqn.endswith(".bias") else 1.0)
     into_residual = fqn.endswith(("o_proj.weight", "down_proj.weight"))
-    return INIT_STD / math.sqrt(2 * n_layers) if into_residual else INIT_STD
+    return Normal(std=INIT_STD / math.sqrt(2 * n_layers) if into_residual else INIT_STD)
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """Forward and backward: 6 per weight in a matrix product; attention takes 12 per layer, head dimension and key.
+
+    Source: PaLM, appendix B. The embedding look-up counts nothing; the causal mask is not deducted.
+    """
+    head, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
+    per_layer = model.dim * (2 * head + 2 * kv + 3 * model.ffn_dim)
+    weights = model.n_layers * per_layer + model.vocab_size * model.dim
+    return 6.0 * weights + 12.0 * model.n_layers * head * seq_len
+
+
+def decoder(config: ModelConfig) -> ModelSpec:
+    """The spec of `Decoder`; ConfigError for heads that do not divide."""
+    if config.n_heads % config.n_kv_heads:
+        raise ConfigError(
+            f"model: {config.n_heads} query heads are not a multiple of {config.n_kv_heads} key/value heads"
+        )
+    if not config.head_dim and config.dim % config.n_heads:
+        raise ConfigError(f"model: dim {config.dim} / {config.n_heads} heads is not whole; give head_dim")
+    return ModelSpec(
+        name=f"the decoder of family {config.family}",
+        build=lambda: Decoder(config),
+        inputs=("tokens", "labels", "positions", "documents"),
+        blocks="model.layers.*",
+        first=("model.embed_tokens",),
+        last=("model.norm", "lm_head"),
+        loss=LossInModel(),
+        tensor=_tensor_rules(config),
+        attention="model.layers.*.self_attn",
+        sequence=("tokens", "labels"),
+        tied={"lm_head.weight": "model.embed_tokens.weight"} if config.tied_embeddings else {},
+        initial=lambda fqn: initial(fqn, config.n_layers),
+        config=config,
+        vocab_size=config.vocab_size,
+        max_seq_len=config.max_seq_len,
+        flops_per_token=lambda seq_len: flops_per_token(config, seq_len),
+    )
+
+
+def _tensor_rules(config: ModelConfig) -> dict[str, Rule]:
+    """q, k and v are cut between heads: a rank has the query heads of its key/value heads."""
+    layer, size, groups = "model.layers.*", config.head_size, config.n_heads // config.n_kv_heads
+    rules: dict[str, Rule] = {
+        "model.embed_tokens": Vocab(),
+        f"{layer}.self_attn": Region(),
+        f"{layer}.self_attn.[kv]_proj": Colwise(unit=size, of="key/value heads"),
+        f"{layer}.self_attn.q_proj": Colwise(unit=size * groups, of="key/value heads"),
+        f"{layer}.self_attn.o_proj": Rowwise(unit=size * groups, of="key/value heads"),
+        f"{layer}.mlp": Region(),
+        f"{layer}.mlp.gate_proj": Colwise(of="ffn_dim"),
+        f"{layer}.mlp.up_proj": Colwise(of="ffn_dim"),
+        f"{layer}.mlp.down_proj": Rowwise(of="ffn_dim"),
+        f"{layer}.*layernorm": Shared(),
+        "model.norm": Shared(),
+        "lm_head": Head(),
+    }
+    return rules | ({f"{layer}.self_attn.[qk]_norm": Shared()} if config.qk_norm else {})

@@ -21,10 +21,9 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.errors import AlreadyExistsError, ConfigError, MissingExtraError, UsageError
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.device_mesh import RankMesh
-from titan_ckpt.trainer.model.decoder import TENSOR_CUTS, Decoder, Linear
+from titan_ckpt.trainer.model.plan import Plan
 
 FACTORS = ("lora_A", "lora_B")
-TARGETS = tuple(name for name in TENSOR_CUTS if name.endswith("_proj"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +39,6 @@ def check_lora(lora: LoraConfig, *, base: str, float8: str) -> None:
     """Refuse adapters without targets or base model, and with float8."""
     if not lora.rank:
         return
-    unknown = [name for name in lora.targets if name not in TARGETS]
-    if unknown or not lora.targets:
-        raise ConfigError(f"lora.targets {list(unknown or lora.targets)}: choose from {', '.join(TARGETS)}")
     if lora.rank < 0 or not lora.alpha > 0.0:
         raise ConfigError(f"lora: rank {lora.rank} and alpha {lora.alpha} must be more than 0")
     if not base:
@@ -51,20 +47,28 @@ def check_lora(lora: LoraConfig, *, base: str, float8: str) -> None:
         raise ConfigError(f"lora with mesh.float8 = {float8!r} is not supported: set it to none")
 
 
-def add_adapters(part: Decoder, lora: LoraConfig, ranks: RankMesh) -> set[str]:
-    """Add the factors to the target projections of a decoder; must come before any parallelism.
+def check_targets(lora: LoraConfig, plan: Plan) -> None:
+    """ConfigError unless every target is a projection of the model's blocks."""
+    known = sorted({fqn.rpartition(".")[2] for fqn in plan.linears})
+    unknown = [name for name in lora.targets if name not in known]
+    if lora.rank and (unknown or not lora.targets):
+        raise ConfigError(f"lora.targets {list(unknown or lora.targets)}: choose from {', '.join(known)}")
+
+
+def add_adapters(part: nn.Module, plan: Plan, lora: LoraConfig, ranks: RankMesh) -> set[str]:
+    """Add the factors to the target projections of a stage; must come before any parallelism.
 
     Returns the FQNs whose gradients are partial over tp.
     """
     partial = set()
     for fqn, module in list(part.named_modules()):
         name = fqn.rpartition(".")[2]
-        if name in lora.targets and isinstance(module, Linear):
+        if name in lora.targets and fqn in plan.linears and isinstance(module, nn.Linear):
             with torch.device("meta"):
-                module.add_module("lora_A", Linear(module.in_features, lora.rank, bias=False))
-                module.add_module("lora_B", Linear(lora.rank, module.out_features, bias=False))
+                module.add_module("lora_A", nn.Linear(module.in_features, lora.rank, bias=False))
+                module.add_module("lora_B", nn.Linear(lora.rank, module.out_features, bias=False))
             module.register_forward_hook(_Add(lora.alpha / lora.rank))
-            partial |= {f"{fqn}.{factor}.weight" for factor in _cut(module, TENSOR_CUTS[name], ranks)}
+            partial |= {f"{fqn}.{factor}.weight" for factor in _cut(module, plan.cut(fqn), ranks)}
     return partial
 
 
@@ -80,10 +84,10 @@ class _Add:
         return output + self._scale * update
 
 
-def _cut(projection: Linear, dim: int, ranks: RankMesh) -> list[str]:
+def _cut(projection: nn.Linear, dim: int | None, ranks: RankMesh) -> list[str]:
     """Shard one factor like its projection; returns the names of factors whose gradient is then partial over tp."""
     mesh = ranks.tp_mesh()
-    if mesh is None:
+    if mesh is None or dim is None:
         return []
     cut, whole = ("lora_B", "lora_A") if dim == 0 else ("lora_A", "lora_B")
     factor = projection.get_submodule(cut)

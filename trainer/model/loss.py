@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-IGNORED = -100  # label of masked tokens, as in Hugging Face
+from titan_ckpt.trainer.seams.loss import IGNORED as IGNORED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

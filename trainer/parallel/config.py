@@ -9,7 +9,9 @@ from typing import Literal, TypeAlias
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineStyle, coordinate_of_stage, stage_layers
-from titan_ckpt.trainer.model.decoder import LayerRange, ModelConfig
+from titan_ckpt.trainer.model.plan import Plan, check_stages, check_tensor_cuts, plan_of
+from titan_ckpt.trainer.model.stages import BlockRange
+from titan_ckpt.trainer.seams.model import ModelSpec
 
 PipelineSchedule: TypeAlias = Literal[
     "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -83,24 +85,26 @@ def mesh_spec(parallel: ParallelConfig, world_size: int) -> MeshSpec:
 
 
 def check_fits(
-    model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec, *, seq_len: int, microbatch_size: int
+    spec: ModelSpec, parallel: ParallelConfig, mesh: MeshSpec, *, seq_len: int, microbatch_size: int
 ) -> None:
     """Raise ConfigError if model and batch do not divide over the mesh; `microbatch_size` is samples per rank and forward."""
-    _check_heads(model, mesh)
-    _check_tensor(model, parallel, mesh)
-    _check_sequence(model, parallel, mesh, seq_len)
-    _check_pipeline(model, parallel, mesh, microbatch_size)
+    plan = plan_of(spec)
+    if mesh.degree("tp") > 1:
+        check_tensor_cuts(plan, mesh.degree("tp"))
+    _check_tensor(spec, parallel, mesh)
+    _check_sequence(spec, parallel, mesh, seq_len)
+    _check_pipeline(plan, parallel, mesh, microbatch_size)
     _check_methods(parallel, mesh)
     if parallel.float8 != "none":
         samples = microbatch_size // num_microbatches(parallel, mesh)
-        _check_float8(model, mesh, alignment=MX_BLOCK if parallel.float8 == "mxfp8" else 16, tokens=samples * seq_len)
+        _check_float8(plan, mesh, alignment=MX_BLOCK if parallel.float8 == "mxfp8" else 16, tokens=samples * seq_len)
 
 
-def layer_ranges(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> list[LayerRange]:
-    """The layers of each pipeline stage, in order; an even split gives the remainder to the earlier stages."""
+def layer_ranges(num_blocks: int, parallel: ParallelConfig, mesh: MeshSpec) -> list[BlockRange]:
+    """The blocks of each pipeline stage, in order; an even split gives the remainder to the earlier stages."""
     split = parallel.pp_layers_per_stage if mesh.degree("pp") > 1 else ()
-    stages = stage_layers(model.n_layers, num_stages(parallel, mesh), split or None)
-    return [LayerRange(layers.start, layers.stop) for layers in stages]
+    stages = stage_layers(num_blocks, num_stages(parallel, mesh), split or None)
+    return [BlockRange(layers.start, layers.stop) for layers in stages]
 
 
 def num_stages(parallel: ParallelConfig, mesh: MeshSpec) -> int:
@@ -133,44 +137,40 @@ def num_microbatches(parallel: ParallelConfig, mesh: MeshSpec) -> int:
     return 1 if mesh.degree("pp") == 1 else parallel.microbatches or num_stages(parallel, mesh)
 
 
-def _check_heads(model: ModelConfig, mesh: MeshSpec) -> None:
-    if model.n_heads % model.n_kv_heads:
-        raise ConfigError(
-            f"model: {model.n_heads} query heads are not a multiple of {model.n_kv_heads} key/value heads"
-        )
-    if not model.head_dim and model.dim % model.n_heads:
-        raise ConfigError(f"model: dim {model.dim} / {model.n_heads} heads is not whole; give head_dim")
-    _divides(model.n_kv_heads, mesh.degree("tp"), "key/value heads", "tp")
-    _divides(model.ffn_dim, mesh.degree("tp"), "ffn_dim", "tp")
-    _divides(model.vocab_size, mesh.degree("tp"), "vocab_size", "tp")
-
-
-def _check_tensor(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> None:
+def _check_tensor(spec: ModelSpec, parallel: ParallelConfig, mesh: MeshSpec) -> None:
     if parallel.async_tp and not (parallel.compile and parallel.sequence_parallel and mesh.degree("tp") > 1):
         raise ConfigError(
             "async_tp overlaps the collectives of tp > 1 with sequence_parallel in compiled blocks: set all three"
         )
-    if model.tied_embeddings and mesh.degree("pp") > 1 and parallel.pp_schedule in V_SHAPED:
+    if spec.tied and mesh.degree("pp") > 1 and parallel.pp_schedule in V_SHAPED:
         raise ConfigError(
-            f"tied_embeddings with {parallel.pp_schedule}: a rank would have first and last stage and one weight twice; "
-            "use 1F1B, Interleaved1F1B or InterleavedZeroBubble, or untie them"
+            f"tied weights ({', '.join(spec.tied)}) with {parallel.pp_schedule}: a rank would have first and last stage and one "
+            "weight twice; use 1F1B, Interleaved1F1B or InterleavedZeroBubble, or untie them"
         )
 
 
-def _check_sequence(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec, seq_len: int) -> None:
+def _check_sequence(spec: ModelSpec, parallel: ParallelConfig, mesh: MeshSpec, seq_len: int) -> None:
     cp, tp = mesh.degree("cp"), mesh.degree("tp")
-    if seq_len > model.max_seq_len:
-        raise ConfigError(f"seq_len {seq_len} is longer than the model's max_seq_len {model.max_seq_len}")
+    if spec.max_seq_len is not None and seq_len > spec.max_seq_len:
+        raise ConfigError(f"seq_len {seq_len} is longer than the model's max_seq_len {spec.max_seq_len}")
+    if (cp > 1 or parallel.attention == "flex") and not spec.attention:
+        raise ConfigError(
+            f"{spec.name}: ModelSpec.attention is empty, so its attention cannot be replaced: cp and attention=flex need "
+            "modules with an attribute `attend`, such as SdpaAttend()"
+        )
+    if cp > 1 and not spec.sequence:
+        raise ConfigError(f"{spec.name}: ModelSpec.sequence is empty, so cp={cp} has no field of a batch to cut")
     if cp > 1:
         _divides(seq_len, 2 * cp, "seq_len", "2 x cp (a head and a tail chunk per rank)")
     if tp > 1 and parallel.sequence_parallel:
         _divides(seq_len, cp * tp, "seq_len", "cp x tp (sequence parallel)")
 
 
-def _check_pipeline(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec, microbatch_size: int) -> None:
+def _check_pipeline(plan: Plan, parallel: ParallelConfig, mesh: MeshSpec, microbatch_size: int) -> None:
     pp, stages, schedule = mesh.degree("pp"), num_stages(parallel, mesh), parallel.pp_schedule
     if pp == 1:
         return
+    check_stages(plan)
     if stages % pp:
         raise ConfigError(f"{stages} stages over pp={pp} ranks: not the same number on each")
     per_rank = stages // pp
@@ -179,7 +179,7 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec
             "one stage" if schedule in SINGLE_STAGE else "two stages" if schedule in V_SHAPED else "two or more stages"
         )
         raise ConfigError(f"{schedule} takes {needs} per rank, but {stages} stages / pp={pp} = {per_rank}")
-    _check_layers(model, parallel, stages)
+    _check_layers(len(plan.blocks), parallel, stages)
     count = num_microbatches(parallel, mesh)
     _divides(microbatch_size, count, "samples per forward", "microbatches")
     minimum = {"GPipe": 1, "DualPipeV": 2 * pp}.get(schedule, pp)
@@ -189,16 +189,12 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec
         _divides(count, pp, "microbatches", "pp")
 
 
-def _check_layers(model: ModelConfig, parallel: ParallelConfig, stages: int) -> None:
-    counts = parallel.pp_layers_per_stage or _even(model.n_layers, stages)
-    if sum(counts) != model.n_layers:
-        raise ConfigError(
-            f"pp_layers_per_stage {list(counts)} adds up to {sum(counts)}, the model has {model.n_layers}"
-        )
+def _check_layers(num_blocks: int, parallel: ParallelConfig, stages: int) -> None:
+    counts = parallel.pp_layers_per_stage or _even(num_blocks, stages)
+    if sum(counts) != num_blocks:
+        raise ConfigError(f"pp_layers_per_stage {list(counts)} adds up to {sum(counts)}, the model has {num_blocks}")
     if min(counts) < 1:
-        raise ConfigError(
-            f"{model.n_layers} layers over {stages} stages leaves a stage without a layer: {list(counts)}"
-        )
+        raise ConfigError(f"{num_blocks} layers over {stages} stages leaves a stage without a layer: {list(counts)}")
 
 
 def _check_methods(parallel: ParallelConfig, mesh: MeshSpec) -> None:
@@ -225,19 +221,15 @@ def _check_methods(parallel: ParallelConfig, mesh: MeshSpec) -> None:
         )
 
 
-def _check_float8(model: ModelConfig, mesh: MeshSpec, *, alignment: int, tokens: int) -> None:
+def _check_float8(plan: Plan, mesh: MeshSpec, *, alignment: int, tokens: int) -> None:
     """Check that all three sides of a rank's float8 products are multiples of `alignment`."""
     tp, cp = mesh.degree("tp"), mesh.degree("cp")
     sides = f"the alignment {alignment}"
-    _divides(model.dim, alignment, "float8: dim", sides)
-    _divides(model.ffn_dim, alignment * tp, "float8: ffn_dim", f"{sides} x tp {tp} =")
-    _divides(
-        model.n_kv_heads * model.head_size,
-        alignment * tp,
-        "float8: key/value heads x head size",
-        f"{sides} x tp {tp} =",
-    )
-    _divides(model.n_heads * model.head_size, alignment * tp, "float8: heads x head size", f"{sides} x tp {tp} =")
+    for fqn, linear in plan.linears.items():
+        for dim, (side, size) in enumerate((("outputs", linear.out_features), ("inputs", linear.in_features))):
+            is_cut = plan.cut(fqn) == dim
+            parts = f"{sides} x tp {tp} =" if is_cut else sides
+            _divides(size, alignment * (tp if is_cut else 1), f"float8: {fqn}: {side}", parts)
     _divides(tokens, alignment * cp, "float8: tokens of a forward", f"{sides} x cp {cp} =")
 
 

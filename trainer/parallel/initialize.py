@@ -10,17 +10,35 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, box_at
 from titan_ckpt.sharding.placement import Shard as Cut
+from titan_ckpt.trainer.model.stages import named_weights
+from titan_ckpt.trainer.seams.model import Constant, ModelSpec
 
 ROWS_AT_ONCE_BYTES = 64 << 20  # bounds the generator's temporaries
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # SplitMix64's two multipliers, as signed 64-bit
 _GOLDEN = -0x61C8864680B583EB
+
+
+@torch.no_grad()
+def fill_initial(model: nn.Module, spec: ModelSpec, seed: int) -> None:
+    """Give a whole model in this process the weights that a run of `spec` with this `train.seed` begins with."""
+    for fqn, parameter in named_weights(spec, model):
+        fill(parameter, fqn, spec, seed, MeshSpec(), {})
+
+
+def fill(parameter: Tensor, fqn: str, spec: ModelSpec, seed: int, mesh: MeshSpec, place: Mapping[str, int]) -> None:
+    """Fill this rank's shard of a weight with its initial values."""
+    values = spec.initial(fqn)
+    if isinstance(values, Constant):
+        parameter.fill_(values.value)
+    else:
+        fill_normal(parameter, fqn, values.std, seed, mesh, place)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from titan_ckpt.errors import ConfigError, TitanError
-from titan_ckpt.trainer.model.decoder import local_tensor
+from titan_ckpt.trainer.parallel.local_weights import local_tensor
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized, unwrap_float8
 
 

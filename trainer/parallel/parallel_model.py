@@ -9,6 +9,7 @@ Shapes: B samples of this rank, S sequence.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,21 +20,24 @@ from torch.distributed.tensor import DTensor
 
 from titan_ckpt.sharding.mesh import FOLD, MeshSpec
 from titan_ckpt.trainer.device_mesh import RankMesh
-from titan_ckpt.trainer.model.decoder import TIED, Decoder, ModelConfig, local_tensor
+from titan_ckpt.trainer.model.plan import Plan
+from titan_ckpt.trainer.model.stages import named_weights
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from titan_ckpt.trainer.parallel.context import head_tail_positions
 from titan_ckpt.trainer.parallel.initialize import cut_axes
+from titan_ckpt.trainer.parallel.local_weights import local_tensor
 from titan_ckpt.trainer.parallel.pipeline import Pipeline
+from titan_ckpt.trainer.seams.model import ModelSpec
 
 
 @dataclass(slots=True, kw_only=True)
 class Parallelized:
     """This rank's pipeline stages of the model (`parts`), sharded, with the operations on all of them."""
 
-    model: ModelConfig
+    plan: Plan
     parallel: ParallelConfig
     ranks: RankMesh
-    parts: list[Decoder]
+    parts: list[nn.Module]
     stages: list[int]
     partial_over_tp: frozenset[str]
     tied_group: dist.ProcessGroup | None = None  # first and last stage, if both have the embedding
@@ -44,7 +48,7 @@ class Parallelized:
         self.pipeline = None
         if self.mesh.degree("pp") > 1:
             self.pipeline = Pipeline(
-                self.model,
+                self.plan.spec,
                 self.parallel,
                 self.mesh,
                 parts=self.parts,
@@ -52,6 +56,11 @@ class Parallelized:
                 group=self.ranks.group("pp"),
                 device=self.ranks.device,
             )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's spec."""
+        return self.plan.spec
 
     @property
     def mesh(self) -> MeshSpec:
@@ -78,30 +87,26 @@ class Parallelized:
         """Number of data shards."""
         return self.ranks.data_degree
 
-    def forward_backward(
-        self,
-        tokens_BS: Tensor,
-        labels_BS: Tensor,
-        *,
-        global_valid_tokens: Tensor | int,
-        documents_BS: Tensor | None = None,
-    ) -> Tensor:
-        """Add this batch's gradients; returns the sum of this rank's token losses, detached (0 off the last stage)."""
+    def forward_backward(self, batch: Mapping[str, Tensor], *, count: Tensor | int) -> Tensor:
+        """Add this batch's gradients; returns the sum of this rank's losses, detached (0 off the last stage).
+
+        `count` is the number of losses in the whole step, over all ranks and microbatches.
+        """
         self._has_new_grads = True
-        tokens_BS, kwargs = self._shard_sequence(tokens_BS, labels_BS, documents_BS)
+        x, fields = self._shard_sequence(batch)
         if self.pipeline is not None:
-            return self.pipeline.run(tokens_BS, kwargs, global_valid_tokens=global_valid_tokens)
-        loss: Tensor = self.parts[0](tokens_BS, **kwargs).sum()
-        (loss / global_valid_tokens).backward()  # type: ignore[no-untyped-call]
+            return self.pipeline.run(x, fields, count=count)
+        loss: Tensor = self.parts[0](x, **fields).sum()
+        (loss / count).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     @torch.no_grad()
-    def forward_loss(self, tokens_BS: Tensor, labels_BS: Tensor, *, documents_BS: Tensor | None = None) -> Tensor:
-        """Sum of this rank's token losses without gradients, for validation."""
-        tokens_BS, kwargs = self._shard_sequence(tokens_BS, labels_BS, documents_BS)
+    def forward_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Sum of this rank's losses without gradients, for validation."""
+        x, fields = self._shard_sequence(batch)
         if self.pipeline is not None:
-            return self.pipeline.evaluate(tokens_BS, kwargs)
-        loss: Tensor = self.parts[0](tokens_BS, **kwargs).sum()
+            return self.pipeline.evaluate(x, fields)
+        loss: Tensor = self.parts[0](x, **fields).sum()
         return loss
 
     def reduce_loss(self, local_sum: Tensor) -> Tensor:
@@ -116,7 +121,7 @@ class Parallelized:
             return
         self._has_new_grads = False
         if self.tied_group is not None:
-            self._add_up(self.tied_group, frozenset([TIED]))
+            self._add_up(self.tied_group, frozenset(self.spec.tied.values()))
         if self.partial_over_tp:
             self._add_up(self.ranks.group("tp"), self.partial_over_tp)
 
@@ -145,7 +150,7 @@ class Parallelized:
         by_copies: dict[int, list[Tensor]] = {}
         for fqn, parameter in self.named_parameters().items():
             if parameter.grad is not None:
-                stages = 2 if fqn == TIED and self.tied_group is not None else 1
+                stages = 2 if self.tied_group is not None and fqn in self.spec.tied.values() else 1
                 by_copies.setdefault(stages * copies(parameter, self.mesh), []).append(local_tensor(parameter.grad))
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for count, grads in by_copies.items():
@@ -167,29 +172,27 @@ class Parallelized:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """FQN -> weight of this rank's stages; a tied weight appears once, under the embedding's name."""
-        return {fqn: parameter for part in self.parts for fqn, parameter in part.named_weights()}
+        return {fqn: parameter for part in self.parts for fqn, parameter in named_weights(self.spec, part)}
 
     def model_state(self) -> dict[str, Tensor]:
         """FQN -> live tensor (a DTensor if sharded), for saving and for loading in place."""
         return {fqn: unwrap_float8(parameter.detach()) for fqn, parameter in self.named_parameters().items()}
 
-    def _shard_sequence(
-        self, tokens_BS: Tensor, labels_BS: Tensor, documents_BS: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This context parallel rank's tokens of a batch; documents stay whole, since keys come from all ranks.
+    def _shard_sequence(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The first input of a batch, and its other fields; under cp, this rank's part of those with a sequence.
 
         Positions are passed along whenever a stage cannot derive them from its input: under cp, and on later pipeline stages.
         """
-        kwargs = {"labels_BS": labels_BS}
-        if documents_BS is not None:
-            kwargs["documents_BS"] = documents_BS
+        spec, fields = self.spec, dict(batch)
         cp = self.mesh.degree("cp")
-        if cp == 1 and self.pipeline is None:
-            return tokens_BS, kwargs
-        mine_S = head_tail_positions(tokens_BS.shape[1], cp, self.coordinate["cp"], tokens_BS.device)
-        kwargs["labels_BS"] = labels_BS[:, mine_S]
-        kwargs["positions_BS"] = mine_S.expand(len(tokens_BS), -1)
-        return tokens_BS[:, mine_S], kwargs
+        if spec.sequence and (cp > 1 or self.pipeline is not None):
+            whole = fields[spec.sequence[0]]
+            mine_S = head_tail_positions(whole.shape[1], cp, self.coordinate["cp"], whole.device)
+            if cp > 1:
+                fields |= {name: fields[name][:, mine_S] for name in spec.sequence if name in fields}
+            if "positions" in spec.inputs:
+                fields["positions"] = mine_S.expand(len(whole), -1)
+        return fields.pop(spec.inputs[0]), fields
 
 
 def unwrap_float8(tensor: Tensor) -> Tensor:

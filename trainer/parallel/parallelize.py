@@ -1,7 +1,7 @@
 """From a model's shape and a mesh to a model that trains on it.
 
 The order is fixed: build on the meta device (no memory) -> float8 -> tensor parallel -> activation checkpointing -> compile ->
-FSDP -> allocate this rank's shards -> initialise them. Pipeline parallelism is outside: each stage is a decoder of its own that
+FSDP -> allocate this rank's shards -> initialise them. Pipeline parallelism is outside: each stage is a model of its own that
 goes through the same steps.
 """
 
@@ -17,92 +17,110 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.device_mesh import RankMesh, init_rank_mesh, pipeline_ends
 from titan_ckpt.trainer.model.attention import Attend, FlexAttend
-from titan_ckpt.trainer.model.decoder import Decoder, ModelConfig, SelfAttention, initial_std
+from titan_ckpt.trainer.model.head import LmHead
 from titan_ckpt.trainer.model.loss import TokenLoss
+from titan_ckpt.trainer.model.plan import Plan, plan_of
+from titan_ckpt.trainer.model.stages import BlockRange, blocks_of, build_stage, here, named_weights, tie
 from titan_ckpt.trainer.parallel.config import ParallelConfig, layer_ranges, stages_of_rank
 from titan_ckpt.trainer.parallel.context import AllGatherAttend, RingAttend
-from titan_ckpt.trainer.parallel.initialize import fill_normal
+from titan_ckpt.trainer.parallel.initialize import fill
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.precision import apply_float8, mixed_precision
 from titan_ckpt.trainer.parallel.recompute import apply_activation_checkpointing, apply_compile
-from titan_ckpt.trainer.parallel.tensor import apply_tensor_parallel, overlap_with_products
+from titan_ckpt.trainer.parallel.stage_forward import compute_loss_in
+from titan_ckpt.trainer.parallel.tensor import (
+    TensorMethod,
+    apply_tensor_parallel,
+    compute_on_shards,
+    overlap_with_products,
+)
+from titan_ckpt.trainer.seams.loss import Loss
+from titan_ckpt.trainer.seams.model import ModelSpec
 
 
 def build_parallel_model(
-    model: ModelConfig,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     mesh: MeshSpec,
     *,
     device: torch.device,
     seed: int,
-    extend: Callable[[Decoder, RankMesh], set[str]] | None = None,
+    loss: Loss | None = None,
+    extend: Callable[[nn.Module, Plan, RankMesh], set[str]] | None = None,
 ) -> Parallelized:
     """This rank's part of the model, sharded and initialised; collective. A seed gives the same weights on every mesh.
 
-    `extend` adds modules to a decoder while it is on the meta device; it returns the FQNs whose gradients are partial over tp.
+    `loss` replaces the spec's. `extend` adds modules to a stage on the meta device; it returns the FQNs whose gradients are
+    partial over tp.
     """
-    ranks = init_rank_mesh(mesh, device)
-    layers = layer_ranges(model, parallel, mesh)
+    plan, ranks = plan_of(spec), init_rank_mesh(mesh, device)
+    ranges = layer_ranges(len(plan.blocks), parallel, mesh)
     stages = stages_of_rank(parallel, mesh, ranks.coordinate["pp"])
     parts, partial = [], set()
     for stage in stages:
-        with torch.device("meta"):
-            part = Decoder(model, layers[stage])
-        partial |= extend(part, ranks) if extend is not None else set()
-        partial |= parallelize(part, model, parallel, ranks)
-        allocate(part, parallel, ranks)
-        initialize(part, model, ranks, seed)
+        part = build_stage(plan, ranges[stage])
+        partial |= extend(part, plan, ranks) if extend is not None else set()
+        partial |= parallelize(part, plan, parallel, ranks)
+        allocate(part, spec, parallel, ranks)
+        initialize(part, spec, ranks, seed)
+        compute_loss_in(part, spec, loss or spec.loss, parallel, _ends(ranges[stage], plan))
         parts.append(part)
     return Parallelized(
-        model=model, parallel=parallel, ranks=ranks, parts=parts, stages=stages, partial_over_tp=frozenset(partial),
-        tied_group=pipeline_ends(mesh) if model.tied_embeddings and mesh.degree("pp") > 1 else None,
+        plan=plan, parallel=parallel, ranks=ranks, parts=parts, stages=stages, partial_over_tp=frozenset(partial),
+        tied_group=pipeline_ends(mesh) if spec.tied and mesh.degree("pp") > 1 else None,
     )  # fmt: skip
 
 
-def parallelize(part: Decoder, model: ModelConfig, parallel: ParallelConfig, ranks: RankMesh) -> set[str]:
-    """Apply everything but pipeline parallelism to a decoder on the meta device; returns FQNs of gradients partial over tp."""
+def _ends(blocks: BlockRange, plan: Plan) -> tuple[bool, bool]:
+    """Whether a stage is the first, and the last."""
+    return blocks.start == 0, blocks.end == len(plan.blocks)
+
+
+def parallelize(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: RankMesh) -> set[str]:
+    """Apply everything but pipeline parallelism to a stage on the meta device; returns FQNs of gradients partial over tp."""
     partial: set[str] = set()
-    set_attention(part, model, parallel, ranks)
+    set_attention(part, plan, parallel, ranks)
     loss = TokenLoss(chunk_tokens=parallel.loss_chunk_tokens)
     tp_mesh = ranks.tp_mesh()
-    apply_float8(part, parallel, ranks.device)
-    if part.lm_head is not None:
-        part.lm_head.loss = loss
+    blocks = blocks_of(plan, part)
+    apply_float8(blocks, parallel, ranks.device)
+    for module in part.modules():
+        if isinstance(module, LmHead):
+            module.loss = loss
     if tp_mesh is not None:
         if parallel.async_tp:
             overlap_with_products(tp_mesh, ranks.device)
-        partial |= set(
-            apply_tensor_parallel(
-                part,
-                tp_mesh,
-                sequence_parallel=parallel.sequence_parallel,
-                loss=loss,
-                loss_parallel=parallel.loss_parallel,
-            )
+        method = TensorMethod(
+            sequence_parallel=parallel.sequence_parallel, loss=loss, loss_parallel=parallel.loss_parallel
         )
-    apply_activation_checkpointing(part.model.layers, parallel)
+        partial |= set(apply_tensor_parallel(part, plan, tp_mesh, method))
+        compute_on_shards(part, but=plan.blocks if parallel.compile else ())
+    apply_activation_checkpointing({plan.blocks.index(fqn): block for fqn, block in blocks.items()}, parallel)
     if parallel.compile:
-        apply_compile(part.model.layers)
+        apply_compile(blocks.values())
     if needs_fsdp(parallel, ranks.spec):
-        apply_fsdp(part, parallel, ranks)
+        apply_fsdp(part, plan, parallel, ranks)
     return partial
 
 
-def set_attention(part: Decoder, model: ModelConfig, parallel: ParallelConfig, ranks: RankMesh) -> None:
-    """Share one attention kernel among all layers: context parallel if cp > 1, FlexAttention if configured."""
+def set_attention(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: RankMesh) -> None:
+    """Share one attention kernel among all blocks: context parallel if cp > 1, FlexAttention if configured."""
+    modules = [module for _, module in here(part, plan.attention)]
+    if not modules:
+        return
     attend: Attend
+    window = getattr(modules[0].attend, "window", None)
     if ranks.cp_group is not None:
         kind = RingAttend if parallel.cp_method == "ring" else AllGatherAttend
-        attend = kind(ranks.cp_group, model.sliding_window)
+        attend = kind(ranks.cp_group, window)
     elif parallel.attention == "flex":
         if ranks.device.type == "cpu":
             raise ConfigError("attention=flex on a CPU: torch's FlexAttention has no backward there; use sdpa")
-        attend = FlexAttend(model.sliding_window)
+        attend = FlexAttend(window)
     else:
         return
-    for module in part.modules():
-        if isinstance(module, SelfAttention):
-            module.attend = attend
+    for module in modules:
+        module.__dict__["attend"] = attend
 
 
 def needs_fsdp(parallel: ParallelConfig, mesh: MeshSpec) -> bool:
@@ -111,8 +129,8 @@ def needs_fsdp(parallel: ParallelConfig, mesh: MeshSpec) -> bool:
     return is_spread or parallel.cpu_offload or (parallel.param_dtype, parallel.reduce_dtype) != ("float32", "float32")
 
 
-def apply_fsdp(part: Decoder, parallel: ParallelConfig, ranks: RankMesh) -> None:
-    """FSDP2: one group per block, one for the head and final norm, the rest in the root's."""
+def apply_fsdp(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: RankMesh) -> None:
+    """FSDP2: one group per block, one for each module before them, one for those after, the rest in the root's."""
     mesh, policy = ranks.fsdp_mesh(), mixed_precision(parallel)
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type != "cpu") if parallel.cpu_offload else OffloadPolicy()
     reshard = reshards_after_forward(parallel, ranks.spec)
@@ -120,13 +138,13 @@ def apply_fsdp(part: Decoder, parallel: ParallelConfig, ranks: RankMesh) -> None
     def shard(module: nn.Module | list[nn.Module], *, reshard: bool) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
-    for block in part.model.layers.values():
+    for block in blocks_of(plan, part).values():
         shard(block, reshard=reshard)
-    if not part.tied_embeddings:  # a tied weight is used first and last, so it stays in the root's group
-        if part.model.embed_tokens is not None:
-            shard(part.model.embed_tokens, reshard=reshard)
-        if part.lm_head is not None and part.model.norm is not None:
-            shard([part.model.norm, part.lm_head], reshard=False)
+    if not plan.spec.tied:  # a tied weight is used first and last, so it stays in the root's group
+        for _, module in here(part, plan.first):
+            shard(module, reshard=reshard)
+        if after := [module for _, module in here(part, plan.last)]:
+            shard(after, reshard=False)
     shard(part, reshard=False)
     for module in part.modules():
         if isinstance(module, FSDPModule):
@@ -141,18 +159,16 @@ def reshards_after_forward(parallel: ParallelConfig, mesh: MeshSpec) -> bool:
     return parallel.reshard_after_forward == "always"
 
 
-def allocate(part: Decoder, parallel: ParallelConfig, ranks: RankMesh) -> None:
-    """Allocate this rank's shards, uninitialised."""
+def allocate(part: nn.Module, spec: ModelSpec, parallel: ParallelConfig, ranks: RankMesh) -> None:
+    """Allocate this rank's shards, uninitialised, and compute the buffers."""
     part.to_empty(device="cpu" if parallel.cpu_offload else ranks.device)
-    part.tie()
+    tie(spec, part)
+    if spec.fill_buffers is not None:
+        spec.fill_buffers(part)
 
 
 @torch.no_grad()
-def initialize(part: Decoder, model: ModelConfig, ranks: RankMesh, seed: int) -> None:
+def initialize(part: nn.Module, spec: ModelSpec, ranks: RankMesh, seed: int) -> None:
     """Initialise the shards; values depend only on the seed and the position in the global weight."""
-    for fqn, parameter in part.named_weights():
-        std = initial_std(fqn, model.n_layers)
-        if std is None:
-            parameter.fill_(0.0 if fqn.endswith(".bias") else 1.0)
-        else:
-            fill_normal(parameter, fqn, std, seed, ranks.spec, ranks.coordinate)
+    for fqn, parameter in named_weights(spec, part):
+        fill(parameter, fqn, spec, seed, ranks.spec, ranks.coordinate)

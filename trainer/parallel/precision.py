@@ -9,14 +9,14 @@ scale) is emulated on CPUs only; accelerators without it are refused, since emul
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_ckpt.errors import ConfigError, MissingExtraError
-from titan_ckpt.trainer.model.decoder import Decoder, DecoderLayer, Linear, local_tensor
 from titan_ckpt.trainer.parallel.config import MX_BLOCK, ParallelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -44,43 +44,31 @@ def describe_precision(parallel: ParallelConfig, device: torch.device) -> str:
     )
 
 
-def apply_float8(part: Decoder, parallel: ParallelConfig, device: torch.device) -> None:
+def apply_float8(blocks: Mapping[str, nn.Module], parallel: ParallelConfig, device: torch.device) -> None:
     """Replace the projections in the blocks by ones that multiply in float8."""
     if parallel.float8 == "none":
         return
     make = _mxfp8_factory(device) if parallel.float8 == "mxfp8" else _float8_factory(parallel, device)
-    for block in part.model.layers.values():
-        assert isinstance(block, DecoderLayer)
-        for owner in (block.self_attn, block.mlp):
+    for block in blocks.values():
+        for owner in list(block.modules()):
             for name, child in list(owner.named_children()):
-                if isinstance(child, Linear):
+                if isinstance(child, nn.Linear):
                     setattr(owner, name, make(child))
 
 
 def _float8_factory(parallel: ParallelConfig, device: torch.device) -> Any:
     try:
         from torchao.float8.config import Float8LinearConfig
-        from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+        from torchao.float8.float8_linear import Float8Linear
     except ImportError as error:
         raise MissingExtraError("torchao", "train", "float8") from error
-
-    class LocalFloat8Linear(Float8Linear):  # type: ignore[misc]
-        """torchao's layer on this rank's shard of the weight."""
-
-        bias_share = 1.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = matmul_with_hp_or_float8_args.apply(
-                x, local_tensor(self.weight).t(), self.linear_mm_config, self.config
-            )
-            return y if self.bias is None else y + (local_tensor(self.bias) * self.bias_share).to(y.dtype)
 
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(parallel.float8),
         emulate=not _has_float8(device),
         enable_fsdp_float8_all_gather=parallel.float8_all_gather,
     )
-    return lambda linear: LocalFloat8Linear.from_float(linear, config=config)
+    return lambda linear: Float8Linear.from_float(linear, config=config)
 
 
 def _mxfp8_factory(device: torch.device) -> Any:
@@ -103,17 +91,17 @@ def _mxfp8_factory(device: torch.device) -> Any:
     dim0 = MXFP8Dim0CastKernelChoice.TRITON if is_real else MXFP8Dim0CastKernelChoice.TORCH
     dim1 = MXFP8Dim1CastKernelChoice.CUDA if is_real else MXFP8Dim1CastKernelChoice.TORCH
 
-    class MxLinear(Linear):
+    class MxLinear(nn.Linear):
         """A projection whose three products (forward, gradients of input and weight) are in MXFP8."""
 
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = mx_mm.apply(
-                x, local_tensor(self.weight), e4m3, e4m3, e4m3, MX_BLOCK, recipe.kernel_preference, dim0, dim1,
+                x, self.weight, e4m3, e4m3, e4m3, MX_BLOCK, recipe.kernel_preference, dim0, dim1,
                 recipe.scale_calculation_mode, recipe.wgrad_with_hp,
             )  # fmt: skip
-            return y if self.bias is None else y + (local_tensor(self.bias) * self.bias_share).to(y.dtype)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def make(linear: Linear) -> MxLinear:
+    def make(linear: nn.Linear) -> MxLinear:
         with torch.device("meta"):
             made = MxLinear(linear.in_features, linear.out_features, bias=linear.bias is not None)
         made.weight, made.bias = linear.weight, linear.bias

@@ -6,15 +6,15 @@ Both wrap `forward` in place, which leaves names, hooks and weights of a block u
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_ckpt.trainer.parallel.config import ParallelConfig
+from titan_ckpt.trainer.parallel.local_weights import on_local_weights
 
 # Outputs kept under `selective`: costly to recompute, or a collective. Not the CPU's attention kernel, whose pair of outputs
 # the compiler (torch 2.13) cannot keep.
@@ -30,8 +30,8 @@ _KEPT = frozenset(
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 
 
-def apply_activation_checkpointing(layers: nn.ModuleDict, parallel: ParallelConfig) -> None:
-    """Drop activations in forward and recompute them in backward, according to the mode.
+def apply_activation_checkpointing(blocks: Mapping[int, nn.Module], parallel: ParallelConfig) -> None:
+    """Drop activations in forward and recompute them in backward, according to the mode. `blocks` by their index in the model.
 
     full: all blocks. every_n: every n-th. selective: all blocks, but keep attention, collectives and every second matrix product.
     budget: the compiler decides what to keep within `activation_memory_budget` (1.0 keeps everything).
@@ -42,49 +42,22 @@ def apply_activation_checkpointing(layers: nn.ModuleDict, parallel: ParallelConf
         case "budget":
             torch._functorch.config.activation_memory_budget = parallel.activation_memory_budget
         case "every_n":
-            for index, block in layers.items():
-                if int(index) % parallel.checkpoint_every_n == 0:
+            for index, block in blocks.items():
+                if index % parallel.checkpoint_every_n == 0:
                     _recompute(block)
         case "full":
-            for block in layers.values():
+            for block in blocks.values():
                 _recompute(block)
         case "selective":
-            for block in layers.values():
+            for block in blocks.values():
                 _recompute(block, context_fn=_selective_contexts)
 
 
-def apply_compile(layers: nn.ModuleDict) -> None:
+def apply_compile(blocks: Iterable[nn.Module]) -> None:
     """Compile each block's forward separately: one compilation serves all, and FSDP's hooks stay outside."""
-    for block in layers.values():
-        block.forward = _on_local_weights(block, torch.compile(block.forward))
-
-
-def _on_local_weights(block: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run the compiled `forward` on local shards, as plain tensors, of the weights that tensor parallelism has sharded.
-
-    torch 2.13 cannot recompute inside a compiled region with DTensors (it would save their mesh as if it were a tensor), and
-    plain tensors need no unwrapping at each call.
-    """
-    owners = [
-        (module, name)
-        for module in block.modules()
-        for name, weight in module.named_parameters(recurse=False)
-        if isinstance(weight, DTensor)
-    ]
-    if not owners:
-        return forward
-
-    def run(*args: Any) -> Tensor:
-        whole = [module._parameters[name] for module, name in owners]
-        for (module, name), weight in zip(owners, whole, strict=True):
-            module._parameters[name] = weight.to_local() if isinstance(weight, DTensor) else weight
-        try:
-            return forward(*args)
-        finally:
-            for (module, name), weight in zip(owners, whole, strict=True):
-                module._parameters[name] = weight
-
-    return run
+    for block in blocks:
+        compiled = torch.compile(block.forward)
+        block.forward = on_local_weights(block, compiled, recurse=True)
 
 
 def _recompute(block: nn.Module, **options: Any) -> None:

@@ -1,12 +1,7 @@
 """Tensor parallelism: weights become DTensors sharded over `tp`; computation uses their local tensors.
 
-It takes four collectives, each the gradient of another (Megatron-LM, arXiv 1909.08053; sequence parallel, 2205.05198):
-
-    sequence parallel   entering a region: all-gather along S     leaving: reduce-scatter along S
-    without             entering: nothing (backward: all-reduce)   leaving: all-reduce (backward: nothing)
-
-Replicated weights (norms) see only some of the tokens or heads, so their gradients are partial sums; `apply_tensor_parallel`
-returns their names, and they are reduced once per optimizer step.
+Whole weights that see only some of the tokens or heads (`Shared`) have gradients that are partial sums;
+`apply_tensor_parallel` returns their names, and they are reduced once per optimizer step.
 
 Shapes: B batch, S sequence, D model dim, V vocabulary of this rank.
 """
@@ -14,6 +9,8 @@ Shapes: B batch, S sequence, D model dim, V vocabulary of this rank.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,34 +23,64 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.trainer.model import decoder
-from titan_ckpt.trainer.model.decoder import Decoder, Embedding
+from titan_ckpt.trainer.model.head import LmHead
 from titan_ckpt.trainer.model.loss import TokenLoss, VocabShard
+from titan_ckpt.trainer.model.plan import Plan
+from titan_ckpt.trainer.model.stages import Elsewhere, tie
+from titan_ckpt.trainer.parallel import collectives
+from titan_ckpt.trainer.parallel.collectives import FEATURES
+from titan_ckpt.trainer.parallel.local_weights import BIAS_SHARE, on_local_weights
+from titan_ckpt.trainer.seams.model import Colwise, Head, Region, Rowwise, Shared, Vocab, Whole
+from titan_ckpt.trainer.seams.patterns import is_below
 
-SEQUENCE = 1  # dimension of S in x_BSD
-_ops = torch.ops._c10d_functional  # collectives that the compiler can see
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMethod:
+    """How tensor parallelism is done."""
+
+    sequence_parallel: bool
+    loss: TokenLoss
+    loss_parallel: bool
 
 
-def apply_tensor_parallel(
-    part: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool, loss: TokenLoss, loss_parallel: bool
-) -> list[str]:
-    """Shard `part` over `mesh` according to the model's tables; returns the FQNs whose gradients are partial over tp."""
-    group, rank, degree = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-    enter = functools.partial(_gather if sequence_parallel else _copy, group=group)
-    leave = functools.partial(_scatter if sequence_parallel else _reduce, group=group)
-    partial = [fqn for fqn, module in part.named_modules() for fqn in _cut(module, fqn, mesh, sequence_parallel)]
-    for fqn, module in part.named_modules():
-        if fqn.rpartition(".")[2] in decoder.TENSOR_REGIONS:
-            module.register_forward_pre_hook(lambda _, args: (enter(args[0]), *args[1:]))
-            module.register_forward_hook(lambda _, _args, out: leave(out))
-    if part.model.embed_tokens is not None:
-        part.model.embed_tokens.lookup = functools.partial(_lookup, rank=rank, leave=leave)
-    if part.lm_head is not None:
-        shard = VocabShard(group=group, rank=rank, degree=degree, gather_logits=not loss_parallel)
-        part.lm_head.loss = TokenLoss(chunk_tokens=loss.chunk_tokens, shard=shard)
-        part.lm_head.register_forward_pre_hook(lambda _, args: (enter(args[0]), *args[1:]))
-    part.tie()
+def apply_tensor_parallel(part: nn.Module, plan: Plan, mesh: DeviceMesh, method: TensorMethod) -> list[str]:
+    """Shard a stage over `mesh` by the rules of its plan; returns the FQNs whose gradients are partial over tp."""
+    group = mesh.get_group()
+    is_sequence = method.sequence_parallel
+    enter = functools.partial(collectives.gather if is_sequence else collectives.copy, group=group)
+    leave = functools.partial(collectives.scatter if is_sequence else collectives.reduce, group=group)
+    partial: list[str] = []
+    for fqn, module in list(part.named_modules()):
+        rule = plan.rules.get(fqn)
+        if isinstance(module, Elsewhere) or rule is None:
+            continue
+        match rule:
+            case Region():
+                _around(module, before=enter, after=leave)
+            case Colwise():
+                _shard(module, mesh, 0)
+            case Rowwise():
+                partial += _shard_rowwise(module, fqn, mesh)
+            case Vocab():
+                _shard(module, mesh, 0)
+                module.forward = functools.partial(_lookup, module, rank=mesh.get_local_rank(), leave=leave)
+            case Head():
+                _shard_head(module, mesh, method)
+                _around(module, before=enter)
+            case Shared():
+                if is_sequence or plan.is_in_region(fqn):
+                    partial += [f"{fqn}.{name}" for name, _ in module.named_parameters()]
+            case Whole() if is_sequence:
+                _compute_whole(module, fqn, plan, group)
+    tie(plan.spec, part)
     return partial
+
+
+def compute_on_shards(part: nn.Module, *, but: tuple[str, ...] = ()) -> None:
+    """Let every module that has divided weights run on this rank's shards of them, except below `but`."""
+    for fqn, module in part.named_modules():
+        if not is_below(fqn, but):
+            module.forward = on_local_weights(module, module.forward)
 
 
 def overlap_with_products(mesh: DeviceMesh, device: torch.device) -> None:
@@ -69,114 +96,80 @@ def overlap_with_products(mesh: DeviceMesh, device: torch.device) -> None:
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-def _cut(module: nn.Module, fqn: str, mesh: DeviceMesh, sequence_parallel: bool) -> list[str]:
-    """Replace the module's weights by DTensors; returns its FQNs whose gradient is partial over tp."""
-    name = fqn.rpartition(".")[2]
-    if name in decoder.NORMS_INSIDE or (name in decoder.NORMS_OUTSIDE and sequence_parallel):
-        return [f"{fqn}.weight"]
-    if name not in decoder.TENSOR_CUTS or not isinstance(module, nn.Linear | Embedding):
-        return []
-    dim = decoder.TENSOR_CUTS[name]
-    _shard(module, "weight", mesh, dim)
+def _around(
+    module: nn.Module,
+    *,
+    before: Callable[[Tensor], Tensor] | None = None,
+    after: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Apply `before` to the first argument of a module, by position or name, and `after` to its (first) output."""
+    if before is not None:
+
+        def change_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (before(args[0]), *args[1:]), kwargs
+            name = next(iter(kwargs))
+            return args, kwargs | {name: before(kwargs[name])}
+
+        module.register_forward_pre_hook(change_input, with_kwargs=True)
+    if after is not None:
+
+        def change_output(_: nn.Module, _args: Any, out: Any) -> Any:
+            return (after(out[0]), *out[1:]) if isinstance(out, tuple) else after(out)
+
+        module.register_forward_hook(change_output)
+
+
+def _compute_whole(module: nn.Module, fqn: str, plan: Plan, group: dist.ProcessGroup) -> None:
+    """All tokens in, this rank's out; what comes before the first module and after the last is whole already."""
+    enters = not is_below(fqn, plan.first)
+    leaves = not is_below(fqn, plan.last)
+    _around(
+        module,
+        before=functools.partial(collectives.whole, group=group) if enters else None,
+        after=functools.partial(collectives.part, group=group) if leaves else None,
+    )
+
+
+def _shard_head(module: nn.Module, mesh: DeviceMesh, method: TensorMethod) -> None:
+    group = mesh.get_group()
+    _shard(module, mesh, 0)
+    gather = functools.partial(collectives.whole, group=group, dim=FEATURES)
+    if not isinstance(module, LmHead):
+        _around(module, after=gather)
+        return
+    shard = VocabShard(
+        group=group, rank=mesh.get_local_rank(), degree=mesh.size(), gather_logits=not method.loss_parallel
+    )
+    module.loss = TokenLoss(chunk_tokens=method.loss.chunk_tokens, shard=shard)
+    module.gather = gather
+
+
+def _shard_rowwise(module: nn.Module, fqn: str, mesh: DeviceMesh) -> list[str]:
+    """Cut the weight along its inputs; the whole bias, of which each rank adds its share, has a partial gradient."""
+    _shard_one(module, "weight", mesh, 1)
     if getattr(module, "bias", None) is None:
         return []
-    if dim == 0:
-        _shard(module, "bias", mesh, 0)
-        return []
-    module.__dict__["bias_share"] = 1.0 / mesh.size()
+    module.__dict__[BIAS_SHARE] = 1.0 / mesh.size()
     return [f"{fqn}.bias"]
 
 
-def _shard(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+def _shard(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
+    for name, _ in list(module.named_parameters(recurse=False)):
+        _shard_one(module, name, mesh, dim)
+
+
+def _shard_one(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
     whole = module.get_parameter(name)
     part = whole.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
     cut = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
     module.register_parameter(name, nn.Parameter(cut))
 
 
-def _lookup(ids_BS: Tensor, weight_VD: Tensor, *, rank: int, leave: Any) -> Tensor:
+def _lookup(module: nn.Module, ids_BS: Tensor, *, rank: int, leave: Callable[[Tensor], Tensor]) -> Tensor:
     """Look up the ids in this rank's vocabulary shard, zeros for other ids, then reduce over ranks."""
+    weight_VD = module.get_parameter("weight")
     rows_BS = ids_BS - rank * weight_VD.shape[0]
     is_mine_BS = (rows_BS >= 0) & (rows_BS < weight_VD.shape[0])
     x_BSD = F.embedding(rows_BS.clamp(0, weight_VD.shape[0] - 1), weight_VD) * is_mine_BS[..., None]
-    out: Tensor = leave(x_BSD)
-    return out
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    whole = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
-    return torch.cat(whole.chunk(group.size()), dim=SEQUENCE)
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    stacked = torch.cat(x.chunk(group.size(), dim=SEQUENCE))
-    part: Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
-    return part
-
-
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
-    return total
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grads[0], ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grads[0], ctx.group), None
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004 - torch's signature
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
-        return grads[0], None
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out: Tensor = _Scatter.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out: Tensor = _Reduce.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
+    return leave(x_BSD)

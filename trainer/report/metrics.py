@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from titan_ckpt.console.units import format_duration, format_size
-from titan_ckpt.trainer.model.decoder import ModelConfig
 
 # Dense bfloat16 FLOP per second, from the vendors' data sheets.
 PEAK_FLOPS = {
@@ -84,17 +83,6 @@ class StepMetrics:
         if self.committed_step is not None:
             parts.append(f"committed {self.committed_step}")
         return "  ".join(parts)
-
-
-def flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Forward and backward: 6 per weight in a matrix product; attention takes 12 per layer, head dimension and key.
-
-    Source: PaLM, appendix B. The embedding look-up counts nothing; the causal mask is not deducted.
-    """
-    head, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
-    per_layer = model.dim * (2 * head + 2 * kv + 3 * model.ffn_dim)
-    weights = model.n_layers * per_layer + model.vocab_size * model.dim
-    return 6.0 * weights + 12.0 * model.n_layers * head * seq_len
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -88,7 +88,7 @@ class LogRows:
 def shortened(text: str, width: int) -> str:
     """Shorten a line of our trainer on narrow screens: no date, rank or package. `y` copies the full line.
 
-    >>> shortened("2026-11-21 07:46:55,442 INFO [rank 0 dp_shard0 tp0] titan_ckpt.trainer.run.setup: starting from scratch", 78)
+    >>> shortened("2026-11-21 07:46:55,442 INFO [rank 0 dp_shard0 tp0] titan_ckpt.trainer.job.setup: starting from scratch", 78)
     '07:46:55,442 INFO setup: starting from scratch'
     """
     match = _OWN_LINE.match(text) if width < _WIDE else None

@@ -17,15 +17,15 @@ from titan_ckpt.loading.load import load
 from titan_ckpt.loading.policy import LoadPolicy, LoadReport
 from titan_ckpt.saving.second_tier import open_nearest
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.sharding.pipeline import PipelineSpec
+from titan_ckpt.sharding.pipeline import PipelineSpec, count_layers
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import ResumeConfig
-from titan_ckpt.trainer.model.decoder import ModelConfig
+from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.model.lora import adapters_of, is_adapter
+from titan_ckpt.trainer.model.plan import Plan
 from titan_ckpt.trainer.parallel.config import ParallelConfig, num_stages, pipeline_style
 from titan_ckpt.trainer.parallel.optimizer import Optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
-from titan_ckpt.trainer.run.control_group import ControlGroup
 
 log = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
@@ -79,15 +79,20 @@ def training_record(progress: TrainingProgress, *, fingerprint: str, seed: int, 
     }
 
 
-def pipeline_record(model: ModelConfig, parallel: ParallelConfig, mesh: MeshSpec) -> dict[str, Any]:
-    """The assignment of layers to stages, for offline resharding; recorded even without pipeline parallelism."""
+def pipeline_record(plan: Plan, parallel: ParallelConfig, mesh: MeshSpec) -> dict[str, Any] | None:
+    """The assignment of blocks to stages, for offline resharding; recorded even without pipeline parallelism.
+
+    None if the numbers of the blocks cannot be told from their names.
+    """
+    if count_layers([f"{fqn}." for fqn in plan.parameters]) != len(plan.blocks):
+        return None
     pp = mesh.degree("pp")
     return PipelineSpec(
-        num_layers=model.n_layers,
+        num_layers=len(plan.blocks),
         stages_per_rank=num_stages(parallel, mesh) // pp if pp > 1 else 1,
         style=pipeline_style(parallel, mesh),
         layers_per_stage=parallel.pp_layers_per_stage or None,
-        has_tied_embeddings=model.tied_embeddings,
+        has_tied_embeddings=bool(plan.spec.tied),
     ).to_dict()
 
 
@@ -98,7 +103,7 @@ def live_state(parallelized: Parallelized, optimizer: Optimizer | None) -> dict[
     return state if optimizer is None else state | {"optimizer": optimizer.state()}
 
 
-def find_start(resume: ResumeConfig, tiers: Sequence[str], control: ControlGroup, model: ModelConfig) -> Start:
+def find_start(resume: ResumeConfig, tiers: Sequence[str], control: ControlGroup, model: Any) -> Start:
     """The checkpoint to start from, the same on every rank: rank 0 searches, the others open its choice.
 
     With two tiers every rank searches, since the nearest may be a local disk.
@@ -119,8 +124,8 @@ def find_start(resume: ResumeConfig, tiers: Sequence[str], control: ControlGroup
     return Start(checkpoint=checkpoint, is_own=answer.is_own, model_only=model_only)
 
 
-def open_for(model: ModelConfig, url: str, *, step: int | None = None) -> Checkpoint:
-    """Open a checkpoint under our names; torchtitan's names are mapped by the rules for the family of `model`."""
+def open_for(model: Any, url: str, *, step: int | None = None) -> Checkpoint:
+    """Open a checkpoint under our names; torchtitan's are mapped by the rules for the family of `model` (`[model]`)."""
     checkpoint = open_checkpoint(url, step=step)
     if checkpoint.manifest.kind != CheckpointKind.FOREIGN and TORCHTITAN not in checkpoint.manifest.by_fqn:
         return checkpoint
@@ -185,7 +190,7 @@ def restore(
     checkpoint = start.checkpoint
     if checkpoint is None:
         return TrainingProgress()
-    check_model(checkpoint, parallelized.model)
+    check_model(checkpoint, parallelized.spec.config)
     state = live_state(parallelized, None if start.model_only else optimizer)
     if start.model_only:
         check_all_taken(checkpoint, _load_weights(checkpoint, state), tuple(state), control)
@@ -215,7 +220,7 @@ def _load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:
 
 def load_base(checkpoint: Checkpoint, parallelized: Parallelized) -> None:
     """Load the frozen weights that the adapters modify."""
-    check_model(checkpoint, parallelized.model)
+    check_model(checkpoint, parallelized.spec.config)
     weights = parallelized.model_state()
     base = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
     _load_weights(checkpoint, {"model": base})
@@ -224,7 +229,7 @@ def load_base(checkpoint: Checkpoint, parallelized: Parallelized) -> None:
     )
 
 
-def open_base(url: str, start: Start, model: ModelConfig) -> Checkpoint:
+def open_base(url: str, start: Start, model: Any) -> Checkpoint:
     """The base model of a run with adapters; warns if the adapters were trained on another one."""
     if start.checkpoint is not None and not start.is_own:
         return start.checkpoint
@@ -246,7 +251,7 @@ def check_all_taken(checkpoint: Checkpoint, report: LoadReport, parts: Sequence[
         raise LoadContractError(f"{checkpoint} has tensors that this model lacks: {', '.join(left[:5])}{more}")
 
 
-def kept_assets(start: Start, tokenizer: bytes) -> dict[str, bytes]:
+def kept_assets(start: Start, tokenizer: bytes | None) -> dict[str, bytes]:
     """The assets to save with every checkpoint: those of the start, so that an imported model keeps its config and chat template.
 
     If the run's tokenizer differs from the start's, only the start's config.json, licence and model card are kept.
@@ -256,11 +261,11 @@ def kept_assets(start: Start, tokenizer: bytes) -> dict[str, bytes]:
         assets = {name: start.checkpoint.asset(name) for name in start.checkpoint.manifest.assets}
         if assets.get(TOKENIZER) != tokenizer:
             assets = {name: data for name, data in assets.items() if _OF_ANY_TOKENIZER.fullmatch(name)}
-    return assets | {TOKENIZER: tokenizer}
+    return assets if tokenizer is None else assets | {TOKENIZER: tokenizer}
 
 
-def check_model(checkpoint: Checkpoint, model: ModelConfig) -> None:
-    """Refuse a checkpoint of another model config; shapes alone would miss a different rope_theta or norm_eps."""
+def check_model(checkpoint: Checkpoint, model: Any) -> None:
+    """Refuse a checkpoint of another `[model]`, a dataclass; shapes alone would miss a different rope_theta or norm_eps."""
     saved = checkpoint.manifest.config.get("model")
     if not isinstance(saved, Mapping):
         log.warning("%s records no model config; only names and shapes are compared", checkpoint)

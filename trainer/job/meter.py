@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
-from titan_ckpt.trainer.report.metrics import FLOAT8_PEAK_RATIO, StepMetrics, flops_per_token, memory_bytes, peak_flops
-from titan_ckpt.trainer.run.job import Job
-from titan_ckpt.trainer.run.resume import TrainingProgress
-from titan_ckpt.trainer.run.stop_signals import StopCode
+from titan_ckpt.trainer.job.job import Job
+from titan_ckpt.trainer.job.resume import TrainingProgress
+from titan_ckpt.trainer.job.stop_signals import StopCode
+from titan_ckpt.trainer.report.metrics import FLOAT8_PEAK_RATIO, StepMetrics, memory_bytes, peak_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One optimizer step: this rank's sum of token losses and its token count; the other fields are equal on all ranks."""
+    """One optimizer step: this rank's sum of losses and their count; the other fields are equal on all ranks."""
 
     local_loss: Tensor
-    num_tokens: int
-    valid_tokens: int
+    local_count: int
+    count: int
     grad_norm: float
     lr: float
 
@@ -35,7 +35,8 @@ class Meter:
         self._last_seen_commit: int | None = None
         self._uploaded_bytes, self._written_s = 0, time.monotonic()
         self._device = job.parallelized.ranks.device
-        flops = flops_per_token(job.config.model, job.config.data.seq_len)
+        counted = job.parallelized.spec.flops_per_token
+        flops = 0.0 if counted is None else counted(job.config.data.seq_len)
         self._flops = flops / job.parallelized.mesh.world_size
         self._peak = peak_flops(self._device)
 
@@ -50,11 +51,11 @@ class Meter:
     def write(self, step: StepResult, progress: TrainingProgress, loss: float) -> StopCode:
         """Write a record of the steps since the last one; returns the largest stop code, which shares the reduction of times."""
         job, steps = self._job, self._steps
-        mine = float(step.local_loss) / step.num_tokens if step.num_tokens else 0.0
+        mine = float(step.local_loss) / step.local_count if step.local_count else 0.0
         numbers = [job.stop.code, mine, job.phases.take().get("data", 0.0) / steps, self._steps_s / steps]
         self._steps, self._steps_s = 0, 0.0
         stop, loss_max, data_wait_s, step_s = job.control.all_reduce_max(numbers)
-        tokens_per_s = step.valid_tokens / step_s
+        tokens_per_s = step.count / step_s
         job.metrics.step(
             StepMetrics(
                 step=progress.step, steps=steps, time_s=time.time(), loss=loss, loss_max=loss_max,
@@ -68,7 +69,7 @@ class Meter:
     def _utilisation(self, tokens_per_s: float) -> dict[str, Any]:
         """`mfu` is always relative to the bfloat16 peak, so that runs compare; `mfu_float8` to the Float8 peak."""
         flops = self._flops * tokens_per_s
-        mfu = None if self._peak is None else flops / self._peak
+        mfu = None if self._peak is None or not flops else flops / self._peak
         is_float8 = self._job.config.mesh.float8 != "none"
         return {
             "tflops": flops / 1e12,

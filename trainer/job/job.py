@@ -10,14 +10,15 @@ from typing import Any
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import BatchShape, Dataset
+from titan_ckpt.trainer.job.control_group import ControlGroup
+from titan_ckpt.trainer.job.export import Exporter
+from titan_ckpt.trainer.job.stop_signals import StopRequest
 from titan_ckpt.trainer.parallel.optimizer import Optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.report.metrics_log import MetricsLog
 from titan_ckpt.trainer.report.phases import Phases
 from titan_ckpt.trainer.report.profile import Inspection
-from titan_ckpt.trainer.run.control_group import ControlGroup
-from titan_ckpt.trainer.run.export import Exporter
-from titan_ckpt.trainer.run.stop_signals import StopRequest
+from titan_ckpt.trainer.seams.loss import Loss
 
 
 class EndReason(StrEnum):
@@ -41,12 +42,13 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """Everything the loop works with on this rank; `titan_ckpt.trainer.run.setup` builds it."""
+    """Everything the loop works with on this rank; `titan_ckpt.trainer.job.setup` builds it."""
 
     config: TrainConfig
     config_record: dict[str, Any]
     assets: dict[str, bytes]
     parallelized: Parallelized
+    loss: Loss
     optimizer: Optimizer
     dataset: Dataset
     saver: Saver | None

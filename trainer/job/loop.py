@@ -14,13 +14,14 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_ckpt.errors import TitanError
 from titan_ckpt.trainer.data.batches import Batch, BatchLoader
+from titan_ckpt.trainer.job.gc_at_steps import Collector
+from titan_ckpt.trainer.job.job import EndReason, Job, Outcome
+from titan_ckpt.trainer.job.meter import Meter, StepResult
+from titan_ckpt.trainer.job.resume import TrainingProgress, live_state, training_record
+from titan_ckpt.trainer.job.stop_signals import StopCode
 from titan_ckpt.trainer.parallel.optimizer import learning_rate
+from titan_ckpt.trainer.parallel.stage_forward import on
 from titan_ckpt.trainer.report.records import Event
-from titan_ckpt.trainer.run.gc_at_steps import Collector
-from titan_ckpt.trainer.run.job import EndReason, Job, Outcome
-from titan_ckpt.trainer.run.meter import Meter, StepResult
-from titan_ckpt.trainer.run.resume import TrainingProgress, live_state, training_record
-from titan_ckpt.trainer.run.stop_signals import StopCode
 
 log = logging.getLogger(__name__)
 END_REASONS = {
@@ -76,16 +77,15 @@ class Loop:
         started = time.perf_counter()
         with job.phases("data", step):
             batch = next(loader)
-        local_loss = self._forward_backward(batch, step)
+            local_count, count = self._count(batch)
+        local_loss = self._forward_backward(batch, count, step)
         lr, grad_norm = self._update(step)
         self.progress = self.progress.after(
             samples=job.config.train.global_batch_size,
-            tokens=batch.valid_tokens,
+            tokens=count,
             is_skipped=not math.isfinite(grad_norm),
         )
-        done = StepResult(
-            local_loss=local_loss, num_tokens=batch.num_tokens, valid_tokens=batch.valid_tokens, grad_norm=grad_norm, lr=lr
-        )  # fmt: skip
+        done = StepResult(local_loss=local_loss, local_count=local_count, count=count, grad_norm=grad_norm, lr=lr)
         stop = self._measure(done, step, started)
         if job.config.validation.every and step % job.config.validation.every == 0:
             self._validate(step)
@@ -97,15 +97,20 @@ class Loop:
                 self._save()
         return stop
 
-    def _forward_backward(self, batch: Batch, step: int) -> torch.Tensor:
+    def _count(self, batch: Batch) -> tuple[int, int]:
+        """The losses of a batch on this rank, and over all ranks."""
+        local = sum(self.job.loss.count(microbatch) for microbatch in batch.microbatches)
+        if batch.count is not None:
+            return local, batch.count
+        mesh = self.job.parallelized.mesh
+        copies = mesh.world_size // self.job.parallelized.data_degree
+        return local, round(self.job.control.all_reduce_sum([float(local)])[0]) // copies
+
+    def _forward_backward(self, batch: Batch, count: int, step: int) -> torch.Tensor:
         total = torch.zeros((), device=self._device)
         with self.job.phases("forward_backward", step):
             for microbatch in batch.microbatches:
-                on_device = microbatch.to(self._device)
-                total += self.job.parallelized.forward_backward(
-                    on_device.tokens_BL, on_device.labels_BL,
-                    global_valid_tokens=batch.valid_tokens, documents_BS=on_device.documents_BL,
-                )  # fmt: skip
+                total += self.job.parallelized.forward_backward(on(self._device, microbatch), count=count)
         return total
 
     def _update(self, step: int) -> tuple[float, float]:
@@ -144,7 +149,7 @@ class Loop:
         is_logged = step % job.config.log.every == 0 or step == job.config.train.steps
         with job.phases("metrics", step):
             if is_logged:
-                self.loss = float(job.parallelized.reduce_loss(done.local_loss)) / done.valid_tokens
+                self.loss = float(job.parallelized.reduce_loss(done.local_loss)) / done.count
             self.meter.add_step(time.perf_counter() - started)
             if self.loss is None or not is_logged:
                 return StopCode(int(job.control.all_reduce_max([job.stop.code])[0]))
@@ -157,14 +162,12 @@ class Loop:
         with job.phases("validation", step):
             total = torch.zeros((), device=self._device)
             for microbatch in batch.microbatches:
-                on_device = microbatch.to(self._device)
-                total += job.parallelized.forward_loss(
-                    on_device.tokens_BL, on_device.labels_BL, documents_BS=on_device.documents_BL
-                )
-            loss = float(job.parallelized.reduce_loss(total)) / batch.valid_tokens
+                total += job.parallelized.forward_loss(on(self._device, microbatch))
+            _, count = self._count(batch)
+            loss = float(job.parallelized.reduce_loss(total)) / count
         seconds = time.perf_counter() - started
-        log.info("step %d  validation loss %.4f over %d tokens (%.1f s)", step, loss, batch.valid_tokens, seconds)
-        job.metrics.event(Event.VALIDATION, step=step, loss=loss, tokens=batch.valid_tokens, seconds=seconds)
+        log.info("step %d  validation loss %.4f over %d tokens (%.1f s)", step, loss, count, seconds)
+        job.metrics.event(Event.VALIDATION, step=step, loss=loss, tokens=count, seconds=seconds)
 
     def _save(self) -> None:
         """Start saving this step; returns as soon as the tensors may change again."""

@@ -20,8 +20,8 @@ from titan_ckpt.location import join
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.device_mesh import BACKENDS, one_thread_groups
+from titan_ckpt.trainer.job.stop_signals import StopRequest
 from titan_ckpt.trainer.report.logs import RunFolder
-from titan_ckpt.trainer.run.stop_signals import StopRequest
 
 log = logging.getLogger(__name__)
 

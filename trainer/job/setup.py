@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 import torch
+from torch import nn
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.location import redact
@@ -19,28 +20,16 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.data.batches import BatchShape, Dataset, open_dataset, unigram_entropy
-from titan_ckpt.trainer.data.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
+from titan_ckpt.trainer.data.token_source import TokenSource
+from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer
 from titan_ckpt.trainer.device_mesh import RankMesh
-from titan_ckpt.trainer.launch.launch import StoppedError, is_launched_here, launched_at_s, write_error
-from titan_ckpt.trainer.model.decoder import Decoder
-from titan_ckpt.trainer.model.lora import adapters_of, add_adapters, start_adapters
-from titan_ckpt.trainer.parallel.optimizer import Optimizer, build_optimizer
-from titan_ckpt.trainer.parallel.parallel_model import Parallelized
-from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
-from titan_ckpt.trainer.parallel.precision import describe_precision
-from titan_ckpt.trainer.report.goodput import goodput
-from titan_ckpt.trainer.report.logs import TRACE, RankLogging, describe_rank, run_folder, upload_logs
-from titan_ckpt.trainer.report.metrics_log import MetricsLog, fetch_history, open_metrics_log
-from titan_ckpt.trainer.report.phases import Phases, trace_events, write_trace
-from titan_ckpt.trainer.report.profile import Inspection
-from titan_ckpt.trainer.report.records import METRICS, Event, read_records
-from titan_ckpt.trainer.run.changed_settings import check_settings
-from titan_ckpt.trainer.run.control_group import ControlGroup
-from titan_ckpt.trainer.run.export import Exporter
-from titan_ckpt.trainer.run.job import Job, Outcome
-from titan_ckpt.trainer.run.loop import Loop
-from titan_ckpt.trainer.run.rank_process import RankContext, RankProcess, pick_device, process_group, start_recorder
-from titan_ckpt.trainer.run.resume import (
+from titan_ckpt.trainer.job.changed_settings import check_settings
+from titan_ckpt.trainer.job.control_group import ControlGroup
+from titan_ckpt.trainer.job.export import Exporter
+from titan_ckpt.trainer.job.job import Job, Outcome
+from titan_ckpt.trainer.job.loop import Loop
+from titan_ckpt.trainer.job.rank_process import RankContext, RankProcess, pick_device, process_group, start_recorder
+from titan_ckpt.trainer.job.resume import (
     Start,
     TrainingProgress,
     describe_start,
@@ -51,7 +40,20 @@ from titan_ckpt.trainer.run.resume import (
     pipeline_record,
     restore,
 )
-from titan_ckpt.trainer.run.stop_signals import StopCode, StopRequest
+from titan_ckpt.trainer.job.stop_signals import StopCode, StopRequest
+from titan_ckpt.trainer.launch.launch import StoppedError, is_launched_here, launched_at_s, write_error
+from titan_ckpt.trainer.model.lora import adapters_of, add_adapters, start_adapters
+from titan_ckpt.trainer.model.plan import Plan, plan_of
+from titan_ckpt.trainer.parallel.optimizer import Optimizer, build_optimizer
+from titan_ckpt.trainer.parallel.parallel_model import Parallelized
+from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
+from titan_ckpt.trainer.parallel.precision import describe_precision
+from titan_ckpt.trainer.report.goodput import goodput
+from titan_ckpt.trainer.report.logs import TRACE, RankLogging, describe_rank, run_folder, upload_logs
+from titan_ckpt.trainer.report.metrics_log import MetricsLog, fetch_history, open_metrics_log
+from titan_ckpt.trainer.report.phases import Phases, trace_events, write_trace
+from titan_ckpt.trainer.report.profile import Inspection
+from titan_ckpt.trainer.report.records import METRICS, Event, read_records
 from titan_ckpt.upkeep.retention import RetentionPolicy
 
 log = logging.getLogger(__name__)
@@ -88,9 +90,7 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
     launched_s = launched_at_s()
     with ExitStack() as stack:
         control = ControlGroup(timeout_s=max(config.train.init_timeout_s, config.save.timeout_s))
-        tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
-        check_vocabulary(tokenizer, config.model.vocab_size)
-        dataset = _open_data(config, tokenizer, control, is_writer=context.process.local_rank == 0)
+        dataset, tokenizer = _open_data(config, control, is_writer=context.process.local_rank == 0)
         metrics = _open_metrics(context, logging_)
         stack.callback(metrics.close)
         names = [os.path.basename(folder.log(context.rank))] + ([METRICS, TRACE] if context.rank == 0 else [])
@@ -110,8 +110,9 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
             saver = stack.enter_context(Saver(config.save.url, options))
         job = Job(
             config=config, config_record=as_dict(config),
-            assets=kept_assets(start, tokenizer.to_json()) if context.rank == 0 else {},
-            parallelized=parallelized, optimizer=optimizer, dataset=dataset, saver=saver, exporter=exporter,
+            assets=kept_assets(start, tokenizer) if context.rank == 0 else {},
+            parallelized=parallelized, loss=config.extension.loss or config.spec.loss, optimizer=optimizer,
+            dataset=dataset, saver=saver, exporter=exporter,
             control=control, stop=stop, phases=phases, inspection=_inspection(context), metrics=metrics,
             upload_logs=lambda: upload_logs(folder, config.save.tiers, names),
         )  # fmt: skip
@@ -167,15 +168,16 @@ def _build(context: RankContext, start: Start) -> Parallelized:
     """The model; adapters come with the weights that they adapt."""
     config = context.config
     lora, seed = config.lora, config.train.seed
-    if not lora.rank:
-        return build_parallel_model(config.model, config.mesh, context.mesh, device=context.device, seed=seed)
 
-    def extend(part: Decoder, ranks: RankMesh) -> set[str]:
-        return add_adapters(part, lora, ranks)
+    def extend(part: nn.Module, plan: Plan, ranks: RankMesh) -> set[str]:
+        return add_adapters(part, plan, lora, ranks)
 
     parallelized = build_parallel_model(
-        config.model, config.mesh, context.mesh, device=context.device, seed=seed, extend=extend
-    )
+        config.spec, config.mesh, context.mesh, device=context.device, seed=seed, loss=config.extension.loss,
+        extend=extend if lora.rank else None,
+    )  # fmt: skip
+    if not lora.rank:
+        return parallelized
     start_adapters(parallelized.named_parameters())
     load_base(open_base(config.resume.from_, start, config.model), parallelized)
     return parallelized
@@ -195,21 +197,33 @@ def _save_options(config: TrainConfig, mesh: MeshSpec, phases: Phases, exporter:
     if asked.keep_last:
         retention = RetentionPolicy(keep_last=asked.keep_last, keep_every=asked.keep_every or None)
     return SaveOptions(
-        mesh=mesh, pipeline=pipeline_record(config.model, config.mesh, mesh), codec=asked.codec,
+        mesh=mesh, pipeline=pipeline_record(plan_of(config.spec), config.mesh, mesh), codec=asked.codec,
         incremental=asked.incremental, mirror=asked.mirror or None, retention=retention, timeout_s=asked.timeout_s, phase=phases,
         in_use=no_steps if exporter is None else exporter.steps,
     )  # fmt: skip
 
 
-def _open_data(config: TrainConfig, tokenizer: Tokenizer, control: ControlGroup, *, is_writer: bool) -> Dataset:
-    """The writer (local rank 0) tokenises first; the others then map the same files, and fail too if the writer failed."""
+def _open_data(config: TrainConfig, control: ControlGroup, *, is_writer: bool) -> tuple[Dataset, bytes | None]:
+    """The data, and the tokenizer as JSON if they are text.
+
+    The writer (local rank 0) tokenises first; the others then map the same files, and fail too if the writer failed.
+    """
+    if config.extension.data is not None:
+        data, validation = config.data, config.validation
+        source = config.extension.data(config)
+        own = Dataset([source], [1.0], seq_len=data.seq_len, seed=config.train.seed, shuffle=data.shuffle,
+                      held_out=validation.fraction)  # fmt: skip
+        return own, None
+    tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
+    if config.spec.vocab_size is not None:
+        check_vocabulary(tokenizer, config.spec.vocab_size)
 
     def open_it(is_writer: bool) -> Dataset:
         return open_dataset(config.data, config.validation, tokenizer, seed=config.train.seed, is_writer=is_writer)
 
     dataset = open_it(True) if is_writer else None
     control.barrier()
-    return dataset or open_it(False)
+    return dataset or open_it(False), tokenizer.to_json()
 
 
 def _open_metrics(context: RankContext, logging_: RankLogging) -> MetricsLog:
@@ -258,11 +272,17 @@ def _announce(job: Job, rank: int, start: Start, progress: TrainingProgress) -> 
         num_parameters / 1e6,
         describe_precision(config.mesh, job.parallelized.ranks.device),
     )
-    sizes = ", ".join(f"{len(t):,} tokens" for t in job.dataset.tokens)
-    log.info("data: %s; unigram entropy %.3f nats", sizes, unigram_entropy(job.dataset.tokens[0]))
+    log.info("data: %s", _describe_data(job.dataset))
     log.info("batch: %d samples of %d tokens, %s", shape.global_batch_size, config.data.seq_len, _describe_batch(shape))
     tiers = ", then ".join(map(redact, config.save.tiers))
     log.info("checkpoints: %s", tiers or "none (save.url is empty)")
+
+
+def _describe_data(dataset: Dataset) -> str:
+    files = [source.file for source in dataset.sources if isinstance(source, TokenSource)]
+    if not files:
+        return f"{sum(map(len, dataset.sources)):,} samples"
+    return f"{', '.join(f'{len(f):,} tokens' for f in files)}; unigram entropy {unigram_entropy(files[0]):.3f} nats"
 
 
 def _describe_batch(shape: BatchShape) -> str:

@@ -35,6 +35,14 @@ class ControlGroup:
         result: list[float] = values.tolist()
         return result
 
+    def all_reduce_sum(self, numbers: Sequence[float]) -> list[float]:
+        """Element-wise sum over all ranks."""
+        values = torch.tensor(numbers, dtype=torch.float64)
+        if self._group is not None:
+            dist.all_reduce(values, group=self._group)
+        result: list[float] = values.tolist()
+        return result
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value on rank 0, an empty list elsewhere."""
         if self._group is None:

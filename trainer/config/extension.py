@@ -1,0 +1,116 @@
+"""What a user puts in place of the trainer's own parts, and the config that goes with it.
+
+A module given by `train CONFIG --module FILE.py` defines any of the names in `Extension`; `run(config, model=..., loss=...)`
+takes the same. `model` and `data` may be functions of the config; the type of `model`'s argument is the record that the
+table `[model]` is read into, with the same checks as every other table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from titan_ckpt.errors import ConfigError, TitanError
+from titan_ckpt.trainer.model.decoder import decoder
+from titan_ckpt.trainer.seams.data import DataSource
+from titan_ckpt.trainer.seams.loss import Loss
+from titan_ckpt.trainer.seams.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """The table `[model]` of a model that has no settings."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Extension:
+    """The parts of a run that are not the trainer's own; the defaults are."""
+
+    model: ModelSpec | Callable[[Any], ModelSpec] = decoder
+    loss: Loss | None = None  # None: the model's own
+    data: Callable[[Any], DataSource] | None = None  # from the whole config; None: the corpora of [data]
+    tables: Mapping[str, type] = field(default_factory=dict)  # own tables of the config: name -> frozen dataclass
+    source: str = ""  # the module it comes from, for ranks that are started
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything is the trainer's own."""
+        return self.model is decoder and self.loss is None and self.data is None and not self.tables
+
+    def model_record(self) -> type:
+        """The dataclass that `[model]` is read into."""
+        if isinstance(self.model, ModelSpec):
+            return NoSettings
+        hints = get_type_hints(self.model)
+        names = [name for name in inspect.signature(self.model).parameters if name in hints]
+        record = hints[names[0]] if len(names) == 1 else None
+        return _checked_record(record, "model: its one argument must be annotated with the record of [model]")
+
+    def spec(self, record: Any) -> ModelSpec:
+        """The model of a table `[model]`; the same object for an equal record."""
+        return self.model if isinstance(self.model, ModelSpec) else _spec(self.model, record)
+
+
+@functools.lru_cache(maxsize=16)
+def _spec(build: Callable[[Any], ModelSpec], record: Any) -> ModelSpec:
+    spec = build(record)
+    if not isinstance(spec, ModelSpec):
+        raise ConfigError(f"model: {build.__name__} returned {type(spec).__name__}, expected a ModelSpec")
+    return spec if spec.config is not None else dataclasses.replace(spec, config=record)
+
+
+def _checked_record(record: Any, what: str) -> type:
+    is_record = isinstance(record, type) and dataclasses.is_dataclass(record)
+    if not is_record or not record.__dataclass_params__.frozen:
+        raise ConfigError(f"{what}, a dataclass(frozen=True); found {record!r}")
+    assert isinstance(record, type)
+    return record
+
+
+def check_tables(extension: Extension, taken: tuple[str, ...]) -> None:
+    """ConfigError for own tables that are no records or have the names of the trainer's."""
+    for name, record in extension.tables.items():
+        _checked_record(record, f"tables: {name!r}: expected a record")
+        if name in taken:
+            raise ConfigError(f"tables: {name!r} is a table of the trainer; choose another name")
+
+
+def load_extension(source: str) -> Extension:
+    """The extension that a Python file or an importable module defines; ConfigError if it cannot be loaded or defines nothing."""
+    module = _import(source)
+    names = [f.name for f in dataclasses.fields(Extension) if f.name != "source" and hasattr(module, f.name)]
+    if not names:
+        known = ", ".join(f.name for f in dataclasses.fields(Extension) if f.name != "source")
+        raise ConfigError(f"--module {source}: defines none of {known}")
+    return Extension(source=source, **{name: getattr(module, name) for name in names})
+
+
+def _import(source: str) -> ModuleType:
+    try:
+        if not source.endswith(".py"):
+            sys.path.insert(0, os.getcwd())
+            try:
+                return importlib.import_module(source)
+            finally:
+                sys.path.remove(os.getcwd())
+        path = os.path.abspath(source)
+        name = os.path.basename(path).removesuffix(".py")
+        found = importlib.util.spec_from_file_location(name, path)
+        if found is None or found.loader is None or not os.path.isfile(path):
+            raise ConfigError(f"--module {source}: no such file")
+        module = importlib.util.module_from_spec(found)
+        sys.modules[name] = module  # dataclasses look their module up there
+        found.loader.exec_module(module)
+    except TitanError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"--module {source}: cannot be imported: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,61 @@
+"""A tokenised corpus as a source of samples: each is `seq_len` tokens, with the labels one further.
+
+Shapes: L `seq_len`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titan_ckpt.trainer.data.token_files import TokenFile
+from titan_ckpt.trainer.seams.loss import IGNORED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSource:
+    """Sample i is tokens [i L, i L + L]: L inputs, and the labels shifted by one; with `documents` if masks are on."""
+
+    file: TokenFile
+    seq_len: int
+    has_document_masks: bool = False
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest of the tokens."""
+        return self.file.header.digest
+
+    @property
+    def losses_per_sample(self) -> int:
+        """Every token has a label."""
+        return self.seq_len
+
+    def __len__(self) -> int:
+        return max(0, (len(self.file) - 1) // self.seq_len)
+
+    def sample(self, index: int) -> dict[str, Tensor]:
+        """Tokens and labels, both [L]."""
+        ids = torch.from_numpy(self.file.read(index * self.seq_len, self.seq_len + 1)).long()
+        return self._fields(ids[:-1], ids[1:])
+
+    def filler(self) -> dict[str, Tensor]:
+        """Zeros, none of which counts."""
+        return self._fields(torch.zeros(self.seq_len, dtype=torch.int64), torch.full((self.seq_len,), IGNORED))
+
+    def _fields(self, tokens_L: Tensor, labels_L: Tensor) -> dict[str, Tensor]:
+        fields = {"tokens": tokens_L, "labels": labels_L}
+        if self.has_document_masks:
+            fields["documents"] = documents(tokens_L, self.file.header.separator)
+        return fields
+
+
+def documents(tokens_L: Tensor, separator: int) -> Tensor:
+    """Each token's document number within its sample; a separator belongs to the document it ends.
+
+    >>> documents(torch.tensor([5, 6, 0, 7, 0, 8]), separator=0).tolist()
+    [0, 0, 0, 1, 1, 2]
+    """
+    closes_L = (tokens_L == separator).long()
+    return closes_L.cumsum(dim=-1) - closes_L

@@ -1,0 +1,60 @@
+"""`titan_ckpt.trainer.run`: train from Python."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from titan_ckpt.trainer.config.extension import Extension
+from titan_ckpt.trainer.config.toml_records import build_record, merge_sets, resolve
+from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, config_type, resolve_mesh
+from titan_ckpt.trainer.job.job import Outcome
+from titan_ckpt.trainer.job.rank_process import RankProcess
+from titan_ckpt.trainer.job.setup import run_rank
+from titan_ckpt.trainer.launch.launch import is_rank
+from titan_ckpt.trainer.launch.preflight import preflight
+from titan_ckpt.trainer.model.decoder import decoder
+from titan_ckpt.trainer.seams.data import DataSource
+from titan_ckpt.trainer.seams.loss import Loss
+from titan_ckpt.trainer.seams.model import ModelSpec
+
+
+def run(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    sets: Sequence[str] = (),
+    model: ModelSpec | Callable[[Any], ModelSpec] = decoder,
+    loss: Loss | None = None,
+    data: Callable[[Any], DataSource] | None = None,
+    tables: Mapping[str, type] | None = None,
+) -> Outcome:
+    """Train in this process: as one of the ranks that torchrun started, or as the only one.
+
+    `config` is a TOML file or its tables; `sets` are `table.key=value` laid over it. `model` is a spec, or a function that makes
+    one of the table `[model]`, whose record annotates its argument; `data` a function of the whole config; `tables` the records
+    of own tables. ConfigError, before anything is started, for a config or model that cannot be; other TitanErrors as of
+    `titan-ckpt train`.
+    """
+    extension = Extension(model=model, loss=loss, data=data, tables=tables or {})
+    checked = _resolve(config, extension, sets)
+    if is_rank():
+        return run_rank(checked, RankProcess.from_environment())
+    resolve_mesh(checked, 1)
+    preflight(checked)
+    return run_rank(checked, RankProcess())
+
+
+def _resolve(
+    config: str | os.PathLike[str] | Mapping[str, Any], extension: Extension, sets: Sequence[str]
+) -> TrainConfig:
+    kind = config_type(extension)
+    if isinstance(config, Mapping):
+        tree, origins = copy.deepcopy(dict(config)), dict[str, str]()
+        merge_sets(tree, sets, origins)
+        checked = build_record(kind, tree, origins)
+    else:
+        checked = resolve(kind, os.fspath(config), sets).config
+    check_config(checked)
+    return checked

@@ -1,0 +1,29 @@
+"""The head of a language model: logits, or with labels the sum of token losses, without materialising all logits.
+
+Shapes: B batch, S sequence, D model dim, V vocabulary (of this rank under tensor parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_ckpt.trainer.model.loss import TokenLoss
+
+
+class LmHead(nn.Linear):
+    """A projection to the vocabulary. The trainer replaces `loss` and `gather` when the vocabulary is divided over tp."""
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+        self.loss = TokenLoss()
+        self.gather: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, h_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+        """Logits [B, S, V], or the sum of the losses of the labels that are not IGNORED, shape (1,)."""
+        if labels_BS is not None:
+            return self.loss(h_BSD, self.weight, labels_BS)
+        logits_BSV = F.linear(h_BSD, self.weight)
+        return logits_BSV if self.gather is None else self.gather(logits_BSV)

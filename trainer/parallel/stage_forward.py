@@ -1,0 +1,49 @@
+"""What a stage computes from a batch: the model's forward with the fields it takes, and on the last stage the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_ckpt.trainer.parallel.config import ParallelConfig
+from titan_ckpt.trainer.parallel.precision import DTYPES
+from titan_ckpt.trainer.seams.loss import Loss
+from titan_ckpt.trainer.seams.model import ModelSpec
+
+
+def compute_loss_in(
+    part: nn.Module, spec: ModelSpec, loss: Loss, parallel: ParallelConfig, ends: tuple[bool, bool]
+) -> None:
+    """Replace `forward` of a stage by one that takes all fields of a batch by name; the last stage returns the sum of losses.
+
+    FSDP's hooks, which are around `forward`, then see the loss too. `ends`: whether the stage is the first, and the last.
+    """
+    part.forward = StageForward(part.forward, spec, loss, DTYPES[parallel.param_dtype], ends)
+
+
+class StageForward:
+    """The forward of a stage; on the last, the sum of the losses, shape (1,)."""
+
+    def __init__(
+        self, forward: Callable[..., Any], spec: ModelSpec, loss: Loss, dtype: torch.dtype, ends: tuple[bool, bool]
+    ) -> None:
+        self._forward, self._taken, self._loss, self._dtype = forward, frozenset(spec.inputs[1:]), loss, dtype
+        self._is_first, self._is_last = ends
+
+    def __call__(self, x: Tensor, **fields: Tensor) -> Any:
+        if self._is_first and x.is_floating_point():
+            x = x.to(self._dtype)  # FSDP casts weights alone
+        out = self._forward(x, **{name: value for name, value in fields.items() if name in self._taken})
+        if not self._is_last:
+            return out
+        return torch.stack(
+            [self._loss(out, fields).sum()]
+        )  # torch joins it with other microbatches'; FSDP refuses a view
+
+
+def on(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The fields of a batch on a device."""
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
