@@ -16,11 +16,8 @@ from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.errors import INTERNAL, ConfigError, TitanError, UsageError
 from titan_ckpt.location import join
-<<<<<<< HEAD
-from titan_ckpt.trainer.config.recipes import find_config, recipe_of
-=======
 from titan_ckpt.trainer.config.extension import Extension, load_extension
->>>>>>> f71805e (trainer: train models, losses and data from outside)
+from titan_ckpt.trainer.config.recipes import find_config, recipe_of
 from titan_ckpt.trainer.config.toml_records import Resolved, as_dict, render, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, config_type, resolve_mesh
 from titan_ckpt.trainer.data.batches import reader_of
@@ -50,20 +47,12 @@ none. On SIGTERM and SIGINT it commits a last checkpoint and exits with code 130
 other codes as failures, but with 130 on nodes that were not asked to stop, so that they restart.
 
 examples:
-<<<<<<< HEAD
   titan-ckpt train tiny --set save.url=s3://bucket/run --set save.every=20
   titan-ckpt train tiny --set mesh.dp_shard=2 --set mesh.tp=2
   titan-ckpt train my-run.toml --set data.source=s3://corpus/*.jsonl.zst --pretokenise s3://corpus/tokens
   titan-ckpt train llama3_70b --nproc 256 --estimate
+  titan-ckpt train my-run.toml --module my_model.py
   torchrun --nnodes=8 --nproc-per-node=8 ... -m titan_ckpt train my-run.toml
-=======
-  titan-ckpt train configs/tiny.toml --set save.url=s3://bucket/run --set save.every=20
-  titan-ckpt train configs/tiny.toml --set mesh.dp_shard=2 --set mesh.tp=2
-  titan-ckpt train configs/llama3_8b.toml --set data.source=s3://corpus/*.jsonl.zst --pretokenise s3://corpus/tokens
-  titan-ckpt train configs/llama3_70b.toml --nproc 256 --estimate
-  titan-ckpt train my.toml --module my_model.py
-  torchrun --nnodes=8 --nproc-per-node=8 ... -m titan_ckpt train configs/llama3_8b.toml
->>>>>>> f71805e (trainer: train models, losses and data from outside)
 """
 
 MAX_LOCAL_RANKS = 1024  # processes on one machine
@@ -146,12 +135,8 @@ def run(arguments: Namespace) -> int:
 def _resolve(arguments: Namespace) -> Resolved[TrainConfig]:
     """The config, checked; torchrun is told of an error in it, too."""
     try:
-<<<<<<< HEAD
-        resolved = resolve(TrainConfig, find_config(arguments.config), arguments.set)
-=======
         extension = load_extension(arguments.module) if arguments.module else Extension()
-        resolved = resolve(config_type(extension), arguments.config, arguments.set)
->>>>>>> f71805e (trainer: train models, losses and data from outside)
+        resolved = resolve(config_type(extension), find_config(arguments.config), arguments.set)
         check_config(resolved.config)
         origins = {key: recipe_of(origin) for key, origin in resolved.origins.items()}
     except TitanError as error:
@@ -231,13 +216,9 @@ def _leave(exit_code: int) -> None:
 
 
 def _again(arguments: Namespace) -> Sequence[str]:
-<<<<<<< HEAD
     config = os.path.join(os.getcwd(), find_config(arguments.config))
-    return [config, *(part for text in arguments.set for part in ("--set", text))]
-=======
-    again = [os.path.join(os.getcwd(), arguments.config), *(part for text in arguments.set for part in ("--set", text))]
+    again = [config, *(part for text in arguments.set for part in ("--set", text))]
     return [*again, "--module", arguments.module] if arguments.module else again
->>>>>>> f71805e (trainer: train models, losses and data from outside)
 
 
 TRAIN = Command(configure=configure, run=run)

@@ -115,10 +115,11 @@ def comments(record: type) -> dict[str, str]:
             by_line[token.start[0]] = token.string.lstrip("# ")
     (body,) = ast.parse(source).body
     assert isinstance(body, ast.ClassDef)
+    names = {field.name for field in dataclasses.fields(record)}
     return {
         node.target.id: " ".join(by_line[line] for line in _lines(node) if line in by_line)
         for node in body.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in names
     }
 
 

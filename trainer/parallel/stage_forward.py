@@ -38,7 +38,7 @@ class StageForward:
             x = x.to(self._dtype)  # FSDP casts weights alone
         out = self._forward(x, **{name: value for name, value in fields.items() if name in self._taken})
         if not self._is_last:
-            return out
+            return out.contiguous()  # it is sent
         return torch.stack(
             [self._loss(out, fields).sum()]
         )  # torch joins it with other microbatches'; FSDP refuses a view
