@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -218,3 +221,29 @@ def test_the_page_for_bots_names_every_command_that_only_reads() -> None:
     assert all(f"`titan-ckpt {name} " in text for name in commands)
     for path in re.findall(r"\]\(([^)]+)\)", (ROOT / "llms.txt").read_text()):
         assert (ROOT / path).exists(), path
+
+
+def _completed(line: str, folder: Path) -> list[str]:
+    """What the shell is told at a TAB behind `line`, as argcomplete's shell function asks for it."""
+    answer = folder / "answer"
+    environment = {**os.environ, "_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    environment |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "IFS": "\v", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "titan_ckpt"]
+    subprocess.run(command, env=environment, cwd=folder, check=False, timeout=120, capture_output=True)
+    return sorted(word.strip() for word in answer.read_text().split("\v"))
+
+
+def test_a_tab_completes_commands_options_files_and_steps(tmp_path: Path) -> None:
+    for step in (5, 20):
+        save(str(tmp_path / "runs"), {"w": torch.ones(1)}, step=step)
+    assert _completed("titan-ckpt re", tmp_path) == ["reshard"]
+    assert _completed("titan-ckpt verify --d", tmp_path) == ["--data"]
+    assert _completed("titan-ckpt verify ru", tmp_path) == ["runs/"]
+    assert _completed("titan-ckpt verify runs@", tmp_path) == ["runs@20", "runs@5"]
+    assert _completed("titan-ckpt verify nowhere@", tmp_path) == [""]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_lines_for_the_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    assert "titan-ckpt" in capsys.readouterr().out

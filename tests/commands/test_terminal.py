@@ -72,6 +72,7 @@ WORDS: dict[str, list[list[str]]] = {
     "tui": [["RUN"]],
     "init": [["--template", EVIL], [f"/nowhere/{EVIL}/x.toml"], ["--list"]],
     "config": [["--explain", EVIL], ["--json"]],
+    "completion": [["bash"], ["zsh"], ["fish"], [EVIL]],
     "doctor": [[f"RUN/bad.toml/{EVIL}"]],
     "train": [["RUN/bad.toml"], [EVIL], ["RUN/bad.toml", "--print-config"]],
 }  # fmt: skip

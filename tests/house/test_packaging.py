@@ -23,7 +23,7 @@ from tools.paths import INCIDENTS, ROOT
 from tools.quick_tests import copy_sources, source_files
 
 ROOMS = ("trainer", "debug", "tui", "converters")
-LAPTOP = ("fsspec", "numpy", "rich", "tabulate", "textual", "xxhash", "zstandard")
+LAPTOP = ("argcomplete", "fsspec", "numpy", "rich", "tabulate", "textual", "xxhash", "zstandard")
 INCIDENT = INCIDENTS / "skip"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -119,6 +120,12 @@ def _tui() -> Command:
     return TUI
 
 
+def _completion() -> Command:
+    from titan_ckpt.cli.completion import COMPLETION
+
+    return COMPLETION
+
+
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
     """A command's loader and its one-line help."""
@@ -143,6 +150,7 @@ COMMANDS = {
     "debug": CommandEntry(_debug, "name the rank and line at fault in a hung or dead job"),
     "tui": CommandEntry(_tui, "browse hangs, checkpoints and training in the terminal"),
     "doctor": CommandEntry(_doctor, "check this machine: Python, torch, devices, network, memory, stores"),
+    "completion": CommandEntry(_completion, "print what makes a shell complete commands, options and steps"),
 }
 
 EPILOG = """\
@@ -229,6 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is not None:
         return _exit_code(arguments, is_program=False)
+    if "_ARGCOMPLETE" in os.environ:
+        from titan_ckpt.cli.completion import complete
+
+        complete(build_parser, COMMANDS)
     open_closed_streams()
     try:
         return _exit_code(arguments, is_program=True)
