@@ -93,7 +93,7 @@ hostile: $(READY) ## campaigns against hostile files, links, servers and process
 stores: $(READY) ## the contract of a store on Azurite (AZURITE=PATH of azurite-blob)
 	$(BIN)/python -m tools.cloud_servers -- $(BIN)/python -m pytest tests/store/test_contract.py -k az $(ARGS)
 
-loops: $(READY) ## the tests of loops whose libraries are installed for this alone: torchtitan (ARGS="-k random")
+loops: $(READY) ## the tests of loops whose libraries are installed for this alone: torchtitan, Lightning (ARGS="-k random")
 	$(BIN)/python -m tools.loops $(ARGS)
 
 soak: $(READY) ## an hour of training, kills, reshards and prunes over a faulty network (ARGS="--minutes 5 --seed 1")

@@ -17,8 +17,8 @@ from pathlib import Path
 from tools.paths import ROOT
 
 FOLDER = ROOT / ".loops"
-LIBRARIES = ("torchtitan==0.3.0",)
-TESTS = ("tests/integrations/test_torchtitan.py",)
+LIBRARIES = ("torchtitan==0.3.0", "lightning==2.6.6")
+TESTS = ("tests/integrations/test_torchtitan.py", "tests/integrations/test_lightning.py")
 
 
 def make_environment() -> str:
