@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from titan_ckpt.trainer.job.job import Outcome
     from titan_ckpt.trainer.job.start import run
     from titan_ckpt.trainer.model.attention import Attend, SdpaAttend
+    from titan_ckpt.trainer.model.decoder import ModelConfig, decoder
     from titan_ckpt.trainer.model.head import LmHead
     from titan_ckpt.trainer.parallel.initialize import fill_initial
     from titan_ckpt.trainer.seams.data import DataSource
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
         Vocab,
         Whole,
     )
+    from titan_ckpt.trainer.seams.optimizer import Schedule
+    from titan_ckpt.trainer.seams.step import FrozenModel, Prepare
 
 __all__ = [
     "Attend",
@@ -44,19 +47,24 @@ __all__ = [
     "Constant",
     "CrossEntropy",
     "DataSource",
+    "FrozenModel",
     "Head",
     "LmHead",
     "Loss",
     "LossInModel",
+    "ModelConfig",
     "ModelSpec",
     "Normal",
     "Outcome",
+    "Prepare",
     "Region",
     "Rowwise",
+    "Schedule",
     "SdpaAttend",
     "Shared",
     "Vocab",
     "Whole",
+    "decoder",
     "fill_initial",
     "run",
 ]
@@ -69,19 +77,24 @@ __getattr__, __dir__ = lazy_names(
         "Constant": "seams.model",
         "CrossEntropy": "seams.loss",
         "DataSource": "seams.data",
+        "FrozenModel": "seams.step",
         "Head": "seams.model",
         "LmHead": "model.head",
         "Loss": "seams.loss",
         "LossInModel": "seams.loss",
+        "ModelConfig": "model.decoder",
         "ModelSpec": "seams.model",
         "Normal": "seams.model",
         "Outcome": "job.job",
+        "Prepare": "seams.step",
         "Region": "seams.model",
         "Rowwise": "seams.model",
+        "Schedule": "seams.optimizer",
         "SdpaAttend": "model.attention",
         "Shared": "seams.model",
         "Vocab": "seams.model",
         "Whole": "seams.model",
+        "decoder": "model.decoder",
         "fill_initial": "parallel.initialize",
         "run": "job.start",
     },

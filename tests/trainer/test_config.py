@@ -252,3 +252,9 @@ def test_bad_input_is_one_clear_line_and_no_traceback(
 def test_nproc_that_contradicts_the_mesh_shows_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", TINY, "--nproc", "3", "--set", "mesh.dp_shard=2", "--set", "mesh.tp=2"]) == 2
     assert "dp_shard 2 x cp 1 x tp 2 = 4, but there are 3 ranks" in capsys.readouterr().err
+
+
+def test_freezing_every_weight_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"train.freeze = \['model.\*', 'lm_head.\*'\] freezes every weight"):
+        check_config(_tiny('train.freeze=["model.*", "lm_head.*"]'))
+    check_config(_tiny('train.freeze=["model.*"]'))

@@ -23,6 +23,8 @@ from titan_ckpt.trainer.model.decoder import decoder
 from titan_ckpt.trainer.seams.data import DataSource
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
+from titan_ckpt.trainer.seams.optimizer import Schedule
+from titan_ckpt.trainer.seams.step import FrozenModel, Prepare
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,19 @@ class Extension:
     """The parts of a run that are not the trainer's own; the defaults are."""
 
     model: ModelSpec | Callable[[Any], ModelSpec] = decoder
-    loss: Loss | None = None  # None: the model's own
+    loss: Loss | Callable[[Any], Loss] | None = None  # or a function of the whole config; None: the model's own
     data: Callable[[Any], DataSource] | None = None  # from the whole config; None: the corpora of [data]
+    schedule: Schedule | None = None  # None: `optimizer.schedule`
+    frozen: Mapping[str, Callable[[Any], FrozenModel]] = field(default_factory=dict)  # second models, from the config
+    prepare: Prepare | None = None  # called with each microbatch
     tables: Mapping[str, type] = field(default_factory=dict)  # own tables of the config: name -> frozen dataclass
     source: str = ""  # the module it comes from, for ranks that are started
 
     @property
     def is_empty(self) -> bool:
         """Whether everything is the trainer's own."""
-        return self.model is decoder and self.loss is None and self.data is None and not self.tables
+        own = (self.loss, self.data, self.schedule, self.prepare)
+        return self.model is decoder and own == (None,) * len(own) and not self.tables and not self.frozen
 
     def model_record(self) -> type:
         """The dataclass that `[model]` is read into."""

@@ -21,8 +21,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.location import check_writable, parse_location
@@ -33,7 +34,8 @@ from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.lora import LoraConfig, check_lora, check_targets
 from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
-from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig
+from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, check_groups, learning_rate
+from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
 
 Format: TypeAlias = Literal["auto", "text", "jsonl", "tokens"]
@@ -182,6 +184,24 @@ class TrainConfig:
         """The model of `[model]`."""
         return self.extension.spec(self.model)
 
+    @property
+    def loss(self) -> Loss:
+        """The extension's loss, or the model's."""
+        own = self.extension.loss
+        if own is None:
+            return self.spec.loss
+        make: Any = own
+        made: Any = own if hasattr(own, "count") else make(self)
+        if not callable(made) or not hasattr(made, "count"):
+            raise ConfigError(f"loss: {made!r} has no method count; titan_ckpt.trainer.Loss shows what a loss has")
+        loss: Loss = made
+        return loss
+
+    def rate(self, step: int) -> float:
+        """The learning rate of the update after `step` finished steps."""
+        own, total = self.extension.schedule, self.train.steps
+        return learning_rate(self.optimizer, step, total) if own is None else self.optimizer.lr * own(step, total)
+
 
 def config_type(extension: Extension) -> type[TrainConfig]:
     """The config with an extension's tables: `[model]` is its model's record, its own tables come last."""
@@ -212,6 +232,10 @@ def check_config(config: TrainConfig) -> None:
     _check_data(config.data, has_own=config.extension.data is not None)
     if config.lora.rank:
         check_targets(config.lora, plan_of(config.spec))
+    if config.optimizer.groups:
+        _check_groups(config)
+    if config.train.freeze and not config.lora.rank:
+        _check_freeze(config)
     _check_own_model(config)
     check_lora(config.lora, base=config.resume.from_, float8=config.mesh.float8)
     for name in ("trace_steps", "profile_steps", "memory_steps"):
@@ -260,6 +284,20 @@ def _check_destination(name: str, url: str) -> None:
         check_writable(url)
     except UsageError as error:
         raise ConfigError(f"{name}: {error}") from error
+
+
+def _check_freeze(config: TrainConfig) -> None:
+    names = plan_of(config.spec).parameters
+    if all(any(fnmatch.fnmatch(name, pattern) for pattern in config.train.freeze) for name in names):
+        raise ConfigError(
+            f"train.freeze = {list(config.train.freeze)} freezes every weight, so nothing would be trained"
+        )
+
+
+def _check_groups(config: TrainConfig) -> None:
+    if config.lora.rank:
+        raise ConfigError("optimizer.groups with lora.rank: adapters have one learning rate; leave out the groups")
+    check_groups(config.optimizer, plan_of(config.spec).parameters)
 
 
 def _check_own_model(config: TrainConfig) -> None:

@@ -47,7 +47,8 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAID, "data", "document_masks"),
     **_each(Effect.SAME, "data", "cache prefetch"),
     **_each(Effect.SAID, "optimizer", "lr betas eps weight_decay grad_clip warmup_steps schedule decay_fraction"),
-    **_each(Effect.SAID, "optimizer", "min_lr_ratio not_finite max_skipped"),
+    **_each(Effect.SAID, "optimizer", "min_lr_ratio not_finite max_skipped groups"),
+    **_each(Effect.SAID, "optimizer.groups", "weights lr weight_decay"),
     **_each(Effect.DATA, "train", "seed"),
     **_each(Effect.SAID, "train", "steps global_batch_size freeze"),
     **_each(Effect.SAME, "train", "microbatch_size max_seconds device deterministic gc_every init_timeout_s"),
@@ -61,6 +62,9 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAME, "log", "folder every progress tensorboard wandb trace_steps profile_steps memory_steps"),
     **_each(Effect.SAME, "debug", "recorder stall_s"),
 }
+
+
+_TABLES = frozenset(name.partition(".")[0] for name in EFFECTS)  # all others are an extension's
 
 
 def check_settings(checkpoint: Checkpoint, config: Mapping[str, Any], *, is_own: bool) -> None:
@@ -82,7 +86,8 @@ def check_settings(checkpoint: Checkpoint, config: Mapping[str, Any], *, is_own:
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], effect: Effect) -> list[str]:
     """Settings of this effect in both configs that differ, as `table.key: before -> now`."""
     changes = []
-    for name in (name for name, of in EFFECTS.items() if of == effect):
+    own = [f"{table}.{key}" for table, keys in now.items() if table not in _TABLES for key in keys]
+    for name in [name for name, of in EFFECTS.items() if of == effect] + (own if effect is Effect.SAID else []):
         table, _, key = name.partition(".")
         then, since = before.get(table), now.get(table)
         if (

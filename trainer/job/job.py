@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from torch import Tensor
 
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.trainer.config.train_config import TrainConfig
@@ -49,6 +51,7 @@ class Job:
     assets: dict[str, bytes]
     parallelized: Parallelized
     loss: Loss
+    prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]  # a microbatch, on the device
     optimizer: Optimizer
     dataset: Dataset
     saver: Saver | None

@@ -19,8 +19,6 @@ from titan_ckpt.trainer.job.job import EndReason, Job, Outcome
 from titan_ckpt.trainer.job.meter import Meter, StepResult
 from titan_ckpt.trainer.job.resume import TrainingProgress, live_state, training_record
 from titan_ckpt.trainer.job.stop_signals import StopCode
-from titan_ckpt.trainer.parallel.optimizer import learning_rate
-from titan_ckpt.trainer.parallel.stage_forward import on
 from titan_ckpt.trainer.report.records import Event
 
 log = logging.getLogger(__name__)
@@ -110,13 +108,13 @@ class Loop:
         total = torch.zeros((), device=self._device)
         with self.job.phases("forward_backward", step):
             for microbatch in batch.microbatches:
-                total += self.job.parallelized.forward_backward(on(self._device, microbatch), count=count)
+                total += self.job.parallelized.forward_backward(self.job.prepare(microbatch), count=count)
         return total
 
     def _update(self, step: int) -> tuple[float, float]:
         """Clip, check that the gradient is finite, update; returns learning rate and gradient norm, the same on every rank."""
         job, config = self.job, self.job.config
-        lr = learning_rate(config.optimizer, step - 1, config.train.steps)
+        lr = config.rate(step - 1)
         with job.phases("optimizer", step):
             grad_norm = float(job.parallelized.clip_grad_norm(config.optimizer.grad_clip or math.inf))
             if math.isfinite(grad_norm):
@@ -162,7 +160,7 @@ class Loop:
         with job.phases("validation", step):
             total = torch.zeros((), device=self._device)
             for microbatch in batch.microbatches:
-                total += job.parallelized.forward_loss(on(self._device, microbatch))
+                total += job.parallelized.forward_loss(job.prepare(microbatch))
             _, count = self._count(batch)
             loss = float(job.parallelized.reduce_loss(total)) / count
         seconds = time.perf_counter() - started
@@ -173,7 +171,7 @@ class Loop:
         """Start saving this step; returns as soon as the tensors may change again."""
         job, config, progress = self.job, self.job.config, self.progress
         assert job.saver is not None
-        lr = learning_rate(config.optimizer, progress.step, config.train.steps)
+        lr = config.rate(progress.step)
         record = training_record(progress, fingerprint=job.dataset.fingerprint, seed=config.train.seed, lr=lr)
         pending = job.saver.save(
             live_state(job.parallelized, job.optimizer),

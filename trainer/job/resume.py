@@ -193,7 +193,7 @@ def restore(
     check_model(checkpoint, parallelized.spec.config)
     state = live_state(parallelized, None if start.model_only else optimizer)
     if start.model_only:
-        check_all_taken(checkpoint, _load_weights(checkpoint, state), tuple(state), control)
+        check_all_taken(checkpoint, load_weights(checkpoint, state), tuple(state), control)
         return TrainingProgress()
     training = checkpoint.manifest.training
     if "data" in training:
@@ -210,7 +210,7 @@ def restore(
     )
 
 
-def _load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:
+def load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:
     """Load another run's or tool's weights, whose dtypes may be narrower than ours."""
     report = load(checkpoint, state, policy=LoadPolicy(extra="allow", cast="allow"))
     for cast in sorted(set(report.cast.values())):
@@ -223,7 +223,7 @@ def load_base(checkpoint: Checkpoint, parallelized: Parallelized) -> None:
     check_model(checkpoint, parallelized.spec.config)
     weights = parallelized.model_state()
     base = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
-    _load_weights(checkpoint, {"model": base})
+    load_weights(checkpoint, {"model": base})
     log.info(
         "adapters on %s: %d of %d tensors of this rank are trained", checkpoint, len(weights) - len(base), len(weights)
     )

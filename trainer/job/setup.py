@@ -28,6 +28,7 @@ from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.job.export import Exporter
 from titan_ckpt.trainer.job.job import Job, Outcome
 from titan_ckpt.trainer.job.loop import Loop
+from titan_ckpt.trainer.job.preparation import preparation
 from titan_ckpt.trainer.job.rank_process import RankContext, RankProcess, pick_device, process_group, start_recorder
 from titan_ckpt.trainer.job.resume import (
     Start,
@@ -111,7 +112,8 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         job = Job(
             config=config, config_record=as_dict(config),
             assets=kept_assets(start, tokenizer) if context.rank == 0 else {},
-            parallelized=parallelized, loss=config.extension.loss or config.spec.loss, optimizer=optimizer,
+            parallelized=parallelized, loss=config.loss, optimizer=optimizer,
+            prepare=preparation(config, parallelized, control),
             dataset=dataset, saver=saver, exporter=exporter,
             control=control, stop=stop, phases=phases, inspection=_inspection(context), metrics=metrics,
             upload_logs=lambda: upload_logs(folder, config.save.tiers, names),
@@ -173,7 +175,7 @@ def _build(context: RankContext, start: Start) -> Parallelized:
         return add_adapters(part, plan, lora, ranks)
 
     parallelized = build_parallel_model(
-        config.spec, config.mesh, context.mesh, device=context.device, seed=seed, loss=config.extension.loss,
+        config.spec, config.mesh, context.mesh, device=context.device, seed=seed, loss=config.loss,
         extend=extend if lora.rank else None,
     )  # fmt: skip
     if not lora.rank:

@@ -19,6 +19,8 @@ from titan_ckpt.trainer.model.decoder import decoder
 from titan_ckpt.trainer.seams.data import DataSource
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
+from titan_ckpt.trainer.seams.optimizer import Schedule
+from titan_ckpt.trainer.seams.step import FrozenModel, Prepare
 
 
 def run(
@@ -26,18 +28,23 @@ def run(
     *,
     sets: Sequence[str] = (),
     model: ModelSpec | Callable[[Any], ModelSpec] = decoder,
-    loss: Loss | None = None,
+    loss: Loss | Callable[[Any], Loss] | None = None,
     data: Callable[[Any], DataSource] | None = None,
+    schedule: Schedule | None = None,
+    frozen: Mapping[str, Callable[[Any], FrozenModel]] | None = None,
+    prepare: Prepare | None = None,
     tables: Mapping[str, type] | None = None,
 ) -> Outcome:
     """Train in this process: as one of the ranks that torchrun started, or as the only one.
 
     `config` is a TOML file or its tables; `sets` are `table.key=value` laid over it. `model` is a spec, or a function that makes
-    one of the table `[model]`, whose record annotates its argument; `data` a function of the whole config; `tables` the records
-    of own tables. ConfigError, before anything is started, for a config or model that cannot be; other TitanErrors as of
-    `titan-ckpt train`.
+    one of the table `[model]`, whose record annotates its argument; `data`, `frozen` and perhaps `loss` are functions of the
+    whole config; `tables` are the records of own tables. ConfigError, before anything is started, for a config or model that
+    cannot be; other TitanErrors as of `titan-ckpt train`.
     """
-    extension = Extension(model=model, loss=loss, data=data, tables=tables or {})
+    extension = Extension(
+        model=model, loss=loss, data=data, schedule=schedule, frozen=frozen or {}, prepare=prepare, tables=tables or {}
+    )
     checked = _resolve(config, extension, sets)
     if is_rank():
         return run_rank(checked, RankProcess.from_environment())

@@ -25,6 +25,8 @@ from titan_ckpt.trainer.model.plan import plan_of
 def preflight(config: TrainConfig) -> None:
     """Check every external input and output of the run; raises the first problem."""
     check_memory(config)
+    if config.log.memory_steps[1] and (config.train.device == "cpu" or not torch.cuda.is_available()):
+        raise ConfigError("log.memory_steps: snapshots are of an accelerator's memory; this run is on cpu")
     if config.extension.data is None:
         _check_corpora(config)
     if config.resume.from_:

@@ -7,7 +7,7 @@ the local shards in one fused call per group. Weight decay applies to matrices, 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,16 @@ from torch.optim.adamw import adamw
 from titan_ckpt.errors import ConfigError, TitanError
 from titan_ckpt.trainer.parallel.local_weights import local_tensor
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized, unwrap_float8
+from titan_ckpt.trainer.seams.patterns import matching
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """Weights with settings of their own; where several groups match a weight, the first counts."""
+
+    weights: tuple[str, ...]  # patterns of names: * within one name, ** across names
+    lr: float | None = None  # peak learning rate, with the same schedule; default: optimizer.lr
+    weight_decay: float | None = None  # also of norms and biases; default: as without a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +45,7 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.1  # last rate, as a share of lr
     not_finite: Literal["stop", "skip"] = "stop"  # an infinity or NaN in the gradient: end the run, or skip the update
     max_skipped: int = 8  # consecutive skipped steps; one more ends the run
+    groups: tuple[GroupConfig, ...] = ()  # weights with their own learning rate or weight decay
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -86,10 +97,9 @@ class Optimizer:
     def __init__(self, parallelized: Parallelized, config: OptimizerConfig, weights: dict[str, nn.Parameter]) -> None:
         self.parallelized, self.config, self._weights = parallelized, config, weights
         self._moments = {fqn: _moments(weight) for fqn, weight in self._weights.items()}
-        self._groups = [
-            (decay, [fqn for fqn, weight in self._weights.items() if (weight.ndim > 1) == is_matrix])
-            for decay, is_matrix in ((config.weight_decay, True), (0.0, False))
-        ]
+        self._groups: dict[tuple[float, float], list[str]] = {}
+        for fqn, weight in self._weights.items():
+            self._groups.setdefault(own_settings(config, fqn, weight.ndim), []).append(fqn)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -102,8 +112,8 @@ class Optimizer:
                 f"no gradient has reached {', '.join(lost[:5])}{more}, so training would leave them as they are: the loss does "
                 "not depend on them. Leave them out on purpose with train.freeze"
             )
-        for decay, fqns in self._groups:
-            self._update([fqn for fqn in fqns if self._weights[fqn].requires_grad], lr, decay)
+        for (factor, decay), fqns in self._groups.items():
+            self._update([fqn for fqn in fqns if self._weights[fqn].requires_grad], factor * lr, decay)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -137,6 +147,33 @@ class Optimizer:
             eps=self.config.eps,
             maximize=False,
         )
+
+
+def own_settings(config: OptimizerConfig, fqn: str, ndim: int) -> tuple[float, float]:
+    """(share of the learning rate, weight decay) of a weight.
+
+    >>> groups = (GroupConfig(weights=("**.bias",), lr=1.0), GroupConfig(weights=("**",), weight_decay=0.5))
+    >>> config = OptimizerConfig(lr=2.0, groups=groups)
+    >>> own_settings(config, "a.bias", 1), own_settings(config, "a.weight", 2)
+    ((0.5, 0.0), (1.0, 0.5))
+    """
+    usual = config.weight_decay if ndim > 1 else 0.0
+    for group in config.groups:
+        if any(matching(pattern, [fqn]) for pattern in group.weights):
+            factor = 1.0 if group.lr is None else group.lr / config.lr
+            return factor, usual if group.weight_decay is None else group.weight_decay
+    return 1.0, usual
+
+
+def check_groups(config: OptimizerConfig, names: Iterable[str]) -> None:
+    """ConfigError for a group that has a pattern without a weight, or a rate or decay that cannot be."""
+    known = list(names)
+    for group in config.groups:
+        for pattern in group.weights:
+            if not matching(pattern, known):
+                raise ConfigError(f"optimizer.groups: {pattern!r} matches no weight; one is called {known[0]}")
+        if not group.weights or not (group.lr is None or group.lr > 0.0) or (group.weight_decay or 0.0) < 0.0:
+            raise ConfigError(f"optimizer.groups: {group}: weights must be given, lr > 0 and weight_decay >= 0")
 
 
 def build_optimizer(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,6 +109,12 @@ class Parallelized:
             return self.pipeline.evaluate(x, fields)
         loss: Tensor = self.parts[0](x, **fields).sum()
         return loss
+
+    @torch.no_grad()
+    def outputs(self, batch: Mapping[str, Tensor]) -> Any:
+        """The output of a model that was built without a loss; None on ranks without the last stage."""
+        x, fields = self._shard_sequence(batch)
+        return self.parts[0](x, **fields) if self.pipeline is None else self.pipeline.outputs(x, fields)
 
     def reduce_loss(self, local_sum: Tensor) -> Tensor:
         """Sum a loss over all ranks' tokens; collective."""

@@ -53,7 +53,28 @@ def build_parallel_model(
     `loss` replaces the spec's. `extend` adds modules to a stage on the meta device; it returns the FQNs whose gradients are
     partial over tp.
     """
-    plan, ranks = plan_of(spec), init_rank_mesh(mesh, device)
+    ranks = init_rank_mesh(mesh, device)
+    return _build(spec, parallel, ranks, seed=seed, loss=loss or spec.loss, extend=extend)
+
+
+def build_frozen_model(spec: ModelSpec, parallel: ParallelConfig, ranks: RankMesh, *, seed: int) -> Parallelized:
+    """A second model on the mesh of the first, without loss and gradients; collective."""
+    model = _build(spec, parallel, ranks, seed=seed, loss=None, extend=None)
+    for weight in model.named_parameters().values():
+        weight.requires_grad_(False)
+    return model
+
+
+def _build(
+    spec: ModelSpec,
+    parallel: ParallelConfig,
+    ranks: RankMesh,
+    *,
+    seed: int,
+    loss: Loss | None,
+    extend: Callable[[nn.Module, Plan, RankMesh], set[str]] | None,
+) -> Parallelized:
+    plan, mesh = plan_of(spec), ranks.spec
     ranges = layer_ranges(len(plan.blocks), parallel, mesh)
     stages = stages_of_rank(parallel, mesh, ranks.coordinate["pp"])
     parts, partial = [], set()
@@ -63,7 +84,7 @@ def build_parallel_model(
         partial |= parallelize(part, plan, parallel, ranks)
         allocate(part, spec, parallel, ranks)
         initialize(part, spec, ranks, seed)
-        compute_loss_in(part, spec, loss or spec.loss, parallel, _ends(ranges[stage], plan))
+        compute_loss_in(part, spec, loss, parallel, _ends(ranges[stage], plan))
         parts.append(part)
     return Parallelized(
         plan=plan, parallel=parallel, ranks=ranks, parts=parts, stages=stages, partial_over_tp=frozenset(partial),

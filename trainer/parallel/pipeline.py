@@ -89,6 +89,12 @@ class Pipeline:
             total += 0.0 if out is None else out.sum()
         return total
 
+    @torch.no_grad()
+    def outputs(self, x: Tensor, fields: Fields) -> Tensor | None:
+        """The outputs of the last stage for the whole batch; None on ranks without it."""
+        found = [self._forward_one(part, some) for part, some in self._pieces(x, fields)]
+        return torch.cat(found) if self.has_last else None
+
     def _pieces(self, x: Tensor, fields: Fields) -> list[tuple[Tensor, Fields]]:
         """The microbatches of a batch."""
         chunks = {name: value.chunk(self.num_microbatches) for name, value in fields.items()}

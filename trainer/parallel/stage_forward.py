@@ -15,9 +15,11 @@ from titan_ckpt.trainer.seams.model import ModelSpec
 
 
 def compute_loss_in(
-    part: nn.Module, spec: ModelSpec, loss: Loss, parallel: ParallelConfig, ends: tuple[bool, bool]
+    part: nn.Module, spec: ModelSpec, loss: Loss | None, parallel: ParallelConfig, ends: tuple[bool, bool]
 ) -> None:
     """Replace `forward` of a stage by one that takes all fields of a batch by name; the last stage returns the sum of losses.
+
+    Without a loss it returns the model's output.
 
     FSDP's hooks, which are around `forward`, then see the loss too. `ends`: whether the stage is the first, and the last.
     """
@@ -28,7 +30,12 @@ class StageForward:
     """The forward of a stage; on the last, the sum of the losses, shape (1,)."""
 
     def __init__(
-        self, forward: Callable[..., Any], spec: ModelSpec, loss: Loss, dtype: torch.dtype, ends: tuple[bool, bool]
+        self,
+        forward: Callable[..., Any],
+        spec: ModelSpec,
+        loss: Loss | None,
+        dtype: torch.dtype,
+        ends: tuple[bool, bool],
     ) -> None:
         self._forward, self._taken, self._loss, self._dtype = forward, frozenset(spec.inputs[1:]), loss, dtype
         self._is_first, self._is_last = ends
@@ -39,9 +46,10 @@ class StageForward:
         out = self._forward(x, **{name: value for name, value in fields.items() if name in self._taken})
         if not self._is_last:
             return out.contiguous()  # it is sent
-        return torch.stack(
-            [self._loss(out, fields).sum()]
-        )  # torch joins it with other microbatches'; FSDP refuses a view
+        if self._loss is None:
+            return out
+        total = self._loss(out, fields).sum()
+        return torch.stack([total])  # torch joins it with those of other microbatches; FSDP refuses a view
 
 
 def on(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
