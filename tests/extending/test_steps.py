@@ -202,7 +202,7 @@ def test_a_name_of_the_trainers_tables_cannot_be_taken() -> None:
         run(_tables("dpo"), **_extension("dpo") | {"tables": {"mesh": dpo.DpoConfig}})
 
 
-def test_a_batch_is_filled_up_with_samples_that_count_for_nothing() -> None:
+def test_a_batch_is_filled_up_with_samples_that_do_not_count() -> None:
     images = Dataset([vit.Images(vit.VitConfig(), 9)], [1.0], seq_len=1, seed=0, shuffle=True)
     batch = images.batch(0, BatchShape(global_batch_size=5, microbatch_size=3, data_rank=1, data_degree=2))
     (part,) = batch.microbatches
