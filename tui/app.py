@@ -81,7 +81,7 @@ class TitanApp(App[None]):
         self.session = Session(content=content, clock=clock)
         self._loader = SessionLoader(self, self.session, self._on_loaded, self.show_status)
         self._history = History()
-        self._above: list[tuple[Session, int]] = []
+        self._above: list[tuple[Session, int, int]] = []
         self._first_screen = first_screen or (
             CheckpointsPane.number if content.has_runs or content.step is not None else 1
         )
@@ -188,15 +188,15 @@ class TitanApp(App[None]):
     # ----------------------------------------------------------------------------------------- a folder of runs
 
     def on_pane_open(self, message: Pane.Open) -> None:
-        what, url = f"opening {redact(message.url)}", message.url
-        self.on_pane_work(Pane.Work(what, lambda: find_content(url), self._opened))
+        what, look = f"opening {redact(message.url)}", partial(find_content, message.url, message.incident)
+        self.on_pane_work(Pane.Work(what, look, self._opened))
 
     def _opened(self, content: Content) -> None:
-        cursor = self.pane.body.cursor
-        self._above.append((self.session, cursor))
-        self.call_next(self._show_session, Session(content=content, clock=self.session.clock), None)
+        self._above.append((self.session, self.pane.body.cursor, self.pane.number))
+        first = 1 if content.chosen is not None else CheckpointsPane.number
+        self.call_next(self._show_session, Session(content=content, clock=self.session.clock), None, first)
 
-    async def _show_session(self, session: Session, cursor: int | None) -> None:
+    async def _show_session(self, session: Session, cursor: int | None, number: int) -> None:
         """Rebuild all screens over another session. `cursor` is None for a new session, which still has to be loaded."""
         self._loader.close()
         self.session, self._history = session, History()
@@ -209,7 +209,7 @@ class TitanApp(App[None]):
                 await panes.add_content(pane(session))
             if cursor is None:
                 self._loader.load_all()
-            self.show_number(CheckpointsPane.number)
+            self.show_number(number)
         if cursor is not None:  # a new list places its own cursor
             self.call_after_refresh(self.pane.body.move_to, cursor)
 

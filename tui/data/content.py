@@ -39,6 +39,7 @@ class Content:
     """Contents of a run or an incident.
 
     `metrics` is the path of metrics.jsonl or "". `has_runs` marks a folder of runs. `step` is the step named in the URL.
+    `incidents` names all that are there, oldest first; `chosen` is the one that was asked for (None: the newest).
     `evidence`: path, size and time of change of every file of the incident.
     """
 
@@ -49,26 +50,30 @@ class Content:
     logs: tuple[LogFile, ...]
     metrics: str
     incident: str = ""
+    incidents: tuple[str, ...] = ()
+    chosen: str | None = None
     has_runs: bool = False
     step: int | None = None
     evidence: frozenset[tuple[str, int, float]] = frozenset()
 
 
-def find_content(url: str) -> Content:
+def find_content(url: str, incident: str | None = None) -> Content:
     """List what is at `url`: a run, an incident folder, a folder of dumps or logs, or one file of these.
+
+    `incident` chooses one of several, the newest by default.
 
     Raises NotFoundError if there is nothing to show.
     """
     location = parse_location(url)
     try:
-        return replace(_content(open_store(location.url), url), step=location.step)
+        return replace(_content(open_store(location.url), url, incident), step=location.step, chosen=incident)
     except OSError as error:
         raise StoreError(
             f"{redact(url)}: {error.strerror} ({error.filename}); open a folder whose files are all readable"
         ) from error
 
 
-def _content(store: Store, url: str) -> Content:
+def _content(store: Store, url: str, incident: str | None) -> Content:
     single = _single_file(store)
     if single is not None:
         return single
@@ -78,7 +83,7 @@ def _content(store: Store, url: str) -> Content:
         return Content(
             url=url, store=store, has_evidence=False, has_checkpoints=False, logs=(), metrics="", has_runs=True
         )
-    place = find_incident_folders(store)
+    place = find_incident_folders(store, incident)
     found = evidence_files(store, place)
     metrics = next((path for path in METRICS_PATHS if store.exists(path)), "")
     has_checkpoints = has_steps or any(store.exists(path) for path in (*SINGLE_CHECKPOINT, CONFIG_PATH))
@@ -87,7 +92,7 @@ def _content(store: Store, url: str) -> Content:
         raise _nothing_here(store, folders)
     return Content(
         url=url, store=store, has_evidence=has_evidence, has_checkpoints=has_checkpoints, metrics=metrics,
-        logs=_logs(found), incident=place.incident,
+        logs=_logs(found), incident=place.incident, incidents=place.incidents,
         evidence=frozenset((source.path, source.size_bytes, source.modified_s) for source in found),
     )  # fmt: skip
 

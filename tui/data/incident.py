@@ -96,9 +96,9 @@ class Incident:
         return replace(self, is_unconfirmed=not is_same)
 
 
-def load_incident(url: str) -> Incident:
-    """Read and diagnose; raises TitanError if there is no evidence."""
-    run = with_stopped(open_run(url), url, time.time())
+def load_incident(url: str, incident: str | None = None) -> Incident:
+    """Read and diagnose the newest incident, or the one of that name; raises TitanError if there is no evidence."""
+    run = with_stopped(open_run(url, incident=incident), url, time.time())
     states = situations(run)
     found, p2p = lanes(run), p2p_lanes(run)
     verdicts = tuple(diagnose(run))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,13 +34,31 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """Seconds of wall time by what they went to: steps that count, waiting for data, saves, steps done again, other."""
+
+    seconds: Mapping[str, float]
+    total_s: float
+
+    def share(self, name: str) -> float:
+        """Share of the total, 0 to 1."""
+        return self.seconds[name] / self.total_s if self.total_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Columns of numbers by name, NaN where a step has no value; `steps` is the x axis."""
+    """Columns of numbers by name, NaN where a step has no value; `steps` is the x axis.
+
+    `saves` and `resumes` are the steps of these events; `goodput` is None without times.
+    """
 
     source: str
     steps: Floats
     columns: Mapping[str, Floats]
     num_damaged: int = 0
+    saves: tuple[float, ...] = ()
+    resumes: tuple[float, ...] = ()
+    goodput: Goodput | None = None
 
     def panels(self) -> list[tuple[str, Floats]]:
         """(title, values) of the known panels, then of every other column that varies."""
@@ -74,6 +92,7 @@ def parse_metric_lines(data: bytes, source: str) -> Metrics:
     """
     by_step: dict[float, dict[str, float]] = {}
     others: list[tuple[float, dict[str, float]]] = []
+    events: list[tuple[str, dict[str, float]]] = []
     num_damaged = 0
     for number, line in enumerate(data.splitlines()):
         if not line.strip():
@@ -83,6 +102,7 @@ def parse_metric_lines(data: bytes, source: str) -> Metrics:
             num_damaged += 1
             continue
         event, values = found
+        events.append(found)
         step = values.get("step", float(number))
         if event in _BESIDE_STEPS:
             others.append(
@@ -102,7 +122,46 @@ def parse_metric_lines(data: bytes, source: str) -> Metrics:
             f"{source}: {len(names)} names at {len(steps)} steps, most of them missing: no run's metrics"
         )
     columns = {name: np.array([by_step[step].get(name, math.nan) for step in steps]) for name in names}
-    return Metrics(source=source, steps=np.array(steps, np.float64), columns=columns, num_damaged=num_damaged)
+    return Metrics(
+        source=source, steps=np.array(steps, np.float64), columns=columns, num_damaged=num_damaged,
+        saves=_steps_of(events, "save"), resumes=tuple(step for step in _steps_of(events, "start") if step > 0),
+        goodput=goodput_of(events),
+    )  # fmt: skip
+
+
+def _steps_of(events: Sequence[tuple[str, Mapping[str, float]]], kind: str) -> tuple[float, ...]:
+    return tuple(values["step"] for event, values in events if event == kind and "step" in values)
+
+
+def goodput_of(events: Sequence[tuple[str, Mapping[str, float]]]) -> Goodput | None:
+    """Where the time between the first launch and the last event went; None without times of steps."""
+    times = [
+        values["launched_s"] if "launched_s" in values else values["time_s"]
+        for _, values in events
+        if "time_s" in values
+    ]
+    steps: dict[float, tuple[float, float]] = {}
+    redone = stall = 0.0
+    for event, values in events:
+        if event == "save":
+            stall += values.get("stall_s", 0.0)
+        elif event == "start":  # what was done after the step from which it resumes is done again
+            redone += sum(sum(steps.pop(step)) for step in [s for s in steps if s > values.get("step", 0.0)])
+        elif event not in (*_BESIDE_STEPS, *_ENDS) and "step_s" in values and "step" in values:
+            num = max(values.get("steps", 1.0), 1.0)
+            wait = num * values.get("data_wait_s", 0.0)
+            redone += sum(steps.pop(values["step"], (0.0, 0.0)))
+            steps[values["step"]] = (num * values["step_s"] - wait, wait)
+    if not steps or not times:
+        return None
+    used = {
+        "steps": sum(own for own, _ in steps.values()),
+        "data": sum(wait for _, wait in steps.values()),
+        "saves": stall,
+        "redone": redone,
+    }
+    total = max(max(times) - min(times), sum(used.values()))
+    return Goodput(seconds={**used, "other": total - sum(used.values())}, total_s=total)
 
 
 def _values(line: bytes) -> tuple[str, dict[str, float]] | None:

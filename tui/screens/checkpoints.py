@@ -13,7 +13,8 @@ from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.runs import StepCopy, StepState, TierName
-from titan_ckpt.tui.rows import Row, RowList, Rows, counted, truncate_start
+from titan_ckpt.tui.pictures.saves import checkpoint_rows, save_rows
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, counted, row, truncate_start
 from titan_ckpt.tui.screens.checkpoint_rows import (
     ByteProgress,
     cut_rows,
@@ -31,6 +32,7 @@ from titan_ckpt.tui.screens.checkpoint_rows import (
 )
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
+from titan_ckpt.tui.widgets.part import Part, Space
 
 _ABSENT = "Checkpoints are in the folder of a run (save.url), as step-00001200/ and so on."
 T = TypeVar("T")
@@ -50,6 +52,7 @@ class CheckpointsPane(Pane):
         ("r", "reshard plan"),
         ("p", "prune preview"),
     )
+    parts = (Part(name="step"), Part(name="saves", is_of_line=False))
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("v", "verify", show=False), Binding("d", "diff", show=False), Binding("r", "reshard", show=False),
         Binding("p", "prune", show=False),
@@ -62,6 +65,50 @@ class CheckpointsPane(Pane):
         self._pinned_step: int | None = None
         self._shown = 0
         self._cursors: list[int] = []
+        self._contents: dict[int, Checkpoint | str] = {}  # of steps the cursor was on, or why one cannot be read
+        self._is_looking = False
+
+    def part_rows(self, space: Space) -> Iterable[Row]:
+        """What is in the step under the cursor, and the cadence of all saves."""
+        found, metrics = self.session.checkpoints.value, self.session.metrics.value
+        if found is None:
+            return ()
+        if space.name == "saves":
+            return save_rows(found, metrics, space.width)
+        step = self._step()
+        if step is None:
+            return ()
+        current = self.body.current
+        name = current.link.name if current is not None and current.link is not None else ""
+        if self._opened is not None and name in self._opened.manifest.by_fqn:
+            return cut_rows(self._opened, name)
+        known = self._opened or self._contents.get(step)
+        if known is None:
+            self._look_into(step)
+            return [row((f"reading step {step} ...", Role.DIM))]
+        if isinstance(known, str):
+            return error_rows(known, space.width)
+        return checkpoint_rows(known, metrics, space.width)
+
+    def _look_into(self, step: int) -> None:
+        """Read the index of a step in a thread, one at a time: the cursor may run over many steps of a slow store."""
+        copies = self._copies(step)
+        if self._is_looking or not copies:
+            return
+        self._is_looking = True
+
+        def work() -> Checkpoint | str:
+            try:
+                return self._open(copies[0])
+            except TitanError as error:
+                return str(error).replace(copies[0].store.url, display_url(copies[0].store.url))
+
+        def done(found: Checkpoint | str) -> None:
+            self._is_looking = False
+            self._contents[step] = found
+            self.update_parts(force=True)
+
+        self.work(f"reading step {step}", work, done)
 
     def state(self) -> tuple[object, ...]:
         parts = (self.session.checkpoints, self.session.runs)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
 
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run
@@ -28,6 +31,7 @@ from titan_ckpt.tui.rows import (
     row,
     wrapped,
 )
+from titan_ckpt.tui.screens.incidents import IncidentsScreen
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import NO_INCIDENT, Pane
 from titan_ckpt.tui.widgets.part import Part, Space
@@ -38,7 +42,15 @@ class OverviewPane(Pane):
 
     number = 1
     label = "Overview"
-    keys = (("enter", "open"), ("n", "next problem"), (":", "go to"), ("f", "follow"), ("w", "panes"))
+    keys = (
+        ("enter", "open"),
+        ("n", "next problem"),
+        (":", "go to"),
+        ("i", "incidents"),
+        ("f", "follow"),
+        ("w", "panes"),
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("i", "incidents", show=False)]
     parts = (
         Part(name="ranks", is_of_line=False),
         Part(name="time", is_of_line=False),
@@ -55,6 +67,19 @@ class OverviewPane(Pane):
             return [*bars_rows(incident, space.width, space.height), row(), *step_rows(incident, space.width)]
         current = self.body.current
         return link_rows(incident, current.link if current else None, self.session.logs.value, space.width)
+
+    def action_incidents(self) -> None:
+        """Choose another of several incidents."""
+        content = self.session.content
+        if len(content.incidents) < 2:
+            self.post_message(self.ShowStatus("there is no other incident here"))
+            return
+
+        def take(chosen: str | None) -> None:
+            if chosen is not None and chosen != content.incident:
+                self.post_message(self.Open(content.url, chosen))
+
+        self.app.push_screen(IncidentsScreen(content), take)
 
     def part_title(self, name: str) -> str:
         return {"ranks": "ranks by state", "time": "ranks over time"}.get(name, name)
@@ -89,6 +114,7 @@ def overview_rows(session: Session, width: int, *, has_ranks: bool = True) -> It
         yield row()
         yield from _data_rows(session, width)
         return
+    yield from _several_rows(session, width)
     live = list(live_rows(incident, session.clock(), width))
     yield from live
     is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT
@@ -106,6 +132,15 @@ def overview_rows(session: Session, width: int, *, has_ranks: bool = True) -> It
         yield row()
     yield from _data_rows(session, width)
     yield from _flag_rows(incident.run, width)
+
+
+def _several_rows(session: Session, width: int) -> Iterator[Row]:
+    """That there are other incidents."""
+    content = session.content
+    if len(content.incidents) > 1:
+        which = "the newest" if content.incident == content.incidents[-1] else "an earlier one"
+        text = f"{len(content.incidents)} incidents here; this is {which}. i chooses another"
+        yield from (row((line, Role.NOTE)) for line in wrapped(text, width))
 
 
 def _runs_rows(session: Session) -> Iterator[Row]:

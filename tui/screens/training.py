@@ -1,57 +1,172 @@
-"""Screen 8: plots of loss, throughput, stall, data wait and all other metrics."""
+"""Screen 8: curves of loss, throughput, stall, data wait and all other metrics, with the values under the cursor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar
 
 import numpy as np
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 
-from titan_ckpt.tui.data.metrics import Metrics
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, counted, head, row
-from titan_ckpt.tui.widgets.braille_plot import GUTTER, number, plot
+from titan_ckpt.errors import TitanError
+from titan_ckpt.tui.data.content import find_content
+from titan_ckpt.tui.data.metrics import Metrics, load_metrics
+from titan_ckpt.tui.data.standing import NO_FAULT
+from titan_ckpt.tui.pictures.curves import SMOOTHINGS, Curve, goodput_rows, panel_rows, smoothed, value_rows
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
+from titan_ckpt.tui.screens.grid import GridView
+from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
+from titan_ckpt.tui.widgets.part import Part, Space
 
 PLOT_LINES = 7
 _ABSENT = "`titan-ckpt train` writes logs/metrics.jsonl: one JSON object per step, with step, loss and so on."
+_MARKS = "s save  r resume  ! incident"
 
 
 class TrainingPane(Pane):
-    """Plots of metrics.jsonl."""
+    """Curves of metrics.jsonl; left and right choose a step."""
 
     number = 8
     label = "Training"
-    keys = (("/", "choose plots"), ("f", "follow"))
+    keys = (("h l", "step"), ("s", "smooth"), ("o", "overlay a run"), ("/", "choose curves"), ("f", "follow"))
     filter_hint = "plots whose name contains"
+    parts = (Part(name="values", is_of_line=False), Part(name="goodput", is_of_line=False))
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("s", "smooth", show=False), Binding("o", "overlay", show=False),
+    ]  # fmt: skip
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._spot: float | None = None
+        self._smoothing = 0
+        self._other: Metrics | None = None
+
+    def compose_list(self) -> ComposeResult:
+        yield GridView()
 
     def state(self) -> tuple[object, ...]:
-        return (self.session.metrics.version, self.session.metrics.text)
+        metrics, incident = self.session.metrics, self.session.incident
+        other = self._other.source if self._other is not None else ""
+        return (metrics.version, metrics.text, incident.version, self._spot, self._smoothing, other)
 
     def title(self) -> str:
         metrics = self.session.metrics.value
         if metrics is None:
             return "training"
         damaged = f" · {counted(metrics.num_damaged, 'damaged line')} skipped" if metrics.num_damaged else ""
-        return f"{metrics.source} · {counted(len(metrics.steps), 'step')}{damaged}"
+        weight = SMOOTHINGS[self._smoothing]
+        smooth = f" · smoothed by {weight}" if weight else ""
+        other = f" · over {self._other.source}" if self._other is not None else ""
+        return f"{metrics.source} · {counted(len(metrics.steps), 'step')}{damaged}{smooth}{other}"
+
+    def part_rows(self, space: Space) -> Iterable[Row]:
+        metrics = self.session.metrics.value
+        if metrics is None:
+            return ()
+        if space.name == "values":
+            return value_rows(metrics, self._spot, space.width)
+        return goodput_rows(metrics.goodput, space.width) if metrics.goodput is not None else ()
 
     def make_rows(self, width: int) -> Rows:
         metrics = self.session.metrics.value
         if metrics is None:
             return RowList(self.absent_rows(self.session.metrics, _ABSENT, width))
-        return RowList(plot_rows(metrics, width, self.filter_text))
+        return RowList(self._panels(metrics, width))
+
+    def _panels(self, metrics: Metrics, width: int) -> Iterator[Row]:
+        """A heading and a plot per panel whose title contains the filter's text, ignoring case."""
+        marks = {"s": metrics.saves, "r": metrics.resumes, "!": self._incident_steps()}
+        has_marks = any(marks.values())
+        others = dict(self._other.panels()) if self._other is not None else {}
+        for title, values in metrics.panels():
+            if self.filter_text.casefold() not in title.casefold():
+                continue
+            smooth = smoothed(values, SMOOTHINGS[self._smoothing])
+            curves = [Curve(steps=metrics.steps, values=smooth, role=Role.GOOD)]
+            if self._smoothing:
+                curves.append(Curve(steps=metrics.steps, values=values, role=Role.DIM))
+            if self._other is not None and title in others:
+                found = smoothed(others[title], SMOOTHINGS[self._smoothing])
+                curves.append(Curve(steps=self._other.steps, values=found, role=Role.NOTE))
+            yield from panel_rows(title, curves, marks, self._spot, width, PLOT_LINES)
+            yield row()
+            if has_marks and title == metrics.panels()[-1][0]:
+                yield row((f"marks: {_MARKS}", Role.DIM))
+
+    def _incident_steps(self) -> tuple[float, ...]:
+        incident = self.session.incident.value
+        top = incident.top if incident is not None else None
+        return (float(top.step),) if top is not None and top.step is not None and top.verdict not in NO_FAULT else ()
 
     def filtered(self, rows: Rows) -> Rows:
         """The filter chooses plots, each with all its lines."""
         return rows if len(rows) else self.no_match("no plot has a name with")
 
+    def copied_text(self) -> str:
+        """All values at the chosen step, else the newest."""
+        metrics = self.session.metrics.value
+        return super().copied_text() if metrics is None or self.filter_text else _values_text(metrics, self._spot)
 
-def plot_rows(metrics: Metrics, width: int, wanted: str = "") -> Iterator[Row]:
-    """A heading and a plot per panel whose title contains `wanted`, ignoring case."""
-    for title, values in metrics.panels():
-        if wanted.casefold() not in title.casefold():
-            continue
-        known = values[np.isfinite(values)]
-        newest = f"   newest {number(float(known[-1]))}" if len(known) else ""
-        yield head(f"{title}{newest}")
-        for line in plot(metrics.steps, values, width, PLOT_LINES):
-            yield row(line[:GUTTER], (line[GUTTER:], Role.GOOD))
-        yield row()
+    def on_grid_view_shifted(self, message: GridView.Shifted) -> None:
+        metrics = self.session.metrics.value
+        if metrics is None or not len(metrics.steps):
+            return
+        last = len(metrics.steps) - 1
+        place = last if self._spot is None else int(np.abs(metrics.steps - self._spot).argmin())
+        by = max(last // max(self.body.line_width, 1), 1) * message.by
+        place = last if self._spot is None else max(0, min(place + by, last))
+        self._spot = float(metrics.steps[place])
+        self.update_rows()
+
+    def select(self, link: RowLink) -> None:
+        self._spot = None if link.step is None else float(link.step)
+        self.update_rows()
+
+    def go_back(self) -> bool:
+        if super().go_back():
+            return True
+        if self._spot is None:
+            return False
+        self._spot = None
+        self.update_rows()
+        return True
+
+    def action_smooth(self) -> None:
+        self._smoothing = (self._smoothing + 1) % len(SMOOTHINGS)
+        self.update_rows()
+
+    def action_overlay(self) -> None:
+        """Ask for another run, and draw its curves behind these; an empty answer takes them away."""
+        self.ask("another run whose curves to draw behind these (its URL; empty: none)", "", self._overlay)
+
+    def _overlay(self, url: str) -> None:
+        if not url:
+            self._other = None
+            self.update_rows()
+            return
+
+        def take(found: Metrics | str) -> None:
+            if isinstance(found, str):
+                self.post_message(self.ShowStatus(found))
+            else:
+                self._other = found
+                self.update_rows()
+
+        self.work("reading the other run", _reader(url), take)
+
+
+def _reader(url: str) -> Callable[[], Metrics | str]:
+    def read() -> Metrics | str:
+        try:
+            content = find_content(url)
+            return load_metrics(content.store, content.metrics) if content.metrics else "no metrics.jsonl there"
+        except TitanError as error:
+            return str(error)
+
+    return read
+
+
+def _values_text(metrics: Metrics, spot: float | None) -> str:
+    return "  ".join(each.text.strip() for each in value_rows(metrics, spot, 200))

@@ -71,8 +71,8 @@ class SessionLoader:
     def reload(self) -> None:
         """List the content again in a thread and load what has changed."""
         if not self.is_busy:
-            url = self._session.content.url
-            tasks.start(self._app, "looking for changes", lambda: find_content(url), self._found, self._lost)
+            url, chosen = self._session.content.url, self._session.content.chosen
+            tasks.start(self._app, "looking for changes", lambda: find_content(url, chosen), self._found, self._lost)
 
     def _found(self, content: Content) -> None:
         s, before = self._session, self._session.content
@@ -105,7 +105,7 @@ class SessionLoader:
             former = None
 
         def look() -> Incident:
-            found = load_incident(content.url)
+            found = load_incident(content.url, content.chosen)
             return found.confirmed_by(former) if ticking(found, s.clock()) else found
 
         def after() -> None:

@@ -55,9 +55,10 @@ class Pane(Vertical):
 
     @dataclass
     class Open(Message):
-        """Open the run at `url`; esc on its first screen returns here."""
+        """Open the run at `url`, or an incident of several there; esc on its first screen returns here."""
 
         url: str
+        incident: str | None = None
 
     @dataclass
     class Work(Message):
@@ -266,7 +267,7 @@ class Pane(Vertical):
         self.set_title(self.title())
         self.update_parts()
 
-    def update_parts(self) -> None:
+    def update_parts(self, *, force: bool = False) -> None:
         """Rebuild the parts that are shown and whose contents have changed."""
         for view in self.query(PartView):
             if not view.is_shown:
@@ -274,7 +275,7 @@ class Pane(Vertical):
             size = view.scrollable_content_region.size
             row = self.body.current if view.part.is_of_line else None
             seen = (self._seen, size, row, self.body.cursor if row is not None else None)
-            if seen != view.seen:
+            if seen != view.seen or force:
                 view.seen = seen
                 rows = RowList(self.part_rows(view.space))
                 view.set_rows(rows, cursor=0)

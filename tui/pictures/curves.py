@@ -1,0 +1,151 @@
+"""Curves over training steps: one or two runs, a scale, marks below the axis, and the step under the cursor. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan_ckpt.console.units import format_duration
+from titan_ckpt.tui.data.arrays import Floats
+from titan_ckpt.tui.data.metrics import Goodput, Metrics
+from titan_ckpt.tui.pictures.braille import BRAILLE, Range, column_of, dots, number
+from titan_ckpt.tui.rows import Role, Row, TextSpan, head, row, truncate
+
+GUTTER = 10
+SMOOTHINGS = (0.0, 0.6, 0.9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Values over steps (NaN where there is none), and the role of their colour."""
+
+    steps: Floats
+    values: Floats
+    role: Role
+
+
+def smoothed(values: Floats, weight: float) -> Floats:
+    """The exponential moving average, free of the bias of its start (as Adam's); NaNs are passed over.
+
+    >>> smoothed(np.array([1.0, 3.0]), 0.5).round(3).tolist()
+    [1.0, 2.333]
+    """
+    if not weight:
+        return values
+    average, total, found = 0.0, 0.0, np.full(len(values), np.nan)
+    for i, value in enumerate(values.tolist()):
+        if np.isfinite(value):
+            average, total = weight * average + (1 - weight) * value, weight * total + (1 - weight)
+            found[i] = average / total
+    return found
+
+
+def panel_rows(
+    title: str,
+    curves: Sequence[Curve],
+    marks: Mapping[str, Sequence[float]],
+    spot: float | None,
+    width: int,
+    height: int,
+) -> Iterator[Row]:
+    """A heading, `height` - 1 lines of dots with a scale, and the axis with its marks. The first curve is drawn on top."""
+    known = [(curve.steps[np.isfinite(curve.values)], curve.values[np.isfinite(curve.values)]) for curve in curves]
+    y = np.concatenate([values for _, values in known])
+    if not len(y):
+        yield head(title)
+        yield row(("no values".rjust(GUTTER), Role.DIM))
+        return
+    yield row((title, Role.HEAD), _shown_value(curves[0], spot))
+    columns, rows = max(width - GUTTER - 1, 4), max(height - 1, 1)
+    every = np.concatenate([curve.steps for curve in curves])
+    x_range, y_range = (float(every.min()), float(every.max())), (float(y.min()), float(y.max()))
+    cells = [dots(*pair, rows=rows, columns=columns, x_range=x_range, y_range=y_range) for pair in known]
+    at = column_of(spot, columns, x_range) if spot is not None and x_range[0] <= spot <= x_range[1] else -1
+    for line in range(rows):
+        spans = _spans([of_curve[line].tolist() for of_curve in cells], [curve.role for curve in curves], at)
+        yield row((f"{_tick(line, rows, y_range):>{GUTTER - 1}} ", Role.DIM), *spans)
+    yield row((" " * GUTTER + _axis(columns, x_range), Role.DIM))
+    if marked := _marks(marks, columns, x_range):
+        yield row(" " * GUTTER, *marked)
+
+
+def _shown_value(curve: Curve, spot: float | None) -> str:
+    known = np.isfinite(curve.values)
+    if spot is not None:
+        place = int(np.abs(curve.steps - spot).argmin())
+        return f"   step {number(float(curve.steps[place]))}: {number(float(curve.values[place])) if known[place] else '-'}"
+    return f"   newest {number(float(curve.values[known][-1]))}" if known.any() else ""
+
+
+def _tick(line: int, rows: int, over: Range) -> str:
+    """The scale at the first, the middle and the last line."""
+    if line not in (0, rows // 2, rows - 1) or (line == rows // 2 and rows < 5):
+        return ""
+    return number(over[1] - (over[1] - over[0]) * line / max(rows - 1, 1))
+
+
+def _spans(lines: Sequence[Sequence[int]], roles: Sequence[Role], spot: int) -> Iterator[TextSpan]:
+    """One line of dots: a cell has the colour of the first curve that passes through it."""
+    cells = []
+    for column, values in enumerate(zip(*lines, strict=True)):
+        bits = int(np.bitwise_or.reduce(values))
+        role = next((role for role, value in zip(roles, values, strict=True) if value), Role.PLAIN)
+        char = chr(BRAILLE + bits) if bits else "│" if column == spot else " "
+        cells.append((Role.DIM if column == spot and not bits else role, char))
+    for role, same in itertools.groupby(cells, key=lambda cell: cell[0]):
+        yield "".join(char for _, char in same), role
+
+
+def _axis(columns: int, over: Range) -> str:
+    """Steps at each quarter, each above its column; the last one ends at the right edge."""
+    text = number(over[0])
+    for part in range(1, 5):
+        name = number(round(over[0] + (over[1] - over[0]) * part / 4))
+        start = columns * part // 4 - (len(name) if part == 4 else 0)
+        if over[1] > over[0] and start > len(text) + 1:
+            text = f"{text:<{start}}{name}"
+    return text
+
+
+def _marks(marks: Mapping[str, Sequence[float]], columns: int, over: Range) -> list[TextSpan]:
+    """A letter for each mark below its step; "" where nothing is marked."""
+    line = [" "] * columns
+    for letter, steps in marks.items():
+        for step in steps:
+            if over[0] <= step <= over[1]:
+                line[column_of(step, columns, over)] = letter
+    text = "".join(line).rstrip()
+    return [(text, Role.NOTE)] if text else []
+
+
+def value_rows(metrics: Metrics, spot: float | None, width: int) -> Iterator[Row]:
+    """Every value at a step, the newest if none is chosen."""
+    if not len(metrics.steps):
+        return
+    place = int(np.abs(metrics.steps - spot).argmin()) if spot is not None else len(metrics.steps) - 1
+    yield row(("step ", Role.DIM), (number(float(metrics.steps[place])), Role.BOLD))
+    longest = min(max((len(title) for title, _ in metrics.panels()), default=0), max(width - 10, 8))
+    for title, values in metrics.panels():
+        value = float(values[place])
+        text = number(value) if np.isfinite(value) else "-"
+        yield row((f"{truncate(title, longest):<{longest}}  ", Role.DIM), text)
+
+
+_SHARES = (("steps", "━", Role.GOOD), ("data", "━", Role.NOTE), ("saves", "━", Role.WARN), ("redone", "━", Role.BAD),
+           ("other", "─", Role.DIM))  # fmt: skip
+
+
+def goodput_rows(found: Goodput, width: int) -> Iterator[Row]:
+    """The share of wall time in steps that count, as a bar, and what the rest went to."""
+    yield row(("goodput ", Role.BOLD), f"{found.share('steps'):.0%} of {format_duration(found.total_s)}")
+    spans: list[TextSpan] = []
+    for name, char, role in _SHARES:
+        spans.append((char * round(found.share(name) * max(width - 2, 8)), role))
+    yield row(*spans)
+    for name, char, role in _SHARES:
+        if found.seconds[name] > 0:
+            text = f"{found.share(name):>5.1%}  {format_duration(found.seconds[name])}"
+            yield row((f"{char} ", role), (f"{name:<7}", Role.DIM), text)

@@ -1,0 +1,100 @@
+"""A run's saves: how often, how large, how long they stalled training, which are damaged; and what is in one of them. Pure."""
+
+from __future__ import annotations
+
+import calendar
+import itertools
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.console.units import format_duration, format_size
+from titan_ckpt.tui.data.metrics import Metrics
+from titan_ckpt.tui.data.runs import UNUSABLE, RunStep, RunSteps, StepState
+from titan_ckpt.tui.pictures.details import fact
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, head, row, truncate
+
+_MOST_SAVES, _LARGEST = 12, 6
+_BAR = "━"
+
+
+def created_s(step: RunStep) -> float | None:
+    """When a step was committed, in seconds since the epoch."""
+    info = step.best.info
+    if info is None or info.commit is None:
+        return None
+    try:
+        return calendar.timegm(time.strptime(info.commit.created, "%Y-%m-%dT%H:%M:%SZ"))
+    except ValueError:
+        return None
+
+
+def value_at(metrics: Metrics | None, name: str, step: int) -> float | None:
+    """The value of a metric at a step."""
+    if metrics is None or name not in metrics.columns:
+        return None
+    places = np.flatnonzero(metrics.steps == step)
+    value = float(metrics.columns[name][places[0]]) if len(places) else float("nan")
+    return value if np.isfinite(value) else None
+
+
+def save_rows(found: RunSteps, metrics: Metrics | None, width: int) -> Iterator[Row]:
+    """A line per save, the newest first: the time since the save before as a bar, its size, its stall."""
+    shown = found.steps[:_MOST_SAVES]
+    gaps = _gaps(found)
+    longest = max((gap for gap in gaps.values() if gap), default=0.0)
+    room = max(width - 46, 4)
+    yield head(f"{'step':>9}  {'since the last':<{room + 10}}  {'size':>9}  {'stall':>8}")
+    for step in shown:
+        link, gap = RowLink(screen=7, step=step.step), gaps.get(step.step)
+        is_bad = any(copy.state in UNUSABLE for copy in step.copies)
+        mark = CULPRIT if is_bad else " "
+        bar = _BAR * max(round(gap / longest * room), 1) if gap and longest else ""
+        stall = value_at(metrics, "save_stall_s", step.step)
+        size = format_size(step.best.size_bytes) if step.best.size_bytes else ""
+        state = "" if step.best.state in (StepState.COMMITTED, StepState.FOREIGN) else str(step.best.state)
+        since, took = format_duration(gap) if gap else state, format_duration(stall) if stall is not None else ""
+        role = Role.BAD if is_bad else Role.DIM
+        yield row((f"{mark}{step.step:>8}  ", Role.BAD if is_bad else Role.PLAIN), (f"{bar:<{room}} ", Role.GOOD),
+                  (f"{since:<9}", role), f"  {size:>9}  {took:>8}", link=link, is_problem=is_bad)  # fmt: skip
+    if len(found.steps) > len(shown):
+        yield row((f"  and {len(found.steps) - len(shown)} older", Role.DIM))
+
+
+def _gaps(found: RunSteps) -> dict[int, float]:
+    """Seconds from the save before to each save."""
+    times = sorted((step.step, made) for step in found.steps if (made := created_s(step)) is not None)
+    return {step: made - before for (_, before), (step, made) in itertools.pairwise(times)}
+
+
+def checkpoint_rows(opened: Checkpoint, metrics: Metrics | None, width: int) -> Iterator[Row]:
+    """What is in a checkpoint: mesh, sizes, dtypes, versions, its save, its largest tensors."""
+    manifest = opened.manifest
+    yield row(
+        (f"step {opened.step}", Role.BOLD), (f"  {manifest.kind}", Role.DIM), link=RowLink(screen=7, step=opened.step)
+    )
+    yield from fact("created", manifest.created, width)
+    yield from fact("mesh", str(manifest.mesh or "not recorded"), width)
+    yield from fact("size", f"{format_size(manifest.size_bytes)} in {len(manifest.files):,} files", width)
+    yield from fact("tensors", f"{len(manifest.tensors):,}, other values {len(manifest.objects):,}", width)
+    yield from fact("dtypes", _dtypes(opened), width)
+    yield from fact("codecs", ", ".join(sorted(set(manifest.codecs))), width)
+    yield from fact("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()), width)
+    stall = value_at(metrics, "save_stall_s", opened.step)
+    if stall is not None:
+        yield from fact("stall", format_duration(stall), width)
+    yield row()
+    yield head("largest tensors")
+    largest = sorted(manifest.tensors, key=lambda tensor: -int(np.prod(tensor.global_shape, dtype=np.int64)))
+    for tensor in largest[:_LARGEST]:
+        shape = "x".join(map(str, tensor.global_shape)) or "scalar"
+        yield row(truncate(f"  {shape:<14} {tensor.dtype:<9} {tensor.fqn}", width))
+
+
+def _dtypes(opened: Checkpoint) -> str:
+    counts: dict[str, int] = {}
+    for tensor in opened.manifest.tensors:
+        counts[str(tensor.dtype)] = counts.get(str(tensor.dtype), 0) + 1
+    return ", ".join(f"{dtype} ({count})" for dtype, count in sorted(counts.items(), key=lambda item: -item[1]))
