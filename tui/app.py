@@ -267,7 +267,7 @@ class TitanApp(App[None]):
         self.pane.pin()
 
     def action_copy(self) -> None:
-        text = clean(shown(self.pane.copied_text()))
+        text = clean(shown(self.pane.text_to_copy()))
         self.copy_to_clipboard(text)
         self.show_status(f"copied: {text[:60]}" if text else "nothing to copy")
 

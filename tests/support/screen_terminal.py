@@ -13,7 +13,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -46,6 +46,14 @@ def see(terminal: Terminal, text: str) -> str:
     while text not in (screen := terminal.text()):
         assert time.monotonic() < deadline, f"{text!r} is not on the screen:\n{screen}"
     return screen
+
+
+def wait_until(terminal: Terminal, is_so: Callable[[], bool]) -> None:
+    """Read what the program writes until `is_so`."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        screen = terminal.text()
+        assert time.monotonic() < deadline, screen
 
 
 class PseudoTerminal:
@@ -130,12 +138,31 @@ class Tmux:
 TERMINAL_KINDS: Mapping[str, type[PseudoTerminal] | type[Tmux]] = {"pty": PseudoTerminal, "tmux": Tmux}
 
 
+def variables(**environment: str) -> dict[str, str]:
+    """The environment of a program in a terminal."""
+    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+    return {**plain, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", **environment}
+
+
+def tui_command(path: Path) -> list[str]:
+    """`titan-ckpt tui PATH`."""
+    return [sys.executable, "-m", "titan_ckpt", "tui", str(path)]
+
+
 @contextlib.contextmanager
 def opened(kind: str, path: Path, folder: Path, **environment: str) -> Iterator[PseudoTerminal | Tmux]:
     """`titan-ckpt tui PATH` in a terminal of 80 x 24."""
-    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
-    variables = {**plain, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", **environment}
-    terminal = TERMINAL_KINDS[kind]([sys.executable, "-m", "titan_ckpt", "tui", str(path)], folder, variables)
+    terminal = TERMINAL_KINDS[kind](tui_command(path), folder, variables(**environment))
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+@contextlib.contextmanager
+def shell(folder: Path, **environment: str) -> Iterator[PseudoTerminal]:
+    """A shell with job control in a pseudo-terminal."""
+    terminal = PseudoTerminal(["bash", "--norc", "--noprofile", "-i"], folder, variables(PS1="ready$ ", **environment))
     try:
         yield terminal
     finally:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.support.screen_terminal import ENTER, ESCAPE, PseudoTerminal, opened, see
+from tests.support.screen_terminal import ENTER, ESCAPE, PseudoTerminal, opened, see, shell, tui_command, wait_until
 from tools.paths import INCIDENTS
 
 HAS_TMUX = shutil.which("tmux") is not None
@@ -57,3 +58,42 @@ def test_every_mark_is_there_with_and_without_colour(
         assert "#" in see(terminal, "[2 Grid]")
         terminal.press("q")
         assert terminal.ended_with() == 0
+
+
+def test_a_terminal_that_says_it_is_light_gets_a_light_theme(tmp_path: Path) -> None:
+    with opened("pty", INCIDENTS / "skip", tmp_path, COLORTERM="truecolor") as terminal:
+        assert isinstance(terminal, PseudoTerminal)
+        wait_until(terminal, lambda: b"\x1b]11;?" in terminal.raw)
+        terminal.press("\x1b]11;rgb:ffff/fefe/f0f0\x1b\\\x1b[?62;22c")
+        see(terminal, "SKIPPED_COLLECTIVE")
+        assert b"208;220;236" in hues(terminal.raw), "the cursor's line of the light theme"
+        assert "rgb:" not in terminal.text()
+        terminal.press("q")
+        assert terminal.ended_with() == 0
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs a shell with job control")
+def test_ctrl_z_suspends_and_the_editor_gets_the_line(tmp_path: Path) -> None:
+    """In a shell: suspended and continued, then the line under the cursor goes to $EDITOR, then the screens are back."""
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\necho "$@" > edited\n')
+    editor.chmod(0o755)
+    with shell(tmp_path, EDITOR=str(editor)) as terminal:
+        see(terminal, "ready$")
+        terminal.press(shlex.join(tui_command(INCIDENTS / "skip")) + ENTER)
+        see(terminal, "[1 Overview]")
+        terminal.press("\x1a")
+        see(terminal, "Stopped")
+        terminal.press("clear; fg" + ENTER)
+        see(terminal, "[1 Overview]")
+        terminal.press("5")
+        see(terminal, "[5 Logs]")
+        see(terminal, "rank2]: RuntimeError")
+        terminal.press("e")
+        edited = tmp_path / "edited"
+        wait_until(terminal, lambda: edited.exists() and edited.read_text().endswith("\n"))
+        assert re.fullmatch(r"\+\d+ .*/skip/rank_2\.log\n", edited.read_text())
+        terminal.press("2")
+        see(terminal, "[2 Grid]")
+        terminal.press("q")
+        see(terminal, "ready$")

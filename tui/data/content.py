@@ -13,10 +13,9 @@ from titan_ckpt.location import local_path, parse_location, redact, scheme
 from titan_ckpt.parsing.unpacking import PACKED
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.tui.data.runs import CONFIG_PATH, SINGLE_CHECKPOINT, holds_runs
+from titan_ckpt.tui.data.runs import CONFIG_PATH, METRICS_PATHS, SINGLE_CHECKPOINT, holds_runs
 
 LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
-METRICS_PATHS = ("metrics.jsonl", "logs/metrics.jsonl")
 _EVIDENCE = {".box", ".pickle", ".pkl", ".stacks", ".json", *LOG_ENDINGS}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from titan_ckpt.errors import CheckpointError, TitanError
 from titan_ckpt.format.commit import read_commit
 from titan_ckpt.format.names import LOGS, METADATA, parse_foreign_step
 from titan_ckpt.location import join, local_path, normalise, scheme
-from titan_ckpt.parsing.json_values import parse_json
+from titan_ckpt.parsing.json_values import parse_json, parse_json_line
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
@@ -23,6 +24,8 @@ CONFIG_PATH = f"{LOGS}/config.json"
 SINGLE_CHECKPOINT = (METADATA, "model.safetensors.index.json", "model.safetensors")
 AT_ONCE, _LOOKED_AT = 8, 32
 _LARGEST_CONFIG = 1 << 20
+_TAIL_BYTES = 32 << 10
+METRICS_PATHS = ("metrics.jsonl", "logs/metrics.jsonl")
 
 
 class TierName(StrEnum):
@@ -236,14 +239,25 @@ def _absolute(url: str, base: str | None) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LastRecord:
+    """The end of a run's metrics.jsonl: its last step, loss and time (in seconds; NaN: not there), and how it ended."""
+
+    step: float = math.nan
+    loss: float = math.nan
+    time_s: float = math.nan
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A run in a folder of runs: its number of steps and its newest committed step."""
+    """A run in a folder of runs: its number of checkpoints, its newest committed one, its last record."""
 
     name: str
     url: str
     num_steps: int
     newest: CheckpointInfo | None = None
     problem: str = ""
+    last: LastRecord = LastRecord()
 
 
 def holds_runs(store: Store, folders: Sequence[str]) -> bool:
@@ -279,9 +293,28 @@ def _summary(store: Store, name: str) -> RunSummary | None:
             (step for folder in run.folders() if (step := parse_foreign_step(folder)) is not None), reverse=True
         )
         newest, problem = _newest(run, steps)
-        return RunSummary(name=name, url=url, num_steps=len(steps), newest=newest, problem=problem)
+        last = read_last_record(run)
+        return RunSummary(name=name, url=url, num_steps=len(steps), newest=newest, problem=problem, last=last)
     except (TitanError, OSError) as error:
         return RunSummary(name=name, url=url, num_steps=0, problem=str(error))
+
+
+def read_last_record(run: Store) -> LastRecord:
+    """From the last 32 KB of metrics.jsonl; lines that are cut off or damaged are passed over."""
+    path = next((path for path in METRICS_PATHS if run.exists(path)), "")
+    if not path:
+        return LastRecord()
+    start = max(run.stat(path).size_bytes - _TAIL_BYTES, 0)
+    found, reason = {"step": math.nan, "loss": math.nan, "time_s": math.nan}, ""
+    for line in run.read(path, start).splitlines():
+        try:
+            value = parse_json_line(line)
+        except ValueError:
+            continue
+        if isinstance(value, Mapping):
+            found |= {name: float(value[name]) for name in found if type(value.get(name)) in (int, float)}
+            reason = str(value.get("reason") or "ended") if value.get("event") == "end" else ""
+    return LastRecord(**found, reason=reason)
 
 
 def _newest(run: Store, steps: Sequence[int]) -> tuple[CheckpointInfo | None, str]:

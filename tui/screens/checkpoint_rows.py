@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calendar
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +25,9 @@ from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import format_placements
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
-from titan_ckpt.tui.data.runs import UNUSABLE, RunStep, RunSteps, RunSummary, StepCopy, StepState
-from titan_ckpt.tui.rows import Role, Row, RowLink, counted, head, ranks_named, ranks_text, row, wrapped
+from titan_ckpt.tui.data.runs import UNUSABLE, LastRecord, RunStep, RunSteps, RunSummary, StepCopy, StepState
+from titan_ckpt.tui.pictures.braille import number
+from titan_ckpt.tui.rows import Role, Row, RowLink, counted, head, ranks_named, ranks_text, row, truncate, wrapped
 from titan_ckpt.upkeep.deletion import read_pins
 from titan_ckpt.upkeep.retention import RetentionPolicy, prune
 
@@ -39,25 +41,47 @@ ROLES: Mapping[StepState, Role] = {
 }
 _TENSOR_HEAD = ("shape", "dtype", "chunks", "cut")
 _MARGIN = f"{'':12}"
+RUNNING_S = 300.0
 SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
 
 
 def run_rows(runs: Sequence[RunSummary], now_s: float, width: int) -> Iterator[Row]:
     """A line per run, the one with the newest checkpoint first."""
-    longest = min(max((len(run.name) for run in runs), default=0), max(width - 60, 12))
-    yield head(f"{'run':<{longest}}  {'steps':>5}  {'newest':>9}  {'size':>9}  {'age':>12}  mesh")
+    longest = min(max((len(run.name) for run in runs), default=0), max(width - 62, 12))
+    yield head(
+        f"{'run':<{longest}}  {'state':<9}  {'step':>7}  {'loss':>8}  {'whole':>7}  {'size':>9}  {'age':>10}  mesh"
+    )
     for run in runs:
-        link = RowLink(screen=7, name=run.url)
+        link, last = RowLink(screen=7, name=run.url), run.last
         commit = run.newest.commit if run.newest is not None else None
-        facts = "none committed" if commit is None else (
-            f"{commit.step:>9}  {format_size(commit.size_bytes):>9}  {_age(commit.created, now_s):>12}  {commit.mesh or '1'}"
-        )  # fmt: skip
-        yield row(f"{run.name:<{longest}}  {run.num_steps:>5}  ", (facts, Role.PLAIN if commit else Role.WARN), link=link,
-                  is_problem=bool(run.problem))  # fmt: skip
+        whole = f"{commit.step:>7}  {format_size(commit.size_bytes):>9}  " if commit else f"{'none':>7}  {'':>9}  "
+        age = _age_text(commit.created, now_s) if commit else _since(last.time_s, now_s)
+        word, role = run_state(last, now_s)
+        yield row(f"{truncate(run.name, longest):<{longest}}  ", (f"{word:<9}  ", role),
+                  f"{_number(last.step):>7}  {_number(last.loss):>8}  ",
+                  (whole, Role.PLAIN if commit else Role.WARN), f"{age:>10}  {commit.mesh or '1' if commit else ''}",
+                  link=link, is_problem=bool(run.problem))  # fmt: skip
         for line in wrapped(run.problem, width - 4) if run.problem else ():
             yield row((f"    {line}", Role.BAD), link=link)
     if not runs:
         yield row("no runs here")
+
+
+def run_state(last: LastRecord, now_s: float) -> tuple[str, Role]:
+    """Whether a run goes on, by its last record: `running`, `silent` for minutes, how it ended, "" if nothing is known."""
+    if last.reason:
+        return truncate(last.reason, 9), Role.DIM
+    if math.isnan(last.time_s):
+        return "", Role.DIM
+    return ("running", Role.GOOD) if now_s - last.time_s < RUNNING_S else ("silent", Role.WARN)
+
+
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else number(value)
+
+
+def _since(time_s: float, now_s: float) -> str:
+    return "" if math.isnan(time_s) else format_duration(max(0.0, now_s - time_s))
 
 
 def step_rows(found: RunSteps, pinned: int | None, now_s: float, width: int) -> Iterator[Row]:
@@ -79,7 +103,7 @@ def _step_rows(step: RunStep, has_tiers: bool, is_pinned: bool, now_s: float, wi
     commit = best.info.commit if best.info is not None else None
     tier = f"{step.tiers:<8}" if has_tiers else ""
     facts = f"{tier}{best.state if commit is None else commit.kind:<8} {format_size(best.size_bytes):>9}"
-    facts += f"  {_age(commit.created, now_s):>12}  {commit.mesh or '1'}" if commit is not None else ""
+    facts += f"  {_age_text(commit.created, now_s):>12}  {commit.mesh or '1'}" if commit is not None else ""
     facts = tier if best.state in (StepState.PARTIAL, *UNUSABLE) else facts
     is_problem = any(copy.state in UNUSABLE for copy in step.copies)
     yield row(f"{'*' if is_pinned else ' '}{step.step:>9}  ", (f"{best.state:<10} ", ROLES[best.state]), facts,
@@ -111,7 +135,7 @@ def error_rows(error: str, width: int) -> list[Row]:
     return [row((line, Role.BAD), is_problem=i == 0) for i, line in enumerate(wrapped(error, width))]
 
 
-def _age(created: str, now_s: float) -> str:
+def _age_text(created: str, now_s: float) -> str:
     try:
         made = time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")
     except ValueError:

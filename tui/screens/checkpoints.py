@@ -68,6 +68,9 @@ class CheckpointsPane(Pane):
         self._contents: dict[int, Checkpoint | str] = {}  # of steps the cursor was on, or why one cannot be read
         self._is_looking = False
 
+    def wants_parts(self) -> bool:
+        return self.session.checkpoints.value is not None
+
     def part_rows(self, space: Space) -> Iterable[Row]:
         """What is in the step under the cursor, and the cadence of all saves."""
         found, metrics = self.session.checkpoints.value, self.session.metrics.value

@@ -218,16 +218,17 @@ class CollectiveRows:
             start = f"{mark}{rank:>5}  absent     {'':>9}  {doing}"
             place = _place(state.frame if state is not None else None, width - len(start))
             return row((f"{mark}{rank:>5}  ", mark_role), ("absent     ", Role.BAD), f"{'':>9}  {doing}", (place, Role.DIM),
-                       link=link, is_problem=True)  # fmt: skip
+                       link=link, is_problem=True, at=_at(state.frame if state is not None else None))  # fmt: skip
         lag = f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else ""
         state_text = "done" if op.retired or op.state == "completed" else op.state
         role: Role = Role.BAD if is_other else Role.GOOD if not op.retired else Role.PLAIN
         what, what_role = signature_text(op), role if is_other else Role.PLAIN
         other = "  # " if is_other else "    "
         start = f"{mark}{rank:>5}  {state_text:<11}{lag:>9}{other}{what}"
-        place = _place(user_frame(op.frames, incident.run.wrappers), width - len(start))
+        frame = user_frame(op.frames, incident.run.wrappers)
+        place = _place(frame, width - len(start))
         return row((f"{mark}{rank:>5}  ", mark_role), (f"{state_text:<11}", role), f"{lag:>9}", (f"{other}{what}", what_role),
-                   (place, Role.DIM), link=link, is_problem=is_other)  # fmt: skip
+                   (place, Role.DIM), link=link, is_problem=is_other, at=_at(frame))  # fmt: skip
 
     def next_problem(self, index: int, direction: int) -> int | None:
         later = (
@@ -238,6 +239,10 @@ class CollectiveRows:
     def place_of_rank(self, rank: int) -> int | None:
         """Row index of a rank."""
         return self._members.index(rank) + 1 if rank in self._members else None
+
+
+def _at(frame: Frame | None) -> tuple[str, int] | None:
+    return None if frame is None else (frame.file, frame.line)
 
 
 def _place(frame: Frame | None, room: int) -> str:

@@ -13,6 +13,7 @@ from textual.binding import Binding, BindingType
 
 from titan_ckpt.debug.incident.records import NO_OPERATIONS, Run
 from titan_ckpt.errors import StoreError
+from titan_ckpt.location import local_path, scheme
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.incident import first_error
 from titan_ckpt.tui.data.log_filter import FOLD_LINES, LogQuery, LogView, parse_clock, parse_filter, views
@@ -63,6 +64,12 @@ class LogRows:
         return row((f"{rank}{mark}", role), ("FIRST ERROR  " if is_cause else "", Role.BAD), (fold, Role.NOTE),
                    (shortened(line.text, width), _ROLES[line.level]), link=RowLink(screen=3, rank=line.rank),
                    is_problem=line.level == ERROR)  # fmt: skip
+
+    def source_of(self, place: int) -> tuple[str, int]:
+        """The file of a shown line, and its number there."""
+        line = int(self.view[place])
+        file = self.index.file_of(line)
+        return self.index.files.files[file].path, line - int(self.index.base[file]) + 1
 
     def place_of(self, line: int | None) -> int | None:
         """Place of a line of the index; None if it is not shown."""
@@ -129,6 +136,9 @@ class LogsPane(Pane):
         logs = self.session.logs
         return (logs.version, logs.text, self._is_folded, self.session.incident.version)
 
+    def wants_parts(self) -> bool:
+        return self.session.logs.value is not None
+
     def part_rows(self, space: Space) -> Iterable[Row]:
         """The whole line, and who wrote it."""
         rows, incident = self.body.rows, self.session.incident.value
@@ -140,8 +150,8 @@ class LogsPane(Pane):
         yield row()
         process = process_text(incident, line.rank) if incident is not None and line.rank is not None else ""
         who = f"rank {line.rank}" if line.rank is not None else "no rank"
-        number = int(rows.view[min(self.body.cursor, len(rows) - 1)]) - int(rows.index.base[line.file]) + 1
-        facts = [who, process, f"{rows.index.files.files[line.file].path}:{number}"]
+        source, number = rows.source_of(min(self.body.cursor, len(rows) - 1))
+        facts = [who, process, f"{source}:{number}"]
         yield row((" · ".join(fact for fact in facts if fact), Role.DIM))
 
     def title(self) -> str:
@@ -286,6 +296,14 @@ class LogsPane(Pane):
     def copied_text(self) -> str:
         rows = self.body.rows
         return rows.line(self.body.cursor).text if isinstance(rows, LogRows) and len(rows) else super().copied_text()
+
+    def place_to_edit(self) -> tuple[str, int] | None:
+        """The line of the log, if its file is on this machine."""
+        rows, store = self.body.rows, self.session.content.store
+        if not isinstance(rows, LogRows) or not len(rows) or scheme(store.url) != "file":
+            return super().place_to_edit()
+        source, number = rows.source_of(min(self.body.cursor, len(rows) - 1))
+        return f"{local_path(store.url)}/{source}", number
 
     def action_cause(self) -> None:
         rows = self.body.rows

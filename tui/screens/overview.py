@@ -179,9 +179,16 @@ def _verdict_rows(incident: Incident, width: int) -> Iterator[Row]:
     facts += [f"step {top.step}"] if top.step is not None else []
     many = "s" if len(top.culprits) > 1 else ""
     facts += [f"culprit{many}: rank{many} {ranks_text(top.culprits)}"] if top.culprits else []
-    yield row((name, role), "   " + " · ".join(facts), link=link, is_problem=role != Role.GOOD)
+    at = (top.file, top.line) if top.file else _line_of(incident)
+    yield row((name, role), "   " + " · ".join(facts), link=link, is_problem=role != Role.GOOD, at=at)
     for line in wrapped(top.headline, width):
-        yield row((line, Role.BOLD), link=link)
+        yield row((line, Role.BOLD), link=link, at=at)
+
+
+def _line_of(incident: Incident) -> tuple[str, int] | None:
+    """Where the first rank at fault was."""
+    state = incident.states.get(incident.culprit) if incident.culprit is not None else None
+    return (state.frame.file, state.frame.line) if state is not None and state.frame is not None else None
 
 
 def _checkpoint_rows(session: Session) -> Iterator[Row]:
@@ -247,8 +254,9 @@ def _evidence_rows(item: Evidence, incident: Incident, width: int) -> Iterator[R
     place = f" at {item.file}:{item.line}" if item.file and f"{item.file}:{item.line}" not in item.text else ""
     source = f"  [{item.source}]" if item.source else ""
     link = evidence_link(item, incident)
+    at = (item.file, item.line) if item.file else None
     for line in wrapped(f"  - {rank}{item.text}{place}{source}", width, "    "):
-        yield row(line, link=link)
+        yield row(line, link=link, at=at)
 
 
 def evidence_link(item: Evidence, incident: Incident) -> RowLink | None:

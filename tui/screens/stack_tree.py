@@ -49,7 +49,8 @@ def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int,
         place = frame_text(frame)
         role: Role = Role.DIM if is_library(frame) else Role.BOLD if is_fork else Role.PLAIN
         ranks = ranks_text(sorted(below), 8)
-        yield row(space, (place, role), (f"  [{ranks}]", Role.NOTE), link=RowLink(screen=6, rank=min(below)))
+        yield row(space, (place, role), (f"  [{ranks}]", Role.NOTE), link=RowLink(screen=6, rank=min(below)),
+                  at=(frame.file, frame.line))  # fmt: skip
         text = source_line(frame)
         if text:
             yield row(

@@ -61,6 +61,9 @@ class TrainingPane(Pane):
         other = f" · over {self._other.source}" if self._other is not None else ""
         return f"{metrics.source} · {counted(len(metrics.steps), 'step')}{damaged}{smooth}{other}"
 
+    def wants_parts(self) -> bool:
+        return self.session.metrics.value is not None
+
     def part_rows(self, space: Space) -> Iterable[Row]:
         metrics = self.session.metrics.value
         if metrics is None:

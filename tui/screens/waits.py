@@ -179,4 +179,5 @@ def _rank_row(incident: Incident, rank: int, depth: int, edge: Edge | None, widt
                (f"{CULPRIT} culprit: " if is_culprit else "", Role.BAD),
                truncate(f"{why or glyph.label}{detail}{place}", max(width - 14 - indent - 11 * is_culprit, 20)),
                link=_link_of(incident, edge) if edge is not None else incident.link_of(incident.top, rank),
-               is_problem=is_culprit or (depth == 0 and glyph.role == Role.BAD))  # fmt: skip
+               is_problem=is_culprit or (depth == 0 and glyph.role == Role.BAD),
+               at=(state.frame.file, state.frame.line) if state.frame else None)  # fmt: skip

@@ -74,12 +74,16 @@ class LineView(ScrollView, can_focus=True):
         height = self.scrollable_content_region.height
         if is_centred and not self.scroll_offset.y <= self.cursor < self.scroll_offset.y + height:
             self.scroll_to(y=self.cursor - height // 2, animate=False, force=True, immediate=True)
-        top = 0 if self.cursor <= 1 < height else self.cursor  # keep a heading above the first line visible
+        self._reveal_cursor()
+        self.refresh()
+        self.told_moved()
+
+    def _reveal_cursor(self) -> None:
+        """Scroll as little as shows the cursor, with a heading above the first line."""
+        top = 0 if self.cursor <= 1 < self.scrollable_content_region.height else self.cursor
         self.scroll_to_region(
             Region(0, top, 1, self.cursor - top + 1), animate=False, force=True, immediate=True, x_axis=False
         )
-        self.refresh()
-        self.told_moved()
 
     def told_moved(self) -> None:
         """Tell the screen that the cursor is on another line, or on another one's place."""
@@ -148,6 +152,7 @@ class LineView(ScrollView, can_focus=True):
             self.post_message(self.Chosen(self.cursor, row))
 
     def on_resize(self) -> None:
+        self._reveal_cursor()
         self.post_message(self.Resized())
 
     def on_click(self, event: events.Click) -> None:

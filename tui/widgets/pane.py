@@ -191,9 +191,20 @@ class Pane(Vertical):
         """Rows of a part; it is rebuilt with the list, and if `is_of_line` when the cursor moves."""
         return ()
 
+    def wants_parts(self) -> bool:
+        """Whether there is anything to show in the parts."""
+        return self.session.incident.value is not None
+
     def part_title(self, name: str) -> str:
         """Title of a part."""
         return name
+
+    def text_to_copy(self) -> str:
+        """What `y` copies: of the part that has the focus its line, else what the screen says."""
+        view = self.focused_view
+        if view is self.body:
+            return self.copied_text()
+        return view.current.text.strip() if view.current else ""
 
     def place_to_edit(self) -> tuple[str, int] | None:
         """The file and line that `e` opens: of the row under the cursor, in the part that has the focus if it has it."""
@@ -257,6 +268,7 @@ class Pane(Vertical):
         """Rebuild the rows if `state` has changed. Does nothing once the screen is removed."""
         if not self.is_attached:
             return
+        self.set_class(not self.wants_parts(), "-bare")
         seen = (*self.state(), self.session.pinned, self.body.line_width, self.filter_text, self.has_parts)
         if seen != self._seen or force:
             self._seen = seen
