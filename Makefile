@@ -11,7 +11,7 @@ QUICK := not dist and not s3 and not hf and not e2e
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz zoo peer-tests faults faults-debug hangs healthy hostile stores loops soak arena bench demo docs wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz zoo peer-tests faults faults-debug hangs healthy hostile stores loops soak arena bench demo docs screens wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,8 +112,11 @@ docs: $(READY) ## write docs/cli.md, docs/api.md and the picture of the rooms
 	$(BIN)/python -m scripts.write_docs
 	$(BIN)/python -m tools.architecture.picture
 
+screens: $(READY) ## write every screen of every recording, at four sizes, dark and light (ARGS="--gallery FOLDER")
+	$(BIN)/python -m scripts.screenshots $(or $(ARGS),--gallery .screens)
+
 wheel: $(READY) ## build the wheel and the source archive in dist/
 	$(BIN)/python -m build --quiet --outdir dist
 
 clean: ## remove build products and caches, keep .venv
-	rm -rf build dist .demo .loops .matrix .mutants .release .coverage *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .demo .screens .loops .matrix .mutants .release .coverage *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 
 from textual.pilot import Pilot
 
@@ -22,17 +23,25 @@ def write_screenshot(
     Another program's file at `path` is replaced only if `is_forced`."""
     check_svg(path)
     check_picture(path, is_forced=is_forced)
-    write_picture(path, asyncio.run(_take(app, (width, height), keys)), is_forced=is_forced)
+    write_picture(path, take_screens(app, (width, height), [keys])[0], is_forced=is_forced)
 
 
-async def _take(app: TitanApp, size: tuple[int, int], keys: tuple[str, ...]) -> str:
+def take_screens(app: TitanApp, size: tuple[int, int], steps: Sequence[Sequence[str]]) -> list[str]:
+    """Run `app` headless; after the keys of each step its screen as SVG."""
+    return asyncio.run(_take(app, size, steps))
+
+
+async def _take(app: TitanApp, size: tuple[int, int], steps: Sequence[Sequence[str]]) -> list[str]:
+    found = []
     async with app.run_test(size=size) as pilot:
         await settled(app, pilot)
-        for key in keys:
-            await pilot.press(key)
-            await settled(app, pilot)
-        # The template links fonts on a public server; the file must look the same offline.
-        return _FONT_FACES.sub("", app.export_screenshot(title="titan-ckpt tui"))
+        for keys in steps:
+            for key in keys:
+                await pilot.press(key)
+                await settled(app, pilot)
+            # The template links fonts on a public server; the file must look the same offline.
+            found.append(_FONT_FACES.sub("", app.export_screenshot(title="titan-ckpt tui")))
+    return found
 
 
 async def settled(app: TitanApp, pilot: Pilot[None]) -> None:

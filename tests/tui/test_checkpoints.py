@@ -80,10 +80,10 @@ async def test_a_run_is_opened_from_a_folder_of_runs_and_left(runs: Path) -> Non
         assert "a folder of runs: 3 runs" in listed
         listed = await press(app, pilot, "enter")
         assert [line.split()[:3] for line in lines_with(listed, "kB") + lines_with(listed, " B ")] == [
-            ["▸", "a", "3"],
-            ["b", "1", "10"],
+            ["▸", "a", "40"],
+            ["b", "10", "128"],
         ]
-        assert lines_with(listed, "c ", "none committed")
+        assert lines_with(listed, "c ", "none")
         assert "notes" not in listed
         assert "mirror up to step 30" in await press(app, pilot, "enter")
         assert "step 40 · mesh" in await press(app, pilot, "enter")
@@ -127,8 +127,8 @@ async def test_a_prefix_of_any_store_lists_its_runs_and_tiers(saved: Path, store
     app = TitanApp(find_content(store_url))
     async with app.run_test(size=(80, 24)) as pilot:
         listed = await press(app, pilot, "g j")
-        assert lines_with(listed, "▸ a ", " 2  ", " 20 ")
-        assert lines_with(listed, "  b ", " 1  ", " 10 ")
+        assert lines_with(listed, "▸ a ", " 20 ")
+        assert lines_with(listed, "  b ", " 10 ")
         steps = await press(app, pilot, "enter")
         assert lines_with(steps, "20  committed", "fast")
         assert lines_with(steps, "10  committed", "both")

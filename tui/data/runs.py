@@ -250,11 +250,10 @@ class LastRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A run in a folder of runs: its number of checkpoints, its newest committed one, its last record."""
+    """A run in a folder of runs: its newest committed checkpoint, and its last record."""
 
     name: str
     url: str
-    num_steps: int
     newest: CheckpointInfo | None = None
     problem: str = ""
     last: LastRecord = LastRecord()
@@ -294,9 +293,9 @@ def _summary(store: Store, name: str) -> RunSummary | None:
         )
         newest, problem = _newest(run, steps)
         last = read_last_record(run)
-        return RunSummary(name=name, url=url, num_steps=len(steps), newest=newest, problem=problem, last=last)
+        return RunSummary(name=name, url=url, newest=newest, problem=problem, last=last)
     except (TitanError, OSError) as error:
-        return RunSummary(name=name, url=url, num_steps=0, problem=str(error))
+        return RunSummary(name=name, url=url, problem=str(error))
 
 
 def read_last_record(run: Store) -> LastRecord:

@@ -57,6 +57,13 @@ class GroupsPane(Pane):
         incident = self.session.incident.value
         return "" if incident is None else f"groups with recorded operations: {len(collective_lanes(incident))}"
 
+    def begin(self) -> None:
+        """Start on the verdict's group, else on the first."""
+        incident, rows = self.session.incident.value, self.body.rows
+        groups = [link.group if (link := rows.row(i, 80).link) else None for i in range(len(rows))]
+        wanted = incident.top.group if incident is not None else ""
+        self.body.move_to(groups.index(wanted) if wanted in groups else 1)
+
     def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value
         if incident is None:
@@ -72,13 +79,16 @@ def collective_lanes(incident: Incident) -> list[Lane]:
 
 def group_rows(incident: Incident, width: int) -> Iterator[Row]:
     """A line per group: progress of its members, ranks that are behind, and ranks that issued something else."""
-    yield head(f"{'group':<16} {'ranks':<10} {'all done':>8} {'newest':>8}  outliers")
-    for lane in collective_lanes(incident):
+    lanes = collective_lanes(incident)
+    longest = min(max([5, *(len(str(incident.run.groups[lane.group])) for lane in lanes)]), 16)
+    yield head(f"{'group':<{longest}} {'ranks':<10} {'all done':>8} {'newest':>8}  outliers")
+    for lane in lanes:
         group = incident.run.groups[lane.group]
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
         odd = outliers_text(lane, newest)
-        yield row((f"{truncate(str(group), 16):<16} ", Role.BOLD), f"{truncate(ranks_text(lane.members, 2), 10):<10} ",
+        name, ranks = truncate(str(group), longest), truncate(ranks_text(lane.members, 2), 10)
+        yield row((f"{name:<{longest}} ", Role.BOLD), f"{ranks:<10} ",
                   f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>8}  ",
                   (odd or "none", Role.BAD if odd else Role.DIM),
                   link=RowLink(screen=2, group=str(group)), is_problem=bool(odd))  # fmt: skip
