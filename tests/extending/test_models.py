@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from examples import gpt2, vit
+from tests.extending.odd_model import odd
 from tests.support.training_runs import read_losses
 from titan_ckpt.cli.main import main
 from titan_ckpt.trainer import ModelSpec, fill_initial
@@ -104,6 +105,12 @@ def test_a_vision_transformer_equals_plain_pytorch(ranks: RankPool) -> None:
         mesh(dp_replicate=2, dp_shard=2, activation_checkpoint="full"),
     ]  # fmt: skip
     _assert_alike(ranks, vit.model, VIT, _images, meshes)
+
+
+@pytest.mark.dist
+def test_the_other_rules_equal_plain_pytorch(ranks: RankPool) -> None:
+    meshes = [mesh(dp_shard=2, tp=2), mesh(dp_shard=2, tp=2, sequence_parallel=False), mesh(pp=2, tp=2)]
+    _assert_alike(ranks, odd, 32, _tokens, meshes)
 
 
 @pytest.mark.dist
