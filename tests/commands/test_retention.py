@@ -14,7 +14,8 @@ from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints
 from titan_ckpt.errors import ConfigError, StoreError
 from titan_ckpt.format.commit import Commit
-from titan_ckpt.saving.saver import save
+from titan_ckpt.saving.options import SaveOptions
+from titan_ckpt.saving.saver import Saver, save
 from titan_ckpt.store.base import ObjectInfo
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.deletion import apply_retention
@@ -138,3 +139,18 @@ def test_retention_says_that_a_commit_could_not_be_read(tmp_path: Path, caplog: 
     assert apply_retention(Refusing(str(tmp_path)), RetentionPolicy(keep_last=1), now_s=time.time()) == []
     assert f"{tmp_path}@1: step-00000001/COMMIT.json: BadDigest" in caplog.text
     assert [info.step for info in list_checkpoints(str(tmp_path))] == [1, 2]
+
+
+def test_a_new_job_in_an_old_run_keeps_its_own_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url, options = str(tmp_path / "run"), SaveOptions(retention=RetentionPolicy(keep_last=2))
+    for steps in ((8, 10, 12), (3, 6, 9, 15, 18)):
+        caplog.clear()
+        with Saver(url, options) as saver:
+            for step in steps:
+                saver.save_now({"w": torch.ones(2)}, step=step)
+                kept = [info.step for info in list_checkpoints(url)]
+                own = [own for own in steps if own <= step]
+                assert set(own[-2:]) <= set(kept), (step, kept)
+        warned = [record.message for record in caplog.records if "has steps up to 12" in record.message]
+        assert len(warned) == (1 if steps[0] == 3 else 0)
+    assert kept == [15, 18]

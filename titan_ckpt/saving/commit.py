@@ -15,6 +15,7 @@ from functools import partial
 from titan_ckpt.checkpoint.commit_proved import commit_checkpoint
 from titan_ckpt.format.commit import Before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
+from titan_ckpt.format.names import parse_step
 from titan_ckpt.saving.merge_parts import merge_parts
 from titan_ckpt.saving.options import COMMIT_BY, GIVE_UP_AT, SaveAttempt, SaveOptions
 from titan_ckpt.saving.upload import RankPart
@@ -53,6 +54,7 @@ class Committer:
         self, store: Store, ranks: RankGroup, options: SaveOptions, *, not_mirrored: Callable[[], frozenset[int] | None]
     ) -> None:
         self._store, self._ranks, self._options, self._not_mirrored = store, ranks, options, not_mirrored
+        self._own_steps: list[int] = []  # committed by this job, in order
         self.end()
         self._claim = self._claim_run() if options.is_exclusive else None
 
@@ -83,6 +85,9 @@ class Committer:
         outcome = self._ranks.broadcast(self._commit_in_time(upload, parts) if is_coordinator else None)
         self._is_over, self.is_committed = True, outcome is None
         if outcome is None and is_coordinator:
+            if not self._own_steps:
+                self._look_for_newer(upload.attempt.step)
+            self._own_steps.append(upload.attempt.step)
             self._apply_retention(upload.attempt.step)
         return outcome
 
@@ -121,6 +126,21 @@ class Committer:
         commit_checkpoint(store, manifest, dcp_metadata(manifest), replaces=upload.replaces)
         return None
 
+    def _look_for_newer(self, step: int) -> None:
+        """Warn, at the first commit, of steps with higher numbers: they are of another job, or this one went back."""
+        try:
+            steps = run_until(GIVE_UP_AT * self._options.timeout_s, _steps, self._store, what="listing the run")
+        except BaseException as error:  # noqa: BLE001  (the save is committed, on every rank)
+            log.warning("step %d was saved, but the run cannot be listed: %s", step, text_of(error))
+            return
+        if steps and max(steps) > step:
+            log.warning(
+                "%s has steps up to %d, higher than step %d that this job has just saved: until it passes them, a resume "
+                "without a step opens step %d. Save a new training to a URL of its own; after going back to step %d on purpose, "
+                "resume with URL@STEP",
+                self._store, max(steps), step, max(steps), step,
+            )  # fmt: skip
+
     def _apply_retention(self, step: int) -> None:
         if self._options.retention is None:
             return
@@ -128,11 +148,19 @@ class Committer:
             not_mirrored = self._not_mirrored()
             if not_mirrored is None:
                 return
-            keep = not_mirrored | self._options.in_use() | {step}
+            own = self._own_steps[
+                -self._options.retention.keep_last :
+            ]  # newest, though the run may have higher numbers
+            keep = not_mirrored | self._options.in_use() | {*own}
             action = partial(apply_retention, policy=self._options.retention, now_s=time.time(), keep=keep)
             run_until(GIVE_UP_AT * self._options.timeout_s, action, self._store, what="deleting old checkpoints")
         except BaseException as error:  # noqa: BLE001  (the save is committed, on every rank)
             log.warning("step %d was saved, but deleting old checkpoints failed: %s", step, text_of(error))
+
+
+def _steps(store: Store) -> list[int]:
+    """The steps of a run, by the names of their folders."""
+    return [step for name in store.folders() if (step := parse_step(name)) is not None]
 
 
 def _first(failures: list[Failure]) -> Failure:
