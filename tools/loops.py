@@ -18,7 +18,7 @@ from tools.paths import ROOT
 
 FOLDER = ROOT / ".loops"
 LIBRARIES = ("torchtitan==0.3.0", "lightning==2.6.6")
-TESTS = ("tests/integrations/test_torchtitan.py", "tests/integrations/test_lightning.py")
+TESTS = tuple(f"tests/integrations/test_{name}.py" for name in ("torchtitan", "lightning", "stateful_loader"))
 
 
 def make_environment() -> str:
@@ -40,7 +40,18 @@ def make_environment() -> str:
 
 def main(arguments: list[str]) -> int:
     """pytest's exit code; 1 if a test was skipped."""
-    command = [make_environment(), "-m", "pytest", "-rs", "-p", "no:cacheprovider", *TESTS, *arguments]
+    command = [
+        make_environment(),
+        "-m",
+        "pytest",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "timeout=900",
+        *TESTS,
+        *arguments,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     sys.stdout.write(done.stdout)

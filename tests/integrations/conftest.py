@@ -11,5 +11,5 @@ from tools.rank_pool import RankPool
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
+    with RankPool(2, timeout_s=240.0) as ranks:
         yield ranks

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from tests.integrations.fsdp2 import shard
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import UsageError
+from titan_ckpt.integrations.libraries import not_importable
 from titan_ckpt.integrations.transformers import TrainerCheckpoints
 from titan_ckpt.saving.options import SaveOptions
 from titan_ckpt.saving.saver import save
@@ -160,3 +161,25 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
         Job(str(tmp_path)).train(f"{tmp_path}/elsewhere@1")
     with pytest.raises(UsageError, match="save_only_model"):
         Job(str(tmp_path), save_only_model=True)
+
+
+class Fault(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args, control
+        if state.global_step == 3:
+            raise RuntimeError("a fault of the user's code")
+
+
+def test_a_fault_in_training_keeps_what_was_saved(tmp_path: Path) -> None:
+    job = Job(str(tmp_path))
+    job.trainer.add_callback(Fault())
+    with pytest.raises(RuntimeError, match="a fault of the user's code"):
+        job.train()
+    assert job.checkpoints.newest() == f"{tmp_path}/run@3"
+
+
+def test_a_missing_library_is_named_with_its_command() -> None:
+    missing = ModuleNotFoundError("No module named 'lightning'", name="lightning")
+    assert "pip install lightning" in str(not_importable("lightning", missing))
+    other = ImportError("cannot import name 'Trainer' from 'lightning.pytorch'")
+    assert "is installed, but cannot be imported" in str(not_importable("lightning", other))

@@ -115,7 +115,10 @@ class AcceleratorCheckpoints:
             start = {"random": random_states(), **_generator_of(loader)}
         _set_generator(loader, start)
         restore_random(start)
-        skip = 0 if getattr(loader, "use_stateful_dataloader", False) else num_batches
+        is_stateful = name in self._stateful()
+        if is_stateful and not num_batches:
+            loader.load_state_dict({})  # forget the iterator that `prepare` made, with a seed: so every epoch draws one
+        skip = 0 if is_stateful else num_batches
         rest = self._accelerator.skip_first_batches(loader, skip) if skip else loader
         rest.iteration = loader.iteration
         self._epochs[name] = (rest, start)
@@ -178,7 +181,7 @@ class AcceleratorCheckpoints:
         return {
             "starts": {name: self._epochs[name][1] for name in inside if name in self._epochs},
             "generators": {name: found for name, each in loaders.items() if (found := _generator_of(each))},
-            "loaders": {name: loaders[name].state_dict() for name in self._stateful()},
+            "loaders": {name: loaders[name].state_dict() for name in self._stateful() if name in inside},
         }
 
     def _name_of(self, loader: Any) -> str:

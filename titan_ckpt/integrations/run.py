@@ -123,7 +123,9 @@ class LoopCheckpoints:
         return checkpoint.step
 
     def open(self, step: int) -> Checkpoint:
-        """The checkpoint of a step. UsageError if another loop saved it."""
+        """The checkpoint of a step, after a save that is under way. UsageError if another loop saved it."""
+        if self._saver is not None:
+            self._saver.wait()
         checkpoint = open_checkpoint(self.url, step=step, storage_options=self._storage_options)
         found = checkpoint.manifest.training.get("loop")
         if found != self._loop:

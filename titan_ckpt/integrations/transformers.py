@@ -109,6 +109,9 @@ class TrainerCheckpoints(TrainerCallback):
                 with open(os.path.join(folder, TRAINER_STATE_NAME), "wb") as file:
                     file.write(self._resumed.asset(TRAINER_STATE_NAME))
                 return self._original_train(resume_from_checkpoint=folder, **more)
+        except BaseException as error:
+            self._run.leave(type(error), error, error.__traceback__)
+            raise
         finally:
             self._resumed = None
 
