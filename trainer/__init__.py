@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     )
     from titan_ckpt.trainer.seams.optimizer import Schedule
     from titan_ckpt.trainer.seams.step import FrozenModel, Prepare
+    from titan_ckpt.trainer.seams.validation import Accuracy
 
 __all__ = [
+    "Accuracy",
     "Attend",
     "Colwise",
     "Constant",
@@ -72,6 +74,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "Accuracy": "seams.validation",
         "Attend": "model.attention",
         "Colwise": "seams.model",
         "Constant": "seams.model",

@@ -17,7 +17,7 @@ from torch import Tensor
 from examples import distill, dpo, vit
 from tests.support.training_runs import read_events, read_losses
 from titan_ckpt.errors import ConfigError, DataError
-from titan_ckpt.trainer import Constant, FrozenModel, Normal, fill_initial, run
+from titan_ckpt.trainer import Accuracy, Constant, FrozenModel, Normal, fill_initial, run
 from titan_ckpt.trainer.config.extension import Extension
 from titan_ckpt.trainer.config.toml_records import build_record
 from titan_ckpt.trainer.config.train_config import config_type
@@ -169,6 +169,36 @@ def test_own_parts_go_on_bit_equal_after_a_resume(tmp_path: Path) -> None:
     other = dpo.Pairs(32, 64, num_samples=512)
     with pytest.raises(DataError, match="was trained on other data"):
         _run(tmp_path / "halves", 5, data=lambda _config: other)
+
+
+class _Threes:
+    """A metric whose value is known: the share of class 3."""
+
+    def __call__(self, _output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return (batch["labels"] == 3).sum()
+
+    def count(self, batch: Mapping[str, Tensor]) -> int:
+        return int((batch["labels"] != -100).sum())
+
+
+def test_metrics_and_validation_sets_have_numbers_of_their_own(tmp_path: Path) -> None:
+    tables = tomllib.loads((EXAMPLES / "vit.toml").read_text())
+    tables |= {"log": {"tensorboard": False, "progress": False}, "validation": {"every": 2, "samples": 24}}
+    few = {"few": lambda config: vit.Images(config.model, num_samples=17)}
+    metrics = {"threes": _Threes(), "accuracy": Accuracy()}
+    sets = (f"log.folder={tmp_path}", "train.steps=2", "train.device=cpu", "model.dim=32", "model.n_layers=2")
+    parts: dict[str, Any] = {"model": vit.model, "data": vit.data, "validation": few, "metrics": metrics}
+    run(tables, sets=sets, **parts)
+    run(tables, sets=(*sets, "validation.fraction=0.02", "train.steps=2"), **parts)
+    alone, held_out, few_again = read_events(tmp_path, "validation")
+    assert (alone["set"], alone["tokens"], alone["threes"]) == ("few", 17, 2 / 17)
+    assert ("set" in held_out, held_out["tokens"]) == (False, 24)
+    assert few_again["threes"] == alone["threes"]
+    right = alone["accuracy"] * 17
+    assert 0 <= right <= 17
+    assert right == pytest.approx(round(right))
+    with pytest.raises(ConfigError, match="metrics: 'loss' is a field"):
+        run(tables, **parts | {"metrics": {"loss": Accuracy()}})
 
 
 def test_a_frozen_model_is_read_from_a_checkpoint(tmp_path: Path) -> None:

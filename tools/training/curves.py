@@ -73,7 +73,9 @@ def train(rank: int, run: CurveCase) -> Curve:  # noqa: ARG001 - the pool passes
             mine = slice(start, start + size)
             batch = {"tokens": tokens[mine, :-1], "labels": labels[mine]}
             batch |= {"documents": documents[mine]} if run.has_documents else {}
-            total += model.forward_loss(batch) if step == run.steps else model.forward_backward(batch, count=valid)
+            total = total + (
+                model.forward_loss(batch) if step == run.steps else model.forward_backward(batch, count=valid)
+            )
         losses.append(float(model.reduce_loss(total)) / valid)
         if step < run.steps:
             norms.append(float(model.clip_grad_norm(1.0)))

@@ -39,6 +39,8 @@ class Extension:
     model: ModelSpec | Callable[[Any], ModelSpec] = decoder
     loss: Loss | Callable[[Any], Loss] | None = None  # or a function of the whole config; None: the model's own
     data: Callable[[Any], DataSource] | None = None  # from the whole config; None: the corpora of [data]
+    validation: Mapping[str, Callable[[Any], DataSource]] = field(default_factory=dict)  # sets, beside held-out samples
+    metrics: Mapping[str, Loss] = field(default_factory=dict)  # beside the loss, in validation
     schedule: Schedule | None = None  # None: `optimizer.schedule`
     frozen: Mapping[str, Callable[[Any], FrozenModel]] = field(default_factory=dict)  # second models, from the config
     prepare: Prepare | None = None  # called with each microbatch
@@ -49,7 +51,11 @@ class Extension:
     def is_empty(self) -> bool:
         """Whether everything is the trainer's own."""
         own = (self.loss, self.data, self.schedule, self.prepare)
-        return self.model is decoder and own == (None,) * len(own) and not self.tables and not self.frozen
+        return (
+            self.model is decoder
+            and own == (None,) * len(own)
+            and not (self.tables or self.frozen or self.validation or self.metrics)
+        )
 
     def model_record(self) -> type:
         """The dataclass that `[model]` is read into."""
@@ -81,8 +87,14 @@ def _checked_record(record: Any, what: str) -> type:
     return record
 
 
+RECORDED = ("event", "time_s", "step", "loss", "tokens", "seconds", "set")  # fields of a record of validation
+
+
 def check_tables(extension: Extension, taken: tuple[str, ...]) -> None:
-    """ConfigError for own tables that are no records or have the names of the trainer's."""
+    """ConfigError for own tables that are no records, and for tables and metrics that have names of the trainer's."""
+    for name in extension.metrics:
+        if name in RECORDED:
+            raise ConfigError(f"metrics: {name!r} is a field of every record of validation; choose another name")
     for name, record in extension.tables.items():
         _checked_record(record, f"tables: {name!r}: expected a record")
         if name in taken:

@@ -244,7 +244,7 @@ def check_config(config: TrainConfig) -> None:
             raise ConfigError(f"log.{name} = [{first}, {last}]: give the first and the last step, from 1 on")
     if not 0.0 <= config.validation.fraction < 1.0:
         raise ConfigError(f"validation.fraction = {config.validation.fraction}: must be in [0, 1)")
-    if config.validation.every and not config.validation.fraction:
+    if config.validation.every and not config.validation.fraction and not config.extension.validation:
         raise ConfigError(
             "validation.every is set, but validation.fraction = 0 holds nothing out; set it, for example 0.01"
         )

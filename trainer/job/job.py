@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.trainer.config.train_config import TrainConfig
-from titan_ckpt.trainer.data.batches import BatchShape, Dataset
+from titan_ckpt.trainer.data.batches import Batch, BatchShape, Dataset
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.job.export import Exporter
 from titan_ckpt.trainer.job.stop_signals import StopRequest
@@ -61,6 +61,7 @@ class Job:
     phases: Phases
     inspection: Inspection
     metrics: MetricsLog
+    validation_batches: Callable[[], Mapping[str, Batch]]  # by the name of the set; the held-out samples have none
     upload_logs: Callable[[], None]
 
     @property

@@ -19,6 +19,7 @@ from titan_ckpt.trainer.job.job import EndReason, Job, Outcome
 from titan_ckpt.trainer.job.meter import Meter, StepResult
 from titan_ckpt.trainer.job.resume import TrainingProgress, live_state, training_record
 from titan_ckpt.trainer.job.stop_signals import StopCode
+from titan_ckpt.trainer.job.validation import mean_of
 from titan_ckpt.trainer.report.records import Event
 
 log = logging.getLogger(__name__)
@@ -155,17 +156,21 @@ class Loop:
 
     def _validate(self, step: int) -> None:
         job = self.job
-        batch = job.dataset.held_out_batch(job.config.validation.samples, job.batch_shape)
-        started = time.perf_counter()
-        with job.phases("validation", step):
-            total = torch.zeros((), device=self._device)
-            for microbatch in batch.microbatches:
-                total += job.parallelized.forward_loss(job.prepare(microbatch))
-            _, count = self._count(batch)
-            loss = float(job.parallelized.reduce_loss(total)) / count
-        seconds = time.perf_counter() - started
-        log.info("step %d  validation loss %.4f over %d tokens (%.1f s)", step, loss, count, seconds)
-        job.metrics.event(Event.VALIDATION, step=step, loss=loss, tokens=count, seconds=seconds)
+        for name, batch in job.validation_batches().items():
+            started = time.perf_counter()
+            with job.phases("validation", step):
+                sums = [job.parallelized.forward_loss(job.prepare(microbatch)) for microbatch in batch.microbatches]
+                found = mean_of(job, sums, batch)
+            loss, count, seconds = found.pop("loss"), found.pop("tokens"), time.perf_counter() - started
+            more = "".join(f"  {metric} {value:.4f}" for metric, value in found.items())
+            where = f" of {name}" if name else ""
+            log.info(
+                "step %d  validation loss%s %.4f%s over %d tokens (%.1f s)", step, where, loss, more, count, seconds
+            )
+            what = {"set": name} if name else {}
+            job.metrics.event(
+                Event.VALIDATION, step=step, loss=loss, tokens=int(count), seconds=seconds, **found, **what
+            )
 
     def _save(self) -> None:
         """Start saving this step; returns as soon as the tensors may change again."""

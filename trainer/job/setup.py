@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 
@@ -19,7 +19,7 @@ from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
-from titan_ckpt.trainer.data.batches import BatchShape, Dataset, open_dataset, unigram_entropy
+from titan_ckpt.trainer.data.batches import Batch, BatchShape, Dataset, open_dataset, unigram_entropy
 from titan_ckpt.trainer.data.token_source import TokenSource
 from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer
 from titan_ckpt.trainer.device_mesh import RankMesh
@@ -42,6 +42,7 @@ from titan_ckpt.trainer.job.resume import (
     restore,
 )
 from titan_ckpt.trainer.job.stop_signals import StopCode, StopRequest
+from titan_ckpt.trainer.job.validation import batches_of, validation_sets
 from titan_ckpt.trainer.launch.launch import StoppedError, is_launched_here, launched_at_s, write_error
 from titan_ckpt.trainer.model.lora import adapters_of, add_adapters, start_adapters
 from titan_ckpt.trainer.model.plan import Plan, plan_of
@@ -114,6 +115,7 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
             assets=kept_assets(start, tokenizer) if context.rank == 0 else {},
             parallelized=parallelized, loss=config.loss, optimizer=optimizer,
             prepare=preparation(config, parallelized, control),
+            validation_batches=_validation(config, parallelized, dataset),
             dataset=dataset, saver=saver, exporter=exporter,
             control=control, stop=stop, phases=phases, inspection=_inspection(context), metrics=metrics,
             upload_logs=lambda: upload_logs(folder, config.save.tiers, names),
@@ -176,6 +178,7 @@ def _build(context: RankContext, start: Start) -> Parallelized:
 
     parallelized = build_parallel_model(
         config.spec, config.mesh, context.mesh, device=context.device, seed=seed, loss=config.loss,
+        metrics=tuple(config.extension.metrics.values()),
         extend=extend if lora.rank else None,
     )  # fmt: skip
     if not lora.rank:
@@ -278,6 +281,15 @@ def _announce(job: Job, rank: int, start: Start, progress: TrainingProgress) -> 
     log.info("batch: %d samples of %d tokens, %s", shape.global_batch_size, config.data.seq_len, _describe_batch(shape))
     tiers = ", then ".join(map(redact, config.save.tiers))
     log.info("checkpoints: %s", tiers or "none (save.url is empty)")
+
+
+def _validation(config: TrainConfig, model: Parallelized, dataset: Dataset) -> Callable[[], Mapping[str, Batch]]:
+    sets = validation_sets(config)
+    shape = BatchShape(
+        global_batch_size=config.train.global_batch_size, microbatch_size=config.train.microbatch_size,
+        data_rank=model.data_rank, data_degree=model.data_degree,
+    )  # fmt: skip
+    return lambda: batches_of(dataset, sets, config.validation.samples, shape)
 
 
 def _describe_data(dataset: Dataset) -> str:

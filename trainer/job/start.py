@@ -30,6 +30,8 @@ def run(
     model: ModelSpec | Callable[[Any], ModelSpec] = decoder,
     loss: Loss | Callable[[Any], Loss] | None = None,
     data: Callable[[Any], DataSource] | None = None,
+    validation: Mapping[str, Callable[[Any], DataSource]] | None = None,
+    metrics: Mapping[str, Loss] | None = None,
     schedule: Schedule | None = None,
     frozen: Mapping[str, Callable[[Any], FrozenModel]] | None = None,
     prepare: Prepare | None = None,
@@ -38,13 +40,14 @@ def run(
     """Train in this process: as one of the ranks that torchrun started, or as the only one.
 
     `config` is a TOML file or its tables; `sets` are `table.key=value` laid over it. `model` is a spec, or a function that makes
-    one of the table `[model]`, whose record annotates its argument; `data`, `frozen` and perhaps `loss` are functions of the
-    whole config; `tables` are the records of own tables. ConfigError, before anything is started, for a config or model that
-    cannot be; other TitanErrors as of `titan-ckpt train`.
+    one of the table `[model]`, whose record annotates its argument; `data`, `frozen`, the sets in `validation` and perhaps
+    `loss` are functions of the whole config; `tables` are the records of own tables. ConfigError, before anything is started,
+    for a config or model that cannot be; other TitanErrors as of `titan-ckpt train`.
     """
     extension = Extension(
-        model=model, loss=loss, data=data, schedule=schedule, frozen=frozen or {}, prepare=prepare, tables=tables or {}
-    )
+        model=model, loss=loss, data=data, validation=validation or {}, metrics=metrics or {}, schedule=schedule,
+        frozen=frozen or {}, prepare=prepare, tables=tables or {},
+    )  # fmt: skip
     checked = _resolve(config, extension, sets)
     if is_rank():
         return run_rank(checked, RankProcess.from_environment())

@@ -103,12 +103,12 @@ class Parallelized:
 
     @torch.no_grad()
     def forward_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum of this rank's losses without gradients, for validation."""
+        """Sums of this rank's losses without gradients, and of the metrics: shape (1 + number of metrics,)."""
         x, fields = self._shard_sequence(batch)
         if self.pipeline is not None:
             return self.pipeline.evaluate(x, fields)
-        loss: Tensor = self.parts[0](x, **fields).sum()
-        return loss
+        sums: Tensor = self.parts[0](x, **fields)
+        return sums
 
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor]) -> Any:

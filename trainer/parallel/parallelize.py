@@ -7,7 +7,7 @@ goes through the same steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -46,20 +46,21 @@ def build_parallel_model(
     device: torch.device,
     seed: int,
     loss: Loss | None = None,
+    metrics: Sequence[Loss] = (),
     extend: Callable[[nn.Module, Plan, RankMesh], set[str]] | None = None,
 ) -> Parallelized:
     """This rank's part of the model, sharded and initialised; collective. A seed gives the same weights on every mesh.
 
-    `loss` replaces the spec's. `extend` adds modules to a stage on the meta device; it returns the FQNs whose gradients are
-    partial over tp.
+    `loss` replaces the spec's; `metrics` are computed with it where there are no gradients. `extend` adds modules to a stage on
+    the meta device; it returns the FQNs whose gradients are partial over tp.
     """
     ranks = init_rank_mesh(mesh, device)
-    return _build(spec, parallel, ranks, seed=seed, loss=loss or spec.loss, extend=extend)
+    return _build(spec, parallel, ranks, seed=seed, losses=(loss or spec.loss, *metrics), extend=extend)
 
 
 def build_frozen_model(spec: ModelSpec, parallel: ParallelConfig, ranks: RankMesh, *, seed: int) -> Parallelized:
     """A second model on the mesh of the first, without loss and gradients; collective."""
-    model = _build(spec, parallel, ranks, seed=seed, loss=None, extend=None)
+    model = _build(spec, parallel, ranks, seed=seed, losses=(), extend=None)
     for weight in model.named_parameters().values():
         weight.requires_grad_(False)
     return model
@@ -71,7 +72,7 @@ def _build(
     ranks: RankMesh,
     *,
     seed: int,
-    loss: Loss | None,
+    losses: Sequence[Loss],
     extend: Callable[[nn.Module, Plan, RankMesh], set[str]] | None,
 ) -> Parallelized:
     plan, mesh = plan_of(spec), ranks.spec
@@ -84,7 +85,7 @@ def _build(
         partial |= parallelize(part, plan, parallel, ranks)
         allocate(part, spec, parallel, ranks)
         initialize(part, spec, ranks, seed)
-        compute_loss_in(part, spec, loss, parallel, _ends(ranges[stage], plan))
+        compute_loss_in(part, spec, losses, parallel, _ends(ranges[stage], plan))
         parts.append(part)
     return Parallelized(
         plan=plan, parallel=parallel, ranks=ranks, parts=parts, stages=stages, partial_over_tp=frozenset(partial),

@@ -82,11 +82,11 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, x: Tensor, fields: Fields) -> Tensor:
-        """Forward only; same result as `run`. Goes stage by stage, since torch's zero-bubble schedules cannot omit backward."""
-        total = torch.zeros((), device=self.device)
+        """Forward only: sums of losses and metrics. Stage by stage, since torch's zero-bubble schedules cannot omit backward."""
+        total = torch.zeros(1, device=self.device)
         for part, some in self._pieces(x, fields):
             out = self._forward_one(part, some)
-            total += 0.0 if out is None else out.sum()
+            total = total if out is None else total + out
         return total
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,29 +15,29 @@ from titan_ckpt.trainer.seams.model import ModelSpec
 
 
 def compute_loss_in(
-    part: nn.Module, spec: ModelSpec, loss: Loss | None, parallel: ParallelConfig, ends: tuple[bool, bool]
+    part: nn.Module, spec: ModelSpec, losses: Sequence[Loss], parallel: ParallelConfig, ends: tuple[bool, bool]
 ) -> None:
     """Replace `forward` of a stage by one that takes all fields of a batch by name; the last stage returns the sum of losses.
 
-    Without a loss it returns the model's output.
+    Without losses it returns the model's output; without gradients the sums of all losses, those after the first being metrics.
 
     FSDP's hooks, which are around `forward`, then see the loss too. `ends`: whether the stage is the first, and the last.
     """
-    part.forward = StageForward(part.forward, spec, loss, DTYPES[parallel.param_dtype], ends)
+    part.forward = StageForward(part.forward, spec, losses, DTYPES[parallel.param_dtype], ends)
 
 
 class StageForward:
-    """The forward of a stage; on the last, the sum of the losses, shape (1,)."""
+    """The forward of a stage; on the last, the sum of the losses, shape (1,), or of each loss and metric."""
 
     def __init__(
         self,
         forward: Callable[..., Any],
         spec: ModelSpec,
-        loss: Loss | None,
+        losses: Sequence[Loss],
         dtype: torch.dtype,
         ends: tuple[bool, bool],
     ) -> None:
-        self._forward, self._taken, self._loss, self._dtype = forward, frozenset(spec.inputs[1:]), loss, dtype
+        self._forward, self._taken, self._losses, self._dtype = forward, frozenset(spec.inputs[1:]), losses, dtype
         self._is_first, self._is_last = ends
 
     def __call__(self, x: Tensor, **fields: Tensor) -> Any:
@@ -46,10 +46,11 @@ class StageForward:
         out = self._forward(x, **{name: value for name, value in fields.items() if name in self._taken})
         if not self._is_last:
             return out.contiguous()  # it is sent
-        if self._loss is None:
+        if not self._losses:
             return out
-        total = self._loss(out, fields).sum()
-        return torch.stack([total])  # torch joins it with those of other microbatches; FSDP refuses a view
+        due = self._losses[:1] if torch.is_grad_enabled() else self._losses
+        # torch joins it with those of other microbatches; FSDP refuses a view
+        return torch.stack([loss(out, fields).sum().float() for loss in due])
 
 
 def on(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

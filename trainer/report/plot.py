@@ -57,7 +57,7 @@ def run_panels(records: Sequence[MetricsRecord]) -> list[Panel]:
     validation = [
         (float(r["step"]), float(r["loss"]))
         for r in records
-        if r["event"] == Event.VALIDATION and r.get("loss") is not None
+        if r["event"] == Event.VALIDATION and r.get("loss") is not None and "set" not in r
     ]
     stalls = [(float(r["step"]), 1000.0 * float(r["stall_s"])) for r in records if r["event"] == Event.SAVE]
     breaks = [float(r["step"]) for r in records if r["event"] == Event.START and r["step"]]
