@@ -110,14 +110,21 @@ def _raised(record: RankRecord) -> Situation | None:
     error = own_exception(record)
     if error is None:
         return None
+    is_port = any(word in error.text for word in _PORT_TAKEN)
     return Situation(
         rank=record.rank,
         kind=RankState.DEAD,
-        detail=_DETAILS.get(error.kind, Subtype.PYTHON_EXCEPTION),
+        detail=Subtype.NONE if is_port else _DETAILS.get(error.kind, Subtype.PYTHON_EXCEPTION),
+        call="found its port in use (another process has it, or one of an earlier attempt is not gone yet)"
+        if is_port
+        else "",
         frame=error.frame,
         confidence=Basis.OWN_EXCEPTION.confidence,
         evidence=(event_evidence(error),),
     )
+
+
+_PORT_TAKEN = ("EADDRINUSE", "ddress already in use")
 
 
 def _ended_by_signal(record: RankRecord) -> Situation | None:
@@ -165,6 +172,8 @@ def _aborted_on_cpu(record: RankRecord) -> Situation | None:
 # Xid errors that a process on the GPU does not end of: 45 follows the end of another process, 63 and 64 tell of a memory row that
 # is set aside, 92 counts corrected errors (NVIDIA's "XID Errors").
 _HARMLESS_XIDS = ("45", "63", "64", "92")
+# What a program's own memory access on the GPU makes: a graphics engine exception, a page fault, a reset of the channel.
+_XIDS_OF_PROGRAMS = ("13", "31", "43")
 _REPORTS = (EventKind.KILLED, EventKind.DEVICE_ERROR, EventKind.NODE_LOST)
 
 
@@ -176,11 +185,14 @@ def _reported(record: RankRecord) -> Situation | None:
     if event is None:
         return None
     detail = Subtype.DEVICE if event.kind == EventKind.DEVICE_ERROR else Subtype.HOST
+    is_program = event.values.get("xid") in _XIDS_OF_PROGRAMS
+    detail = Subtype.PYTHON_EXCEPTION if is_program else detail
     if event.kind == EventKind.KILLED:
         detail = Subtype.OOM if event.values.get("cause") == "oom" else Subtype.SIGNAL
         detail = Subtype.HOST if event.values.get("cause") == "evicted" else detail
     return Situation(
         rank=record.rank, kind=RankState.DEAD, detail=detail, signal=event.values.get("signal", ""),
+        call=f"made its GPU fault (Xid {event.values['xid']}, by an access of the program's)" if is_program else "",
         confidence=Basis.REPORTED.confidence, evidence=(event_evidence(event), *last_words(record)),
     )  # fmt: skip
 

@@ -123,9 +123,10 @@ def take_process(evidence: RunEvidence, file: EvidenceFile, process: ProcessStac
     """The stacks of a process: the rank's that the file's name gives, else of the rank that the process turns out to be."""
     if not process.stacks.threads:
         raise ValueError("a stack dump without a thread")
-    if file.rank is not None:
-        _rank(evidence, file.rank).stacks.append(process.stacks)
-        evidence.pid_of_file.setdefault(file.rank, process.pid or 0)
+    rank = process.rank if process.rank is not None else file.rank
+    if rank is not None:
+        _rank(evidence, rank).stacks.append(process.stacks)
+        evidence.pid_of_file.setdefault(rank, process.pid or 0)
         return
     evidence.num_evidence += 1
     named = _PID_IN_NAME.search(file.path.rpartition("/")[2])

@@ -12,6 +12,7 @@ from titan_ckpt.debug import Verdict, diagnose, open_run
 from titan_ckpt.debug.diagnosis.rank_frozen import frozen
 from titan_ckpt.debug.incident.records import Names, RankRecord, Run
 from titan_ckpt.debug.read.stacks import parse_stacks
+from titan_ckpt.debug.report.action import action_for
 
 STEPS = "".join(f"2026-11-22 01:0{step}:00,000 INFO train: step {step}\n" for step in range(5))
 DEVICE = "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda, layout=Strided (default))"
@@ -233,3 +234,81 @@ def test_send_left_out_of_a_repeated_order_is_the_verdict(tmp_path: Path) -> Non
         )
     top = diagnose(open_run(str(tmp_path)))[0]
     assert (top.verdict, top.culprits) == ("P2P_MISSING_PEER", (1,))
+
+
+DUMP = """\
+Process {}: python train.py
+Python v3.11.9 (/opt/python3.11)
+
+Thread {} (active): "MainThread"
+    {}
+    <module> (train.py:310)
+"""
+
+
+def test_stacks_of_all_ranks_in_one_file(tmp_path: Path) -> None:
+    """As a shell's loop over ranks writes them: the heading above each says whose they are."""
+    waits, busy = "all_reduce (torch/distributed/distributed_c10d.py:2806)", "fetch (data/shards.py:44)"
+    text = "".join(
+        f"=== rank {rank} ===\n" + DUMP.format(5000 + rank, 1, busy if rank == 2 else waits) for rank in range(4)
+    )
+    (tmp_path / "stacks.txt").write_text(text)
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits, top.victims) == ("STUCK_ON_CPU", (2,), (0, 1, 3))
+
+
+LAGS = (
+    "\t - To our best knowledge, the lagging ranks that caused the desync are:\n\t   - [{}] joined but didn't finish "
+)
+
+
+@pytest.mark.parametrize(("number", "culprits"), [(5, (1,)), (6, ())])
+def test_rank_that_lags_behind_what_timed_out(number: int, culprits: tuple[int, ...], tmp_path: Path) -> None:
+    """It joined the collective before; where it joined the one that timed out, it waits like the others."""
+    texts = {rank: STEPS + CAUGHT.format(rank) for rank in (0, 2, 3)}
+    texts[0] += LAGS.format(1) + f"collective #{number} (count from 1)\n"
+    assert judged(tmp_path, {**texts, 1: STEPS}).culprits == culprits
+
+
+CAUGHT = (
+    "[E ProcessGroupNCCL.cpp:475] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6, OpType=ALLREDUCE, "
+    "NumelIn=3, NumelOut=3, Timeout(ms)=1800000) ran for 1800035 milliseconds before timing out.\n"
+)
+VLLM = "(Worker_TP{0} pid=410{0}) {1}\n"
+
+
+def test_workers_of_a_server(tmp_path: Path) -> None:
+    at = "ERROR 10-23 02:44:30 [multiproc_executor.py:596] "
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/srv/run.py", line 5, in step',
+        "RuntimeError: shapes do not fit",
+    ]
+    text = "".join(VLLM.format(rank, "INFO 10-23 02:40:10 [gpu_model_runner.py:1500] Loading") for rank in range(4))
+    top = judged(tmp_path, {}, text + "".join(VLLM.format(2, at + line) for line in lines))
+    assert (top.verdict, top.culprits, top.line) == ("RANK_DIED", (2,), 5)
+    died = (
+        "ERROR 10-23 02:44:30 [multiproc_executor.py:140] Worker proc VllmWorker-3 died unexpectedly, shutting down.\n"
+    )
+    top = judged(tmp_path, {}, text + died)
+    assert (top.verdict, top.culprits) == ("RANK_DIED", (3,))
+
+
+@pytest.mark.parametrize(("xid", "subtype", "action"), [(79, "device", "EXCLUDE"), (31, "python_exception", "STOP")])
+def test_page_fault_on_a_gpu_is_the_programs(xid: int, subtype: str, action: str, tmp_path: Path) -> None:
+    """NVIDIA's list: 13, 31 and 43 come of what a program does on the GPU, 79 of the GPU itself."""
+    job = "[rank2]: pid 4712\n(RayTrainWorker pid=4712, ip=10.0.0.4) [rank2]: up\n"
+    (tmp_path / "dmesg.txt").write_text(f"[ 99.1] NVRM: Xid (PCI:0000:3b:00): {xid}, pid=4712, name=python\n")
+    top = judged(tmp_path, {rank: STEPS + CAUGHT.format(rank) * (rank != 2) for rank in range(4)}, job)
+    assert (top.verdict, top.culprits, top.subtype) == ("RANK_DIED", (2,), subtype)
+    assert action_for(open_run(str(tmp_path)), top).action == action
+
+
+def test_a_port_in_use_asks_for_a_restart(tmp_path: Path) -> None:
+    taken = raised(
+        "The server socket has failed to listen: [::]:29500 (errno: 98 - Address already in use). EADDRINUSE"
+    )
+    run_folder = {0: taken.replace("monitored_barrier", "init_process_group"), 1: STEPS}
+    top = judged(tmp_path, run_folder)
+    assert (top.verdict, top.culprits) == ("RANK_DIED", (0,))
+    assert action_for(open_run(str(tmp_path)), top).action == "RESTART"

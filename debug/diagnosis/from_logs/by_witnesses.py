@@ -14,6 +14,7 @@ from signal import SIGKILL, SIGTERM
 
 from titan_ckpt.debug.diagnosis.advice import advice
 from titan_ckpt.debug.diagnosis.from_logs.elsewhere import SYMPTOMS, deviant, event_of, said, waited_in
+from titan_ckpt.debug.diagnosis.from_logs.named_ranks import present_ranks
 from titan_ckpt.debug.diagnosis.from_logs.odd_one import odd_one
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, is_interrupt, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
@@ -37,8 +38,11 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
     unseen = {rank for rank in states if is_absent(run.ranks[rank])}
     others = [rank for rank, state in states.items() if not state.kind.is_waiting and rank not in unseen]
     is_closed = bool(saw_peers_close(run)) and not saw_timeouts(run)
+    present = present_ranks(run)
     suspects = [
-        rank for rank in others if _is_suspect(run, rank, states[rank], has_unseen=bool(unseen), is_closed=is_closed)
+        rank
+        for rank in others
+        if rank not in present and _is_suspect(run, rank, states[rank], has_unseen=bool(unseen), is_closed=is_closed)
     ]
     if suspects and len(suspects) <= max(1, len(states) // 2):
         is_unmoved = run.launcher is not None and run.launcher.num_unmoved == len(suspects) == len(states) - len(

@@ -36,14 +36,33 @@ def absent_ranks(run: Run) -> dict[int, LogEvent]:
     """Ranks that did not come by the text of one that waited, which did not log such a text themselves."""
     named: dict[int, LogEvent] = {}
     waited: set[int] = set()
+    newest = max((int(seq) for seq in _timed_out(run)), default=0)
     for event in _events(run, (EventKind.COMM_TIMEOUT, EventKind.DESYNC)):
         ranks = _numbers(event.values.get("names", ""))
-        if event.kind == EventKind.DESYNC and "missed" not in event.values:
+        if event.kind == EventKind.DESYNC and "missed" not in event.values and not 0 < _seq(event) < newest:
             waited.update(ranks)
             continue
         named.update({rank: event for rank in ranks if rank in run.ranks})
         waited.update({event.rank} if ranks and event.kind == EventKind.COMM_TIMEOUT else ())
     return {} if waited & set(named) else named
+
+
+def present_ranks(run: Run) -> set[int]:
+    """Ranks that torch's desync report has in the operation that timed out: their silence says nothing."""
+    newest = max((int(seq) for seq in _timed_out(run)), default=0)
+    reports = (event for event in _events(run, (EventKind.DESYNC,)) if "missed" not in event.values)
+    return {rank for event in reports if 0 < newest <= _seq(event) for rank in _numbers(event.values["names"])}
+
+
+def _seq(event: LogEvent) -> int:
+    """The number of the collective that ranks joined and did not finish; 0 if the text gives none."""
+    return int(event.values.get("seq", "0"))
+
+
+def _timed_out(run: Run) -> Iterator[str]:
+    """The numbers of the operations that watchdogs report."""
+    events = (event for record in run.ranks.values() for event in record.events if event.kind == EventKind.WATCHDOG)
+    return (event.values["seq"] for event in events if event.values.get("seq", "").isdigit())
 
 
 def _did_not_come(
@@ -57,7 +76,8 @@ def _did_not_come(
     if not is_elsewhere:
         subtype = state.detail or busy_by_log(run.ranks[culprits[0]])
     where = state.where if is_elsewhere or state.kind == RankState.ON_CPU else ""
-    what = "the barrier" if event.kind == EventKind.COMM_TIMEOUT else f"collective #{event.values.get('missed', '?')}"
+    number = event.values.get("missed") or str(_seq(event) + 1)
+    what = "the barrier" if event.kind == EventKind.COMM_TIMEOUT else f"collective #{number}"
     return Verdict(
         verdict=verdict, subtype=subtype, culprits=culprits, victims=witnesses,
         op="barrier" if event.kind == EventKind.COMM_TIMEOUT else "", step=run.step_of(culprits[0]),

@@ -19,6 +19,8 @@ from titan_ckpt.parsing.json_values import JsonValue
 MAX_THREADS = 512
 MAX_FRAMES = 256
 _PROCESS = re.compile(r"^Process (?P<pid>\d{1,9}): (?P<command>.{0,4000})$", re.MULTILINE)
+_HEADING = re.compile(r"^\W{0,8}(?:[Gg]lobal[ _-]?)?[Rr]ank[ _:=#-]{0,3}(?P<rank>\d{1,6})\b.{0,80}$", re.MULTILINE)
+_LOOK_BACK = 300  # characters before a process in which a script may have put a heading
 _PLACE = re.compile(r"--local[-_]rank[= ](?P<local>\d{1,6})\b")
 _ATTACHED = re.compile(
     r"^(?:Attaching to process|process|\[Inferior 1 \(process) (?P<pid>\d{1,9})\b.{0,200}$", re.MULTILINE
@@ -42,10 +44,11 @@ _CALLED = re.compile(r"c10d::|gloo::|nccl\w*|cu(?:da)?[A-Z]\w+Synchronize|hip\w+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStacks:
-    """The stacks of one process; `pid` and `local_rank` as far as the dump shows them."""
+    """The stacks of one process; `pid`, `rank` and `local_rank` as far as the dump shows them."""
 
     stacks: StackSnapshot
     pid: int | None = None
+    rank: int | None = None
     local_rank: int | None = None
 
 
@@ -54,7 +57,8 @@ def is_process_stacks(head: str) -> bool:
     first = head.lstrip()
     return bool(
         (
-            re.match(r"Process \d{1,9}: |Stack dump for \w", first)
+            (re.match(r"Process \d{1,9}: |Stack dump for \w", first) or _HEADING.match(first))
+            and _PROCESS.search(first)
             and re.search(r"^(?:Python v\d|Thread \d)", first, re.MULTILINE)
         )
         or re.search(r"^Thread \d{1,6} \((?:Thread 0x[0-9a-f]+ )?\(?LWP \d", head, re.MULTILINE)
@@ -69,11 +73,18 @@ def read_process_stacks(text: str, source: str) -> Iterator[ProcessStacks]:
         return
     for head, following in zip(heads, [*heads[1:], None], strict=True):
         part = text[head.end() : following.start() if following else len(text)]
-        place = _PLACE.search(head["command"])
+        place, rank = _PLACE.search(head["command"]), _rank_above(text, head.start())
         yield ProcessStacks(
-            stacks=parse_stacks(part, source, "pyspy"), pid=int(head["pid"]),
+            stacks=parse_stacks(part, source, "pyspy"), pid=int(head["pid"]), rank=rank,
             local_rank=int(place["local"]) if place else None,
         )  # fmt: skip
+
+
+def _rank_above(text: str, at: int) -> int | None:
+    """The rank in the heading that a loop over ranks wrote right above a dump (`=== rank 2 ===`)."""
+    above = text[max(0, at - _LOOK_BACK) : at].rstrip().rpartition("\n")[2]
+    match = _HEADING.match(above)
+    return int(match["rank"]) if match else None
 
 
 def is_pyspy_json(document: JsonValue) -> bool:

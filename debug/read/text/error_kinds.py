@@ -26,6 +26,7 @@ OOM_WORDS = (
     "unable to mmap",
     "OUT_OF_MEMORY",
     "Error while creating shared memory segment",
+    "failed to extend /dev/shm",
 )
 _CLOSED_WORDS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "remote process exiting",

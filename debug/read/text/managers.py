@@ -107,6 +107,11 @@ class Managers:
         elif match := _RAY_DIED.search(text):
             yield Said(kind=EventKind.EXITED, values={"pid": match["pid"], "host": line.host})
 
+    def vllm(self, text: str, _line: Line) -> Iterator[Said]:
+        """A worker's process that its executor found dead (v1/executor/multiproc_executor.py)."""
+        if match := _VLLM_DIED.search(text):
+            yield Said(kind=EventKind.KILLED, values={"rank": match["rank"]})
+
 
 def _of_host(host: str, code: int) -> Said:
     """The exit code of a host's process."""
@@ -165,6 +170,7 @@ _REPLICA = re.compile(r"[Tt]he replica (?P<host>[\w-]{1,60}) exited with a non-z
 _SAGEMAKER = re.compile(r"(?:^|ExecuteUserScriptError.{0,40})\bExitCode:? (?P<code>-?\d{1,3})\b")
 _CODES = re.compile(r"failed with return code list: ?(?:\x1b\[\w+)?\[(?P<codes>[-\d, ]{1,60000})\]")
 _RAY_OOM = re.compile(r"Memory on the node \(IP: .{0,400}?\bpid=(?P<pid>\d{1,9})")
+_VLLM_DIED = re.compile(r"Worker proc VllmWorker-(?P<rank>\d{1,6}) died unexpectedly")
 _RAY_DIED = re.compile(r"[Aa] worker died or was killed.{0,600}?Worker PID: (?P<pid>\d{1,9})")
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Said]]], ...] = (
@@ -175,5 +181,6 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Sa
     (("pod/", "node/", "job/"), Managers.event),
     (("The replica", "the replica", "ExecuteUserScriptError", "ExitCode ", "return code list"), Managers.replica),
     (("Memory on the node", "worker died or was killed"), Managers.ray),
+    (("Worker proc VllmWorker-",), Managers.vllm),
 )  # fmt: skip
 _is_plain = without(tuple(word for words, _ in _RULES for word in words))

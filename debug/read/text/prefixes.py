@@ -115,10 +115,16 @@ _BRACKET: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("] [", re.compile(r"\[\d{1,9}\] (?=\[)"), _nothing),
 )
 _PAREN: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
+    (" pid=", re.compile(rf"\((?:EngineCore_\w{{1,20}} |APIServer )?(?:Vllm)?Worker_TP{_N} pid=\d{{1,9}}\) ?"), _rank),
     ("=", re.compile(r"\((?P<fields>[^()]{0,200}\b(?:pid|ip|rank)=[^()]{0,200})\) ?"), _fields),
 )
 _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("std", re.compile(r"(?:stdout|stderr) [FP] "), _nothing),
+    (
+        ".py:",
+        re.compile(r"(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[(?:[\w/]{1,60}/)?multiproc_executor\.py:\d{1,5}\] "),
+        _nothing,
+    ),
     ("", re.compile(rf"(?:[Rr]ank|RANK)[ _=-]?{_N}(?::| \|) ?"), _rank),
     (
         "NCCL",
