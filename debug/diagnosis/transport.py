@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from titan_ckpt.debug.diagnosis.align import Lane, elements_of, first_disagreeme
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.kinds import DumpKind, VerdictKind
+from titan_ckpt.debug.incident.kinds import DumpKind, EventKind, FlagKind, VerdictKind
 from titan_ckpt.debug.incident.operation_table import operation_blocks
 from titan_ckpt.debug.incident.records import (
     COMPLETED,
@@ -52,6 +53,9 @@ def _not_finished(run: Run, lane: Lane) -> Iterator[Verdict]:
     column = int(unfinished[0])
     at = states[:, column]
     seq = lane.first_seq + int(everywhere[column])
+    if (late := _came_too_late(run, lane, seq)) is not None:
+        yield late
+        return
     is_timed = any(bool((run.ranks[rank].operations["started_ns"] > 0).any()) for rank in lane.members)
     waiting = tuple(lane.members[i] for i in np.flatnonzero(at == SCHEDULED)) if is_timed else ()
     running = tuple(lane.members[i] for i in np.flatnonzero(at == STARTED if is_timed else at != COMPLETED))
@@ -70,8 +74,49 @@ def same_operation(run: Run, lanes: Sequence[Lane]) -> Verdict | None:
         is_everywhere = not lane.is_silent.any() and int(lane.last.min()) == int(lane.last.max()) >= 0
         if is_everywhere and not lane.done.any():
             seq = int(lane.last[0])
-            return _verdict(run, lane, seq, (), VerdictKind.STARTED_NOT_COMPLETED, Basis.MANY_NOT_COMPLETED)
+            late = _came_too_late(run, lane, seq)
+            return late or _verdict(run, lane, seq, (), VerdictKind.STARTED_NOT_COMPLETED, Basis.MANY_NOT_COMPLETED)
     return None
+
+
+_TIMED_OUT = re.compile(r"(?:Timed out waiting|wait timeout after|timed out after) (\d{1,9}) ?ms")
+
+
+def _came_too_late(run: Run, lane: Lane, seq: int) -> Verdict | None:
+    """STUCK_ON_CPU on the one that issued an operation when the others had given it up, after their timeout."""
+    rows = lane.seen_at(seq)
+    created = {rank: int(run.ranks[rank].operations["created_ns"][row]) for rank, row in rows.items()}
+    if len(created) < 2 or min(created.values()) <= 0 or any(flag.flag == FlagKind.CLOCK_SKEW for flag in run.flags):
+        return None
+    late = max(created, key=lambda rank: created[rank])
+    others = tuple(rank for rank in created if rank != late)
+    after_s = (created[late] - max(created[rank] for rank in others)) / 1e9
+    limit_s = max((_limit_s(run, rank) for rank in others), default=0.0)
+    if not limit_s or after_s < limit_s:
+        return None
+    operation = run.operation(late, rows[late])
+    frame = user_frame(operation.frames, run.wrappers)
+    return Verdict(
+        verdict=VerdictKind.STUCK_ON_CPU, culprits=(late,), victims=others, group=str(operation.group), seq=seq, op=operation.op,
+        confidence=Basis.CAME_TOO_LATE.confidence,
+        headline=f"rank {late} came to {operation.op} #{seq} of group {operation.group}{f' at {frame.place}' if frame else ''} "
+        f"{after_s:.0f} s after all others, who had given it up after {limit_s:.0f} s: it was busy before",
+        evidence=(Evidence.at(frame, text=f"issued it {after_s:.0f} s after the others", rank=late, source="flight recorder"),),
+        chain=tuple((rank, late) for rank in others),
+        next_steps=(
+            "look at what that rank does before that line: an evaluation, a save, a download, a retry",
+            "if it may take so long: a longer timeout for that group, or let the others wait in a barrier with one of its own",
+        ),
+    )  # fmt: skip
+
+
+def _limit_s(run: Run, rank: int) -> float:
+    """After how long a rank gave an operation up, by its error; 0 if nothing says that it did."""
+    texts = (
+        event.text for event in run.ranks[rank].events if event.kind in (EventKind.COMM_TIMEOUT, EventKind.WATCHDOG)
+    )
+    found = next((match for text in texts if (match := _TIMED_OUT.search(text))), None)
+    return int(found.group(1)) / 1e3 if found else 0.0
 
 
 def _has_dump(run: Run, rank: int) -> bool:

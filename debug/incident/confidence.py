@@ -57,6 +57,7 @@ class Basis(Enum):
         "its send or recv names a rank that ended normally, and another rank waits for it",
     )
     STACK_IN_INIT = 0.75, (V.PG_INIT_HANG,), "its stack is in the creation of a process group"
+    CAME_TOO_LATE = 0.75, (V.STUCK_ON_CPU,), "it issued the operation only when the others' timeout had passed"
     STACK_IN_TEARDOWN = 0.7, (V.TEARDOWN_STUCK,), "its stack is in the shutdown of the process"
     PHASE = 0.7, (V.STUCK_ON_CPU,), "no stack; the recorder's phase of the training loop"
     CONNECTIONS_CLOSED = 0.7, (V.RANK_DIED,), "no stack; its peers' connections to it closed and none timed out"

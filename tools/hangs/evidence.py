@@ -40,6 +40,10 @@ def start(incident: Incident, folder: Path) -> subprocess.Popen[bytes]:
     ]  # fmt: skip
     stall_s = HEALTHY_STALL_S if incident.is_healthy else RECORDED_STALL_S
     mine = {FOLDER: str(folder / "rec"), STALL_S: str(stall_s), TIMEOUT_S: str(OPERATION_TIMEOUT_S)}
+    if (
+        incident.restarts
+    ):  # else gloo may find addresses of the attempt before in the launcher's store, and the job fails of that
+        mine["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     variables = {**os.environ, **environment(), **mine, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with open(folder / "console.log", "wb") as console:
         return subprocess.Popen(

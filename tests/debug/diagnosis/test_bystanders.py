@@ -167,3 +167,22 @@ def test_a_process_that_gave_zero_had_caught_its_errors(status: int, verdict: st
     beat = replace(ranks[1].heartbeat, status=status) if ranks[1].heartbeat else None
     ranks[1] = replace(ranks[1], log=RankLog(source="l", events=(event,)), heartbeat=beat)
     assert diagnose(replace(run, ranks=ranks))[0].verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("late_s", "verdict", "culprits"), [(60, "STUCK_ON_CPU", (2,)), (20, "STARTED_NOT_COMPLETED", ())]
+)
+def test_who_came_when_the_others_had_given_up(late_s: int, verdict: str, culprits: tuple[int, ...]) -> None:
+    run = job("0 1 2: all_reduce@1 all_reduce@1?")
+    table = run.ranks[2].operations.copy()
+    table["created_ns"][-1] += late_s * 10**9
+    gave_up = LogEvent(
+        kind=EventKind.COMM_TIMEOUT, rank=0, text=TIMED_OUT, source="l", line=1, values={"type": "RuntimeError"}
+    )
+    ranks = {
+        rank: replace(record, log=RankLog(source="l", events=(gave_up,)))
+        for rank, record in run.ranks.items()
+        if rank < 2
+    }
+    top = diagnose(replace(run, ranks={**ranks, 2: replace(run.ranks[2], operations=table)}))[0]
+    assert (top.verdict, top.culprits) == (verdict, culprits)
