@@ -126,8 +126,8 @@ def _events_of_others(run: Run, record: RankRecord) -> Iterator[LogEvent]:
 
 
 def _got_over(record: RankRecord, event: LogEvent) -> bool:
-    """Whether a rank that wrote a line on a peer's trouble, and raised nothing, trained on: it retried, or quoted another run."""
-    return "type" not in event.values and logged_on(record, event)
+    """Whether a rank that wrote of a peer's trouble trained on: it retried, caught the error, or quoted another run."""
+    return logged_on(record, event)
 
 
 def _is_own_wait(record: RankRecord, event: LogEvent) -> bool:

@@ -186,3 +186,11 @@ def test_who_came_when_the_others_had_given_up(late_s: int, verdict: str, culpri
     }
     top = diagnose(replace(run, ranks={**ranks, 2: replace(run.ranks[2], operations=table)}))[0]
     assert (top.verdict, top.culprits) == (verdict, culprits)
+
+
+def test_a_connection_that_a_rank_lost_and_did_without(tmp_path: Path) -> None:
+    """The Hub's, a tracker's, a store's: it trained on, so that no peer is missed for it."""
+    steps = "".join(f"step {step} loss 2.0\n" for step in range(9))
+    lost = raised("Connection reset by peer", 7).replace("RuntimeError", "requests.exceptions.ConnectionError")
+    top = judged(tmp_path, rank_0=lost + steps, rank_1=steps)
+    assert (top.verdict, top.culprits) == ("RUNNING", ())
