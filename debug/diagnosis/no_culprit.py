@@ -10,7 +10,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.awaited_rank import is_silent
 from titan_ckpt.debug.diagnosis.from_logs.elsewhere import waited_in
 from titan_ckpt.debug.diagnosis.from_logs.reported import facts, faults, suspects, trouble_of_job
-from titan_ckpt.debug.diagnosis.rank_death import is_absent, logged_on, own_exception, was_told
+from titan_ckpt.debug.diagnosis.rank_death import ended_well, is_absent, logged_on, own_exception, was_told
 from titan_ckpt.debug.diagnosis.standstill import Pace
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
@@ -29,6 +29,8 @@ def went_on(run: Run) -> bool:
         return False
     if run.launcher is not None and run.launcher.code == 0:
         return True
+    if run.ranks and all(map(ended_well, run.ranks.values())):
+        return True  # what is pending then, a daemon thread waited for
     if any(map(was_told, run.ranks.values())):
         return False
     if any(own_exception(record) or _has_failed(record) for record in run.ranks.values()):

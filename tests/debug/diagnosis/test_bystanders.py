@@ -194,3 +194,13 @@ def test_a_connection_that_a_rank_lost_and_did_without(tmp_path: Path) -> None:
     lost = raised("Connection reset by peer", 7).replace("RuntimeError", "requests.exceptions.ConnectionError")
     top = judged(tmp_path, rank_0=lost + steps, rank_1=steps)
     assert (top.verdict, top.culprits) == ("RUNNING", ())
+
+
+@pytest.mark.parametrize(("status", "is_well"), [(0, True), (1, False)])
+def test_what_a_daemon_thread_waited_for_at_the_end(status: int, is_well: bool) -> None:
+    """All processes gave 0 to exit(3); a thread of two of them was in a barrier that the third one's did not come to."""
+    run = job("0: all_reduce@1\n1 2: all_reduce@1 x:barrier@9?\ngroup x: 0 1 2")
+    beat = Heartbeat(step=1, phase="", phase_ns=0, alive_ns=1, source="b", is_stopped=True, status=0)
+    beats = {0: beat, 1: beat, 2: replace(beat, status=status)}
+    ranks = {rank: replace(record, heartbeat=beats[rank]) for rank, record in run.ranks.items()}
+    assert (diagnose(replace(run, ranks=ranks))[0].verdict == "HEALTHY") == is_well
