@@ -15,7 +15,7 @@ from titan_ckpt.debug.diagnosis.awaited_rank import (
     without_end,
 )
 from titan_ckpt.debug.diagnosis.deadlock import deadlock
-from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, sizes_in_logs
+from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, elsewhere, sizes_in_logs
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
 from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
@@ -64,7 +64,7 @@ def _diagnose(run: Run) -> list[Verdict]:
     if not found and found_lanes and not went_on(run):
         found = [*by_witnesses(run, states)] or [*_fell_silent(run, edges, states)]
     elif found_lanes and not went_on(run) and all(verdict.is_undecided for verdict in found):
-        found += [verdict for verdict in by_witnesses(run, states) if verdict.culprits]
+        found += elsewhere(run, states)
     found = found or [*by_exit_codes(run)] or [*without_end(run, states)]
     if not found:
         found = [_without_fault(run, found_lanes, edges, states)]

@@ -108,7 +108,7 @@ def hang_stack(record: RankRecord) -> StackSnapshot | None:
 def _is_dumping(main: Thread, stack: StackSnapshot) -> bool:
     """Whether the main thread is past what it died of: in our recorder, in an excepthook, or in the function from which
     another thread wrote this file."""
-    if any(frame.file.endswith(_RECORDER) for frame in main.frames[:4]):
+    if any(frame.file.endswith(_RECORDER) for frame in main.frames):
         return True
     if any(frame.function.endswith(("excepthook", "_exitfunc")) for frame in main.frames):
         return True

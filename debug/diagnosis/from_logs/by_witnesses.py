@@ -101,7 +101,7 @@ def sizes_in_logs(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict
     event = next((event for event in noticed if event is not None and "own" not in event.values), None)
     if event is None:
         return
-    named = [*odd_one(run, event)] or [*_elsewhere(run, states)]
+    named = [*odd_one(run, event)] or [*elsewhere(run, states)]
     if named:
         yield from named
         return
@@ -120,7 +120,7 @@ def sizes_in_logs(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict
     )
 
 
-def _elsewhere(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
+def elsewhere(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """A small minority that waited in another call than most, where it is known of every rank, so of the aborted one, too."""
     if all(state.kind.is_waiting and (state.frame or state.call) for state in states.values()):
         yield from (

@@ -11,6 +11,7 @@ import pytest
 from tests.support.small_jobs import job
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.diagnosis.rank_frozen import frozen
+from titan_ckpt.debug.incident.frames import hang_stack
 from titan_ckpt.debug.incident.kinds import DumpKind, EventKind
 from titan_ckpt.debug.incident.records import OPERATION, Dump, Exit, Frame, Heartbeat, LogEvent, RankLog, Run, Verdict
 from titan_ckpt.debug.read.assemble import RankEvidence, _went_on
@@ -204,3 +205,20 @@ def test_what_a_daemon_thread_waited_for_at_the_end(status: int, is_well: bool) 
     beats = {0: beat, 1: beat, 2: replace(beat, status=status)}
     ranks = {rank: replace(record, heartbeat=beats[rank]) for rank, record in run.ranks.items()}
     assert (diagnose(replace(run, ranks=ranks))[0].verdict == "HEALTHY") == is_well
+
+
+WRITING = """\
+Thread 0x01 [MainThread] (most recent call first):
+  File "/lib/python3.11/random.py", line 812 in randbytes
+  File "/lib/python3.11/secrets.py", line 46 in token_bytes
+  File "/lib/python3.11/secrets.py", line 59 in token_hex
+  File "/pkg/titan_ckpt/private_files.py", line 92 in _create
+  File "/pkg/titan_ckpt/debug/record/recorder.py", line 202 in _at_exit
+"""
+
+
+def test_a_rank_that_writes_its_dump_hangs_nowhere() -> None:
+    """SIGTERM came while the recorder wrote of the error that ended the rank: this is not where it was."""
+    assert (
+        hang_stack(replace(job("0 1: all_reduce@1").ranks[0], stacks=(parse_stacks(WRITING, "s", "sigterm"),))) is None
+    )
