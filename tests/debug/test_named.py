@@ -302,13 +302,3 @@ def test_page_fault_on_a_gpu_is_the_programs(xid: int, subtype: str, action: str
     top = judged(tmp_path, {rank: STEPS + CAUGHT.format(rank) * (rank != 2) for rank in range(4)}, job)
     assert (top.verdict, top.culprits, top.subtype) == ("RANK_DIED", (2,), subtype)
     assert action_for(open_run(str(tmp_path)), top).action == action
-
-
-def test_a_port_in_use_asks_for_a_restart(tmp_path: Path) -> None:
-    taken = raised(
-        "The server socket has failed to listen: [::]:29500 (errno: 98 - Address already in use). EADDRINUSE"
-    )
-    run_folder = {0: taken.replace("monitored_barrier", "init_process_group"), 1: STEPS}
-    top = judged(tmp_path, run_folder)
-    assert (top.verdict, top.culprits) == ("RANK_DIED", (0,))
-    assert action_for(open_run(str(tmp_path)), top).action == "RESTART"

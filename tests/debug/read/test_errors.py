@@ -84,8 +84,10 @@ def test_gpu_that_fails_is_no_error_of_the_program(error: str, tmp_path: Path) -
 @pytest.mark.parametrize("error", PROGRAM + MEMORY)
 def test_own_error_is_no_wait_for_peers(error: str, tmp_path: Path) -> None:
     top, action = judged(tmp_path, STEPS + raised(error, 2) + raised(TIMED_OUT, 1))
-    subtype = "oom" if error in MEMORY else "python_exception"
-    assert (top.verdict, top.subtype, top.culprits, action) == ("RANK_DIED", subtype, (2,), ActionKind.STOP)
+    is_port = "EADDRINUSE" in error  # its other holder may go away
+    subtype = "oom" if error in MEMORY else "" if is_port else "python_exception"
+    expected = ActionKind.RESTART if is_port else ActionKind.STOP
+    assert (top.verdict, top.subtype, top.culprits, action) == ("RANK_DIED", subtype, (2,), expected)
 
 
 @pytest.mark.parametrize("error", PEERS)
