@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,9 @@ from titan_ckpt.trainer.seams.data import collate
 from tools.paths import EXAMPLES
 from tools.rank_pool import RankPool
 
-STEPS, BATCH = 20, 8
+STEPS, BATCH = 6, 8
 MODULES: dict[str, Any] = {"dpo": dpo, "distill": distill}
 MESHES: list[dict[str, Any]] = [{"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def _extension(name: str) -> dict[str, Any]:
