@@ -162,3 +162,33 @@ def test_hooks_that_need_a_folder_are_refused(tmp_path: Path) -> None:
 def test_a_step_in_the_url_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="without a step"):
         AcceleratorCheckpoints(fresh_accelerator(), f"{tmp_path}/run@5")
+
+
+def _would_lose_something(_rank: int, url: str) -> list[str]:
+    job = Job(url, gradient_accumulation_steps=2)
+    problems = []
+    with job.checkpoints:
+        for x in job.data:
+            with job.accelerator.accumulate(job.model):
+                job.accelerator.backward(job.model(x).square().mean())
+                job.optimizer.step()
+            try:
+                job.checkpoints.save_state(1)
+            except UsageError as error:
+                problems.append(str(error))
+                continue
+            break
+    other = Job(url)
+    other.accelerator._custom_objects.clear()
+    with other.checkpoints:
+        try:
+            other.checkpoints.load_state()
+        except UsageError as error:
+            problems.append(str(error))
+    return problems
+
+
+def test_what_a_resume_would_lose_is_refused(pair: RankPool, tmp_path: Path) -> None:
+    for between, dropped in pair.run(_would_lose_something, str(tmp_path / "run")):
+        assert "between the micro-batches of an optimizer step" in between
+        assert "has registered, which this job has not prepared or registered" in dropped

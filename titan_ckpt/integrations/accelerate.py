@@ -69,6 +69,11 @@ class AcceleratorCheckpoints:
         Raises the error of the save before, and SaveError on every rank if this one cannot start on one of them.
         """
         _check_hooks(self._accelerator._save_model_state_pre_hook, "save")
+        if not self._accelerator.sync_gradients:
+            raise UsageError(
+                f"step {step}: between the micro-batches of an optimizer step; the gradients summed so far are not saved, so a "
+                "resume would lose them. Save where accelerator.sync_gradients is True"
+            )
         if _are_buffers_sent(self._accelerator):
             for model in self._accelerator._models:
                 send_buffers(model)
@@ -88,6 +93,7 @@ class AcceleratorCheckpoints:
         checkpoint = self._run.open(found)
         self._check_ranks(checkpoint)
         state, own = self._shared(), read_own(checkpoint)
+        _check_parts(checkpoint, state)
         load(checkpoint, state)
         counters = state["accelerate"]
         self._accelerator.step = counters["step"]
@@ -216,6 +222,18 @@ class AcceleratorCheckpoints:
                 f"{what}: the place of a stateful data loader cannot be divided among other ranks. Resume on {saved}, or use "
                 "plain data loaders in both jobs"
             )
+
+
+def _check_parts(checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+    """UsageError if the saved job had prepared or registered more than this one has."""
+    manifest = checkpoint.manifest
+    saved = {name.partition(".")[0] for name in [*manifest.by_fqn, *manifest.objects_by_fqn]}
+    more = sorted(name for name in saved - {*state} if not name.startswith("rank_"))
+    if more:
+        raise UsageError(
+            f"{checkpoint} has {', '.join(more)}, which this job has not prepared or registered, so that it would be lost: "
+            "prepare the same objects, in the same order, and register_for_checkpointing what was registered"
+        )
 
 
 def _generator_of(loader: Any) -> dict[str, Any]:
