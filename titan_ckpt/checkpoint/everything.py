@@ -22,7 +22,7 @@ def read_everything(checkpoint: Checkpoint, prefix: str, allow: Iterable[Any]) -
     entries = {
         name.removeprefix(start): checkpoint.read(name)
         if name in manifest.by_fqn
-        else read_object(checkpoint, name, allowed=allowed if owner_of(name) is None else known_and(allowed))
+        else read_object(checkpoint, name, allowed=known_and(allowed))
         for name in wanted
     }
     if prefix and wanted == [prefix]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ckpt.errors import DamagedError, UnsafeContentError
 from titan_ckpt.format.structure import MARK, Mark, mark_of
+from titan_ckpt.sharding.placement import strides
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +110,7 @@ def _tensor(parts: dict[str, Any], mark: Mark, allowed: Mapping[str, Any], where
     if any(each is None for each in tensors.values()):
         return parts
     try:
-        return kind.__tensor_unflatten__(tensors, mark.context, mark.shape, None)
+        return kind.__tensor_unflatten__(tensors, mark.context, mark.shape, strides(mark.shape))
     except Exception as error:
         raise DamagedError(
             f"{where}: a {mark.name} cannot be made of its parts: {type(error).__name__}: {error}"

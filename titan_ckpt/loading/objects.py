@@ -9,8 +9,10 @@ import torch
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.objects import read_object
+from titan_ckpt.checkpoint.subclasses import known_and
 from titan_ckpt.loading.policy import LoadPolicy
 from titan_ckpt.state.classes import classes_in, named
+from titan_ckpt.state.flatten import is_value
 
 _ATOMS = (int, float, str, bool, type(None))
 
@@ -21,9 +23,9 @@ def read_objects(
     """Read values by name. Of the caller's own classes, `policy.allow` and those of the objects that are `present` are made."""
     always = named(policy.allow)
     return {
-        name: read_object(checkpoint, name, allowed={**classes_in(present[name]), **always})
+        name: read_object(checkpoint, name, allowed=known_and(classes_in(present[name]), always))
         if type(present[name]) not in _ATOMS
-        else read_object(checkpoint, name, allowed=always)
+        else read_object(checkpoint, name, allowed=known_and(always))
         for name in names
     }
 
@@ -45,9 +47,26 @@ def _holds_tensors(value: Any) -> bool:
     return False
 
 
+def _filled(present: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`present` with the elements of a sparse, nested or quantised tensor; `value` itself if torch cannot copy them there."""
+    if present.layout != value.layout or present.dtype != value.dtype or present.is_nested != value.is_nested:
+        return value
+    if not value.is_nested and present.shape != value.shape:
+        return value
+    try:
+        with torch.no_grad():
+            return present.copy_(value)
+    except RuntimeError:  # another number of elements, or another way to quantise them
+        return value
+
+
 def _settled(present: Any, value: Any) -> Any:
     if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
-        if type(value) is not torch.Tensor or present.shape != value.shape or present.dtype != value.dtype:
+        if type(value) is not torch.Tensor:
+            return value
+        if is_value(value) or is_value(present):
+            return _filled(present, value)
+        if present.shape != value.shape or present.dtype != value.dtype:
             return value
         with torch.no_grad():
             present.copy_(value)

@@ -33,13 +33,13 @@ def _build(builder: Builder, own: Any, record: Record) -> Any:
     for key, value in record.pairs:
         result[builder.value(key)] = builder.value(value)
     if record.state is not None:
-        _set_state(result, builder.value(record.state[0]))
+        set_attributes(result, builder.value(record.state[0]), by_own_method=hasattr(result, "__setstate__"))
     return result
 
 
-def _set_state(result: Any, state: Any) -> None:
+def set_attributes(result: Any, state: Any, *, by_own_method: bool) -> None:
     """As `pickle` does: by the class's own method, else attributes, and a second mapping for slots."""
-    if hasattr(result, "__setstate__"):
+    if by_own_method:
         result.__setstate__(state)
         return
     slots = None

@@ -18,6 +18,7 @@ _SCALARS = (
 )  # fmt: skip
 _ARRAYS: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray, ("numpy", "matrix"): np.matrix, ("numpy", "recarray"): np.recarray,
+    ("numpy", "memmap"): np.memmap,  # without its file, as pickle gives it back
     **dict.fromkeys([("numpy.rec", "recarray"), ("numpy.core.records", "recarray")], np.recarray),
     **dict.fromkeys([("numpy.char", "chararray"), ("numpy.core.defchararray", "chararray")], np.char.chararray),
 }  # fmt: skip

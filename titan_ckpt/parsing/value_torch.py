@@ -21,11 +21,22 @@ _STORED = {
 def _tensor(builder: Builder, record: Record) -> torch.Tensor:
     """`_rebuild_tensor_v2` and `_v3`: a view of a storage, which tensors of one value may share."""
     storage, offset, size, stride, requires_grad = record.args[:5]
-    size, stride = tuple(builder.value(size)), tuple(builder.value(stride))
-    if not isinstance(storage, Storage) or any(type(n) is not int or n < 0 for n in (offset, *size, *stride)):
-        raise ValueError("not a tensor's storage, sizes and strides")
     named = record.call[1] == "_rebuild_tensor_v3"
+    if not isinstance(storage, Storage):
+        raise ValueError("not a tensor's storage")
     dtype = builder.value(record.args[6]) if named else getattr(torch, _STORED[storage.kind[1]])
+    found = rebuilt(builder, storage, (offset, size, stride), dtype)
+    found = _lazy(
+        found, builder.value(record.args[7 if named else 6]) if len(record.args) > (7 if named else 6) else None
+    )
+    return found.requires_grad_(bool(requires_grad)) if requires_grad else found
+
+
+def rebuilt(builder: Builder, storage: Storage, place: tuple[Any, Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    """A view of a storage, at `place`: offset, sizes and strides in elements. ValueError if it lies outside."""
+    offset, size, stride = place[0], tuple(builder.value(place[1])), tuple(builder.value(place[2]))
+    if any(type(n) is not int or n < 0 for n in (offset, *size, *stride)):
+        raise ValueError("not a tensor's sizes and strides")
     reach = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1 if 0 not in size else 0
     memory = _memory(builder, storage)
     if reach * dtype.itemsize > len(memory):
@@ -33,11 +44,7 @@ def _tensor(builder: Builder, record: Record) -> torch.Tensor:
     if math.prod(size) * dtype.itemsize > max(len(memory), 1) and 0 not in size:
         raise ValueError("a tensor with more elements than its storage")
     found = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
-    found = found.as_strided(size, stride, offset) if reach else torch.empty(size, dtype=dtype)
-    found = _lazy(
-        found, builder.value(record.args[7 if named else 6]) if len(record.args) > (7 if named else 6) else None
-    )
-    return found.requires_grad_(bool(requires_grad)) if requires_grad else found
+    return found.as_strided(size, stride, offset) if reach else torch.empty(size, dtype=dtype)
 
 
 def _lazy(tensor: torch.Tensor, marks: Any) -> torch.Tensor:

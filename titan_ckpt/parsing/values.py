@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from titan_ckpt.errors import DamagedError, TitanError, UnsafeContentError
+from titan_ckpt.errors import DamagedError
 from titan_ckpt.parsing import value_numpy, value_standard
 from titan_ckpt.parsing.value_archive import read_archive
 from titan_ckpt.parsing.value_build import Builder, Known
@@ -30,9 +29,6 @@ def decode_value(data: bytes, *, where: str, allowed: Mapping[str, Any] = _NOTHI
         return root
     is_torch = any(module.partition(".")[0] == "torch" for module, _ in names)
     known = _with_torch() if is_torch else _plain()
-    unknown = {name for name in names if not (name in known.constants or name in known.constructors or _is_part(name))}
-    if unknown and unknown <= _BY_TORCH:
-        return _by_torch(data, where)
     try:
         return Builder(where, storages, allowed, known).value(root)
     except RecursionError as error:
@@ -49,42 +45,10 @@ def _plain() -> Known:
 
 @cache
 def _with_torch() -> Known:
-    from titan_ckpt.parsing import value_torch  # tools for laptops read no such value
+    from titan_ckpt.parsing import value_tensors, value_torch  # tools for laptops read no such value
 
     plain = _plain()
     return Known(
         constants={**plain.constants, **value_torch.CONSTANTS},
-        constructors={**plain.constructors, **value_torch.CONSTRUCTORS},
+        constructors={**plain.constructors, **value_tensors.CONSTRUCTORS, **value_torch.CONSTRUCTORS},
     )
-
-
-def _is_part(name: tuple[str, str]) -> bool:
-    """Names that stand only inside of others: the classes of storages, of numpy's seeds and of methods."""
-    module, what = name
-    is_storage = module in ("torch", "torch.storage") and what.endswith("Storage")
-    return is_storage or name in (
-        ("numpy", "matrix"),
-        ("numpy.random.bit_generator", "SeedSequence"),
-        ("builtins", "getattr"),
-        ("zoneinfo", "ZoneInfo"),
-    )
-
-
-# Constructors left to torch. None of them takes memory by a number that the pickle states.
-_BY_TORCH = frozenset(
-    ("torch._utils", f"_rebuild_{kind}")
-    for kind in ("qtensor", "sparse_tensor", "sparse_csr_tensor", "nested_tensor", "parameter_with_state")
-)
-
-
-def _by_torch(data: bytes, where: str) -> Any:
-    """Quantised, sparse and nested tensors inside a value, by torch's own weights-only rules."""
-    import torch
-
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except TitanError:
-        raise
-    except Exception as error:  # torch's reader raises whatever the call that a broken pickle names does
-        reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
-        raise UnsafeContentError(f"{where} holds more than plain data; it was not loaded: {reason[:200]}") from error

@@ -174,7 +174,7 @@ class _Walk:
             _check_text(name)
         flat.keys[name] = keys
         flat.rows.append((number, code))
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not is_value(value):
             flat.tensors[name] = value
         else:
             flat.objects[name] = value
@@ -185,6 +185,11 @@ def is_stateful(value: Any) -> bool:
     if type(value) in _CONTAINERS or isinstance(value, type | torch.Tensor):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def is_value(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is stored whole, as other values are: sparse, nested and quantised ones, which no mesh cuts."""
+    return tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
 
 
 def _has_parts(items: list[Any]) -> bool:

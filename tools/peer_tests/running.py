@@ -111,6 +111,7 @@ def _prepare_torch() -> None:
     from torch.testing._internal import common_distributed, common_fsdp  # import expecttest
     from torch.testing._internal.distributed._shard import sharded_tensor
 
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of processes does not survive a fork
     torch.set_num_threads(1)
     common_distributed.TIMEOUT_DEFAULT = 10_000
     common_fsdp.DEVICE_COUNT = NUM_DEVICES

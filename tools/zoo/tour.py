@@ -27,7 +27,7 @@ from tools.zoo import animals
 from tools.zoo.kinds import Kind
 
 STEP = "step-00000001"
-GAPS = ("tensor quantised", "function in top")
+GAPS = ("function in top",)
 """Kinds that DCP can and that are refused by name."""
 
 
