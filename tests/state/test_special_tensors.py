@@ -70,7 +70,7 @@ FORMS: dict[str, Callable[[float], torch.Tensor]] = {
     "by channel": lambda value: torch.quantize_per_channel(
         torch.full((2, 2), value), torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), 0, torch.qint8
     ),
-    "wrapper": lambda value: TwoTensor(torch.full((2,), value), torch.zeros(2)),
+    "wrapper": lambda value: TwoTensor(torch.full((2,), value), torch.zeros(2)),  # type: ignore[no-untyped-call]
     "int8": _int8,
     "subclass": _noted,
     "attribute": _attribute,
@@ -141,8 +141,10 @@ def test_an_array_mapped_from_a_file_comes_back_without_it(tmp_path: pathlib.Pat
     mapped = np.memmap(tmp_path / "data", dtype="f4", mode="w+", shape=(3,))
     mapped[:] = 2
     save(tmp_path / "run", {"a": mapped, "w": torch.ones(1)}, step=1)
-    load(tmp_path / "run", state := {"a": None, "w": torch.zeros(1)})
-    dcp.load(theirs := {"a": None}, checkpoint_id=tmp_path / "run/step-00000001")
+    state: dict[str, Any] = {"a": None, "w": torch.zeros(1)}
+    theirs: dict[str, Any] = {"a": None}
+    load(tmp_path / "run", state)
+    dcp.load(theirs, checkpoint_id=tmp_path / "run/step-00000001")
     assert type(state["a"]) is type(theirs["a"]) is np.memmap
     assert state["a"].tolist() == [2.0] * 3
 

@@ -54,7 +54,7 @@ def _jagged(builder: Builder, record: Record) -> torch.Tensor:
         not 0 <= a <= b <= values.shape[dim] for a, b in zip(bounds, ends, strict=False)
     ):
         raise ValueError("a nested tensor whose components lie outside of its values")
-    found: torch.Tensor = NestedTensor(**given)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = NestedTensor(**given)
     return found
 
 
@@ -104,7 +104,9 @@ def _of_type(builder: Builder, record: Record) -> torch.Tensor:
     inner.call = function.call
     made = make(builder, inner)
     if name.call in _PLAIN or name.call == _NESTED:
-        kept = made if name.call == _NESTED or type(made) is _PLAIN[name.call] else made.as_subclass(_PLAIN[name.call])
+        kept: torch.Tensor = (
+            made if name.call == _NESTED or type(made) is _PLAIN[name.call] else made.as_subclass(_PLAIN[name.call])
+        )
         vars(builder.keep(record, kept)).update(_attributes(builder.value(_without_marks(state))))
         return kept
     kind = builder.own(name.call)

@@ -113,11 +113,15 @@ def _prepare_torch() -> None:
 
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of processes does not survive a fork
     torch.set_num_threads(1)
-    common_distributed.TIMEOUT_DEFAULT = 10_000
-    common_fsdp.DEVICE_COUNT = NUM_DEVICES
-    del common_fsdp.FSDPTest._run  # which asks for GPUs, unlike the one of its base class
     case: Any = common_distributed.MultiProcessTestCase
-    case._spawn_processes = lambda self: self._start_processes(FORK.Process)
+    replaced = {
+        (common_distributed, "TIMEOUT_DEFAULT"): 10_000,
+        (common_fsdp, "DEVICE_COUNT"): NUM_DEVICES,
+        (case, "_spawn_processes"): lambda self: self._start_processes(FORK.Process),
+    }
+    for (owner, name), value in replaced.items():
+        setattr(owner, name, value)
+    del common_fsdp.FSDPTest._run  # which asks for GPUs, unlike the one of its base class
     made: Any = FullyShardedDataParallel.__init__
 
     def on_the_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
