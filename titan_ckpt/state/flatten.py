@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt.errors import CheckpointError, UsageError
@@ -189,6 +190,8 @@ def is_stateful(value: Any) -> bool:
 
 def is_value(tensor: torch.Tensor) -> bool:
     """Whether a tensor is stored whole, as other values are: sparse, nested and quantised ones, which no mesh cuts."""
+    if isinstance(tensor, ShardedTensor):  # it knows no such question
+        return False
     return tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
 
 
