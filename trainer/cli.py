@@ -102,9 +102,9 @@ def run(arguments: Namespace) -> int:
         else:
             write_text(render(resolved))
         return 0
-    if arguments.pretokenise:
+    if arguments.pretokenise is not None:
         return pretokenise_all(resolved.config, arguments.pretokenise)
-    if arguments.export_adapter:
+    if arguments.export_adapter is not None:
         return export_to_peft(resolved.config, arguments.export_adapter)
     if is_rank():
         return run_as_rank(resolved)

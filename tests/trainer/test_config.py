@@ -122,6 +122,9 @@ def test_values_that_make_no_sense_together_are_refused(sets: list[str], expecte
     [
         (["model.n_layers=1000000000"], "model.n_layers = 1000000000: must be at most 10000"),
         (["model.vocab_size=1000000000"], "model.vocab_size = 1000000000: must be at most"),
+        (["optimizer.lr=nan"], "optimizer.lr = nan: must be at least 0"),
+        (["optimizer.lr=inf"], "optimizer.lr = inf: must be at most 1e+38"),
+        (["optimizer.eps=nan"], "optimizer.eps = nan: must be at least 0"),
         (["model.dim=-1"], "model.dim = -1: must be at least 1"),
         ([f"model.dim={10**100}"], "model.dim = a number of 333 bits: must be at most"),
         (["data.seq_len=1000000000000"], "data.seq_len = 1000000000000: must be at most"),

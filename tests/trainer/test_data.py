@@ -7,6 +7,7 @@ import itertools
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -302,3 +303,19 @@ def test_a_mixture_takes_its_sources_by_weight(tmp_path: Path) -> None:
     dataset = open_dataset(config, ValidationConfig(), ByteTokenizer(), seed=0, is_writer=True)
     counts = Counter(dataset.order.at(p).source for p in range(BLOCK))
     assert counts == {0: 768, 1: 256}
+
+
+class _EndsTheProgram:
+    """A data set that calls `sys.exit`, as scripts do."""
+
+    def batch(self, position: int, shape: BatchShape) -> Any:
+        del position, shape
+        raise SystemExit(0)
+
+
+def test_data_that_end_their_thread_are_an_error() -> None:
+    data: Any = _EndsTheProgram()
+    loader = BatchLoader(data, BatchShape(global_batch_size=1, microbatch_size=1), position=0)
+    with pytest.raises(DataError, match=r"raised SystemExit\(0\), which ends a thread"):
+        next(loader)
+    loader.close()

@@ -17,6 +17,7 @@ MAX_SIZE = 1 << 24  # a dimension of a weight, samples of a batch
 MAX_TOKENS = 1 << 31  # of one forward
 MAX_BATCH_TOKENS = 1 << 36
 MAX_PREFETCH = 1024
+MAX_RATE = 1e38  # of float32: learning rate, weight decay, norm of a gradient
 
 # Name, least, most. The upper limits are far above every run; they stand between a typing error and its allocation.
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -42,6 +43,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     *((f"save.{name}", 0, MAX_SECONDS) for name in ("timeout_s", "grace_s")),
     ("export.every", 0, MAX_STEPS),
     ("log.every", 1, MAX_STEPS),
+    *((f"optimizer.{name}", 0, MAX_RATE) for name in ("lr", "eps", "weight_decay", "grad_clip", "min_lr_ratio")),
     ("optimizer.max_skipped", 1, MAX_STEPS),
     ("optimizer.warmup_steps", 0, MAX_STEPS),
     ("debug.stall_s", 0, MAX_SECONDS),

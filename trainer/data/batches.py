@@ -201,6 +201,10 @@ class BatchLoader:
                 position += self._shape.global_batch_size
         except Exception as error:  # noqa: BLE001 - raised in the training loop
             self._queue.put(error)
+        except BaseException as error:  # noqa: BLE001 - else the loop would wait for ever
+            self._queue.put(
+                DataError(f"reading sample data raised {error!r}, which ends a thread: raise an Exception instead")
+            )
 
 
 def unigram_entropy(file: TokenFile, *, limit: int = 1 << 20) -> float:
