@@ -67,12 +67,14 @@ def _count() -> None:
 class TorchOfOurs(FileSystemReader):
     """torch's reader of what `OurWriter` wrote."""
 
-    def __init__(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        super().__init__(_inside(path), *args, **kwargs)
+    @property
+    def path(self) -> Path:
+        """The folder of the step, whichever class of torch's set the run's."""
+        return _inside(self._given)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The folder of the step."""
-        super().reset(_inside(checkpoint_id) if checkpoint_id else None)
+    @path.setter
+    def path(self, given: str | os.PathLike[str]) -> None:
+        self._given = given
 
 
 def _inside(path: str | os.PathLike[str]) -> Path:
