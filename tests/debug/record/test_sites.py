@@ -81,5 +81,8 @@ def test_names_agree_where_a_rank_was_killed_after_its_dump(tmp_path: Path) -> N
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(KILLED_LATER), str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, **environment()})
     run = open_run(str(tmp_path))
-    assert all(record.has_flight_recorder for record in run.ranks.values())
+    assert [record.has_flight_recorder for record in run.ranks.values()] == [
+        True,
+        False,
+    ]  # rank 1 went on after its only dump
     assert {run.operation(rank, -1).op for rank in run.ranks} == {"all_gather_into_tensor"}
