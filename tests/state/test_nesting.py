@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.dcp.storage import StorageReader, StorageWriter
 from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, UsageError
-from titan_ckpt.format.structure import below, merge, names, of_paths, planner_paths, rebuild
+from titan_ckpt.format.dcp_read import read_dcp_metadata
+from titan_ckpt.format.structure import below, decode_structure, merge, names, of_paths, planner_paths, rebuild
 from titan_ckpt.loading.load import load
+from titan_ckpt.parsing.json_values import JsonValue
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.saving.saver import save
 from titan_ckpt.sharding.mesh import MeshSpec
@@ -199,3 +204,27 @@ def test_an_empty_container_takes_nothing_in_silence(state: dict[str, Any], tmp_
 def test_the_empty_text_is_a_key_like_any_other(value: Any, tmp_path: Path) -> None:
     save(str(tmp_path / "run"), {"": value}, step=1)
     assert repr(open_checkpoint(tmp_path / "run").read_all()) == repr({"": value})
+
+
+def test_names_that_nesting_makes_endless_are_refused() -> None:
+    deep = [["dict"], *([number, "key", "dict"] for number in range(20_000))]
+    long = [["dict"], [0, "k" * 100_000, "dict"], *([1, str(number)] for number in range(3000))]
+    for rows in (deep, long):
+        with pytest.raises(DamagedError, match="names have at most"):
+            decode_structure(JsonValue(rows, "manifest.json", "structure"))
+    few = deep[:200]
+    assert len(decode_structure(JsonValue(few, "manifest.json", "structure"))) == 200
+
+
+def test_an_index_deeper_than_any_state_has_no_nesting() -> None:
+    def index(depth: int) -> bytes:
+        name = ".".join(map(str, range(depth)))
+        entry = Metadata(
+            state_dict_metadata={name: BytesStorageMetadata()},
+            planner_data={name: tuple(map(str, range(depth)))},
+            storage_data={MetadataIndex(name): _StorageInfo("__0_0.distcp", 0, 8)},
+        )
+        return pickle.dumps(entry)
+
+    found = [read_dcp_metadata(index(depth), sizes={"__0_0.distcp": 8}, step=1, where="x") for depth in (200, 300)]
+    assert [manifest.structure is not None for manifest in found] == [True, False]

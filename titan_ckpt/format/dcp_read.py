@@ -27,7 +27,7 @@ from titan_ckpt.sharding.placement import Box
 from titan_ckpt.sharding.repeating_columns import Int64s
 
 FOREIGN_ATTEMPT = "a-19700101T000000Z-00000000"
-MAX_ITEMS, MAX_PATH = 1000, 4096
+MAX_ITEMS, MAX_PATH, DEEPEST = 1000, 4096, 256
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
@@ -271,13 +271,15 @@ def _manifest_of(root: Any, num_bytes: int, sizes: Mapping[str, int], step: int,
         step=step, attempt=FOREIGN_ATTEMPT, kind="foreign", created="", versions={}, mesh=None, pipeline=None,
         tensors=tuple(tensors), chunks=chunks, codecs=(RAW,), objects=tuple(objects),
         files=tuple(FileEntry(path=path, size_bytes=sizes[path], digest=None) for path in paths),
-        structure=_structure(root, states),
+        structure=_structure(root, states, num_bytes),
     )  # fmt: skip
 
 
-def _structure(root: Any, states: Mapping[str, Any]) -> Structure | None:
+def _structure(root: Any, states: Mapping[str, Any], size: int) -> Structure | None:
     """The nesting that the index records; None if it records none, or one that does not lead to its names."""
     paths = {fqn: path for fqn, path in _paths(root).items() if fqn in states}
+    if max(map(len, paths.values()), default=0) > DEEPEST or sum(map(len, paths.values())) > size:
+        return None  # no state is that deep; and each key of a path takes at least a byte of the index
     try:
         structure = of_paths(paths)
     except UsageError:

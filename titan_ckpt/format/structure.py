@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from titan_ckpt.errors import DamagedError, UsageError
@@ -31,6 +32,7 @@ FACTORIES: dict[str, Any] = {
 KINDS = (DICT, LIST, TUPLE, "OrderedDict", "Counter", *(f"defaultdict:{name}" for name in FACTORIES))
 MOST_EXACT = 1 << 53
 MAX_KEY_LEVELS = 16
+MOST_NAME_CHARS = 1 << 28  # a million names of 268 characters; nesting makes them long without making a file long
 FREE_GAPS = 10_000
 
 
@@ -118,16 +120,17 @@ def planner_paths(structure: Structure) -> dict[str, Path]:
 def of_paths(paths: Mapping[str, Sequence[str | int]]) -> Structure:
     """The structure that paths of DCP's index describe: a number is a place in a list. UsageError if they contradict another."""
     rows: list[Row] = [(DICT,)]
-    numbers: dict[Path, int] = {(): 0}
+    numbers: dict[tuple[int, str | int], int] = {}  # of each container, by that of the one above and its key
     for path in paths.values():
         if not path:
             raise UsageError("an entry without a key")
-        for depth in range(1, len(path)):
-            above = tuple(path[:depth])
-            if above not in numbers:
-                numbers[above] = len(numbers)
-                rows.append((numbers[above[:-1]], above[-1], LIST if isinstance(path[depth], int) else DICT))
-        rows.append((numbers[tuple(path[:-1])], path[-1]))
+        above = 0
+        for key, below in pairwise(path):
+            if (above, key) not in numbers:
+                numbers[above, key] = len(numbers) + 1
+                rows.append((above, key, LIST if isinstance(below, int) else DICT))
+            above = numbers[above, key]
+        rows.append((above, path[-1]))
     kinds = [row[-1] for row in rows if len(row) != 2]
     if any(isinstance(row[1], int) != (kinds[row[0]] == LIST) for row in rows[1:]):
         raise UsageError("a list with keys that are no places")
@@ -234,6 +237,7 @@ def decode_structure(document: JsonValue) -> Structure:
     """The structure in a manifest. DamagedError if it contradicts itself."""
     rows: list[Row] = []
     kinds: list[str] = []
+    lengths, total = [0], 0  # of the containers' names, and of all names together, in characters
     for row in document.entries():
         cells = list(row.entries())
         kind = cells[-1].text() if len(cells) == (3 if rows else 1) else None
@@ -249,6 +253,12 @@ def decode_structure(document: JsonValue) -> Structure:
             is_place = kinds[parent] in (LIST, TUPLE)
             key = cells[1].whole(0, len(document.value)) if is_place else _decode_code(cells[1])
             rows.append((parent, key, *([] if kind is None else [kind])))
+            length = lengths[parent] + len(str(key)) + 1
+            total += length
+            if total > MOST_NAME_CHARS:
+                row.fail(f"a structure whose names have at most {MOST_NAME_CHARS} characters together")
+            if kind is not None:
+                lengths.append(length)
         else:
             rows.append((kind,))
         if kind is not None:
