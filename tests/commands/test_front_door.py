@@ -94,6 +94,7 @@ def test_a_recipe_needs_no_path_and_is_named_as_origin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "8b").mkdir()  # a folder of that name, such as debug/ in a clone, is no config
     assert main(["train", "8b", "--print-config"]) == 0
     assert "# recipe llama3_8b" in capsys.readouterr().out
 

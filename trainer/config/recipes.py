@@ -36,7 +36,7 @@ def find_recipe(name: str) -> Path:
 
 def find_config(given: str) -> str:
     """The path of the config file `given`, or of the recipe of that name. ConfigError if there is neither."""
-    if os.path.exists(given):
+    if os.path.exists(given) and not os.path.isdir(given):
         return given
     is_name = os.path.basename(given) == given and not given.endswith(".toml")
     if is_name:
