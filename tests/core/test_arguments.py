@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import titan_ckpt
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.errors import UsageError
+from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.loading.load import LoadPolicy
 from titan_ckpt.resharding.workers import Workers
 from titan_ckpt.saving.options import SaveOptions
@@ -135,6 +135,60 @@ def test_a_storage_writer_redacts_as_a_saver_does(tmp_path: Path) -> None:
         assert "hunter2" not in json.dumps(getattr(theirs, name))
     with pytest.raises(UsageError, match=r"user\.loss is nan"):
         titan_ckpt.StorageWriter(f"{tmp_path}/c@1", user={"loss": math.nan})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda url: titan_ckpt.load(url, {"w": torch.zeros(2)}, policy={"cast": "allow"}),  # type: ignore[arg-type]
+        lambda url: titan_ckpt.Saver(url, {"codec": "raw"}),  # type: ignore[arg-type]
+        lambda url: titan_ckpt.StorageReader(url, policy="all"),  # type: ignore[arg-type]
+        lambda url: titan_ckpt.open_checkpoint(url, on_damage="fallback"),
+    ],
+)
+def test_options_of_another_type_are_refused(tmp_path: Path, call: Callable[[str], Any]) -> None:
+    save(str(tmp_path), {"w": torch.ones(2)}, step=1)
+    with pytest.raises(TitanError, match=r"policy|options|fall_back"):
+        call(str(tmp_path))
+
+
+COMPARISONS: list[tuple[dict[str, Any], str]] = [
+    ({"values": True, "rtol": -0.1}, "rtol is -0.1; give a finite number from 0 on"),
+    ({"values": True, "rtol": math.nan}, "rtol is nan"),
+    ({"values": True, "rtol": "0.1"}, "rtol is '0.1'"),
+    ({"rtol": 0.1}, "rtol is 0.1 without values=True"),
+    ({"values": 1}, "values is 1; give True or False"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), COMPARISONS)
+def test_a_bad_tolerance_is_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    save(str(tmp_path), {"w": torch.ones(2)}, step=1)
+    checkpoint = open_checkpoint(str(tmp_path))
+    with pytest.raises(UsageError) as raised:
+        titan_ckpt.diff(checkpoint, checkpoint, **options)
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory_bytes": 0}, "memory_bytes is 0"),
+        ({"memory_bytes": "1 GB"}, "memory_bytes is '1 GB'"),
+        ({"memory_bytes": 1e9}, "memory_bytes is 1000000000.0"),
+        ({"memory_bytes": 1 << 20}, "too little"),
+        ({"workers": 2}, "workers is 2, of type int; give Workers"),
+        ({"is_checked": "yes"}, "is_checked is 'yes'"),
+        ({"on_progress": 3}, "on_progress is 3"),
+    ],
+)
+def test_a_bad_run_of_a_plan_writes_nothing(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    save(f"{tmp_path}/a", {"w": torch.ones(2)}, step=1)
+    plan = titan_ckpt.plan_reshard(open_checkpoint(f"{tmp_path}/a"), MeshSpec.parse("dp_shard=2"))
+    with pytest.raises(UsageError) as raised:
+        titan_ckpt.run_plan(plan, f"{tmp_path}/b", **options)
+    assert text in str(raised.value)
+    assert not (tmp_path / "b").exists()
 
 
 BOXES: list[Any] = [((0, 0), (1, 1)), (("a",), (1,)), ((0.0,), (2.0,)), ((0,), (-1,)), ((2,), (2,))]
