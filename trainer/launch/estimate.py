@@ -105,9 +105,9 @@ def stage_parameters(plan: Plan, parallel: ParallelConfig, mesh: MeshSpec) -> li
     ranges = layer_ranges(len(plan.blocks), parallel, mesh)
     counts = []
     for blocks in ranges:
-        fqns = [*plan.blocks[blocks.start : blocks.end]]
-        fqns += plan.first if blocks.start == 0 else ()
-        fqns += plan.last if blocks.end == len(plan.blocks) else ()
+        fqns = {*plan.blocks[blocks.start : blocks.end]}
+        fqns |= set(plan.first if blocks.start == 0 else ())
+        fqns |= set(plan.last if blocks.end == len(plan.blocks) else ())
         mine = {id(weight): weight for fqn, weight in weights.items() if is_below(fqn, fqns)}
         counts.append(sum(weight.numel() for weight in mine.values()))
     return counts

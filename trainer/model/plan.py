@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.model.head import LmHead
 from titan_ckpt.trainer.seams.model import Colwise, Head, ModelSpec, Region, Rowwise, Rule, Shared, Vocab, Whole
-from titan_ckpt.trainer.seams.patterns import is_below, matching
+from titan_ckpt.trainer.seams.patterns import ancestors_of, is_below, matching
 
 # The modules that a rule can divide.
 _KINDS: dict[type, tuple[type[nn.Module], ...]] = {
@@ -46,12 +46,17 @@ class Plan:
     @property
     def linears(self) -> dict[str, nn.Linear]:
         """The projections in the blocks."""
-        found = self.module.named_modules()
-        return {fqn: m for fqn, m in found if isinstance(m, nn.Linear) and is_below(fqn, self.blocks)}
+        found, blocks = self.module.named_modules(), set(self.blocks)
+        return {fqn: m for fqn, m in found if isinstance(m, nn.Linear) and is_below(fqn, blocks)}
+
+    @functools.cached_property
+    def regions(self) -> frozenset[str]:
+        """The modules whose activations are divided over tp."""
+        return frozenset(name for name, rule in self.rules.items() if isinstance(rule, Region))
 
     def is_in_region(self, fqn: str) -> bool:
-        """Whether a module is inside one whose activations are divided over tp."""
-        return is_below(fqn, [name for name, rule in self.rules.items() if isinstance(rule, Region)])
+        """Whether a module is one of `regions` or inside one."""
+        return is_below(fqn, self.regions)
 
     def cut(self, fqn: str) -> int | None:
         """The dimension along which tp divides the weight of a module; None for a whole weight."""
@@ -69,8 +74,10 @@ def plan_of(spec: ModelSpec) -> Plan:
     module = build_on_meta(spec)
     modules = {fqn: m for fqn, m in module.named_modules() if fqn}
     blocks = _matched(spec, "blocks", [spec.blocks], modules)
-    if nested := [fqn for fqn in blocks if any(other != fqn and is_below(fqn, [other]) for other in blocks)]:
-        raise ConfigError(f"{spec.name}: blocks {spec.blocks!r} matches {nested[0]}, which lies inside another block")
+    outer = set(blocks)
+    for fqn in blocks:
+        if any(name in outer for name in ancestors_of(fqn)):
+            raise ConfigError(f"{spec.name}: blocks {spec.blocks!r} matches {fqn}, which lies inside another block")
     plan = Plan(
         spec=spec, module=module, blocks=blocks,
         first=_matched(spec, "first", spec.first, modules), last=_matched(spec, "last", spec.last, modules),
@@ -165,7 +172,7 @@ def _check_tensors(plan: Plan) -> None:
 
 def check_stages(plan: Plan) -> None:
     """ConfigError if a pipeline cannot be cut: a weight that is on no stage."""
-    placed = (*plan.blocks, *plan.first, *plan.last)
+    placed = {*plan.blocks, *plan.first, *plan.last}
     for fqn in plan.parameters:
         if not is_below(fqn, placed):
             raise ConfigError(
@@ -183,7 +190,7 @@ def check_tensor_cuts(plan: Plan, tp: int) -> None:
     spec = plan.spec
     if not spec.tensor:
         raise ConfigError(f"{spec.name}: ModelSpec.tensor is empty, so tp={tp} has nothing to divide; set mesh.tp = 1")
-    covering = [fqn for fqn, rule in plan.rules.items() if isinstance(rule, Shared | Whole)]
+    covering = {fqn for fqn, rule in plan.rules.items() if isinstance(rule, Shared | Whole)}
     for fqn, weight in plan.module.named_parameters():
         owner = fqn.rpartition(".")[0]
         dim = plan.cut(owner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 
 
 def matching(pattern: str, fqns: Iterable[str]) -> list[str]:
@@ -27,10 +27,21 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(parts))
 
 
-def is_below(fqn: str, ancestors: Iterable[str]) -> bool:
-    """Whether `fqn` is one of `ancestors` or lies inside one.
+def is_below(fqn: str, ancestors: Container[str]) -> bool:
+    """Whether `fqn` is one of `ancestors` or lies inside one; `ancestors` is a set if there may be many.
 
     >>> is_below("layers.0.mlp.weight", ["layers.0"]), is_below("layers.01", ["layers.0"])
     (True, False)
     """
-    return any(fqn == ancestor or fqn.startswith(f"{ancestor}.") for ancestor in ancestors)
+    return fqn in ancestors or any(name in ancestors for name in ancestors_of(fqn))
+
+
+def ancestors_of(fqn: str) -> Iterator[str]:
+    """The modules that `fqn` lies inside, innermost first.
+
+    >>> list(ancestors_of("layers.0.mlp"))
+    ['layers.0', 'layers']
+    """
+    while "." in fqn:
+        fqn = fqn.rpartition(".")[0]
+        yield fqn
