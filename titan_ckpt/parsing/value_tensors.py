@@ -49,9 +49,10 @@ def _jagged(builder: Builder, record: Record) -> torch.Tensor:
     given = builder.value(record.args[0])
     dim, values, offsets = given["_ragged_idx"] - 1, given["values"], given["offsets"]
     bounds, lengths = offsets.tolist(), None if given["lengths"] is None else given["lengths"].tolist()
-    ends = bounds[1:] if lengths is None else [a + b for a, b in zip(bounds, lengths, strict=False)]
+    starts = bounds[:-1]
+    ends = bounds[1:] if lengths is None else [a + b for a, b in zip(starts, lengths, strict=True)]
     if not 0 <= dim < values.dim() or any(
-        not 0 <= a <= b <= values.shape[dim] for a, b in zip(bounds, ends, strict=False)
+        not 0 <= a <= b <= values.shape[dim] for a, b in zip(starts, ends, strict=True)
     ):
         raise ValueError("a nested tensor whose components lie outside of its values")
     found: torch.Tensor = NestedTensor(**given)

@@ -256,7 +256,7 @@ def freeze(parallelized: Parallelized, patterns: Sequence[str], control: Control
     names = parallelized.named_parameters()
     matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
     counts = control.all_reduce_max([len(found) for found in matched.values()] or [0])
-    for pattern, count in zip(patterns, counts, strict=False):
+    for pattern, count in zip(matched, counts, strict=False):  # one 0 if there are no patterns
         if not count:
             raise ConfigError(f"train.freeze: {pattern!r} matches no weight; one is called {next(iter(names))}")
     frozen = {name for found in matched.values() for name in found}
