@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.fuzz import mutate
 from tools.fuzz.blocks import Blocks
 from tools.fuzz.campaign import run_campaign
 from tools.fuzz.families import family
@@ -115,3 +117,12 @@ def test_a_sample_of_shapes_is_read_in_linear_time(name: str) -> None:
     chosen = random.Random(f"1 {name}").sample(shapes, min(12, len(shapes)))
     fuzzed = family(name)
     assert {what: problem for what, make in chosen if (problem := problem_of(fuzzed, make(30_000), slack=SLACK))} == {}
+
+
+def test_a_document_that_shares_its_lists_is_cut_at_the_bound() -> None:
+    shared: list[object] = [1]
+    for _ in range(100):
+        shared = [shared, shared, shared]
+    assert len(mutate.json_text(shared)) == mutate.MOST_BYTES
+    plain = [[], ["a", 1.5, None, True, [2]], 7]
+    assert json.loads(mutate.json_text(plain)) == plain

@@ -107,7 +107,7 @@ def mutate_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> byt
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         _change(rng, root, donors[0])
     try:
-        return _text(root[0]).encode("utf-8", "surrogatepass")[:MOST_BYTES]
+        return json_text(root[0]).encode("utf-8", "surrogatepass")[:MOST_BYTES]
     except (RecursionError, ValueError):
         return data
 
@@ -224,17 +224,33 @@ _VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def _text(value: Any) -> str:
-    kind = type(value)
-    if kind is str:
+def json_text(root: Any) -> str:
+    """The document, cut after MOST_BYTES: a list that holds the same one many times over stands for more than memory holds."""
+    parts: list[str] = []
+    size, rest = 0, [root]
+    while rest and size < MOST_BYTES:
+        value = rest.pop()
+        if isinstance(value, list):
+            rest += reversed(_opened(value))
+        else:
+            parts.append(_scalar(value))
+            size += len(parts[-1])
+    return "".join(parts)
+
+
+def _opened(values: list[Any]) -> list[Any]:
+    if isinstance(values, _Pairs):
+        inner = [part for name, value in values for part in (_Raw(","), _Raw(f"{_scalar(name)}:"), value)]
+        return [_Raw("{"), *inner[1:], _Raw("}")]
+    return [_Raw("["), *[part for value in values for part in (_Raw(","), value)][1:], _Raw("]")]
+
+
+def _scalar(value: Any) -> str:
+    if type(value) is str:
         return encode_basestring_ascii(value)
-    if kind is int:
+    if type(value) is int:
         return str(value) if -(1 << 64) < value < 1 << 64 else "1" + "0" * min(4200, value.bit_length() // 3)
-    if kind is list:
-        return "[" + ",".join(map(_text, value)) + "]"
-    if kind is _Pairs:
-        return "{" + ",".join(f"{encode_basestring_ascii(name)}:{_text(inner)}" for name, inner in value) + "}"
-    return str(value) if kind is _Raw else json.dumps(value)
+    return str(value) if type(value) is _Raw else json.dumps(value)
 
 
 # ------------------------------------------------------------------------------------------------------- pickles
