@@ -81,11 +81,37 @@ OFTEN = 3
 
 
 def _is_routine(record: RankRecord, event: LogEvent) -> bool:
-    """Whether a rank of which no exit is known logged the same error at the same line again and again: it catches it."""
+    """Whether a rank of which no exit is known logged the same error at the same line again and again: it catches it.
+
+    The last one was caught too if the rank lived on, or if the same log record announced it as one before."""
     if record.exit is not None or event.frame is None or (record.heartbeat is not None and record.heartbeat.status):
         return False
     alike = [other for other in record.events if (other.kind, other.frame) == (event.kind, event.frame)]
-    return len(alike) >= OFTEN
+    if len(alike) < OFTEN:
+        return False
+    announced = event.values.get("announced")
+    is_announced = bool(announced) and any(other.values.get("announced") == announced for other in alike[:-1])
+    return event != alike[-1] or is_announced or record.heartbeat is not None or _wrote_on(record, event)
+
+
+# What torch, the interpreter and trackers write while a process ends of an exception.
+_PARTING = (
+    "WorkerServer.cpp",
+    "destroy_process_group",
+    "resource_tracker",
+    "warnings.warn(",
+    "Exception ignored",
+    "wandb:",
+)
+
+
+def _wrote_on(record: RankRecord, event: LogEvent) -> bool:
+    """Whether the rank logged anything after an error but what a process writes while it ends."""
+    log = record.log
+    if log is None or log.source != event.source or log.tail_line <= event.line:
+        return False
+    last = max((n for n, line in enumerate(log.tail) if event.text[:100] in line), default=-1)
+    return any(line.strip() and not any(word in line for word in _PARTING) for line in log.tail[last + 1 :])
 
 
 def logged_on(record: RankRecord, event: LogEvent) -> bool:

@@ -25,6 +25,7 @@ from titan_ckpt.debug.live.watch import alarms
 from titan_ckpt.debug.read.black_boxes import BoxReader
 from titan_ckpt.debug.read.name_tables import Interner
 from titan_ckpt.debug.read.reader import open_run
+from titan_ckpt.debug.record import worker_endpoint
 from titan_ckpt.debug.record.hooks import BoxWriter
 from titan_ckpt.debug.record.recorder import Recorder, environment
 from titan_ckpt.errors import UsageError
@@ -159,7 +160,8 @@ def test_box_of_a_killed_process_survives(tmp_path: Path) -> None:
     code = f"""
         import os, signal
         from pathlib import Path
-        from titan_ckpt.debug.record.hooks import BoxWriter
+        from titan_ckpt.debug.record import worker_endpoint
+from titan_ckpt.debug.record.hooks import BoxWriter
         box = BoxWriter(Path({str(tmp_path)!r}) / "rank_00000.box", rank=0, world_size=1)
         box.set_phase(41, 2)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -238,9 +240,12 @@ GIL_HELD = """
     import torch
     import torch.distributed as dist
     from titan_ckpt.debug.record.recorder import Recorder
+    from titan_ckpt.debug.record.worker_endpoint import is_answering
     recorder = Recorder.start({folder!r}, rank=0, world_size=1, stall_s=0)
     dist.init_process_group("gloo", init_method="file://" + {folder!r} + "/store", rank=0, world_size=1)
     dist.all_reduce(torch.ones(3))
+    while not is_answering(recorder._server.endpoint):
+        pass
     print("ready", flush=True)
     library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
@@ -248,7 +253,8 @@ GIL_HELD = """
 """
 
 
-def test_rank_that_holds_the_gil_still_gives_its_trace(tmp_path: Path) -> None:
+def test_rank_that_holds_the_gil_still_gives_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_endpoint, "TIMEOUT_S", 120.0)  # a crowded machine is slow to answer
     source = textwrap.dedent(GIL_HELD.format(folder=str(tmp_path)))
     variables = {**os.environ, **environment()}
     process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=variables)

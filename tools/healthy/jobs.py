@@ -30,12 +30,14 @@ def going():
 def train(model, pause=0.02):
     model(torch.ones(2, 8)).sum().backward()
     time.sleep(pause)
-step = 0
+step, threads = 0, []
 {setup}
 while going():
 {step}
     log.info("step %d", step)
     step += 1
+for thread in threads:
+    thread.join()
 log.info("done")
 dist.destroy_process_group()
 """
@@ -76,9 +78,10 @@ _KINDS: dict[str, tuple[str, str]] = {
     "gc": (_DDP, "train(model)\nif rank == 1 and step % 10 == 5:\n    gc.collect()\n    time.sleep(0.3)"),
     "barriers": ("", "for _ in range(10):\n    dist.barrier()\ntime.sleep(0.02)"),
     "second_thread": (
-        _DDP + "\nother = dist.new_group()\ndef save():\n    for _ in range(200):\n"
-        "        dist.barrier(group=other)\n        time.sleep(0.1)\n"
-        "threading.Thread(target=save, daemon=True).start()",
+        _DDP + "\nother = dist.new_group()\ndef save():\n    flag = torch.ones(1)\n    while flag:\n"
+        "        flag = torch.tensor([time.time() < end])\n        dist.broadcast(flag, 0, group=other)\n"
+        "        time.sleep(0.1)\n"
+        "threads.append(threading.Thread(target=save))\nthreads[0].start()",
         "train(model)",
     ),
     "monitored_barrier": (_DDP, "train(model)\ndist.monitored_barrier()"),

@@ -42,6 +42,7 @@ _CRASH = re.compile(
 )
 _NCCL_DETAIL = re.compile(r"nccl[A-Z]\w{3,40}: |Last error:")
 MOST_DETAILS = 4
+_RECORD = re.compile(r"\b(?:WARN(?:ING)?|ERROR|EXCEPTION|CRITICAL|FATAL)\b")
 _USAGE = re.compile(r"[Uu]sage: \S")
 _REFUSED = re.compile(r"(?:\S{1,200}: )?[Ee]rror: (?P<message>.{1,400})$")
 _FIRST_KINDS = (
@@ -71,6 +72,8 @@ class Stream:
     frames: list[Frame] | None = None
     chained: bool = False
     thread: str = ""
+    previous: str = ""  # the line before
+    announced: str = ""  # by which log record a traceback was, its numbers removed
     is_ignored: bool = False  # the interpreter says so of the exception that follows
     crash: list[str] | None = None
     details: int = 0  # lines that may still belong to NCCL's message
@@ -93,12 +96,15 @@ class Stream:
             self.is_ignored = True
         elif _TRACEBACK in text:
             self.frames = []
+            if not self.chained:
+                self.announced = re.sub(r"\d+", "#", self.previous[:200]) if _RECORD.search(self.previous[:200]) else ""
         elif self.frames is not None and (frame := _frame(text)):
             if len(self.frames) < MAX_FRAMES:
                 self.frames.append(frame)
                 self._lend(frame)
         else:
             self._note_event(number, text)
+        self.previous = text
 
     def restart(self) -> None:
         """What was read so far belongs to an earlier attempt of the job."""
@@ -107,6 +113,7 @@ class Stream:
         self.tail.clear()
         self.step_times.clear()
         self.last_step, self.frames, self.crash, self.chained, self.thread = None, None, None, False, ""
+        self.previous, self.announced = "", ""
         self.last_step_line, self.done_line, self.is_usage, self.details = 0, 0, False, 0
 
     def add(self, event: LogEvent) -> None:
@@ -234,6 +241,8 @@ class Stream:
             values["call"] = call
         elif below := _below_torch(self.frames or []):
             values["below"] = below
+        if self.announced:
+            values["announced"], self.announced = self.announced, ""
         if self.thread:
             values["thread"], self.thread = self.thread, ""
         if self.chained:

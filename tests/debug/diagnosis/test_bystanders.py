@@ -141,15 +141,34 @@ def test_stacks_of_a_rank_that_went_on_are_old(newest: int, is_stale: bool) -> N
     assert _went_on(RankEvidence(dumps=[(dump, seen)]), box, "demand") == is_stale
 
 
-CAUGHT = 'ERROR tracker: try later\nTraceback (most recent call last):\n  File "/job/t.py", line {}, in post\nOSError: refused\n'
+CAUGHT = 'Traceback (most recent call last):\n  File "/job/t.py", line {}, in post\nOSError: refused\n'
 
 
-@pytest.mark.parametrize(("lines", "culprits"), [((5, 5, 5), ()), ((5, 6, 7), (1,))])
+@pytest.mark.parametrize(
+    ("lines", "record", "after", "culprits"),
+    [
+        ((5, 5, 5), "", "INFO next epoch\n", ()),
+        ((5, 5, 5), "", "", (1,)),
+        ((5, 5, 5), "", "[W1122 12:00:00.1 WorkerServer.cpp:144] [c10d] Server shutting down\n", (1,)),
+        ((5, 5, 5), "12:00:0{} ERROR tracker: try later\n", "", ()),
+        ((5, 6, 7), "12:00:0{} ERROR tracker: try later\n", "", (1,)),
+        ((5, 5), "", "", (1,)),
+    ],
+)
 def test_an_error_logged_again_and_again_is_caught(
-    lines: tuple[int, ...], culprits: tuple[int, ...], tmp_path: Path
+    lines: tuple[int, ...], record: str, after: str, culprits: tuple[int, ...], tmp_path: Path
 ) -> None:
-    told = "".join(CAUGHT.format(line) for line in lines)
+    """Unless the last one is the last that the rank wrote, and no record announced it as those before."""
+    told = "".join(record.format(number) + CAUGHT.format(line) for number, line in enumerate(lines)) + after
     assert judged(tmp_path, rank_0="started\n", rank_1=told, rank_2="started\n").culprits == culprits
+
+
+def test_an_error_that_was_tried_again_may_end_the_rank(tmp_path: Path) -> None:
+    """Three tries, each announced; the fourth traceback is that of the interpreter."""
+    told = (
+        ("12:00:01 ERROR tracker: try later\n" + CAUGHT.format(5)) * 3 + "12:00:09 ERROR giving up\n" + CAUGHT.format(5)
+    )
+    assert judged(tmp_path, rank_0="started\n", rank_1=told, rank_2="started\n").culprits == (1,)
 
 
 @pytest.mark.parametrize(("status", "verdict"), [(0, "HEALTHY"), (1, "RANK_DIED")])
