@@ -119,6 +119,17 @@ class Basis(Enum):
         "every rank is in a send or recv, or in a recv by its traceback; the pairs are not recorded",
     )
 
+    BY_SOURCE_LINE = (
+        0.65,
+        (V.P2P_MISSING_PEER, V.WRONG_GROUP, V.P2P_CYCLE),
+        "the source lines in tracebacks name the peer, or the lack of a group",
+    )
+    BY_SOURCE_LINE_TIE = (
+        0.4,
+        (V.P2P_MISSING_PEER,),
+        "the source line of one names another as its peer, which is past it: either may be at fault",
+    )
+
     # process groups
     INIT_AWAITED = 0.95, (V.PG_INIT_HANG,), "the store key of the rank was waited for, or it alone is seen elsewhere"
     INIT_ABSENT = 0.75, (V.PG_INIT_HANG,), "several ranks are not where the others wait"

@@ -45,12 +45,12 @@ NO_OPERATIONS: Array = np.zeros(0, OPERATION)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One line of a call stack; `text` is the source line if it was recorded."""
+    """One line of a call stack; `text` is the source line if it was recorded (equal frames may differ in it)."""
 
     file: str
     line: int
     function: str
-    text: str = ""
+    text: str = field(default="", compare=False)
 
     @property
     def place(self) -> str:

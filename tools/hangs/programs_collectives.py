@@ -147,7 +147,7 @@ def forward_past_ddp(rank: int) -> None:
     log.info("norm %s", norm)
 
 
-@incident(3, {2}, SKIPPED)
+@incident(3, {2}, SKIPPED | DIED)  # its own call raises: gloo compares the sizes that a rank passes
 def last_batch_smaller(rank: int) -> None:
     """all_gather of outputs whose last batch is shorter on one rank."""
     reduce_steps()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from titan_ckpt.debug.diagnosis.from_logs.by_source import without_group, wrong_peer
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import INIT
@@ -27,8 +28,12 @@ def deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation])
     places = lines if not all(calls.values()) and all(lines.values()) else {r: calls[r] or lines[r] for r in witnesses}
     counts = Counter(place for place in places.values() if place).most_common()
     if any(states[rank].kind == RankState.IN_P2P for rank in witnesses) or any(map(_is_p2p, calls.values())):
-        if len(witnesses) == len(states) and all(_bare(call) in _RECEIVES for call in calls.values()):
-            yield _all_receive(run, witnesses, states)
+        if len(witnesses) == len(states):
+            is_circle = all(_bare(call) in _RECEIVES for call in calls.values())
+            yield from [_all_receive(run, witnesses, states)] if is_circle else wrong_peer(run, states)
+        return
+    if found := [*without_group(run, witnesses, states)]:
+        yield from found
         return
     common = counts[0][0] if len(counts) == 2 and 2 * counts[1][1] <= counts[0][1] else _routine(run, places)
     culprits = tuple(rank for rank, place in places.items() if place and place != common)

@@ -1,10 +1,11 @@
 """Which rank differs, where gloo aborted one that received more data than its call expects. That one only noticed: who passed
 the wrong size is whoever left the way that all others took. Pure.
 
-Two facts of logs show it. A rank that has logged a step which no other logged is past an operation that the others wait in: it
-left one out. And where all others are in the backward pass at one line, in operations that DDP issues itself (their sizes follow
-from the model, on all ranks alike), the rank that expected another size is not in there with them. (FSDP's passes do not show
-that: which layers a rank gathers may depend on its data.)
+Three facts of logs show it. A rank that has logged a step which no other logged is past an operation that the others wait in: it
+left one out. A rank whose count of steps differs from all others' from the first one on does at another step what depends on it.
+And where all others are in the backward pass at one line, in operations that DDP issues itself (their sizes follow from the
+model, on all ranks alike), the rank that expected another size is not in there with them. (FSDP's passes do not show that: which
+layers a rank gathers may depend on its data.)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankLog, Run, Verdict
 
 LEAST_RANKS = 3  # of two nobody can say which differs
+LEAST_STEPS = 2
 
 
 def odd_one(run: Run, noticed: LogEvent) -> Iterator[Verdict]:
@@ -29,6 +31,9 @@ def odd_one(run: Run, noticed: LogEvent) -> Iterator[Verdict]:
         step = max(logs[ahead].step_times)
         text = f"logged step {step}, which no other rank reached: it left out an operation that the others wait in"
         yield _verdict(run, ahead, text, raised.get(ahead), noticed)
+    elif (odd := _miscounting(logs)) is not None and _is_alone(raised, odd):
+        text = f"counted its steps from {min(logs[odd].step_times)}, unlike all others, and left their way"
+        yield _verdict(run, odd, text, raised[odd], noticed)
     elif set(raised) == set(run.ranks) - {noticed.rank} and _are_together(raised):
         where = next(iter(raised.values()))
         text = (
@@ -48,6 +53,39 @@ def _ahead(logs: Mapping[int, RankLog], raised: Mapping[int, LogEvent]) -> int |
     others = [rank for rank in steps if rank not in first]
     is_clear = len(first) == 1 and len({steps[rank][-1] for rank in others}) == 1
     return first[0] if is_clear and any(rank in raised for rank in others) else None
+
+
+def _miscounting(logs: Mapping[int, RankLog]) -> int | None:
+    """The one rank whose steps differ from all others' by the same number from the first to the last."""
+    counts: dict[tuple[int, int, int], list[int]] = {}
+    for rank, log in logs.items():
+        if len(log.step_times) < LEAST_STEPS:
+            return None
+        counts.setdefault((min(log.step_times), max(log.step_times), len(log.step_times)), []).append(rank)
+    if len(counts) != 2:
+        return None
+    (odd, few), (usual, many) = sorted(counts.items(), key=lambda item: len(item[1]))
+    shift = odd[0] - usual[0]
+    if shift != odd[1] - usual[1] or odd[2] != usual[2] or len(few) != 1 or len(many) < LEAST_STEPS:
+        return None
+    return few[0] if _is_together(logs[few[0]].step_times, logs[many[0]].step_times, shift) else None
+
+
+def _is_together(odd: Mapping[int, float], usual: Mapping[int, float], shift: int) -> bool:
+    """Whether two ranks logged steps at the same times that they number otherwise. (Else one is behind, and its log cut off.)"""
+    apart_s = sum(abs(odd[step + shift] - time_s) for step, time_s in usual.items() if step + shift in odd)
+    same = [abs(odd[step] - time_s) for step, time_s in usual.items() if step in odd]
+    return not same or apart_s / len(usual) < sum(same) / len(same) / 2
+
+
+def _is_alone(raised: Mapping[int, LogEvent], rank: int) -> bool:
+    """Whether a rank is where no other is that lived to tell."""
+    places = {other: event.frame.place for other, event in raised.items() if event.frame is not None}
+    return (
+        rank in places
+        and len(places) > 1
+        and all(places[rank] != place for other, place in places.items() if other != rank)
+    )
 
 
 def _raised(log: RankLog) -> LogEvent | None:

@@ -18,6 +18,7 @@ from titan_ckpt.debug.read.text.prefixes import Line
 TAIL_LINES = 40
 MAX_EVENTS = 400
 MAX_FRAMES = 200
+MAX_SOURCE = 300  # characters of a source line
 MAX_CRASH_LINES = 2_000
 MAX_STEPS = 100_000
 
@@ -103,6 +104,8 @@ class Stream:
                 self.frames.append(frame)
                 self._lend(frame)
         else:
+            if self.frames and not self.frames[-1].text and text.startswith("    "):
+                self.frames[-1] = replace(self.frames[-1], text=text.strip()[:MAX_SOURCE])
             self._note_event(number, text)
         self.previous = text
 
@@ -143,7 +146,8 @@ class Stream:
             self.last_step_line = number
         low = line.text.lower() if is_trusted else ""
         if ("step" in low or "iteration" in low) and (step := _STEP.search(line.text)):
-            self.last_step, self.last_step_line = int(step.group(1)), number
+            sign = -1 if line.text[step.start(1) - 2 : step.start(1)] == " -" else 1
+            self.last_step, self.last_step_line = sign * int(step.group(1)), number
             if time_s is not None and len(self.step_times) < MAX_STEPS:
                 self.step_times.setdefault(self.last_step, time_s)
 
