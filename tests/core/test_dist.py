@@ -216,12 +216,11 @@ def _load_with_broadcast(_rank: int, url: str) -> tuple[int, str]:
     return report.fetched_bytes, ""
 
 
-def test_with_broadcast_one_replica_reads_and_all_have_it(pool: RankPool, tmp_path: Path) -> None:
+def test_with_broadcast_the_replicas_share_the_reading(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_save_fsdp_tp, str(tmp_path))
     fetched = [result[0] for result in pool.run(_load_with_broadcast, str(tmp_path))]
-    assert fetched[0] > 0
-    assert fetched[1] > 0
-    assert fetched[2:] == [0, 0]
+    assert sum(fetched) == sum(whole.nbytes for whole in _whole().values())
+    assert min(fetched) > 0
 
 
 def test_with_broadcast_a_readers_error_reaches_its_replicas(pool: RankPool, tmp_path: Path) -> None:

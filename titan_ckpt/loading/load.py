@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +16,15 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import as_checkpoint, open_checkpoint
 from titan_ckpt.errors import LoadContractError, NotFoundError
 from titan_ckpt.format.structure import owner_of
-from titan_ckpt.loading.broadcast import failures_told, is_reader, run_together, send_to_replicas
 from titan_ckpt.loading.casts import PAIRS, holds_every_value
 from titan_ckpt.loading.destinations import destination_problems
 from titan_ckpt.loading.grow import grown
 from titan_ckpt.loading.objects import read_objects, settle
 from titan_ckpt.loading.policy import LoadPolicy, LoadReport, OnMismatch, VerifyReads, is_judged_by_values, listed
 from titan_ckpt.loading.read_plan import ReadPlan
+from titan_ckpt.loading.shared.run import load_shared
 from titan_ckpt.loading.subclasses import mark_problems, spread, stored_marks
+from titan_ckpt.loading.together import failures_told, is_alone, run_together
 from titan_ckpt.location import StrPath
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.state.flatten import FlatState, Names, flatten
@@ -34,6 +36,7 @@ from titan_ckpt.state.state_dict import (
     has_part_of,
     local_shard,
 )
+from titan_ckpt.store.deadline import TimedCall
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +65,14 @@ def load(
         check_type(policy, "policy", LoadPolicy, or_none=True, hint="LoadPolicy(...)")
         policy = policy or LoadPolicy()
         state = {prefix: state} if prefix else state
-        tensors = flatten(state).tensors if policy.together or policy.broadcast else {}
-        prepare = partial(_prepared, checkpoint, storage_options, state, policy)
-        found = run_together(prepare, _fill, tensors.values(), call=call, is_world=policy.broadcast)
+        give_up_at = time.monotonic() + policy.timeout_s
+        prepare = partial(_prepared, checkpoint, storage_options, state, policy, give_up_at)
+        if policy.broadcast and not is_alone():
+            found = load_shared(prepare, lambda prepared: prepared.plan, give_up_at=give_up_at)
+        else:
+            tensors = flatten(state).tensors.values() if policy.together else ()
+            found = run_together(prepare, lambda prepared: prepared.plan.run(give_up_at), tensors, call=call)
     report, flat = found.report, found.flat
-    if policy.broadcast:
-        send_to_replicas({fqn: flat.tensors[fqn] for fqn in report.loaded if fqn in flat.tensors})
     for fqn, value in report.objects.items():
         report.objects[fqn] = settle(flat.objects[fqn], value)
         flat.put(fqn, report.objects[fqn])
@@ -89,20 +94,17 @@ def _prepared(
     storage_options: Mapping[str, Any] | None,
     state: Mapping[str, Any],
     policy: LoadPolicy,
+    give_up_at: float,
 ) -> _Prepared:
     """Check and plan what this rank reads, and read the plain values; `state` stays as it is."""
-    opened = as_checkpoint(checkpoint, storage_options)
-    names = _names(opened)
-    flat = grown(opened, flatten(state, stored=names), names)
-    report, plan = _planned(opened, flat, policy)
-    wanted = [name for name in report.loaded if name in flat.objects]
-    report.objects.update(read_objects(opened, wanted, flat.objects, policy))
+    with TimedCall(give_up_at):
+        opened = as_checkpoint(checkpoint, storage_options)
+        names = _names(opened)
+        flat = grown(opened, flatten(state, stored=names), names)
+        report, plan = _planned(opened, flat, policy)
+        wanted = [name for name in report.loaded if name in flat.objects]
+        report.objects.update(read_objects(opened, wanted, flat.objects, policy))
     return _Prepared(report, flat, plan)
-
-
-def _fill(prepared: _Prepared) -> None:
-    """Read this rank's parts into the tensors."""
-    prepared.plan.run()
 
 
 def _names(checkpoint: Checkpoint) -> Names:
@@ -121,7 +123,7 @@ def _planned(checkpoint: Checkpoint, flat: FlatState, policy: LoadPolicy) -> tup
         tensor = flat.tensors.get(fqn)
         if tensor is not None and fqn in copies:
             plan.add_copy(fqn, copies[fqn], detached_shard(tensor))
-        elif tensor is not None and has_part_of(tensor) and (not policy.broadcast or is_reader(tensor)):
+        elif tensor is not None and has_part_of(tensor):
             plan.add(checkpoint.manifest.by_fqn[fqn], tensor)
     return report, plan
 

@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from titan_ckpt.state.exchange import Failure
+from titan_ckpt.store.time_limit import on_a_thread
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
 LONGEST_NAP_S = 0.2
+LONGEST_TELL_S = 10.0
 SHOWN = 8
 _GO, _VOID, _AGAIN = "go", "void", "again"
 
@@ -49,9 +51,15 @@ def catch_up(call: int) -> None:
 def tell(call: int, failure: Failure) -> None:
     """Let ranks that wait in `all_load` know that this rank's load `call` has failed: it may not even come to their mesh."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        with suppress(RuntimeError):  # the store is gone: then all of the job is
+
+        def put() -> None:
             _failures(call).set(f"{failure.rank}", failure.text)
             _failures(call).set("any", "")
+
+        done = on_a_thread(LONGEST_TELL_S, put)  # a store whose process is stopped never answers
+        with suppress(RuntimeError):  # the store is gone: then all of the job is
+            if done is not None:
+                done.result()
 
 
 def told(call: int, ranks: Sequence[int]) -> Failure | None:

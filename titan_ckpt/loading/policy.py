@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_ckpt.arguments import check_flag, check_whole
+from titan_ckpt.arguments import check_flag, check_number, check_whole
 from titan_ckpt.checkpoint.kinds import Choice
 from titan_ckpt.errors import UsageError
 
@@ -37,7 +37,9 @@ class LoadPolicy:
     `cast`: a dtype that can represent the stored values; `lossy_cast`: one that cannot. Where the dtypes do not tell (int64 to
     float16) and only `lossy_cast` is "error", the values are compared before a tensor changes.
     `verify="read"` checks the digest of every chunk that is read whole; "all" reads every chunk whole; "none" checks nothing.
-    `broadcast` reads once for all replicas along `dp_replicate` and sends the bytes between ranks; then all ranks must load.
+    `broadcast` reads once what several ranks hold, along whichever axes, plain tensors too: one of them reads, in shares of equal
+    bytes, and sends to the others over gloo; then all ranks of the job must load, the same checkpoint.
+    `timeout_s` bounds a load: it is given up with an error that names what was being read, and by which rank.
     `allow` lists classes and functions of the caller's that values of the checkpoint may be made of, by their own code; those of
     objects that the state holds in the same place are allowed anyway.
     With `together`, the ranks that share a DTensor's mesh all raise if one of them fails. They should load at the same time: one
@@ -53,6 +55,7 @@ class LoadPolicy:
     broadcast: bool = False
     together: bool = True
     threads: int = 8
+    timeout_s: float = 1800.0
     allow: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
@@ -61,6 +64,7 @@ class LoadPolicy:
         for name in ("broadcast", "together"):
             check_flag(getattr(self, name), name)
         check_whole(self.threads, "threads", at_least=1)
+        check_number(self.timeout_s, "timeout_s", above=0)
         if not isinstance(self.allow, list | tuple | set | frozenset) or not all(map(callable, self.allow)):
             raise UsageError("allow: expected a list of classes, such as [Config]")
         object.__setattr__(self, "verify", VerifyReads.parse(self.verify, "verify"))
@@ -70,8 +74,9 @@ class LoadPolicy:
 class LoadReport:
     """What a load did on this rank, by name; `objects` are the values that are not tensors.
 
-    `needed_bytes` is the size of the tensors, `fetched_bytes` what was read for them, `unverified_bytes` the part of the needed
-    bytes whose digest was not checked, because their chunks were read in part.
+    `needed_bytes` is the size of the tensors, `fetched_bytes` what this rank read from the store for itself and others,
+    `received_bytes` what others sent it (`LoadPolicy.broadcast`), `unverified_bytes` the part of what it read whose digest was
+    not checked, because their chunks were read in part.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -81,6 +86,7 @@ class LoadReport:
     objects: dict[str, Any] = field(default_factory=dict)
     needed_bytes: int = 0
     fetched_bytes: int = 0
+    received_bytes: int = 0
     unverified_bytes: int = 0
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +18,8 @@ from titan_ckpt.format.digest import matches
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
 from titan_ckpt.loading.casts import count_changed
 from titan_ckpt.loading.policy import LoadPolicy, LoadReport, VerifyReads, is_judged_by_values, listed
-from titan_ckpt.loading.requests import Request, fetch, grouped
+from titan_ckpt.loading.readers import LoadTimeoutError, Readers
+from titan_ckpt.loading.requests import Request, grouped, host_memory
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.sharding.placement import strides as row_major
 from titan_ckpt.state.state_dict import (
@@ -29,17 +30,24 @@ from titan_ckpt.state.state_dict import (
     local_shard,
 )
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
-class _Region:
-    """A box of a stored tensor within one chunk, and the tensor to fill."""
+class Region:
+    """A box of a stored tensor within one chunk, and the part of a tensor to fill, of any dtype and layout, on any device.
+
+    `is_direct`: the target is in host memory and has the stored dtype.
+    """
 
     entry: TensorEntry
     chunk: Chunk
     box: Box
     target: torch.Tensor
+    is_direct: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the box as stored."""
+        return self.box.num_elements * TORCH_DTYPE[self.entry.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +60,18 @@ class _StagedCopy:
 
 
 class ReadPlan:
-    """Plans and runs the reads that fill some tensors."""
+    """Plans and runs the reads that fill some tensors.
+
+    Bytes that cannot be read straight into place need host memory: for the reads under way, `threads` of them, or for all such
+    tensors at once where casts are judged by their values before a tensor changes.
+    """
 
     def __init__(self, checkpoint: Checkpoint, policy: LoadPolicy, report: LoadReport) -> None:
         checkpoint.prove_coverage()
-        self._checkpoint, self._policy, self._report = checkpoint, policy, report
-        self._direct: list[_Region] = []
-        self._staged: list[_Region] = []
+        self.checkpoint, self.policy, self.report = checkpoint, policy, report
+        self.direct: list[Region] = []
+        self.staged: list[Region] = []
         self._copies: list[_StagedCopy] = []
-        self._reads: list[Request] = []
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
         """Fill this rank's shard of `tensor`."""
@@ -68,12 +79,14 @@ class ReadPlan:
 
     def add_local(self, entry: TensorEntry, box: Box, local: torch.Tensor) -> None:
         """Fill `local`, which is `box` of the stored tensor, on any device and in any dtype and layout."""
-        if _is_direct(local, TORCH_DTYPE[entry.dtype]):
-            self._add_regions(self._direct, entry, box, local)
-            return
-        copy = torch.empty(box.sizes, dtype=TORCH_DTYPE[entry.dtype], pin_memory=local.is_cuda)
-        self._add_regions(self._staged, entry, box, copy)
-        self._copies.append(_StagedCopy(entry.fqn, copy, local))
+        stored = TORCH_DTYPE[entry.dtype]
+        is_direct = _is_direct(local, stored)
+        if is_judged_by_values(self.policy) and (not is_direct or self.policy.broadcast):
+            copy = torch.empty(box.sizes, dtype=stored, pin_memory=local.is_cuda)
+            self._add_regions(self.staged, entry, box, copy, is_direct=True)
+            self._copies.append(_StagedCopy(entry.fqn, copy, local))
+        else:
+            self._add_regions(self.direct, entry, box, local, is_direct=is_direct)
 
     def add_copy(self, fqn: str, value: torch.Tensor, local: torch.Tensor) -> None:
         """Fill `local` with a value that was read, when all is read."""
@@ -81,98 +94,130 @@ class ReadPlan:
 
     def add_box(self, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
         """Fill the contiguous CPU tensor `target`, which is `box` of the stored tensor."""
-        self._add_regions(self._direct, entry, box, target)
+        self._add_regions(self.direct, entry, box, target, is_direct=True)
 
-    def _add_regions(self, regions: list[_Region], entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
-        for chunk in self._checkpoint.manifest.chunks_touching(entry, box) if box.num_elements else ():
+    def _add_regions(
+        self, regions: list[Region], entry: TensorEntry, box: Box, target: torch.Tensor, *, is_direct: bool
+    ) -> None:
+        for chunk in self.checkpoint.manifest.chunks_touching(entry, box) if box.num_elements else ():
             part = chunk.box.intersect(box)
             if part is not None:
-                regions.append(_Region(entry, chunk, part, _narrow(target, part.relative_to(box))))
+                view = _narrow(target, part.relative_to(box))
+                regions.append(Region(entry, chunk, part, view, is_direct))
 
-    def _located(self, regions: list[_Region], pool: ThreadPoolExecutor) -> Iterable[Chunk]:
-        """The regions' chunks with payload offsets. In foreign blobs that takes small reads, which run in parallel."""
-        chunks = [region.chunk for region in regions]
-        if all(chunk.payload_offset >= 0 for chunk in chunks):
-            return chunks
-        return pool.map(partial(self._checkpoint.locate, row_major=False), chunks)
+    def located(self, regions: Sequence[Region], readers: Readers) -> list[Region]:
+        """The regions with payload offsets. In foreign blobs that takes small reads, which run in parallel."""
+        if all(region.chunk.payload_offset >= 0 for region in regions):
+            return list(regions)
+        locate = partial(self.checkpoint.locate, row_major=False)
+        calls = [
+            readers.call(partial(locate, each.chunk), f"the header of {each.entry.fqn} ({each.chunk.file})")
+            for each in regions
+        ]
+        return [replace(each, chunk=chunk) for each, chunk in zip(regions, readers.all(calls), strict=True)]
 
-    def _add_chunk(self, region: _Region, chunk: Chunk) -> None:
-        """Plan the read of a region from its chunk, whose payload offset is known."""
-        entry, part, view = region.entry, region.box, region.target
+    def request(self, region: Region) -> Request:
+        """The read of a located region."""
+        entry, chunk, part, view = region.entry, region.chunk, region.box, region.target
+        dtype = TORCH_DTYPE[entry.dtype]
         inner = part.relative_to(chunk.box)
-        needs_whole = self._policy.verify == VerifyReads.ALL and part != chunk.box
+        needs_whole = self.policy.verify == VerifyReads.ALL and part != chunk.box
         inner_read = Box.whole(chunk.box.sizes) if needs_whole else inner
-        size = view.element_size()
         strides = chunk.strides or row_major(chunk.box.sizes)
         first, last = _span(inner_read, strides)
+        length = (last - first) * dtype.itemsize
         expected = self._digest(chunk, entry) if inner_read.sizes == chunk.box.sizes else None
-        path, payload = self._checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset
-        start = payload + (first * size if chunk.codec == RAW else 0)
-        is_straight = chunk.strides is None and view.is_contiguous() and (last - first) == inner.num_elements
+        path, payload = self.checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset
+        start = payload + (first * dtype.itemsize if chunk.codec == RAW else 0)
+        is_whole_span = chunk.strides is None and (last - first) == inner.num_elements
+        is_straight = region.is_direct and view.is_contiguous() and is_whole_span
 
         def finish(data: memoryview) -> None:
             if expected is not None and not matches(data, expected):
-                raise DamagedError(damage(self._checkpoint, path, chunk.fqn, start, len(data)))
+                raise DamagedError(damage(self.checkpoint, path, chunk.fqn, start, len(data)))
             if not is_straight:
-                _copy_box(data, inner, first, strides, view)
+                _copy_box(data, inner, first, strides, dtype, view)
 
-        self._count(part, size, (last - first) * size, is_verified=expected is not None)
-        memory = as_bytes(view) if is_straight else None
-        length, source = (last - first) * size, None
+        self.report.fetched_bytes += length
+        self.report.unverified_bytes += region.size_bytes if expected is None else 0
+        source = None
         if chunk.codec == PLANES_ZSTD:
             encoded = EncodedPayload(
                 path=path,
                 start=payload,
                 length=chunk.payload_length,
-                raw_length=chunk.box.num_elements * size,
-                itemsize=size,
+                raw_length=chunk.box.num_elements * dtype.itemsize,
+                itemsize=dtype.itemsize,
             )
-            source = partial(read_raw, self._checkpoint.store, encoded, first * size)
-        self._reads.append(Request(path=path, start=start, length=length, target=memory, done=finish, source=source))
-
-    def _count(self, part: Box, size: int, fetched: int, *, is_verified: bool) -> None:
-        self._report.needed_bytes += part.num_elements * size
-        self._report.fetched_bytes += fetched
-        if not is_verified:
-            self._report.unverified_bytes += part.num_elements * size
+            source = partial(read_raw, self.checkpoint.store, encoded, first * dtype.itemsize)
+        return Request(
+            fqn=entry.fqn,
+            path=path,
+            start=start,
+            length=length,
+            target=as_bytes(view) if is_straight else None,
+            done=finish,
+            source=source,
+            allocate=pinned_memory if view.is_cuda else host_memory,
+        )
 
     def _digest(self, chunk: Chunk, entry: TensorEntry) -> bytes | None:
-        return None if self._policy.verify == VerifyReads.NONE else self._checkpoint.digest_of(entry, chunk)
+        return None if self.policy.verify == VerifyReads.NONE else self.checkpoint.digest_of(entry, chunk)
 
-    def run(self) -> None:
+    def count_needed(self) -> None:
+        """Add to the report what the regions need."""
+        self.report.needed_bytes += sum(region.size_bytes for region in [*self.staged, *self.direct])
+
+    def run(self, give_up_at: float | None = None) -> None:
         """Read everything in parallel; stops at the first error. Nothing is changed before every cast has been judged."""
-        with ThreadPoolExecutor(max_workers=self._policy.threads, thread_name_prefix="titan-ckpt-load") as pool:
-            self._read(self._staged, pool)
-            if is_judged_by_values(self._policy):
-                self._judge_values()
-            self._read(self._direct, pool)
+        self.count_needed()
+        with reading(self, give_up_at) as readers:
+            self._read(self.staged, readers)
+            self.judge_values()
+            self._read(self.direct, readers)
+        self.install()
+
+    def install(self) -> None:
+        """Put what was staged into its tensors."""
         for copy in self._copies:
-            _copy_into(copy.target, copy.read)
+            copy_into(copy.target, copy.read)
 
-    def _read(self, regions: list[_Region], pool: ThreadPoolExecutor) -> None:
-        self._reads = []
-        for region, chunk in zip(regions, self._located(regions, pool), strict=True):
-            self._add_chunk(region, chunk)
-        futures = [pool.submit(fetch, self._checkpoint.store, group) for group in grouped(self._reads)]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    def _read(self, regions: list[Region], readers: Readers) -> None:
+        requests = map(self.request, self.located(regions, readers))
+        readers.all([readers.read(group) for group in grouped(requests)])
 
-    def _judge_values(self) -> None:
-        """LoadContractError for casts that would change values, before any destination is written."""
+    def judge_values(self) -> None:
+        """LoadContractError for casts that would change values, if the policy asks for that."""
         lost = []
-        for copy in self._copies:
+        for copy in self._copies if is_judged_by_values(self.policy) else ():
             changed = count_changed(copy.read, copy.target.dtype)
             if changed:
                 cast = f"{DTYPE_NAME[copy.read.dtype]} -> {DTYPE_NAME.get(copy.target.dtype, str(copy.target.dtype))}"
                 lost.append(f"{copy.fqn}: {cast} changes {changed} of {copy.read.numel()} values")
         if lost:
             raise LoadContractError(
-                f"{self._checkpoint} does not fit the state, and lossy_cast is 'error':{listed(lost)}"
+                f"{self.checkpoint} does not fit the state, and lossy_cast is 'error':{listed(lost)}"
             )
+
+
+@contextmanager
+def reading(plan: ReadPlan, give_up_at: float | None = None) -> Iterator[Readers]:
+    """Readers for a plan, until `give_up_at` (of `time.monotonic`), by default the policy's time from now.
+
+    When the block ends, nothing is being read any more; if that cannot be reached in time, the error says so.
+    """
+    timeout_s = plan.policy.timeout_s
+    end = time.monotonic() + timeout_s if give_up_at is None else give_up_at
+    readers = Readers(plan.checkpoint.store, plan.policy.threads, end, timeout_s)
+    try:
+        yield readers
+    except BaseException as error:
+        if not readers.stop() and isinstance(error, LoadTimeoutError):
+            raise LoadTimeoutError(
+                f"{error}. It does not return, and may still write into the tensors of the state: end this process"
+            ) from error.__cause__
+        raise
+    readers.stop()
 
 
 def _span(inner: Box, strides: tuple[int, ...]) -> tuple[int, int]:
@@ -187,11 +232,18 @@ def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor
 
 
-def _copy_box(data: memoryview, inner: Box, first: int, strides: tuple[int, ...], view: torch.Tensor) -> None:
-    """Copy the box `inner` of a chunk into `view`; `data` starts at element `first` of the chunk."""
+def _copy_box(
+    data: memoryview, inner: Box, first: int, strides: tuple[int, ...], dtype: torch.dtype, view: torch.Tensor
+) -> None:
+    """Copy the box `inner` of a chunk of `dtype` into `view`; `data` starts at element `first` of the chunk."""
     offset = sum(o * s for o, s in zip(inner.offsets, strides, strict=True)) - first
-    flat = torch.frombuffer(data, dtype=view.dtype)
-    view.copy_(flat.as_strided(inner.sizes, strides, storage_offset=offset))
+    flat = torch.frombuffer(data, dtype=dtype)
+    copy_into(view, flat.as_strided(inner.sizes, strides, storage_offset=offset))
+
+
+def pinned_memory(num_bytes: int) -> memoryview:
+    """Host memory that a GPU copies from fast; torch keeps it for the next one."""
+    return memoryview(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
 
 
 def _is_direct(local: torch.Tensor, stored: torch.dtype) -> bool:
@@ -200,6 +252,6 @@ def _is_direct(local: torch.Tensor, stored: torch.dtype) -> bool:
     return local.is_contiguous() and is_as_shown and local.device.type == "cpu" and local.dtype == stored
 
 
-def _copy_into(local: torch.Tensor, copy: torch.Tensor) -> None:
+def copy_into(local: torch.Tensor, copy: torch.Tensor) -> None:
     with torch.inference_mode(local.is_inference()), torch.no_grad():
         local.copy_(copy)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from titan_ckpt.store.base import Store
 
@@ -14,12 +16,19 @@ GAP_BYTES = 64 << 10
 GROUP_BYTES = 8 << 20
 
 
+def host_memory(num_bytes: int) -> memoryview:
+    """A buffer of any contents."""
+    return memoryview(np.empty(num_bytes, dtype=np.uint8))  # type: ignore[arg-type]  # a Buffer from Python 3.12 on
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One range of one file. `target` is filled in place if given; `done` then gets the bytes.
+    """One range of one file, which has a part of the tensor `fqn`. `target` is filled in place if given; `done` gets the bytes.
 
-    `source` fills the buffer instead of the store if the file has the bytes encoded.
+    `source` fills the buffer instead of the store if the file has the bytes encoded. `allocate` makes the buffer.
     """
+
+    fqn: str
 
     path: str
     start: int
@@ -27,20 +36,21 @@ class Request:
     target: memoryview | None
     done: Callable[[memoryview], None]
     source: Callable[[memoryview], None] | None
+    allocate: Callable[[int], memoryview] = host_memory
 
 
 def fetch(store: Store, group: list[Request]) -> None:
     """Read one group: a single request straight into its target, several through one scratch buffer."""
     first = group[0]
     if len(group) == 1:
-        memory = first.target if first.target is not None else memoryview(bytearray(first.length))
+        memory = first.target if first.target is not None else first.allocate(first.length)
         if first.source is not None:
             first.source(memory)
         else:
             store.read_into(first.path, first.start, memory)
         first.done(memory)
         return
-    scratch = memoryview(bytearray(_end(group) - first.start))
+    scratch = first.allocate(_end(group) - first.start)
     store.read_into(first.path, first.start, scratch)
     for read in group:
         data = scratch[read.start - first.start :][: read.length]

@@ -33,20 +33,39 @@ class SaveError(TitanError):
     """A save failed on some rank and nothing was committed. That rank's traceback is a note (`__notes__`), not in the message."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purpose:
+    """What ranks exchange words for, as errors name it: the verb, the class of the errors, the option that bounds it."""
+
+    verb: str
+    error: type[TitanError]
+    option: str
+    after_loss: str
+
+
+SAVING = Purpose(
+    verb="save",
+    error=SaveError,
+    option="SaveOptions(timeout_s=)",
+    after_loss="Nothing more is saved by this saver. If a process has died, restart the job; it resumes from the newest "
+    "checkpoint. If one was only slow, make a new Saver with a longer SaveOptions(timeout_s=)",
+)
+
+
 class RankGroup:
     """All ranks of the default process group, or this process alone if there is none. Creating it is a collective call.
 
-    SaveError if a rank does not come, or is gone: then this rank's connections are closed, so that the others hear of it at once
-    even if they were not waiting for the lost rank, and every later call fails.
+    SaveError (or the `purpose`'s own) if a rank does not come, or is gone: then this rank's connections are closed, so that the
+    others hear of it at once even if they were not waiting for the lost rank, and every later call fails.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
+    def __init__(self, *, timeout_s: float, purpose: Purpose = SAVING) -> None:
         self._group: dist.ProcessGroup | None = None
-        self._lost = ""
+        self._lost, self._purpose = "", purpose
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            meet(self.rank, self.world_size, timeout_s=timeout_s)
+            meet(self.rank, self.world_size, timeout_s=timeout_s, purpose=purpose)
             with self._all_there():
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
@@ -92,22 +111,33 @@ class RankGroup:
             dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
+    def send(self, data: torch.Tensor, rank: int, tag: int) -> dist.Work:
+        """Begin to send bytes in host memory, which must stay as they are until the work is done."""
+        work = dist.isend(data, dst=rank, group=self._group, tag=tag)
+        assert work is not None  # None is for ranks outside of the group
+        return work
+
+    def receive(self, data: torch.Tensor, rank: int, tag: int) -> dist.Work:
+        """Begin to receive into host memory."""
+        work = dist.irecv(data, src=rank, group=self._group, tag=tag)
+        assert work is not None
+        return work
+
     @contextmanager
     def _all_there(self) -> Iterator[None]:
         """Turn gloo's error in an exchange into one that says what to do, and leave the group."""
         if self._lost:
-            raise SaveError(self._lost)
+            raise self._purpose.error(self._lost)
         try:
             yield
         except RuntimeError as error:
             traceback.clear_frames(error.__traceback__)  # they hold the group, whose connections would stay open
             self._lost = (
-                f"rank {self.rank} has lost other ranks of the job in a save: {text_of(error, MAX_LINE)}\n"
-                "Nothing more is saved by this saver. If a process has died, restart the job; it resumes from the newest "
-                "checkpoint. If one was only slow, make a new Saver with a longer SaveOptions(timeout_s=)"
+                f"rank {self.rank} has lost other ranks of the job in a {self._purpose.verb}: {text_of(error, MAX_LINE)}\n"
+                f"{self._purpose.after_loss}"
             )
             self.close()
-            raise SaveError(self._lost) from error
+            raise self._purpose.error(self._lost) from error
 
     def close(self) -> None:
         """Destroy the process group."""
@@ -116,12 +146,16 @@ class RankGroup:
         self._group = None
 
 
-def meet(rank: int, world_size: int, *, timeout_s: float) -> None:
+def meet(rank: int, world_size: int, *, timeout_s: float, purpose: Purpose = SAVING) -> None:
     """Wait until every rank of the job has come here, through the job's key-value store; name those who do not.
 
-    SaveError after `timeout_s`. A group of a rank that is gone cannot be made, and gloo does not say which one it misses.
+    The purpose's error after `timeout_s`. A group of a rank that is gone cannot be made, and gloo does not say which one it
+    misses.
     """
-    store = dist.PrefixStore("titan_ckpt/ranks", _get_default_store())
+    verb = purpose.verb
+    store = dist.PrefixStore(
+        "titan_ckpt/ranks" if purpose is SAVING else f"titan_ckpt/ranks/{verb}", _get_default_store()
+    )
     began, nap_s, is_said = time.monotonic(), 0.001, False
     try:
         round_of = (store.add("arrived", 1) - 1) // world_size
@@ -131,18 +165,16 @@ def meet(rank: int, world_size: int, *, timeout_s: float) -> None:
             if waited_s > (timeout_s if is_said else min(PATIENCE_S, timeout_s)):
                 missing = [str(each) for each in range(world_size) if not store.check([f"{round_of}/{each}"])]
                 shown = ", ".join(missing[:SHOWN]) + (", ..." if missing[SHOWN:] else "")
-                what = (
-                    f"{len(missing)} of {world_size} ranks have not begun to save after {waited_s:.0f} s (rank {shown})"
-                )
+                what = f"{len(missing)} of {world_size} ranks have not begun to {verb} after {waited_s:.0f} s (rank {shown})"
                 if waited_s > timeout_s:
                     store.add("arrived", -1)
-                    raise SaveError(f"{what}. Every rank must save; if their processes are gone, restart the job")
-                log.warning("%s: are they slow, or gone? Waiting up to %g s (SaveOptions(timeout_s=))", what, timeout_s)
+                    raise purpose.error(f"{what}. Every rank must {verb}; if their processes are gone, restart the job")
+                log.warning("%s: are they slow, or gone? Waiting up to %g s (%s)", what, timeout_s, purpose.option)
                 is_said = True
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, LONGEST_NAP_S)
     except RuntimeError as error:
-        raise SaveError(
+        raise purpose.error(
             f"rank {rank} cannot reach the key-value store of the job: {text_of(error, MAX_LINE)}. It is in the process of rank "
             "0 or of the launcher, which may be gone: restart the job; it resumes from the newest checkpoint"
         ) from error
