@@ -42,7 +42,7 @@ class Agreement:
         except BaseException as error:
             other = self._told(step, outcome, error)
             if isinstance(error, UnsentError):
-                raise CheckpointError(f"{outcome}, since {error}" + (f"; {other}" if other else "")) from error
+                raise CheckpointError(f"{outcome}, since " + (f"{other}; {error}" if other else str(error))) from error
             raise
         other = self._told(step, outcome, None)
         if other is not None:
