@@ -25,8 +25,7 @@ from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.open import as_checkpoint, open_checkpoint
 from titan_ckpt.checkpoint.uncompressed import decoded
-from titan_ckpt.console.units import format_size
-from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, UsageError
+from titan_ckpt.errors import AlreadyExistsError, DamagedError, UsageError
 from titan_ckpt.format.commit import find_commit, found_before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.digest import digest
@@ -39,7 +38,7 @@ from titan_ckpt.resharding.placement_rules import PlacementRule
 from titan_ckpt.resharding.target import Placer, TargetLayout, TargetPlacement, lay_out, stages_for
 from titan_ckpt.resharding.workers import JobFiles, Workers
 from titan_ckpt.rewrite.execute import Execution, FileResult, IoCounts
-from titan_ckpt.rewrite.memory import Budget
+from titan_ckpt.rewrite.memory import Budget, check_free
 from titan_ckpt.rewrite.plan import (
     FileGroup,
     Literal,
@@ -249,13 +248,8 @@ def check_destination(plan: ReshardPlan, url: StrPath, store: Store) -> None:
 
 
 def _check_space(plan: ReshardPlan, store: Store, ranks: list[int]) -> None:
-    free = store.free_bytes()
-    if free is not None and ranks:
-        needed = int(plan.target.file_bytes()[ranks].sum())
-        if free < needed:
-            raise StoreError(
-                f"{store}: {format_size(needed)} are to be written, {format_size(free)} are free on that disk"
-            )
+    if ranks:
+        check_free(store, int(plan.target.file_bytes()[ranks].sum()))
 
 
 def _versions(plan: ReshardPlan) -> dict[str, str]:

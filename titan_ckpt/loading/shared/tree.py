@@ -23,7 +23,7 @@ def neighbours(holders: Sequence[int], reader: int, rank: int) -> tuple[int | No
     """(the rank that `rank` receives a batch from, those that it sends it to); the reader has no sender.
 
     >>> [neighbours((0, 2, 4, 6, 8), 4, rank) for rank in (4, 0, 2, 6, 8)]
-    [(None, [0, 2, 6]), (4, [8]), (4, []), (4, []), (0, [])]
+    [(None, [0, 2, 8]), (4, [6]), (4, []), (0, []), (4, [])]
     """
     line = [reader, *(each for each in holders if each != reader)]
     place = line.index(rank)
