@@ -26,7 +26,8 @@ from titan_ckpt.resharding.placement_rules import read_rules
 from titan_ckpt.store.open import open_store
 from titan_ckpt.toml_text import MAX_TEXT, parse_toml
 from titan_ckpt.trainer.config.toml_records import parse_set, read_file
-from titan_ckpt.trainer.data.corpus import DocumentReader, list_files, read_documents
+from titan_ckpt.trainer.data.corpus import DocumentReader, list_files
+from titan_ckpt.trainer.data.records import read_documents
 from titan_ckpt.trainer.data.token_files import BIN, HEADER, open_tokens
 from titan_ckpt.trainer.report.goodput import goodput
 from titan_ckpt.trainer.report.plot import draw_svg, nice_ticks, run_panels

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from titan_ckpt.errors import ConfigError, DataError
 from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
 from titan_ckpt.trainer.data.batches import BatchLoader, BatchShape, Dataset, open_dataset, unigram_entropy
-from titan_ckpt.trainer.data.corpus import DocumentReader, list_files, read_documents
+from titan_ckpt.trainer.data.corpus import DocumentReader, list_files
+from titan_ckpt.trainer.data.records import read_documents
 from titan_ckpt.trainer.data.sample_order import BLOCK, SampleOrder, SourceSize, permuted, shares
 from titan_ckpt.trainer.data.token_files import open_tokens, pretokenise
 from titan_ckpt.trainer.data.token_source import TokenSource

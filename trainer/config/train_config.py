@@ -5,6 +5,7 @@
 | `[model]`      | the decoder's shape: `model.decoder.ModelConfig`, or the record of an extension's model |
 | `[mesh]`       | degrees of pp, dp_replicate, dp_shard, cp, tp and the methods: `parallel.config.ParallelConfig` |
 | `[data]`       | where text comes from and how it becomes samples: `DataConfig` |
+| `[chat]`       | how conversations become samples: `chat.ChatConfig` |
 | `[optimizer]`  | AdamW and the learning rate: `parallel.optimizer.OptimizerConfig` |
 | `[train]`      | steps, batch, seed, limits: `TrainOptions` |
 | `[lora]`       | low-rank adapters instead of the whole model: `model.lora.LoraConfig` |
@@ -28,6 +29,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.location import check_writable, parse_location
 from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.trainer.config.chat import ChatConfig
 from titan_ckpt.trainer.config.extension import Extension, NoSettings, check_tables
 from titan_ckpt.trainer.config.ranges import check_ranges
 from titan_ckpt.trainer.model.decoder import ModelConfig
@@ -38,7 +40,7 @@ from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, check_groups,
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
 
-Format: TypeAlias = Literal["auto", "text", "jsonl", "tokens"]
+Format: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "tar", "tokens", "chat"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +49,8 @@ class SourceConfig:
 
     url: str  # file, folder, glob or fsspec URL, pre-tokenised folder, datasets:NAME or python-stdlib
     weight: float = 1.0  # share of the samples, relative to the other sources
-    format: Format = "auto"  # auto: by file name; .gz and .zst are decompressed
-    text_field: str = "text"  # the key of the text in a JSONL line
+    format: Format = "auto"  # auto: by file name; .gz and .zst are decompressed; chat: conversations, see [chat]
+    text_field: str = "text"  # the key of the text in a JSONL line, the column in Parquet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class DataConfig:
     """`source` is short for a `mixture` of one entry; set one of the two."""
 
     source: str = ""  # one corpus, as in mixture.url
+    format: Format = "auto"  # of `source`, as in mixture.format
     mixture: tuple[SourceConfig, ...] = ()  # several corpora with weights
     seq_len: int = 256  # tokens of a sample
     tokenizer: str = "bytes"  # or the path or URL of a Hugging Face tokenizer.json
@@ -69,7 +72,7 @@ class DataConfig:
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
         """The corpora, from `mixture` or `source`."""
-        return self.mixture or (SourceConfig(url=self.source),)
+        return self.mixture or (SourceConfig(url=self.source, format=self.format),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +172,7 @@ class TrainConfig:
     model: ModelConfig
     mesh: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainOptions = field(default_factory=TrainOptions)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -312,6 +316,8 @@ def _check_data(data: DataConfig, *, has_own: bool) -> None:
         return
     if bool(data.source) == bool(data.mixture):
         raise ConfigError('data: give either source = "..." or [[data.mixture]] tables with url and weight')
+    if data.mixture and data.format != "auto":
+        raise ConfigError("data.format is of data.source; each [[data.mixture]] has a format of its own")
     for source in data.mixture:
         if not source.weight > 0.0:
             raise ConfigError(f"data.mixture: {source.url}: weight {source.weight} must be more than 0")

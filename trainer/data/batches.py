@@ -17,7 +17,10 @@ import xxhash
 from torch import Tensor
 
 from titan_ckpt.errors import DataError
+from titan_ckpt.trainer.config.chat import ChatConfig
 from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
+from titan_ckpt.trainer.data.chat_source import ChatSource
+from titan_ckpt.trainer.data.chat_tokens import ChatFile, ChatKind, cached_chat, chat_rules
 from titan_ckpt.trainer.data.corpus import DocumentReader
 from titan_ckpt.trainer.data.hub import PREFIX
 from titan_ckpt.trainer.data.sample_order import SampleOrder, SampleRef, SourceSize
@@ -25,6 +28,8 @@ from titan_ckpt.trainer.data.token_files import TokenFile, cached_tokens, is_tok
 from titan_ckpt.trainer.data.token_source import TokenSource
 from titan_ckpt.trainer.data.tokenizer import Tokenizer
 from titan_ckpt.trainer.seams.data import DataSource, collate, filler_of
+
+NO_CHAT = ChatConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,17 +134,55 @@ class Dataset:
 
 
 def open_dataset(
-    config: DataConfig, validation: ValidationConfig, tokenizer: Tokenizer, *, seed: int, is_writer: bool
+    config: DataConfig,
+    validation: ValidationConfig,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    is_writer: bool,
+    chat: ChatConfig = NO_CHAT,
 ) -> Dataset:
     """Open the run's data. Text that is not in the cache is tokenised first, by the writer (one process per machine)."""
-    files = [_open_source(source, config, tokenizer, is_writer) for source in config.sources]
-    sources = [
-        TokenSource(file=file, seq_len=config.seq_len, has_document_masks=config.document_masks) for file in files
-    ]
+    sources = open_sources(config.sources, config, chat, tokenizer, is_writer=is_writer)
     weights = [source.weight for source in config.sources]
     return Dataset(
         sources, weights, seq_len=config.seq_len, seed=seed, shuffle=config.shuffle, held_out=validation.fraction
     )
+
+
+def open_sources(
+    asked: Sequence[SourceConfig], data: DataConfig, chat: ChatConfig, tokenizer: Tokenizer, *, is_writer: bool
+) -> list[DataSource]:
+    """The sources `asked` as samples that have the same fields."""
+    is_packed = chat.pack and any(source.format == "chat" for source in data.sources)
+
+    def open_one(source: SourceConfig) -> DataSource:
+        if source.format == "chat":
+            file = open_chat(source, data, chat, tokenizer, is_writer=is_writer)
+            return ChatSource(
+                file, seq_len=data.seq_len, too_long=chat.too_long, is_packed=is_packed, padding=tokenizer.separator
+            )
+        tokens = _open_source(source, data, tokenizer, is_writer)
+        return TokenSource(
+            file=tokens, seq_len=data.seq_len, has_document_masks=data.document_masks, has_positions=is_packed
+        )
+
+    return [open_one(source) for source in asked]
+
+
+def open_chat(
+    source: SourceConfig,
+    data: DataConfig,
+    chat: ChatConfig,
+    tokenizer: Tokenizer,
+    *,
+    is_writer: bool,
+    kind: ChatKind = "chat",
+) -> ChatFile:
+    """The tokenised conversations or pairs of a source."""
+    rules = chat_rules(kind, data.tokenizer, template=chat.template, last_only=chat.train_on == "last", today=chat.date)
+    reader = DocumentReader(text_field=source.text_field, bad_line=data.bad_line)
+    return cached_chat(source.url, tokenizer, rules, reader, data.cache, is_writer=is_writer)
 
 
 def _open_source(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, is_writer: bool) -> TokenFile:
@@ -162,8 +205,12 @@ def may_be_tokens(source: SourceConfig) -> bool:
 
 def reader_of(source: SourceConfig, config: DataConfig) -> DocumentReader:
     """The reader of a text source."""
-    kind = "auto" if source.format == "tokens" else source.format
-    return DocumentReader(format=kind, text_field=source.text_field, bad_line=config.bad_line)
+    kind = source.format
+    return DocumentReader(
+        format="auto" if kind == "tokens" or kind == "chat" else kind,
+        text_field=source.text_field,
+        bad_line=config.bad_line,
+    )
 
 
 class BatchLoader:

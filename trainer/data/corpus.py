@@ -1,4 +1,4 @@
-"""Documents from files: plain text and JSONL, optionally gzip or zstd, from any store, and `python-stdlib`."""
+"""Files of a corpus, from any store: plain, gzip or zstd, and `python-stdlib`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Literal
 
@@ -17,7 +17,6 @@ import zstandard
 
 from titan_ckpt.errors import DataError, NotFoundError
 from titan_ckpt.location import normalise, redact
-from titan_ckpt.parsing.json_values import parse_json_line, show
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.data.hub import PREFIX, HubSplit, open_split
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 STDLIB = "python-stdlib"
 STDLIB_SKIPPED = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3")
 SNIFF_BYTES = 8192
-_DAMAGED = (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError)
+DAMAGED = (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError)
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -52,7 +51,7 @@ class File:
 class DocumentReader:
     """How documents are read from files; counts the skipped lines by file."""
 
-    format: Literal["auto", "text", "jsonl"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "tar"] = "auto"
     text_field: str = "text"
     bad_line: Literal["stop", "skip"] = "stop"
     skipped_lines: dict[str, int] = field(default_factory=dict)
@@ -128,80 +127,32 @@ def _stdlib_files() -> list[File]:
     return files
 
 
-def read_documents(file: File | HubSplit, reader: DocumentReader) -> Iterator[bytes]:
-    """The documents of a file: lines of JSONL, rows of a dataset, or the whole text. DataError for binary content."""
-    if isinstance(file, HubSplit):
-        yield from file.documents(reader.text_field)
-        return
-    kind = reader.format if reader.format != "auto" else format_of(file.path)
-    with open_unpacked(file) as stream:
-        if kind == "jsonl":
-            yield from _read_lines(file, stream, reader)
-            return
-        text = _unpack_all(file, stream)
-    if b"\0" in text[:SNIFF_BYTES]:
-        raise DataError(
-            f"{file.where}: binary data (a NUL byte near the start); expected text or JSONL, plain, .gz or .zst"
-        )
-    if text:
-        yield text
+def format_of(path: str) -> Literal["text", "jsonl", "parquet", "tar"]:
+    """By file name, compressed or not: JSONL, Parquet, tar shards; everything else is text.
 
-
-def format_of(path: str) -> Literal["text", "jsonl"]:
-    """By file name: `.jsonl` and `.ndjson`, compressed or not, are JSONL; everything else is text."""
+    >>> format_of("part.jsonl.zst"), format_of("a/00.tgz"), format_of("README.md")
+    ('jsonl', 'tar', 'text')
+    """
     name = path.lower().removesuffix(".gz").removesuffix(".zst")
-    return "jsonl" if name.endswith((".jsonl", ".ndjson")) else "text"
+    if name.endswith((".jsonl", ".ndjson")):
+        return "jsonl"
+    if name.endswith((".tar", ".tgz")):
+        return "tar"
+    return "parquet" if name.endswith((".parquet", ".pq")) else "text"
 
 
 def open_unpacked(file: File) -> IO[bytes]:
     """A buffered stream of the content, decompressed according to the suffix."""
-    raw = io.BufferedReader(_StoreStream(file), buffer_size=1 << 22)
-    if file.path.endswith(".gz"):
+    raw = io.BufferedReader(StoreStream(file), buffer_size=1 << 22)
+    if file.path.lower().endswith((".gz", ".tgz")):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw))
-    if file.path.endswith(".zst"):
+    if file.path.lower().endswith(".zst"):
         reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
         return io.BufferedReader(reader)
     return raw
 
 
-def _unpack_all(file: File, stream: IO[bytes]) -> bytes:
-    try:
-        return stream.read()
-    except _DAMAGED as error:
-        raise DataError(f"{file.where}: cannot be unpacked: {error}") from error
-
-
-def _read_lines(file: File, stream: IO[bytes], reader: DocumentReader) -> Iterator[bytes]:
-    try:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            text, problem = _parse_line(line, reader.text_field)
-            if text is not None:
-                yield text
-            elif reader.bad_line == "stop":
-                raise DataError(f'{file.where}: line {number}: {problem}; mend it, or set data.bad_line = "skip"')
-            else:
-                reader.skipped_lines[file.where] = reader.skipped_lines.get(file.where, 0) + 1
-                log.debug("%s: line %d: %s; skipped", file.where, number, problem)
-    except _DAMAGED as error:
-        raise DataError(f"{file.where}: cannot be unpacked: {error}") from error
-
-
-def _parse_line(line: bytes, text_field: str) -> tuple[bytes | None, str]:
-    """The text of a JSONL line, or None and the problem."""
-    try:
-        content = parse_json_line(line)
-    except ValueError as error:
-        return None, f"not JSON ({error})"
-    text = content.get(text_field) if isinstance(content, dict) else None
-    if not isinstance(text, str):
-        found = show(list(content)) if isinstance(content, dict) else type(content).__name__
-        return None, f"no string {text_field!r} (data.text_field); found {found}"
-    return text.encode(errors="replace"), ""
-
-
-class _StoreStream(io.RawIOBase):
+class StoreStream(io.RawIOBase):
     """A stored file as a raw stream of ranged reads."""
 
     def __init__(self, file: File) -> None:
@@ -217,3 +168,14 @@ class _StoreStream(io.RawIOBase):
             self._file.store.read_into(self._file.path, self._position, view[:count])
             self._position += count
         return max(count, 0)
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position

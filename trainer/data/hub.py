@@ -30,6 +30,10 @@ class HubSplit:
         """Its full location, for messages."""
         return PREFIX + self.path
 
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The rows, in order."""
+        yield from self.rows
+
     def documents(self, text_field: str) -> Iterator[bytes]:
         """The text of each row, in order; DataError for a row without text."""
         if text_field not in self.rows.column_names:

@@ -22,8 +22,9 @@ from titan_ckpt.location import join, local_path, normalise, redact, scheme
 from titan_ckpt.parsing.json_values import JsonValue, parse_json
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.trainer.data.corpus import DocumentReader, File, list_files, read_documents
+from titan_ckpt.trainer.data.corpus import DocumentReader, File, list_files
 from titan_ckpt.trainer.data.hub import HubSplit
+from titan_ckpt.trainer.data.records import read_documents
 from titan_ckpt.trainer.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

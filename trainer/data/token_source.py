@@ -21,6 +21,7 @@ class TokenSource:
     file: TokenFile
     seq_len: int
     has_document_masks: bool = False
+    has_positions: bool = False  # as other sources of the run have them
 
     @property
     def fingerprint(self) -> str:
@@ -48,6 +49,10 @@ class TokenSource:
         fields = {"tokens": tokens_L, "labels": labels_L}
         if self.has_document_masks:
             fields["documents"] = documents(tokens_L, self.file.header.separator)
+        elif self.has_positions:
+            fields["documents"] = torch.zeros_like(tokens_L)
+        if self.has_positions:
+            fields["positions"] = positions(fields["documents"])
         return fields
 
 
@@ -59,3 +64,15 @@ def documents(tokens_L: Tensor, separator: int) -> Tensor:
     """
     closes_L = (tokens_L == separator).long()
     return closes_L.cumsum(dim=-1) - closes_L
+
+
+def positions(documents_L: Tensor) -> Tensor:
+    """Each token's place in its document.
+
+    >>> positions(torch.tensor([0, 0, 0, 1, 1, 2])).tolist()
+    [0, 1, 2, 0, 1, 0]
+    """
+    places_L = torch.arange(len(documents_L))
+    begins_L = torch.ones_like(documents_L, dtype=torch.bool)
+    begins_L[1:] = documents_L[1:] != documents_L[:-1]
+    return places_L - torch.where(begins_L, places_L, 0).cummax(dim=0).values

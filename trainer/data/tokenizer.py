@@ -21,15 +21,23 @@ USUAL_SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>
 
 
 class Tokenizer(ABC):
-    """`vocab_size` is the largest id plus one, `separator` the id between documents, `digest` identifies the mapping."""
+    """`vocab_size` is the largest id plus one, `separator` the id between documents, `digest` identifies the mapping.
+
+    `separator_text` is the separator as text, "" if no text becomes it.
+    """
 
     vocab_size: int
     separator: int
+    separator_text: str
     digest: str
 
     @abstractmethod
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.uint32]]:
         """Ids of each text, without special tokens."""
+
+    @abstractmethod
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
+        """Ids of each text, whose special tokens become theirs, and the characters [start, end) of each id."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -44,11 +52,18 @@ class ByteTokenizer(Tokenizer):
     """Ids 0 to 255 are bytes, 256 separates documents."""
 
     def __init__(self) -> None:
-        self.vocab_size, self.separator = 257, 256
+        self.vocab_size, self.separator, self.separator_text = 257, 256, ""
         self.digest = "bytes-1"
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.uint32]]:
         return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in texts]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
+        found = []
+        for ids in self.encode([text.encode() for text in texts]):
+            starts = np.cumsum((ids & 0xC0) != 0x80) - 1  # a byte that begins with the bits 10 goes on with a character
+            found.append((ids, np.stack([starts, starts + 1], axis=1)))
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -104,8 +119,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self._content, self._where = content, where
         with _library(f"data.tokenizer = {where}: not a tokenizer.json"):
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(content.decode())
+            self._tokenizer.no_truncation()  # a file may ask for both, which would cut every document
+            self._tokenizer.no_padding()
             self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.separator = self._find_separator(where, separator)
+        self.separator_text = str(self._tokenizer.id_to_token(self.separator))
         self.digest = hashlib.sha256(content).hexdigest()[:32] + f"-{self.separator}"
 
     def _find_separator(self, where: str, asked: str) -> int:
@@ -121,6 +139,14 @@ class HuggingFaceTokenizer(Tokenizer):
         with _library(f"data.tokenizer = {self._where}: cannot encode the data with it"):
             encodings = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
+        with _library(f"data.tokenizer = {self._where}: cannot encode the data with it"):
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.asarray(each.ids, dtype=np.uint32), np.asarray(each.offsets, dtype=np.int64).reshape(-1, 2))
+            for each in encodings
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         with _library(f"data.tokenizer = {self._where}: cannot decode with it"):
@@ -142,6 +168,13 @@ def open_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
     except StoreError as error:
         raise ConfigError(f'data.tokenizer = {name}: {error}; give "bytes" or a Hugging Face tokenizer.json') from error
     return HuggingFaceTokenizer(content, where=name, separator=separator)
+
+
+def tokenizer_folder(name: str) -> str:
+    """The folder of the tokenizer `data.tokenizer`; "" for bytes."""
+    if name == BYTES:
+        return ""
+    return (name.rpartition("/")[0] or ".") if name.endswith(".json") else name
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

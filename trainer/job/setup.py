@@ -20,6 +20,7 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.data.batches import Batch, BatchShape, Dataset, open_dataset, unigram_entropy
+from titan_ckpt.trainer.data.chat_source import ChatSource
 from titan_ckpt.trainer.data.token_source import TokenSource
 from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer
 from titan_ckpt.trainer.device_mesh import RankMesh
@@ -224,7 +225,9 @@ def _open_data(config: TrainConfig, control: ControlGroup, *, is_writer: bool) -
         check_vocabulary(tokenizer, config.spec.vocab_size)
 
     def open_it(is_writer: bool) -> Dataset:
-        return open_dataset(config.data, config.validation, tokenizer, seed=config.train.seed, is_writer=is_writer)
+        return open_dataset(
+            config.data, config.validation, tokenizer, seed=config.train.seed, is_writer=is_writer, chat=config.chat
+        )
 
     dataset = open_it(True) if is_writer else None
     control.barrier()
@@ -295,7 +298,8 @@ def _validation(config: TrainConfig, model: Parallelized, dataset: Dataset) -> C
 def _describe_data(dataset: Dataset) -> str:
     files = [source.file for source in dataset.sources if isinstance(source, TokenSource)]
     if not files:
-        return f"{sum(map(len, dataset.sources)):,} samples"
+        said = [source.describe() for source in dataset.sources if isinstance(source, ChatSource)]
+        return "; ".join(said) or f"{sum(map(len, dataset.sources)):,} samples"
     return f"{', '.join(f'{len(f):,} tokens' for f in files)}; unigram entropy {unigram_entropy(files[0]):.3f} nats"
 
 

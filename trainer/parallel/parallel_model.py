@@ -198,7 +198,8 @@ class Parallelized:
             if cp > 1:
                 fields |= {name: fields[name][:, mine_S] for name in spec.sequence if name in fields}
             if "positions" in spec.inputs:
-                fields["positions"] = mine_S.expand(len(whole), -1)
+                own = fields.get("positions")  # of packed documents, which each begin at 0
+                fields["positions"] = mine_S.expand(len(whole), -1) if own is None else own[:, mine_S]
         return fields.pop(spec.inputs[0]), fields
 
 

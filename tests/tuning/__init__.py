@@ -1,0 +1,1 @@
+"""Tests of fine-tuning: chat data, adapters, models read from folders."""

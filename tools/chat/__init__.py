@@ -1,0 +1,1 @@
+"""Chat templates and made-up conversations, compared token by token with transformers."""
