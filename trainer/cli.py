@@ -17,6 +17,7 @@ from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.errors import INTERNAL, ConfigError, TitanError, UsageError
 from titan_ckpt.location import join
 from titan_ckpt.trainer.config.extension import Extension, load_extension
+from titan_ckpt.trainer.config.model_from import fill_from
 from titan_ckpt.trainer.config.recipes import find_config, recipe_of
 from titan_ckpt.trainer.config.toml_records import Resolved, as_dict, render, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, config_type, resolve_mesh
@@ -136,7 +137,7 @@ def _resolve(arguments: Namespace) -> Resolved[TrainConfig]:
     """The config, checked; torchrun is told of an error in it, too."""
     try:
         extension = load_extension(arguments.module) if arguments.module else Extension()
-        resolved = resolve(config_type(extension), find_config(arguments.config), arguments.set)
+        resolved = resolve(config_type(extension), find_config(arguments.config), arguments.set, fill_from)
         check_config(resolved.config)
         origins = {key: recipe_of(origin) for key, origin in resolved.origins.items()}
     except TitanError as error:

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.output import format_table, write_text
 from titan_ckpt.errors import UsageError
-from titan_ckpt.trainer.config.recipes import find_recipe, purpose, recipes
+from titan_ckpt.trainer.config.recipes import find_template, purpose, templates
 from titan_ckpt.trainer.config.starter import starter
 
 DEFAULT = "tiny"
@@ -15,6 +15,7 @@ EPILOG = """\
 examples:
   titan-ckpt init                              # writes tiny.toml
   titan-ckpt init --template 8b my-run.toml
+  titan-ckpt init --template sft               # fine-tune a chat model; lora: only adapters
   titan-ckpt init --list
 """
 
@@ -30,10 +31,10 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Write the config; a file that exists is left alone."""
     if arguments.list:
-        rows = [[name, purpose(path)] for name, path in recipes().items()]
+        rows = [[name, purpose(path)] for name, path in templates().items()]
         write_text(format_table(["recipe", "for"], rows))
         return 0
-    recipe = find_recipe(arguments.template)
+    recipe = find_template(arguments.template)
     target = arguments.file or f"{recipe.stem}.toml"
     text = starter(recipe)
     try:

@@ -16,6 +16,7 @@ import torch
 from titan_ckpt.errors import ConfigError, DataError
 from titan_ckpt.trainer.config.chat import ChatConfig
 from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
+from titan_ckpt.trainer.data import chat_tokens
 from titan_ckpt.trainer.data.batches import BatchShape, Dataset, open_chat, open_dataset
 from titan_ckpt.trainer.data.chat_source import ChatSource, PairSource
 from titan_ckpt.trainer.data.chat_template import ChatTemplate, TemplateProblem, open_template
@@ -87,14 +88,12 @@ def test_ids_and_masks_equal_those_of_transformers(shape: str, tmp_path: Path) -
 
 @pytest.mark.hf
 def test_the_comparison_sees_a_mask_of_one_token_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tools.chat.compare as compare
-
-    right = compare.learned
+    right = chat_tokens.learned
 
     def wrong(offsets: Any, spans: Any) -> Any:
         return right(offsets, [(start, end - 10) for start, end in spans])
 
-    monkeypatch.setattr(compare, "learned", wrong)
+    monkeypatch.setattr("tools.chat.compare.learned", wrong)
     assert count_differences("chatml", 3, 7, tmp_path)[1] > 3
 
 

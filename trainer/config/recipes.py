@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from titan_ckpt import version
@@ -17,15 +18,26 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
 
 
+def templates() -> dict[str, Path]:
+    """The files that `init` starts from: the recipes, and those for fine-tuning, whose model and data are to be filled in."""
+    tuning = {path.stem: path for path in sorted((FOLDER / "tuning").glob("*.toml"))}
+    return recipes() | tuning
+
+
 def purpose(path: Path) -> str:
     """What a recipe is for: the comment in its first line."""
     with path.open(encoding="utf-8") as file:
         return file.readline().lstrip("# ").strip()
 
 
-def find_recipe(name: str) -> Path:
+def find_template(name: str) -> Path:
+    """The file of template `name`, as `find_recipe`."""
+    return templates()[name] if name in templates() else find_recipe(name, templates())
+
+
+def find_recipe(name: str, known: Mapping[str, Path] | None = None) -> Path:
     """The file of recipe `name`, or of the only one whose name ends with it (`8b` is llama3_8b). ConfigError if there is none."""
-    known = recipes()
+    known = recipes() if known is None else known
     found = [path for stem, path in known.items() if name == stem] or [
         path for stem, path in known.items() if stem.endswith(f"_{name}")
     ]

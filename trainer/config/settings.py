@@ -40,10 +40,20 @@ class Table:
     settings: tuple[Setting, ...]
 
 
+MODEL_FROM = Setting(
+    name="model.from", type="a string", default='""',
+    meaning="a Hugging Face folder or checkpoint that gives all of [model], and resume.from and data.tokenizer if not set",
+)  # fmt: skip
+
+
 def tables() -> list[Table]:
     """The tables of a config, in the order of its records."""
     hints = get_type_hints(TrainConfig)
-    return [_table(field.name, hints[field.name]) for field in dataclasses.fields(TrainConfig)]
+    found = [_table(field.name, hints[field.name]) for field in dataclasses.fields(TrainConfig)]
+    return [
+        dataclasses.replace(table, settings=(MODEL_FROM, *table.settings)) if table.name == "model" else table
+        for table in found
+    ]
 
 
 def explain(name: str) -> Setting | Table:
@@ -66,6 +76,9 @@ def schema() -> dict[str, Any]:
         "description": "a config that is read first and overridden by this one",
     }
     top.pop("required")  # a base may set it
+    model = top["properties"]["model"]
+    model.pop("required")  # `from` may give them
+    model["properties"]["from"] = {"type": "string", "description": MODEL_FROM.meaning}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "titan-ckpt train"} | top
 
 

@@ -28,6 +28,8 @@ def starter(recipe: Path) -> str:
 
 def _table(table: Table, given: dict[str, Any]) -> list[str]:
     own = [setting for setting in table.settings if setting.name.count(".") == 1]
+    if "from" in given and table.name == "model":
+        own = [setting for setting in own if setting.name.partition(".")[2] in given]  # it gives the others
     return [f"# {table.meaning}", f"[{table.name}]", *(_line(setting, given) for setting in own)]
 
 

@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -32,10 +32,17 @@ class Resolved(Generic[T]):
     origins: Origins
 
 
-def resolve(kind: type[T], path: str, sets: Sequence[str] = ()) -> Resolved[T]:
-    """Read `path` with its bases, apply `sets` (`key=value`, the value in TOML), and check every key and type."""
+def resolve(
+    kind: type[T], path: str, sets: Sequence[str] = (), fill: Callable[[Tree, Origins], None] | None = None
+) -> Resolved[T]:
+    """Read `path` with its bases, apply `sets` (`key=value`, the value in TOML), and check every key and type.
+
+    `fill` may add values to the tree, with their origin, before it is checked.
+    """
     tree, origins = read_file(path)
     merge_sets(tree, sets, origins)
+    if fill is not None:
+        fill(tree, origins)
     return Resolved(config=build_record(kind, tree, origins), origins=origins)
 
 

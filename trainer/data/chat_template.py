@@ -236,6 +236,20 @@ def chat_files(folder: str) -> dict[str, bytes]:
     return found
 
 
+def day(text: str) -> date:
+    """The day that `chat.date` names; ConfigError if it is none."""
+    try:
+        return date.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(f"chat.date = {text!r}: expected a date such as 2024-07-26") from error
+
+
+def template_assets(folder: str, own: str = "") -> dict[str, bytes]:
+    """The files with which an exported model renders conversations as `open_template` does."""
+    files = chat_files(folder) if folder else {}
+    return files | ({TEMPLATE_FILE: _read_text(own).encode()} if own else {})
+
+
 def open_template(folder: str, own: str = "", *, today: date) -> tuple[ChatTemplate, ChatTemplate]:
     """The templates for conversations without and with tools of the tokenizer in `folder` ("" if it is no folder's).
 

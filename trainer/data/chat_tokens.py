@@ -11,19 +11,18 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from titan_ckpt.errors import ConfigError, DamagedError, DataError
+from titan_ckpt.errors import DamagedError, DataError
 from titan_ckpt.location import join, local_path, normalise, redact, scheme
 from titan_ckpt.parsing.json_values import JsonValue, parse_json
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.trainer.data.chat_template import ChatTemplate, Rendered, TemplateProblem, open_template
+from titan_ckpt.trainer.data.chat_template import ChatTemplate, Rendered, TemplateProblem, day, open_template
 from titan_ckpt.trainer.data.conversations import (
     Chat,
     LineProblem,
@@ -51,15 +50,15 @@ class ChatRules:
     """How examples become tokens. `kind`: whether the lines are conversations or pairs."""
 
     kind: ChatKind
-    plain: ChatTemplate | None  # None: only text can be read
-    with_tools: ChatTemplate | None
+    plain: ChatTemplate
+    with_tools: ChatTemplate
     last_only: bool
     today: str
 
     @property
     def digest(self) -> str:
         """Identifies the rules."""
-        shown = [[each.source, each.names] if each is not None else None for each in (self.plain, self.with_tools)]
+        shown = [[each.source, each.names] for each in (self.plain, self.with_tools)]
         return xxhash.xxh3_128_hexdigest(
             json.dumps([VERSION, self.kind, self.last_only, self.today, shown], sort_keys=True).encode()
         )
@@ -127,11 +126,7 @@ class ChatFile:
 
 def chat_rules(kind: ChatKind, tokenizer: str, *, template: str, last_only: bool, today: str) -> ChatRules:
     """The rules for `data.tokenizer` and the settings of [chat]."""
-    try:
-        day = date.fromisoformat(today)
-    except ValueError as error:
-        raise ConfigError(f"chat.date = {today!r}: expected a date such as 2024-07-26") from error
-    plain, with_tools = open_template(tokenizer_folder(tokenizer), template, today=day)
+    plain, with_tools = open_template(tokenizer_folder(tokenizer), template, today=day(today))
     return ChatRules(kind=kind, plain=plain, with_tools=with_tools, last_only=last_only, today=today)
 
 
@@ -142,7 +137,6 @@ def render(example: Chat | Plain, rules: ChatRules, end: str) -> Rendered:
         text += "" if text.endswith(end) else end
         return Rendered(text, ((len(example.prompt), len(text)),))
     template = rules.with_tools if example.tools else rules.plain
-    assert template is not None
     return template.render_answers(
         example.messages, tools=example.tools, names=example.names, first=example.first, last_only=rules.last_only
     )

@@ -18,6 +18,7 @@ from titan_ckpt.loading.policy import LoadPolicy, LoadReport
 from titan_ckpt.saving.second_tier import open_nearest
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec, count_layers
+from titan_ckpt.trainer.config.model_from import means_the_same
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import ResumeConfig
 from titan_ckpt.trainer.job.control_group import ControlGroup
@@ -272,7 +273,8 @@ def check_model(checkpoint: Checkpoint, model: Any) -> None:
         return
     theirs, ours = _spelled_out(saved), _spelled_out(as_dict(model))
     ignored = {"max_seq_len"}
-    differing = [k for k in sorted({*theirs, *ours} - ignored) if theirs.get(k) != ours.get(k)]
+    keys = sorted({*theirs, *ours} - ignored)
+    differing = [k for k in keys if not means_the_same(theirs.get(k), ours.get(k))]
     if differing:
         changes = ", ".join(f"{k}: checkpoint {theirs.get(k)}, config {ours.get(k)}" for k in differing)
         raise ConfigError(

@@ -21,8 +21,9 @@ from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.data.batches import Batch, BatchShape, Dataset, open_dataset, unigram_entropy
 from titan_ckpt.trainer.data.chat_source import ChatSource
+from titan_ckpt.trainer.data.chat_template import template_assets
 from titan_ckpt.trainer.data.token_source import TokenSource
-from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer
+from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer, tokenizer_folder
 from titan_ckpt.trainer.device_mesh import RankMesh
 from titan_ckpt.trainer.job.changed_settings import check_settings
 from titan_ckpt.trainer.job.control_group import ControlGroup
@@ -113,7 +114,7 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
             saver = stack.enter_context(Saver(config.save.url, options))
         job = Job(
             config=config, config_record=as_dict(config),
-            assets=kept_assets(start, tokenizer) if context.rank == 0 else {},
+            assets=kept_assets(start, tokenizer) | _chat_assets(config) if context.rank == 0 else {},
             parallelized=parallelized, loss=config.loss, optimizer=optimizer,
             prepare=preparation(config, parallelized, control),
             validation_batches=_validation(config, parallelized, dataset),
@@ -232,6 +233,13 @@ def _open_data(config: TrainConfig, control: ControlGroup, *, is_writer: bool) -
     dataset = open_it(True) if is_writer else None
     control.barrier()
     return dataset or open_it(False), tokenizer.to_json()
+
+
+def _chat_assets(config: TrainConfig) -> dict[str, bytes]:
+    """The chat template of a run on conversations."""
+    if config.extension.data is not None or all(source.format != "chat" for source in config.data.sources):
+        return {}
+    return template_assets(tokenizer_folder(config.data.tokenizer), config.chat.template)
 
 
 def _open_metrics(context: RankContext, logging_: RankLogging) -> MetricsLog:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from titan_ckpt.trainer.config.extension import Extension
+from titan_ckpt.trainer.config.model_from import fill_from
 from titan_ckpt.trainer.config.toml_records import build_record, merge_sets, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, config_type, resolve_mesh
 from titan_ckpt.trainer.job.job import Outcome
@@ -63,8 +64,9 @@ def _resolve(
     if isinstance(config, Mapping):
         tree, origins = copy.deepcopy(dict(config)), dict[str, str]()
         merge_sets(tree, sets, origins)
+        fill_from(tree, origins)
         checked = build_record(kind, tree, origins)
     else:
-        checked = resolve(kind, os.fspath(config), sets).config
+        checked = resolve(kind, os.fspath(config), sets, fill_from).config
     check_config(checked)
     return checked

@@ -16,9 +16,10 @@ from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import may_be_tokens
+from titan_ckpt.trainer.data.chat_template import day, open_template
 from titan_ckpt.trainer.data.corpus import list_files
 from titan_ckpt.trainer.data.token_files import is_tokens
-from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer
+from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer, tokenizer_folder
 from titan_ckpt.trainer.model.plan import plan_of
 
 
@@ -39,6 +40,8 @@ def _check_corpora(config: TrainConfig) -> None:
     tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
     if config.spec.vocab_size is not None:
         check_vocabulary(tokenizer, config.spec.vocab_size)
+    if any(source.format == "chat" for source in config.data.sources):
+        open_template(tokenizer_folder(config.data.tokenizer), config.chat.template, today=day(config.chat.date))
     for source in config.data.sources:
         if source.format != "tokens" and not (may_be_tokens(source) and is_tokens(source.url)):
             list_files(source.url)
