@@ -63,6 +63,9 @@ reshard-matrix: $(READY) ## train on each of 11 meshes, reshard to each, resume:
 fuzz: $(READY) ## fuzz all that reads bytes of others, 20 minutes a family (ARGS="--family manifest --minutes 5")
 	$(BIN)/python -m scripts.fuzz $(ARGS)
 
+chat: $(READY) ## compare 1,000 conversations of 5 chat templates token by token with transformers (ARGS="1000 1": count, seed)
+	$(BIN)/python -m tools.chat.compare $(ARGS)
+
 zoo: $(READY) ## save and load several hundred kinds of states, by us and by DCP, and compare (ARGS="Adam" for a part)
 	$(BIN)/python -m tools.zoo $(ARGS)
 

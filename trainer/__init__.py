@@ -18,6 +18,7 @@ if __name__ != "titan_ckpt.trainer":
 from titan_ckpt.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from titan_ckpt.trainer.data.pairs import preference_pairs
     from titan_ckpt.trainer.job.job import Outcome
     from titan_ckpt.trainer.job.start import run
     from titan_ckpt.trainer.model.attention import Attend, SdpaAttend
@@ -68,6 +69,7 @@ __all__ = [
     "Whole",
     "decoder",
     "fill_initial",
+    "preference_pairs",
     "run",
 ]
 
@@ -99,6 +101,7 @@ __getattr__, __dir__ = lazy_names(
         "Whole": "seams.model",
         "decoder": "model.decoder",
         "fill_initial": "parallel.initialize",
+        "preference_pairs": "data.pairs",
         "run": "job.start",
     },
 )

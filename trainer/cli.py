@@ -78,7 +78,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--export-adapter",
         metavar="DST",
-        help="write the newest checkpoint's LoRA adapters as a PEFT folder, then stop",
+        help="write the newest checkpoint's LoRA adapters as a PEFT folder, then stop; CONFIG may be a checkpoint",
     )
     parser.add_argument(
         "--estimate", action="store_true", help="print memory, traffic and checkpoints per rank, then stop"
@@ -96,6 +96,8 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the config or an estimate, run as a rank, or start ranks."""
+    if arguments.export_adapter is not None and _is_checkpoint(arguments.config):
+        return export_to_peft(arguments.config, arguments.export_adapter)
     resolved = _resolve(arguments)
     if arguments.print_config:
         if arguments.json:
@@ -106,7 +108,7 @@ def run(arguments: Namespace) -> int:
     if arguments.pretokenise is not None:
         return pretokenise_all(resolved.config, arguments.pretokenise)
     if arguments.export_adapter is not None:
-        return export_to_peft(resolved.config, arguments.export_adapter)
+        return _export_newest(resolved.config, arguments.export_adapter)
     if is_rank():
         return run_as_rank(resolved)
     world_size = num_ranks(resolved.config, arguments.nproc)
@@ -146,11 +148,20 @@ def _resolve(arguments: Namespace) -> Resolved[TrainConfig]:
     return Resolved(config=resolved.config, origins=origins)
 
 
-def export_to_peft(config: TrainConfig, destination: str) -> int:
-    """Write the adapters of the newest checkpoint of `save.url` as a PEFT folder."""
+def _is_checkpoint(name: str) -> bool:
+    """Whether what stands in the config's place names a checkpoint."""
+    return not os.path.isfile(name) and ("://" in name or "@" in name or os.path.isdir(name))
+
+
+def _export_newest(config: TrainConfig, destination: str) -> int:
     if not config.save.url:
         raise UsageError("--export-adapter reads the newest checkpoint of save.url, which is empty; give it with --set")
-    checkpoint = open_checkpoint(config.save.url)
+    return export_to_peft(config.save.url, destination)
+
+
+def export_to_peft(url: str, destination: str) -> int:
+    """Write the adapters of a checkpoint as a PEFT folder."""
+    checkpoint = open_checkpoint(url)
     count = export_adapter(checkpoint, destination)
     write_text(f"{destination}: {count} factors of {checkpoint}")
     return 0

@@ -89,7 +89,6 @@ def test_a_first_step_from_a_base_has_the_base_s_loss(tmp_path: Path, run: Any) 
     [
         (("lora.rank=4",), "resume.from is empty"),
         (("lora.rank=4", 'lora.targets=["qproj"]', "resume.from=x"), "choose from down_proj, gate_proj, k_proj"),
-        (("lora.rank=4", "resume.from=x", "mesh.float8=rowwise"), "float8"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(
@@ -133,8 +132,53 @@ def test_adapters_train_alike_on_every_mesh(ranks: RankPool) -> None:
     meshes = [
         ParallelConfig(dp_shard=4), ParallelConfig(tp=2, dp_shard=2), ParallelConfig(tp=2, sequence_parallel=False),
         ParallelConfig(pp=2, dp_shard=2, microbatches=2), ParallelConfig(cp=2, dp_shard=2),
+        ParallelConfig(pp=2, tp=2, microbatches=2),
     ]  # fmt: skip
     curves = [ranks.run(_curve, mesh, 4)[0] for mesh in meshes]
     assert curves[0][-1] < curves[0][0] - 0.01
     for mesh, curve in zip(meshes, curves, strict=True):
         assert curve == pytest.approx(curves[0], rel=1e-5), mesh
+
+
+@pytest.mark.dist
+def test_adapters_train_on_a_base_in_float8(ranks: RankPool) -> None:
+    """Emulated on a CPU: near the curve of float32, not on it, and alike on every mesh."""
+    exact = ranks.run(_curve, ParallelConfig(dp_shard=4), 4)[0]
+    meshes = [
+        ParallelConfig(dp_shard=4, float8="rowwise"), ParallelConfig(tp=2, dp_shard=2, float8="rowwise"),
+        ParallelConfig(dp_shard=4, float8="tensorwise", float8_all_gather=True),
+        ParallelConfig(pp=2, dp_shard=2, microbatches=2, float8="rowwise"),
+    ]  # fmt: skip
+    for mesh in meshes:
+        curve = ranks.run(_curve, mesh, 4)[0]
+        assert curve == pytest.approx(exact, rel=3e-3), mesh
+        assert curve != pytest.approx(exact, rel=1e-7), mesh
+
+
+def test_adapters_are_exported_while_training_goes_on(tmp_path: Path, run: Any) -> None:
+    assert run("base", "train.steps=2") == 0
+    assert run("lora", f"resume.from={tmp_path}/base", *SETS, "train.steps=2", "export.every=2") == 0
+    folder = tmp_path / "lora" / "hf" / "checkpoint-2"
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
+    assert (folder / "tokenizer.json").exists()
+    merging = ["--merge-lora", str(folder), "--dtype", "float32"]
+    assert main(["convert", "to-hf", f"{tmp_path}/base", f"{tmp_path}/hf", *merging]) == 0
+
+
+def test_another_scale_of_the_adapters_is_refused(tmp_path: Path, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("base", "train.steps=1") == 0
+    assert run("lora", f"resume.from={tmp_path}/base", *SETS, "train.steps=1") == 0
+    assert run("lora", f"resume.from={tmp_path}/base", *SETS, "train.steps=2", "lora.alpha=16") == 2
+    assert "lora.alpha: 8.0 -> 16.0" in capsys.readouterr().err
+
+
+def test_adapters_alone_are_no_model_to_start_from(
+    tmp_path: Path, run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("base", "train.steps=1") == 0
+    assert run("lora", f"resume.from={tmp_path}/base", *SETS, "train.steps=1") == 0
+    for more in ((), SETS):
+        assert run("next", f"resume.from={tmp_path}/lora", *more, "train.steps=1", "resume.model_only=true") == 3
+        error = capsys.readouterr().err
+        assert "adapters" in error, error
+        assert "merge" in error, error

@@ -241,7 +241,7 @@ def check_config(config: TrainConfig) -> None:
     if config.train.freeze and not config.lora.rank:
         _check_freeze(config)
     _check_own_model(config)
-    check_lora(config.lora, base=config.resume.from_, float8=config.mesh.float8)
+    check_lora(config.lora, base=config.resume.from_)
     for name in ("trace_steps", "profile_steps", "memory_steps"):
         first, last = getattr(config.log, name)
         if (first, last) != (0, 0) and not 1 <= first <= last:

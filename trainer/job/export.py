@@ -1,4 +1,4 @@
-"""Background export of committed checkpoints to Hugging Face folders, by `titan-ckpt convert to-hf`.
+"""Background export of committed checkpoints to Hugging Face folders by `titan-ckpt convert to-hf`, of adapters to PEFT folders.
 
 The command runs in a separate process: it cannot block the training loop, its memory is bounded, and its failure is one line in
 the log. Only rank 0 has an `Exporter`. At most one export runs at a time; if exports lag behind saves, only the newest
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 FOLDER = "hf"  # in the run's folder: the default of export.url
 CLEAN_UP_S = 10.0
 _COMMAND = """
-# titan-ckpt convert to-hf, with its arguments on stdin
+# titan-ckpt, with its arguments on stdin
 import json, os, sys
 sys.argv[1:] = json.load(sys.stdin)
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -58,8 +58,15 @@ class _Running:
 class Exporter:
     """Exports of the run at `save_url`; calls `on_end` with every outcome. Leaving the context stops a running export."""
 
-    def __init__(self, config: ExportConfig, save_url: str, on_end: Callable[[ExportOutcome], None]) -> None:
-        self._config, self._save_url, self._on_end = config, save_url, on_end
+    def __init__(
+        self,
+        config: ExportConfig,
+        save_url: str,
+        on_end: Callable[[ExportOutcome], None],
+        *,
+        has_adapters: bool = False,
+    ) -> None:
+        self._config, self._save_url, self._on_end, self._has_adapters = config, save_url, on_end, has_adapters
         self._running: _Running | None = None
         self._waiting: int | None = None
         self._seen: int | None = None
@@ -111,8 +118,7 @@ class Exporter:
 
     def _start(self, step: int) -> None:
         url = join(self._config.url or join(self._save_url, FOLDER), f"checkpoint-{step}")
-        arguments = [*current_settings().words, "convert", "to-hf", f"{self._save_url}@{step}", url]
-        arguments += ["--dtype", self._config.dtype] if self._config.dtype else []
+        arguments = [*current_settings().words, *self._verb(f"{self._save_url}@{step}", url)]
         started_s = time.monotonic()
         try:
             words = _as_file(arguments)
@@ -127,6 +133,11 @@ class Exporter:
         else:
             self._running = _Running(step=step, url=url, process=process, errors=errors, started_s=started_s)
         self._waiting = None
+
+    def _verb(self, source: str, url: str) -> list[str]:
+        if self._has_adapters:
+            return ["train", source, "--export-adapter", url]
+        return ["convert", "to-hf", source, url, *(["--dtype", self._config.dtype] if self._config.dtype else [])]
 
     def _end(self, run: _Running) -> None:
         self._running = None

@@ -22,7 +22,7 @@ from titan_ckpt.trainer.config.model_from import means_the_same
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import ResumeConfig
 from titan_ckpt.trainer.job.control_group import ControlGroup
-from titan_ckpt.trainer.model.lora import adapters_of, is_adapter
+from titan_ckpt.trainer.model.lora import adapters_of, check_whole, is_adapter
 from titan_ckpt.trainer.model.plan import Plan
 from titan_ckpt.trainer.parallel.config import ParallelConfig, num_stages, pipeline_style
 from titan_ckpt.trainer.parallel.optimizer import Optimizer
@@ -120,6 +120,8 @@ def find_start(resume: ResumeConfig, tiers: Sequence[str], control: ControlGroup
     if answer is None:
         return Start()
     checkpoint = open_for(model, answer.url, step=answer.step)
+    if not answer.is_own:
+        check_whole(checkpoint)
     has_all = checkpoint.manifest.kind == CheckpointKind.FULL
     model_only = not answer.is_own and (resume.model_only or not has_all)
     return Start(checkpoint=checkpoint, is_own=answer.is_own, model_only=model_only)

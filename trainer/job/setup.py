@@ -167,7 +167,10 @@ def _stop_request(context: RankContext) -> StopRequest:
 
 
 def _exporter(config: TrainConfig, metrics: MetricsLog) -> Exporter:
-    return Exporter(config.export, config.save.url, lambda outcome: metrics.event(Event.EXPORT, **asdict(outcome)))
+    return Exporter(
+        config.export, config.save.url, lambda outcome: metrics.event(Event.EXPORT, **asdict(outcome)),
+        has_adapters=config.lora.rank > 0,
+    )  # fmt: skip
 
 
 def _build(context: RankContext, start: Start) -> Parallelized:

@@ -20,6 +20,7 @@ from titan_ckpt.trainer.data.chat_template import day, open_template
 from titan_ckpt.trainer.data.corpus import list_files
 from titan_ckpt.trainer.data.token_files import is_tokens
 from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer, tokenizer_folder
+from titan_ckpt.trainer.model.lora import check_whole
 from titan_ckpt.trainer.model.plan import plan_of
 
 
@@ -31,7 +32,7 @@ def preflight(config: TrainConfig) -> None:
     if config.extension.data is None:
         _check_corpora(config)
     if config.resume.from_:
-        open_checkpoint(config.resume.from_)
+        check_whole(open_checkpoint(config.resume.from_))
     for store in [open_store(url) for url in config.save.tiers]:  # all are opened before anything is written
         leave_config(config, store)
 

@@ -9,6 +9,7 @@ Names: A of `q_proj.weight` is `q_proj.lora_A.weight`; PEFT's are the same behin
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
-from titan_ckpt.errors import AlreadyExistsError, ConfigError, MissingExtraError, UsageError
+from titan_ckpt.errors import AlreadyExistsError, ConfigError, LoadContractError, MissingExtraError, UsageError
+from titan_ckpt.location import redact
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.device_mesh import RankMesh
 from titan_ckpt.trainer.model.plan import Plan
 
+_OF_TOKENIZER = re.compile(r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|chat_template\.jinja")
 FACTORS = ("lora_A", "lora_B")
 
 
@@ -35,16 +38,16 @@ class LoraConfig:
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # projections with adapters
 
 
-def check_lora(lora: LoraConfig, *, base: str, float8: str) -> None:
-    """Refuse adapters without targets or base model, and with float8."""
+def check_lora(lora: LoraConfig, *, base: str) -> None:
+    """Refuse adapters without rank or base model."""
     if not lora.rank:
         return
     if lora.rank < 0 or not lora.alpha > 0.0:
         raise ConfigError(f"lora: rank {lora.rank} and alpha {lora.alpha} must be more than 0")
     if not base:
-        raise ConfigError("lora.rank is set, but resume.from is empty; it names the model that is adapted")
-    if float8 != "none":
-        raise ConfigError(f"lora with mesh.float8 = {float8!r} is not supported: set it to none")
+        raise ConfigError(
+            "lora.rank is set, but resume.from is empty; it, or model.from, names the model that is adapted"
+        )
 
 
 def check_targets(lora: LoraConfig, plan: Plan) -> None:
@@ -115,9 +118,23 @@ def adapters_of(names: Iterable[str]) -> list[str]:
     return [name for name in names if is_adapter(name)]
 
 
+def check_whole(checkpoint: Checkpoint) -> None:
+    """LoadContractError for a checkpoint that holds only adapters, from which no other run can start."""
+    weights = [name for name in checkpoint.manifest.by_fqn if name.startswith("model.")]
+    if weights and len(adapters_of(weights)) == len(weights):
+        base = checkpoint.manifest.config.get("resume", {}).get("from", "")
+        raise LoadContractError(
+            f"{checkpoint} holds the adapters of {redact(str(base))} alone, not a model to start from. To go on training them, "
+            "set save.url to their run and leave resume.from as it was. To start from the two together, merge them: "
+            "`titan-ckpt train CHECKPOINT --export-adapter ADAPTER`, then "
+            "`titan-ckpt convert to-hf BASE MODEL --merge-lora ADAPTER`"
+        )
+
+
 def export_adapter(checkpoint: Checkpoint, target: str) -> int:
     """Write a checkpoint's adapters as a PEFT folder, for PEFT or `convert to-hf --merge-lora`; returns the number of factors.
 
+    The tokenizer and its chat template, which were trained with, come with them.
     AlreadyExistsError if there is something at `target`.
     """
     lora = checkpoint.manifest.config.get("lora", {})
@@ -130,6 +147,8 @@ def export_adapter(checkpoint: Checkpoint, target: str) -> int:
     if found is not None:
         raise AlreadyExistsError(f"{store}: holds {found.path} already; give another name or remove it first")
     store.write_if("adapter_model.safetensors", _safetensors(tensors), version=None)
+    for name in filter(_OF_TOKENIZER.fullmatch, checkpoint.manifest.assets):
+        store.write_if(name, checkpoint.asset(name), version=None)
     store.write_if("adapter_config.json", json.dumps(_peft_config(checkpoint), indent=1).encode(), version=None)
     return len(names)
 

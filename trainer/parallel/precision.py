@@ -1,9 +1,10 @@
 """Number formats: FSDP's mixed precision, and Float8 and MXFP8 matrix products through torchao.
 
 The optimizer's weights are always float32. Forward and backward compute in `param_dtype`, gradients are summed in
-`reduce_dtype`. Float8 applies to the products of the blocks' projections; embedding, norms and head keep `param_dtype`. Without
-hardware support the products are emulated: cast to float8 and back, multiplied in the wider type. MXFP8 (32 elements share a
-scale) is emulated on CPUs only; accelerators without it are refused, since emulation is slower than bfloat16.
+`reduce_dtype`. Float8 applies to the products of the blocks' projections; embedding, norms, head and adapters keep
+`param_dtype`. Without hardware support the products are emulated: cast to float8 and back, multiplied in the wider type.
+MXFP8 (32 elements share a scale) is emulated on CPUs only; accelerators without it are refused, since emulation is slower
+than bfloat16.
 """
 
 from __future__ import annotations
@@ -52,8 +53,17 @@ def apply_float8(blocks: Mapping[str, nn.Module], parallel: ParallelConfig, devi
     for block in blocks.values():
         for owner in list(block.modules()):
             for name, child in list(owner.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(owner, name, make(child))
+                if isinstance(child, nn.Linear) and not isinstance(owner, nn.Linear):
+                    setattr(owner, name, _with_adapter(make(child), child))
+
+
+def _with_adapter(made: nn.Module, linear: nn.Linear) -> nn.Module:
+    """`made` in place of `linear`, with the modules inside it, such as an adapter's factors, and what adds their output."""
+    for name, child in linear.named_children():
+        made.add_module(name, child)
+    for hook in linear._forward_hooks.values():
+        made.register_forward_hook(hook)
+    return made
 
 
 def _float8_factory(parallel: ParallelConfig, device: torch.device) -> Any:
