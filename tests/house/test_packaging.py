@@ -72,7 +72,8 @@ def test_the_wheel_holds_marker_styles_recipes_licence(wheel: Path) -> None:
         names = archive.namelist()
     assert "titan_ckpt/py.typed" in names
     assert {f"titan_ckpt/tui/{path.name}" for path in (ROOT / "tui").glob("*.tcss")} <= set(names)
-    assert {f"titan_ckpt/configs/{path.name}" for path in (ROOT / "configs").iterdir()} <= set(names)
+    configs = [path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.toml")]
+    assert {f"titan_ckpt/{path}" for path in configs} <= set(names)
     assert any(name.endswith("/LICENSE") for name in names)
 
 
