@@ -123,7 +123,7 @@ class TitanApp(App[None]):
     @property
     def is_settled(self) -> bool:
         """Whether all loading and computing is done."""
-        return not self._loader.is_busy and not self._working
+        return not self._loader.is_busy and not self._working and self.pane.is_settled
 
     def show_number(self, number: int) -> None:
         """Show a screen without adding to the history."""
@@ -329,7 +329,7 @@ class TitanApp(App[None]):
 
     def ask(self, label: str, initial: str, then: Callable[[str], None]) -> None:
         """Show the prompt; enter passes its text to `then`, esc cancels."""
-        self.query_one(KeyBar).show_text(label)
+        self.query_one(KeyBar).show_message(label)
         self.prompt.ask(initial, then)
 
     def on_input_submitted(self, message: Input.Submitted) -> None:
@@ -360,9 +360,9 @@ class TitanApp(App[None]):
         follow = "[following] " if self.session.is_following else ""
         bar = self.query_one(KeyBar)
         if doing:
-            bar.show_text(f"{follow}{' · '.join([*([self._status_text] if self._status_text else []), *doing])} ...")
+            bar.show_message(f"{follow}{' · '.join([*([self._status_text] if self._status_text else []), *doing])} ...")
         elif self._status_text:
-            bar.show_text(f"{follow}{self._status_text}")
+            bar.show_message(f"{follow}{self._status_text}")
         else:
             bar.show_keys(follow, (*_COMMON_KEYS, *self.pane.keys))
 

@@ -45,7 +45,7 @@ class TabBar(OneLine):
         for number in re.finditer(r"\d", text):
             tabs.stylize(roles[Role.GOOD], *number.span())
         tabs.stylize(roles[Role.BOLD] + roles[Role.GOOD], place, text.index("]") + 1)
-        self.update(tabs)
+        self.show_text(tabs)
 
     def on_click(self, event: events.Click) -> None:
         number = tab_at(tabs_text(self._current, self.app.size.width), event.x)
@@ -82,7 +82,7 @@ class KeyBar(OneLine):
         self._press = press
         self._spots: list[tuple[int, int, str]] = []
 
-    def show_text(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         """Show a message."""
         self._spots = []
         self.show(truncate(f" {text}", self.app.size.width))
@@ -99,7 +99,7 @@ class KeyBar(OneLine):
                 self._spots.append((line.cell_len, line.cell_len + len(word), key_name(word)))
                 line.append(f"{word} ", roles[Role.BOLD] + roles[Role.GOOD])
             line.append(clean(shown(what)) + " " * _GAP)
-        self.update(line)
+        self.show_text(line)
 
     def on_click(self, event: events.Click) -> None:
         for start, stop, key in self._spots:

@@ -39,6 +39,7 @@ from titan_ckpt.debug.incident.records import (
     Situation,
     Verdict,
 )
+from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns
 from titan_ckpt.store.open import open_store
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import Content, find_content
@@ -77,8 +78,9 @@ def large_incident(ranks: int, operations: int) -> Incident:
     top = Verdict(verdict=VerdictKind.STUCK_ON_CPU, culprits=(late,), group="default_pg", seq=operations - 1,
                   headline=f"rank {late} is stuck", chain=tuple((rank, late) for rank in range(60)))  # fmt: skip
     return Incident(
-        run=run, verdicts=(top,), lanes=tuple(found), states=states, edges=tuple(wait_edges(run, found, states))
-    )
+        run=run, verdicts=(top,), lanes=tuple(found), states=states, edges=tuple(wait_edges(run, found, states)),
+        began_ns=began_ns(run), last_sign_ns=last_sign_ns(run),
+    )  # fmt: skip
 
 
 def write_logs(folder: Path, ranks: int, lines: int) -> None:

@@ -13,6 +13,7 @@ from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.kinds import EventKind, RankState
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Situation, Verdict
+from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.tui.data.p2p import P2P_VERDICTS, p2p_lanes
 from titan_ckpt.tui.data.stopped import with_stopped
@@ -43,7 +44,8 @@ class Incident:
     """A diagnosed incident. `is_chain`: the evidence shows no waits, and `edges` are the chain of the top verdict.
 
     `lanes` are the groups' collectives, then `num_p2p_lanes` of sends and receives. `is_unconfirmed`: one look at a live job,
-    which the next look may contradict.
+    which the next look may contradict. `began_ns` and `last_sign_ns`: when the job stopped going on, and its last recorded
+    sign of life, as `debug.incident.waits` finds them; 0 if unknown.
     """
 
     run: Run
@@ -54,6 +56,8 @@ class Incident:
     is_chain: bool = False
     num_p2p_lanes: int = 0
     is_unconfirmed: bool = False
+    began_ns: int = 0
+    last_sign_ns: int = 0
 
     @property
     def top(self) -> Verdict:
@@ -111,6 +115,8 @@ def load_incident(url: str, incident: str | None = None) -> Incident:
         states=states,
         edges=edges or chain_edges(run, verdicts[0]),
         is_chain=not edges and bool(verdicts[0].chain),
+        began_ns=began_ns(run),
+        last_sign_ns=last_sign_ns(run),
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Heartbeat
-from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns
 from titan_ckpt.debug.live.watch import Alarm, alarms
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.rows import Role, counted, ranks_named, truncate
@@ -88,8 +87,8 @@ def _facts(incident: Incident, now_s: float | None) -> tuple[str, ...]:
 
 def stuck_text(incident: Incident, now_s: float | None) -> str:
     """`stuck for 14 min`: until `now_s`, or until the last sign of life of a job that is gone; "" if no time is known."""
-    began = began_ns(incident.run) / 1e9
-    until = now_s if now_s is not None else last_sign_ns(incident.run) / 1e9
+    began = incident.began_ns / 1e9
+    until = now_s if now_s is not None else incident.last_sign_ns / 1e9
     if incident.top.verdict in _NO_STANDSTILL or not began or until - began < 1:
         return ""
     return f"stuck for {format_duration(until - began)}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.records import Array, Run
-from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns
+from titan_ckpt.debug.incident.waits import began_ns
 from titan_ckpt.tui.data.arrays import Ints
 from titan_ckpt.tui.data.grid import ABSENT, BLANK, PENDING, RUNNING, Codes, Grid, created_ns
 from titan_ckpt.tui.rows import Glyph, Role
@@ -56,8 +56,11 @@ class Window:
         return Window(start=self.start + by, end=self.end + by)
 
 
-def last_window(run: Run, ranks: Iterable[int]) -> Window | None:
-    """From the 24th operation before the end to a third after the last one that was issued; None if no times are known."""
+def last_window(run: Run, ranks: Iterable[int], last_sign_ns: int) -> Window | None:
+    """From the 24th operation before the end to a third after the last one that was issued; None if no times are known.
+
+    `last_sign_ns`: the job's last recorded sign of life.
+    """
     issued = [np.sort(times[times > 0]) for rank in ranks if len(times := run.ranks[rank].operations["created_ns"])]
     issued = [times for times in issued if len(times)]
     if not issued:
@@ -65,7 +68,7 @@ def last_window(run: Run, ranks: Iterable[int]) -> Window | None:
     start = int(np.median([times[-LAST_OPERATIONS:][0] for times in issued]))
     last = max(int(times[-1]) for times in issued)
     room = max((last - start) // 3, 1_000_000)
-    return Window(start=min(start, last), end=max(min(last_sign_ns(run), last + room), last + room // 4))
+    return Window(start=min(start, last), end=max(min(last_sign_ns, last + room), last + room // 4))
 
 
 def whole_window(run: Run, ranks: Iterable[int]) -> Window | None:
@@ -125,7 +128,8 @@ def build_time_grid(run: Run, lane: Lane, sequence: Grid, window: Window | None,
         if len(states) and int(states.max()) == ABSENT:
             last = shown.cell(int(created.max()), cells)
             codes[i, min(max(last + 1, 0), cells) :] = ABSENT
-    stop = shown.cell(began_ns(run), cells) if began_ns(run) else -1
+    began = began_ns(run)
+    stop = shown.cell(began, cells) if began else -1
     return Grid(
         name=sequence.name, members=sequence.members, codes=codes, bin_ns=max(shown.length // cells, 1),
         first_ns=shown.start - whole.start, stop=stop, labels=sequence.labels,
@@ -157,8 +161,8 @@ class StepTimes:
     num: int
 
 
-def step_times(run: Run) -> StepTimes | None:
-    """From the steps that a log names with their times; None if there are too few."""
+def step_times(run: Run, last_sign_ns: int) -> StepTimes | None:
+    """From the steps that a log names with their times, and the job's last sign of life; None if there are too few."""
     logs = [record.log for record in run.ranks.values() if record.log is not None]
     log = max(logs, key=lambda log: len(log.step_times), default=None)
     if log is None or len(log.step_times) < 3:
@@ -166,5 +170,5 @@ def step_times(run: Run) -> StepTimes | None:
     times = [time for _, time in sorted(log.step_times.items())]
     gaps = np.diff(times)
     step = max(log.step_times)
-    end = last_sign_ns(run) / 1e9
+    end = last_sign_ns / 1e9
     return StepTimes(median_s=float(np.median(gaps)), last_s=max(end - times[-1], 0.0), step=step, num=len(gaps))

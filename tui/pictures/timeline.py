@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from titan_ckpt.console.units import format_duration
-from titan_ckpt.debug.incident.waits import began_ns
 from titan_ckpt.tui.data.grid import PENDING
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.timeline import BARS, StepTimes, Window, last_window, rank_codes, step_times
@@ -34,15 +33,14 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     """A row per rank, or per party of ranks in one state, with an axis above."""
     run, shown = incident.run, parties(incident, max(height - 5, 1))
     firsts = [ranks[0] for ranks in shown]
-    window = last_window(run, firsts)
+    window = last_window(run, firsts, incident.last_sign_ns)
     if window is None:
         yield row(("no operation has a time", Role.DIM))
         return
     labels = [_label(incident, ranks) for ranks in shown]
     before = min(max(map(len, labels)), width // 3) + 1
     cells = max(width - before, 8)
-    began = began_ns(run)
-    stop = window.cell(began, cells) if began else -1
+    stop = window.cell(incident.began_ns, cells) if incident.began_ns else -1
     yield row((f"{'':<{before}}{axis(window, cells)}", Role.DIM))
     if 0 <= stop < cells:
         text = "all wait from here"
@@ -87,7 +85,7 @@ def axis(window: Window, cells: int) -> str:
 
 def step_rows(incident: Incident, width: int) -> Iterator[Row]:
     """The usual step beside the last one."""
-    found = step_times(incident.run)
+    found = step_times(incident.run, incident.last_sign_ns)
     if found is None:
         return
     yield from _step_bars(found, width)

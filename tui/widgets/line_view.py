@@ -60,6 +60,7 @@ class LineView(ScrollView, can_focus=True):
         self.rows: Rows = RowList()
         self.cursor = 0
         self.shift = 0
+        self._ground = Style()
 
     def set_rows(self, rows: Rows, *, cursor: int | None = None) -> None:
         """Replace the rows; the cursor keeps its position unless `cursor` is given."""
@@ -70,12 +71,14 @@ class LineView(ScrollView, can_focus=True):
 
     def move_to(self, index: int, *, is_centred: bool = False) -> None:
         """Move the cursor and scroll to it, to the middle of the view if `is_centred`."""
-        self.cursor = max(0, min(index, len(self.rows) - 1))
+        former, self.cursor = self.cursor, max(0, min(index, len(self.rows) - 1))
         height = self.scrollable_content_region.height
         if is_centred and not self.scroll_offset.y <= self.cursor < self.scroll_offset.y + height:
             self.scroll_to(y=self.cursor - height // 2, animate=False, force=True, immediate=True)
-        self._reveal_cursor()
-        self.refresh()
+        self._reveal_cursor()  # paints all lines if they scroll
+        for line in {former, self.cursor}:
+            if 0 <= line - self.scroll_offset.y < height:
+                self.refresh_line(line)
         self.told_moved()
 
     def _reveal_cursor(self) -> None:
@@ -99,18 +102,23 @@ class LineView(ScrollView, can_focus=True):
         """Width of a row without the mark."""
         return max(self.scrollable_content_region.width - len(MARK), 8)
 
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Paint some lines. Textual derives the style of a widget anew whenever it is asked for."""
+        self._ground = self.rich_style
+        return super().render_lines(crop)
+
     def render_line(self, y: int) -> Strip:
         """Paint a line. Every segment needs a style: the NO_COLOR filter fails on segments without one."""
         width, looks = self.scrollable_content_region.width, looks_of(self.app.current_theme)
         styles = looks.roles
         index = self.scroll_offset.y + y
         if index >= len(self.rows):
-            return Strip.blank(width, self.rich_style)
+            return Strip.blank(width, self._ground)
         is_cursor = index == self.cursor and self.has_cursor
         shown = without_secrets(self.rows.row(index, self.line_width))
         body = Strip([Segment(text, styles[role]) for text, role in shown.spans])
         strip = Strip([Segment(MARK if is_cursor else NO_MARK, styles[Role.BOLD]), *self._visible(body, width, styles)])
-        return strip.apply_style(self.rich_style + looks.cursor if is_cursor else self.rich_style)
+        return strip.apply_style(self._ground + looks.cursor if is_cursor else self._ground)
 
     def _visible(self, body: Strip, width: int, styles: Mapping[Role, Style]) -> Strip:
         """The part of a line that fits, with a mark at each end where more of it is."""

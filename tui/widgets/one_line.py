@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.text import Text
 from textual.widgets import Static
 
 from titan_ckpt.tui.rows import clean, shown
@@ -12,7 +13,14 @@ class OneLine(Static):
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__("", id=id, classes=classes, markup=False)
+        self._text: str | Text = ""
 
     def show(self, text: str) -> None:
         """Replace the text."""
-        self.update(clean(shown(text)))
+        self.show_text(clean(shown(text)))
+
+    def show_text(self, text: str | Text) -> None:
+        """Replace the text, which is clean and has no secret. Its height stays, so nothing else moves."""
+        if text != self._text:
+            self._text = text
+            self.update(text, layout=False)

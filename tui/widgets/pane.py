@@ -10,6 +10,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 from textual.message import Message
+from textual.timer import Timer
 
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, parse_ranks, row, truncate, wrapped
 from titan_ckpt.tui.session.session import Loadable, Session
@@ -17,6 +18,7 @@ from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.part import Part, PartView, Space
 
+REST_S = 0.05  # longer than a key that is held down takes to come again
 NO_INCIDENT = (
     "An incident is a folder of Flight Recorder dumps, stacks or logs, or a run with a debug/ folder. To create one, run "
     "`titan-ckpt debug collect` on a hung job, or `titan-ckpt debug inject skip` as a drill."
@@ -81,6 +83,7 @@ class Pane(Vertical):
         self._seen: tuple[object, ...] = ()
         self._has_begun = False
         self._body: LineView | None = None
+        self._parts_timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
         beside = [part for part in self.parts if not part.is_below]
@@ -289,8 +292,7 @@ class Pane(Vertical):
             seen = (self._seen, size, row, self.body.cursor if row is not None else None)
             if seen != view.seen or force:
                 view.seen = seen
-                rows = RowList(self.part_rows(view.space))
-                view.set_rows(rows, cursor=0)
+                view.show_rows(self.part_rows(view.space))
                 view.name_it(self.part_title(view.part.name))
 
     def action_next_part(self, by: int) -> None:
@@ -318,7 +320,26 @@ class Pane(Vertical):
         self.chosen(message.row)
 
     def on_line_view_moved(self) -> None:
+        """The parts follow the cursor once it rests: while a key is held down, only the list moves."""
+        self.update_parts_soon()
+
+    def update_parts_soon(self) -> None:
+        """Rebuild the parts unless the cursor moves on within REST_S."""
+        if not any(view.is_shown and view.part.is_of_line for view in self.query(PartView)):
+            return
+        if self._parts_timer is None:
+            self._parts_timer = self.set_timer(REST_S, self._update_parts_now)
+        else:
+            self._parts_timer.reset()
+
+    def _update_parts_now(self) -> None:
+        self._parts_timer = None
         self.update_parts()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the parts show the line under the cursor."""
+        return self._parts_timer is None
 
     def on_line_view_resized(self, message: LineView.Resized) -> None:
         message.stop()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from textual.message import Message
 
-from titan_ckpt.tui.rows import Row, clean, shown, truncate
+from titan_ckpt.tui.rows import Row, RowList, clean, shown, truncate
 from titan_ckpt.tui.widgets.line_view import LineView
 
 
@@ -41,6 +42,7 @@ class PartView(LineView):
         super().__init__()
         self.part = part
         self.seen: tuple[object, ...] = ()
+        self._shown: tuple[Row, ...] = ()
         self.border_title = part.name
         self.add_class("below" if part.is_below else "part", f"part-{part.name}")
 
@@ -53,6 +55,13 @@ class PartView(LineView):
     def space(self) -> Space:
         """The room for its rows."""
         return Space(name=self.part.name, width=self.line_width, height=self.scrollable_content_region.height)
+
+    def show_rows(self, rows: Iterable[Row]) -> None:
+        """Replace the rows, and begin at the first; what is shown already stays as it is."""
+        new = tuple(rows)
+        if new != self._shown or self.cursor:
+            self._shown = new
+            self.set_rows(RowList(new), cursor=0)
 
     def name_it(self, text: str) -> None:
         """Replace the title in the frame."""
