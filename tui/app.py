@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.driver import Driver
 from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Input
@@ -19,7 +20,7 @@ from titan_ckpt.tui import tasks
 from titan_ckpt.tui.bars import KeyBar, TabBar, VerdictBar
 from titan_ckpt.tui.commands import SHARED_COMMANDS, Jumps
 from titan_ckpt.tui.data.content import Content, find_content
-from titan_ckpt.tui.editor import export_report, open_in_editor
+from titan_ckpt.tui.editor import export_report, open_in_editor, report_name
 from titan_ckpt.tui.goto import HINT, is_time, link_to
 from titan_ckpt.tui.history import History, Place
 from titan_ckpt.tui.rows import RowLink, clean, shown
@@ -74,8 +75,9 @@ class TitanApp(App[None]):
         clock: Callable[[], float] = time.time,
         first_screen: int = 0,
         theme: str = "textual-dark",
+        driver_class: type[Driver] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(driver_class=driver_class)
         self._ascii = AsciiFilter(enabled=is_ascii_terminal())
         self.theme = theme
         self.session = Session(content=content, clock=clock)
@@ -85,7 +87,7 @@ class TitanApp(App[None]):
         self._first_screen = first_screen or (
             CheckpointsPane.number if content.has_runs or content.step is not None else 1
         )
-        self._is_interrupted = False
+        self._is_interrupted, self._num_ticks = False, 0
         self._working: list[str] = []
         self._status_text = ""
 
@@ -107,13 +109,11 @@ class TitanApp(App[None]):
         self.screen.set_focus(self.pane.body)
         self._repaint()
         self.theme_changed_signal.subscribe(self, lambda _: self._repaint())
-        self.set_interval(FOLLOW_S, self._follow)
+        self.set_interval(FOLLOW_S / 2, self._tick)
         self.set_interval(1.0, self._paint_verdict)
 
     def on_unmount(self) -> None:
         self._loader.close()
-
-    # ------------------------------------------------------------------------------------------------- screens
 
     @property
     def pane(self) -> Pane:
@@ -181,8 +181,7 @@ class TitanApp(App[None]):
             await self._show_session(*self._above.pop())
 
     def action_forward(self) -> None:
-        place = self._history.forward(self._here())
-        if place is not None:
+        if (place := self._history.forward(self._here())) is not None:
             self._return_to(place)
 
     # ----------------------------------------------------------------------------------------- a folder of runs
@@ -232,11 +231,16 @@ class TitanApp(App[None]):
         self._paint_status()
         self._paint_verdict()
 
+    def _tick(self) -> None:
+        """Look again every FOLLOW_S, and twice as often where a verdict on a live job has to be confirmed."""
+        self._num_ticks, incident = self._num_ticks + 1, self.session.incident.value
+        if self._num_ticks % 2 == 0 or (incident is not None and incident.awaits_confirmation):
+            self._follow()
+
     def _follow(self) -> None:
         """Look again: while following, and once more when one look at a live job has to be confirmed."""
         incident = self.session.incident.value
-        is_wanted = self.session.is_following or (incident is not None and incident.is_unconfirmed)
-        if is_wanted and self._loader.is_rested:
+        if self.session.is_following or (incident is not None and incident.is_unconfirmed):
             self._loader.reload()
 
     def action_follow(self) -> None:
@@ -317,10 +321,8 @@ class TitanApp(App[None]):
         if incident is None:
             self.show_status(f"no report to export: {self.session.incident.text}")
             return
-        name = incident.run.incident.replace("/", "-") or "incident"
-        self.ask(
-            "export the report to", f"{name}-report.txt", lambda path: self.show_status(export_report(incident, path))
-        )
+        save = partial(export_report, incident)
+        self.ask("export the report to", report_name(incident), lambda path: self.show_status(save(path)))
 
     @property
     def prompt(self) -> Prompt:

@@ -19,8 +19,9 @@ from titan_ckpt.errors import UsageError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
+from titan_ckpt.tui.driver import driver_after
 from titan_ckpt.tui.screenshot import write_screenshot
-from titan_ckpt.tui.terminal import default_theme
+from titan_ckpt.tui.terminal import ask_background, fitting_theme
 
 _EPILOG = """\
 examples:
@@ -96,15 +97,17 @@ def run(arguments: argparse.Namespace) -> int:
             "titan-ckpt tui needs a terminal; use `titan-ckpt debug PATH` for text or `--screenshot FILE.svg` for a picture"
         )
     content = find_content(arguments.path)
-    theme = "textual-dark" if arguments.screenshot else default_theme()
-    app = TitanApp(content, first_screen=arguments.screen, theme=theme)
     if arguments.screenshot:
+        app = TitanApp(content, first_screen=arguments.screen)
         width, height = arguments.size
         write_screenshot(
             app, arguments.screenshot, width=width, height=height, keys=arguments.keys, is_forced=arguments.force
         )
         write_text(arguments.screenshot)
         return 0
+    lightness, typed = ask_background()
+    theme, driver = fitting_theme(lightness), driver_after(typed)
+    app = TitanApp(content, first_screen=arguments.screen, theme=theme, driver_class=driver)
     with logs_on_bottom_line(app):
         app.run()
     return app.return_code or 0

@@ -48,6 +48,11 @@ def open_in_editor(app: App[None], file: str, line: int) -> str:
     return f"{command[0]} ended with {code}" if code else ""
 
 
+def report_name(incident: Incident) -> str:
+    """The name of a report's file to begin with."""
+    return f"{incident.run.incident.replace('/', '-') or 'incident'}-report.txt"
+
+
 def export_report(incident: Incident, path: str) -> str:
     """Write the diagnosis as text to a new file; returns what to say."""
     try:

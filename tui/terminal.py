@@ -18,42 +18,37 @@ _LAST = re.compile(rb"\x1b\[\?[\d;]*c")
 _POOR = ("linux", "vt100", "vt220", "ansi", "cons25")
 
 
-def default_theme() -> str:
-    """The theme that fits the terminal: light or dark, with the terminal's own colours where it has 16 or fewer."""
+def fitting_theme(answer: float | None) -> str:
+    """The theme that fits the terminal: light or dark, with the terminal's own colours where it has 16 or fewer.
+
+    `answer`: the lightness of the background as the terminal says, else COLORFGBG counts (rxvt and Konsole set it).
+    """
     name = os.environ.get("TERM", "")
     has_few = name in _POOR or name.endswith("-16color")
-    is_light = is_light_terminal()
+    is_light = answer > 0.5 if answer is not None else os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
     if has_few and not os.environ.get("COLORTERM"):
         return "ansi-light" if is_light else "ansi-dark"
     return "textual-light" if is_light else "textual-dark"
 
 
-def is_light_terminal() -> bool:
-    """Whether the background is light, as the terminal answers, else as COLORFGBG says (rxvt and Konsole set it)."""
-    answer = ask_background()
-    if answer is not None:
-        return answer > 0.5
-    ground = os.environ.get("COLORFGBG", "").rpartition(";")[2]
-    return ground in ("7", "15")
+def ask_background(timeout_s: float = ANSWER_S) -> tuple[float | None, bytes]:
+    """Lightness of the terminal's background, 0 to 1, or None if it does not say; and all bytes that came, with what was typed.
 
-
-def ask_background(timeout_s: float = ANSWER_S) -> float | None:
-    """Lightness of the terminal's background, 0 to 1; None if it does not say.
-
-    xterm's OSC 11 (https://invisible-island.net/xterm/ctlseqs/ctlseqs.html). Keys that were typed before are left alone: then
-    nothing is asked.
+    xterm's OSC 11 (https://invisible-island.net/xterm/ctlseqs/ctlseqs.html). If keys were typed before, nothing is asked.
+    `driver.Sieve` takes answers out of the bytes, also those that come later.
     """
     try:
         descriptor = sys.stdin.fileno()
         is_terminal = os.isatty(descriptor) and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         if not is_terminal or select.select([descriptor], [], [], 0)[0]:
-            return None
+            return None, b""
         before = termios.tcgetattr(descriptor)
     except (OSError, ValueError, termios.error):
-        return None
+        return None, b""
     try:
         tty.setcbreak(descriptor, termios.TCSANOW)
-        return lightness(_answer(descriptor, timeout_s))
+        answer = _answer(descriptor, timeout_s)
+        return lightness(answer), answer
     finally:
         with contextlib.suppress(termios.error):
             termios.tcsetattr(descriptor, termios.TCSANOW, before)

@@ -77,7 +77,11 @@ class PseudoTerminal:
         return "\n".join(line.rstrip() for line in self.screen.display)
 
     def press(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
+        self.press_bytes(keys.encode())
+
+    def press_bytes(self, data: bytes) -> None:
+        """Send what is no text in UTF-8."""
+        os.write(self._master, data)
 
     def resize(self, columns: int, lines: int) -> None:
         self.screen.resize(lines, columns)

@@ -208,7 +208,7 @@ async def test_a_click_on_a_tab_shows_its_screen() -> None:
 async def test_light_and_ascii_terminals_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLORFGBG", "0;15")
     monkeypatch.setattr("titan_ckpt.tui.app.is_ascii_terminal", lambda: True)
-    app = TitanApp(find_content(str(DATA / "run")), clock=lambda: NOW_S, theme=terminal.default_theme())
+    app = TitanApp(find_content(str(DATA / "run")), clock=lambda: NOW_S, theme=terminal.fitting_theme(None))
     async with app.run_test(size=(120, 36)) as pilot:
         await settled(app, pilot)
         for number in "12345678":

@@ -97,3 +97,65 @@ def test_ctrl_z_suspends_and_the_editor_gets_the_line(tmp_path: Path) -> None:
         see(terminal, "[2 Grid]")
         terminal.press("q")
         see(terminal, "ready$")
+
+
+ANSWER = "\x1b]11;rgb:ffff/fefe/f0f0\x1b\\\x1b[?62;22c"
+
+
+def test_keys_typed_before_the_screens_stand_are_kept(tmp_path: Path) -> None:
+    """While the terminal is asked for its background: before its answer, and after it."""
+    with opened("pty", INCIDENTS / "skip", tmp_path) as terminal:
+        assert isinstance(terminal, PseudoTerminal)
+        wait_until(terminal, lambda: b"\x1b]11;?" in terminal.raw)
+        terminal.press(f"2/0-1{ANSWER},3")
+        screen = see(terminal, "0-1,3")
+        assert "[2 Grid]" in screen
+        terminal.press(ENTER)
+        assert "rgb" not in see(terminal, "filter: 0-1,3")
+        terminal.press("q")
+        assert terminal.ended_with() == 0
+
+
+def test_an_answer_that_comes_late_is_no_command(tmp_path: Path) -> None:
+    """Over a slow connection it comes while the screens stand, in pieces; a letter of another encoding ends nothing."""
+    with opened("pty", INCIDENTS / "skip", tmp_path) as terminal:
+        assert isinstance(terminal, PseudoTerminal)
+        see(terminal, "[1 Overview]")
+        for piece in ("\x1b]11;rg", "b:1e1e/2e2e/efef\x1b", "\\\x1b[?6", "2;22c"):
+            terminal.press(piece)
+            terminal.text()
+        terminal.press_bytes(b"\xe9")
+        terminal.press("2")
+        screen = see(terminal, "[2 Grid]")
+        assert "filter" not in screen
+        assert "? help" in screen, "the prompt is closed"
+        terminal.press("q")
+        assert terminal.ended_with() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("xterm-256color", (120, 36)), ("screen", (60, 16)), ("linux", (200, 60)), ("dumb", (40, 12))]
+)
+def test_nothing_is_lost_on_any_terminal(name: str, size: tuple[int, int], tmp_path: Path) -> None:
+    """Bracketed paste, a paste without brackets, a click, a wheel, other sizes; at the end the terminal is as before."""
+    with opened("pty", INCIDENTS / "skip", tmp_path, TERM=name) as terminal:
+        assert isinstance(terminal, PseudoTerminal)
+        see(terminal, "[1 Overview]")
+        terminal.press("\x1b[200~/queue\nq\n\x1b[201~")
+        terminal.press("\x1b[<0;16;1M\x1b[<0;16;1m")
+        see(terminal, "[2 Grid]")
+        terminal.resize(20, 5)
+        terminal.resize(*size)
+        terminal.press("\x1b[<65;10;8M" * 3)
+        terminal.press("5/queue")
+        see(terminal, "[5 Logs]")
+        see(terminal, "queue")
+        terminal.press("\x03")
+        terminal.press("6")
+        see(terminal, "[6 Waits]")
+        terminal.press("q")
+        assert terminal.ended_with() == 0
+        terminal.text()
+    for mode in (b"1049", b"1000", b"2004"):
+        assert terminal.raw.rfind(b"\x1b[?" + mode + b"l") > terminal.raw.rfind(b"\x1b[?" + mode + b"h"), mode
+    assert b"\x1b[?25h" in terminal.raw

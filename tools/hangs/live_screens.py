@@ -18,7 +18,8 @@ from titan_ckpt.debug.incident.waits import began_ns
 from titan_ckpt.debug.record.environment import environment
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
-from titan_ckpt.tui.data.standing import NO_FAULT, standing
+from titan_ckpt.tui.data.incident import NO_FAULT
+from titan_ckpt.tui.data.standing import standing
 
 RANKS, STALL_S, DEADLINE_S, POLL_S = 4, 1.5, 60.0, 0.1
 USUAL = ("sigstop", "dataloader", "skip")

@@ -11,7 +11,7 @@ from titan_ckpt.debug.diagnosis.align import Lane, lanes
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
-from titan_ckpt.debug.incident.kinds import EventKind, RankState
+from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns
 from titan_ckpt.debug.read.reader import open_run
@@ -19,6 +19,7 @@ from titan_ckpt.tui.data.p2p import P2P_VERDICTS, p2p_lanes
 from titan_ckpt.tui.data.stopped import with_stopped
 from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan
 
+NO_FAULT = (VerdictKind.HEALTHY, VerdictKind.RUNNING, VerdictKind.INSUFFICIENT_DATA)
 P2P_NAME = " send/recv"
 # Kinds of log events that are never caused by another rank.
 OWN_ERRORS = (EventKind.EXCEPTION, EventKind.OOM, EventKind.FATAL_SIGNAL)
@@ -63,6 +64,11 @@ class Incident:
     def top(self) -> Verdict:
         """The most likely verdict."""
         return self.verdicts[0]
+
+    @property
+    def awaits_confirmation(self) -> bool:
+        """Whether one look at a live job shows a fault, which the next look has to show too."""
+        return self.is_unconfirmed and self.top.verdict not in NO_FAULT
 
     def is_p2p(self, lane: Lane) -> bool:
         """Whether a lane holds sends and receives."""

@@ -8,11 +8,10 @@ from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Heartbeat
 from titan_ckpt.debug.live.watch import Alarm, alarms
-from titan_ckpt.tui.data.incident import Incident
+from titan_ckpt.tui.data.incident import NO_FAULT, Incident
 from titan_ckpt.tui.rows import Role, counted, ranks_named, truncate
 
 LIVE_S = 30.0
-NO_FAULT = (VerdictKind.HEALTHY, VerdictKind.RUNNING, VerdictKind.INSUFFICIENT_DATA)
 _NO_STANDSTILL = (*NO_FAULT, VerdictKind.STRAGGLER)
 _WORDS = ((0.9, "recorded"), (0.7, "likely"), (0.6, "check it first"), (0.5, "one of several readings"))
 

@@ -14,8 +14,7 @@ from textual.screen import ModalScreen
 
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui.data.content import Content
-from titan_ckpt.tui.data.incident import load_incident
-from titan_ckpt.tui.data.standing import NO_FAULT
+from titan_ckpt.tui.data.incident import NO_FAULT, load_incident
 from titan_ckpt.tui.rows import Role, Row, RowList, head, ranks_named, row, truncate
 from titan_ckpt.tui.widgets.line_view import LineView
 

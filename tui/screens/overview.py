@@ -10,9 +10,9 @@ from textual.binding import Binding, BindingType
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run
 from titan_ckpt.location import redact
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident, state_counts, strip_cells
+from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, state_counts, strip_cells
 from titan_ckpt.tui.data.runs import UNUSABLE
-from titan_ckpt.tui.data.standing import NO_FAULT, alarms_now, ticking
+from titan_ckpt.tui.data.standing import alarms_now, ticking
 from titan_ckpt.tui.pictures.details import link_rows
 from titan_ckpt.tui.pictures.mesh import mesh_axes, mesh_rows
 from titan_ckpt.tui.pictures.timeline import bars_rows, step_rows

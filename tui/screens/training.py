@@ -11,8 +11,8 @@ from textual.binding import Binding, BindingType
 
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui.data.content import find_content
+from titan_ckpt.tui.data.incident import NO_FAULT
 from titan_ckpt.tui.data.metrics import Metrics, load_metrics
-from titan_ckpt.tui.data.standing import NO_FAULT
 from titan_ckpt.tui.pictures.curves import SMOOTHINGS, Curve, goodput_rows, panel_rows, smoothed, value_rows
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
 from titan_ckpt.tui.screens.grid import GridView

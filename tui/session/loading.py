@@ -69,8 +69,8 @@ class SessionLoader:
             self._load_logs(content)
 
     def reload(self) -> None:
-        """List the content again in a thread and load what has changed."""
-        if not self.is_busy:
+        """List the content again in a thread and load what has changed, if the last look has ended and is long enough ago."""
+        if self.is_rested and not self.is_busy:
             url, chosen = self._session.content.url, self._session.content.chosen
             tasks.start(self._app, "looking for changes", lambda: find_content(url, chosen), self._found, self._lost)
 
