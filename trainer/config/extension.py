@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 
 from titan_ckpt.errors import ConfigError, TitanError
 from titan_ckpt.trainer.model.decoder import decoder
+from titan_ckpt.trainer.seams.boundary import blamed, calling, describe_error, kind_of, refuse
 from titan_ckpt.trainer.seams.data import DataSource
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
@@ -61,21 +62,25 @@ class Extension:
         """The dataclass that `[model]` is read into."""
         if isinstance(self.model, ModelSpec):
             return NoSettings
-        hints = get_type_hints(self.model)
-        names = [name for name in inspect.signature(self.model).parameters if name in hints]
+        with calling("model: its annotations", self.model):
+            hints = get_type_hints(self.model)
+            names = [name for name in inspect.signature(self.model).parameters if name in hints]
         record = hints[names[0]] if len(names) == 1 else None
         return _checked_record(record, "model: its one argument must be annotated with the record of [model]")
 
     def spec(self, record: Any) -> ModelSpec:
         """The model of a table `[model]`; the same object for an equal record."""
-        return self.model if isinstance(self.model, ModelSpec) else _spec(self.model, record)
+        if isinstance(self.model, ModelSpec):
+            return self.model
+        with calling("model", self.model):
+            return _spec(self.model, record)
 
 
 @functools.lru_cache(maxsize=16)
 def _spec(build: Callable[[Any], ModelSpec], record: Any) -> ModelSpec:
-    spec = build(record)
+    spec: object = build(record)
     if not isinstance(spec, ModelSpec):
-        raise ConfigError(f"model: {build.__name__} returned {type(spec).__name__}, expected a ModelSpec")
+        refuse("model", build, f"returned {kind_of(spec)}, expected a ModelSpec")
     return spec if spec.config is not None else dataclasses.replace(spec, config=record)
 
 
@@ -90,8 +95,9 @@ def _checked_record(record: Any, what: str) -> type:
 RECORDED = ("event", "time_s", "step", "loss", "tokens", "seconds", "set")  # fields of a record of validation
 
 
-def check_tables(extension: Extension, taken: tuple[str, ...]) -> None:
-    """ConfigError for own tables that are no records, and for tables and metrics that have names of the trainer's."""
+def check_parts(extension: Extension, taken: tuple[str, ...]) -> None:
+    """ConfigError for parts that are no such thing, and for tables and metrics that have names of the trainer's (`taken`)."""
+    _check_kinds(extension)
     for name in extension.metrics:
         if name in RECORDED:
             raise ConfigError(f"metrics: {name!r} is a field of every record of validation; choose another name")
@@ -99,6 +105,29 @@ def check_tables(extension: Extension, taken: tuple[str, ...]) -> None:
         _checked_record(record, f"tables: {name!r}: expected a record")
         if name in taken:
             raise ConfigError(f"tables: {name!r} is a table of the trainer; choose another name")
+
+
+def _check_kinds(extension: Extension) -> None:
+    for name in ("model", "loss", "data", "schedule", "prepare"):
+        part = getattr(extension, name)
+        if part is not None and not callable(part) and not isinstance(part, ModelSpec):
+            raise ConfigError(
+                f"{name} is {kind_of(part)}, expected a function, or an object that docs/extending.md describes"
+            )
+    for name in ("validation", "frozen", "metrics", "tables"):
+        parts = getattr(extension, name)
+        if not isinstance(parts, Mapping) or not all(isinstance(key, str) for key in parts):
+            raise ConfigError(f"{name} is {kind_of(parts)}, expected a dict: name -> {name}")
+        for key, part in parts.items():
+            if not callable(part):
+                raise ConfigError(f"{name}: {key!r} is {kind_of(part)}, expected a function or an object with __call__")
+    for key, part in (("loss", extension.loss), *((f"metrics[{n!r}]", m) for n, m in extension.metrics.items())):
+        if isinstance(part, type):
+            raise ConfigError(f"{key} is the class {part.__name__}, expected an object: {part.__name__}(...)")
+        if key != "loss" and not hasattr(part, "count"):
+            raise ConfigError(
+                f"{key}: {part!r:.80} has no method count; titan_ckpt.trainer.Loss shows what a metric has"
+            )
 
 
 def load_extension(source: str) -> Extension:
@@ -121,6 +150,8 @@ def _import(source: str) -> ModuleType:
                 sys.path.remove(os.getcwd())
         path = os.path.abspath(source)
         name = os.path.basename(path).removesuffix(".py")
+        if name in sys.modules or name in sys.stdlib_module_names:
+            name = f"own_{name}"  # a module of that name exists
         found = importlib.util.spec_from_file_location(name, path)
         if found is None or found.loader is None or not os.path.isfile(path):
             raise ConfigError(f"--module {source}: no such file")
@@ -129,6 +160,8 @@ def _import(source: str) -> ModuleType:
         found.loader.exec_module(module)
     except TitanError:
         raise
-    except Exception as error:
-        raise ConfigError(f"--module {source}: cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        found = blamed(error, "the import")
+        text = str(found) if isinstance(found, TitanError) else describe_error(error)
+        raise ConfigError(f"--module {source}: cannot be imported: {text}") from error
     return module

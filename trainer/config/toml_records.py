@@ -1,6 +1,6 @@
 """TOML files to frozen dataclasses: `base` chains, `--set`, the origin of every value, and errors that name the key.
 
-Independent of the trainer: works for any tree of dataclasses. A field named `from_` is written `from` in TOML.
+Works for any tree of dataclasses, also those of users. A field named `from_` is written `from` in TOML.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, get_args, g
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.location import redact_values
 from titan_ckpt.toml_text import MAX_TEXT, parse_toml
+from titan_ckpt.trainer.seams.boundary import calling
 
 T = TypeVar("T")
 Tree: TypeAlias = dict[str, Any]
@@ -118,7 +119,8 @@ def _nest(key: str, value: Any) -> Tree:
 
 def build_record(kind: type[T], tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> T:
     """An instance of dataclass `kind` from `tree`; unknown keys, missing keys and wrong types are ConfigErrors."""
-    hints = get_type_hints(kind)
+    with calling(_record_of(prefix), kind):
+        hints = get_type_hints(kind)
     fields = {field.name.rstrip("_"): field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values = {}
     for key, value in tree.items():
@@ -129,7 +131,12 @@ def build_record(kind: type[T], tree: Mapping[str, Any], origins: Mapping[str, s
     for key, field in fields.items():
         if field.name not in values and _has_no_default(field):
             raise ConfigError(f"{prefix}{key}: missing; the config must set it")
-    return kind(**values)
+    with calling(_record_of(prefix), kind):
+        return kind(**values)
+
+
+def _record_of(prefix: str) -> str:
+    return f"the record of [{prefix.rstrip('.')}]" if prefix else "a table's record"
 
 
 def _unknown(name: str, key: str, known: list[str], origins: Mapping[str, str]) -> str:
@@ -166,6 +173,8 @@ def _convert(hint: Any, value: Any, name: str, origins: Mapping[str, str]) -> An
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if not isinstance(hint, type) or hint is Any:
+        raise ConfigError(f"{name}: a table cannot have values of type {describe_type(hint)}; see docs/extending.md")
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise _wrong(hint, value, name, origins)
     return value

@@ -30,15 +30,17 @@ from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.location import check_writable, parse_location
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.chat import ChatConfig
-from titan_ckpt.trainer.config.extension import Extension, NoSettings, check_tables
+from titan_ckpt.trainer.config.extension import Extension, NoSettings, check_parts
 from titan_ckpt.trainer.config.ranges import check_ranges
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.lora import LoraConfig, check_lora, check_targets
 from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, check_groups, learning_rate
+from titan_ckpt.trainer.seams.boundary import calling, refuse
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
+from titan_ckpt.trainer.seams.optimizer import share_of
 
 Format: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "tar", "tokens", "chat"]
 
@@ -195,23 +197,28 @@ class TrainConfig:
         if own is None:
             return self.spec.loss
         make: Any = own
-        made: Any = own if hasattr(own, "count") else make(self)
+        with calling("loss", own):
+            made: Any = own if hasattr(own, "count") else make(self)
         if not callable(made) or not hasattr(made, "count"):
-            raise ConfigError(f"loss: {made!r} has no method count; titan_ckpt.trainer.Loss shows what a loss has")
+            refuse("loss", own, f"{made!r:.80} has no method count; titan_ckpt.trainer.Loss shows what a loss has")
         loss: Loss = made
         return loss
 
     def rate(self, step: int) -> float:
         """The learning rate of the update after `step` finished steps."""
         own, total = self.extension.schedule, self.train.steps
-        return learning_rate(self.optimizer, step, total) if own is None else self.optimizer.lr * own(step, total)
+        return (
+            learning_rate(self.optimizer, step, total)
+            if own is None
+            else self.optimizer.lr * share_of(own, step, total)
+        )
 
 
 def config_type(extension: Extension) -> type[TrainConfig]:
     """The config with an extension's tables: `[model]` is its model's record, its own tables come last."""
     if extension.is_empty:
         return TrainConfig
-    check_tables(extension, tuple(f.name for f in dataclasses.fields(TrainConfig)))
+    check_parts(extension, tuple(f.name for f in dataclasses.fields(TrainConfig)))
     record = extension.model_record()
     tables: list[tuple[str, type, object]] = [("model", record, field(default_factory=record, kw_only=True))]
     if record is not NoSettings and _has_required(record):

@@ -21,6 +21,7 @@ from titan_ckpt.trainer.job.resume import TrainingProgress, live_state, training
 from titan_ckpt.trainer.job.stop_signals import StopCode
 from titan_ckpt.trainer.job.validation import mean_of
 from titan_ckpt.trainer.report.records import Event
+from titan_ckpt.trainer.seams.loss import count_of
 
 log = logging.getLogger(__name__)
 END_REASONS = {
@@ -98,7 +99,7 @@ class Loop:
 
     def _count(self, batch: Batch) -> tuple[int, int]:
         """The losses of a batch on this rank, and over all ranks."""
-        local = sum(self.job.loss.count(microbatch) for microbatch in batch.microbatches)
+        local = sum(count_of(self.job.loss, microbatch) for microbatch in batch.microbatches)
         if batch.count is not None:
             return local, batch.count
         mesh = self.job.parallelized.mesh

@@ -14,6 +14,8 @@ from titan_ckpt.trainer.job.resume import check_all_taken, load_weights, open_fo
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.parallelize import build_frozen_model
 from titan_ckpt.trainer.parallel.stage_forward import on
+from titan_ckpt.trainer.seams.boundary import calling, kind_of, refuse
+from titan_ckpt.trainer.seams.data import checked_fields
 from titan_ckpt.trainer.seams.step import FrozenModel
 
 log = logging.getLogger(__name__)
@@ -26,14 +28,26 @@ def preparation(
     device, prepare = model.ranks.device, config.extension.prepare
     if prepare is None:
         return lambda batch: on(device, batch)
-    made = {name: _build(name, make(config), config, model, control) for name, make in config.extension.frozen.items()}
+    wanted = {name: _made(name, make, config) for name, make in config.extension.frozen.items()}
+    made = {name: _build(name, second, config, model, control) for name, second in wanted.items()}
     frozen = {name: second.outputs for name, second in made.items()}
 
     @torch.no_grad()
     def run(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return prepare(on(device, batch), frozen)
+        with calling("prepare", prepare):
+            made: object = prepare(on(device, batch), frozen)
+        return checked_fields(made, "prepare", prepare)
 
     return run
+
+
+def _made(name: str, make: Callable[[TrainConfig], FrozenModel], config: TrainConfig) -> FrozenModel:
+    seam = f"frozen[{name!r}]"
+    with calling(seam, make):
+        found: object = make(config)
+    if not isinstance(found, FrozenModel):
+        refuse(seam, make, f"returned {kind_of(found)}, expected a FrozenModel")
+    return found
 
 
 def _build(

@@ -58,6 +58,8 @@ from titan_ckpt.trainer.report.metrics_log import MetricsLog, fetch_history, ope
 from titan_ckpt.trainer.report.phases import Phases, trace_events, write_trace
 from titan_ckpt.trainer.report.profile import Inspection
 from titan_ckpt.trainer.report.records import METRICS, Event, read_records
+from titan_ckpt.trainer.seams.boundary import blamed
+from titan_ckpt.trainer.seams.data import checked_source
 from titan_ckpt.upkeep.retention import RetentionPolicy
 
 log = logging.getLogger(__name__)
@@ -84,9 +86,12 @@ def run_rank(config: TrainConfig, process: RankProcess) -> Outcome:
                 if recorder is not None:
                     phases.hook = stack.enter_context(recorder).phase
                 return _train(context, stop, phases, logging_)
-        except BaseException:
+        except BaseException as error:
             log.info("training ends with an error", exc_info=True)
-            raise
+            found = blamed(error, "this run's own code")
+            if found is error:
+                raise
+            raise found from error
 
 
 def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: RankLogging) -> Outcome:
@@ -220,7 +225,7 @@ def _open_data(config: TrainConfig, control: ControlGroup, *, is_writer: bool) -
     """
     if config.extension.data is not None:
         data, validation = config.data, config.validation
-        source = config.extension.data(config)
+        source = checked_source(config.extension.data, config, "data")
         own = Dataset([source], [1.0], seq_len=data.seq_len, seed=config.train.seed, shuffle=data.shuffle,
                       held_out=validation.fraction)  # fmt: skip
         return own, None

@@ -12,14 +12,18 @@ from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import Batch, BatchShape, Dataset
 from titan_ckpt.trainer.data.sample_order import SampleRef
 from titan_ckpt.trainer.job.job import Job
+from titan_ckpt.trainer.seams.data import checked_source
+from titan_ckpt.trainer.seams.loss import count_of
 
 
 def validation_sets(config: TrainConfig) -> dict[str, Dataset]:
     """The extension's own sets, by name."""
-    return {
-        name: Dataset([open_(config)], [1.0], seq_len=config.data.seq_len, seed=0, shuffle=False)
+    sources = {
+        name: checked_source(open_, config, f"validation[{name!r}]")
         for name, open_ in config.extension.validation.items()
     }
+    seq_len = config.data.seq_len
+    return {name: Dataset([own], [1.0], seq_len=seq_len, seed=0, shuffle=False) for name, own in sources.items()}
 
 
 def batches_of(held_out: Dataset, sets: Mapping[str, Dataset], samples: int, shape: BatchShape) -> dict[str, Batch]:
@@ -41,7 +45,7 @@ def mean_of(job: Job, sums: Sequence[Tensor], batch: Batch) -> dict[str, float]:
     dist.all_reduce(total)
     total /= ranks.spec.degree("tp")  # tensor parallel ranks computed the same
     counted = (job.loss, *job.config.extension.metrics.values())
-    local = [float(sum(each.count(microbatch) for microbatch in batch.microbatches)) for each in counted]
+    local = [float(sum(count_of(each, microbatch) for microbatch in batch.microbatches)) for each in counted]
     copies = ranks.spec.world_size // ranks.data_degree
     counts = [count / copies for count in job.control.all_reduce_sum(local)]
     means = {name: float(total[i]) / max(counts[i], 1.0) for i, name in enumerate(names)}

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.model.head import LmHead
-from titan_ckpt.trainer.seams.model import Colwise, Head, ModelSpec, Region, Rowwise, Rule, Shared, Vocab, Whole
+from titan_ckpt.trainer.seams.boundary import calling, kind_of, refuse
+from titan_ckpt.trainer.seams.model import (
+    Colwise,
+    Head,
+    Initial,
+    ModelSpec,
+    Normal,
+    Region,
+    Rowwise,
+    Rule,
+    Shared,
+    Vocab,
+    Whole,
+)
 from titan_ckpt.trainer.seams.patterns import ancestors_of, is_below, matching
 
 # The modules that a rule can divide.
@@ -71,6 +86,7 @@ def name_of(spec: ModelSpec, fqn: str) -> str:
 @functools.lru_cache(maxsize=8)
 def plan_of(spec: ModelSpec) -> Plan:
     """Build the model on the meta device and resolve the spec's patterns; ConfigError for what does not fit."""
+    _check_fields(spec)
     module = build_on_meta(spec)
     modules = {fqn: m for fqn, m in module.named_modules() if fqn}
     blocks = _matched(spec, "blocks", [spec.blocks], modules)
@@ -86,15 +102,62 @@ def plan_of(spec: ModelSpec) -> Plan:
     )  # fmt: skip
     _check_ends(plan)
     _check_tensors(plan)
+    for fqn in plan.parameters:
+        initial_of(spec, fqn)
     for fqn in plan.attention:
         if not hasattr(modules[fqn], "attend"):
             raise ConfigError(f"{spec.name}: {fqn} (ModelSpec.attention) has no attribute `attend`")
     return plan
 
 
+def initial_of(spec: ModelSpec, fqn: str) -> Initial:
+    """The initial values of a weight, as the spec gives them, checked."""
+    seam = f"{spec.name}: ModelSpec.initial({fqn!r})"
+    with calling(seam, spec.initial):
+        values: object = spec.initial(fqn)
+    if not isinstance(values, Initial):
+        refuse(seam, spec.initial, f"returned {kind_of(values)}, expected Normal or Constant")
+    number = values.std if isinstance(values, Normal) else values.value
+    if not isinstance(number, Real) or not math.isfinite(number) or (isinstance(values, Normal) and number < 0.0):
+        refuse(seam, spec.initial, f"returned {values}, expected a finite number")
+    return values
+
+
+_TEXTS, _LISTS = ("name", "blocks", "attention"), ("inputs", "first", "last", "sequence")
+
+
+def _check_fields(spec: ModelSpec) -> None:
+    """ConfigError for fields of a spec that have another type: Python does not check them."""
+    for name in _TEXTS:
+        if not isinstance(getattr(spec, name), str):
+            raise ConfigError(f"{spec.name}: ModelSpec.{name} is {kind_of(getattr(spec, name))}, expected a text")
+    for name in _LISTS:
+        value = getattr(spec, name)
+        if not isinstance(value, tuple | list) or not all(isinstance(part, str) for part in value):
+            raise ConfigError(
+                f"{spec.name}: ModelSpec.{name} is {value!r:.80}, expected a tuple of texts, such as ('tokens',)"
+            )
+    if not spec.inputs:
+        raise ConfigError(
+            f"{spec.name}: ModelSpec.inputs is empty; it names the fields of a batch that `forward` takes"
+        )
+    if not hasattr(spec.loss, "count") or not callable(spec.loss) or isinstance(spec.loss, type):
+        raise ConfigError(
+            f"{spec.name}: ModelSpec.loss is {spec.loss!r:.80}, expected an object with __call__ and count"
+        )
+    for pattern, rule in spec.tensor.items():
+        if not isinstance(rule, Rule):
+            raise ConfigError(
+                f"{spec.name}: tensor: {pattern!r} has {rule!r:.80}, expected a rule such as Colwise() or Whole()"
+            )
+        unit = getattr(rule, "unit", 1)
+        if not isinstance(unit, int) or isinstance(unit, bool) or unit < 1:
+            raise ConfigError(f"{spec.name}: tensor: {pattern!r}: {rule}: unit must be a whole number from 1 on")
+
+
 def build_on_meta(spec: ModelSpec) -> nn.Module:
     """The whole model on the meta device; ConfigError if it makes weights elsewhere."""
-    with torch.device("meta"):
+    with torch.device("meta"), calling(f"{spec.name}: ModelSpec.build", spec.build):
         module = spec.build()
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{spec.name}: build returned {type(module).__name__}, expected an nn.Module")

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box, box_at
 from titan_ckpt.sharding.placement import Shard as Cut
+from titan_ckpt.trainer.model.plan import initial_of
 from titan_ckpt.trainer.model.stages import named_weights
 from titan_ckpt.trainer.seams.model import Constant, ModelSpec
 
@@ -34,7 +35,7 @@ def fill_initial(model: nn.Module, spec: ModelSpec, seed: int) -> None:
 
 def fill(parameter: Tensor, fqn: str, spec: ModelSpec, seed: int, mesh: MeshSpec, place: Mapping[str, int]) -> None:
     """Fill this rank's shard of a weight with its initial values."""
-    values = spec.initial(fqn)
+    values = initial_of(spec, fqn)
     if isinstance(values, Constant):
         parameter.fill_(values.value)
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import FOLD, MeshSpec
 from titan_ckpt.trainer.device_mesh import RankMesh
 from titan_ckpt.trainer.model.plan import Plan
@@ -28,6 +30,7 @@ from titan_ckpt.trainer.parallel.context import head_tail_positions
 from titan_ckpt.trainer.parallel.initialize import cut_axes
 from titan_ckpt.trainer.parallel.local_weights import local_tensor
 from titan_ckpt.trainer.parallel.pipeline import Pipeline
+from titan_ckpt.trainer.seams.boundary import calling
 from titan_ckpt.trainer.seams.model import ModelSpec
 
 
@@ -96,10 +99,16 @@ class Parallelized:
         self._has_new_grads = True
         x, fields = self._shard_sequence(batch)
         if self.pipeline is not None:
-            return self.pipeline.run(x, fields, count=count)
+            with self._calling():
+                return self.pipeline.run(x, fields, count=count)
         loss: Tensor = self.parts[0](x, **fields).sum()
-        (loss / count).backward()  # type: ignore[no-untyped-call]
+        with self._calling():
+            (loss / count).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def _calling(self) -> AbstractContextManager[None]:
+        """Around a backward, in which autograd finds what a user's model or loss has done."""
+        return calling(f"{self.spec.name}: backward", self.spec.build)
 
     @torch.no_grad()
     def forward_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -193,6 +202,10 @@ class Parallelized:
         spec, fields = self.spec, dict(batch)
         cp = self.mesh.degree("cp")
         if spec.sequence and (cp > 1 or self.pipeline is not None):
+            if missing := [name for name in spec.sequence[:1] if name not in fields]:
+                raise ConfigError(
+                    f"{spec.name}: ModelSpec.sequence: the batch has no {missing[0]!r}; it has {', '.join(fields)}"
+                )
             whole = fields[spec.sequence[0]]
             mine_S = head_tail_positions(whole.shape[1], cp, self.coordinate["cp"], whole.device)
             if cp > 1:
@@ -200,6 +213,10 @@ class Parallelized:
             if "positions" in spec.inputs:
                 own = fields.get("positions")  # of packed documents, which each begin at 0
                 fields["positions"] = mine_S.expand(len(whole), -1) if own is None else own[:, mine_S]
+        if spec.inputs[0] not in fields:
+            raise ConfigError(
+                f"{spec.name}: ModelSpec.inputs begins with {spec.inputs[0]!r}, which the batch lacks; it has {', '.join(fields)}"
+            )
         return fields.pop(spec.inputs[0]), fields
 
 

@@ -34,6 +34,7 @@ from titan_ckpt.trainer.parallel.tensor import (
     compute_on_shards,
     overlap_with_products,
 )
+from titan_ckpt.trainer.seams.boundary import calling
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
 
@@ -186,7 +187,8 @@ def allocate(part: nn.Module, spec: ModelSpec, parallel: ParallelConfig, ranks: 
     part.to_empty(device="cpu" if parallel.cpu_offload else ranks.device)
     tie(spec, part)
     if spec.fill_buffers is not None:
-        spec.fill_buffers(part)
+        with calling("ModelSpec.fill_buffers", spec.fill_buffers):
+            spec.fill_buffers(part)
 
 
 @torch.no_grad()

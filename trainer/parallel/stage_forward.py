@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from titan_ckpt.trainer.parallel.precision import DTYPES
-from titan_ckpt.trainer.seams.loss import Loss
+from titan_ckpt.trainer.seams.boundary import calling, kind_of, refuse
+from titan_ckpt.trainer.seams.loss import Loss, sum_of
 from titan_ckpt.trainer.seams.model import ModelSpec
 
 
@@ -39,18 +40,27 @@ class StageForward:
     ) -> None:
         self._forward, self._taken, self._losses, self._dtype = forward, frozenset(spec.inputs[1:]), losses, dtype
         self._is_first, self._is_last = ends
+        self._spec = spec
 
     def __call__(self, x: Tensor, **fields: Tensor) -> Any:
         if self._is_first and x.is_floating_point():
             x = x.to(self._dtype)  # FSDP casts weights alone
-        out = self._forward(x, **{name: value for name, value in fields.items() if name in self._taken})
+        taken = {name: value for name, value in fields.items() if name in self._taken}
+        with calling(f"{self._spec.name}: forward", self._spec.build):
+            out = self._forward(x, **taken)
         if not self._is_last:
+            if not isinstance(out, Tensor):
+                what = f"returned {kind_of(out)} on a pipeline stage, expected the hidden states as they left the last block"
+                refuse(f"{self._spec.name}: forward", self._spec.build, what)
             return out.contiguous()  # it is sent
         if not self._losses:
             return out
         due = self._losses[:1] if torch.is_grad_enabled() else self._losses
         # torch joins it with those of other microbatches; FSDP refuses a view
-        return torch.stack([loss(out, fields).sum().float() for loss in due])
+        sums = torch.stack([sum_of(loss, out, fields) for loss in due])
+        if torch.is_grad_enabled() and not sums.requires_grad:
+            refuse("Loss", due[0], "depends on no weight that is trained: it has no gradient")
+        return sums
 
 
 def on(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

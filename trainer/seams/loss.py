@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
+
+from titan_ckpt.trainer.seams.boundary import calling, kind_of, refuse
 
 IGNORED = -100  # label of what does not count, as in Hugging Face
 
@@ -24,6 +27,28 @@ class Loss(Protocol):
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
         """The number of losses in the sum: tokens, samples or pairs."""
+
+
+def count_of(loss: Loss, batch: Mapping[str, Tensor]) -> int:
+    """`loss.count(batch)`, checked: a whole number, 0 or more."""
+    with calling("Loss.count", loss):
+        count: Any = loss.count(batch)
+    try:
+        whole = index(count)
+    except (TypeError, ValueError, RuntimeError):
+        whole = -1
+    if whole < 0 or isinstance(count, bool):
+        refuse("Loss.count", loss, f"returned {kind_of(count)}, expected a whole number of 0 or more")
+    return whole
+
+
+def sum_of(loss: Loss, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """`loss(output, batch)`, checked: one number, with a gradient if one is wanted."""
+    with calling("Loss", loss):
+        total: Any = loss(output, batch)
+    if not isinstance(total, Tensor) or total.is_complex():
+        refuse("Loss", loss, f"returned {kind_of(total)}, expected a tensor: the sum of the losses")
+    return total.sum().float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ import functools
 import re
 from collections.abc import Container, Iterable, Iterator
 
+from titan_ckpt.errors import ConfigError
+
 
 def matching(pattern: str, fqns: Iterable[str]) -> list[str]:
     """The FQNs that `pattern` matches, in their order.
@@ -24,7 +26,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     tokens = re.split(r"(\*\*\.|\.\*\*|\*\*|\*|\?|\[[^\]]+\])", pattern)
     special = {"**.": r"(?:.*\.)?", ".**": r"(?:\..*)?", "**": ".*", "*": r"[^.]*", "?": r"[^.]"}
     parts = [special.get(t) or (t.replace("[!", "[^") if t.startswith("[") else re.escape(t)) for t in tokens]
-    return re.compile("".join(parts))
+    try:
+        return re.compile("".join(parts))
+    except re.error as error:
+        raise ConfigError(f"{pattern!r} is not a pattern of names: {error}") from error
 
 
 def is_below(fqn: str, ancestors: Container[str]) -> bool:
