@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         Vocab,
         Whole,
     )
-    from titan_ckpt.trainer.seams.optimizer import Schedule
+    from titan_ckpt.trainer.seams.optimizer import OptimizerSpec, Schedule
     from titan_ckpt.trainer.seams.step import FrozenModel, Prepare
     from titan_ckpt.trainer.seams.validation import Accuracy
 
@@ -58,6 +58,7 @@ __all__ = [
     "ModelConfig",
     "ModelSpec",
     "Normal",
+    "OptimizerSpec",
     "Outcome",
     "Prepare",
     "Region",
@@ -90,6 +91,7 @@ __getattr__, __dir__ = lazy_names(
         "ModelConfig": "model.decoder",
         "ModelSpec": "seams.model",
         "Normal": "seams.model",
+        "OptimizerSpec": "seams.optimizer",
         "Outcome": "job.job",
         "Prepare": "seams.step",
         "Region": "seams.model",

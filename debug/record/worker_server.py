@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,33 @@ from titan_ckpt.debug.record.worker_endpoint import is_answering
 
 log = logging.getLogger(__name__)
 START_S = 5.0
+_NOTICE = b" WorkerServer.cpp:"
+
+
+@contextmanager
+def without_notices() -> Iterator[None]:
+    """Leave torch's notices of this server out of stderr: its C++ warns that it starts and that it ends.
+
+    Other output of these moments is written afterwards. Seen in torch 2.13 (WorkerServer.cpp); TORCH_CPP_LOG_LEVEL would hide the
+    warnings of all of torch, and is read before this code runs.
+    """
+    with ExitStack() as stack:
+        try:
+            held = stack.enter_context(tempfile.TemporaryFile())
+            real = stack.enter_context(os.fdopen(os.dup(2), "wb", buffering=0))
+        except OSError:  # no stderr, or no place for a file
+            held = None
+        if held is None:
+            yield
+            return
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(real.fileno(), 2)
+            held.seek(0)
+            with suppress(OSError):
+                real.write(b"".join(line for line in held if _NOTICE not in line))
 
 
 class WorkerServer:
@@ -30,7 +61,8 @@ class WorkerServer:
         if server is None:
             return None
         try:
-            return WorkerServer(bind_privately(path, server))
+            with without_notices():
+                return WorkerServer(bind_privately(path, server))
         except (OSError, RuntimeError) as error:
             log.warning("no worker server at %s: %s", path, error)
             return None
@@ -45,7 +77,8 @@ class WorkerServer:
         while not is_answering(self.endpoint) and time.monotonic() < deadline:
             time.sleep(0.02)
         if is_answering(self.endpoint):
-            self._server.shutdown()
+            with without_notices():
+                self._server.shutdown()
         else:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._server))
             log.warning("the worker server at %s does not answer and is left to the end of the process", self.endpoint)

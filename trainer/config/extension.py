@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, get_type_hints
 
+import torch
+
 from titan_ckpt.errors import ConfigError, TitanError
 from titan_ckpt.trainer.model.decoder import decoder
 from titan_ckpt.trainer.seams.boundary import blamed, calling, describe_error, kind_of, refuse
 from titan_ckpt.trainer.seams.data import DataSource
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
-from titan_ckpt.trainer.seams.optimizer import Schedule
+from titan_ckpt.trainer.seams.optimizer import OptimizerSpec, Schedule
 from titan_ckpt.trainer.seams.step import FrozenModel, Prepare
 
 
@@ -42,6 +44,7 @@ class Extension:
     data: Callable[[Any], DataSource] | None = None  # from the whole config; None: the corpora of [data]
     validation: Mapping[str, Callable[[Any], DataSource]] = field(default_factory=dict)  # sets, beside held-out samples
     metrics: Mapping[str, Loss] = field(default_factory=dict)  # beside the loss, in validation
+    optimizer: OptimizerSpec | None = None  # None: `optimizer.name`
     schedule: Schedule | None = None  # None: `optimizer.schedule`
     frozen: Mapping[str, Callable[[Any], FrozenModel]] = field(default_factory=dict)  # second models, from the config
     prepare: Prepare | None = None  # called with each microbatch
@@ -51,7 +54,7 @@ class Extension:
     @property
     def is_empty(self) -> bool:
         """Whether everything is the trainer's own."""
-        own = (self.loss, self.data, self.schedule, self.prepare)
+        own = (self.loss, self.data, self.optimizer, self.schedule, self.prepare)
         return (
             self.model is decoder
             and own == (None,) * len(own)
@@ -108,6 +111,7 @@ def check_parts(extension: Extension, taken: tuple[str, ...]) -> None:
 
 
 def _check_kinds(extension: Extension) -> None:
+    _check_optimizer(extension.optimizer)
     for name in ("model", "loss", "data", "schedule", "prepare"):
         part = getattr(extension, name)
         if part is not None and not callable(part) and not isinstance(part, ModelSpec):
@@ -127,6 +131,21 @@ def _check_kinds(extension: Extension) -> None:
         if key != "loss" and not hasattr(part, "count"):
             raise ConfigError(
                 f"{key}: {part!r:.80} has no method count; titan_ckpt.trainer.Loss shows what a metric has"
+            )
+
+
+def _check_optimizer(spec: object) -> None:
+    if spec is None:
+        return
+    if not isinstance(spec, OptimizerSpec):
+        raise ConfigError(f"optimizer is {kind_of(spec)}, expected an OptimizerSpec")
+    if not callable(spec.update) or not isinstance(spec.name, str) or not spec.name:
+        raise ConfigError(f"optimizer: OptimizerSpec({spec.name!r}): name must be a text, update a function")
+    for name, dtype in spec.state.items():
+        if not isinstance(dtype, torch.dtype) or name in ("step", "ema") or not str(name).isidentifier():
+            raise ConfigError(
+                f"optimizer: OptimizerSpec({spec.name!r}).state: {name!r}: {dtype!r:.80}: expected a name other than step and "
+                "ema, and a torch dtype"
             )
 
 

@@ -6,7 +6,7 @@
 | `[mesh]`       | degrees of pp, dp_replicate, dp_shard, cp, tp and the methods: `parallel.config.ParallelConfig` |
 | `[data]`       | where text comes from and how it becomes samples: `DataConfig` |
 | `[chat]`       | how conversations become samples: `chat.ChatConfig` |
-| `[optimizer]`  | AdamW and the learning rate: `parallel.optimizer.OptimizerConfig` |
+| `[optimizer]`  | rule of updates and learning rate: `parallel.optimizer.OptimizerConfig` |
 | `[train]`      | steps, batch, seed, limits: `TrainOptions` |
 | `[lora]`       | low-rank adapters instead of the whole model: `model.lora.LoraConfig` |
 | `[validation]` | held-out samples, and how often to evaluate them: `ValidationConfig` |
@@ -36,7 +36,7 @@ from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.lora import LoraConfig, check_lora, check_targets
 from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
-from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, check_groups, learning_rate
+from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, check_groups, check_numbers, learning_rate
 from titan_ckpt.trainer.seams.boundary import calling, refuse
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
@@ -243,8 +243,11 @@ def check_config(config: TrainConfig) -> None:
     _check_data(config.data, has_own=config.extension.data is not None)
     if config.lora.rank:
         check_targets(config.lora, plan_of(config.spec))
+    check_numbers(config.optimizer)
     if config.optimizer.groups:
         _check_groups(config)
+    if config.lora.rank and config.optimizer.name == "muon":
+        raise ConfigError('optimizer.name = "muon" with lora.rank: adapters are trained with "adamw"')
     if config.train.freeze and not config.lora.rank:
         _check_freeze(config)
     _check_own_model(config)

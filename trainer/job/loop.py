@@ -178,7 +178,9 @@ class Loop:
         job, config, progress = self.job, self.job.config, self.progress
         assert job.saver is not None
         lr = config.rate(progress.step)
-        record = training_record(progress, fingerprint=job.dataset.fingerprint, seed=config.train.seed, lr=lr)
+        record = training_record(
+            progress, fingerprint=job.dataset.fingerprint, seed=config.train.seed, lr=lr, rule=job.optimizer.name
+        )
         pending = job.saver.save(
             live_state(job.parallelized, job.optimizer),
             step=progress.step, training=record, config=job.config_record, assets=job.assets,

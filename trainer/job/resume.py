@@ -68,13 +68,16 @@ class Start:
     model_only: bool = False
 
 
-def training_record(progress: TrainingProgress, *, fingerprint: str, seed: int, lr: float) -> dict[str, Any]:
+def training_record(
+    progress: TrainingProgress, *, fingerprint: str, seed: int, lr: float, rule: str = "adamw"
+) -> dict[str, Any]:
     """The mesh-independent training state, as recorded in the manifest."""
     return {
         "step": progress.step,
         "tokens_seen": progress.tokens,
         "skipped_steps": progress.skipped,
         "lr": lr,
+        "optimizer": rule,
         "data": {"position": progress.samples, "fingerprint": fingerprint},
         "rng": {"seed": seed, "policy": "stateless: after initialisation nothing draws random numbers"},
     }
@@ -199,6 +202,11 @@ def restore(
         check_all_taken(checkpoint, load_weights(checkpoint, state), tuple(state), control)
         return TrainingProgress()
     training = checkpoint.manifest.training
+    if training.get("optimizer", optimizer.name) != optimizer.name:
+        raise ConfigError(
+            f"{checkpoint} has the state of the optimizer {training['optimizer']!r}, this run has {optimizer.name!r}; set it "
+            "back, or take the weights alone with resume.from and resume.model_only = true"
+        )
     if "data" in training:
         check_data(checkpoint, fingerprint, other_data=other_data)
     else:

@@ -147,7 +147,7 @@ def _begin(
 ) -> tuple[Optimizer, TrainingProgress]:
     """Build the optimizer and load what `start` has; new adapters on another run's model begin at step 0."""
     adapters = adapters_of(parallelized.named_parameters())
-    optimizer = build_optimizer(parallelized, config.optimizer, only=adapters or None)
+    optimizer = build_optimizer(parallelized, config.optimizer, only=adapters or None, spec=config.extension.optimizer)
     progress = restore(
         Start() if adapters and not start.is_own else start, parallelized, optimizer,
         control=control, fingerprint=fingerprint, other_data=config.resume.other_data,

@@ -20,7 +20,7 @@ from titan_ckpt.trainer.model.decoder import decoder
 from titan_ckpt.trainer.seams.data import DataSource
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
-from titan_ckpt.trainer.seams.optimizer import Schedule
+from titan_ckpt.trainer.seams.optimizer import OptimizerSpec, Schedule
 from titan_ckpt.trainer.seams.step import FrozenModel, Prepare
 
 
@@ -33,6 +33,7 @@ def run(
     data: Callable[[Any], DataSource] | None = None,
     validation: Mapping[str, Callable[[Any], DataSource]] | None = None,
     metrics: Mapping[str, Loss] | None = None,
+    optimizer: OptimizerSpec | None = None,
     schedule: Schedule | None = None,
     frozen: Mapping[str, Callable[[Any], FrozenModel]] | None = None,
     prepare: Prepare | None = None,
@@ -46,8 +47,8 @@ def run(
     for a config or model that cannot be; other TitanErrors as of `titan-ckpt train`.
     """
     extension = Extension(
-        model=model, loss=loss, data=data, validation=validation or {}, metrics=metrics or {}, schedule=schedule,
-        frozen=frozen or {}, prepare=prepare, tables=tables or {},
+        model=model, loss=loss, data=data, validation=validation or {}, metrics=metrics or {},
+        optimizer=optimizer, schedule=schedule, frozen=frozen or {}, prepare=prepare, tables=tables or {},
     )  # fmt: skip
     checked = _resolve(config, extension, sets)
     if is_rank():

@@ -1,24 +1,32 @@
-"""AdamW over this rank's shards, and the learning rate as a pure function of the step.
+"""The optimizer over this rank's shards: which rule updates which weight, and the learning rate as a pure function of the step.
 
-The moments are DTensors placed like their weights, so checkpoints save and reshard them by the same rules. The update runs on
-the local shards in one fused call per group. Weight decay applies to matrices, not to norms and biases.
+States are DTensors placed like their weights, so checkpoints save and reshard them by the same rules. Weight decay applies to
+matrices, not to norms and biases.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from titan_ckpt.errors import ConfigError, TitanError
+from titan_ckpt.trainer.optim.adamw import AdamW
+from titan_ckpt.trainer.optim.muon import Muon
+from titan_ckpt.trainer.optim.own import OwnRule
+from titan_ckpt.trainer.optim.rule import Rule, Trained, zeros_like
 from titan_ckpt.trainer.parallel.local_weights import local_tensor
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized, unwrap_float8
-from titan_ckpt.trainer.seams.patterns import matching
+from titan_ckpt.trainer.parallel.precision import DTYPES
+from titan_ckpt.trainer.seams.optimizer import OptimizerSpec
+from titan_ckpt.trainer.seams.patterns import is_below, matching
+
+OWN, AVERAGE = "own", "ema"  # the rule of a user's OptimizerSpec; the state that `ema_decay` adds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +36,26 @@ class GroupConfig:
     weights: tuple[str, ...]  # patterns of names: * within one name, ** across names
     lr: float | None = None  # peak learning rate, with the same schedule; default: optimizer.lr
     weight_decay: float | None = None  # also of norms and biases; default: as without a group
+    name: Literal["", "adamw", "muon"] = ""  # the rule; empty: as without a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its schedule. `decay_fraction` is the final part of training, in which `wsd` and `sqrt` decay."""
+    """The rule of updates and its schedule. `decay_fraction` is the final part of training, in which `wsd` and `sqrt` decay."""
 
+    name: Literal["adamw", "muon"] = "adamw"  # muon: of the matrices in the blocks; adamw for all other weights
     lr: float = 3e-4  # peak learning rate
     betas: tuple[float, float] = (0.9, 0.95)  # decay of the first and the second moment
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # of matrices; norms and biases have none
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"  # of adamw; int8: codes with a scale per block of a row
+    implementation: Literal["fused", "foreach", "for_loop"] = "fused"  # torch's, of adamw with float32 moments
+    momentum: float = 0.95  # of muon
+    nesterov: bool = True  # of muon
+    muon_iterations: int = 5  # of Newton and Schulz
+    muon_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the iterations; float32 differs less between meshes
+    muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"  # match_rms_adamw: lr as for adamw
+    ema_decay: float = 0.0  # of an average of the weights, saved with them, such as 0.999; 0: none
     grad_clip: float = 1.0  # norm of the whole gradient, at most; 0: no limit
     warmup_steps: int = 0  # steps of linear warm-up
     schedule: Literal["constant", "wsd", "cosine", "linear", "sqrt"] = "cosine"  # how the rate falls after the warm-up
@@ -78,28 +96,34 @@ def _remaining(schedule: str, progress: float) -> float:
             return 1.0 - progress
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
-    """AdamW's state of one weight."""
-
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: Tensor
-
-
 class NoGradientError(TitanError):
     """A weight that should be trained has no gradient."""
 
 
 class Optimizer:
-    """AdamW; its state is allocated at construction, so that a checkpoint can load into it."""
+    """The rules and their state, which is allocated at construction, so that a checkpoint can load into it."""
 
-    def __init__(self, parallelized: Parallelized, config: OptimizerConfig, weights: dict[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        parallelized: Parallelized,
+        config: OptimizerConfig,
+        weights: dict[str, nn.Parameter],
+        spec: OptimizerSpec | None = None,
+    ) -> None:
         self.parallelized, self.config, self._weights = parallelized, config, weights
-        self._moments = {fqn: _moments(weight) for fqn, weight in self._weights.items()}
-        self._groups: dict[tuple[float, float], list[str]] = {}
-        for fqn, weight in self._weights.items():
-            self._groups.setdefault(own_settings(config, fqn, weight.ndim), []).append(fqn)
+        self.name: str = config.name if spec is None else spec.name  # recorded in checkpoints
+        self._rules = _rules(config, spec)
+        self._groups: dict[tuple[str, float, float], list[str]] = {}
+        self._state: dict[str, dict[str, Tensor]] = {}
+        blocks = frozenset(parallelized.plan.blocks)
+        for fqn, weight in weights.items():
+            name = OWN if spec is not None else rule_of(config, fqn, weight.ndim, blocks)
+            factor, decay = own_settings(config, fqn, weight.ndim)
+            self._groups.setdefault((name, factor, decay), []).append(fqn)
+            shard = unwrap_float8(weight.detach())
+            self._state[fqn] = self._rules[name].state(fqn, shard) | _kept_for_all(
+                shard, has_average=config.ema_decay > 0.0
+            )
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -112,41 +136,94 @@ class Optimizer:
                 f"no gradient has reached {', '.join(lost[:5])}{more}, so training would leave them as they are: the loss does "
                 "not depend on them. Leave them out on purpose with train.freeze"
             )
-        for (factor, decay), fqns in self._groups.items():
-            self._update([fqn for fqn in fqns if self._weights[fqn].requires_grad], factor * lr, decay)
+        if self.config.ema_decay:
+            self._start_averages()
+        if trained:
+            torch._foreach_add_([self._state[fqn]["step"] for fqn in trained], 1.0)
+        for (rule, factor, decay), fqns in self._groups.items():
+            some = [self._trained(fqn) for fqn in fqns if self._weights[fqn].requires_grad]
+            if some:
+                self._rules[rule].update(some, lr=factor * lr, decay=decay)
+        if self.config.ema_decay:
+            self._average()
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self.parallelized.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
-        """The live tensors by flat name: `state.<fqn>.exp_avg`, `.exp_avg_sq`, `.step`."""
-        return {
-            f"state.{fqn}.{name}": getattr(moments, name)
-            for fqn, moments in self._moments.items()
-            for name in ("exp_avg", "exp_avg_sq", "step")
-        }
+        """The live tensors by flat name: `state.<fqn>.step`, and what the rule keeps, as `state.<fqn>.exp_avg`."""
+        return {f"state.{fqn}.{name}": kept for fqn, state in self._state.items() for name, kept in state.items()}
 
-    def _update(self, fqns: list[str], lr: float, decay: float) -> None:
-        if not fqns:
-            return
-        moments = [self._moments[fqn] for fqn in fqns]
-        adamw(
-            [local_tensor(unwrap_float8(self._weights[fqn].detach())) for fqn in fqns],
-            [local_tensor(_gradient(self._weights[fqn])) for fqn in fqns],
-            [local_tensor(m.exp_avg) for m in moments],
-            [local_tensor(m.exp_avg_sq) for m in moments],
-            [],
-            [m.step for m in moments],
-            fused=True,
-            amsgrad=False,
-            beta1=self.config.betas[0],
-            beta2=self.config.betas[1],
-            lr=lr,
-            weight_decay=decay,
-            eps=self.config.eps,
-            maximize=False,
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Give the model the averages of `ema_decay` in place of its weights, for as long as the context lasts."""
+        self.parallelized.reshard()
+        shards = {fqn: self._shard(fqn) for fqn in self._weights}
+        kept = {fqn: shard.clone() for fqn, shard in shards.items()}
+        with torch.no_grad():
+            for fqn, shard in shards.items():
+                if self._state[fqn]["step"] > 0 or not self._weights[fqn].requires_grad:
+                    shard.copy_(local_tensor(self._state[fqn][AVERAGE]))
+        try:
+            yield
+        finally:
+            self.parallelized.reshard()
+            with torch.no_grad():
+                for fqn, shard in shards.items():
+                    shard.copy_(kept[fqn])
+
+    def _shard(self, fqn: str) -> Tensor:
+        return local_tensor(unwrap_float8(self._weights[fqn].detach()))
+
+    def _trained(self, fqn: str) -> Trained:
+        weight, state = self._weights[fqn], self._state[fqn]
+        assert weight.grad is not None
+        own = {name: kept for name, kept in state.items() if name not in ("step", AVERAGE)}
+        return Trained(
+            fqn=fqn, weight=unwrap_float8(weight.detach()), gradient=weight.grad, state=own, step=state["step"]
         )
+
+    def _start_averages(self) -> None:
+        """Before the first update the averages are the weights, wherever these came from."""
+        for fqn, state in self._state.items():
+            if not state["step"]:
+                local_tensor(state[AVERAGE]).copy_(self._shard(fqn))
+
+    def _average(self) -> None:
+        shards = [self._shard(fqn) for fqn in self._weights]
+        averages = [local_tensor(self._state[fqn][AVERAGE]) for fqn in self._weights]
+        torch._foreach_lerp_(averages, shards, 1.0 - self.config.ema_decay)
+
+
+def _kept_for_all(shard: Tensor, *, has_average: bool) -> dict[str, Tensor]:
+    step = torch.zeros((), dtype=torch.float32, device=local_tensor(shard).device)
+    return {"step": step} | ({AVERAGE: zeros_like(shard, torch.float32)} if has_average else {})
+
+
+def _rules(config: OptimizerConfig, spec: OptimizerSpec | None) -> dict[str, Rule]:
+    adamw = AdamW(betas=config.betas, eps=config.eps, moments=config.moments, implementation=config.implementation)
+    muon = Muon(
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        iterations=config.muon_iterations,
+        scale=config.muon_scale,
+        dtype=DTYPES[config.muon_dtype],
+    )
+    return {"adamw": adamw, "muon": muon} | ({} if spec is None else {OWN: OwnRule(spec=spec)})
+
+
+def rule_of(config: OptimizerConfig, fqn: str, ndim: int, blocks: Container[str]) -> str:
+    """The name of the rule that updates a weight: its group's, else muon for matrices in the blocks if it is asked for."""
+    group = _group_of(config, fqn)
+    if group is not None and group.name:
+        return group.name
+    return "muon" if config.name == "muon" and ndim == 2 and is_below(fqn, blocks) else "adamw"
+
+
+def _group_of(config: OptimizerConfig, fqn: str) -> GroupConfig | None:
+    """The first group with a pattern that matches."""
+    return next((g for g in config.groups if any(matching(pattern, [fqn]) for pattern in g.weights)), None)
 
 
 def own_settings(config: OptimizerConfig, fqn: str, ndim: int) -> tuple[float, float]:
@@ -157,12 +234,11 @@ def own_settings(config: OptimizerConfig, fqn: str, ndim: int) -> tuple[float, f
     >>> own_settings(config, "a.bias", 1), own_settings(config, "a.weight", 2)
     ((0.5, 0.0), (1.0, 0.5))
     """
-    usual = config.weight_decay if ndim > 1 else 0.0
-    for group in config.groups:
-        if any(matching(pattern, [fqn]) for pattern in group.weights):
-            factor = 1.0 if group.lr is None else group.lr / config.lr
-            return factor, usual if group.weight_decay is None else group.weight_decay
-    return 1.0, usual
+    usual, group = config.weight_decay if ndim > 1 else 0.0, _group_of(config, fqn)
+    if group is None:
+        return 1.0, usual
+    factor = 1.0 if group.lr is None else group.lr / config.lr
+    return factor, usual if group.weight_decay is None else group.weight_decay
 
 
 def check_groups(config: OptimizerConfig, names: Iterable[str]) -> None:
@@ -177,25 +253,27 @@ def check_groups(config: OptimizerConfig, names: Iterable[str]) -> None:
 
 
 def build_optimizer(
-    parallelized: Parallelized, config: OptimizerConfig, *, only: Collection[str] | None = None
+    parallelized: Parallelized,
+    config: OptimizerConfig,
+    *,
+    only: Collection[str] | None = None,
+    spec: OptimizerSpec | None = None,
 ) -> Optimizer:
-    """The optimizer of this rank's weights, or of those in `only`; other weights have no state."""
+    """The optimizer of this rank's weights, or of those in `only`; other weights have no state. `spec` replaces the rules."""
+    check_numbers(config)
+    weights = {name: w for name, w in parallelized.named_parameters().items() if only is None or name in only}
+    return Optimizer(parallelized, config, weights, spec)
+
+
+def check_numbers(config: OptimizerConfig) -> None:
+    """ConfigError for a number out of its range."""
     if not (0.0 <= config.betas[0] < 1.0 and 0.0 <= config.betas[1] < 1.0):
         raise ConfigError(f"optimizer.betas {config.betas}: both must be in [0, 1)")
     if config.lr <= 0.0 or config.eps <= 0.0 or config.weight_decay < 0.0:
         raise ConfigError(
             f"optimizer: lr {config.lr} and eps {config.eps} must be > 0, weight_decay {config.weight_decay} >= 0"
         )
-    weights = {name: w for name, w in parallelized.named_parameters().items() if only is None or name in only}
-    return Optimizer(parallelized, config, weights)
-
-
-def _moments(weight: nn.Parameter) -> Moments:
-    weights = unwrap_float8(weight.detach())
-    step = torch.zeros((), dtype=torch.float32, device=local_tensor(weights).device)
-    return Moments(exp_avg=torch.zeros_like(weights), exp_avg_sq=torch.zeros_like(weights), step=step)
-
-
-def _gradient(weight: nn.Parameter) -> Tensor:
-    assert weight.grad is not None
-    return weight.grad
+    if not (0.0 <= config.momentum < 1.0 and 0.0 <= config.ema_decay < 1.0):
+        raise ConfigError(f"optimizer: momentum {config.momentum} and ema_decay {config.ema_decay} must be in [0, 1)")
+    if not 1 <= config.muon_iterations < 100:
+        raise ConfigError(f"optimizer.muon_iterations = {config.muon_iterations}: must be in [1, 100)")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt.errors import ConfigError
@@ -185,6 +186,13 @@ class Parallelized:
         self._has_new_grads = False
         for part in self.parts:
             part.zero_grad(set_to_none=True)
+
+    def reshard(self) -> None:
+        """Drop whole weights that FSDP still has from the last forward, so that the next one sees changed shards."""
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """FQN -> weight of this rank's stages; a tied weight appears once, under the embedding's name."""
