@@ -180,7 +180,7 @@ def _import(source: str) -> ModuleType:
     except TitanError:
         raise
     except (Exception, SystemExit) as error:
-        found = blamed(error, "the import")
-        text = str(found) if isinstance(found, TitanError) else describe_error(error)
+        cause = blamed(error, "the import")
+        text = str(cause) if isinstance(cause, TitanError) else describe_error(error)
         raise ConfigError(f"--module {source}: cannot be imported: {text}") from error
     return module

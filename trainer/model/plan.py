@@ -117,7 +117,7 @@ def initial_of(spec: ModelSpec, fqn: str) -> Initial:
         values: object = spec.initial(fqn)
     if not isinstance(values, Initial):
         refuse(seam, spec.initial, f"returned {kind_of(values)}, expected Normal or Constant")
-    number = values.std if isinstance(values, Normal) else values.value
+    number: object = values.std if isinstance(values, Normal) else values.value
     if not isinstance(number, Real) or not math.isfinite(number) or (isinstance(values, Normal) and number < 0.0):
         refuse(seam, spec.initial, f"returned {values}, expected a finite number")
     return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -46,9 +46,8 @@ class OwnRule:
     ) -> None:
         seam = f"OptimizerSpec.update({each.fqn!r})"
         with calling(seam, self.spec.update):
-            answer: object = self.spec.update(
-                each.fqn, weight, gradient, state, step=int(each.step), lr=lr, weight_decay=decay
-            )
+            update: Callable[..., object] = self.spec.update
+            answer = update(each.fqn, weight, gradient, state, step=int(each.step), lr=lr, weight_decay=decay)
         if answer is not None:
             refuse(seam, self.spec.update, "returned a value; it must change the weight and its state in place")
 

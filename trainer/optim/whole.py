@@ -81,7 +81,7 @@ def _round(pieces: Sequence[_Piece], group: dist.ProcessGroup | None, function: 
         whole = _over_tp(mine, whole.view(mine.rows, mine.columns), function).reshape(-1)
     back = torch.empty_like(flat)
     dist.all_to_all_single(back, whole, sent, got, group=group)
-    parts = back.split(sent[: len(pieces)])
+    parts = torch.split(back, sent[: len(pieces)])
     return {piece.index: part.view_as(piece.part) for piece, part in zip(pieces, parts, strict=True)}
 
 

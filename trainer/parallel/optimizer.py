@@ -210,7 +210,8 @@ def _rules(config: OptimizerConfig, spec: OptimizerSpec | None) -> dict[str, Rul
         scale=config.muon_scale,
         dtype=DTYPES[config.muon_dtype],
     )
-    return {"adamw": adamw, "muon": muon} | ({} if spec is None else {OWN: OwnRule(spec=spec)})
+    rules: dict[str, Rule] = {"adamw": adamw, "muon": muon}
+    return rules if spec is None else rules | {OWN: OwnRule(spec=spec)}
 
 
 def rule_of(config: OptimizerConfig, fqn: str, ndim: int, blocks: Container[str]) -> str:
