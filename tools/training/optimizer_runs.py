@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.saving.saver import SaveOptions, save
+from titan_ckpt.state.state_dict import as_bytes
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.job.resume import Start, TrainingProgress, live_state, pipeline_record, restore, training_record
 from titan_ckpt.trainer.model.decoder import decoder
@@ -69,9 +70,7 @@ def digests(url: str) -> dict[str, str]:
     checkpoint = open_checkpoint(url)
     found = {}
     for entry in checkpoint.manifest.tensors:
-        found[entry.fqn] = hashlib.sha256(
-            checkpoint.read(entry.fqn).contiguous().view(-1).view(torch.uint8).numpy()
-        ).hexdigest()
+        found[entry.fqn] = hashlib.sha256(as_bytes(checkpoint.read(entry.fqn).contiguous())).hexdigest()
     return found
 
 
@@ -120,6 +119,7 @@ def _sign_update(
     weight_decay: float,
 ) -> None:
     """Lion (arXiv 2302.06675), which treats each number by itself."""
+    assert fqn
     assert step > 0
     weight.mul_(1.0 - lr * weight_decay).add_(state["momentum"].lerp(gradient, 0.1).sign(), alpha=-0.1 * lr)
     state["momentum"].lerp_(gradient, 0.01)
@@ -136,6 +136,7 @@ def _normed_update(
     weight_decay: float,
 ) -> None:
     """Steps of one length for the whole weight, which needs all of its gradient."""
+    assert fqn
     state["mean"].lerp_(gradient, 1.0 / (step + 1))
     weight.mul_(1.0 - lr * weight_decay).sub_(state["mean"] / (state["mean"].norm() + 1e-8), alpha=10.0 * lr)
 
