@@ -109,7 +109,7 @@ def _loss(model: Parallelized, step: int) -> float:
 
 
 def _sign_update(
-    _fqn: str,
+    fqn: str,
     weight: Tensor,
     gradient: Tensor,
     state: Mapping[str, Tensor],
@@ -126,7 +126,7 @@ def _sign_update(
 
 
 def _normed_update(
-    _fqn: str,
+    fqn: str,
     weight: Tensor,
     gradient: Tensor,
     state: Mapping[str, Tensor],
