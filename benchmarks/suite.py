@@ -87,6 +87,7 @@ class Suite:
 SUITES = (
     Suite(name="core_local", module="checkpoints.core_local"),
     Suite(name="core_s3", module="checkpoints.core_s3", missing=_s3_peers),
+    Suite(name="core_load_s3", module="checkpoints.core_load_s3", missing=lambda: _is_installed("s3fs")),
     Suite(name="core_scale", module="checkpoints.core_scale"),
     Suite(name="core_codec", module="checkpoints.core_codec"),
     Suite(name="core_torchtitan", module="checkpoints.core_torchtitan", needs_titan=True),

@@ -184,6 +184,14 @@ def test_doctor_examines_machine_torch_and_store(tmp_path: Path, capsys: pytest.
     assert [path.name for path in store.iterdir()] == ["mine.txt"]
 
 
+def test_doctor_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert main(["doctor", str(tmp_path / "mine" / "new" / "run")]) == 0
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    assert main(["doctor", str(tmp_path / "mine")]) == 0
+    assert (tmp_path / "mine").is_dir()
+
+
 def test_doctor_says_what_fails_and_how_to_mend_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

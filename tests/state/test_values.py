@@ -342,3 +342,36 @@ def test_what_cannot_be_changed_is_refused_before_anything_is(tmp_path: Path) ->
         CheckpointError, match=r"s: the tensors are loaded, but Stubborn\.load_state_dict failed: KeyError"
     ):
         load(str(tmp_path), {"s": Stubborn()})
+
+
+WRAPPED: dict[str, Any] = {
+    "UserList": collections.UserList([1, "two", [3.0]]),
+    "UserDict": collections.UserDict({"a": 1, 2: "b"}),
+    "UserString": collections.UserString("text"),
+    "ChainMap": collections.ChainMap({"a": 1}, {"b": (2,)}),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrappers_of_the_standard_library_need_no_template(name: str, tmp_path: Path) -> None:
+    save(str(tmp_path), {"inside": ("tuple", WRAPPED[name])}, step=1)
+    found = open_checkpoint(str(tmp_path)).read_all()["inside"][1]
+    assert type(found) is type(WRAPPED[name])
+    assert found == WRAPPED[name]
+    assert vars(found) == vars(WRAPPED[name])
+
+
+@pytest.mark.parametrize("into", [torch.zeros(4, 3), torch.zeros(1, 3).expand(4, 3)])
+def test_an_expanded_tensor_in_a_tuple_comes_back(into: torch.Tensor, tmp_path: Path) -> None:
+    expanded = torch.arange(3.0).expand(4, 3)
+    save(str(tmp_path), {"pair": (expanded, 3)}, step=1)
+    state = {"pair": (into, 0)}
+    load(str(tmp_path), state)
+    assert torch.equal(state["pair"][0], expanded)
+    assert state["pair"][1] == 3
+    assert torch.equal(open_checkpoint(str(tmp_path)).read_all()["pair"][0], expanded)
+
+
+def test_a_tensor_expanded_beyond_reason_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TitanError, match=r"pair: a tuple is not saved.*more elements than its storage"):
+        save(str(tmp_path), {"pair": (torch.zeros(1).expand(1 << 29), 0)}, step=1)

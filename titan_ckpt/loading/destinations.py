@@ -38,7 +38,7 @@ def destination_problems(
 def _problem(local: torch.Tensor, read_only: list[tuple[int, int]]) -> str | None:
     if local.is_meta or type(local).__name__ == "FakeTensor":
         return "is on the meta device, without memory to load into; give it some first: module.to_empty(device=...)"
-    if _has_shared_elements(local):
+    if has_shared_elements(local):
         return (
             f"its elements share memory (shape {tuple(local.shape)}, strides {local.stride()}), as after expand(); load into a "
             f"clone() of it"
@@ -50,7 +50,7 @@ def _problem(local: torch.Tensor, read_only: list[tuple[int, int]]) -> str | Non
     return None
 
 
-def _has_shared_elements(local: torch.Tensor) -> bool:
+def has_shared_elements(local: torch.Tensor) -> bool:
     """Whether two elements are the same memory. Dimensions that nest settle nearly all; the others are enumerated."""
     reach, is_nested = 0, True
     for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):

@@ -10,6 +10,7 @@ import torch
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.checkpoint.subclasses import known_and
+from titan_ckpt.loading.destinations import has_shared_elements
 from titan_ckpt.loading.policy import LoadPolicy
 from titan_ckpt.state.classes import classes_in, named
 from titan_ckpt.state.flatten import is_value
@@ -66,7 +67,7 @@ def _settled(present: Any, value: Any) -> Any:
             return value
         if is_value(value) or is_value(present):
             return _filled(present, value)
-        if present.shape != value.shape or present.dtype != value.dtype:
+        if present.shape != value.shape or present.dtype != value.dtype or has_shared_elements(present):
             return value
         with torch.no_grad():
             present.copy_(value)

@@ -10,8 +10,8 @@ import re
 import types
 import uuid
 import zoneinfo
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, defaultdict, deque
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -90,6 +90,27 @@ def _deque(builder: Builder, record: Record) -> Any:
     return found
 
 
+def _around(kind: Any, name: str, *held: type) -> Constructor:
+    """A wrapper of the standard library, which holds a plain container as its attribute `name` and nothing else."""
+
+    def constructor(builder: Builder, record: Record) -> Any:
+        found = builder.keep(record, kind.__new__(kind))
+        state = _checked(builder.value(record.state[0]) if record.state else None, dict)
+        if set(state) != {name}:
+            raise ValueError("it has other attributes")
+        setattr(found, name, _checked(state[name], *held))
+        return found
+
+    return constructor
+
+
+def _chain_map(builder: Builder, record: Record) -> ChainMap[Any, Any]:
+    found: ChainMap[Any, Any] = _around(ChainMap, "maps", list)(builder, record)
+    if not found.maps or not all(isinstance(each, Mapping) for each in found.maps):
+        raise ValueError("its maps are no mappings")
+    return found
+
+
 def _uuid(builder: Builder, record: Record) -> uuid.UUID:
     state = builder.value(record.state[0]) if record.state else {"int": int(_checked(builder.args(record)[0], int))}
     return uuid.UUID(int=_checked(state["int"], int))
@@ -150,6 +171,10 @@ CONSTRUCTORS: dict[tuple[str, str], Constructor] = {
     ("collections", "Counter"): _mapping,
     ("collections", "defaultdict"): _defaultdict,
     ("collections", "deque"): _deque,
+    ("collections", "UserList"): _around(UserList, "data", list),
+    ("collections", "UserDict"): _around(UserDict, "data", dict),
+    ("collections", "UserString"): _around(UserString, "data", str),
+    ("collections", "ChainMap"): _chain_map,
     **{("datetime", kind.__name__): _only_args(kind) for kind in (
         datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone,
     )},

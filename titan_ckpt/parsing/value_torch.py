@@ -17,6 +17,9 @@ _STORED = {
     "BoolStorage": "bool", "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
 
+MOST_EXPANDED_BYTES = 1 << 30
+"""Of a tensor whose elements share memory: a file of a few bytes could ask for any size."""
+
 
 def _tensor(builder: Builder, record: Record) -> torch.Tensor:
     """`_rebuild_tensor_v2` and `_v3`: a view of a storage, which tensors of one value may share."""
@@ -41,10 +44,17 @@ def rebuilt(builder: Builder, storage: Storage, place: tuple[Any, Any, Any], dty
     memory = _memory(builder, storage)
     if reach * dtype.itemsize > len(memory):
         raise ValueError(f"a tensor that reaches {reach} elements into a storage of {len(memory)} bytes")
-    if math.prod(size) * dtype.itemsize > max(len(memory), 1) and 0 not in size:
+    num_bytes = math.prod(size) * dtype.itemsize
+    if num_bytes > max(len(memory), 1) and not _is_small_expansion(size, stride, num_bytes, len(memory)):
         raise ValueError("a tensor with more elements than its storage")
     found = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
     return found.as_strided(size, stride, offset) if reach else torch.empty(size, dtype=dtype)
+
+
+def _is_small_expansion(size: tuple[int, ...], stride: tuple[int, ...], num_bytes: int, stored: int) -> bool:
+    """Whether a tensor repeats its storage along dimensions of stride 0 alone, as after `expand`, and not to any size."""
+    own = math.prod(n for n, step in zip(size, stride, strict=True) if step) * (num_bytes // max(math.prod(size), 1))
+    return own <= stored and num_bytes <= MOST_EXPANDED_BYTES
 
 
 def _lazy(tensor: torch.Tensor, marks: Any) -> torch.Tensor:

@@ -7,7 +7,7 @@ would pickle.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -221,9 +221,15 @@ def _check_text(name: str) -> None:
 
 
 def _put(state: Any, keys: tuple[Any, ...], value: Any) -> Any:
-    """`state` with `value` under `keys`: changed in place, except tuples, which are replaced."""
+    """`state` with `value` under `keys`: changed in place, except tuples, which are replaced.
+
+    A ChainMap is changed in the first of its maps that has the key.
+    """
     key, rest = keys[0], keys[1:]
     inner = value if not rest else _put(state[key], rest, value)
+    if isinstance(state, ChainMap):
+        _put(next((each for each in state.maps if key in each), state.maps[0]), (key,), inner)
+        return state
     if not isinstance(state, tuple):
         state[key] = inner
         return state

@@ -6,12 +6,15 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from titan_ckpt.cli.examine.finding import Finding
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.errors import TitanError
-from titan_ckpt.location import run_location
+from titan_ckpt.location import local_path, run_location
 from titan_ckpt.store.base import ObjectInfo, Store
+from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
 
 PROBE_BYTES = 16 << 20
@@ -26,12 +29,28 @@ def examine(url: str) -> Iterator[Finding]:
         yield Finding("fail", "store", str(error), "see docs/stores.md")
         return
     folder, data = f".titan-ckpt-doctor-{secrets.token_hex(8)}", os.urandom(PROBE_BYTES)
+    with _no_new_folders(store):
+        try:
+            yield from _round_trip(store, folder, data)
+        except TitanError as error:
+            yield Finding(
+                "fail", "store", str(error), "see docs/stores.md; -v shows which client and endpoint were used"
+            )
+        else:
+            yield _conditions(store)
+
+
+@contextmanager
+def _no_new_folders(store: Store) -> Iterator[None]:
+    """Remove the folders above a local store that the block made, unless something is in them by then."""
+    path = Path(local_path(store.url)) if isinstance(store, FileStore) else None
+    made = [each for each in (path, *path.parents) if not os.path.lexists(each)] if path is not None else []
     try:
-        yield from _round_trip(store, folder, data)
-    except TitanError as error:
-        yield Finding("fail", "store", str(error), "see docs/stores.md; -v shows which client and endpoint were used")
-    else:
-        yield _conditions(store)
+        yield
+    finally:
+        with suppress(OSError):  # not empty any more, or gone already
+            for each in made:
+                each.rmdir()
 
 
 def _round_trip(store: Store, folder: str, data: bytes) -> Iterator[Finding]:
