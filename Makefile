@@ -11,7 +11,7 @@ QUICK := not dist and not s3 and not hf and not e2e
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix fuzz chat zoo peer-tests faults faults-debug hangs healthy hostile stores loops soak arena bench demo docs screens wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix experts fuzz chat zoo peer-tests faults faults-debug hangs healthy hostile stores loops soak arena bench demo docs screens wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ release: $(READY) ## check, build and try out a release; publishes nothing (ARGS
 
 reshard-matrix: $(READY) ## train on each of 11 meshes, reshard to each, resume: bit-equal losses (minutes)
 	$(BIN)/python -m benchmarks.resharding.reshard_matrix
+
+experts: $(READY) ## train mixtures on meshes of 2, 4 and 8 ranks: the losses and experts of one process (minutes)
+	$(BIN)/python -m benchmarks.training.expert_campaign $(ARGS)
 
 fuzz: $(READY) ## fuzz all that reads bytes of others, 20 minutes a family (ARGS="--family manifest --minutes 5")
 	$(BIN)/python -m scripts.fuzz $(ARGS)

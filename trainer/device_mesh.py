@@ -1,8 +1,9 @@
 """From a MeshSpec to torch's DeviceMesh and the process groups of the trainer.
 
-The world is one `arange(world).view(pp, dp_replicate, dp_shard, cp, tp)`; a slice along an axis is a group. Weights are sharded
-over dp_shard and cp together, so those two are one dimension of the mesh, named by the axes it folds ("dp_shard+cp").
-Dimensions of degree 1 are left out, except the one FSDP shards over.
+The world is one `arange(world).view(pp, dp_replicate, dp_shard, cp, ep, tp)`; a slice along an axis is a group. Weights are
+sharded over dp_shard, cp and ep together, so those are one dimension of the mesh, named by the axes it folds ("dp_shard+cp").
+Dimensions of degree 1 are left out, except the one FSDP shards over. Experts are cut by ep and sharded over dp_shard and cp: they
+have a second mesh of the same ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import FOLD, MeshSpec
 
+DATA_AXES = "dp_replicate+dp_shard+ep"  # ranks that read different samples
+FSDP_AXES = "dp_shard+cp+ep"  # ranks that FSDP divides a weight over
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMesh:
-    """The mesh as one rank sees it. `device_mesh` has the dimensions that weights are placed on, and pp."""
+    """The mesh as one rank sees it. `device_mesh` has the dimensions that weights are placed on, and pp.
+
+    `expert_mesh` has those that experts are placed on, None without expert parallelism.
+    """
 
     spec: MeshSpec
     rank: int
@@ -37,6 +43,7 @@ class RankMesh:
     device_mesh: DeviceMesh
     fsdp_axis: str
     cp_group: dist.ProcessGroup | None
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -46,12 +53,12 @@ class RankMesh:
     @property
     def data_rank(self) -> int:
         """Index of the data shard that this rank reads; ranks along cp, tp and pp share one."""
-        return self.spec.fold("dp_replicate+dp_shard", self.coordinate)
+        return self.spec.fold(DATA_AXES, self.coordinate)
 
     @property
     def data_degree(self) -> int:
         """Number of data shards."""
-        return self.spec.degree("dp_replicate+dp_shard")
+        return self.spec.degree(DATA_AXES)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks along a dimension of the device mesh."""
@@ -60,6 +67,18 @@ class RankMesh:
     def fsdp_mesh(self) -> DeviceMesh:
         """One dimension to shard over, preceded by dp_replicate under HSDP."""
         return self.device_mesh[tuple(a for a in ("dp_replicate", self.fsdp_axis) if a in self.names)]
+
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """As `fsdp_mesh`, for experts."""
+        assert self.expert_mesh is not None
+        names = self.expert_mesh.mesh_dim_names or ()
+        return self.expert_mesh[tuple(a for a in names if a not in ("pp", "ep", "tp"))]
+
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of all dimensions."""
+        meshes = [mesh for mesh in (self.device_mesh, self.expert_mesh) if mesh is not None]
+        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+        return groups if self.cp_group is None else [*groups, self.cp_group]
 
     def tp_mesh(self) -> DeviceMesh | None:
         """The tensor parallel dimension, None when its degree is 1."""
@@ -79,17 +98,28 @@ def init_rank_mesh(spec: MeshSpec, device: torch.device) -> RankMesh:
 
 def _init_rank_mesh(spec: MeshSpec, device: torch.device) -> RankMesh:
     _ensure_process_group(spec, device)
-    fsdp_axis = FOLD.join(axis for axis in ("dp_shard", "cp") if spec.degree(axis) > 1) or "dp_shard"
-    names = [a for a in ("pp", "dp_replicate", fsdp_axis, "tp") if spec.degree(a) > 1 or a == fsdp_axis]
-    degrees = tuple(spec.degree(name) for name in names)
+    fsdp_axis = _folded(spec, FSDP_AXES)
     return RankMesh(
         spec=spec,
         rank=dist.get_rank(),
         device=device,
-        device_mesh=init_device_mesh(device.type, degrees, mesh_dim_names=tuple(names)),
+        device_mesh=_device_mesh(spec, device, fsdp_axis),
         fsdp_axis=fsdp_axis,
         cp_group=_axis_group(spec, "cp") if spec.degree("cp") > 1 else None,
+        expert_mesh=_device_mesh(spec, device, _folded(spec, "dp_shard+cp"), "ep") if spec.degree("ep") > 1 else None,
     )
+
+
+def _folded(spec: MeshSpec, axes: str) -> str:
+    """Those of the axes that have more than one rank, as one dimension; never `ep` alone, which is how experts are cut."""
+    found = [axis for axis in axes.split(FOLD) if spec.degree(axis) > 1]
+    return FOLD.join(found if found != ["ep"] else ("dp_shard", "ep")) or "dp_shard"
+
+
+def _device_mesh(spec: MeshSpec, device: torch.device, *sharding: str) -> DeviceMesh:
+    """torch's mesh with these dimensions and, if they have more than one rank, pp, dp_replicate and tp."""
+    names = [a for a in ("pp", "dp_replicate", *sharding, "tp") if spec.degree(a) > 1 or a in sharding]
+    return init_device_mesh(device.type, tuple(map(spec.degree, names)), mesh_dim_names=tuple(names))
 
 
 def _ensure_process_group(spec: MeshSpec, device: torch.device) -> None:

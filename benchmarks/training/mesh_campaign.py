@@ -23,7 +23,7 @@ from tools.training.mesh_cases import MESHES as MESHES_OF_4
 BAR = 1e-5
 TIMEOUT_S = 900.0  # sixteen ranks on two cores
 DEEP = replace(SMALL, n_layers=8)
-DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 MESHES: dict[int, list[ParallelConfig]] = {
     4: [
         *(m for m in MESHES_OF_4.values() if not m.pp_layers_per_stage),  # those are for 4 layers

@@ -87,7 +87,10 @@ def test_recorded_config_is_json_with_the_toml_keys() -> None:
         ("mesh.compile=1", "mesh.compile: expected true or false, found 1"),
         ("optimizer.betas=[0.9]", "optimizer.betas: expected a list of 2 values"),
         ("mesh.pp_layers_per_stage=[1, 'x']", "mesh.pp_layers_per_stage[1]: expected a whole number"),
-        ("model.family=gpt2", 'model.family: expected "llama" or "qwen2" or "qwen3" or "mistral", found "gpt2"'),
+        (
+            "model.family=gpt2",
+            'model.family: expected "llama" or "qwen2" or "qwen3" or "mistral" or "mixtral" or "qwen3_moe", found "gpt2"',
+        ),
         ("model=3", "model: expected a table"),
         ("train", "write section.key=value"),
         ("train.steps=[1", "is not a TOML value"),

@@ -29,6 +29,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+QWEN3_MOE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "head_dim": 24}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_theta": 500_000.0}),
     "llama3 scaling": ("llama", {"rope_theta": 500_000.0, "rope_scaling": LLAMA3}),
@@ -39,6 +40,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3, free head size": ("qwen3", {"head_dim": 24}),
     "mistral, window": ("mistral", {"sliding_window": 100}),
+    "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen3 moe": ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": True}),
+    "qwen3 moe, plain weights": ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": False}),
 }
 TINY = ModelConfig(vocab_size=96, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64)
 

@@ -19,6 +19,7 @@ _COLUMN = re.compile(r"(?:^|\.)(?:q_proj|k_proj|v_proj|gate_proj|up_proj|wq|wk|w
 _ROW = re.compile(r"(?:^|\.)(?:o_proj|down_proj|wo|w2)\.(weight|bias)(?:\.|$)")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|lm_head|output)\.(?:weight|bias)(?:\.|$)")
 _NORM = re.compile(r"(?:^|\.)(?:\w*norm|ln_f)\.(?:weight|bias)(?:\.|$)")
+_ROUTER = re.compile(r"(?:^|\.)(?:gate|router)\.(?:weight|bias|e_score_correction_bias)(?:\.|$)")
 _EXPERTS = re.compile(r"(?:^|\.)experts\.")
 
 
@@ -42,7 +43,7 @@ def tensor_parallel(fqn: str) -> Placements | None:
         return {"tp": Shard(0)}
     if row := _ROW.search(fqn):
         return {"tp": Shard(1)} if row.group(1) == "weight" else {}
-    return {} if _NORM.search(fqn) else None
+    return {} if _NORM.search(fqn) or _ROUTER.search(fqn) else None
 
 
 def match_rule(rules: tuple[PlacementRule, ...], fqn: str) -> Placements | None:

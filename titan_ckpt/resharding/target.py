@@ -20,7 +20,7 @@ from titan_ckpt.sharding.pipeline import PipelineSpec, PipelineStyle, StageTable
 from titan_ckpt.sharding.placement import Box, Placements, Shape, Shard
 from titan_ckpt.sharding.repeating_columns import Column, Int64s, SharedColumn
 
-_FSDP = ("dp_shard", "cp", FSDP_AXES)
+_FSDP = ("dp_shard", "cp", FSDP_AXES, "dp_shard+ep", "cp+ep", f"{FSDP_AXES}+ep")  # `ep` alone is how experts are cut
 _ROLES = ("model.", "optimizer.state.")
 
 
@@ -70,11 +70,13 @@ class Placer:
             return TargetPlacement(placements=rule, stages=stages, origins=frozenset({CutOrigin.RULE}))
         if not entry.global_shape or not is_parameter:
             return TargetPlacement(placements={}, stages=stages, origins=frozenset({CutOrigin.RECORDED}))
-        cuts = [self._model_axis(entry, "tp"), self._model_axis(entry, "ep"), self._fsdp(entry)]
+        experts = self._model_axis(entry, "ep")
+        fsdp_axes = self._fsdp_axes(are_experts=experts.shard is not None)
+        cuts = [self._model_axis(entry, "tp"), experts, self._fsdp(entry, fsdp_axes)]
         dims = {cut.axes: cut.shard for cut in cuts if cut.shard is not None}
         check_dims(entry.fqn, dims, len(entry.global_shape))
         return TargetPlacement(
-            placements=self._in_recorded_order(entry, dims),
+            placements=self._in_recorded_order(entry, dims, fsdp_axes),
             stages=stages,
             origins=frozenset(cut.origin for cut in cuts if cut.origin is not None),
         )
@@ -103,23 +105,24 @@ class Placer:
             f'"{entry.fqn}" = ["{axis}:0", "{FSDP_AXES}:0"], and give it with --placements'
         )
 
-    @property
-    def _fsdp_axes(self) -> str:
-        """The axes that FSDP shards over on the target: those of dp_shard and cp that it has."""
-        return FOLD.join(axis for axis in ("dp_shard", "cp") if self.target.degree(axis) > 1) or "dp_shard"
+    def _fsdp_axes(self, *, are_experts: bool) -> str:
+        """The axes that FSDP shards over on the target: of dp_shard, cp and, but for experts, ep those that it has."""
+        found = [axis for axis in ("dp_shard", "cp") if self.target.degree(axis) > 1] or ["dp_shard"]
+        has_ep = self.target.degree("ep") > 1 and not are_experts
+        return FOLD.join([*found, "ep"] if has_ep else found)
 
-    def _fsdp(self, entry: TensorEntry) -> _AxisCut:
+    def _fsdp(self, entry: TensorEntry, fsdp_axes: str) -> _AxisCut:
         """FSDP's cut: as recorded, else dimension 0, as `fully_shard` does."""
         if self._is_known(entry, _FSDP):
             placements = entry.placements or {}
             recorded = next((placements[axes] for axes in _FSDP if axes in placements), None)
-            return _AxisCut(axes=self._fsdp_axes, shard=recorded, origin=CutOrigin.RECORDED)
-        origin = CutOrigin.DEFAULT if self.target.degree(FSDP_AXES) > 1 else None
-        return _AxisCut(axes=self._fsdp_axes, shard=Shard(0), origin=origin)
+            return _AxisCut(axes=fsdp_axes, shard=recorded, origin=CutOrigin.RECORDED)
+        origin = CutOrigin.DEFAULT if self.target.degree(fsdp_axes) > 1 else None
+        return _AxisCut(axes=fsdp_axes, shard=Shard(0), origin=origin)
 
-    def _in_recorded_order(self, entry: TensorEntry, dims: Mapping[str, Shard]) -> Placements:
+    def _in_recorded_order(self, entry: TensorEntry, dims: Mapping[str, Shard], fsdp_axes: str) -> Placements:
         """The cuts in the source's order if it has both, else tensor parallelism before FSDP."""
-        recorded = [self._fsdp_axes if axes in _FSDP else axes for axes in entry.placements or {}]
+        recorded = [fsdp_axes if axes in _FSDP else axes for axes in entry.placements or {}]
         order = sorted(dims, key=lambda axes: recorded.index(axes) if axes in recorded else -1)
         return {axes: dims[axes] for axes in (order if len(recorded) > 1 else dims)}
 

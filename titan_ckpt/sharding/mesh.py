@@ -12,7 +12,7 @@ from math import prod
 from titan_ckpt.arguments import check_type
 from titan_ckpt.errors import ConfigError
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 FOLD = "+"
 MAX_RANKS = 131_072
 """Ranks of the largest mesh: plans and listings take time and memory for each."""
@@ -20,7 +20,7 @@ MAX_RANKS = 131_072
 
 @dataclass(frozen=True, slots=True)
 class MeshSpec:
-    """Degrees of `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`, `ep`, outermost first.
+    """Degrees of `pp`, `dp_replicate`, `dp_shard`, `cp`, `ep`, `tp`, outermost first.
 
     Create it by `parse` or `of`: omitted axes have degree 1; an unknown axis or a degree below 1 is a ConfigError.
     """

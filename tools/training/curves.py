@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
 from titan_ckpt.trainer.model.decoder import ModelConfig, decoder
+from titan_ckpt.trainer.model.experts import BalanceConfig, ExpertsConfig
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
@@ -17,6 +18,19 @@ EVERYTHING = ModelConfig(
     vocab_size=128, dim=64, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=96, head_dim=32, max_seq_len=512,
     qkv_bias=True, o_bias=True, qk_norm=True, sliding_window=20,
 )  # fmt: skip
+MIXTURE = ModelConfig(
+    vocab_size=128, dim=64, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=96, max_seq_len=512, family="qwen3_moe", qk_norm=True,
+    experts=ExpertsConfig(number=8, per_token=2, ffn_dim=32),
+)  # fmt: skip
+BALANCED = replace(
+    MIXTURE,
+    experts=ExpertsConfig(
+        number=8, per_token=3, ffn_dim=32, scores="sigmoid", correction_bias=True, groups=4, groups_per_token=2,
+        scale=1.5, shared=1, dense_layers=1,
+    ),
+)  # fmt: skip
+
+BALANCING = BalanceConfig(bias_rate=0.01, balance_loss=0.05, z_loss=0.01)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +46,16 @@ class CurveCase:
     has_documents: bool = False
     lr: float = 3e-3
     seed: int = 1
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Loss per token and gradient norm of every step; one more loss after the last update."""
+    """Loss per token and gradient norm of every step; one more loss after the last update. `loads`: tokens of each expert."""
 
     losses: list[float]
     norms: list[float]
+    loads: dict[str, list[int]] = field(default_factory=dict)
 
 
 def single(run: CurveCase) -> Curve:
@@ -54,12 +70,15 @@ def train(rank: int, run: CurveCase) -> Curve:  # noqa: ARG001 - the pool passes
     """The curve on this rank."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = mesh_spec(run.parallel, world_size)
-    model = build_parallel_model(decoder(run.model), run.parallel, mesh, device=torch.device("cpu"), seed=run.seed)
+    model = build_parallel_model(
+        decoder(run.model), run.parallel, mesh, device=torch.device("cpu"), seed=run.seed, balance=run.balance
+    )
     optimizer = build_optimizer(model, OptimizerConfig(lr=run.lr))
     size = run.batch_size // run.accumulate // model.data_degree
     check_fits(decoder(run.model), run.parallel, mesh, seq_len=run.seq_len, microbatch_size=size)
     generator = torch.Generator().manual_seed(run.seed)
     losses, norms = [], []
+    loads: dict[str, list[int]] = {}
     for step in range(run.steps + 1):
         tokens = torch.randint(0, run.model.vocab_size, (run.batch_size, run.seq_len + 1), generator=generator)
         tokens[:, 1::2] = tokens[:, :-1:2]  # learnable: every second token repeats the one before
@@ -79,9 +98,11 @@ def train(rank: int, run: CurveCase) -> Curve:  # noqa: ARG001 - the pool passes
         losses.append(float(model.reduce_loss(total)) / valid)
         if step < run.steps:
             norms.append(float(model.clip_grad_norm(1.0)))
+            for fqn, load in model.loads.items():
+                loads.setdefault(fqn, []).extend(load.tolist())
             optimizer.step(run.lr)
             optimizer.zero_grad()
-    return Curve(losses=losses, norms=norms)
+    return Curve(losses=losses, norms=norms, loads=loads)
 
 
 def relative_error(found: list[float], expected: list[float]) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.trainer.model.decoder import Family, ModelConfig
+from titan_ckpt.trainer.model.decoder import MIXTURES, Family, ModelConfig
+from titan_ckpt.trainer.model.experts import ExpertsConfig
 from titan_ckpt.trainer.model.rope import RopeScaling
 
 ARCHITECTURES: dict[Family, str] = {
@@ -14,6 +15,8 @@ ARCHITECTURES: dict[Family, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _HIDDEN_ACTS = ("silu", "swish")
 
@@ -45,7 +48,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2" or has_bias,
         o_bias=family != "qwen2" and has_bias,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        experts=_experts_from_hf(config, family),
         sliding_window=_window_from_hf(config, family),
         family=family,
     )
@@ -73,17 +77,40 @@ def to_hf(model: ModelConfig) -> dict[str, Any]:
         "attention_bias": model.qkv_bias and model.family != "qwen2",
         "sliding_window": model.sliding_window,
     }
-    if model.family in ("qwen2", "qwen3"):
+    if model.family in ("qwen2", "qwen3", "qwen3_moe"):
         out |= {"use_sliding_window": model.sliding_window is not None, "max_window_layers": 0}
-    return out
+    return out if model.experts is None else out | _experts_to_hf(model.experts, model.family)
+
+
+def _experts_from_hf(config: Mapping[str, Any], family: Family) -> ExpertsConfig | None:
+    if family not in MIXTURES:
+        return None
+    is_mixtral = family == "mixtral"
+    return ExpertsConfig(
+        number=config.get("num_experts") or config["num_local_experts"],
+        per_token=config["num_experts_per_tok"],
+        ffn_dim=config["intermediate_size" if is_mixtral else "moe_intermediate_size"],
+        norm_topk_prob=is_mixtral or config["norm_topk_prob"],
+    )
+
+
+def _experts_to_hf(experts: ExpertsConfig, family: Family) -> dict[str, Any]:
+    if family == "mixtral":
+        return {"num_local_experts": experts.number, "num_experts_per_tok": experts.per_token}
+    return {
+        "num_experts": experts.number,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.ffn_dim,
+        "norm_topk_prob": experts.norm_topk_prob,
+    }
 
 
 def _check_expressible(model: ModelConfig) -> None:
     is_qwen2 = model.family == "qwen2"
     wanted = {
-        "qk_norm": (model.qk_norm, model.family == "qwen3"),
+        "qk_norm": (model.qk_norm, model.family in ("qwen3", "qwen3_moe")),
         "o_bias": (model.o_bias, model.qkv_bias and not is_qwen2),
-        "qkv_bias": (model.qkv_bias, is_qwen2 or (model.qkv_bias and model.family != "mistral")),
+        "qkv_bias": (model.qkv_bias, is_qwen2 or (model.qkv_bias and model.family not in ("mistral", "mixtral"))),
         "sliding_window": (
             model.sliding_window is not None,
             model.sliding_window is not None and model.family != "llama",
@@ -100,7 +127,7 @@ def _window_from_hf(config: Mapping[str, Any], family: Family) -> int | None:
     window = config.get("sliding_window")
     if window is None or family == "llama":
         return None
-    if family in ("qwen2", "qwen3"):
+    if family in ("qwen2", "qwen3", "qwen3_moe"):
         if not config.get("use_sliding_window", False):
             return None
         if config.get("max_window_layers", 0):

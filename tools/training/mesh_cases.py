@@ -33,6 +33,17 @@ MESHES = {
 }
 
 
+EXPERT_MESHES = {
+    "ep4": mesh(ep=4),
+    "ep2 x fsdp": mesh(ep=2),
+    "replicas x ep": mesh(dp_replicate=2, ep=2),
+    "ep x tp": mesh(ep=2, tp=2),
+    "ep x zbv": mesh(ep=2, pp=2, pp_schedule="ZBVZeroBubble"),
+    "ep x ring": mesh(ep=2, cp=2),
+    "ep x recomputed": mesh(ep=2, activation_checkpoint="full"),
+}
+
+
 SCHEDULES = {
     "gpipe": mesh(pp=2, pp_schedule="GPipe"),
     "looped bfs": mesh(pp=2, pp_schedule="LoopedBFS"),

@@ -35,6 +35,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("train.gc_every", 0, MAX_STEPS),
     *((f"train.{name}", 0, MAX_SECONDS) for name in ("max_seconds", "init_timeout_s", "step_timeout_s")),
     ("lora.rank", 0, MAX_SIZE),
+    *((f"experts.{name}", 0, MAX_RATE) for name in ("bias_rate", "balance_loss", "z_loss")),
     ("validation.every", 0, MAX_STEPS),
     ("validation.samples", 0, MAX_STEPS),
     ("save.every", 0, MAX_STEPS),
@@ -77,7 +78,12 @@ def num_parameters(model: ModelConfig) -> int:
     """The weights of all matrices of a model."""
     heads = model.dim * model.head_size * 2 * (model.n_heads + model.n_kv_heads)
     vocabulary = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2)
-    return vocabulary + model.n_layers * (heads + 3 * model.dim * model.ffn_dim)
+    dense = model.dense_layers * 3 * model.dim * model.ffn_dim
+    mixtures = 0
+    if model.experts is not None:
+        experts = (model.experts.number + model.experts.shared) * 3 * model.experts.ffn_dim + model.experts.number
+        mixtures = (model.n_layers - model.dense_layers) * experts * model.dim
+    return vocabulary + model.n_layers * heads + dense + mixtures
 
 
 def _limit(most: int, what: str, *factors: tuple[str, int]) -> None:

@@ -3,12 +3,13 @@
 | table          | content |
 |----------------|---------------|
 | `[model]`      | the decoder's shape: `model.decoder.ModelConfig`, or the record of an extension's model |
-| `[mesh]`       | degrees of pp, dp_replicate, dp_shard, cp, tp and the methods: `parallel.config.ParallelConfig` |
+| `[mesh]`       | degrees of pp, dp_replicate, dp_shard, cp, tp, ep and the methods: `parallel.config.ParallelConfig` |
 | `[data]`       | where text comes from and how it becomes samples: `DataConfig` |
 | `[chat]`       | how conversations become samples: `chat.ChatConfig` |
 | `[optimizer]`  | rule of updates and learning rate: `parallel.optimizer.OptimizerConfig` |
 | `[train]`      | steps, batch, seed, limits: `TrainOptions` |
 | `[lora]`       | low-rank adapters instead of the whole model: `model.lora.LoraConfig` |
+| `[experts]`    | how the tokens of a mixture are spread over its experts: `model.experts.BalanceConfig` |
 | `[validation]` | held-out samples, and how often to evaluate them: `ValidationConfig` |
 | `[save]`       | where and when to save checkpoints: `SaveConfig` |
 | `[export]`     | Hugging Face folders, exported in the background: `ExportConfig` |
@@ -33,8 +34,9 @@ from titan_ckpt.trainer.config.chat import ChatConfig
 from titan_ckpt.trainer.config.extension import Extension, NoSettings, check_parts
 from titan_ckpt.trainer.config.ranges import check_ranges
 from titan_ckpt.trainer.model.decoder import ModelConfig
+from titan_ckpt.trainer.model.experts import BalanceConfig
 from titan_ckpt.trainer.model.lora import LoraConfig, check_lora, check_targets
-from titan_ckpt.trainer.model.plan import plan_of
+from titan_ckpt.trainer.model.plan import plan_of, routers_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, check_groups, check_numbers, learning_rate
 from titan_ckpt.trainer.seams.boundary import calling, refuse
@@ -178,6 +180,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainOptions = field(default_factory=TrainOptions)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    experts: BalanceConfig = field(default_factory=BalanceConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -251,6 +254,7 @@ def check_config(config: TrainConfig) -> None:
     if config.train.freeze and not config.lora.rank:
         _check_freeze(config)
     _check_own_model(config)
+    _check_balance(config)
     check_lora(config.lora, base=config.resume.from_)
     for name in ("trace_steps", "profile_steps", "memory_steps"):
         first, last = getattr(config.log, name)
@@ -319,6 +323,17 @@ def _check_own_model(config: TrainConfig) -> None:
         raise ConfigError(
             f"export.every is set, but {config.spec.name} has no Hugging Face layout; only the trainer's own decoder has"
         )
+
+
+def _check_balance(config: TrainConfig) -> None:
+    """What a mixture's settings need, and what is not done with experts."""
+    routers = [router for _, router in routers_of(plan_of(config.spec).module)]
+    if config.experts != BalanceConfig() and not routers:
+        raise ConfigError(f"[experts] is set, but {config.spec.name} has no router")
+    if config.experts.bias_rate and not any(router.config.correction_bias for router in routers):
+        raise ConfigError("experts.bias_rate moves the correction bias: set model.experts.correction_bias = true")
+    if config.lora.rank and routers:
+        raise ConfigError("lora.rank with experts: adapters of mixtures are not done yet; leave out lora.rank")
 
 
 def _check_data(data: DataConfig, *, has_own: bool) -> None:

@@ -33,11 +33,16 @@ def _each(effect: Effect, table: str, keys: str) -> dict[str, Effect]:
 
 EFFECTS: dict[str, Effect] = {
     **_each(Effect.MODEL, "model", "vocab_size dim n_layers n_heads n_kv_heads ffn_dim head_dim norm_eps rope_theta"),
-    **_each(Effect.MODEL, "model", "rope_scaling tied_embeddings qkv_bias o_bias qk_norm sliding_window family"),
+    **_each(
+        Effect.MODEL, "model", "rope_scaling tied_embeddings qkv_bias o_bias qk_norm sliding_window family experts"
+    ),
     **_each(Effect.MODEL, "model.rope_scaling", "kind factor original_max_seq_len low_freq_factor high_freq_factor"),
     **_each(Effect.MODEL, "model.rope_scaling", "beta_fast beta_slow attention_factor truncate"),
+    **_each(Effect.MODEL, "model.experts", "number per_token ffn_dim norm_topk_prob scores correction_bias groups"),
+    **_each(Effect.MODEL, "model.experts", "groups_per_token scale shared dense_layers"),
+    **_each(Effect.SAID, "experts", "bias_rate balance_loss z_loss"),
     **_each(Effect.SAME, "model", "max_seq_len"),  # positions are computed for the sequence at hand
-    **_each(Effect.SAME, "mesh", "pp dp_replicate dp_shard cp tp pp_schedule pp_layers_per_stage microbatches"),
+    **_each(Effect.SAME, "mesh", "pp dp_replicate dp_shard cp tp ep pp_schedule pp_layers_per_stage microbatches"),
     **_each(Effect.SAME, "mesh", "sequence_parallel loss_parallel async_tp cp_method attention reshard_after_forward"),
     **_each(Effect.SAME, "mesh", "cpu_offload activation_checkpoint checkpoint_every_n activation_memory_budget"),
     **_each(Effect.SAME, "mesh", "loss_chunk_tokens compile"),

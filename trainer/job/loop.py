@@ -227,6 +227,6 @@ class Loop:
         if dist.get_world_size() == 1 or limits.step_timeout_s == limits.init_timeout_s:
             return
         ranks = parallelized.ranks
-        others = [group for group in (ranks.cp_group, parallelized.tied_group) if group is not None]
-        for group in (None, *others, *ranks.device_mesh.get_all_groups()):
+        ends = [] if parallelized.tied_group is None else [parallelized.tied_group]
+        for group in (None, *ends, *ranks.all_groups()):
             _set_pg_timeout(timedelta(seconds=limits.step_timeout_s), group)

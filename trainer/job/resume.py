@@ -104,7 +104,10 @@ def live_state(parallelized: Parallelized, optimizer: Optimizer | None) -> dict[
     """This rank's live tensors, which saving copies and loading fills; for a model with adapters, only the adapters."""
     weights = parallelized.model_state()
     state: dict[str, Any] = {"model": {name: weights[name] for name in adapters_of(weights) or weights}}
-    return state if optimizer is None else state | {"optimizer": optimizer.state()}
+    if optimizer is None:
+        return state
+    routers = parallelized.router_state()
+    return state | {"optimizer": optimizer.state()} | ({"routers": routers} if routers else {})
 
 
 def find_start(resume: ResumeConfig, tiers: Sequence[str], control: ControlGroup, model: Any) -> Start:

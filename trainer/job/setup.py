@@ -188,7 +188,7 @@ def _build(context: RankContext, start: Start) -> Parallelized:
 
     parallelized = build_parallel_model(
         config.spec, config.mesh, context.mesh, device=context.device, seed=seed, loss=config.loss,
-        metrics=tuple(config.extension.metrics.values()),
+        metrics=tuple(config.extension.metrics.values()), balance=config.experts,
         extend=extend if lora.rank else None,
     )  # fmt: skip
     if not lora.rank:

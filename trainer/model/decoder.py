@@ -1,7 +1,7 @@
-"""One decoder for Llama 3.x, SmolLM2, Qwen2/2.5, Qwen3 and Mistral, with Hugging Face's parameter names and no parallelism.
+"""One decoder for Llama 3.x, SmolLM2, Qwen2/2.5, Qwen3, Mistral, Mixtral and Qwen3-MoE, with Hugging Face's parameter names.
 
-Parallelism attaches from outside, by the `ModelSpec` at the end, which uses nothing that a user's model cannot. The kernels
-`SelfAttention.attend` and `LmHead.loss` are replaceable.
+There is no parallelism in it: that attaches from outside, by the `ModelSpec` at the end, which uses nothing that a user's model
+cannot. The kernels `SelfAttention.attend` and `LmHead.loss` are replaceable, and so is the way to `Experts`.
 
 Shapes: B batch, S sequence, D model dim, H query heads, G key/value heads, K head dim, F ffn dim, V vocabulary.
 """
@@ -19,6 +19,7 @@ from torch.nn import Linear, RMSNorm
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.model.attention import Attend, Mask, SdpaAttend
+from titan_ckpt.trainer.model.experts import ExpertsConfig, MixtureOfExperts, check_experts
 from titan_ckpt.trainer.model.head import LmHead
 from titan_ckpt.trainer.model.rope import RopeConfig, RopeScaling, Rotation, rotate, rotation
 from titan_ckpt.trainer.seams.loss import LossInModel
@@ -36,7 +37,9 @@ from titan_ckpt.trainer.seams.model import (
     Vocab,
 )
 
-Family: TypeAlias = Literal["llama", "qwen2", "qwen3", "mistral"]
+Family: TypeAlias = Literal["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"]
+
+MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,7 @@ class ModelConfig:
     o_bias: bool = False  # bias of the o projection
     qk_norm: bool = False  # RMSNorm of queries and keys per head
     sliding_window: int | None = None  # tokens that attention looks back; unset: all
+    experts: ExpertsConfig | None = None  # a mixture of experts as feed-forward part; unset: a dense model
     family: Family = "llama"  # architecture in config.json
 
     @property
@@ -70,6 +74,11 @@ class ModelConfig:
     def rope(self) -> RopeConfig:
         """The configuration of rotary embeddings."""
         return RopeConfig(head_dim=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling)
+
+    @property
+    def dense_layers(self) -> int:
+        """The first layers, whose feed-forward part is dense; all of a model without experts."""
+        return self.n_layers if self.experts is None else self.experts.dense_layers
 
 
 class SelfAttention(nn.Module):
@@ -102,11 +111,11 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.dim, config.ffn_dim, bias=False)
-        self.up_proj = Linear(config.dim, config.ffn_dim, bias=False)
-        self.down_proj = Linear(config.ffn_dim, config.dim, bias=False)
+        self.gate_proj = Linear(dim, ffn_dim, bias=False)
+        self.up_proj = Linear(dim, ffn_dim, bias=False)
+        self.down_proj = Linear(ffn_dim, dim, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         h_BSF = F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
@@ -114,15 +123,24 @@ class FeedForward(nn.Module):
         return y_BSD
 
 
+def feed_forward(config: ModelConfig, layer: int) -> nn.Module:
+    """The feed-forward part of a layer: dense, or a mixture of experts."""
+    experts = config.experts
+    if experts is None or layer < experts.dense_layers:
+        return FeedForward(config.dim, config.ffn_dim)
+    shared = FeedForward(config.dim, experts.shared * experts.ffn_dim) if experts.shared else None
+    return MixtureOfExperts(experts, config.dim, shared)
+
+
 class DecoderLayer(nn.Module):
     """One layer: the unit of FSDP, of activation checkpointing and of compilation."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp = feed_forward(config, layer)
 
     def forward(self, x_BSD: Tensor, turn: Rotation, mask: Mask) -> Tensor:
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), turn, mask)
@@ -137,7 +155,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.rope = config.rope
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
 
     def forward(self, x: Tensor, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
@@ -192,18 +210,24 @@ def initial(fqn: str, n_layers: int) -> Initial:
     """How a weight is initialised; projections into the residual stream are scaled down by sqrt(2 x layers), as in GPT-2."""
     if fqn.endswith(".bias") or "norm" in fqn:
         return Constant(value=0.0 if fqn.endswith(".bias") else 1.0)
-    into_residual = fqn.endswith(("o_proj.weight", "down_proj.weight"))
+    into_residual = fqn.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
     return Normal(std=INIT_STD / math.sqrt(2 * n_layers) if into_residual else INIT_STD)
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Forward and backward: 6 per weight in a matrix product; attention takes 12 per layer, head dimension and key.
 
-    Source: PaLM, appendix B. The embedding look-up counts nothing; the causal mask is not deducted.
+    Source: PaLM, appendix B. The embedding look-up counts nothing, nor do experts that a token does not use; the causal mask is
+    not deducted.
     """
     head, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
-    per_layer = model.dim * (2 * head + 2 * kv + 3 * model.ffn_dim)
-    weights = model.n_layers * per_layer + model.vocab_size * model.dim
+    attention = model.n_layers * model.dim * (2 * head + 2 * kv)
+    dense = model.dense_layers * 3 * model.dim * model.ffn_dim
+    weights = attention + dense + model.vocab_size * model.dim
+    if model.experts is not None:
+        active = model.experts.per_token + model.experts.shared
+        mixture = model.dim * (3 * active * model.experts.ffn_dim + model.experts.number)
+        weights += (model.n_layers - model.dense_layers) * mixture
     return 6.0 * weights + 12.0 * model.n_layers * head * seq_len
 
 
@@ -215,6 +239,7 @@ def decoder(config: ModelConfig) -> ModelSpec:
         )
     if not config.head_dim and config.dim % config.n_heads:
         raise ConfigError(f"model: dim {config.dim} / {config.n_heads} heads is not whole; give head_dim")
+    _check_mixture(config)
     return ModelSpec(
         name=f"the decoder of family {config.family}",
         build=lambda: Decoder(config),
@@ -225,6 +250,7 @@ def decoder(config: ModelConfig) -> ModelSpec:
         loss=LossInModel(),
         tensor=_tensor_rules(config),
         attention="model.layers.*.self_attn",
+        experts="" if config.experts is None else "model.layers.*.mlp.experts",
         sequence=("tokens", "labels"),
         tied={"lm_head.weight": "model.embed_tokens.weight"} if config.tied_embeddings else {},
         initial=lambda fqn: initial(fqn, config.n_layers),
@@ -235,8 +261,26 @@ def decoder(config: ModelConfig) -> ModelSpec:
     )
 
 
+def _check_mixture(config: ModelConfig) -> None:
+    """ConfigError for experts that contradict each other or the family."""
+    experts, is_mixture = config.experts, config.family in MIXTURES
+    if experts is None:
+        if is_mixture:
+            raise ConfigError(f"model: family {config.family} is a mixture of experts: give the table [model.experts]")
+        return
+    check_experts(experts)
+    if not is_mixture:
+        raise ConfigError(
+            f"model.experts: family {config.family} has none; families with experts: {', '.join(MIXTURES)}"
+        )
+    if experts.dense_layers >= config.n_layers:
+        raise ConfigError(
+            f"model.experts.dense_layers = {experts.dense_layers} leaves no layer of {config.n_layers} for experts"
+        )
+
+
 def _tensor_rules(config: ModelConfig) -> dict[str, Rule]:
-    """q, k and v are cut between heads: a rank has the query heads of its key/value heads."""
+    """q, k and v are cut between heads: a rank has the query heads of its key/value heads. Experts are whole."""
     layer, size, groups = "model.layers.*", config.head_size, config.n_heads // config.n_kv_heads
     rules: dict[str, Rule] = {
         "model.embed_tokens": Vocab(),
@@ -244,12 +288,23 @@ def _tensor_rules(config: ModelConfig) -> dict[str, Rule]:
         f"{layer}.self_attn.[kv]_proj": Colwise(unit=size, of="key/value heads"),
         f"{layer}.self_attn.q_proj": Colwise(unit=size * groups, of="key/value heads"),
         f"{layer}.self_attn.o_proj": Rowwise(unit=size * groups, of="key/value heads"),
-        f"{layer}.mlp": Region(),
-        f"{layer}.mlp.gate_proj": Colwise(of="ffn_dim"),
-        f"{layer}.mlp.up_proj": Colwise(of="ffn_dim"),
-        f"{layer}.mlp.down_proj": Rowwise(of="ffn_dim"),
         f"{layer}.*layernorm": Shared(),
         "model.norm": Shared(),
         "lm_head": Head(),
     }
-    return rules | ({f"{layer}.self_attn.[qk]_norm": Shared()} if config.qk_norm else {})
+    rules |= {f"{layer}.self_attn.[qk]_norm": Shared()} if config.qk_norm else {}
+    if config.experts is None:
+        return rules | _feed_forward_rules(f"{layer}.mlp")
+    rules |= {f"{layer}.mlp.gate": Shared(), f"{layer}.mlp.experts": Shared()}
+    for dense in range(config.dense_layers):
+        rules |= _feed_forward_rules(f"model.layers.{dense}.mlp")
+    return rules | (_feed_forward_rules(f"{layer}.mlp.shared_experts") if config.experts.shared else {})
+
+
+def _feed_forward_rules(module: str) -> dict[str, Rule]:
+    return {
+        module: Region(),
+        f"{module}.gate_proj": Colwise(of="ffn_dim"),
+        f"{module}.up_proj": Colwise(of="ffn_dim"),
+        f"{module}.down_proj": Rowwise(of="ffn_dim"),
+    }

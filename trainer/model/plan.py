@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.trainer.model.experts import Router
 from titan_ckpt.trainer.model.head import LmHead
 from titan_ckpt.trainer.seams.boundary import calling, kind_of, refuse
 from titan_ckpt.trainer.seams.model import (
@@ -47,6 +48,7 @@ class Plan:
     last: tuple[str, ...]
     rules: Mapping[str, Rule]
     attention: tuple[str, ...]
+    experts: tuple[str, ...]
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -78,6 +80,11 @@ class Plan:
         return _DIMS.get(type(self.rules.get(fqn)))
 
 
+def routers_of(module: nn.Module) -> list[tuple[str, Router]]:
+    """The routers in a module, whose buffers are state that the trainer keeps and saves."""
+    return [(fqn, each) for fqn, each in module.named_modules() if isinstance(each, Router)]
+
+
 def name_of(spec: ModelSpec, fqn: str) -> str:
     """The name of a weight in checkpoints: that of the weight it is tied to."""
     return spec.tied.get(fqn, fqn)
@@ -99,6 +106,7 @@ def plan_of(spec: ModelSpec) -> Plan:
         first=_matched(spec, "first", spec.first, modules), last=_matched(spec, "last", spec.last, modules),
         rules=_resolve_rules(spec, modules),
         attention=_matched(spec, "attention", [spec.attention] if spec.attention else [], modules),
+        experts=_matched(spec, "experts", [spec.experts] if spec.experts else [], modules),
     )  # fmt: skip
     _check_ends(plan)
     _check_tensors(plan)
@@ -107,6 +115,8 @@ def plan_of(spec: ModelSpec) -> Plan:
     for fqn in plan.attention:
         if not hasattr(modules[fqn], "attend"):
             raise ConfigError(f"{spec.name}: {fqn} (ModelSpec.attention) has no attribute `attend`")
+    for fqn in plan.experts:
+        _check_experts(spec, fqn, modules[fqn])
     return plan
 
 
@@ -123,7 +133,7 @@ def initial_of(spec: ModelSpec, fqn: str) -> Initial:
     return values
 
 
-_TEXTS, _LISTS = ("name", "blocks", "attention"), ("inputs", "first", "last", "sequence")
+_TEXTS, _LISTS = ("name", "blocks", "attention", "experts"), ("inputs", "first", "last", "sequence")
 
 
 def _check_fields(spec: ModelSpec) -> None:
@@ -153,6 +163,17 @@ def _check_fields(spec: ModelSpec) -> None:
         unit = getattr(rule, "unit", 1)
         if not isinstance(unit, int) or isinstance(unit, bool) or unit < 1:
             raise ConfigError(f"{spec.name}: tensor: {pattern!r}: {rule}: unit must be a whole number from 1 on")
+
+
+def _check_experts(spec: ModelSpec, fqn: str, module: nn.Module) -> None:
+    """One number of experts, in the first dimension of all weights, and a place for the exchange."""
+    sizes = {f"{fqn}.{name}": tuple(weight.shape) for name, weight in module.named_parameters()}
+    if not hasattr(module, "exchange"):
+        raise ConfigError(f"{spec.name}: {fqn} (ModelSpec.experts) has no attribute `exchange`")
+    if not sizes or len({shape[:1] for shape in sizes.values()}) != 1:
+        raise ConfigError(
+            f"{spec.name}: {fqn} (ModelSpec.experts): weights must all be [experts, ...]; they are {sizes}"
+        )
 
 
 def build_on_meta(spec: ModelSpec) -> nn.Module:
@@ -219,13 +240,14 @@ def _check_tensors(plan: Plan) -> None:
         other = owners.setdefault(id(weight), fqn)
         if other != fqn and spec.tied.get(fqn) != other and spec.tied.get(other) != fqn:
             raise ConfigError(f"{spec.name}: {fqn} is the same weight as {other}; say so in tied")
-    persistent = set(module.state_dict()) - {fqn for fqn, _ in module.named_parameters(remove_duplicate=False)}
+    ours = {f"{fqn}.{name}" for fqn, router in routers_of(module) for name, _ in router.named_buffers()}
+    persistent = set(module.state_dict()) - {fqn for fqn, _ in module.named_parameters(remove_duplicate=False)} - ours
     if persistent:
         raise ConfigError(
             f"{spec.name}: {min(persistent)} is a persistent buffer, state that each rank would change by itself; "
             "register it with persistent=False if it is a constant, or use a layer without running statistics"
         )
-    buffers = [fqn for fqn, _ in module.named_buffers()]
+    buffers = [fqn for fqn, _ in module.named_buffers() if fqn not in ours]
     if buffers and spec.fill_buffers is None:
         raise ConfigError(
             f"{spec.name}: {buffers[0]} is a buffer, which building on the meta device leaves empty; "

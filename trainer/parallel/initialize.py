@@ -57,9 +57,9 @@ def fill_normal(parameter: Tensor, fqn: str, std: float, seed: int, mesh: MeshSp
 
 
 def local_box(tensor: Tensor, mesh: MeshSpec, place: Mapping[str, int]) -> Box:
-    """The box of the global tensor on this rank; tp shards first, FSDP then shards the result."""
+    """The box of the global tensor on this rank; tp or ep shards first, FSDP then shards the result."""
     cuts = cut_axes(tensor)
-    ordered = {axes: Cut(cuts[axes]) for axes in sorted(cuts, key=lambda axes: axes != "tp")}
+    ordered = {axes: Cut(cuts[axes]) for axes in sorted(cuts, key=lambda axes: axes not in ("tp", "ep"))}
     return box_at(tuple(tensor.shape), ordered, mesh, place)
 
 

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import FOLD, MeshSpec
 from titan_ckpt.trainer.device_mesh import RankMesh
-from titan_ckpt.trainer.model.plan import Plan
+from titan_ckpt.trainer.model.experts import BIAS, Router
+from titan_ckpt.trainer.model.plan import Plan, routers_of
 from titan_ckpt.trainer.model.stages import named_weights
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from titan_ckpt.trainer.parallel.context import head_tail_positions
@@ -47,6 +48,9 @@ class Parallelized:
     partial_over_tp: frozenset[str]
     tied_group: dist.ProcessGroup | None = None  # first and last stage, if both have the embedding
     pipeline: Pipeline | None = field(init=False)
+    loads: dict[str, Tensor] = field(
+        init=False, default_factory=dict
+    )  # tokens of each expert in the last step, by router
     _has_new_grads: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +102,8 @@ class Parallelized:
         `count` is the number of losses in the whole step, over all ranks and microbatches.
         """
         self._has_new_grads = True
+        for _, router in self.routers():
+            router.loss_scale = 1.0 / count
         x, fields = self._shard_sequence(batch)
         if self.pipeline is not None:
             with self._calling():
@@ -133,14 +139,37 @@ class Parallelized:
         return total / self.mesh.degree("tp")  # tensor parallel ranks computed the same loss
 
     def finish_gradients(self) -> None:
-        """Reduce partial gradients, over tp or a pipeline's ends; does nothing without new gradients."""
+        """Reduce partial gradients, over tp or a pipeline's ends, and the load of experts; does nothing without new gradients."""
         if not self._has_new_grads:
             return
         self._has_new_grads = False
+        self._add_loads()
         if self.tied_group is not None:
             self._add_up(self.tied_group, frozenset(self.spec.tied.values()))
         if self.partial_over_tp:
             self._add_up(self.ranks.group("tp"), self.partial_over_tp)
+
+    def routers(self) -> list[tuple[str, Router]]:
+        """The routers of this rank's stages, by FQN."""
+        return [found for part in self.parts for found in routers_of(part)]
+
+    @torch.no_grad()
+    def _add_loads(self) -> None:
+        """Sum the tokens of each expert over all ranks, and let every router see those of its layer; collective."""
+        names = [fqn for fqn, _ in routers_of(self.plan.module)]
+        if not names:
+            return
+        width = max(router.config.number for _, router in routers_of(self.plan.module))
+        table = torch.zeros(len(names), width, dtype=torch.int64, device=self.ranks.device)
+        mine = dict(self.routers())
+        for fqn, router in mine.items():
+            table[names.index(fqn), : router.config.number] = router.take_load()
+        dist.all_reduce(table)
+        if not self.parallel.sequence_parallel:
+            table //= self.mesh.degree("tp")  # its ranks have counted the same tokens
+        for fqn, router in mine.items():
+            router.add_load(table[names.index(fqn), : router.config.number])
+        self.loads = dict(zip(names, table.cpu(), strict=True))
 
     def _add_up(self, group: dist.ProcessGroup, names: frozenset[str]) -> None:
         grads = [
@@ -200,7 +229,13 @@ class Parallelized:
 
     def model_state(self) -> dict[str, Tensor]:
         """FQN -> live tensor (a DTensor if sharded), for saving and for loading in place."""
-        return {fqn: unwrap_float8(parameter.detach()) for fqn, parameter in self.named_parameters().items()}
+        weights = {fqn: unwrap_float8(parameter.detach()) for fqn, parameter in self.named_parameters().items()}
+        biases = {f"{fqn}.{BIAS}": r.bias_E for fqn, r in self.routers() if r.bias_E is not None}
+        return weights | biases
+
+    def router_state(self) -> dict[str, Tensor]:
+        """FQN of a router + `.total` -> tokens that each of its experts has had since step 0, the same on every rank."""
+        return {f"{fqn}.total": router.total_E for fqn, router in self.routers()}
 
     def _shard_sequence(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The first input of a batch, and its other fields; under cp, this rank's part of those with a sequence.

@@ -15,14 +15,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.trainer.device_mesh import RankMesh, init_rank_mesh, pipeline_ends
+from titan_ckpt.trainer.device_mesh import FSDP_AXES, RankMesh, init_rank_mesh, pipeline_ends
 from titan_ckpt.trainer.model.attention import Attend, FlexAttend
+from titan_ckpt.trainer.model.experts import BalanceConfig
 from titan_ckpt.trainer.model.head import LmHead
 from titan_ckpt.trainer.model.loss import TokenLoss
-from titan_ckpt.trainer.model.plan import Plan, plan_of
+from titan_ckpt.trainer.model.plan import Plan, plan_of, routers_of
 from titan_ckpt.trainer.model.stages import BlockRange, blocks_of, build_stage, here, named_weights, tie
 from titan_ckpt.trainer.parallel.config import ParallelConfig, layer_ranges, stages_of_rank
 from titan_ckpt.trainer.parallel.context import AllGatherAttend, RingAttend
+from titan_ckpt.trainer.parallel.experts import set_balance, shard_experts
 from titan_ckpt.trainer.parallel.initialize import fill
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.precision import apply_float8, mixed_precision
@@ -48,6 +50,7 @@ def build_parallel_model(
     seed: int,
     loss: Loss | None = None,
     metrics: Sequence[Loss] = (),
+    balance: BalanceConfig | None = None,
     extend: Callable[[nn.Module, Plan, RankMesh], set[str]] | None = None,
 ) -> Parallelized:
     """This rank's part of the model, sharded and initialised; collective. A seed gives the same weights on every mesh.
@@ -56,7 +59,11 @@ def build_parallel_model(
     the meta device; it returns the FQNs whose gradients are partial over tp.
     """
     ranks = init_rank_mesh(mesh, device)
-    return _build(spec, parallel, ranks, seed=seed, losses=(loss or spec.loss, *metrics), extend=extend)
+    model = _build(spec, parallel, ranks, seed=seed, losses=(loss or spec.loss, *metrics), extend=extend)
+    is_cut = parallel.sequence_parallel
+    for part in model.parts:
+        set_balance(part, balance or BalanceConfig(), ranks, is_sequence_cut=is_cut)
+    return model
 
 
 def build_frozen_model(spec: ModelSpec, parallel: ParallelConfig, ranks: RankMesh, *, seed: int) -> Parallelized:
@@ -117,6 +124,9 @@ def parallelize(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: Ra
             sequence_parallel=parallel.sequence_parallel, loss=loss, loss_parallel=parallel.loss_parallel
         )
         partial |= set(apply_tensor_parallel(part, plan, tp_mesh, method))
+    if ranks.expert_mesh is not None:
+        shard_experts(part, plan, ranks.expert_mesh["ep"])
+    if tp_mesh is not None or ranks.expert_mesh is not None:
         compute_on_shards(part, but=plan.blocks if parallel.compile else ())
     apply_activation_checkpointing({plan.blocks.index(fqn): block for fqn, block in blocks.items()}, parallel)
     if parallel.compile:
@@ -148,12 +158,15 @@ def set_attention(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: 
 
 def needs_fsdp(parallel: ParallelConfig, mesh: MeshSpec) -> bool:
     """Whether weights are sharded, replicated, cast or offloaded."""
-    is_spread = mesh.degree("dp_replicate+dp_shard+cp") > 1
+    is_spread = mesh.degree(f"dp_replicate+{FSDP_AXES}") > 1
     return is_spread or parallel.cpu_offload or (parallel.param_dtype, parallel.reduce_dtype) != ("float32", "float32")
 
 
 def apply_fsdp(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: RankMesh) -> None:
-    """FSDP2: one group per block, one for each module before them, one for those after, the rest in the root's."""
+    """FSDP2: one group per block, one for each module before them, one for those after, the rest in the root's.
+
+    Experts that ep divides are groups of their own, over fewer ranks.
+    """
     mesh, policy = ranks.fsdp_mesh(), mixed_precision(parallel)
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type != "cpu") if parallel.cpu_offload else OffloadPolicy()
     reshard = reshards_after_forward(parallel, ranks.spec)
@@ -161,6 +174,15 @@ def apply_fsdp(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: Ran
     def shard(module: nn.Module | list[nn.Module], *, reshard: bool) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
+    if ranks.expert_mesh is not None:  # before their blocks, whose groups then leave them out
+        for _, experts in here(part, plan.experts):
+            fully_shard(
+                experts,
+                mesh=ranks.expert_fsdp_mesh(),
+                reshard_after_forward=reshard,
+                mp_policy=policy,
+                offload_policy=offload,
+            )
     for block in blocks_of(plan, part).values():
         shard(block, reshard=reshard)
     if not plan.spec.tied:  # a tied weight is used first and last, so it stays in the root's group
@@ -186,6 +208,8 @@ def allocate(part: nn.Module, spec: ModelSpec, parallel: ParallelConfig, ranks: 
     """Allocate this rank's shards, uninitialised, and compute the buffers."""
     part.to_empty(device="cpu" if parallel.cpu_offload else ranks.device)
     tie(spec, part)
+    for _, router in routers_of(part):
+        router.reset_state(ranks.device)
     if spec.fill_buffers is not None:
         with calling("ModelSpec.fill_buffers", spec.fill_buffers):
             spec.fill_buffers(part)

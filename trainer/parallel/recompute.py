@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titan_ckpt.trainer.parallel.config import ParallelConfig
+from titan_ckpt.trainer.model.plan import routers_of
+from titan_ckpt.trainer.parallel.config import SPLIT_BACKWARD, ParallelConfig
 from titan_ckpt.trainer.parallel.local_weights import on_local_weights
 
 # Outputs kept under `selective`: costly to recompute, or a collective. Not the CPU's attention kernel, whose pair of outputs
@@ -25,8 +26,10 @@ _KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.all_to_all_single.default,
     }
 )
+_CHOICES = [torch.ops.aten.topk.default]  # of routers: made once, so that the backward sees the same experts
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 
 
@@ -36,6 +39,7 @@ def apply_activation_checkpointing(blocks: Mapping[int, nn.Module], parallel: Pa
     full: all blocks. every_n: every n-th. selective: all blocks, but keep attention, collectives and every second matrix product.
     budget: the compiler decides what to keep within `activation_memory_budget` (1.0 keeps everything).
     """
+    can_keep = parallel.pp == 1 or parallel.pp_schedule not in SPLIT_BACKWARD  # selecting allows one backward pass
     match parallel.activation_checkpoint:
         case "none":
             return
@@ -44,10 +48,10 @@ def apply_activation_checkpointing(blocks: Mapping[int, nn.Module], parallel: Pa
         case "every_n":
             for index, block in blocks.items():
                 if index % parallel.checkpoint_every_n == 0:
-                    _recompute(block)
+                    _recompute_whole(block, can_keep=can_keep)
         case "full":
             for block in blocks.values():
-                _recompute(block)
+                _recompute_whole(block, can_keep=can_keep)
         case "selective":
             for block in blocks.values():
                 _recompute(block, context_fn=_selective_contexts)
@@ -58,6 +62,14 @@ def apply_compile(blocks: Iterable[nn.Module]) -> None:
     for block in blocks:
         compiled = torch.compile(block.forward)
         block.forward = on_local_weights(block, compiled, recurse=True)
+
+
+def _recompute_whole(block: nn.Module, *, can_keep: bool) -> None:
+    """Keep nothing but the choices of routers."""
+    if can_keep and routers_of(block):
+        _recompute(block, context_fn=lambda: create_selective_checkpoint_contexts(_CHOICES))  # type: ignore[no-untyped-call]
+    else:
+        _recompute(block)
 
 
 def _recompute(block: nn.Module, **options: Any) -> None:
@@ -72,7 +84,7 @@ def _selective_contexts() -> Any:
             products[context.is_recompute] += 1
             keep = products[context.is_recompute] % 2 == 1
         else:
-            keep = op in _KEPT
+            keep = op in _KEPT or op in _CHOICES
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

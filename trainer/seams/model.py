@@ -111,6 +111,9 @@ class ModelSpec:
     loss: Loss = field(default_factory=CrossEntropy)
     tensor: Mapping[str, Rule] = field(default_factory=dict)  # what tp does with a module; empty: tp is refused
     attention: str = ""  # pattern of modules whose attribute `attend` is an `Attend`; empty: cp is refused
+    experts: str = (
+        ""  # pattern of modules whose weights are all [experts, ...], such as `Experts`; empty: ep is refused
+    )
     sequence: tuple[
         str, ...
     ] = ()  # fields [B, S, ...] of a batch that cp cuts; `positions` [B, S] is added if it is an input

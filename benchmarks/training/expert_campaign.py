@@ -1,0 +1,86 @@
+"""Expert parallelism on meshes of 2, 4 and 8 real ranks against one process, 20 steps each: `make experts`.
+
+    python -m benchmarks.training.expert_campaign [2|4|8 ...]
+
+Two mixtures (softmax; sigmoid with groups, a moving bias, shared experts, a dense layer and both balancing losses) on each mesh.
+Writes a section of docs/performance.md per number of ranks; exit code 1 if a loss differs by more than 1e-5, or a router chose
+another expert. Takes minutes: CI trains a part of the meshes for 3 steps.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.training.mesh_campaign import BAR, TIMEOUT_S, describe
+from titan_ckpt.trainer.parallel.config import ParallelConfig
+from tools.rank_pool import RankPool
+from tools.report import Measurement, write_section
+from tools.training.curves import BALANCED, BALANCING, MIXTURE, Curve, CurveCase, relative_error, single, train
+from tools.training.mesh_cases import mesh
+
+MESHES: dict[int, list[ParallelConfig]] = {
+    2: [mesh(), mesh(ep=2), mesh(tp=2), mesh(pp=2), mesh(cp=2), mesh(ep=2, cpu_offload=True)],
+    4: [
+        mesh(ep=4),
+        mesh(ep=2),
+        mesh(ep=2, reshard_after_forward="never"),
+        mesh(dp_replicate=2, ep=2),
+        mesh(ep=2, tp=2),
+        mesh(ep=2, tp=2, sequence_parallel=False),
+        mesh(ep=2, pp=2),
+        mesh(ep=2, pp=2, pp_schedule="ZBVZeroBubble"),
+        mesh(ep=2, pp=2, pp_schedule="Interleaved1F1B"),
+        mesh(ep=2, cp=2),
+        mesh(ep=2, cp=2, cp_method="all_gather"),
+        mesh(tp=2, cp=2),
+        *(mesh(ep=2, activation_checkpoint=mode) for mode in ("full", "every_n", "selective")),
+        mesh(ep=2, pp=2, pp_schedule="ZBVZeroBubble", activation_checkpoint="full"),
+    ],
+    8: [
+        mesh(ep=8),
+        mesh(ep=4),
+        mesh(ep=2),
+        mesh(dp_replicate=2, ep=2),
+        mesh(ep=4, tp=2),
+        mesh(ep=2, tp=2),
+        mesh(ep=2, pp=2, tp=2),
+        mesh(ep=2, cp=2, tp=2),
+        mesh(ep=2, pp=2, cp=2),
+        mesh(ep=4, pp=2, activation_checkpoint="full"),
+    ],
+}
+CASES = {
+    "softmax": CurveCase(model=MIXTURE, steps=20, batch_size=16),
+    "sigmoid": CurveCase(model=BALANCED, balance=BALANCING, steps=20, batch_size=16),
+}
+NOTES = """Largest relative difference to the curve of one process over 20 steps, and whether every router sent every expert
+the same number of tokens in every step: 4 layers, dim 64, 8 experts, 16 samples of 48 tokens, AdamW at 3e-3, clipping."""
+
+
+def row(pool: RankPool, name: str, parallel: ParallelConfig, world: int, expected: Curve) -> Measurement:
+    """One mixture on one mesh."""
+    run = CASES[name]
+    found: Curve = pool.run(
+        train, CurveCase(model=run.model, balance=run.balance, steps=20, batch_size=16, parallel=parallel)
+    )[0]
+    loss, is_same = relative_error(found.losses, expected.losses), found.loads == expected.loads
+    figure = f"loss {loss:.1e}, {'same' if is_same else 'OTHER'} experts"
+    what = f"{name}: {describe(parallel, world)}"
+    sys.stderr.write(f"{what:70} {figure}\n")
+    return Measurement(what=what, figure=figure, bar=f"loss <= {BAR:.2g}", holds=loss <= BAR and is_same)
+
+
+def main(words: list[str]) -> int:
+    """Run the meshes of these numbers of ranks; return 1 if a curve misses its bar."""
+    expected = {name: single(run) for name, run in CASES.items()}
+    holds = True
+    for world in map(int, words):
+        with RankPool(world, timeout_s=TIMEOUT_S) as pool:
+            bars = [row(pool, name, parallel, world, expected[name]) for name in CASES for parallel in MESHES[world]]
+        write_section(f"expert campaign {world}", f"Mixtures of experts: meshes of {world} ranks", bars, NOTES)
+        holds = holds and all(bar.holds for bar in bars)
+    return int(not holds)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or [*map(str, MESHES)]))

@@ -1,0 +1,263 @@
+"""Mixtures of experts: the router's choices, grouped products, balancing losses, and meshes with expert parallelism."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.trainer.model.decoder import decoder
+from titan_ckpt.trainer.model.experts import (
+    BIAS,
+    BalanceConfig,
+    Experts,
+    ExpertsConfig,
+    MixtureOfExperts,
+    Router,
+    grouped_product,
+    looped_product,
+)
+from titan_ckpt.trainer.model.plan import plan_of
+from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
+from tools.rank_pool import RankPool
+from tools.training.curves import BALANCED, BALANCING, MIXTURE, SMALL, Curve, CurveCase, relative_error, single, train
+from tools.training.mesh_cases import EXPERT_MESHES, mesh
+
+FP32_BAR = 1e-5
+EIGHT = ExpertsConfig(number=8, per_token=2, ffn_dim=12)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+def filled(module: nn.Module, std: float = 0.3) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=std, generator=generator)
+    return module
+
+
+def hidden(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@cache
+def expected(run: CurveCase) -> Curve:
+    return single(replace(run, parallel=ParallelConfig()))
+
+
+def case(name: str, **options: Any) -> CurveCase:
+    is_balanced = len(name) % 2 == 0  # every second mesh trains the model with all options
+    balance = BALANCING if is_balanced else BalanceConfig()
+    return CurveCase(
+        model=BALANCED if is_balanced else MIXTURE, balance=balance, parallel=EXPERT_MESHES[name], **options
+    )
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", EXPERT_MESHES)
+def test_expert_parallelism_gives_the_curve_of_one_process(ranks: RankPool, name: str) -> None:
+    run = case(name, steps=3)
+    curves = ranks.run(train, run)
+    assert all(curve == curves[0] for curve in curves), "ranks disagree"
+    reference = expected(run)
+    assert relative_error(curves[0].losses, reference.losses) <= FP32_BAR
+    assert relative_error(curves[0].norms, reference.norms) <= 10 * FP32_BAR
+    assert curves[0].loads == reference.loads
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(32, torch.float32), (32, torch.bfloat16), (6, torch.float32)])
+def test_grouped_products_equal_the_loop(dim: int, dtype: torch.dtype) -> None:
+    counts_E = torch.tensor([3, 0, 9, 4])
+    x_NI = hidden(16, dim).to(dtype).requires_grad_()
+    weights_EOI = hidden(4, 24, dim, seed=2).to(dtype).requires_grad_()
+    grads = []
+    for product in (grouped_product, looped_product):
+        y_NO = product(x_NI, weights_EOI, counts_E)
+        grads.append((y_NO, *torch.autograd.grad(y_NO.float().square().sum(), (x_NI, weights_EOI))))
+    torch.testing.assert_close(*grads)
+    assert grads[0][2][1].count_nonzero() == 0
+
+
+def test_experts_without_a_token_still_get_a_gradient() -> None:
+    experts: Experts = filled(Experts(EIGHT, 16))
+    y_ND = experts.compute(torch.empty(0, 16, requires_grad=True), torch.zeros(8, dtype=torch.int64))
+    y_ND.sum().backward()  # type: ignore[no-untyped-call]
+    assert all(weight.grad is not None and not weight.grad.any() for weight in experts.parameters())
+
+
+def test_a_mixture_is_the_weighted_sum_of_its_experts() -> None:
+    mixture: MixtureOfExperts = filled(MixtureOfExperts(EIGHT, 16))
+    x_BSD = hidden(2, 5, 16)
+    weights_TK, experts_TK = mixture.gate(x_BSD)
+    one = torch.tensor([1])
+    for token, x_D in enumerate(x_BSD.flatten(0, 1)):
+        each = []
+        for expert, weight in zip(experts_TK[token], weights_TK[token], strict=True):
+            counts_E = torch.zeros(8, dtype=torch.int64).scatter_(0, expert[None], one)
+            each.append(weight * mixture.experts.compute(x_D[None], counts_E)[0])
+        torch.testing.assert_close(mixture(x_BSD).flatten(0, 1)[token], torch.stack(each).sum(0))
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.no_grad()
+def test_group_limited_choices_are_those_of_deepseek_v3() -> None:
+    modeling = importlib.import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    transformers = importlib.import_module("transformers")
+    config = transformers.DeepseekV3Config(
+        hidden_size=32, n_routed_experts=32, num_experts_per_tok=6, n_group=8, topk_group=3, moe_intermediate_size=16,
+        n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True,
+    )  # fmt: skip
+    theirs = modeling.DeepseekV3MoE(config)
+    ours = Router(
+        ExpertsConfig(
+            number=32, per_token=6, ffn_dim=16, scores="sigmoid", correction_bias=True, groups=8, groups_per_token=3, scale=2.5,
+        ),
+        32,
+    )  # fmt: skip
+    ours.weight.copy_(hidden(32, 32))
+    theirs.gate.weight.copy_(ours.weight)
+    getattr(ours, BIAS).copy_(0.1 * hidden(32, seed=3))
+    theirs.gate.e_score_correction_bias.copy_(getattr(ours, BIAS))
+    x_BSD = hidden(2, 256, 32, seed=4)
+    _, weights, indices = theirs.gate(x_BSD)
+    weights_TK, experts_TK = ours(x_BSD)
+    order, their_order = experts_TK.argsort(), indices.argsort()
+    assert torch.equal(experts_TK.gather(1, order), indices.gather(1, their_order))
+    torch.testing.assert_close(weights_TK.gather(1, order), weights.gather(1, their_order))
+
+
+def test_the_bias_moves_towards_experts_with_too_few_tokens() -> None:
+    router = Router(replace(EIGHT, correction_bias=True), 16)
+    router.balance = BalanceConfig(bias_rate=0.5)
+    router.add_load(torch.tensor([9, 1, 5, 5, 5, 5, 5, 5]))
+    assert getattr(router, BIAS).tolist() == [-0.5, 0.5, 0, 0, 0, 0, 0, 0]
+    assert router.total_E.tolist() == [9, 1, 5, 5, 5, 5, 5, 5]
+
+
+def test_the_bias_changes_choices_but_no_weights() -> None:
+    router: Router = filled(Router(replace(EIGHT, correction_bias=True, norm_topk_prob=False), 16))
+    getattr(router, BIAS)[3] = 100.0
+    weights_TK, experts_TK = router(hidden(1, 7, 16))
+    assert (experts_TK == 3).any(dim=1).all()
+    assert weights_TK.max() <= 1.0
+
+
+def balancing_gradient(balance: BalanceConfig, scale: float) -> Tensor:
+    router: Router = filled(Router(EIGHT, 16))
+    router.balance, router.loss_scale = balance, scale
+    weights_TK, _ = router(hidden(2, 9, 16))
+    (0.0 * weights_TK).sum().backward()
+    assert router.weight.grad is not None
+    return router.weight.grad
+
+
+def test_the_z_loss_is_the_squared_log_sum_of_every_token() -> None:
+    router: Router = filled(Router(EIGHT, 16))
+    logits_TE = hidden(2, 9, 16).flatten(0, 1) @ router.weight.T
+    (expected_ED,) = torch.autograd.grad(0.25 * 0.1 * logits_TE.logsumexp(-1).square().sum(), router.weight)
+    torch.testing.assert_close(balancing_gradient(BalanceConfig(z_loss=0.1), 0.25), expected_ED)
+
+
+def test_the_balance_loss_is_that_of_each_sequence() -> None:
+    router: Router = filled(Router(EIGHT, 16))
+    losses = []
+    for x_SD in hidden(2, 9, 16):
+        scores_SE = (x_SD @ router.weight.T).softmax(-1)
+        counts_E = torch.bincount(scores_SE.topk(2).indices.flatten(), minlength=8)
+        f_E, p_E = counts_E * 8 / (2 * 9), scores_SE.mean(0)  # arXiv 2412.19437, equations 18 to 20
+        losses.append(9 * 0.1 * (f_E * p_E).sum())
+    (expected_ED,) = torch.autograd.grad(0.5 * torch.stack(losses).sum(), router.weight)
+    torch.testing.assert_close(balancing_gradient(BalanceConfig(balance_loss=0.1), 0.5), expected_ED)
+
+
+def test_only_training_forwards_are_counted() -> None:
+    router: Router = filled(Router(EIGHT, 16))
+    router(hidden(1, 5, 16))
+    with torch.no_grad():
+        router(hidden(1, 5, 16))
+    assert router.take_load().sum() == 10
+    assert router.take_load().sum() == 0
+
+
+def test_recomputed_blocks_count_their_tokens_once() -> None:
+    run = CurveCase(model=MIXTURE, steps=2)
+    again = single(replace(run, parallel=mesh(activation_checkpoint="full")))
+    assert again == expected(run)
+    assert sum(again.loads["model.layers.0.mlp.gate"]) == 2 * 8 * 48 * 2  # steps, samples, tokens, experts per token
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"per_token": 9}, r"per_token 9, but a token can reach 8 experts"),
+        ({"groups": 3}, r"8 experts / 3 groups is not whole"),
+        ({"groups": 8}, r"a group is chosen by its two best experts"),
+        ({"groups": 2, "groups_per_token": 3}, r"groups_per_token 3 of 2 groups"),
+        ({"groups": 4, "per_token": 3}, r"per_token 3, but a token can reach 2 experts"),
+        ({"number": 0}, r"model.experts.number = 0: must be from 1"),
+        ({"dense_layers": 4}, r"dense_layers = 4 leaves no layer of 4 for experts"),
+    ],
+)
+def test_experts_that_contradict_each_other_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        decoder(replace(MIXTURE, experts=replace(EIGHT, **changes)))
+
+
+def test_family_and_experts_must_agree() -> None:
+    with pytest.raises(
+        ConfigError, match=r"family qwen3_moe is a mixture of experts: give the table \[model.experts\]"
+    ):
+        decoder(replace(MIXTURE, experts=None))
+    with pytest.raises(ConfigError, match=r"family llama has none; families with experts: mixtral, qwen3_moe"):
+        decoder(replace(SMALL, experts=EIGHT))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile": True}, r"compile with experts is not done yet"),
+        ({"float8": "rowwise"}, r"float8=rowwise with experts: grouped products in float8 are not done yet"),
+        ({"dp_shard": 16, "ep": 16}, r"model.layers.0.mlp.experts.gate_up_proj: experts 8 / ep 16 = 0.50"),
+    ],
+)
+def test_what_experts_cannot_do_yet_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    parallel = ParallelConfig(**{"dp_shard": 1} | options)
+    with pytest.raises(ConfigError, match=message):
+        check_fits(decoder(MIXTURE), parallel, mesh_spec(parallel, parallel.dp_shard), seq_len=48, microbatch_size=8)
+
+
+def test_ep_without_experts_or_ranks_is_refused() -> None:
+    two = ParallelConfig(ep=2)
+    with pytest.raises(ConfigError, match=r"ModelSpec.experts is empty, so ep=2 has nothing to divide"):
+        check_fits(decoder(SMALL), two, mesh_spec(two, 2), seq_len=48, microbatch_size=8)
+    with pytest.raises(ConfigError, match=r"ep 3 does not divide dp_shard 4"):
+        mesh_spec(ParallelConfig(ep=3), 4)
+
+
+def test_modules_named_as_experts_must_have_one_number_of_them() -> None:
+    spec = decoder(MIXTURE)
+    with pytest.raises(
+        ConfigError, match=r"model.layers.0.self_attn \(ModelSpec.experts\) has no attribute `exchange`"
+    ):
+        plan_of(replace(spec, experts="model.layers.*.self_attn"))
+
+    def build() -> nn.Module:
+        model = spec.build()
+        experts: Any = model.get_submodule("model.layers.0.mlp.experts")
+        experts.bias = nn.Parameter(torch.empty(3))
+        return model
+
+    with pytest.raises(ConfigError, match=r"weights must all be \[experts, ...\]; they are .*experts.bias': \(3,\)"):
+        plan_of(replace(spec, build=build))

@@ -1,0 +1,283 @@
+"""Mixtures of experts: a router that picks experts for each token, and dropless grouped experts.
+
+Every token reaches all the experts that its router picks: rows are sorted by expert and multiplied group by group, so there is no
+capacity and nothing is dropped. `Experts.exchange` is where parallel/experts.py sends rows to the ranks of their experts.
+
+Shapes: B batch, S sequence, T tokens (B x S), E experts, K experts per token, N rows (T x K), D model dim, F expert width,
+G groups of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_ckpt.errors import ConfigError
+
+BIAS = "e_score_correction_bias"  # as Hugging Face's DeepSeek-V3 names it
+_ALIGNMENT_BYTES = 16  # of the rows that torch's grouped product takes
+Compute: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # rows sorted by expert, and rows of each expert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the feed-forward part: `[model.experts]`."""
+
+    number: int  # experts of a layer
+    per_token: int  # experts that a token is sent to
+    ffn_dim: int  # inner size of an expert
+    norm_topk_prob: bool = True  # divide a token's weights by their sum
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # from the router's outputs to scores
+    correction_bias: bool = False  # a bias of each expert that counts in the choice only; [experts] bias_rate moves it
+    groups: int = 1  # groups of experts, of which a token uses groups_per_token
+    groups_per_token: int = 1  # those with the largest sum of their two best scores
+    scale: float = 1.0  # factor of the weights
+    shared: int = 0  # experts that every token goes through, as one feed-forward of shared x ffn_dim
+    dense_layers: int = 0  # first layers with model.ffn_dim and no experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceConfig:
+    """How tokens are kept spread over the experts of a mixture; without effect on a dense model."""
+
+    bias_rate: float = 0.0  # step of the correction bias against the load (arXiv 2408.15664); needs correction_bias
+    balance_loss: float = 0.0  # weight of the load-balancing loss of each sequence (arXiv 2412.19437, equation 17)
+    z_loss: float = 0.0  # weight of the mean squared log-sum-exp of the router's outputs (arXiv 2202.08906)
+
+
+class Exchange(Protocol):
+    """Takes rows to the ranks of their experts and the results back."""
+
+    def __call__(self, compute: Compute, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
+        """`compute` of rows sorted by expert, of which expert e has counts_E[e]."""
+
+
+def check_experts(config: ExpertsConfig) -> None:
+    """ConfigError for numbers that contradict each other."""
+    sizes = {name: getattr(config, name) for name in ("number", "per_token", "ffn_dim", "groups", "groups_per_token")}
+    for name, value in sizes.items():
+        if not 1 <= value <= 1 << 24:
+            raise ConfigError(f"model.experts.{name} = {value}: must be from 1 to {1 << 24}")
+    if config.number % config.groups:
+        raise ConfigError(f"model.experts: {config.number} experts / {config.groups} groups is not whole")
+    if config.groups > 1 and config.number // config.groups < 2:
+        raise ConfigError("model.experts: a group is chosen by its two best experts, so it must have two")
+    if config.groups_per_token > config.groups:
+        raise ConfigError(f"model.experts: groups_per_token {config.groups_per_token} of {config.groups} groups")
+    most = config.number // config.groups * config.groups_per_token
+    if config.per_token > most:
+        raise ConfigError(f"model.experts: per_token {config.per_token}, but a token can reach {most} experts")
+    if config.shared < 0 or config.dense_layers < 0 or not 0.0 < config.scale < 1e30:
+        raise ConfigError("model.experts: shared and dense_layers must be at least 0, scale more than 0")
+
+
+class Router(nn.Module):
+    """Scores every expert for every token, in float32, and picks the best.
+
+    `load_E` counts the tokens of each expert since it was last taken. The buffers are state that all ranks have alike: the
+    trainer sums the counts over ranks, moves the bias and saves both.
+    """
+
+    load_E: Tensor
+    total_E: Tensor
+
+    def __init__(self, config: ExpertsConfig, dim: int) -> None:
+        super().__init__()
+        self.config, self.balance = config, BalanceConfig()
+        self.weight = nn.Parameter(torch.empty(config.number, dim))
+        self.register_buffer("load_E", torch.zeros(config.number, dtype=torch.int64), persistent=False)
+        self.register_buffer("total_E", torch.zeros(config.number, dtype=torch.int64), persistent=False)
+        if config.correction_bias:
+            self.register_buffer(BIAS, torch.zeros(config.number))
+        self.loss_scale: Tensor | float = 1.0  # 1 / losses of a step, which all sums are divided by
+        self.sequence_groups: tuple[dist.ProcessGroup, ...] = ()  # ranks with other parts of the same sequences
+
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights [T, K] in float32 and the experts they belong to."""
+        logits_TE = F.linear(x_BSD.flatten(0, 1).float(), self.weight.float())
+        is_softmax = self.config.scores == "softmax"
+        scores_TE = logits_TE.softmax(dim=-1) if is_softmax else logits_TE.sigmoid()
+        experts_TK = self.choose(scores_TE.detach())
+        weights_TK = scores_TE.gather(1, experts_TK)
+        if self.config.norm_topk_prob:
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + (0.0 if is_softmax else 1e-20))
+        if torch.is_grad_enabled():
+            weights_TK = self._with_losses(weights_TK, logits_TE, scores_TE, experts_TK, len(x_BSD))
+            if torch._C._current_graph_task_id() == -1:  # not when a block is computed again in the backward
+                self.load_E += _count(experts_TK, self.config.number)
+        return weights_TK * self.config.scale, experts_TK
+
+    @property
+    def bias_E(self) -> Tensor | None:
+        """The correction bias, if the router has one."""
+        return self._buffers.get(BIAS)
+
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        """The experts [T, K] with the best scores, the correction bias added, in the best groups."""
+        if self.bias_E is not None:
+            scores_TE = scores_TE + self.bias_E
+        if self.config.groups > 1:
+            by_group_TGE = scores_TE.view(len(scores_TE), self.config.groups, -1)
+            groups_TG = by_group_TGE.topk(2, dim=-1).values.sum(dim=-1)
+            best_T = groups_TG.topk(self.config.groups_per_token, dim=-1).indices
+            is_open_TG = torch.zeros_like(groups_TG, dtype=torch.bool).scatter_(1, best_T, True)
+            scores_TE = by_group_TGE.masked_fill(~is_open_TG[..., None], -torch.inf).flatten(1)
+        return scores_TE.topk(self.config.per_token, dim=-1).indices
+
+    def reset_state(self, device: torch.device) -> None:
+        """Zeros for all counts and the bias."""
+        for name, buffer in list(self.named_buffers()):
+            setattr(self, name, torch.zeros_like(buffer, device=device))
+
+    @torch.no_grad()
+    def take_load(self) -> Tensor:
+        """The counts of this rank since the last call; starts anew."""
+        load_E = self.load_E.clone()
+        self.load_E.zero_()
+        return load_E
+
+    @torch.no_grad()
+    def add_load(self, load_E: Tensor) -> None:
+        """Count a step's tokens of all ranks, and move the bias towards experts with fewer than the mean."""
+        self.total_E += load_E
+        if self.bias_E is not None and self.balance.bias_rate:
+            load = load_E.double()
+            self.bias_E.add_((load.mean() - load).sign().to(self.bias_E), alpha=self.balance.bias_rate)
+
+    def _with_losses(
+        self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, experts_TK: Tensor, batch: int
+    ) -> Tensor:
+        """The weights, whose backward also gives the gradients of the balancing losses, as sums over tokens."""
+        loss: Tensor | None = None
+        if self.balance.z_loss:
+            loss = self.balance.z_loss * logits_TE.logsumexp(dim=-1).square().sum()
+        if self.balance.balance_loss:
+            share_BE = self._shares(experts_TK, batch)
+            parts_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+            parts_BE = parts_TE.view(batch, -1, self.config.number).sum(dim=1)
+            more = self.balance.balance_loss * (share_BE * parts_BE).sum()
+            loss = more if loss is None else loss + more
+        if loss is None:
+            return weights_TK
+        out_TK: Tensor = _AddLoss.apply(weights_TK, loss, self.loss_scale)  # type: ignore[no-untyped-call]
+        return out_TK
+
+    @torch.no_grad()
+    def _shares(self, experts_TK: Tensor, batch: int) -> Tensor:
+        """Tokens of each whole sequence that an expert gets, relative to an even spread: [B, E]."""
+        number = self.config.number
+        rows_BN = experts_TK.reshape(batch, -1)
+        at_BN = rows_BN + number * torch.arange(batch, device=rows_BN.device)[:, None]
+        counts_BE = _count(at_BN, batch * number).view(batch, number).float()
+        for group in self.sequence_groups:
+            dist.all_reduce(counts_BE, group=group)
+        return counts_BE * number / counts_BE.sum(dim=1, keepdim=True)
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards, one for each expert, in weights that transformers' modules have too: [E, ...].
+
+    A rank may have only some of the experts: then `exchange` is set.
+    """
+
+    def __init__(self, config: ExpertsConfig, dim: int) -> None:
+        super().__init__()
+        self.number = config.number
+        self.gate_up_proj = nn.Parameter(torch.empty(config.number, 2 * config.ffn_dim, dim))
+        self.down_proj = nn.Parameter(torch.empty(config.number, dim, config.ffn_dim))
+        self.exchange: Exchange | None = None
+
+    def forward(self, x_TD: Tensor, experts_TK: Tensor) -> Tensor:
+        """The outputs of each token's experts: [N, D], not a view, which FSDP refuses."""
+        per_token = experts_TK.shape[1]
+        order_N = experts_TK.flatten().argsort(stable=True)
+        counts_E = _count(experts_TK, self.number)
+        rows_ND = permuted(x_TD[:, None].expand(-1, per_token, -1).flatten(0, 1), order_N)
+        y_ND = (
+            self.compute(rows_ND, counts_E) if self.exchange is None else self.exchange(self.compute, rows_ND, counts_E)
+        )
+        return permuted(y_ND, inverse(order_N))
+
+    def compute(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows sorted by expert, through their experts."""
+        gate_NF, up_NF = grouped_product(rows_ND, self.gate_up_proj, counts_E).chunk(2, dim=-1)
+        return grouped_product(F.silu(gate_NF) * up_NF, self.down_proj, counts_E)
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward part: the weighted sum of a token's experts, and what `shared` gives for all tokens."""
+
+    def __init__(self, config: ExpertsConfig, dim: int, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate = Router(config, dim)
+        self.experts = Experts(config, dim)
+        self.shared_experts = shared
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        weights_TK, experts_TK = self.gate(x_BSD)
+        y_TKD = self.experts(x_BSD.flatten(0, 1), experts_TK).unflatten(0, experts_TK.shape)
+        y_BSD: Tensor = (y_TKD * weights_TK[..., None].to(y_TKD)).sum(dim=1).view_as(x_BSD)
+        return y_BSD if self.shared_experts is None else y_BSD + self.shared_experts(x_BSD)
+
+
+def grouped_product(x_NI: Tensor, weights_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """Rows of group e times the transposed weights of e, in one call where torch has the kernel: [N, O]."""
+    width = x_NI.element_size()
+    is_aligned = all(size * width % _ALIGNMENT_BYTES == 0 for size in weights_EOI.shape[1:])
+    if not is_aligned or not len(x_NI):
+        return looped_product(x_NI, weights_EOI, counts_E)
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    y_NO: Tensor = torch._grouped_mm(x_NI, weights_EOI.transpose(-2, -1), offs=ends_E)
+    return y_NO
+
+
+def looped_product(x_NI: Tensor, weights_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """The reference of `grouped_product`: one product for each group."""
+    parts = torch.split(x_NI, counts_E.tolist())
+    return torch.cat([part @ weights.T for part, weights in zip(parts, weights_EOI.unbind(), strict=True)])
+
+
+def permuted(x_ND: Tensor, order_N: Tensor) -> Tensor:
+    """`x_ND[order_N]` for a permutation; its backward is a permutation too, not a sum."""
+    out: Tensor = _Permute.apply(x_ND, order_N)  # type: ignore[no-untyped-call]
+    return out
+
+
+def inverse(order_N: Tensor) -> Tensor:
+    """The inverse of a permutation."""
+    return torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
+
+
+def _count(experts: Tensor, number: int) -> Tensor:
+    """How often each expert occurs."""
+    return torch.bincount(experts.flatten(), minlength=number)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, order_N: Tensor) -> Tensor:
+        ctx.save_for_backward(order_N)
+        return x_ND[order_N]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0][inverse(ctx.saved_tensors[0])], None
+
+
+class _AddLoss(torch.autograd.Function):
+    """The first argument; in the backward, the loss gets the gradient that the main loss has: 1 / losses of the step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
+        ctx.scale, ctx.like = scale, loss.new_ones(())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], ctx.like * ctx.scale, None
