@@ -50,18 +50,18 @@ MESHES: dict[int, list[ParallelConfig]] = {
     ],
 }
 CASES = {
-    "softmax": CurveCase(model=MIXTURE, steps=20, batch_size=16),
-    "sigmoid": CurveCase(model=BALANCED, balance=BALANCING, steps=20, batch_size=16),
+    "softmax": CurveCase(model=MIXTURE, steps=20, batch_size=8),
+    "sigmoid": CurveCase(model=BALANCED, balance=BALANCING, steps=20, batch_size=8),
 }
 NOTES = """Largest relative difference to the curve of one process over 20 steps, and whether every router sent every expert
-the same number of tokens in every step: 4 layers, dim 64, 8 experts, 16 samples of 48 tokens, AdamW at 3e-3, clipping."""
+the same number of tokens in every step: 4 layers, dim 64, 8 experts, 8 samples of 48 tokens, AdamW at 3e-3, clipping."""
 
 
 def row(pool: RankPool, name: str, parallel: ParallelConfig, world: int, expected: Curve) -> Measurement:
     """One mixture on one mesh."""
     run = CASES[name]
     found: Curve = pool.run(
-        train, CurveCase(model=run.model, balance=run.balance, steps=20, batch_size=16, parallel=parallel)
+        train, CurveCase(model=run.model, balance=run.balance, steps=20, batch_size=8, parallel=parallel)
     )[0]
     loss, is_same = relative_error(found.losses, expected.losses), found.loads == expected.loads
     figure = f"loss {loss:.1e}, {'same' if is_same else 'OTHER'} experts"

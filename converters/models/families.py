@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_ckpt.converters.models.spec import ModelSpec
+from titan_ckpt.converters.models.spec import Experts, ModelSpec
 from titan_ckpt.errors import PlanError
 from titan_ckpt.sharding.placement import Shape
 
@@ -69,7 +69,24 @@ def _mistral_problem(spec: ModelSpec) -> str | None:
 def _mixtral_problem(spec: ModelSpec) -> str | None:
     if spec.experts is not None and not spec.experts.norm_topk_prob:
         return "norm_topk_prob = false (it always divides by the sum)"
-    return _mistral_problem(spec)
+    if spec.experts is not None and spec.experts.ffn_dim != spec.ffn_dim:
+        return f"two widths, ffn_dim = {spec.ffn_dim} and experts.ffn_dim = {spec.experts.ffn_dim} (intermediate_size is both)"
+    return _mistral_problem(spec) or _router_problem(spec)
+
+
+def _qwen3_moe_problem(spec: ModelSpec) -> str | None:
+    return _qwen3_problem(spec) or _router_problem(spec)
+
+
+def _router_problem(spec: ModelSpec) -> str | None:
+    """What of the experts neither Mixtral nor Qwen3-MoE has."""
+    if spec.experts is None:
+        return None
+    plain = Experts(number=1, per_token=1, ffn_dim=1)
+    for name in ("scores", "correction_bias", "groups", "groups_per_token", "scale", "shared", "dense_layers"):
+        if (value := getattr(spec.experts, name)) != getattr(plain, name):
+            return f"experts.{name} = {value}"
+    return None
 
 
 FAMILIES = {
@@ -154,7 +171,7 @@ FAMILIES = {
             "moe_intermediate_size": 768,
             "norm_topk_prob": False,
         },
-        check=_qwen3_problem,
+        check=_qwen3_moe_problem,
         router="mlp.gate.weight",
         experts=(
             "mlp.experts.{}.gate_proj.weight",

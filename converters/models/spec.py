@@ -27,12 +27,22 @@ class SpecRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture of experts in every layer: a router picks `per_token` of `number` experts, each `ffn_dim` wide."""
+    """A mixture of experts in every layer: a router picks `per_token` of `number` experts, each `ffn_dim` wide.
+
+    The other fields are those of `[model.experts]` that no family here can express; their defaults mean none of it.
+    """
 
     number: int
     per_token: int
     ffn_dim: int
-    norm_topk_prob: bool
+    norm_topk_prob: bool = True
+    scores: str = "softmax"
+    correction_bias: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
+    shared: int = 0
+    dense_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

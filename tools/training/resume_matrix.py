@@ -19,16 +19,22 @@ from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.job.resume import Start, TrainingProgress, live_state, pipeline_record, restore, training_record
 from titan_ckpt.trainer.model.decoder import decoder
+from titan_ckpt.trainer.model.experts import BalanceConfig, ExpertsConfig
 from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import Optimizer, OptimizerConfig, build_optimizer, learning_rate
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
+from titan_ckpt.trainer.seams.model import ModelSpec
 from tools.training.curves import SMALL
 
 # Sizes not divisible by 4, so that shards are uneven.
 MODEL = replace(SMALL, vocab_size=130, ffn_dim=98)
-SPEC = decoder(MODEL)
+EXPERTS = ExpertsConfig(
+    number=6, per_token=2, ffn_dim=28, scores="sigmoid", correction_bias=True, groups=2, shared=1, dense_layers=1
+)
+MIXTURE = replace(MODEL, family="qwen3_moe", qk_norm=True, experts=EXPERTS)
+SPECS = {False: decoder(MODEL), True: decoder(MIXTURE)}
 OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=4)
 BATCH, SEQ_LEN, SEED = 8, 24, 1
 STEPS_BEFORE, STEPS_AFTER = 6, 10
@@ -47,6 +53,7 @@ class Resumed:
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
+    spec: ModelSpec
     parallelized: Parallelized
     optimizer: Optimizer
     control: ControlGroup
@@ -83,24 +90,26 @@ class _Job:
         return hasher.hexdigest()
 
 
-_jobs: dict[ParallelConfig, _Job] = {}
+_jobs: dict[tuple[ParallelConfig, bool], _Job] = {}
 
 
-def _job(parallel: ParallelConfig) -> _Job:
+def _job(parallel: ParallelConfig, *, is_mixture: bool) -> _Job:
     """The model on this mesh, built once per process."""
-    if parallel not in _jobs:
-        world_size = torch.distributed.get_world_size()
+    key = parallel, is_mixture
+    if key not in _jobs:
+        mesh, spec = mesh_spec(parallel, torch.distributed.get_world_size()), SPECS[is_mixture]
+        balance = BalanceConfig(bias_rate=0.01, balance_loss=0.01)
         parallelized = build_parallel_model(
-            SPEC, parallel, mesh_spec(parallel, world_size), device=torch.device("cpu"), seed=SEED
+            spec, parallel, mesh, device=torch.device("cpu"), seed=SEED, balance=balance if is_mixture else None
         )
-        optimizer = build_optimizer(parallelized, OPTIMIZER)
-        _jobs[parallel] = _Job(parallelized=parallelized, optimizer=optimizer, control=ControlGroup(timeout_s=60))
-    return _jobs[parallel]
+        optimizer, control = build_optimizer(parallelized, OPTIMIZER), ControlGroup(timeout_s=60)
+        _jobs[key] = _Job(spec=spec, parallelized=parallelized, optimizer=optimizer, control=control)
+    return _jobs[key]
 
 
-def train_and_save(_rank: int, parallel: ParallelConfig, url: str) -> None:
+def train_and_save(_rank: int, parallel: ParallelConfig, url: str, is_mixture: bool = False) -> None:
     """Train from scratch and save as the trainer does. Call it before any load on this mesh."""
-    job = _job(parallel)
+    job = _job(parallel, is_mixture=is_mixture)
     _, progress = job.steps(TrainingProgress(), STEPS_BEFORE)
     mesh = job.parallelized.mesh
     rate = learning_rate(OPTIMIZER, progress.step, STEPS_BEFORE + STEPS_AFTER)
@@ -108,9 +117,9 @@ def train_and_save(_rank: int, parallel: ParallelConfig, url: str) -> None:
         url,
         live_state(job.parallelized, job.optimizer),
         step=progress.step,
-        options=SaveOptions(mesh=mesh, pipeline=pipeline_record(plan_of(SPEC), parallel, mesh), timeout_s=60),
+        options=SaveOptions(mesh=mesh, pipeline=pipeline_record(plan_of(job.spec), parallel, mesh), timeout_s=60),
         training=training_record(progress, fingerprint=_FINGERPRINT, seed=SEED, lr=rate),
-        config={"model": as_dict(MODEL)},
+        config={"model": as_dict(job.spec.config)},
     )
 
 
@@ -119,9 +128,9 @@ def reshard(source: str, url: str, mesh: str) -> None:
     run_plan(plan_reshard(open_checkpoint(source), MeshSpec.parse(mesh)), url, memory_bytes=MEMORY)
 
 
-def resume(_rank: int, parallel: ParallelConfig, url: str) -> Resumed:
+def resume(_rank: int, parallel: ParallelConfig, url: str, is_mixture: bool = False) -> Resumed:
     """Load `url` on this mesh and continue training."""
-    job = _job(parallel)
+    job = _job(parallel, is_mixture=is_mixture)
     start = Start(checkpoint=open_checkpoint(url), is_own=True)
     progress = restore(
         start, job.parallelized, job.optimizer, control=job.control, fingerprint=_FINGERPRINT, other_data=False

@@ -11,7 +11,7 @@ from torch import Tensor
 from titan_ckpt.trainer.job.job import Job
 from titan_ckpt.trainer.job.resume import TrainingProgress
 from titan_ckpt.trainer.job.stop_signals import StopCode
-from titan_ckpt.trainer.report.metrics import FLOAT8_PEAK_RATIO, StepMetrics, memory_bytes, peak_flops
+from titan_ckpt.trainer.report.metrics import FLOAT8_PEAK_RATIO, StepMetrics, expert_spread, memory_bytes, peak_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,7 @@ class Meter:
                 grad_norm=step.grad_norm, lr=step.lr, step_s=step_s, tokens_per_s=tokens_per_s,
                 data_wait_s=data_wait_s, memory_bytes=memory_bytes(self._device), tokens_seen=progress.tokens,
                 skipped_steps=progress.skipped, **self._utilisation(tokens_per_s), **self._checkpoint_numbers(),
+                **self._expert_numbers(),
             )
         )  # fmt: skip
         return StopCode(int(stop))
@@ -76,6 +77,11 @@ class Meter:
             "mfu": mfu,
             "mfu_float8": mfu / FLOAT8_PEAK_RATIO if mfu is not None and is_float8 else None,
         }
+
+    def _expert_numbers(self) -> dict[str, Any]:
+        """How evenly the last step's tokens went to the experts of a mixture."""
+        spread = expert_spread(load.tolist() for load in self._job.parallelized.loads.values())
+        return {} if spread is None else {"expert_imbalance": spread[0], "expert_entropy": spread[1]}
 
     def _checkpoint_numbers(self) -> dict[str, Any]:
         """The saver's fields of a record."""

@@ -22,6 +22,7 @@ from titan_ckpt.trainer.config.model_from import means_the_same
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import ResumeConfig
 from titan_ckpt.trainer.job.control_group import ControlGroup
+from titan_ckpt.trainer.model.experts import ExpertsConfig
 from titan_ckpt.trainer.model.lora import adapters_of, check_whole, is_adapter
 from titan_ckpt.trainer.model.plan import Plan
 from titan_ckpt.trainer.parallel.config import ParallelConfig, num_stages, pipeline_style
@@ -30,6 +31,7 @@ from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 
 log = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
+_EXPERTS = as_dict(ExpertsConfig(number=1, per_token=1, ffn_dim=1))
 _OF_ANY_TOKENIZER = re.compile(r"config\.json|README\.md|(?i:LICEN[CS]E|NOTICE|USE_POLICY|COPYING|THIRD_PARTY).*")
 TORCHTITAN = "tok_embeddings.weight"  # identifies checkpoints with torchtitan's names, whoever wrote the files
 
@@ -296,11 +298,13 @@ def check_model(checkpoint: Checkpoint, model: Any) -> None:
 
 
 def _spelled_out(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A normal form of `[model]`, for comparison: without None, and with head_dim spelled out."""
+    """A normal form of `[model]`, for comparison: without None, with head_dim and the defaults of experts spelled out."""
     values: dict[str, Any] = {}
     for key, value in model.items():
         if value is not None:
             values[key] = _spelled_out(value) if isinstance(value, Mapping) else value
+    if "experts" in values and "number" in values["experts"]:
+        values["experts"] = _EXPERTS | values["experts"]
     if "dim" in values and not values.get("head_dim"):
         values["head_dim"] = values["dim"] // values["n_heads"]
     return values

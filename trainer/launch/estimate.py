@@ -16,8 +16,10 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import BatchShape
+from titan_ckpt.trainer.device_mesh import DATA_AXES, FSDP_AXES
+from titan_ckpt.trainer.launch.stage_parameters import Parameters, stage_parameters
 from titan_ckpt.trainer.model.decoder import ModelConfig
-from titan_ckpt.trainer.model.plan import Plan, plan_of
+from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import (
     SINGLE_STAGE,
     V_SHAPED,
@@ -27,7 +29,6 @@ from titan_ckpt.trainer.parallel.config import (
     num_stages,
     stages_of_rank,
 )
-from titan_ckpt.trainer.seams.patterns import is_below
 
 WIDTH = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = 12  # of a checkpoint: a float32 weight and two moments
@@ -84,55 +85,46 @@ def estimate_training(config: TrainConfig, mesh: MeshSpec, *, logit_bytes: float
         raise ConfigError("--estimate counts the training of a whole model, not of adapters; leave out lora.rank")
     if not isinstance(config.model, ModelConfig):
         raise ConfigError(f"--estimate knows the memory of the trainer's own decoder, not of {config.spec.name}")
-    counts = stage_parameters(plan_of(config.spec), config.mesh, mesh)
+    plan = plan_of(config.spec)
+    counts = stage_parameters(plan, config.mesh, mesh)
+    experts = stage_parameters(plan, config.mesh, mesh, among=plan.experts)
     pp = mesh.degree("pp")
-    ranks = [sum(counts[s] for s in stages_of_rank(config.mesh, mesh, r)) for r in range(pp)]
+    stages = [stages_of_rank(config.mesh, mesh, rank) for rank in range(pp)]
+    ranks = [Parameters(all=sum(counts[s] for s in mine), of_experts=sum(experts[s] for s in mine)) for mine in stages]
     memories = [_memory(config, mesh, rank, ranks[rank], logit_bytes) for rank in range(pp)]
     total = sum(counts)
     return TrainingEstimate(
         mesh=mesh,
         num_parameters=total,
         memory=max(memories, key=lambda memory: memory.total),
-        traffic=_traffic(config, mesh, max(ranks)),
+        traffic=_traffic(config, mesh, max(ranks, key=lambda rank: rank.all)),
         checkpoint_bytes=STATE_BYTES * total,
         checkpoint_bytes_per_rank=STATE_BYTES * total / mesh.world_size,
     )
 
 
-def stage_parameters(plan: Plan, parallel: ParallelConfig, mesh: MeshSpec) -> list[int]:
-    """Parameters of each pipeline stage, counted on the meta device; a tied weight counts on both its stages."""
-    weights = dict(plan.module.named_parameters(remove_duplicate=False))
-    ranges = layer_ranges(len(plan.blocks), parallel, mesh)
-    counts = []
-    for blocks in ranges:
-        fqns = {*plan.blocks[blocks.start : blocks.end]}
-        fqns |= set(plan.first if blocks.start == 0 else ())
-        fqns |= set(plan.last if blocks.end == len(plan.blocks) else ())
-        mine = {id(weight): weight for fqn, weight in weights.items() if is_below(fqn, fqns)}
-        counts.append(sum(weight.numel() for weight in mine.values()))
-    return counts
-
-
-def _memory(config: TrainConfig, mesh: MeshSpec, pp_rank: int, num_parameters: int, logit_bytes: float) -> Memory:
+def _memory(config: TrainConfig, mesh: MeshSpec, pp_rank: int, weights: Parameters, logit_bytes: float) -> Memory:
     model, parallel = config.model, config.mesh
-    tp, cut = mesh.degree("tp"), mesh.degree("dp_shard+cp") * mesh.degree("tp")
+    tp, mine = mesh.degree("tp"), weights.sharded(mesh)
     width = WIDTH[parallel.param_dtype]
     tokens = config.train.microbatch_size * config.data.seq_len / mesh.degree("cp") / num_microbatches(parallel, mesh)
     stages = stages_of_rank(parallel, mesh, pp_rank)
     ranges = layer_ranges(model.n_layers, parallel, mesh)
-    layers = sum(ranges[s].end - ranges[s].start for s in stages)
+    indices = [index for s in stages for index in range(ranges[s].start, ranges[s].end)]
+    dense = sum(index < model.dense_layers for index in indices)
+    kept = dense * _kept_per_token(model, parallel, tp) if dense else 0.0
+    if dense < len(indices):
+        kept += (len(indices) - dense) * _kept_per_token(model, parallel, tp, is_mixture=True)
     has_head = num_stages(parallel, mesh) - 1 in stages
     return Memory(
-        parameters=4.0 * num_parameters / cut,
-        gradients=4.0 * num_parameters / cut,
-        optimizer=8.0 * num_parameters / cut,
-        gathered=_gathered(config, mesh, num_parameters),
-        activations=_in_flight(parallel, mesh, pp_rank)
-        * layers
-        * tokens
-        * _kept_per_token(model, parallel, tp)
-        * width,
-        block=tokens * _block_per_token(model, tp) * width if parallel.activation_checkpoint != "none" else 0.0,
+        parameters=4.0 * mine,
+        gradients=4.0 * mine,
+        optimizer=8.0 * mine,
+        gathered=_gathered(config, mesh, weights),
+        activations=_in_flight(parallel, mesh, pp_rank) * tokens * kept * width,
+        block=tokens * _block_per_token(model, tp, is_mixture=dense < len(indices)) * width
+        if parallel.activation_checkpoint != "none"
+        else 0.0,
         logits=_head(config, tokens, tp, logit_bytes) if has_head else 0.0,
         pipeline=_boundaries(config, mesh, pp_rank, tokens) if mesh.degree("pp") > 1 else 0.0,
     )
@@ -154,24 +146,30 @@ def _boundaries(config: TrainConfig, mesh: MeshSpec, pp_rank: int, tokens: float
     return stages * kept * tokens * config.model.dim / cut * WIDTH[parallel.param_dtype]
 
 
-def _gathered(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> float:
+def _gathered(config: TrainConfig, mesh: MeshSpec, weights: Parameters) -> float:
     """Weights gathered by FSDP, and their gradients before reduction."""
     model, parallel, tp = config.model, config.mesh, mesh.degree("tp")
-    if mesh.degree("dp_shard+cp") == 1:
+    if mesh.degree(FSDP_AXES) == 1:
         return 0.0
     width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
     ends = (1 if model.tied_embeddings else 2) * model.vocab_size * model.dim / tp
-    layer = _block_parameters(model) / tp
+    layer = _block_parameters(model).over_model(mesh)
     if mesh.degree("pp") > 1 and parallel.reshard_after_forward != "always":
         # A pipeline stage keeps both until its last microbatch; then a block's gradient is copied to be reduced.
-        return num_parameters / tp * (width + reduce) + layer * reduce
+        return weights.over_model(mesh) * (width + reduce) + layer * reduce
     # Embedding and head stay; two blocks (one ahead); a block's gradient, and the float32 copy that is reduced.
     return ends * width * 2 + 2 * layer * width + layer * (width + reduce)
 
 
-def _block_parameters(model: ModelConfig) -> int:
-    heads, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
-    return model.dim * (2 * heads + 2 * kv + 3 * model.ffn_dim + 2)
+def _block_parameters(model: ModelConfig) -> Parameters:
+    """Of the largest kind of block that the model has."""
+    heads, kv, experts = model.n_heads * model.head_size, model.n_kv_heads * model.head_size, model.experts
+    around = model.dim * (2 * heads + 2 * kv + 2)
+    if experts is None:
+        return Parameters(all=around + 3 * model.dim * model.ffn_dim, of_experts=0)
+    shared = 3 * model.dim * experts.shared * experts.ffn_dim + model.dim * experts.number
+    routed = 3 * model.dim * experts.number * experts.ffn_dim
+    return Parameters(all=around + shared + routed, of_experts=routed)
 
 
 def _in_flight(parallel: ParallelConfig, mesh: MeshSpec, pp_rank: int) -> float:
@@ -193,53 +191,67 @@ def _in_flight(parallel: ParallelConfig, mesh: MeshSpec, pp_rank: int) -> float:
     return min(count, (pp * (stages - 1) + 2 * (pp - 1 - pp_rank) + 1) / stages)
 
 
-def _kept_per_token(model: ModelConfig, parallel: ParallelConfig, tp: int) -> float:
+def _kept_per_token(model: ModelConfig, parallel: ParallelConfig, tp: int, *, is_mixture: bool = False) -> float:
     """Elements per token that a block keeps from forward to backward; sequence parallelism shards block inputs too."""
     heads, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
     entry = model.dim / (tp if parallel.sequence_parallel else 1)
+    whole = _block_per_token(model, tp, is_mixture=is_mixture)
     match parallel.activation_checkpoint:
         case "full":
             return entry
         case "every_n":
             share = 1.0 / parallel.checkpoint_every_n
-            return share * entry + (1 - share) * _block_per_token(model, tp)
+            return share * entry + (1 - share) * whole
         case "selective":  # attention, and of q k v o gate up down every second: q, v, gate, down
+            if is_mixture:  # the rows of experts and their results, which two all-to-alls move
+                assert model.experts is not None
+                return 2 * entry + (2 * heads + kv + 2 * model.experts.per_token * model.dim) / tp
             return 2 * entry + (2 * heads + kv + model.ffn_dim) / tp
         case "budget":
-            return entry + parallel.activation_memory_budget * (_block_per_token(model, tp) - entry)
+            return entry + parallel.activation_memory_budget * (whole - entry)
         case _:
-            return _block_per_token(model, tp)
+            return whole
 
 
-def _block_per_token(model: ModelConfig, tp: int) -> float:
-    """Elements per token that a block's backward needs: the inputs of norms, products and attention, gathered over tp."""
+def _block_per_token(model: ModelConfig, tp: int, *, is_mixture: bool = False) -> float:
+    """Elements per token that a block's backward needs: the inputs of norms, products and attention, gathered over tp.
+
+    Of a mixture with evenly spread tokens: each row in the order of its token, of its sender and of its expert, there and back.
+    """
     heads, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
     between = 4 * model.dim / tp  # residuals and norm inputs
     gathered = 2 * model.dim  # inputs of attention and mlp
-    inside = (
-        3 * heads + 4 * kv + 4 * model.ffn_dim
-    ) / tp  # rotated and plain q, k; v; attention; gate, up, silu, product
+    feed_forward = 4 * model.ffn_dim
+    if is_mixture and model.experts is not None:
+        experts = model.experts
+        feed_forward = experts.per_token * (6 * model.dim + 4 * experts.ffn_dim) + 4 * experts.shared * experts.ffn_dim
+    inside = (3 * heads + 4 * kv + feed_forward) / tp  # rotated and plain q, k; v; attention; gate, up, silu, product
     return between + gathered + inside
 
 
-def _traffic(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> list[CollectiveTraffic]:
+def _traffic(config: TrainConfig, mesh: MeshSpec, weights: Parameters) -> list[CollectiveTraffic]:
     """The collectives of a rank in one optimizer step."""
     model, parallel = config.model, config.mesh
     width, tp, pp = WIDTH[parallel.param_dtype], mesh.degree("tp"), mesh.degree("pp")
     runs = BatchShape(
         global_batch_size=config.train.global_batch_size, microbatch_size=config.train.microbatch_size,
-        data_degree=mesh.degree("dp_replicate+dp_shard"),
+        data_degree=mesh.degree(DATA_AXES),
     ).accumulation  # fmt: skip
     layers, micro = model.n_layers // pp, num_microbatches(parallel, mesh)
     tokens = config.train.microbatch_size * config.data.seq_len / mesh.degree("cp")
     hidden = tokens * model.dim * width
-    found = _data_parallel_traffic(config, mesh, num_parameters, runs)
+    found = _data_parallel_traffic(config, mesh, weights, runs)
     if tp > 1:
         passes = 3 if parallel.activation_checkpoint == "full" else 2
         calls = runs * micro * layers * 4 * passes
         found.append(
             CollectiveTraffic(name="TP all-gather and reduce-scatter", calls=calls, size_bytes=calls * hidden / micro)
         )
+    if mesh.degree("ep") > 1 and model.experts is not None:
+        passes = 6 if parallel.activation_checkpoint == "full" else 4
+        calls = runs * micro * (model.n_layers - model.dense_layers) // pp * passes
+        rows = hidden * model.experts.per_token / (tp if parallel.sequence_parallel else 1)
+        found.append(CollectiveTraffic(name="EP all-to-all", calls=calls, size_bytes=calls * rows / micro))
     if pp > 1:
         each = num_stages(parallel, mesh) // pp * 2
         cut = tp if parallel.sequence_parallel else 1
@@ -260,12 +272,13 @@ def _traffic(config: TrainConfig, mesh: MeshSpec, num_parameters: int) -> list[C
 
 
 def _data_parallel_traffic(
-    config: TrainConfig, mesh: MeshSpec, num_parameters: int, runs: int
+    config: TrainConfig, mesh: MeshSpec, weights: Parameters, runs: int
 ) -> list[CollectiveTraffic]:
     """What FSDP and HSDP move in one optimizer step of `runs` accumulated batches."""
     parallel = config.mesh
     width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
-    tp, pp, fsdp = mesh.degree("tp"), mesh.degree("pp"), mesh.degree("dp_shard+cp")
+    pp, mine = mesh.degree("pp"), weights.over_model(mesh)
+    fsdp = mesh.degree(FSDP_AXES)
     layers = config.model.n_layers // pp
     found = []
     if fsdp > 1:
@@ -274,18 +287,16 @@ def _data_parallel_traffic(
             CollectiveTraffic(
                 name="FSDP all-gather",
                 calls=runs * times * (layers + 1),
-                size_bytes=runs * times * num_parameters / tp * width,
+                size_bytes=runs * times * mine * width,
             )
         )
         found.append(
-            CollectiveTraffic(
-                name="FSDP reduce-scatter", calls=runs * (layers + 1), size_bytes=runs * num_parameters / tp * reduce
-            )
+            CollectiveTraffic(name="FSDP reduce-scatter", calls=runs * (layers + 1), size_bytes=runs * mine * reduce)
         )
     if mesh.degree("dp_replicate") > 1:
         found.append(
             CollectiveTraffic(
-                name="HSDP all-reduce", calls=runs * (layers + 1), size_bytes=runs * num_parameters / tp / fsdp * reduce
+                name="HSDP all-reduce", calls=runs * (layers + 1), size_bytes=runs * weights.sharded(mesh) * reduce
             )
         )
     return found

@@ -273,6 +273,10 @@ def _check_mixture(config: ModelConfig) -> None:
         raise ConfigError(
             f"model.experts: family {config.family} has none; families with experts: {', '.join(MIXTURES)}"
         )
+    if config.family == "mixtral" and config.ffn_dim != experts.ffn_dim:
+        raise ConfigError(
+            f"model.ffn_dim = {config.ffn_dim}, model.experts.ffn_dim = {experts.ffn_dim}: family mixtral has one width for both"
+        )
     if experts.dense_layers >= config.n_layers:
         raise ConfigError(
             f"model.experts.dense_layers = {experts.dense_layers} leaves no layer of {config.n_layers} for experts"

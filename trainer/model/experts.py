@@ -114,14 +114,14 @@ class Router(nn.Module):
         return weights_TK * self.config.scale, experts_TK
 
     @property
-    def bias_E(self) -> Tensor | None:
+    def bias(self) -> Tensor | None:
         """The correction bias, if the router has one."""
         return self._buffers.get(BIAS)
 
     def choose(self, scores_TE: Tensor) -> Tensor:
         """The experts [T, K] with the best scores, the correction bias added, in the best groups."""
-        if self.bias_E is not None:
-            scores_TE = scores_TE + self.bias_E
+        if self.bias is not None:
+            scores_TE = scores_TE + self.bias
         if self.config.groups > 1:
             by_group_TGE = scores_TE.view(len(scores_TE), self.config.groups, -1)
             groups_TG = by_group_TGE.topk(2, dim=-1).values.sum(dim=-1)
@@ -146,9 +146,9 @@ class Router(nn.Module):
     def add_load(self, load_E: Tensor) -> None:
         """Count a step's tokens of all ranks, and move the bias towards experts with fewer than the mean."""
         self.total_E += load_E
-        if self.bias_E is not None and self.balance.bias_rate:
+        if self.bias is not None and self.balance.bias_rate:
             load = load_E.double()
-            self.bias_E.add_((load.mean() - load).sign().to(self.bias_E), alpha=self.balance.bias_rate)
+            self.bias.add_((load.mean() - load).sign().to(self.bias), alpha=self.balance.bias_rate)
 
     def _with_losses(
         self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, experts_TK: Tensor, batch: int

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,9 @@ class StepMetrics:
 
     `mfu` is relative to the bfloat16 peak, None if the device's is unknown; `mfu_float8` to the Float8 peak, when training in
     Float8. `skipped_steps` counts steps without an update since step 0. Upload numbers are rank 0's.
+
+    For a mixture, of the last step: `expert_imbalance` is the largest load of an expert over the mean of its layer's, in the
+    worst layer; `expert_entropy` that of the loads, averaged over layers, 1.0 for an even spread.
     """
 
     step: int
@@ -56,6 +61,8 @@ class StepMetrics:
     commit_age_s: float | None = None
     is_uploading: bool = False
     mirrored_step: int | None = None
+    expert_imbalance: float | None = None
+    expert_entropy: float | None = None
 
     def line(self, total_steps: int) -> str:
         """One line for the console."""
@@ -72,6 +79,8 @@ class StepMetrics:
             parts.append(f"mfu {self.mfu:.1%}")
         if self.mfu_float8 is not None:
             parts.append(f"of float8 {self.mfu_float8:.1%}")
+        if self.expert_imbalance is not None:
+            parts.append(f"experts {self.expert_imbalance:.2f}x")
         if self.data_wait_s > 0.05 * self.step_s:
             parts.append(f"data {format_duration(self.data_wait_s)}")
         if self.checkpoint_stall_s:
@@ -83,6 +92,22 @@ class StepMetrics:
         if self.committed_step is not None:
             parts.append(f"committed {self.committed_step}")
         return "  ".join(parts)
+
+
+def expert_spread(loads: Iterable[Sequence[int]]) -> tuple[float, float] | None:
+    """`StepMetrics.expert_imbalance` and `.expert_entropy` of the tokens of each expert, by layer; None without a token.
+
+    >>> expert_spread([[4, 4, 4, 4], [8, 8, 0, 0]])
+    (2.0, 0.75)
+    """
+    imbalance, entropies = 0.0, []
+    for load in loads:
+        total = sum(load)
+        if total:
+            imbalance = max(imbalance, max(load) * len(load) / total)
+            shares = [count / total for count in load if count]
+            entropies.append(-sum(s * math.log(s) for s in shares) / math.log(max(len(load), 2)))
+    return (imbalance, sum(entropies) / len(entropies)) if entropies else None
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -1,0 +1,87 @@
+"""Mixtures: experts are stored once, cut by expert, and resume on every other mesh with ep, online and resharded offline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.cli.main import main
+from titan_ckpt.sharding.placement import Shard
+from titan_ckpt.trainer.parallel.config import ParallelConfig
+from tools.rank_pool import RankPool
+from tools.training.resume_matrix import STEPS_AFTER, STEPS_BEFORE, reshard, resume, train_and_save
+
+pytestmark = pytest.mark.dist
+MESHES = {
+    "dp_shard=4": ParallelConfig(dp_shard=4),
+    "dp_shard=2,ep=2": ParallelConfig(dp_shard=4, ep=2),
+    "ep=2,tp=2": ParallelConfig(dp_shard=2, ep=2, tp=2),
+    "pp=2,ep=2": ParallelConfig(pp=2, dp_shard=2, ep=2),
+}
+PAIRS = [
+    ("dp_shard=2,ep=2", "dp_shard=4"),
+    ("dp_shard=4", "ep=2,tp=2"),
+    ("pp=2,ep=2", "dp_shard=2,ep=2"),
+    ("dp_shard=2,ep=2", "pp=2,ep=2"),
+]
+EXPERTS = "model.model.layers.1.mlp.experts.gate_up_proj"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def sources(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A trained checkpoint for every source mesh."""
+    folder = tmp_path_factory.mktemp("sources")
+    for mesh in dict.fromkeys(mesh for mesh, _ in PAIRS):
+        pool.run(train_and_save, MESHES[mesh], str(folder / mesh), True)
+    return {mesh: str(folder / mesh) for mesh, _ in PAIRS}
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_a_resharded_mixture_resumes_as_an_online_load(
+    pool: RankPool, sources: dict[str, str], tmp_path: Path, source: str, target: str
+) -> None:
+    reshard(sources[source], str(tmp_path), target)
+    online = pool.run(resume, MESHES[target], sources[source], True)
+    offline = pool.run(resume, MESHES[target], str(tmp_path), True)
+    assert offline == online
+    assert all(len(rank.losses) == STEPS_AFTER and rank.start.step == STEPS_BEFORE for rank in offline)
+
+
+def test_experts_are_stored_once_and_cut_by_expert(sources: dict[str, str]) -> None:
+    manifest = open_checkpoint(sources["dp_shard=2,ep=2"]).manifest
+    entry = manifest.by_fqn[EXPERTS]
+    assert entry.placements == {"ep": Shard(0), "dp_shard": Shard(0)}
+    assert entry.global_shape == (6, 56, 64)
+    assert entry.num_chunks == 4
+    assert manifest.by_fqn["model.model.layers.1.self_attn.q_proj.weight"].placements == {"dp_shard+ep": Shard(0)}
+
+
+def test_an_offline_layout_is_that_of_the_trainer(sources: dict[str, str], tmp_path: Path) -> None:
+    reshard(sources["pp=2,ep=2"], str(tmp_path), "dp_shard=2,ep=2")
+    made, trained = open_checkpoint(str(tmp_path)).manifest, open_checkpoint(sources["dp_shard=2,ep=2"]).manifest
+    names = [fqn for fqn in trained.by_fqn if fqn.startswith("model.")]
+    assert {fqn: made.by_fqn[fqn].placements for fqn in names} == {fqn: trained.by_fqn[fqn].placements for fqn in names}
+
+
+def test_the_bias_and_the_load_of_experts_are_saved(sources: dict[str, str]) -> None:
+    checkpoint = open_checkpoint(sources["pp=2,ep=2"])
+    total = checkpoint.read("routers.model.layers.2.mlp.gate.total")
+    assert int(total.sum()) == STEPS_BEFORE * 8 * 24 * 2  # samples, tokens, experts per token
+    bias = checkpoint.read("model.model.layers.2.mlp.gate.e_score_correction_bias")
+    assert 0 < float(bias.abs().max()) <= STEPS_BEFORE * 0.01 + 1e-6
+
+
+def test_inspect_shows_how_experts_are_cut(sources: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", sources["dp_shard=2,ep=2"], "*experts*"]) == 0
+    shown = capsys.readouterr().out
+    assert EXPERTS in shown
+    assert "ep:0" in shown
