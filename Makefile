@@ -11,7 +11,7 @@ QUICK := not dist and not s3 and not hf and not e2e
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix experts fuzz chat zoo peer-tests faults faults-debug hangs healthy hostile stores loops soak arena bench demo docs screens wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix experts site fuzz chat zoo peer-tests faults faults-debug hangs healthy hostile stores loops soak arena bench demo docs screens wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,9 +114,12 @@ bench: $(READY) ## run all benchmarks that fit this machine, with peers: docs/pe
 demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug on real text (ARGS=--json for results as JSON)
 	$(BIN)/python -m scripts.demo $(ARGS)
 
-docs: $(READY) ## write docs/cli.md, docs/api.md and the picture of the rooms
+docs: $(READY) ## write docs/cli.md, settings.md, api.md, the reports of docs/verdicts and the picture of the rooms
 	$(BIN)/python -m scripts.write_docs
 	$(BIN)/python -m tools.architecture.picture
+
+site: $(READY) ## build the documentation as a searchable site in .site/ (needs no network; ARGS="--site-dir FOLDER")
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict $(ARGS)
 
 screens: $(READY) ## write every screen of every recording, at four sizes, dark and light (ARGS="--gallery FOLDER")
 	$(BIN)/python -m scripts.screenshots $(or $(ARGS),--gallery .screens)
@@ -125,4 +128,4 @@ wheel: $(READY) ## build the wheel and the source archive in dist/
 	$(BIN)/python -m build --quiet --outdir dist
 
 clean: ## remove build products and caches, keep .venv
-	rm -rf build dist .demo .screens .loops .matrix .mutants .release .coverage *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .demo .screens .site .loops .matrix .mutants .release .coverage *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

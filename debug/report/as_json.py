@@ -10,7 +10,7 @@ from titan_ckpt.debug.incident.kinds import FlagKind, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict
 from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, waits
 from titan_ckpt.debug.report.action import ActionKind, action_for
-from titan_ckpt.debug.report.facts import commands
+from titan_ckpt.debug.report.facts import commands, page_of
 
 VERSION = 2
 MAX_WAITS = 64
@@ -35,7 +35,7 @@ def report_json(run: Run, verdicts: Sequence[Verdict], now_s: float | None = Non
         "ranks": [{"rank": record.rank, "host": record.host, "pid": record.pid} for record in run.ranks.values()],
         "waiting": [_wait(wait) for wait in waits(run)[:MAX_WAITS]],
         "commands": [] if top.is_healthy else commands(run, top),
-        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "verdicts": [{**asdict(verdict), "page": page_of(verdict)} for verdict in verdicts],
         "flags": [asdict(flag) for flag in run.flags],
     }
 
@@ -64,7 +64,7 @@ _EVIDENCE = _object(text=_TEXT, rank=_WHOLE_OR_NULL, source=_TEXT, file=_TEXT, l
 _VERDICT = _object(
     verdict={"enum": list(VerdictKind)}, subtype={"enum": list(Subtype)}, culprits=_RANKS, suspects=_RANKS, victims=_RANKS,
     group=_TEXT, seq=_WHOLE_OR_NULL, op=_TEXT, step=_WHOLE_OR_NULL, confidence={"type": "number", "minimum": 0, "maximum": 1},
-    headline=_TEXT, evidence=_list(_EVIDENCE), chain=_list(_RANKS), next_steps=_list(_TEXT), signal=_TEXT, file=_TEXT,
+    headline=_TEXT, page=_TEXT, evidence=_list(_EVIDENCE), chain=_list(_RANKS), next_steps=_list(_TEXT), signal=_TEXT, file=_TEXT,
     line=_WHOLE,
 )  # fmt: skip
 _WAIT = _object(

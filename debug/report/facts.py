@@ -12,6 +12,7 @@ from titan_ckpt.debug.incident.frames import hang_stack
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, StackSnapshot, Thread, Verdict
 from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns, places, waits
+from titan_ckpt.version import DOCUMENTATION
 
 MAX_WAITS = 4
 MAX_PLACES = 4
@@ -40,6 +41,11 @@ def fact(item: Evidence) -> str:
     rank = f"rank {item.rank}: " if item.rank is not None else ""
     place = f" at {item.file}:{item.line}" if item.file and f"{item.file}:{item.line}" not in item.text else ""
     return f"{rank}{item.text}{place}{f'  [{item.source}]' if item.source else ''}"
+
+
+def page_of(verdict: Verdict) -> str:
+    """The page of the documentation about a kind of verdict."""
+    return f"{DOCUMENTATION}/verdicts/{verdict.verdict}.md"
 
 
 def stack_of(record: RankRecord) -> tuple[StackSnapshot, Thread] | None:

@@ -13,7 +13,7 @@ from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import OperationState
 from titan_ckpt.debug.incident.records import RankRecord, Run, Situation, Thread, Verdict
 from titan_ckpt.debug.report.alike import Alike, alike, last_row, mark_of
-from titan_ckpt.debug.report.facts import commands, fact, stack_of, waiting, when, where
+from titan_ckpt.debug.report.facts import commands, fact, page_of, stack_of, waiting, when, where
 from titan_ckpt.debug.report.html_style import STYLE
 from titan_ckpt.debug.report.timeline import timeline
 from titan_ckpt.location import redact, redact_text
@@ -81,7 +81,8 @@ def _why(run: Run, verdicts: Sequence[Verdict]) -> Iterator[str]:
         return
     yield from _section("Who waits in what", _list(waiting(run)))
     steps = [*_list(top.next_steps, tag="ol"), *(f"<pre>{_text(line)}</pre>" for line in commands(run, top))]
-    yield from _section("What to do", steps)
+    more = f'<p class="dim">More about {_text(top.verdict)}: {_text(page_of(top))}</p>'
+    yield from _section("What to do", [*steps, more])
     others = (f"{other.confidence:.0%} {other.verdict}: {other.headline}" for other in verdicts[1:])
     yield from _section("Less likely", _list(others))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.debug.incident.records import Run, Verdict
-from titan_ckpt.debug.report.facts import commands, fact, stack_of, waiting, when, where
+from titan_ckpt.debug.report.facts import commands, fact, page_of, stack_of, waiting, when, where
 
 MOST_STACKS, MOST_FRAMES = 4, 40
 # What Markdown obeys; an underscore inside a word is plain. `#7` and `@name` would become links of the issue tracker.
@@ -32,7 +32,8 @@ def report_markdown(run: Run, verdicts: Sequence[Verdict], now_s: float) -> str:
             lines += ["", "```sh", *(escape_line(line) for line in found), "```"]
     lines += _section("Less likely", [f"{v.confidence:.0%} {v.verdict}: {v.headline}" for v in verdicts[1:]])
     lines += _section("Limits of the evidence", [f"{flag.flag}: {flag.text}" for flag in run.flags])
-    return "\n".join([*lines, *_stacks(run, top)]) + "\n"
+    more = [] if top.is_healthy else ["", f"[More about {_text(top.verdict)}]({page_of(top)})"]
+    return "\n".join([*lines, *_stacks(run, top), *more]) + "\n"
 
 
 def _text(text: str) -> str:

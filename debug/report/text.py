@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.records import Run, Verdict
-from titan_ckpt.debug.report.facts import commands, fact, waiting, when, where
+from titan_ckpt.debug.report.facts import commands, fact, page_of, waiting, when, where
 
 WIDTH = 100
 MAX_EVIDENCE = 6
@@ -42,6 +42,8 @@ def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = Non
     lines += [f"note: {flag.flag}: {escape_line(flag.text)}{_ranks(flag.ranks)}" for flag in run.flags[:4]]
     if len(run.flags) > 4:
         lines.append(f"note: {len(run.flags) - 4} more flags; see --json")
+    if not top.is_healthy:
+        lines.append(f"more about {top.verdict}: {page_of(top)}")
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -14,7 +15,7 @@ from tools.paths import DOCS, ROOT
 from tools.s3_server import Server
 
 README, TUTORIAL = ROOT / "README.md", DOCS / "tutorial.md"
-PAGES = [README, *sorted(DOCS.glob("*.md"))]
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 WEB = "https://a-seed-9df771d3.example/titan-ckpt/"  # where README's links lead, since an index shows it without the repository
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -68,8 +69,19 @@ def test_every_block_on_finetuning_prints_what_the_page_shows(tmp_path: Path) ->
     assert run(DOCS / "finetuning.md", tmp_path, {}) == 3
 
 
-def test_the_neighbours_block_prints_what_the_page_shows(tmp_path: Path) -> None:
-    assert run(DOCS / "neighbours.md", tmp_path, {}) == 1
+def test_the_dcp_block_prints_what_the_page_shows(tmp_path: Path) -> None:
+    assert run(DOCS / "howto" / "dcp.md", tmp_path, {}) == 1
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "howto").glob("*.md")), ids=lambda page: page.name)
+def test_every_python_block_imports_names_that_exist(page: Path) -> None:
+    for block in blocks(page):
+        if block.kind == "python":
+            for node in ast.walk(ast.parse(block.text)):
+                if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("titan_ckpt"):
+                    source = ast.parse((ROOT / f"{node.module.replace('.', '/')}.py").read_text())
+                    defined = {item.name for item in source.body if isinstance(item, ast.ClassDef | ast.FunctionDef)}
+                    assert {name.name for name in node.names} <= defined, f"{page.name}:{block.line}: {node.module}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -105,7 +117,7 @@ def _section(page: Path, slug: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     for _, target in _links(page):
         path, _, slug = target.partition("#")

@@ -37,7 +37,7 @@ from titan_ckpt.format.names import (
     MANIFEST,
     METADATA,
     check_step,
-    foreign_folder,
+    foreign_folders,
     is_attempt,
     parse_foreign_step,
     parse_step,
@@ -101,8 +101,8 @@ def open_checkpoint(
 ) -> Checkpoint:  # fmt: skip
     """Open `url[@STEP]`; without a step, the newest checkpoint that is committed, resumable and whole.
 
-    Also opens a foreign DCP checkpoint (a folder with `.metadata` and no COMMIT, or a run of such folders, `step-N`) with kind
-    `foreign`, and a Hugging Face model (a folder with config.json) as a model-only checkpoint of step 0.
+    Also opens a foreign DCP checkpoint (a folder with `.metadata` and no COMMIT, or a run of such folders, `step-N` or `iter_N`)
+    with kind `foreign`, and a Hugging Face model (a folder with config.json) as a model-only checkpoint of step 0.
     NotCommittedError if there is nothing to open. DamagedError if the step asked for is damaged, if no step is whole, or if the
     newest is damaged and `on_damage` is "error"; "fall_back" logs the damage and opens the one before. A checkpoint written by a
     later release is never skipped: NewerFormatError. StoreError if the store fails: an older checkpoint is never opened because
@@ -225,8 +225,9 @@ def _open_step(store: Store, url: str, step: int) -> Checkpoint:
     except NotCommittedError:
         if store.exists(f"{step_folder(step)}/{METADATA}") and not _has_attempts(store, step_folder(step)):
             return _open_foreign(store, url, folder=step_folder(step), step=step)
-        if store.exists(f"{foreign_folder(step)}/{METADATA}"):
-            return _open_foreign(store, url, folder=foreign_folder(step), step=step)
+        for folder in foreign_folders(step):
+            if store.exists(f"{folder}/{METADATA}"):
+                return _open_foreign(store, url, folder=folder, step=step)
         if _foreign_step(url) == step and store.exists(METADATA):
             return _open_foreign(store, url, folder="", step=step)
         if step == 0 and store.exists(HUGGING_FACE):
@@ -237,7 +238,7 @@ def _open_step(store: Store, url: str, step: int) -> Checkpoint:
 
 
 def foreign_steps(store: Store) -> list[tuple[int, str]]:
-    """(step, folder) of foreign checkpoints named like torchtitan's (`step-N`), oldest first; opens none."""
+    """(step, folder) of foreign checkpoints named by torchtitan (`step-N`) or Megatron (`iter_N`), oldest first; opens none."""
     named = sorted((step, name) for name in store.folders() if (step := parse_foreign_step(name)) is not None)
     return [(n, name) for n, name in named if store.exists(f"{name}/{METADATA}") and not _has_attempts(store, name)]
 

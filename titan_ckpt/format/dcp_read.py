@@ -2,7 +2,8 @@
 
 The unpickler accepts DCP's record classes alone and replaces each by a plain stand-in; every value is then checked where it is
 used.
-Format: torch/distributed/checkpoint/metadata.py and filesystem.py (torch 2.3 to 2.15).
+Format: torch/distributed/checkpoint/metadata.py and filesystem.py (torch 2.3 to 2.15). Megatron-Core adds the plans of all
+ranks, which hold records of planner.py and are not used here.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ FOREIGN_ATTEMPT = "a-19700101T000000Z-00000000"
 MAX_ITEMS, MAX_PATH, DEEPEST = 1000, 4096, 256
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_PLANNER = "torch.distributed.checkpoint.planner"
 
 
 @dataclass
@@ -55,6 +57,7 @@ _RECORDS = {
             "TensorProperties", "StorageMeta",
         ),
         _FILESYSTEM: ("_StorageInfo", "_StoragePrefix"),
+        _PLANNER: ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData"),
     }.items()
     for name in names
 }  # fmt: skip
@@ -127,6 +130,7 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): _Function(_plain_tuple),
     ("torch.serialization", "_get_layout"): _Function(_ignore),
     (_METADATA, "_MEM_FORMAT_ENCODING"): _Function(_ignore),
+    (_PLANNER, "WriteItemType"): _Function(_ignore),
     ("collections", "OrderedDict"): _Function(_plain_dict),
     ("pathlib", "PosixPath"): _Function(_join),
     ("pathlib._local", "PosixPath"): _Function(_join),

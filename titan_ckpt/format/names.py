@@ -25,7 +25,7 @@ DEBUG = "debug"
 ASSETS = "assets"
 
 _STEP = re.compile(r"step-([0-9]{8,16})")
-_FOREIGN_STEP = re.compile(r"step-([0-9]{1,18})")
+_FOREIGN_STEP = re.compile(r"(?:step-|iter_)([0-9]{1,18})")
 _ATTEMPT = re.compile(r"a-\d{8}T\d{6}Z-[0-9a-f]{8}")
 _DATA_FILE = re.compile(r"(?:\.\./step-\d{8,}/)?a-\d{8}T\d{6}Z-[0-9a-f]{8}/__\d+_\d+\.distcp")
 
@@ -66,11 +66,16 @@ def foreign_folder(step: int) -> str:
     return f"step-{step}"
 
 
-def parse_foreign_step(name: str) -> int | None:
-    """The step of a folder named by torchtitan or another trainer, None for any other name.
+def foreign_folders(step: int) -> tuple[str, str]:
+    """torchtitan's and Megatron's folder names of a step."""
+    return foreign_folder(step), f"iter_{step:07d}"
 
-    >>> parse_foreign_step("step-1200"), parse_foreign_step("best-step-1200")
-    (1200, None)
+
+def parse_foreign_step(name: str) -> int | None:
+    """The step of a folder named by torchtitan, Megatron or another trainer, None for any other name.
+
+    >>> parse_foreign_step("step-1200"), parse_foreign_step("iter_0001200"), parse_foreign_step("best-step-1200")
+    (1200, 1200, None)
     """
     match = _FOREIGN_STEP.fullmatch(name)
     return int(match.group(1)) if match else None

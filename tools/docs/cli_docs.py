@@ -11,6 +11,20 @@ HEAD = """\
 # titan-ckpt on the command line
 
 Written by `make docs` from the commands' own `--help`.
+
+## Exit codes
+
+| code | meaning |
+|---|---|
+| 0 | fine |
+| 1 | a finding: a difference, a problem, a fault |
+| 2 | the command line or a config is wrong; nothing was attempted |
+| 3 | the operation failed |
+| 4 | `debug`: the evidence does not decide |
+| 5 | `debug`: the job runs, or has just stopped |
+| 70 | a bug of titan-ckpt; the message names the file with the traceback |
+| 130 | interrupted |
+| 141 | whoever read the output closed it, as `head` does |
 """
 
 
