@@ -20,8 +20,8 @@ STEP = 1000
 
 def _without_cuda() -> None:
     if not torch.cuda.is_available():
-        torch.cuda.synchronize = lambda *_: None
-        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+        for name, stand_in in {"synchronize": lambda *_: None, "current_device": lambda: "cpu"}.items():
+            setattr(torch.cuda, name, stand_in)
 
 
 def main(folder: Path) -> None:
