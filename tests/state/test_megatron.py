@@ -1,4 +1,4 @@
-"""A checkpoint that Megatron-Core 0.16.1 wrote (`scripts/golden_megatron.py`) is read, verified and resharded."""
+"""A checkpoint that Megatron-Core 0.16.1 wrote (`tools/golden_megatron.py`) is read, verified and resharded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Save a small checkpoint with Megatron-Core's dist_checkpointing (torch_dist): the data of the test that reads it.
 
     pip install --no-deps --target FOLDER megatron-core==0.16.1
-    PYTHONPATH=.:FOLDER torchrun --nproc-per-node 2 -m scripts.golden_megatron tests/data/megatron
+    PYTHONPATH=.:FOLDER torchrun --nproc-per-node 2 -m tools.golden_megatron tests/data/megatron
 
 Megatron-Core asks for a CUDA device where it synchronizes and counts failures; without one the CPU takes its place.
 """
