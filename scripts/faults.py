@@ -2,6 +2,7 @@
 
     python -m scripts.faults --kills 200                 SIGKILL a real job at random moments of its saves, local disk
     python -m scripts.faults --kills 100 --s3            the same on a real S3 server, started here
+    python -m scripts.faults --kills 100 --s3 --client s3fs    the same through s3fs
     python -m scripts.faults --matrix                    a fault at every store call of every rank (tools/faults/cases.py)
     python -m scripts.faults --random 5000               saves on a store that fails at random (tools/faults/random_saves.py)
     python -m scripts.faults --one-rank                  one rank fails in every function of a save (tools/faults/one_rank.py)
@@ -42,6 +43,7 @@ from titan_ckpt.errors import NotCommittedError
 from titan_ckpt.format.codec import CODECS
 from titan_ckpt.loading.load import load, open_checkpoint
 from titan_ckpt.saving.saver import SaveOptions, Saver
+from titan_ckpt.store.clients.options import StoreSettings, settings_of_command
 from titan_ckpt.upkeep.retention import RetentionPolicy
 from tools.faults.cases import KINDS, FaultCase, RankOutcome, all_cases, count_calls, run_case
 from tools.faults.damage import damage_table
@@ -281,6 +283,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--s3", action="store_true")
+    parser.add_argument("--client", choices=("botocore", "s3fs"), default="botocore", help="which serves --s3")
     parser.add_argument("--matrix", action="store_true")
     parser.add_argument(
         "--random", type=int, metavar="N", help="save N times over an fsspec store that fails at random"
@@ -315,14 +318,21 @@ def main() -> int:
             seen = matrix(Path(folder), hows, num_ranks=arguments.ranks, num_pools=arguments.pools)
             sys.stdout.write(json.dumps({"matrix": arguments.hows, **asdict(seen)}) + "\n")
             return 1 if seen.wrong else 0
-        if arguments.s3:
-            with running_server(Path(folder), ["faults"]) as server:
-                os.environ.update(server.environment)
-                outcome = campaign("s3://faults/run", arguments.kills, seed=arguments.seed)
-        else:
-            outcome = campaign(f"{folder}/run", arguments.kills, seed=arguments.seed)
-    sys.stdout.write(json.dumps({"store": "s3" if arguments.s3 else "local", **asdict(outcome)}) + "\n")
+        outcome = kill_jobs(
+            folder, arguments.kills, seed=arguments.seed, client=arguments.client if arguments.s3 else ""
+        )
+    store = f"s3 by {arguments.client}" if arguments.s3 else "local"
+    sys.stdout.write(json.dumps({"store": store, **asdict(outcome)}) + "\n")
     return 1 if outcome.lost or outcome.wrong else 0
+
+
+def kill_jobs(folder: str, kills: int, *, seed: int, client: str) -> Outcome:
+    """The campaign of kills in `folder`, or, with a `client`, on an S3 server through it."""
+    if not client:
+        return campaign(f"{folder}/run", kills, seed=seed)
+    with running_server(Path(folder), ["faults"]) as server, settings_of_command(StoreSettings(client=client)):
+        os.environ.update(server.environment)
+        return campaign("s3://faults/run", kills, seed=seed)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,11 @@ _NEXT_PAIR = re.compile(  # after a value without quotes: parameters of connecti
     re.IGNORECASE,
 )
 _PLAIN = re.compile(r"(?:none|null|nil|true|false|undefined|unset|\*{3,})(?![\w-])", re.IGNORECASE)
+_PROSE = re.compile(  # a value of one word is hidden in the middle of a line: none of these is one
+    r"(?:a|an|and|are|as|at|be|been|by|check|each|every|expected|failed|for|from|has|have|if|in|into|invalid|is|it|its|missing|no|not"
+    r"|of|on|or|required|see|that|the|their|there|these|they|this|those|to|unexpected|use|was|were|when|where|which|who|with|you|your)"
+    r"(?=[ \t]+[A-Za-z`'(])"
+)
 _HEREDOC = re.compile(r"<<[-~]?[\"']?(\w{1,40})[\"']?[ \t]*\r?\n")
 _MAX_HEREDOC = 1 << 14
 _CONTINUED = re.compile(r"[\"'\\]{0,2}\r?\n[ \t]+[\"']?([^\s:\"'\\]{4,})[\"',\\]{0,3}(?=[ \t]*\r?(?:\n|\Z))")
@@ -130,6 +135,8 @@ def _unquoted(text: str, match: re.Match[str], ends: Ends) -> Span:
     if scheme is not None:
         ends.go_to(scheme.end())
         begin = scheme.end()
+    if match.group("sep") == ": " and _PROSE.match(text, begin):
+        return begin, begin
     return begin, _end_of_word(text, begin, ends.word)
 
 

@@ -195,6 +195,8 @@ ORDINARY = [
     "local-rank: 3 on local-7f3c9e21", "npm install failed", "sk-learn at /usr/lib", "commit 7f3c9e2107d2a", "cache_key: abc",
     "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", "primary_key=12",
     "path=/a/b, pattern: foo, keys: 3",
+    "This is no secret: the loss went up after step 400.", "Bad credentials: check the profile",
+    "error in token: unexpected end of file", "what is a token: a unit of text", "a wrong password: see the page on stores",
     "NCCL INFO Channel 00/02 : 0 1 2 3", "step 12 loss 3.4 tokens/s 1200 lr 3e-4",
     'File "/a/secret_manager.py", line 3, in get_secret',
     "['token', 'embedding', 'pass']", "s3%3A%2F%2Fbucket%2Frun%401200", "name: layers.0.wq.weight\nvalue: 3",
@@ -208,6 +210,14 @@ ORDINARY = [
 @pytest.mark.parametrize("text", ORDINARY)
 def test_ordinary_log_lines_stay(text: str) -> None:
     assert redact_text(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["my password: the7th", "my password: a", "a token: the\nrest", "login token=the-one", "my secret: 'the one'"],
+)
+def test_a_value_that_begins_like_prose_is_hidden(text: str) -> None:
+    assert redact_text(text).count("***") == 1
 
 
 def test_nothing_of_the_recorded_logs_is_hidden() -> None:
