@@ -78,6 +78,7 @@ peer-tests: $(READY) ## PyTorch's own checkpoint tests with its storage and with
 faults: $(READY) ## kill saves, fail store calls in turn and at random, damage every file: docs/reliability.md (30 minutes)
 	$(BIN)/python -m scripts.faults --kills 200
 	$(BIN)/python -m scripts.faults --kills 100 --s3
+	$(BIN)/python -m scripts.faults --kills 24 --s3 --client s3fs
 	$(BIN)/python -m scripts.faults --matrix
 	$(BIN)/python -m scripts.faults --one-rank
 	$(BIN)/python -m scripts.faults --random 5000
