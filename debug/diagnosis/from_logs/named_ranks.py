@@ -14,7 +14,7 @@ from titan_ckpt.debug.incident.busy_with import busy_by_log
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import Evidence, LogEvent, Run, Situation, Verdict
+from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankLog, Run, Situation, Verdict
 
 _ENDED = (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD)  # which have verdicts of their own
 
@@ -139,9 +139,23 @@ def _short(call: str) -> str:
 
 
 def _events(run: Run, kinds: Sequence[EventKind]) -> Iterator[LogEvent]:
-    """The events of these kinds that name ranks, of all ranks and of the job."""
+    """The events of these kinds that name ranks, of all ranks and of the job, but for those that their writer outlived."""
     logs = [record.log for record in run.ranks.values() if record.log] + ([run.job_log] if run.job_log else [])
-    return (event for log in logs for event in log.events if event.kind in kinds and event.values.get("names"))
+    for log in logs:
+        for event in log.events:
+            if event.kind in kinds and event.values.get("names") and not _is_history(log, event):
+                yield event
+
+
+OUTLIVED_S = 10.0
+
+
+def _is_history(log: RankLog, event: LogEvent) -> bool:
+    """Whether the job ended well, or its steps went on for long, after a text: a caught error, or one that was quoted."""
+    if event.source == log.source and log.done_line > event.line:
+        return True
+    newest_s = max(log.step_times.values(), default=None)
+    return newest_s is not None and event.time_s is not None and newest_s - event.time_s > OUTLIVED_S
 
 
 def _numbers(names: str) -> set[int]:

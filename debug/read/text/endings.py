@@ -2,8 +2,8 @@
 
 Sources: torch/distributed/elastic/multiprocessing (api.py, errors/__init__.py; 1.9 to 2.13) and torch/multiprocessing/spawn.py;
 Slurm's src/srun/libsrun and slurmstepd; Open MPI's help-prte-runtime and help-mpi-api texts, MPICH's MPI_Abort, Hydra's pmiserv,
-Intel MPI, HPE's PALS (pmodels/mpich, issue 7569); DeepSpeed's launcher/launch.py; Lightning's process observer; kubelet's events,
-`kubectl get pods` and `kubectl describe pod`; bash's job messages.
+Intel MPI, HPE's PALS (pmodels/mpich, issue 7569); DeepSpeed's launcher/launch.py; Lightning's process observer; composer's
+cli/launcher.py; kubelet's events, `kubectl get pods` and `kubectl describe pod`; bash's job messages.
 """
 
 from __future__ import annotations
@@ -284,6 +284,9 @@ class Endings:
                     code=int(match["code"]), line=number, rank=int(match["rank"]), pid=int(match["pid"]), is_first=True
                 )
             )
+        elif match := _COMPOSER.match(text):
+            code, rank = int(match["code"]), int(match["rank"])
+            self.found.append(Ending(code=code, line=number, rank=rank, pid=int(match["pid"]), is_first=code > 0))
 
     # -- Kubernetes, shells
 
@@ -366,6 +369,7 @@ _SPAWN = re.compile(
 _LIGHTNING = re.compile(
     r"\[rank: (?P<rank>\d{1,6})\] Child process with PID (?P<pid>\d{1,9}) terminated with code (?P<code>-?\d{1,3})"
 )
+_COMPOSER = re.compile(r"Global rank (?P<rank>\d{1,6}) \(PID (?P<pid>\d{1,9})\) exited with code (?P<code>-?\d{1,3})\b")
 _POD = re.compile(r"^(?:pod/)?(?P<pod>[a-z0-9][a-z0-9.-]{1,120}) +\d{1,3}/\d{1,3} +(?P<why>OOMKilled|Evicted|Error) ")
 _PREEMPTED = re.compile(
     r"(?i)\bpreempt(?:ed|ing|ion)\b.{0,80}(?:instance|node|pod|job|vm|cluster|notice)"

@@ -41,6 +41,7 @@ class JobText:
     num_ranks: int = 0  # of the job, where a report says so
     _old: dict[Writer, bool] = field(default_factory=dict)
     _quoted: Writer | None = None  # the process whose error a launcher repeats
+    _is_block: bool = False  # it repeats all that this process wrote
 
     def take(self, number: int, line: Line) -> None:
         """Account for one written line, its prefixes taken off."""
@@ -116,6 +117,9 @@ class JobText:
         elif match := _RAY_RANK.search(line.text):
             self.links[("pid", match["host"], int(match["pid"]))] = int(match["rank"])
             return writer
+        elif writer[0] == "pid" and (match := _RAY_SET_UP.search(line.text)):
+            self.links[writer] = int(match["rank"])
+            return writer
         else:
             return writer
         if writer[0] in ("pid", "local"):
@@ -125,11 +129,16 @@ class JobText:
         return ("rank", "", rank)
 
     def _quoted_writer(self, line: Line, writer: Writer) -> Writer:
-        """Whose line it is below torch.multiprocessing's `-- Process 1 terminated with the following error:`."""
+        """Whose line it is below torch.multiprocessing's `-- Process 1 terminated with the following error:`, between composer's
+        rulers, or in a record of a logger that goes on after `Traceback`: until a line has a writer of its own."""
         if "-- Process" in line.text and (match := _SPAWN_BLOCK.match(line.text)):
             self._quoted = ("local", f"{self.scope}|", int(match["rank"]))
-        elif line.time_s is not None or line.rank is not None or line.pid is not None:
-            self._quoted = None
+        elif "-----" in line.text and (match := _OUTPUT_BLOCK.match(line.text)):
+            self._is_block = match["what"] == "Begin"
+            self._quoted = ("rank", "", int(match["rank"])) if self._is_block else None
+        elif not self._is_block and (line.time_s is not None or line.rank is not None or line.pid is not None):
+            is_record = writer[0] == "rank" and line.text.find(_TRACEBACK) > 0
+            self._quoted = writer if is_record else None
         return writer if self._quoted is None or writer[0] in ("rank", "pid") else self._quoted
 
     def _is_old(self, writer: Writer, time_s: float | None) -> bool:
@@ -144,6 +153,8 @@ class JobText:
         return self._old.get(writer, False)
 
 
+_TRACEBACK = "Traceback (most recent call last)"
+_OUTPUT_BLOCK = re.compile(r"-{5,40}(?P<what>Begin|End) (?:global )?rank (?P<rank>\d{1,6}) STD(?:OUT|ERR)-{5,40}")
 _SPAWN_BLOCK = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _TORCH_RANK = re.compile(r"\[?rank(\d{1,6})\]: ?")
 _OWN_GROUP = re.compile(
@@ -153,6 +164,7 @@ _OWN_GROUP = re.compile(
 _RAY_RANK = re.compile(
     r"\(node_id=\w{1,80}, ip=(?P<host>[\w.:]{1,80}), pid=(?P<pid>\d{1,9})\) world_rank=(?P<rank>\d{1,6})"
 )
+_RAY_SET_UP = re.compile(r"Setting up process group for: \S{1,80} \[rank=(?P<rank>\d{1,6}), world_size=\d{1,6}\]")
 
 
 def read_text(text: JobText, chunks: Iterable[tuple[bytes, bool]]) -> JobText:

@@ -30,13 +30,18 @@ class Said:
 
 @dataclass(slots=True)
 class Managers:
-    """What is remembered from line to line: the states that the table of jobs may hold whose head was read."""
+    """What is remembered from line to line."""
 
-    _states: dict[str, EventKind] = field(default_factory=dict)
+    _states: dict[str, EventKind] = field(default_factory=dict)  # that the table of jobs may hold whose head was read
+    _actor_lines: int = 0  # lines that may still tell which actor of Ray died
 
     def take(self, line: Line) -> Iterator[Said]:
         """What a line says, if anything."""
         text = line.text[:4000]
+        if self._actor_lines:
+            self._actor_lines -= 1
+            yield from self.ray(text, line)
+            return
         if not self._states and _is_plain(text.translate(NO_DIGITS)):
             return
         for words, take in _RULES:
@@ -106,6 +111,11 @@ class Managers:
             yield Said(kind=EventKind.KILLED, values={"pid": match["pid"], "cause": "oom"})
         elif match := _RAY_DIED.search(text):
             yield Said(kind=EventKind.EXITED, values={"pid": match["pid"], "host": line.host})
+        elif "died unexpectedly before" in text:
+            self._actor_lines = MOST_ACTOR_LINES
+        elif match := _RAY_FIELD.match(text):
+            self._actor_lines = 0
+            yield Said(kind=EventKind.EXITED, values={"pid": match["pid"]})
 
     def vllm(self, text: str, _line: Line) -> Iterator[Said]:
         """A worker's process that its executor found dead (v1/executor/multiproc_executor.py)."""
@@ -171,6 +181,8 @@ _SAGEMAKER = re.compile(r"(?:^|ExecuteUserScriptError.{0,40})\bExitCode:? (?P<co
 _CODES = re.compile(r"failed with return code list: ?(?:\x1b\[\w+)?\[(?P<codes>[-\d, ]{1,60000})\]")
 _RAY_OOM = re.compile(r"Memory on the node \(IP: .{0,400}?\bpid=(?P<pid>\d{1,9})")
 _VLLM_DIED = re.compile(r"Worker proc VllmWorker-(?P<rank>\d{1,6}) died unexpectedly")
+_RAY_FIELD = re.compile(r"\s{1,8}pid: (?P<pid>\d{1,9})\s*$")
+MOST_ACTOR_LINES = 6
 _RAY_DIED = re.compile(r"[Aa] worker died or was killed.{0,600}?Worker PID: (?P<pid>\d{1,9})")
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Said]]], ...] = (
@@ -180,7 +192,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Sa
     (("JobID", "JOBID", "ExitCode", "JobState="), Managers.table),
     (("pod/", "node/", "job/"), Managers.event),
     (("The replica", "the replica", "ExecuteUserScriptError", "ExitCode ", "return code list"), Managers.replica),
-    (("Memory on the node", "worker died or was killed"), Managers.ray),
+    (("Memory on the node", "worker died or was killed", "died unexpectedly before"), Managers.ray),
     (("Worker proc VllmWorker-",), Managers.vllm),
 )  # fmt: skip
 _is_plain = without(tuple(word for words, _ in _RULES for word in words))

@@ -4,8 +4,8 @@ Sources of the forms: torchrun's `--tee` and `--log-line-prefix-template` (torch
 torch's own `[rank3]:` (c10/util/Logging.cpp, torch/distributed/distributed_c10d.py `_exception_hook`), `srun --label`, Open MPI's
 `--tag-output` and `--timestamp-output`, SageMaker's `[1,mpirank:3,algo-1]<stdout>:`, Hydra's `-prepend-rank`,
 `kubectl logs --prefix`, stern, docker compose, pdsh, Ray's `(name pid=1, ip=...)`, SkyPilot's `(head, rank=0, pid=1)`,
-`gcloud ai custom-jobs stream-logs`, NVRx's rank monitor, NCCL's `host:pid:tid [device] NCCL INFO`, CRI's log format, syslog and
-the kernel's ring buffer.
+`gcloud ai custom-jobs stream-logs`, NVRx's rank monitor, SGLang's `[TIME TP3]`, NCCL's `host:pid:tid [device] NCCL INFO`,
+CRI's log format, syslog and the kernel's ring buffer.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
         re.compile(r"(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[(?:[\w/]{1,60}/)?multiproc_executor\.py:\d{1,5}\] "),
         _nothing,
     ),
+    ("TP", re.compile(rf"TP{_N}(?: EP\d{{1,6}})?\] "), _rank),
     ("", re.compile(rf"(?:[Rr]ank|RANK)[ _=-]?{_N}(?::| \|) ?"), _rank),
     (
         "NCCL",
