@@ -124,7 +124,7 @@ class Endings:
         if said.told_pid is not None:
             self._tell(said.told_pid, -int(Signals.SIGTERM), line.time_s)
         elif said.kind is not None:
-            self._note(said.kind, number, line.text, **said.values)
+            self._note(said.kind, number, said.text or line.text, **said.values)
 
     # -- torchrun
 

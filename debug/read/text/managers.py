@@ -21,8 +21,9 @@ from titan_ckpt.debug.read.text.prefixes import Line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What a line says of an end, or which process a launcher ended."""
+    """What a line says of an end, or which process a launcher ended; `text` is that line, where it was an earlier one."""
 
+    text: str = ""
     kind: EventKind | None = None
     told_pid: int | None = None
     values: dict[str, str] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class Managers:
     """What is remembered from line to line."""
 
     _states: dict[str, EventKind] = field(default_factory=dict)  # that the table of jobs may hold whose head was read
+    _actor: str = ""
     _actor_lines: int = 0  # lines that may still tell which actor of Ray died
 
     def take(self, line: Line) -> Iterator[Said]:
@@ -112,10 +114,10 @@ class Managers:
         elif match := _RAY_DIED.search(text):
             yield Said(kind=EventKind.EXITED, values={"pid": match["pid"], "host": line.host})
         elif "died unexpectedly before" in text:
-            self._actor_lines = MOST_ACTOR_LINES
+            self._actor, self._actor_lines = text.strip(), MOST_ACTOR_LINES
         elif match := _RAY_FIELD.match(text):
             self._actor_lines = 0
-            yield Said(kind=EventKind.EXITED, values={"pid": match["pid"]})
+            yield Said(kind=EventKind.EXITED, text=self._actor, values={"pid": match["pid"]})
 
     def vllm(self, text: str, _line: Line) -> Iterator[Said]:
         """A worker's process that its executor found dead (v1/executor/multiproc_executor.py)."""
