@@ -48,6 +48,10 @@ _ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
         "find the extension code at that line that keeps the GIL",
         "run `py-spy dump --native --pid PID` on the process",
     ),
+    (VerdictKind.STUCK_ON_CPU, Subtype.STARVED): (
+        "look for what takes that host's processors: other jobs, more threads than cores (OMP_NUM_THREADS, loader workers)",
+        "look at what limits the rank: cpu.max of its cgroup (cpu.stat counts throttling), taskset, nice",
+    ),
     (VerdictKind.STUCK_ON_CPU, Subtype.GC): (
         "call gc.freeze() after start-up and gc.collect() at fixed steps on all ranks at once",
     ),

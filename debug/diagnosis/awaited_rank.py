@@ -21,6 +21,7 @@ _BUSY = {
     Subtype.CHECKPOINT_IO: "in checkpoint I/O",
     Subtype.PYTHON_LOCK: "waiting for a Python lock",
     Subtype.GC: "in garbage collection",
+    Subtype.STARVED: "without a processor",
 }
 
 LATE_TICK_S = 10.0  # a busy rank on a crowded machine ticks late; a dead or stopped one never again

@@ -1,4 +1,4 @@
-"""Whether a rank's process did not run at all, or its Python did not because something held the GIL. Pure."""
+"""Whether a rank's process did not run, or got no processor, or its Python did not run because something held the GIL. Pure."""
 
 from __future__ import annotations
 
@@ -23,6 +23,26 @@ OWN_DUMP_NS = 2_000_000_000  # our own dump may hold the GIL; the watching threa
 def frozen(run: Run, record: RankRecord, others_left_some: bool) -> Situation | None:
     """A stopped process, a held GIL, or a rank that left nothing and ignored SIGTERM while others left evidence."""
     return _stopped(run, record) or _gil_held(run, record) or _ignored_sigterm(run, record, others_left_some)
+
+
+STARVED_NS, TIMES_RUN = 5_000_000_000, 3  # less, or a third of the time on a processor: crowded, but it goes on
+_RUNNABLE = (RankState.ON_CPU, RankState.GIL_HELD, RankState.UNKNOWN, RankState.SILENT)
+
+
+def starved(record: RankRecord, found: Situation) -> Situation:
+    """`found`, or that the rank would run and gets no processor: then the fault is its host's, whatever line it is at."""
+    beat = record.heartbeat
+    if found.kind not in _RUNNABLE or beat is None or beat.queued_ns < max(STARVED_NS, TIMES_RUN * beat.ran_ns):
+        return found
+    text = (
+        f"its main thread was ready to run for {beat.queued_ns / 1e9:.0f} s since it last came further, and had a processor for "
+        f"{beat.ran_ns / 1e9:.1f} s"
+    )
+    queued = Evidence(text=text, rank=record.rank, source=beat.source)
+    return Situation(
+        rank=record.rank, kind=RankState.ON_CPU, detail=Subtype.STARVED, frame=found.frame,
+        confidence=Basis.STARVED.confidence, evidence=(queued, *found.evidence),
+    )  # fmt: skip
 
 
 def _stopped(run: Run, record: RankRecord) -> Situation | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_ckpt.debug.diagnosis.rank_death import dead, event_evidence, is_interrupt, logged_on, lost_threads
-from titan_ckpt.debug.diagnosis.rank_frozen import frozen
+from titan_ckpt.debug.diagnosis.rank_frozen import frozen, starved
 from titan_ckpt.debug.incident.busy_with import busy_with, last_words
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import hang_stack, is_library, main_thread_state, user_frame
@@ -29,8 +29,8 @@ def situation(run: Run, record: RankRecord, *, others_left_some: bool) -> Situat
     """Death first, then a stopped process, then what its main thread was in."""
     unknown = RankState.UNKNOWN if record.dumps else RankState.SILENT
     if has_only_operations(record):
-        return Situation(rank=record.rank, kind=unknown)
-    return (
+        return starved(record, Situation(rank=record.rank, kind=unknown))
+    found = (
         dead(record)
         or _interrupted_alone(run, record)
         or frozen(run, record, others_left_some)
@@ -38,6 +38,7 @@ def situation(run: Run, record: RankRecord, *, others_left_some: bool) -> Situat
         or _by_log(record)
         or Situation(rank=record.rank, kind=unknown, evidence=last_words(record))
     )
+    return starved(record, found)
 
 
 def has_only_operations(record: RankRecord) -> bool:

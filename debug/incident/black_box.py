@@ -35,6 +35,9 @@ TEXT_DIGEST_AT, TEXT_END = 200, 216
 EXIT = struct.Struct("<ii")
 EXIT_AT, NO_STATUS = 216, -(1 << 31)
 STATUS_AT = EXIT_AT + 4
+# since it last came further: ns that the main thread ran, and waited for a processor; zeros in older boxes, and where not known
+SCHEDULE = struct.Struct("<qq")
+SCHEDULE_AT = 224
 
 # created, ended, elements, seq, site, peer, group, op, dtype, p2p, outcome, number (from 1, modulo 2**32)
 RECORD = struct.Struct("<qqqiiihhhbbI")
@@ -69,9 +72,11 @@ def read_heartbeat(data: bytes, source: str) -> Heartbeat:
     name = PHASES[phase] if 0 <= phase < len(PHASES) else ""
     moves, moved_ns = PROGRESS.unpack_from(data, PROGRESS_AT)
     is_written, status = EXIT.unpack_from(data, EXIT_AT)
+    ran_ns, queued_ns = SCHEDULE.unpack_from(data, SCHEDULE_AT)
     return Heartbeat(
         step=step, phase=name, phase_ns=phase_ns, alive_ns=alive_ns, source=source, is_stopped=bool(stopped),
         moves=moves, moved_ns=moved_ns, status=status if is_written and status != NO_STATUS else None,
+        ran_ns=ran_ns, queued_ns=queued_ns,
     )  # fmt: skip
 
 

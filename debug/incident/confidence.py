@@ -42,6 +42,11 @@ class Basis(Enum):
         "a kernel, driver or scheduler reports its process killed, its GPU failed or its host lost",
     )
     GIL_STACK = 0.95, (V.STUCK_ON_CPU,), "the C timer took a stack while Python could not run"
+    STARVED = (
+        0.85,
+        (V.STUCK_ON_CPU,),
+        "the kernel counts that its main thread was ready to run, without a processor, since it last came further",
+    )
     INTERRUPTED = 0.85, (V.RANK_DIED,), "KeyboardInterrupt ended it alone, before any launcher told it to end"
     FATAL_LOG = 0.9, (V.RANK_DIED,), "its log holds the interpreter's fatal error"
     FATAL_STACK = 0.9, (V.RANK_DIED,), "the interpreter's fault handler wrote its stack"

@@ -58,6 +58,7 @@ class Subtype(StrEnum):
     GIL_HELD = "gil_held"
     GC = "gc"
     USER_CODE = "user_code"
+    STARVED = "starved"
     # PG_INIT_HANG
     NEW_GROUP = "new_group"
 

@@ -143,7 +143,8 @@ class Heartbeat:
     """The recorder's last entry: where the training loop was, and when its watching thread last ran (ns since epoch).
 
     `moves` counts the ticks at which the process had come further since the tick before, `moved_ns` is when the last of these
-    was (0: not recorded). `status` is what the process gave to exit(3) at its end, None if it did not, or it is not known."""
+    was (0: not recorded). `ran_ns` and `queued_ns`: for how long since then its main thread ran, and was ready to run without a
+    processor (0: not known). `status` is what the process gave to exit(3) at its end, None if it did not, or it is not known."""
 
     step: int
     phase: str
@@ -153,6 +154,8 @@ class Heartbeat:
     is_stopped: bool = False
     moves: int = 0
     moved_ns: int = 0
+    ran_ns: int = 0
+    queued_ns: int = 0
     status: int | None = None
 
 

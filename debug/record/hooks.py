@@ -40,6 +40,8 @@ from titan_ckpt.debug.incident.black_box import (
     PROGRESS,
     PROGRESS_AT,
     RECORD,
+    SCHEDULE,
+    SCHEDULE_AT,
     STATUS_AT,
     TEXT_BYTES,
     TEXT_END,
@@ -154,6 +156,10 @@ class BoxWriter:
         """Record that this process has come further since the last tick."""
         self._moves += 1
         PROGRESS.pack_into(self.map, PROGRESS_AT, self._moves, time.time_ns())
+
+    def schedule(self, ran_ns: int, queued_ns: int) -> None:
+        """Record for how long the main thread ran, and waited for a processor, since this process last came further."""
+        SCHEDULE.pack_into(self.map, SCHEDULE_AT, ran_ns, queued_ns)
 
     def stop(self) -> None:
         """Mark an orderly end; the file stays."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+SCHEDSTAT = Path("/proc/self/schedstat")
 Progress: TypeAlias = tuple[int, tuple[str, ...]]
 
 _STATUS = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
@@ -46,4 +48,14 @@ def _status(name: str) -> list[str]:
     return [str(status.get(key)) for status in statuses.values() for key in _STATUS]
 
 
-__all__ = ["Progress", "torch_progress"]
+def main_thread_times() -> tuple[int, int]:
+    """For how many ns the main thread has run, and has been ready to run without a processor, as the kernel counts it
+    (Documentation/scheduler/sched-stats.rst); zeros where it does not."""
+    try:
+        ran, queued, _ = SCHEDSTAT.read_bytes().split()
+        return int(ran), int(queued)
+    except (OSError, ValueError):
+        return 0, 0
+
+
+__all__ = ["Progress", "main_thread_times", "torch_progress"]

@@ -40,7 +40,7 @@ from titan_ckpt.debug.record.environment import environment
 from titan_ckpt.debug.record.exit_status import forget_in_child
 from titan_ckpt.debug.record.hooks import BoxWriter, Hooks, phase_number
 from titan_ckpt.debug.record.own_stacks import all_stacks, with_source
-from titan_ckpt.debug.record.progress import Progress, torch_progress
+from titan_ckpt.debug.record.progress import Progress, main_thread_times, torch_progress
 from titan_ckpt.debug.record.sidecar import process_facts
 from titan_ckpt.debug.record.signal_reader import SignalReader
 from titan_ckpt.debug.record.worker_server import WorkerServer
@@ -288,19 +288,23 @@ class Recorder:
     def _watch(self) -> None:
         """Tick the heartbeat, detect stalls, and rearm the C timer that fires when the GIL is held."""
         seen, since, dumped = self._position(), time.monotonic(), False
+        ran_ns, queued_ns = main_thread_times()
         self._rearm()
         while not self._ended.wait(TICK_S):
             self._box.beat()
             self._rearm()
             now = self._position()
+            times = main_thread_times()
             if now != seen:
                 self._box.move()
+                ran_ns, queued_ns = times
                 if dumped:
                     self._forget_stall()
                 seen, since, dumped = now, time.monotonic(), False
             elif self._stall_s and not dumped and time.monotonic() - since > self._stall_s:
                 dumped = True
                 self._spawn("stall", self._dump_stall)
+            self._box.schedule(times[0] - ran_ns, times[1] - queued_ns)
 
     def _dump_stall(self) -> None:
         """Runs in its own thread: a dump may take long, and the heartbeat must go on."""

@@ -51,7 +51,7 @@ _NOTHING = {
 }
 _FAULTY_SUBTYPES = frozenset({Subtype.PYTHON_EXCEPTION, Subtype.OOM, Subtype.NEW_GROUP, Subtype.PYTHON_LOCK})
 
-_FAULTY_HOSTS = frozenset({Subtype.DEVICE, Subtype.HOST})
+_FAULTY_HOSTS = frozenset({Subtype.DEVICE, Subtype.HOST, Subtype.STARVED})
 
 
 def action_for(run: Run, top: Verdict) -> Action:
