@@ -160,8 +160,7 @@ def test_box_of_a_killed_process_survives(tmp_path: Path) -> None:
     code = f"""
         import os, signal
         from pathlib import Path
-        from titan_ckpt.debug.record import worker_endpoint
-from titan_ckpt.debug.record.hooks import BoxWriter
+        from titan_ckpt.debug.record.hooks import BoxWriter
         box = BoxWriter(Path({str(tmp_path)!r}) / "rank_00000.box", rank=0, world_size=1)
         box.set_phase(41, 2)
         os.kill(os.getpid(), signal.SIGKILL)
