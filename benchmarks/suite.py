@@ -103,6 +103,7 @@ SUITES = (
     Suite(name="trainer_gpu", module="training.trainer_gpu", limit_s=1800.0, needs_titan=True, missing=_has_gpu),
     Suite(name="trainer_loader", module="training.trainer_loader"),
     Suite(name="trainer_overhead", module="training.trainer_overhead"),
+    Suite(name="published", module="training.published"),
     Suite(
         name="convert_hf", module="conversion.convert_hf", arguments=("--mib", "513"),
         missing=lambda: _is_installed("transformers"),

@@ -16,6 +16,7 @@ from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.errors import INTERNAL, ConfigError, TitanError, UsageError
 from titan_ckpt.location import join
+from titan_ckpt.sharding.mesh import MAX_RANKS, MeshSpec
 from titan_ckpt.trainer.config.extension import Extension, load_extension
 from titan_ckpt.trainer.config.model_from import fill_from
 from titan_ckpt.trainer.config.recipes import find_config, recipe_of
@@ -28,7 +29,8 @@ from titan_ckpt.trainer.data.tokenizer import open_tokenizer
 from titan_ckpt.trainer.job.job import EndReason
 from titan_ckpt.trainer.job.rank_process import RankProcess
 from titan_ckpt.trainer.job.setup import run_rank
-from titan_ckpt.trainer.launch.estimate import estimate_training, format_estimate, save_schedule
+from titan_ckpt.trainer.launch.estimate import estimate_training, format_estimate
+from titan_ckpt.trainer.launch.gpus import GPUS
 from titan_ckpt.trainer.launch.launch import (
     end_with_launcher,
     is_launched_here,
@@ -38,7 +40,9 @@ from titan_ckpt.trainer.launch.launch import (
     tell_torchrun,
     write_error,
 )
+from titan_ckpt.trainer.launch.planner import format_plan, search
 from titan_ckpt.trainer.launch.preflight import preflight
+from titan_ckpt.trainer.launch.save_schedule import save_schedule
 from titan_ckpt.trainer.model.lora import export_adapter
 from titan_ckpt.trainer.report.logs import run_folder
 
@@ -52,6 +56,7 @@ examples:
   titan-ckpt train tiny --set mesh.dp_shard=2 --set mesh.tp=2
   titan-ckpt train my-run.toml --set data.source=s3://corpus/*.jsonl.zst --pretokenise s3://corpus/tokens
   titan-ckpt train llama3_70b --nproc 256 --estimate
+  titan-ckpt train llama3_70b --plan --gpus 256 --gpu h100 --set train.global_batch_size=1024
   titan-ckpt train my-run.toml --module my_model.py
   torchrun --nnodes=8 --nproc-per-node=8 ... -m titan_ckpt train my-run.toml
 """
@@ -83,10 +88,20 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--estimate", action="store_true", help="print memory, traffic and checkpoints per rank, then stop"
     )
-    parser.add_argument("--json", action="store_true", help="--print-config and --estimate as JSON")
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="print the ten fastest meshes of a cluster (--gpus, --gpu), predicted, then stop",
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the cluster, for --plan")
+    parser.add_argument("--gpu", choices=list(GPUS), default="h100", help="kind of GPU, for --plan (h100)")
+    parser.add_argument("--json", action="store_true", help="--print-config, --estimate and --plan as JSON")
     parser.add_argument("--rank-mtbf-hours", type=float, default=50_000.0, metavar="H", help="for --estimate (50000)")
     parser.add_argument(
-        "--upload-rate", default="1GB", metavar="SIZE", help="bytes per second and rank, for --estimate (1GB)"
+        "--upload-rate",
+        default="1GB",
+        metavar="SIZE",
+        help="bytes per second and rank, for --estimate and --plan (1GB)",
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine")
     parser.add_argument(
@@ -95,7 +110,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print the config or an estimate, run as a rank, or start ranks."""
+    """Print the config, an estimate or a plan, run as a rank, or start ranks."""
     if arguments.export_adapter is not None and _is_checkpoint(arguments.config):
         return export_to_peft(arguments.config, arguments.export_adapter)
     resolved = _resolve(arguments)
@@ -109,20 +124,14 @@ def run(arguments: Namespace) -> int:
         return pretokenise_all(resolved.config, arguments.pretokenise)
     if arguments.export_adapter is not None:
         return _export_newest(resolved.config, arguments.export_adapter)
+    if arguments.plan:
+        return print_plan(resolved.config, arguments)
     if is_rank():
         return run_as_rank(resolved)
     world_size = num_ranks(resolved.config, arguments.nproc)
     mesh = resolve_mesh(resolved.config, world_size)
     if arguments.estimate:
-        found = estimate_training(resolved.config, mesh)
-        rate = parse_size(arguments.upload_rate)
-        saves = save_schedule(found, rank_mtbf_h=arguments.rank_mtbf_hours, bandwidth=rate)
-        if arguments.json:
-            facts = asdict(found) | {"mesh": str(mesh), "peak_bytes": found.memory.total, "saves": asdict(saves)}
-            write_json(facts, indent=None)
-            return 0
-        write_text(format_estimate(found, saves))
-        return 0
+        return print_estimate(resolved.config, mesh, arguments)
     if not 1 <= world_size <= MAX_LOCAL_RANKS:
         raise ConfigError(
             f"{world_size} ranks to start here: expected 1 to {MAX_LOCAL_RANKS} (--nproc, or the degrees of [mesh])"
@@ -133,6 +142,46 @@ def run(arguments: Namespace) -> int:
         return 130 if outcome.reason is EndReason.SIGNAL else 0
     folder = run_folder(resolved.config.log.folder, resolved.config.save.url)
     return launch(_again(arguments), resolved.config, folder, nproc=world_size, restarts=arguments.restarts)
+
+
+def print_estimate(config: TrainConfig, mesh: MeshSpec, arguments: Namespace) -> int:
+    """Print what `mesh` needs."""
+    found = estimate_training(config, mesh)
+    rate = upload_rate(arguments)
+    saves = save_schedule(
+        found.checkpoint_bytes_per_rank, mesh.world_size, rank_mtbf_h=arguments.rank_mtbf_hours, bandwidth=rate
+    )
+    if arguments.json:
+        facts = asdict(found) | {"mesh": str(mesh), "peak_bytes": found.memory.total, "saves": asdict(saves)}
+        write_json(facts, indent=None)
+    else:
+        write_text(format_estimate(found, saves))
+    return 0
+
+
+def print_plan(config: TrainConfig, arguments: Namespace) -> int:
+    """Search the meshes of a cluster and print the fastest."""
+    if arguments.gpus is None or not 1 <= arguments.gpus <= MAX_RANKS:
+        given = "is missing" if arguments.gpus is None else f"{arguments.gpus}"
+        raise UsageError(f"--plan: --gpus {given}: give the number of GPUs, 1 to {MAX_RANKS}")
+    gpu, rate = GPUS[arguments.gpu], upload_rate(arguments)
+    found = search(config, arguments.gpus, gpu)
+    if arguments.json:
+        write_json(
+            {"gpu": gpu.name, "gpus": arguments.gpus, "plans": [choice.facts(rate) for choice in found.best]},
+            indent=None,
+        )
+    else:
+        write_text(format_plan(found, config, gpu, rate))
+    return 0
+
+
+def upload_rate(arguments: Namespace) -> int:
+    """--upload-rate in bytes per second."""
+    rate = parse_size(arguments.upload_rate)
+    if rate <= 0:
+        raise UsageError(f"--upload-rate {arguments.upload_rate}: must be more than 0")
+    return rate
 
 
 def _resolve(arguments: Namespace) -> Resolved[TrainConfig]:

@@ -84,6 +84,10 @@ def test_every_python_block_imports_names_that_exist(page: Path) -> None:
                     assert {name.name for name in node.names} <= defined, f"{page.name}:{block.line}: {node.module}"
 
 
+def test_the_planning_blocks_print_what_the_page_shows(tmp_path: Path) -> None:
+    assert run(DOCS / "planning.md", tmp_path, {}) == 3
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_indented_command_exists(page: Path) -> None:
     text = FENCED.sub("", page.read_text()).replace("\\\n", " ")

@@ -24,6 +24,11 @@ def templates() -> dict[str, Path]:
     return recipes() | tuning
 
 
+def published() -> list[str]:
+    """Names of the configs of published results, such as `torchtitan/8b_8/float8`."""
+    return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.glob("*/*/*.toml"))
+
+
 def purpose(path: Path) -> str:
     """What a recipe is for: the comment in its first line."""
     with path.open(encoding="utf-8") as file:
@@ -50,6 +55,8 @@ def find_config(given: str) -> str:
     """The path of the config file `given`, or of the recipe of that name. ConfigError if there is neither."""
     if os.path.exists(given) and not os.path.isdir(given):
         return given
+    if not given.endswith(".toml") and given in published():
+        return str(FOLDER / f"{given}.toml")
     is_name = os.path.basename(given) == given and not given.endswith(".toml")
     if is_name:
         return str(find_recipe(given))

@@ -3,13 +3,12 @@
 Parameters are counted on the meta device, stage by stage. Activations follow from what each activation checkpointing mode keeps
 (see `trainer.parallel.recompute`). Not counted, so that real peaks are a few percent higher: the allocator's fragmentation,
 NCCL's buffers (1 to 2 GiB), the CUDA context. With torchtitan's loss, all estimates are within 10 % of its published peaks
-(table in docs/training.md).
+(docs/performance.md).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
 
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.errors import ConfigError
@@ -17,6 +16,8 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import BatchShape
 from titan_ckpt.trainer.device_mesh import DATA_AXES, FSDP_AXES
+from titan_ckpt.trainer.launch.gpus import GIB
+from titan_ckpt.trainer.launch.save_schedule import SaveSchedule
 from titan_ckpt.trainer.launch.stage_parameters import Parameters, stage_parameters
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.plan import plan_of
@@ -32,10 +33,20 @@ from titan_ckpt.trainer.parallel.config import (
 
 WIDTH = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = 12  # of a checkpoint: a float32 weight and two moments
-OUR_LOGIT_BYTES = (
-    8  # logits, their float32 scores, their gradient (see `titan_ckpt.trainer.model.loss`), with a bfloat16 head
-)
-GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Implementation:
+    """What differs between trainers with the same config: bytes per logit, and the heads that context parallelism exchanges.
+
+    Ours, with a bfloat16 head: logits, their float32 scores, their gradient (see `titan_ckpt.trainer.model.loss`).
+    """
+
+    logit_bytes: float = 8
+    repeats_kv: bool = False  # keys and values are repeated to as many heads as queries have, before they are exchanged
+
+
+OURS = Implementation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +59,15 @@ class Memory:
     gathered: float
     activations: float
     block: float
+    context: float
     logits: float
     pipeline: float
 
     @property
     def total(self) -> float:
-        """The sum; logits and a block's recomputed activations do not exist at the same time."""
+        """The sum; logits and a block's backward do not exist at the same time."""
         held = self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.pipeline
-        return held + max(self.logits, self.block)
+        return held + max(self.logits, self.block + self.context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,19 +91,18 @@ class TrainingEstimate:
     checkpoint_bytes_per_rank: float
 
 
-def estimate_training(config: TrainConfig, mesh: MeshSpec, *, logit_bytes: float = OUR_LOGIT_BYTES) -> TrainingEstimate:
-    """Estimate the pipeline rank that needs most. `logit_bytes` is per element of the logits, for other trainers' losses."""
-    if config.lora.rank:
-        raise ConfigError("--estimate counts the training of a whole model, not of adapters; leave out lora.rank")
-    if not isinstance(config.model, ModelConfig):
-        raise ConfigError(f"--estimate knows the memory of the trainer's own decoder, not of {config.spec.name}")
+def estimate_training(
+    config: TrainConfig, mesh: MeshSpec, *, implementation: Implementation = OURS
+) -> TrainingEstimate:
+    """Estimate the pipeline rank that needs most."""
+    check_known(config)
     plan = plan_of(config.spec)
     counts = stage_parameters(plan, config.mesh, mesh)
     experts = stage_parameters(plan, config.mesh, mesh, among=plan.experts)
     pp = mesh.degree("pp")
     stages = [stages_of_rank(config.mesh, mesh, rank) for rank in range(pp)]
     ranks = [Parameters(all=sum(counts[s] for s in mine), of_experts=sum(experts[s] for s in mine)) for mine in stages]
-    memories = [_memory(config, mesh, rank, ranks[rank], logit_bytes) for rank in range(pp)]
+    memories = [_memory(config, mesh, rank, ranks[rank], implementation) for rank in range(pp)]
     total = sum(counts)
     return TrainingEstimate(
         mesh=mesh,
@@ -103,7 +114,19 @@ def estimate_training(config: TrainConfig, mesh: MeshSpec, *, logit_bytes: float
     )
 
 
-def _memory(config: TrainConfig, mesh: MeshSpec, pp_rank: int, weights: Parameters, logit_bytes: float) -> Memory:
+def check_known(config: TrainConfig) -> None:
+    """ConfigError for what estimates and plans do not count: adapters, and models other than the trainer's decoder."""
+    if config.lora.rank:
+        raise ConfigError(
+            "--estimate and --plan count the training of a whole model, not of adapters; leave out lora.rank"
+        )
+    if not isinstance(config.model, ModelConfig):
+        raise ConfigError(f"--estimate and --plan know the trainer's own decoder, not {config.spec.name}")
+
+
+def _memory(
+    config: TrainConfig, mesh: MeshSpec, pp_rank: int, weights: Parameters, implementation: Implementation
+) -> Memory:
     model, parallel = config.model, config.mesh
     tp, mine = mesh.degree("tp"), weights.sharded(mesh)
     width = WIDTH[parallel.param_dtype]
@@ -125,7 +148,8 @@ def _memory(config: TrainConfig, mesh: MeshSpec, pp_rank: int, weights: Paramete
         block=tokens * _block_per_token(model, tp, is_mixture=dense < len(indices)) * width
         if parallel.activation_checkpoint != "none"
         else 0.0,
-        logits=_head(config, tokens, tp, logit_bytes) if has_head else 0.0,
+        context=tokens * context_per_token(config, mesh, implementation),
+        logits=_head(config, tokens, tp, implementation.logit_bytes) if has_head else 0.0,
         pipeline=_boundaries(config, mesh, pp_rank, tokens) if mesh.degree("pp") > 1 else 0.0,
     )
 
@@ -135,6 +159,24 @@ def _head(config: TrainConfig, tokens: float, tp: int, logit_bytes: float) -> fl
     at_once = min(tokens, config.mesh.loss_chunk_tokens or tokens)
     hidden = 2 * tokens * config.model.dim * WIDTH[config.mesh.param_dtype]
     return at_once * config.model.vocab_size / tp * logit_bytes + hidden
+
+
+def context_per_token(config: TrainConfig, mesh: MeshSpec, implementation: Implementation) -> float:
+    """Bytes per token that context parallelism adds to a block's backward.
+
+    all_gather: all ranks' keys and values, a sorted copy, and the gradient. ring: two sets of keys and values in flight, and
+    two of their float32 gradients.
+    """
+    cp, width = mesh.degree("cp"), WIDTH[config.mesh.param_dtype]
+    if cp == 1:
+        return 0.0
+    keys = 2 * kv_width(config.model, implementation) / mesh.degree("tp")
+    return keys * 3 * cp * width if config.mesh.cp_method == "all_gather" else keys * 2 * (width + 4)
+
+
+def kv_width(model: ModelConfig, implementation: Implementation) -> int:
+    """Elements of a token's keys (or values) that context parallelism moves."""
+    return model.head_size * (model.n_heads if implementation.repeats_kv else model.n_kv_heads)
 
 
 def _boundaries(config: TrainConfig, mesh: MeshSpec, pp_rank: int, tokens: float) -> float:
@@ -302,48 +344,13 @@ def _data_parallel_traffic(
     return found
 
 
-def best_interval_s(stall_s: float, mean_time_between_failures_s: float) -> float:
-    """The save interval in seconds that loses the least work: Daly's higher-order form of Young's sqrt(2 delta M).
-
-    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006), eq. 37.
-
-    >>> round(best_interval_s(5.0, 86400.0))
-    926
-    """
-    delta, mean = stall_s, mean_time_between_failures_s
-    if delta >= 2 * mean:
-        return mean
-    ratio = delta / (2 * mean)
-    return sqrt(2 * delta * mean) * (1 + sqrt(ratio) / 3 + ratio / 9) - delta
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveSchedule:
-    """How often to save: the cost of a save, the time between failures, and the interval that loses the least work."""
-
-    stall_s: float
-    upload_s: float
-    failure_every_s: float
-    save_every_s: float
-
-
-def save_schedule(
-    found: TrainingEstimate, *, rank_mtbf_h: float, bandwidth: float, stage_bandwidth: float = 10e9
-) -> SaveSchedule:
-    """The schedule for ranks that fail every `rank_mtbf_h` hours; bandwidths of upload and of device to host in bytes/s."""
-    stall_s = found.checkpoint_bytes_per_rank / stage_bandwidth
-    upload_s = found.checkpoint_bytes_per_rank / bandwidth
-    mtbf_s = rank_mtbf_h * 3600 / found.mesh.world_size
-    interval_s = max(best_interval_s(stall_s, mtbf_s), upload_s)
-    return SaveSchedule(stall_s=stall_s, upload_s=upload_s, failure_every_s=mtbf_s, save_every_s=interval_s)
-
-
 def format_estimate(found: TrainingEstimate, saves: SaveSchedule) -> str:
     """The estimate as text."""
     memory = found.memory
     rows = [
         ("parameters", memory.parameters), ("gradients", memory.gradients), ("optimizer", memory.optimizer),
         ("gathered by FSDP", memory.gathered), ("activations", memory.activations), ("one block's backward", memory.block),
+        ("keys and values of cp", memory.context),
         ("logits and loss", memory.logits), ("between pipeline stages", memory.pipeline), ("peak", memory.total),
     ]  # fmt: skip
     lines = [

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.device_mesh import FSDP_AXES
-from titan_ckpt.trainer.model.plan import Plan
+from titan_ckpt.trainer.model.plan import Plan, plan_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, layer_ranges
-from titan_ckpt.trainer.seams.patterns import is_below
+from titan_ckpt.trainer.seams.model import ModelSpec
+from titan_ckpt.trainer.seams.patterns import ancestors_of, is_below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +38,25 @@ def stage_parameters(
 
     `among`: only those of these modules.
     """
-    weights = dict(plan.module.named_parameters(remove_duplicate=False))
-    if among is not None:
-        weights = {fqn: weight for fqn, weight in weights.items() if is_below(fqn, set(among))}
+    owned = _owned(plan.spec, None if among is None else frozenset(among))
     ranges = layer_ranges(len(plan.blocks), parallel, mesh)
     counts = []
     for blocks in ranges:
-        fqns = {*plan.blocks[blocks.start : blocks.end]}
-        fqns |= set(plan.first if blocks.start == 0 else ())
-        fqns |= set(plan.last if blocks.end == len(plan.blocks) else ())
-        mine = {id(weight): weight for fqn, weight in weights.items() if is_below(fqn, fqns)}
-        counts.append(sum(weight.numel() for weight in mine.values()))
+        fqns = [*plan.blocks[blocks.start : blocks.end]]
+        fqns += plan.first if blocks.start == 0 else ()
+        fqns += plan.last if blocks.end == len(plan.blocks) else ()
+        mine = {weight: size for fqn in fqns for weight, size in owned[fqn].items()}
+        counts.append(sum(mine.values()))
     return counts
+
+
+@functools.lru_cache(maxsize=8)
+def _owned(spec: ModelSpec, among: frozenset[str] | None) -> dict[str, dict[int, int]]:
+    """The weights below each block and end, by identity, with their sizes."""
+    plan = plan_of(spec)
+    owned: dict[str, dict[int, int]] = {fqn: {} for fqn in (*plan.blocks, *plan.first, *plan.last)}
+    for fqn, weight in plan.module.named_parameters(remove_duplicate=False):
+        if among is None or is_below(fqn, among):
+            for owner in owned.keys() & {fqn, *ancestors_of(fqn)}:
+                owned[owner][id(weight)] = weight.numel()
+    return owned

@@ -8,43 +8,35 @@ import pytest
 
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.trainer.config.recipes import find_config, published
 from titan_ckpt.trainer.config.toml_records import resolve
-from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
-from titan_ckpt.trainer.launch.estimate import GIB, TrainingEstimate, best_interval_s, estimate_training
+from titan_ckpt.trainer.config.train_config import TrainConfig, fixed_world_size, resolve_mesh
+from titan_ckpt.trainer.launch.estimate import TrainingEstimate, estimate_training
+from titan_ckpt.trainer.launch.gpus import GIB
+from titan_ckpt.trainer.launch.published import ROWS, Published
+from titan_ckpt.trainer.launch.save_schedule import best_interval_s
 from tools.paths import CONFIGS
 
-TITAN_LOGIT_BYTES = 14  # eager cross-entropy: bfloat16 logits; float32 copy, log-softmax and gradient
-TITAN_CUT_LOGIT_BYTES = 18  # DTensor's loss parallel: two float32 temporaries for the gradient besides its shards
 
-
-def _estimate(name: str, world_size: int, *sets: str, logit_bytes: float = TITAN_LOGIT_BYTES) -> TrainingEstimate:
+def _estimate(name: str, world_size: int, *sets: str) -> TrainingEstimate:
     config = resolve(TrainConfig, str(CONFIGS / f"{name}.toml"), sets).config
-    return estimate_training(config, resolve_mesh(config, world_size), logit_bytes=logit_bytes)
+    return estimate_training(config, resolve_mesh(config, world_size))
 
 
-SMALL_BATCH, EAGER = ["train.microbatch_size=2"], ["train.microbatch_size=2", "mesh.compile=false"]
-LARGE_BATCH = ["train.microbatch_size=32", "mesh.microbatches=8"]
-INTERLEAVED = ["train.microbatch_size=32", "mesh.microbatches=16", "mesh.pp_schedule=Interleaved1F1B"]
+WITH_MEMORY = [row for row in ROWS if row.memory_gib is not None]
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "sets", "logit_bytes", "published_gib"),
-    [
-        ("llama3_8b", 8, EAGER, TITAN_LOGIT_BYTES, 82.4),
-        ("llama3_8b", 8, SMALL_BATCH, TITAN_LOGIT_BYTES, 77.0),
-        ("llama3_8b", 128, EAGER, TITAN_LOGIT_BYTES, 67.0),
-        ("llama3_8b", 128, SMALL_BATCH, TITAN_LOGIT_BYTES, 62.0),
-        ("llama3_70b", 256, ["train.microbatch_size=16"], TITAN_CUT_LOGIT_BYTES, 71.9),
-        ("llama3_405b", 512, LARGE_BATCH, TITAN_CUT_LOGIT_BYTES, 82.5),
-        ("llama3_405b", 512, INTERLEAVED, TITAN_CUT_LOGIT_BYTES, 72.7),
-    ],
-)
-def test_memory_is_within_ten_percent_of_torchtitans_tables(
-    name: str, world_size: int, sets: list[str], logit_bytes: float, published_gib: float
-) -> None:
-    """torchtitan's benchmarks of December 2024, tables 1, 3, 4 and 5: peaks of reserved memory."""
-    found = _estimate(name, world_size, *sets, logit_bytes=logit_bytes)
-    assert found.memory.total / GIB == pytest.approx(published_gib, rel=0.10)
+@pytest.mark.parametrize("row", WITH_MEMORY, ids=lambda row: row.config)
+def test_memory_is_within_ten_percent_of_torchtitans_tables(row: Published) -> None:
+    config = resolve(TrainConfig, find_config(row.config), ()).config
+    mesh = resolve_mesh(config, fixed_world_size(config) or 1)
+    found = estimate_training(config, mesh, implementation=row.implementation)
+    assert found.memory.total / GIB == pytest.approx(row.memory_gib, rel=0.10)
+
+
+def test_every_published_row_is_a_config_of_the_package() -> None:
+    assert sorted(row.config for row in ROWS) == published()
+    assert len(WITH_MEMORY) == 20
 
 
 def test_estimates_refuse_adapters() -> None:
@@ -67,7 +59,7 @@ def test_every_checkpointing_mode_keeps_less_than_none(mode: str) -> None:
 
 
 def test_our_loss_by_chunks_needs_less_than_whole_logits() -> None:
-    whole, chunked = (_estimate("llama3_8b", 8, f"mesh.loss_chunk_tokens={n}", logit_bytes=8) for n in (0, 1024))
+    whole, chunked = (_estimate("llama3_8b", 8, f"mesh.loss_chunk_tokens={n}") for n in (0, 1024))
     hidden = 2 * 8192 * 4096 * 2  # the head's input and its gradient are not chunked
     assert chunked.memory.logits - hidden == (whole.memory.logits - hidden) / 8
 

@@ -1,0 +1,1 @@
+"""Estimates, predicted speed and plans, before there are accelerators."""
