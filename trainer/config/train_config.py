@@ -44,7 +44,7 @@ from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
 from titan_ckpt.trainer.seams.optimizer import share_of
 
-Format: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "tar", "tokens", "chat"]
+Format: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "tar", "tokens", "nanogpt", "megatron", "chat"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,17 +19,19 @@ from torch import Tensor
 from titan_ckpt.errors import DataError
 from titan_ckpt.trainer.config.chat import ChatConfig
 from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
+from titan_ckpt.trainer.data.binary_tokens import open_megatron, open_nanogpt
 from titan_ckpt.trainer.data.chat_source import ChatSource
 from titan_ckpt.trainer.data.chat_tokens import ChatFile, ChatKind, cached_chat, chat_rules
 from titan_ckpt.trainer.data.corpus import DocumentReader
 from titan_ckpt.trainer.data.hub import PREFIX
 from titan_ckpt.trainer.data.sample_order import SampleOrder, SampleRef, SourceSize
-from titan_ckpt.trainer.data.token_files import TokenFile, cached_tokens, is_tokens, open_tokens
-from titan_ckpt.trainer.data.token_source import TokenSource
+from titan_ckpt.trainer.data.token_files import cached_tokens, is_tokens, open_tokens
+from titan_ckpt.trainer.data.token_source import Tokens, TokenSource
 from titan_ckpt.trainer.data.tokenizer import Tokenizer
 from titan_ckpt.trainer.seams.data import DataSource, collate, filler_of
 
 NO_CHAT = ChatConfig()
+OTHER_FORMATS = ("tokens", "chat", "nanogpt", "megatron")  # which no `DocumentReader` reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +187,9 @@ def open_chat(
     return cached_chat(source.url, tokenizer, rules, reader, data.cache, is_writer=is_writer)
 
 
-def _open_source(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, is_writer: bool) -> TokenFile:
+def _open_source(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, is_writer: bool) -> Tokens:
+    if source.format in ("nanogpt", "megatron"):
+        return (open_nanogpt if source.format == "nanogpt" else open_megatron)(source.url, tokenizer)
     if may_be_tokens(source) and (source.format == "tokens" or is_tokens(source.url)):
         file = open_tokens(source.url)
         if file.header.tokenizer != tokenizer.digest:
@@ -207,7 +211,7 @@ def reader_of(source: SourceConfig, config: DataConfig) -> DocumentReader:
     """The reader of a text source."""
     kind = source.format
     return DocumentReader(
-        format="auto" if kind == "tokens" or kind == "chat" else kind,
+        format="auto" if kind in OTHER_FORMATS else kind,  # type: ignore[arg-type]
         text_field=source.text_field,
         bad_line=config.bad_line,
     )
@@ -254,7 +258,7 @@ class BatchLoader:
             )
 
 
-def unigram_entropy(file: TokenFile, *, limit: int = 1 << 20) -> float:
+def unigram_entropy(file: Tokens, *, limit: int = 1 << 20) -> float:
     """Entropy in nats of the first `limit` tokens: the loss of a model that knows token frequencies only."""
     counts = np.bincount(file.read(0, min(limit, len(file))))
     share = counts[counts > 0] / counts.sum()

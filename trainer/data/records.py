@@ -6,6 +6,7 @@ https://github.com/webdataset/webdataset): `0001.json` is a record, `0001.txt` a
 
 from __future__ import annotations
 
+import io
 import logging
 import tarfile
 from collections.abc import Iterator
@@ -129,9 +130,9 @@ def _rows(file: File) -> Iterator[tuple[int, Any]]:
 
 
 def _members(file: File, stream: IO[bytes], text_field: str) -> Iterator[tuple[int, Any]]:
-    number = 0
+    number, counted = 0, _Counted(stream)
     try:
-        with tarfile.open(fileobj=stream, mode="r|") as shard:
+        with tarfile.open(fileobj=counted, mode="r|") as shard:
             for member in shard:
                 name = member.name.rpartition("/")[2]
                 ending = name.partition(".")[2].lower()
@@ -142,8 +143,31 @@ def _members(file: File, stream: IO[bytes], text_field: str) -> Iterator[tuple[i
                 assert opened is not None
                 content = opened.read()
                 yield number, {text_field: content.decode(errors="replace")} if ending == "txt" else _parsed(content)
+            if counted.total() - shard.offset < tarfile.BLOCKSIZE:  # tarfile is silent about that
+                raise tarfile.ReadError("it ends without the mark of a tar's end: is it cut off?")
     except tarfile.TarError as error:
         raise DataError(f"{file.where}: cannot be read as a tar shard, after {number} members: {error}") from error
+
+
+class _Counted(io.RawIOBase):
+    """A stream that counts the bytes read from it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._count = stream, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._stream.read(size)
+        self._count += len(data)
+        return data
+
+    def total(self) -> int:
+        """Read to the end; all bytes of the stream."""
+        while self.read(1 << 20):
+            continue
+        return self._count
 
 
 def _text_of(record: Any, text_field: str) -> tuple[bytes | None, str]:

@@ -58,6 +58,16 @@ class TokenFile:
         if scheme(store.url) == "file":
             self._map = np.memmap(os.path.join(local_path(store.url), BIN), dtype=header.dtype, mode="r")
 
+    @property
+    def digest(self) -> str:
+        """Of the tokens."""
+        return self.header.digest
+
+    @property
+    def separator(self) -> int:
+        """The id that ends a document."""
+        return self.header.separator
+
     def __len__(self) -> int:
         return self.header.num_tokens
 

@@ -6,19 +6,36 @@ Shapes: L `seq_len`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from titan_ckpt.trainer.data.token_files import TokenFile
 from titan_ckpt.trainer.seams.loss import IGNORED
+
+
+class Tokens(Protocol):
+    """Ids with random access. `digest` identifies them; `separator` is the id between documents."""
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def separator(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, count: int) -> NDArray[np.int64]:
+        """Tokens [start, start + count)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSource:
     """Sample i is tokens [i L, i L + L]: L inputs, and the labels shifted by one; with `documents` if masks are on."""
 
-    file: TokenFile
+    file: Tokens
     seq_len: int
     has_document_masks: bool = False
     has_positions: bool = False  # as other sources of the run have them
@@ -26,7 +43,7 @@ class TokenSource:
     @property
     def fingerprint(self) -> str:
         """The digest of the tokens."""
-        return self.file.header.digest
+        return self.file.digest
 
     @property
     def losses_per_sample(self) -> int:
@@ -48,7 +65,7 @@ class TokenSource:
     def _fields(self, tokens_L: Tensor, labels_L: Tensor) -> dict[str, Tensor]:
         fields = {"tokens": tokens_L, "labels": labels_L}
         if self.has_document_masks:
-            fields["documents"] = documents(tokens_L, self.file.header.separator)
+            fields["documents"] = documents(tokens_L, self.file.separator)
         elif self.has_positions:
             fields["documents"] = torch.zeros_like(tokens_L)
         if self.has_positions:

@@ -16,6 +16,7 @@ from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import may_be_tokens
+from titan_ckpt.trainer.data.binary_tokens import open_megatron
 from titan_ckpt.trainer.data.chat_template import day, open_template
 from titan_ckpt.trainer.data.corpus import list_files
 from titan_ckpt.trainer.data.token_files import is_tokens
@@ -44,7 +45,9 @@ def _check_corpora(config: TrainConfig) -> None:
     if any(source.format == "chat" for source in config.data.sources):
         open_template(tokenizer_folder(config.data.tokenizer), config.chat.template, today=day(config.chat.date))
     for source in config.data.sources:
-        if source.format != "tokens" and not (may_be_tokens(source) and is_tokens(source.url)):
+        if source.format == "megatron":
+            open_megatron(source.url, tokenizer)
+        elif source.format != "tokens" and not (may_be_tokens(source) and is_tokens(source.url)):
             list_files(source.url)
 
 
