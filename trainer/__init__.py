@@ -18,7 +18,7 @@ if __name__ != "titan_ckpt.trainer":
 from titan_ckpt.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from titan_ckpt.trainer.data.pairs import preference_pairs
+    from titan_ckpt.trainer.data.batches import preference_pairs
     from titan_ckpt.trainer.job.job import Outcome
     from titan_ckpt.trainer.job.start import run
     from titan_ckpt.trainer.model.attention import Attend, SdpaAttend
@@ -103,7 +103,7 @@ __getattr__, __dir__ = lazy_names(
         "Whole": "seams.model",
         "decoder": "model.decoder",
         "fill_initial": "parallel.initialize",
-        "preference_pairs": "data.pairs",
+        "preference_pairs": "data.batches",
         "run": "job.start",
     },
 )

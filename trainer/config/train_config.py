@@ -67,6 +67,9 @@ class DataConfig:
     seq_len: int = 256  # tokens of a sample
     tokenizer: str = "bytes"  # or the path or URL of a Hugging Face tokenizer.json
     separator: str = ""  # token between documents; empty: the tokenizer's usual end-of-text token
+    stream: bool = (
+        False  # read shard by shard (a file is one) while training, without tokenising all before the first step
+    )
     shuffle: bool = True  # samples in random order, the same on every mesh
     document_masks: bool = False  # attention stays within a document
     bad_line: Literal["stop", "skip"] = "stop"  # if a JSONL line is not JSON or has no text; skipped lines are counted
@@ -243,7 +246,7 @@ def _has_required(record: type) -> bool:
 def check_config(config: TrainConfig) -> None:
     """Raise ConfigError for values that are wrong on any mesh."""
     check_ranges(config)
-    _check_data(config.data, has_own=config.extension.data is not None)
+    _check_data(config)
     if config.lora.rank:
         check_targets(config.lora, plan_of(config.spec))
     check_numbers(config.optimizer)
@@ -336,11 +339,26 @@ def _check_balance(config: TrainConfig) -> None:
         raise ConfigError("lora.rank with experts: adapters of mixtures are not done yet; leave out lora.rank")
 
 
-def _check_data(data: DataConfig, *, has_own: bool) -> None:
+def _check_stream(config: TrainConfig) -> None:
+    whole = [source.url for source in config.data.sources if source.format in ("tokens", "nanogpt", "megatron", "chat")]
+    if whole:
+        raise ConfigError(
+            f"data.stream reads text as shards; {whole[0]} needs none: its format is random access, or packed"
+        )
+    if config.validation.fraction:
+        raise ConfigError(
+            "validation.fraction with data.stream: nothing can be held out of what is not read yet; set it to 0"
+        )
+
+
+def _check_data(config: TrainConfig) -> None:
+    data, has_own = config.data, config.extension.data is not None
     if has_own and not data.source and not data.mixture:
         return
     if bool(data.source) == bool(data.mixture):
         raise ConfigError('data: give either source = "..." or [[data.mixture]] tables with url and weight')
+    if data.stream:
+        _check_stream(config)
     if data.mixture and data.format != "auto":
         raise ConfigError("data.format is of data.source; each [[data.mixture]] has a format of its own")
     for source in data.mixture:

@@ -16,18 +16,19 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
-from titan_ckpt.errors import DataError
+from titan_ckpt.errors import ConfigError, DataError
 from titan_ckpt.trainer.config.chat import ChatConfig
-from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
+from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, TrainConfig, ValidationConfig
 from titan_ckpt.trainer.data.binary_tokens import open_megatron, open_nanogpt
-from titan_ckpt.trainer.data.chat_source import ChatSource
+from titan_ckpt.trainer.data.chat_source import ChatSource, PairSource
 from titan_ckpt.trainer.data.chat_tokens import ChatFile, ChatKind, cached_chat, chat_rules
-from titan_ckpt.trainer.data.corpus import DocumentReader
+from titan_ckpt.trainer.data.corpus import DocumentReader, list_files
 from titan_ckpt.trainer.data.hub import PREFIX
-from titan_ckpt.trainer.data.sample_order import SampleOrder, SampleRef, SourceSize
+from titan_ckpt.trainer.data.sample_order import SampleOrder, SampleRef, SourceSize, mix
+from titan_ckpt.trainer.data.shard_stream import StreamOptions, StreamSource
 from titan_ckpt.trainer.data.token_files import cached_tokens, is_tokens, open_tokens
 from titan_ckpt.trainer.data.token_source import Tokens, TokenSource
-from titan_ckpt.trainer.data.tokenizer import Tokenizer
+from titan_ckpt.trainer.data.tokenizer import Tokenizer, open_tokenizer
 from titan_ckpt.trainer.seams.data import DataSource, collate, filler_of
 
 NO_CHAT = ChatConfig()
@@ -143,13 +144,31 @@ def open_dataset(
     seed: int,
     is_writer: bool,
     chat: ChatConfig = NO_CHAT,
+    wait_s: float = 600.0,
 ) -> Dataset:
-    """Open the run's data. Text that is not in the cache is tokenised first, by the writer (one process per machine)."""
+    """Open the run's data. Text that is not in the cache is tokenised first, by the writer (one process per machine).
+
+    With `data.stream` it is tokenised later; the other processes then wait up to `wait_s` for a shard.
+    """
+    if config.stream:
+        return _open_streams(config, tokenizer, seed=seed, is_writer=is_writer, wait_s=wait_s)
     sources = open_sources(config.sources, config, chat, tokenizer, is_writer=is_writer)
     weights = [source.weight for source in config.sources]
     return Dataset(
         sources, weights, seq_len=config.seq_len, seed=seed, shuffle=config.shuffle, held_out=validation.fraction
     )
+
+
+def _open_streams(config: DataConfig, tokenizer: Tokenizer, *, seed: int, is_writer: bool, wait_s: float) -> Dataset:
+    sources = []
+    for number, source in enumerate(config.sources):
+        options = StreamOptions(
+            seq_len=config.seq_len, seed=mix(seed, number), shuffle=config.shuffle,
+            has_document_masks=config.document_masks, cache=config.cache, is_writer=is_writer, wait_s=wait_s,
+        )  # fmt: skip
+        sources.append(StreamSource(list_files(source.url), tokenizer, reader_of(source, config), options))
+    weights = [source.weight for source in config.sources]
+    return Dataset(sources, weights, seq_len=config.seq_len, seed=seed, shuffle=False)  # the streams shuffle
 
 
 def open_sources(
@@ -185,6 +204,21 @@ def open_chat(
     rules = chat_rules(kind, data.tokenizer, template=chat.template, last_only=chat.train_on == "last", today=chat.date)
     reader = DocumentReader(text_field=source.text_field, bad_line=data.bad_line)
     return cached_chat(source.url, tokenizer, rules, reader, data.cache, is_writer=is_writer)
+
+
+def preference_pairs(config: TrainConfig) -> DataSource:
+    """The pairs at `data.source`, for a loss of one's own: the parameter `data` of `run`, or a module's.
+
+    A sample has `tokens` and `labels` [2, data.seq_len], the chosen answer first, labels on the answers alone. Lines have
+    `chosen` and `rejected`, and perhaps `prompt`, as messages or as text; DataError names a line that has not.
+    """
+    data = config.data
+    if len(data.sources) != 1 or not data.sources[0].url:
+        raise ConfigError("preference_pairs reads one source: set data.source")
+    tokenizer = open_tokenizer(data.tokenizer, separator=data.separator)
+    # Every rank may write: the content is the same, and a file appears whole or not at all.
+    file = open_chat(data.sources[0], data, config.chat, tokenizer, is_writer=True, kind="pairs")
+    return PairSource(file, seq_len=data.seq_len, too_long=config.chat.too_long, padding=tokenizer.separator)
 
 
 def _open_source(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, is_writer: bool) -> Tokens:

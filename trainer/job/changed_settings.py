@@ -48,7 +48,7 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAME, "mesh", "loss_chunk_tokens compile"),
     **_each(Effect.SAID, "mesh", "param_dtype reduce_dtype float8 float8_all_gather"),
     **_each(Effect.DATA, "chat", "template train_on too_long pack date"),
-    **_each(Effect.DATA, "data", "source format mixture seq_len tokenizer separator shuffle bad_line"),
+    **_each(Effect.DATA, "data", "source format mixture stream seq_len tokenizer separator shuffle bad_line"),
     **_each(Effect.DATA, "data.mixture", "url weight format text_field"),
     **_each(Effect.SAID, "data", "document_masks"),
     **_each(Effect.SAME, "data", "cache prefetch"),

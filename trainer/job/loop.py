@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_ckpt.errors import TitanError
 from titan_ckpt.trainer.data.batches import Batch, BatchLoader
+from titan_ckpt.trainer.data.shard_stream import counts_asset
 from titan_ckpt.trainer.job.gc_at_steps import Collector
 from titan_ckpt.trainer.job.job import EndReason, Job, Outcome
 from titan_ckpt.trainer.job.meter import Meter, StepResult
@@ -183,7 +184,8 @@ class Loop:
         )
         pending = job.saver.save(
             live_state(job.parallelized, job.optimizer),
-            step=progress.step, training=record, config=job.config_record, assets=job.assets,
+            step=progress.step, training=record, config=job.config_record,
+            assets=job.assets | counts_asset(job.dataset.sources),
         )  # fmt: skip
         self.saved_step = progress.step
         self.meter.add_stall(pending.stall_s)

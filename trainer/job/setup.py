@@ -22,6 +22,7 @@ from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.data.batches import Batch, BatchShape, Dataset, open_dataset, unigram_entropy
 from titan_ckpt.trainer.data.chat_source import ChatSource
 from titan_ckpt.trainer.data.chat_template import template_assets
+from titan_ckpt.trainer.data.shard_stream import ASSET, StreamSource, recall_counts
 from titan_ckpt.trainer.data.token_source import TokenSource
 from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer, tokenizer_folder
 from titan_ckpt.trainer.device_mesh import RankMesh
@@ -107,6 +108,8 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         start = find_start(config.resume, config.save.tiers, control, config.model)
         if start.checkpoint is not None and not start.model_only:
             check_settings(start.checkpoint, as_dict(config), is_own=start.is_own)
+        if start.checkpoint is not None and ASSET in start.checkpoint.manifest.assets:
+            recall_counts(dataset.sources, start.checkpoint.asset(ASSET), str(start.checkpoint))
         torch.use_deterministic_algorithms(config.train.deterministic)
         parallelized = _build(context, start)
         freeze(parallelized, config.train.freeze, control)
@@ -235,8 +238,9 @@ def _open_data(config: TrainConfig, control: ControlGroup, *, is_writer: bool) -
 
     def open_it(is_writer: bool) -> Dataset:
         return open_dataset(
-            config.data, config.validation, tokenizer, seed=config.train.seed, is_writer=is_writer, chat=config.chat
-        )
+            config.data, config.validation, tokenizer, seed=config.train.seed, is_writer=is_writer, chat=config.chat,
+            wait_s=max(config.train.init_timeout_s, config.train.step_timeout_s),
+        )  # fmt: skip
 
     dataset = open_it(True) if is_writer else None
     control.barrier()
@@ -314,7 +318,7 @@ def _validation(config: TrainConfig, model: Parallelized, dataset: Dataset) -> C
 def _describe_data(dataset: Dataset) -> str:
     files = [source.file for source in dataset.sources if isinstance(source, TokenSource)]
     if not files:
-        said = [source.describe() for source in dataset.sources if isinstance(source, ChatSource)]
+        said = [source.describe() for source in dataset.sources if isinstance(source, ChatSource | StreamSource)]
         return "; ".join(said) or f"{sum(map(len, dataset.sources)):,} samples"
     return f"{', '.join(f'{len(f):,} tokens' for f in files)}; unigram entropy {unigram_entropy(files[0]):.3f} nats"
 
