@@ -132,7 +132,7 @@ def bench(server: Server, rounds: int, rate: float) -> list[Measurement]:
         def case(how: str) -> Callable[[], float]:
             def measure() -> float:
                 before = list(line.sent)
-                took = max(pool.run(run_case, how))
+                took: float = max(pool.run(run_case, how))
                 fetched[how] = [now - then for now, then in zip(line.sent, before, strict=True)]
                 return took
 

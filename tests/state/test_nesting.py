@@ -231,9 +231,9 @@ def test_an_index_deeper_than_any_state_has_no_nesting() -> None:
 
 
 def test_each_map_of_a_chain_keeps_its_keys(tmp_path: Path) -> None:
-    chain = collections.ChainMap({"a": 1}, {"b": torch.ones(2), "c": {"d": 5}, "a": 1})
+    chain: collections.ChainMap[str, Any] = collections.ChainMap({"a": 1}, {"b": torch.ones(2), "c": {"d": 5}, "a": 1})
     save(str(tmp_path), {"v": chain}, step=1)
-    found = collections.ChainMap({"a": 0}, {"b": torch.zeros(2), "c": {"d": 0}, "a": 0})
+    found: collections.ChainMap[str, Any] = collections.ChainMap({"a": 0}, {"b": torch.zeros(2), "c": {"d": 0}, "a": 0})
     load(str(tmp_path), {"v": found})
     assert [sorted(each) for each in found.maps] == [["a"], ["a", "b", "c"]]
     assert (found["a"], found["c"], found["b"].tolist()) == (1, {"d": 5}, [1.0, 1.0])
