@@ -79,6 +79,34 @@ def test_traffic_names_the_axes_that_are_used(sets: list[str], names: list[str])
     assert [traffic.name for traffic in _estimate("tiny", 8, *sets).traffic] == names
 
 
+@pytest.mark.parametrize(
+    ("sets", "each"),
+    [
+        ([], 8),
+        (["optimizer.moments=bfloat16"], 4),
+        (["optimizer.moments=int8"], 2),
+        (["optimizer.ema_decay=0.999"], 12),
+    ],
+)
+def test_the_state_is_that_of_the_optimizer(sets: list[str], each: int) -> None:
+    found = _estimate("tiny", 2, *sets)
+    assert found.memory.optimizer == each * found.num_parameters / 2
+    assert found.checkpoint_bytes == (4 + each) * found.num_parameters
+
+
+def test_muon_keeps_one_momentum_of_the_blocks() -> None:
+    found = _estimate("tiny", 1, "optimizer.name=muon")
+    adamw = _estimate("tiny", 1)
+    blocks = (adamw.memory.optimizer - found.memory.optimizer) / 4
+    assert 0.5 * found.num_parameters < blocks < found.num_parameters
+
+
+def test_weights_that_stay_gathered_are_counted() -> None:
+    kept, cut = (_estimate("llama3_8b", 64, f"mesh.reshard_after_forward={mode}") for mode in ("never", "always"))
+    assert kept.memory.gathered - cut.memory.gathered > kept.num_parameters  # of 2 bytes each, less those held anyway
+    assert kept.memory.gathered > 2 * kept.num_parameters
+
+
 def test_save_interval_grows_with_save_cost_and_mtbf() -> None:
     assert best_interval_s(5.0, 86_400.0) == pytest.approx(926, abs=1)
     assert best_interval_s(20.0, 86_400.0) > best_interval_s(5.0, 86_400.0)

@@ -82,9 +82,22 @@ def test_what_no_mesh_takes_is_refused(sets: list[str], words: str) -> None:
         _search("llama3_8b", 1024, *sets)
 
 
-def test_mixtures_of_experts_are_not_planned() -> None:
-    with pytest.raises(ConfigError, match="dense models"):
-        _search("moe", 8)
+@pytest.mark.parametrize(
+    ("name", "sets", "words"),
+    [
+        ("moe", [], "dense models"),
+        ("llama3_8b", ["mesh.cpu_offload=true"], "cpu_offload"),
+        ("llama3_8b", ["mesh.float8=mxfp8"], "MXFP8"),
+    ],
+)
+def test_what_the_model_of_speed_lacks_is_refused(name: str, sets: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _search(name, 8, *sets)
+
+
+def test_odd_sequences_are_planned_without_cp() -> None:
+    best = _search("tiny", 2, "data.seq_len=255").best
+    assert [choice.mesh.degree("cp") for choice in best] == [1] * len(best) != []
 
 
 def test_plan_as_json_has_memory_speed_and_saves(capsys: pytest.CaptureFixture[str]) -> None:

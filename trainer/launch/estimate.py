@@ -32,7 +32,7 @@ from titan_ckpt.trainer.parallel.config import (
 )
 
 WIDTH = {"float32": 4, "bfloat16": 2}
-STATE_BYTES = 12  # of a checkpoint: a float32 weight and two moments
+MOMENTS = {"float32": 8, "bfloat16": 4, "int8": 2}  # bytes of AdamW's two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +102,31 @@ def estimate_training(
     pp = mesh.degree("pp")
     stages = [stages_of_rank(config.mesh, mesh, rank) for rank in range(pp)]
     ranks = [Parameters(all=sum(counts[s] for s in mine), of_experts=sum(experts[s] for s in mine)) for mine in stages]
-    memories = [_memory(config, mesh, rank, ranks[rank], implementation) for rank in range(pp)]
     total = sum(counts)
+    state = optimizer_bytes(config, total)
+    memories = [_memory(config, mesh, rank, ranks[rank], state, implementation) for rank in range(pp)]
+    saved = (4 + state) * total
     return TrainingEstimate(
         mesh=mesh,
         num_parameters=total,
         memory=max(memories, key=lambda memory: memory.total),
         traffic=_traffic(config, mesh, max(ranks, key=lambda rank: rank.all)),
-        checkpoint_bytes=STATE_BYTES * total,
-        checkpoint_bytes_per_rank=STATE_BYTES * total / mesh.world_size,
+        checkpoint_bytes=saved,
+        checkpoint_bytes_per_rank=saved / mesh.world_size,
     )
+
+
+def optimizer_bytes(config: TrainConfig, num_parameters: int) -> float:
+    """Bytes per parameter of the optimizer's state; of a rule of the user's own, as many as of AdamW with float32 moments.
+
+    Muon keeps one float32 momentum of the matrices in blocks, AdamW's two moments of embedding and head.
+    """
+    model, optimizer = config.model, config.optimizer
+    moments = float(MOMENTS[optimizer.moments])
+    if optimizer.name == "muon":
+        ends = (1 if model.tied_embeddings else 2) * model.vocab_size * model.dim / num_parameters
+        moments = 4 * (1 - ends) + moments * ends
+    return moments + (4 if optimizer.ema_decay else 0)
 
 
 def check_known(config: TrainConfig) -> None:
@@ -125,7 +140,12 @@ def check_known(config: TrainConfig) -> None:
 
 
 def _memory(
-    config: TrainConfig, mesh: MeshSpec, pp_rank: int, weights: Parameters, implementation: Implementation
+    config: TrainConfig,
+    mesh: MeshSpec,
+    pp_rank: int,
+    weights: Parameters,
+    per_parameter: float,
+    implementation: Implementation,
 ) -> Memory:
     model, parallel = config.model, config.mesh
     tp, mine = mesh.degree("tp"), weights.sharded(mesh)
@@ -142,7 +162,7 @@ def _memory(
     return Memory(
         parameters=4.0 * mine,
         gradients=4.0 * mine,
-        optimizer=8.0 * mine,
+        optimizer=per_parameter * mine,
         gathered=_gathered(config, mesh, weights),
         activations=_in_flight(parallel, mesh, pp_rank) * tokens * kept * width,
         block=tokens * _block_per_token(model, tp, is_mixture=dense < len(indices)) * width
@@ -196,6 +216,8 @@ def _gathered(config: TrainConfig, mesh: MeshSpec, weights: Parameters) -> float
     width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
     ends = (1 if model.tied_embeddings else 2) * model.vocab_size * model.dim / tp
     layer = _block_parameters(model).over_model(mesh)
+    if parallel.reshard_after_forward == "never" and mesh.degree("pp") == 1:
+        return weights.over_model(mesh) * width + layer * (width + reduce)
     if mesh.degree("pp") > 1 and parallel.reshard_after_forward != "always":
         # A pipeline stage keeps both until its last microbatch; then a block's gradient is copied to be reduced.
         return weights.over_model(mesh) * (width + reduce) + layer * reduce

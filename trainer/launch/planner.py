@@ -27,7 +27,6 @@ SHOWN = 10
 SAMPLES = (1, 2, 4, 8)  # per forward
 MIN_CP_TOKENS = 4096  # of a rank; shorter parts make cp's messages too small
 ActivationCheckpoint: TypeAlias = Literal["none", "selective", "full"]
-STATE_BYTES = 16  # per parameter: float32 weight, gradient and two moments
 METHODS: tuple[ActivationCheckpoint, ...] = ("none", "selective", "full")
 
 
@@ -81,11 +80,7 @@ class Search:
 
 def search(config: TrainConfig, num_gpus: int, gpu: Gpu) -> Search:
     """The fastest settings that fit; ConfigError if none does, saying by how much."""
-    check_known(config)
-    if isinstance(config.model, ModelConfig) and config.model.experts is not None:
-        raise ConfigError(
-            "--plan predicts the speed of dense models; of mixtures --estimate knows the memory and the traffic"
-        )
+    _check_planned(config)
     tried = [(_predicted(one, num_gpus, gpu), one) for one in _candidates(config, num_gpus, gpu)]
     tried.sort(key=lambda item: -item[0].tokens_per_s)
     best: dict[MeshSpec, Choice] = {}
@@ -115,6 +110,22 @@ def search(config: TrainConfig, num_gpus: int, gpu: Gpu) -> Search:
     return Search(best=list(best.values()), tried=len(tried))
 
 
+def _check_planned(config: TrainConfig) -> None:
+    """ConfigError for what `throughput` does not know."""
+    check_known(config)
+    assert isinstance(config.model, ModelConfig)
+    if config.model.experts is not None:
+        raise ConfigError("--plan predicts the speed of dense models; of mixtures --estimate knows memory and traffic")
+    if config.mesh.cpu_offload:
+        raise ConfigError(
+            "--plan does not know the link to host memory, which cpu_offload waits for: set mesh.cpu_offload=false"
+        )
+    if config.mesh.float8 == "mxfp8":
+        raise ConfigError(
+            "--plan: the GPUs that it knows have no MXFP8; set mesh.float8 to tensorwise, rowwise or none"
+        )
+
+
 def _settings(given: TrainConfig, chosen: TrainConfig) -> list[str]:
     """`--set` for each value of `[mesh]` and `[train]` that was changed, in TOML."""
     found = []
@@ -132,7 +143,8 @@ def _nothing_fits(smallest: Choice | None, num_gpus: int, gpu: Gpu, reason: str)
     if smallest is None:
         return ConfigError(f"--plan: no mesh of {where} takes this model and batch: {reason}")
     needed, usable = smallest.estimate.memory.total, gpu.usable_bytes
-    fewest = ceil(STATE_BYTES * smallest.estimate.num_parameters / usable)
+    gradients = 4 * smallest.estimate.num_parameters
+    fewest = ceil((smallest.estimate.checkpoint_bytes + gradients) / usable)
     return ConfigError(
         f"--plan: nothing fits {where}: the smallest, {smallest.mesh} with activation_checkpoint="
         f"{smallest.config.mesh.activation_checkpoint}, needs {needed / GIB:.1f} GiB per GPU, {(needed - usable) / GIB:.1f} GiB "
@@ -180,7 +192,7 @@ def _meshes(config: TrainConfig, num_gpus: int, gpu: Gpu) -> Iterator[ParallelCo
         for tp in (d for d in _divisors(min(num_gpus // pp, gpu.per_node)) if _divides_model(model, d)):
             for cp in _powers_of_two(config.data.seq_len // MIN_CP_TOKENS):
                 data, rest = divmod(num_gpus, pp * tp * cp)
-                if rest or not data or config.data.seq_len % (2 * cp):
+                if rest or not data or (cp > 1 and config.data.seq_len % (2 * cp)):
                     continue
                 for replicas in _replicas(data, tp * cp, gpu):
                     yield replace(
