@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         Whole,
     )
     from titan_ckpt.trainer.seams.optimizer import OptimizerSpec, Schedule
-    from titan_ckpt.trainer.seams.step import FrozenModel, Prepare
+    from titan_ckpt.trainer.seams.step import FrozenModel, Hooks, Prepare, StepModel, TrainStep
     from titan_ckpt.trainer.seams.validation import Accuracy
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "DataSource",
     "FrozenModel",
     "Head",
+    "Hooks",
     "LmHead",
     "Loss",
     "LossInModel",
@@ -66,6 +67,8 @@ __all__ = [
     "Schedule",
     "SdpaAttend",
     "Shared",
+    "StepModel",
+    "TrainStep",
     "Vocab",
     "Whole",
     "decoder",
@@ -85,6 +88,7 @@ __getattr__, __dir__ = lazy_names(
         "DataSource": "seams.data",
         "FrozenModel": "seams.step",
         "Head": "seams.model",
+        "Hooks": "seams.step",
         "LmHead": "model.head",
         "Loss": "seams.loss",
         "LossInModel": "seams.loss",
@@ -99,6 +103,8 @@ __getattr__, __dir__ = lazy_names(
         "Schedule": "seams.optimizer",
         "SdpaAttend": "model.attention",
         "Shared": "seams.model",
+        "StepModel": "seams.step",
+        "TrainStep": "seams.step",
         "Vocab": "seams.model",
         "Whole": "seams.model",
         "decoder": "model.decoder",

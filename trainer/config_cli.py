@@ -5,10 +5,13 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.output import format_table, write_json, write_text
-from titan_ckpt.trainer.config.settings import Setting, Table, explain, schema, tables
+
+if TYPE_CHECKING:
+    from titan_ckpt.trainer.config.settings import Setting, Table
 
 EPILOG = """\
 examples:
@@ -29,6 +32,8 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the schema, one setting, one table or all of them."""
+    from titan_ckpt.trainer.config.settings import explain, schema, tables  # needs torch, which `--help` does not
+
     if arguments.schema:
         write_json(schema())
         return 0
@@ -41,6 +46,8 @@ def run(arguments: Namespace) -> int:
 
 
 def _shown(item: Setting | Table) -> str:
+    from titan_ckpt.trainer.config.settings import Table
+
     if isinstance(item, Table):
         rows = [[setting.name, _default(setting), setting.meaning] for setting in item.settings]
         return f"[{item.name}] {item.meaning}\n" + format_table(["setting", "default", "meaning"], rows)

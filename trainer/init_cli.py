@@ -8,7 +8,6 @@ from titan_ckpt.console.command import Command
 from titan_ckpt.console.output import format_table, write_text
 from titan_ckpt.errors import UsageError
 from titan_ckpt.trainer.config.recipes import find_template, purpose, templates
-from titan_ckpt.trainer.config.starter import starter
 
 DEFAULT = "tiny"
 EPILOG = """\
@@ -34,6 +33,8 @@ def run(arguments: Namespace) -> int:
         rows = [[name, purpose(path)] for name, path in templates().items()]
         write_text(format_table(["recipe", "for"], rows))
         return 0
+    from titan_ckpt.trainer.config.starter import starter  # needs torch, which `--help` does not
+
     recipe = find_template(arguments.template)
     target = arguments.file or f"{recipe.stem}.toml"
     text = starter(recipe)

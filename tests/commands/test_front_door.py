@@ -256,3 +256,29 @@ def test_a_tab_completes_commands_options_files_and_steps(tmp_path: Path) -> Non
 def test_completion_prints_lines_for_the_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     assert "titan-ckpt" in capsys.readouterr().out
+
+
+_WITHOUT_TORCH = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+sys.meta_path.insert(0, Missing())
+from titan_ckpt.cli.main import COMMANDS, main
+for command in COMMANDS:
+    try:
+        main([command, "--help"])
+    except SystemExit as ended:
+        assert not ended.code, command
+sys.exit(main(["train", "tiny"]))
+"""
+
+
+def test_help_of_every_command_needs_no_torch() -> None:
+    ended = subprocess.run([sys.executable, "-c", _WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.strip().endswith(
+        "`titan-ckpt train` needs torch, which is not installed: pip install 'titan-ckpt[train]'"
+    )
+    assert ended.stdout.count("usage: titan-ckpt") == 16

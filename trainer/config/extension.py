@@ -27,7 +27,7 @@ from titan_ckpt.trainer.seams.data import DataSource
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
 from titan_ckpt.trainer.seams.optimizer import OptimizerSpec, Schedule
-from titan_ckpt.trainer.seams.step import FrozenModel, Prepare
+from titan_ckpt.trainer.seams.step import FrozenModel, Hooks, Prepare, TrainStep
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,15 @@ class Extension:
     schedule: Schedule | None = None  # None: `optimizer.schedule`
     frozen: Mapping[str, Callable[[Any], FrozenModel]] = field(default_factory=dict)  # second models, from the config
     prepare: Prepare | None = None  # called with each microbatch
+    hooks: Hooks | None = None  # calls around each step
+    train_step: TrainStep | None = None  # forward and backward of a step; None: of each microbatch
     tables: Mapping[str, type] = field(default_factory=dict)  # own tables of the config: name -> frozen dataclass
     source: str = ""  # the module it comes from, for ranks that are started
 
     @property
     def is_empty(self) -> bool:
         """Whether everything is the trainer's own."""
-        own = (self.loss, self.data, self.optimizer, self.schedule, self.prepare)
+        own = (self.loss, self.data, self.optimizer, self.schedule, self.prepare, self.hooks, self.train_step)
         return (
             self.model is decoder
             and own == (None,) * len(own)
@@ -112,7 +114,9 @@ def check_parts(extension: Extension, taken: tuple[str, ...]) -> None:
 
 def _check_kinds(extension: Extension) -> None:
     _check_optimizer(extension.optimizer)
-    for name in ("model", "loss", "data", "schedule", "prepare"):
+    if extension.hooks is not None and not isinstance(extension.hooks, Hooks):
+        raise ConfigError(f"hooks is {kind_of(extension.hooks)}, expected an object of a subclass of Hooks")
+    for name in ("model", "loss", "data", "schedule", "prepare", "train_step"):
         part = getattr(extension, name)
         if part is not None and not callable(part) and not isinstance(part, ModelSpec):
             raise ConfigError(

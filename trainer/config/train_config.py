@@ -210,6 +210,10 @@ class TrainConfig:
         loss: Loss = made
         return loss
 
+    def is_logged(self, step: int) -> bool:
+        """Whether the numbers of a finished step are logged."""
+        return step % self.log.every == 0 or step == self.train.steps
+
     def rate(self, step: int) -> float:
         """The learning rate of the update after `step` finished steps."""
         own, total = self.extension.schedule, self.train.steps

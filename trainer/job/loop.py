@@ -18,6 +18,7 @@ from titan_ckpt.trainer.data.shard_stream import counts_asset
 from titan_ckpt.trainer.job.gc_at_steps import Collector
 from titan_ckpt.trainer.job.job import EndReason, Job, Outcome
 from titan_ckpt.trainer.job.meter import Meter, StepResult
+from titan_ckpt.trainer.job.own_step import HookCalls, run_own_step
 from titan_ckpt.trainer.job.resume import TrainingProgress, live_state, training_record
 from titan_ckpt.trainer.job.stop_signals import StopCode
 from titan_ckpt.trainer.job.validation import mean_of
@@ -44,6 +45,7 @@ class Loop:
         self.saved_step = progress.step
         self.loss: float | None = None
         self.meter = Meter(job)
+        self._hooks = HookCalls(job.config.extension.hooks)
         self._skipped_in_a_row = 0
         self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-logs")
         self._device = job.parallelized.ranks.device
@@ -75,6 +77,7 @@ class Loop:
     def _step(self, loader: BatchLoader) -> StopCode:
         """One optimizer step; returns the largest stop code of all ranks."""
         job, step = self.job, self.progress.step + 1
+        self._hooks.before_step(step)
         started = time.perf_counter()
         with job.phases("data", step):
             batch = next(loader)
@@ -88,6 +91,7 @@ class Loop:
         )
         done = StepResult(local_loss=local_loss, local_count=local_count, count=count, grad_norm=grad_norm, lr=lr)
         stop = self._measure(done, step, started)
+        self._after(step, grad_norm, lr)
         if job.config.validation.every and step % job.config.validation.every == 0:
             self._validate(step)
         if job.saver is not None:
@@ -108,8 +112,11 @@ class Loop:
         return local, round(self.job.control.all_reduce_sum([float(local)])[0]) // copies
 
     def _forward_backward(self, batch: Batch, count: int, step: int) -> torch.Tensor:
-        total = torch.zeros((), device=self._device)
+        total, own = torch.zeros((), device=self._device), self.job.config.extension.train_step
         with self.job.phases("forward_backward", step):
+            if own is not None:
+                mine = [self.job.prepare(microbatch) for microbatch in batch.microbatches]
+                return run_own_step(own, mine, self.job.parallelized, count=count, step=step)
             for microbatch in batch.microbatches:
                 total += self.job.parallelized.forward_backward(self.job.prepare(microbatch), count=count)
         return total
@@ -119,6 +126,7 @@ class Loop:
         job, config = self.job, self.job.config
         lr = config.rate(step - 1)
         with job.phases("optimizer", step):
+            self._hooks.after_backward(step, job.parallelized)
             grad_norm = float(job.parallelized.clip_grad_norm(config.optimizer.grad_clip or math.inf))
             if math.isfinite(grad_norm):
                 self._skipped_in_a_row = 0
@@ -127,6 +135,15 @@ class Loop:
                 self._skip(step, grad_norm)
             job.optimizer.zero_grad()
         return lr, grad_norm
+
+    def _after(self, step: int, grad_norm: float, lr: float) -> None:
+        """Give the hooks the numbers of the step, and record theirs."""
+        is_logged = self.loss is not None and self.job.config.is_logged(step)
+        numbers = {"grad_norm": grad_norm, "lr": lr} | (
+            {"loss": self.loss} if self.loss is not None and is_logged else {}
+        )
+        if own := self._hooks.after_step(step, numbers):
+            self.job.metrics.event(Event.OWN, step=step, **own)
 
     def _skip(self, step: int, grad_norm: float) -> None:
         """Skip a step or end the run, according to `optimizer.not_finite`."""
@@ -147,7 +164,7 @@ class Loop:
     def _measure(self, done: StepResult, step: int, started: float) -> StopCode:
         """Count the step, and log it if due; returns the largest stop code of all ranks."""
         job = self.job
-        is_logged = step % job.config.log.every == 0 or step == job.config.train.steps
+        is_logged = job.config.is_logged(step)
         with job.phases("metrics", step):
             if is_logged:
                 self.loss = float(job.parallelized.reduce_loss(done.local_loss)) / done.count

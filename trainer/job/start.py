@@ -21,7 +21,7 @@ from titan_ckpt.trainer.seams.data import DataSource
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
 from titan_ckpt.trainer.seams.optimizer import OptimizerSpec, Schedule
-from titan_ckpt.trainer.seams.step import FrozenModel, Prepare
+from titan_ckpt.trainer.seams.step import FrozenModel, Hooks, Prepare, TrainStep
 
 
 def run(
@@ -37,6 +37,8 @@ def run(
     schedule: Schedule | None = None,
     frozen: Mapping[str, Callable[[Any], FrozenModel]] | None = None,
     prepare: Prepare | None = None,
+    hooks: Hooks | None = None,
+    train_step: TrainStep | None = None,
     tables: Mapping[str, type] | None = None,
 ) -> Outcome:
     """Train in this process: as one of the ranks that torchrun started, or as the only one.
@@ -48,7 +50,8 @@ def run(
     """
     extension = Extension(
         model=model, loss=loss, data=data, validation=validation or {}, metrics=metrics or {},
-        optimizer=optimizer, schedule=schedule, frozen=frozen or {}, prepare=prepare, tables=tables or {},
+        optimizer=optimizer, schedule=schedule, frozen=frozen or {}, prepare=prepare, hooks=hooks, train_step=train_step,
+        tables=tables or {},
     )  # fmt: skip
     checked = _resolve(config, extension, sets)
     if is_rank():

@@ -20,6 +20,7 @@ class Event(StrEnum):
     VALIDATION = "validation"
     SAVE = "save"
     EXPORT = "export"
+    OWN = "own"  # numbers of a user's hooks
     END = "end"
 
 
