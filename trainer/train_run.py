@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from typing import NoReturn
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.output import OutputClosedError, flush, write_json, write_note, write_text
@@ -43,7 +44,7 @@ from titan_ckpt.trainer.launch.planner import format_plan, search
 from titan_ckpt.trainer.launch.preflight import preflight
 from titan_ckpt.trainer.launch.save_schedule import save_schedule
 from titan_ckpt.trainer.model.lora import export_adapter
-from titan_ckpt.trainer.report.logs import run_folder
+from titan_ckpt.trainer.report.logs import RunFolder, run_folder
 
 MAX_LOCAL_RANKS = 1024  # processes on one machine
 
@@ -196,19 +197,22 @@ def run_as_rank(resolved: Resolved[TrainConfig]) -> int:
         end_with_launcher()
     try:
         outcome = run_rank(resolved.config, process)
-    except Exception as error:
-        folder = run_folder(resolved.config.log.folder, resolved.config.save.url)
-        record = write_error(folder, process.rank, error)
-        if is_launched_here():
-            _leave(record.exit_code)
-        if record.exit_code == INTERNAL:
-            raise
-        write_note(f"titan-ckpt: error: rank {process.rank}: {record.message}")
-        _leave(record.exit_code)
+    except Exception as error:  # noqa: BLE001 - told to whoever started the ranks
+        leave_with(error, run_folder(resolved.config.log.folder, resolved.config.save.url), process.rank)
     return 130 if outcome.is_from_other_rank and not is_launched_here() else 0
 
 
-def _leave(exit_code: int) -> None:
+def leave_with(error: Exception, folder: RunFolder, rank: int) -> NoReturn:
+    """End this rank with the error's exit code, and leave the error to whoever started the ranks."""
+    record = write_error(folder, rank, error)
+    if not is_launched_here():
+        if record.exit_code == INTERNAL:
+            raise error
+        write_note(f"titan-ckpt: error: rank {rank}: {record.message}")
+    _leave(record.exit_code)
+
+
+def _leave(exit_code: int) -> NoReturn:
     """Exit at once, since threads of a failed process group may never finish."""
     with suppress(TitanError, OutputClosedError):  # the exit code says what matters
         flush()

@@ -36,6 +36,12 @@ def _train() -> Command:
     return TRAIN
 
 
+def _eval() -> Command:
+    from titan_ckpt.trainer.eval_cli import EVAL
+
+    return EVAL
+
+
 def _init() -> Command:
     from titan_ckpt.trainer.init_cli import INIT
 
@@ -137,6 +143,7 @@ class CommandEntry:
 COMMANDS = {
     "init": CommandEntry(_init, "write a commented config to start from"),
     "train": CommandEntry(_train, "train a model from a TOML config, saving to any store"),
+    "eval": CommandEntry(_eval, "evaluate a checkpoint on validation sets, on any mesh"),
     "config": CommandEntry(_config, "list what a config can set, and explain it"),
     "plot": CommandEntry(_plot, "draw a run's loss, throughput and checkpoints as an SVG"),
     "ls": CommandEntry(_ls, "list a run's checkpoints"),
@@ -218,7 +225,7 @@ _EXTRA_OF = {
 
 
 # Commands that need a whole extra, whichever of its libraries is missed first.
-_EXTRA_OF_COMMAND = {"train": "train", "init": "train", "config": "train"}
+_EXTRA_OF_COMMAND = {"train": "train", "eval": "train", "init": "train", "config": "train"}
 
 
 def missing_extra(error: ModuleNotFoundError, command: str) -> Exception:

@@ -100,12 +100,23 @@ class TrainOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSet:
+    """A corpus of its own that is evaluated; it may be added to a run at any time."""
+
+    name: str  # in logs and records
+    url: str  # as of data.mixture
+    format: Format = "auto"  # as of data.mixture
+    text_field: str = "text"  # the key of the text in a JSONL line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationConfig:
     """Samples that are never trained on. `every=0` switches validation off; `fraction` is held out even then."""
 
     every: int = 0  # steps; 0: never
     fraction: float = 0.0  # of each source
     samples: int = 64  # per evaluation, at most
+    sets: tuple[ValidationSet, ...] = ()  # corpora beside the held-out samples, each with a number of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +280,8 @@ def check_config(config: TrainConfig) -> None:
             raise ConfigError(f"log.{name} = [{first}, {last}]: give the first and the last step, from 1 on")
     if not 0.0 <= config.validation.fraction < 1.0:
         raise ConfigError(f"validation.fraction = {config.validation.fraction}: must be in [0, 1)")
-    if config.validation.every and not config.validation.fraction and not config.extension.validation:
+    _check_sets(config)
+    if config.validation.every and not config.validation.fraction and not names_of_sets(config):
         raise ConfigError(
             "validation.every is set, but validation.fraction = 0 holds nothing out; set it, for example 0.01"
         )
@@ -292,6 +304,17 @@ def check_config(config: TrainConfig) -> None:
             f"export.every = {config.export.every} is not a multiple of save.every = {config.save.every}: "
             "only checkpoints that are saved can be exported"
         )
+
+
+def names_of_sets(config: TrainConfig) -> list[str]:
+    """The validation sets, of the config and of a module."""
+    return [each.name for each in config.validation.sets] + list(config.extension.validation)
+
+
+def _check_sets(config: TrainConfig) -> None:
+    names = names_of_sets(config)
+    if twice := [name for name in names if names.count(name) > 1 or not name]:
+        raise ConfigError(f"validation.sets: {twice[0]!r}: each set needs a name of its own")
 
 
 def _check_tiers(save: SaveConfig) -> None:

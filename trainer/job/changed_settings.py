@@ -64,7 +64,8 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAME, "train", "step_timeout_s"),
     **_each(Effect.REFUSED, "lora", "rank alpha targets"),
     **_each(Effect.DATA, "validation", "fraction"),
-    **_each(Effect.SAME, "validation", "every samples"),
+    **_each(Effect.SAME, "validation", "every samples sets"),
+    **_each(Effect.SAME, "validation.sets", "name url format text_field"),
     **_each(Effect.SAME, "save", "url mirror every at_end keep_last keep_every codec incremental timeout_s grace_s"),
     **_each(Effect.SAME, "export", "every url dtype"),
     **_each(Effect.SAME, "resume", "auto from model_only other_data"),  # `open_base` compares the base of adapters

@@ -21,7 +21,7 @@ from titan_ckpt.trainer.job.meter import Meter, StepResult
 from titan_ckpt.trainer.job.own_step import HookCalls, run_own_step
 from titan_ckpt.trainer.job.resume import TrainingProgress, live_state, training_record
 from titan_ckpt.trainer.job.stop_signals import StopCode
-from titan_ckpt.trainer.job.validation import mean_of
+from titan_ckpt.trainer.job.validation import evaluate
 from titan_ckpt.trainer.report.records import Event
 from titan_ckpt.trainer.seams.loss import count_of
 
@@ -178,8 +178,7 @@ class Loop:
         for name, batch in job.validation_batches().items():
             started = time.perf_counter()
             with job.phases("validation", step):
-                sums = [job.parallelized.forward_loss(job.prepare(microbatch)) for microbatch in batch.microbatches]
-                found = mean_of(job, sums, batch)
+                found = evaluate(job.config, job.parallelized, job.control, job.loss, job.prepare, batch)
             loss, count, seconds = found.pop("loss"), found.pop("tokens"), time.perf_counter() - started
             more = "".join(f"  {metric} {value:.4f}" for metric, value in found.items())
             where = f" of {name}" if name else ""

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
@@ -100,7 +100,8 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
     launched_s = launched_at_s()
     with ExitStack() as stack:
         control = ControlGroup(timeout_s=max(config.train.init_timeout_s, config.save.timeout_s))
-        dataset, tokenizer = _open_data(config, control, is_writer=context.process.local_rank == 0)
+        data = open_data(config, control, is_writer=context.process.local_rank == 0)
+        dataset, tokenizer = data.dataset, data.tokenizer
         metrics = _open_metrics(context, logging_)
         stack.callback(metrics.close)
         names = [os.path.basename(folder.log(context.rank))] + ([METRICS, TRACE] if context.rank == 0 else [])
@@ -111,7 +112,7 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         if start.checkpoint is not None and ASSET in start.checkpoint.manifest.assets:
             recall_counts(dataset.sources, start.checkpoint.asset(ASSET), str(start.checkpoint))
         torch.use_deterministic_algorithms(config.train.deterministic)
-        parallelized = _build(context, start)
+        parallelized = build_model(context, start)
         freeze(parallelized, config.train.freeze, control)
         optimizer, progress = _begin(config, parallelized, start, dataset.fingerprint, control)
         exporter = saver = None
@@ -125,7 +126,7 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
             assets=kept_assets(start, tokenizer) | _chat_assets(config) if context.rank == 0 else {},
             parallelized=parallelized, loss=config.loss, optimizer=optimizer,
             prepare=preparation(config, parallelized, control),
-            validation_batches=_validation(config, parallelized, dataset),
+            validation_batches=validation_batches(config, parallelized, data),
             dataset=dataset, saver=saver, exporter=exporter,
             control=control, stop=stop, phases=phases, inspection=_inspection(context), metrics=metrics,
             upload_logs=lambda: upload_logs(folder, config.save.tiers, names),
@@ -181,7 +182,7 @@ def _exporter(config: TrainConfig, metrics: MetricsLog) -> Exporter:
     )  # fmt: skip
 
 
-def _build(context: RankContext, start: Start) -> Parallelized:
+def build_model(context: RankContext, start: Start) -> Parallelized:
     """The model; adapters come with the weights that they adapt."""
     config = context.config
     lora, seed = config.lora, config.train.seed
@@ -221,8 +222,17 @@ def _save_options(config: TrainConfig, mesh: MeshSpec, phases: Phases, exporter:
     )  # fmt: skip
 
 
-def _open_data(config: TrainConfig, control: ControlGroup, *, is_writer: bool) -> tuple[Dataset, bytes | None]:
-    """The data, and the tokenizer as JSON if they are text.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """The data of a run, its validation sets, and the tokenizer as JSON if they are text."""
+
+    dataset: Dataset
+    sets: Mapping[str, Dataset]
+    tokenizer: bytes | None
+
+
+def open_data(config: TrainConfig, control: ControlGroup, *, is_writer: bool) -> Data:
+    """Open the data and the validation sets; collective.
 
     The writer (local rank 0) tokenises first; the others then map the same files, and fail too if the writer failed.
     """
@@ -231,20 +241,22 @@ def _open_data(config: TrainConfig, control: ControlGroup, *, is_writer: bool) -
         source = checked_source(config.extension.data, config, "data")
         own = Dataset([source], [1.0], seq_len=data.seq_len, seed=config.train.seed, shuffle=data.shuffle,
                       held_out=validation.fraction)  # fmt: skip
-        return own, None
+        return Data(dataset=own, sets=validation_sets(config, None, is_writer=is_writer), tokenizer=None)
     tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
     if config.spec.vocab_size is not None:
         check_vocabulary(tokenizer, config.spec.vocab_size)
 
-    def open_it(is_writer: bool) -> Dataset:
-        return open_dataset(
+    def open_it(is_writer: bool) -> tuple[Dataset, dict[str, Dataset]]:
+        data = open_dataset(
             config.data, config.validation, tokenizer, seed=config.train.seed, is_writer=is_writer, chat=config.chat,
             wait_s=max(config.train.init_timeout_s, config.train.step_timeout_s),
         )  # fmt: skip
+        return data, validation_sets(config, tokenizer, is_writer=is_writer)
 
-    dataset = open_it(True) if is_writer else None
+    opened = open_it(True) if is_writer else None
     control.barrier()
-    return dataset or open_it(False), tokenizer.to_json()
+    dataset, sets = opened or open_it(False)
+    return Data(dataset=dataset, sets=sets, tokenizer=tokenizer.to_json())
 
 
 def _chat_assets(config: TrainConfig) -> dict[str, bytes]:
@@ -306,13 +318,13 @@ def _announce(job: Job, rank: int, start: Start, progress: TrainingProgress) -> 
     log.info("checkpoints: %s", tiers or "none (save.url is empty)")
 
 
-def _validation(config: TrainConfig, model: Parallelized, dataset: Dataset) -> Callable[[], Mapping[str, Batch]]:
-    sets = validation_sets(config)
+def validation_batches(config: TrainConfig, model: Parallelized, data: Data) -> Callable[[], Mapping[str, Batch]]:
+    """This rank's part of what is evaluated, by the name of the set."""
     shape = BatchShape(
         global_batch_size=config.train.global_batch_size, microbatch_size=config.train.microbatch_size,
         data_rank=model.data_rank, data_degree=model.data_degree,
     )  # fmt: skip
-    return lambda: batches_of(dataset, sets, config.validation.samples, shape)
+    return lambda: batches_of(data.dataset, data.sets, config.validation.samples, shape)
 
 
 def _describe_data(dataset: Dataset) -> str:

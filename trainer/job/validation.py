@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_ckpt.trainer.config.train_config import TrainConfig
-from titan_ckpt.trainer.data.batches import Batch, BatchShape, Dataset
+from titan_ckpt.errors import ConfigError, DataError
+from titan_ckpt.trainer.config.train_config import SourceConfig, TrainConfig, ValidationConfig, ValidationSet
+from titan_ckpt.trainer.data.batches import Batch, BatchShape, Dataset, open_dataset
 from titan_ckpt.trainer.data.sample_order import SampleRef
-from titan_ckpt.trainer.job.job import Job
+from titan_ckpt.trainer.data.tokenizer import Tokenizer
+from titan_ckpt.trainer.job.control_group import ControlGroup
+from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.seams.data import checked_source
-from titan_ckpt.trainer.seams.loss import count_of
+from titan_ckpt.trainer.seams.loss import Loss, count_of
+
+Prepared: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
-def validation_sets(config: TrainConfig) -> dict[str, Dataset]:
-    """The extension's own sets, by name."""
-    sources = {
-        name: checked_source(open_, config, f"validation[{name!r}]")
-        for name, open_ in config.extension.validation.items()
-    }
-    seq_len = config.data.seq_len
-    return {name: Dataset([own], [1.0], seq_len=seq_len, seed=0, shuffle=False) for name, own in sources.items()}
+def validation_sets(config: TrainConfig, tokenizer: Tokenizer | None, *, is_writer: bool) -> dict[str, Dataset]:
+    """The sets of the config and of a module, by name. Text that is not in the cache is tokenised first, by the writer."""
+    found = {each.name: _corpus(config, each, tokenizer, is_writer=is_writer) for each in config.validation.sets}
+    for name, open_ in config.extension.validation.items():
+        source = checked_source(open_, config, f"validation[{name!r}]")
+        found[name] = Dataset([source], [1.0], seq_len=config.data.seq_len, seed=0, shuffle=False)
+    return found
+
+
+def _corpus(config: TrainConfig, each: ValidationSet, tokenizer: Tokenizer | None, *, is_writer: bool) -> Dataset:
+    if tokenizer is None:
+        raise ConfigError("validation.sets are corpora of text, which a run with data of its own has no tokenizer for")
+    source = SourceConfig(url=each.url, format=each.format, text_field=each.text_field)
+    data = dataclasses.replace(config.data, source="", mixture=(source,), shuffle=False)
+    dataset = open_dataset(data, ValidationConfig(), tokenizer, seed=0, is_writer=is_writer, chat=config.chat)
+    if not len(dataset.sources[0]):
+        raise DataError(f"validation.sets: {each.name}: {each.url} has less than one sample of {data.seq_len} tokens")
+    return dataset
 
 
 def batches_of(held_out: Dataset, sets: Mapping[str, Dataset], samples: int, shape: BatchShape) -> dict[str, Batch]:
@@ -35,18 +52,20 @@ def batches_of(held_out: Dataset, sets: Mapping[str, Dataset], samples: int, sha
     return found
 
 
-def mean_of(job: Job, sums: Sequence[Tensor], batch: Batch) -> dict[str, float]:
+def evaluate(
+    config: TrainConfig, model: Parallelized, control: ControlGroup, loss: Loss, prepare: Prepared, batch: Batch
+) -> dict[str, float]:
     """`loss`, `tokens` (how many losses it is the mean of), and each metric by name; the same on every rank, collective."""
-    names = ["loss", *job.config.extension.metrics]
-    ranks = job.parallelized.ranks
-    total = torch.zeros(len(names), dtype=torch.float64, device=ranks.device)
-    for part in sums:
+    metrics, ranks = config.extension.metrics, model.ranks
+    total = torch.zeros(1 + len(metrics), dtype=torch.float64, device=ranks.device)
+    for microbatch in batch.microbatches:
+        part = model.forward_loss(prepare(microbatch))
         total[: len(part)] += part.double()
     dist.all_reduce(total)
     total /= ranks.spec.degree("tp")  # tensor parallel ranks computed the same
-    counted = (job.loss, *job.config.extension.metrics.values())
+    counted = (loss, *metrics.values())
     local = [float(sum(count_of(each, microbatch) for microbatch in batch.microbatches)) for each in counted]
     copies = ranks.spec.world_size // ranks.data_degree
-    counts = [count / copies for count in job.control.all_reduce_sum(local)]
-    means = {name: float(total[i]) / max(counts[i], 1.0) for i, name in enumerate(names)}
+    counts = [count / copies for count in control.all_reduce_sum(local)]
+    means = {name: float(total[i]) / max(counts[i], 1.0) for i, name in enumerate(("loss", *metrics))}
     return means | {"tokens": counts[0]}

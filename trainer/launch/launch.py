@@ -117,8 +117,16 @@ def num_ranks(config: TrainConfig, nproc: int | None) -> int:
     return fixed_world_size(config) or max(others, torch.cuda.device_count() // others * others)
 
 
-def launch(arguments: Sequence[str], config: TrainConfig, folder: RunFolder, *, nproc: int, restarts: int = 0) -> int:
-    """Run `titan-ckpt train ARGUMENTS` on `nproc` ranks; returns 0, or 130 after a signal and a committed last checkpoint."""
+def launch(
+    arguments: Sequence[str],
+    config: TrainConfig,
+    folder: RunFolder,
+    *,
+    nproc: int,
+    restarts: int = 0,
+    command: str = "train",
+) -> int:
+    """Run `titan-ckpt COMMAND ARGUMENTS` on `nproc` ranks; returns 0, or 130 after a signal and a last checkpoint."""
     _clear_errors(folder)
     launched_s = time.time()
     os.environ[LAUNCHED] = str(launched_s)
@@ -127,7 +135,7 @@ def launch(arguments: Sequence[str], config: TrainConfig, folder: RunFolder, *, 
         logging.getLogger(name).setLevel(logging.CRITICAL)  # its report blames the wrong rank; ours follows
     launcher = elastic_launch(_launch_config(nproc, restarts, config.save.grace_s), sys.executable)
     try:
-        launcher("-m", "titan_ckpt", "train", *current_settings().words, *arguments)
+        launcher("-m", "titan_ckpt", command, *current_settings().words, *arguments)
     except ChildFailedError as error:
         raise _explain(error, folder) from error
     except SignalException as error:

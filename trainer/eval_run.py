@@ -1,0 +1,92 @@
+"""What `titan-ckpt eval` does: the settings of a checkpoint, the ranks, the table."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.console.output import format_table, write_json, write_text
+from titan_ckpt.errors import UsageError
+from titan_ckpt.trainer.config.extension import Extension, load_extension
+from titan_ckpt.trainer.config.recipes import find_config
+from titan_ckpt.trainer.config.toml_records import build_record, merge_sets, resolve
+from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, config_type
+from titan_ckpt.trainer.job.evaluate import evaluate_rank
+from titan_ckpt.trainer.job.rank_process import RankProcess
+from titan_ckpt.trainer.launch.launch import is_rank, launch
+from titan_ckpt.trainer.report.logs import run_folder
+from titan_ckpt.trainer.train_run import leave_with
+
+_DEGREES = {
+    "pp": 1,
+    "dp_replicate": 1,
+    "dp_shard": -1,
+    "cp": 1,
+    "tp": 1,
+    "pp_layers_per_stage": [],
+    "cpu_offload": False,
+}
+
+_OFF = {
+    "save.url": '""', "save.mirror": '""', "save.every": 0, "save.keep_last": 0, "save.keep_every": 0,
+    "export.every": 0, "validation.every": 0,
+}  # fmt: skip
+
+
+def run(arguments: Namespace) -> int:
+    """Evaluate as a rank, alone, or on ranks that are started."""
+    checkpoint = open_checkpoint(arguments.checkpoint)
+    config = _config(arguments, checkpoint.manifest.config)
+    if not is_rank() and arguments.nproc > 1:
+        words = _again(arguments, checkpoint.url, checkpoint.step)
+        folder = run_folder(config.log.folder, "")
+        return launch(words, config, folder, nproc=arguments.nproc, command="eval")
+    process = RankProcess.from_environment() if is_rank() else RankProcess()
+    try:
+        found = evaluate_rank(config, process, checkpoint.url, checkpoint.step, averaged=arguments.ema)
+    except Exception as error:
+        if not is_rank():
+            raise
+        leave_with(error, run_folder(config.log.folder, ""), process.rank)
+    if process.rank == 0:
+        _show(arguments, checkpoint.step, found)
+    return 0
+
+
+def _config(arguments: Namespace, recorded: Any) -> TrainConfig:
+    """The settings to evaluate with: nothing is saved, resumed or trained."""
+    extension = load_extension(arguments.module) if arguments.module else Extension()
+    kind = config_type(extension)
+    sets = [f"{name}={value}" for name, value in _OFF.items()]
+    if arguments.config is not None:
+        config = resolve(kind, find_config(arguments.config), [*sets, *arguments.set]).config
+    else:
+        if not recorded:
+            raise UsageError(f"{arguments.checkpoint} records no settings; give them with --config")
+        tree = {name: dict(table) for name, table in recorded.items()}
+        tree["mesh"] = tree.get("mesh", {}) | _DEGREES
+        merge_sets(tree, [*sets, *arguments.set], {})
+        config = build_record(kind, tree, {})
+    check_config(config)
+    return config
+
+
+def _show(arguments: Namespace, step: int, found: dict[str, dict[str, float]]) -> None:
+    if arguments.json:
+        write_json({"step": step, "ema": arguments.ema, "sets": found}, indent=None)
+        return
+    names = [name for name in next(iter(found.values())) if name != "tokens"]
+    rows = [
+        [name, *(f"{numbers[key]:.4f}" for key in names), f"{numbers['tokens']:,.0f}"]
+        for name, numbers in found.items()
+    ]
+    write_text(format_table(["set", *names, "tokens"], rows))
+
+
+def _again(arguments: Namespace, url: str, step: int) -> list[str]:
+    words = [f"{url}@{step}", *(part for text in arguments.set for part in ("--set", text))]
+    for name in ("config", "module"):
+        value = getattr(arguments, name)
+        words += [] if value is None else [f"--{name}", find_config(value) if name == "config" else value]
+    return [*words, *(["--ema"] if arguments.ema else []), *(["--json"] if arguments.json else [])]
