@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_ckpt.errors import ConfigError, DataError
-from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
+from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig
+from titan_ckpt.trainer.config.validation import ValidationConfig
 from titan_ckpt.trainer.data.batches import BatchLoader, BatchShape, Dataset, open_dataset, unigram_entropy
 from titan_ckpt.trainer.data.corpus import DocumentReader, list_files
 from titan_ckpt.trainer.data.records import read_documents

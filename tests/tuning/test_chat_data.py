@@ -15,7 +15,8 @@ import torch
 
 from titan_ckpt.errors import ConfigError, DataError
 from titan_ckpt.trainer.config.chat import ChatConfig
-from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
+from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig
+from titan_ckpt.trainer.config.validation import ValidationConfig
 from titan_ckpt.trainer.data import chat_tokens
 from titan_ckpt.trainer.data.batches import BatchShape, Dataset, open_chat, open_dataset
 from titan_ckpt.trainer.data.chat_source import ChatSource, PairSource

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from titan_ckpt.errors import DataError
-from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
+from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig
+from titan_ckpt.trainer.config.validation import ValidationConfig
 from titan_ckpt.trainer.data.batches import BatchShape, Dataset, open_dataset
 from titan_ckpt.trainer.data.binary_tokens import open_megatron, open_nanogpt
 from titan_ckpt.trainer.data.corpus import DocumentReader, list_files

@@ -11,7 +11,8 @@ import pytest
 from tests.support.training_runs import read_losses, train
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import DataError
-from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, ValidationConfig
+from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig
+from titan_ckpt.trainer.config.validation import ValidationConfig
 from titan_ckpt.trainer.data.batches import BatchShape, Dataset, open_dataset
 from titan_ckpt.trainer.data.shard_stream import ASSET, StreamSource, counts_asset, recall_counts
 from titan_ckpt.trainer.data.tokenizer import ByteTokenizer

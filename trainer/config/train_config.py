@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal
 
 from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.location import check_writable, parse_location
@@ -33,6 +33,7 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.chat import ChatConfig
 from titan_ckpt.trainer.config.extension import Extension, NoSettings, check_parts
 from titan_ckpt.trainer.config.ranges import check_ranges
+from titan_ckpt.trainer.config.validation import Format, ValidationConfig
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.experts import BalanceConfig
 from titan_ckpt.trainer.model.lora import LoraConfig, check_lora, check_targets
@@ -43,8 +44,6 @@ from titan_ckpt.trainer.seams.boundary import calling, refuse
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
 from titan_ckpt.trainer.seams.optimizer import share_of
-
-Format: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "tar", "tokens", "nanogpt", "megatron", "chat"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,26 +96,6 @@ class TrainOptions:
     init_timeout_s: float = 600.0  # for collectives until the first step has finished
     step_timeout_s: float = 600.0  # for collectives after that
     freeze: tuple[str, ...] = ()  # globs of weights that are not trained, such as "model.layers.[0-3].*"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationSet:
-    """A corpus of its own that is evaluated; it may be added to a run at any time."""
-
-    name: str  # in logs and records
-    url: str  # as of data.mixture
-    format: Format = "auto"  # as of data.mixture
-    text_field: str = "text"  # the key of the text in a JSONL line
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationConfig:
-    """Samples that are never trained on. `every=0` switches validation off; `fraction` is held out even then."""
-
-    every: int = 0  # steps; 0: never
-    fraction: float = 0.0  # of each source
-    samples: int = 64  # per evaluation, at most
-    sets: tuple[ValidationSet, ...] = ()  # corpora beside the held-out samples, each with a number of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from titan_ckpt.errors import ConfigError, DataError
 from titan_ckpt.trainer.config.chat import ChatConfig
-from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, TrainConfig, ValidationConfig
+from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig, TrainConfig
+from titan_ckpt.trainer.config.validation import ValidationConfig
 from titan_ckpt.trainer.data.binary_tokens import open_megatron, open_nanogpt
 from titan_ckpt.trainer.data.chat_source import ChatSource, PairSource
 from titan_ckpt.trainer.data.chat_tokens import ChatFile, ChatKind, cached_chat, chat_rules

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_ckpt.errors import ConfigError, DataError
-from titan_ckpt.trainer.config.train_config import SourceConfig, TrainConfig, ValidationConfig, ValidationSet
+from titan_ckpt.trainer.config.train_config import SourceConfig, TrainConfig
+from titan_ckpt.trainer.config.validation import ValidationConfig, ValidationSet
 from titan_ckpt.trainer.data.batches import Batch, BatchShape, Dataset, open_dataset
 from titan_ckpt.trainer.data.sample_order import SampleRef
 from titan_ckpt.trainer.data.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ def _corpus(config: TrainConfig, each: ValidationSet, tokenizer: Tokenizer | Non
     if tokenizer is None:
         raise ConfigError("validation.sets are corpora of text, which a run with data of its own has no tokenizer for")
     source = SourceConfig(url=each.url, format=each.format, text_field=each.text_field)
-    data = dataclasses.replace(config.data, source="", mixture=(source,), shuffle=False)
+    data = dataclasses.replace(config.data, source="", mixture=(source,), shuffle=False, stream=False)
     dataset = open_dataset(data, ValidationConfig(), tokenizer, seed=0, is_writer=is_writer, chat=config.chat)
     if not len(dataset.sources[0]):
         raise DataError(f"validation.sets: {each.name}: {each.url} has less than one sample of {data.seq_len} tokens")
