@@ -65,6 +65,7 @@ def test_every_tutorial_block_prints_what_the_page_shows(
 
 @pytest.mark.e2e
 @pytest.mark.hf
+@pytest.mark.timeout(LIMIT_S)
 def test_every_block_on_finetuning_prints_what_the_page_shows(tmp_path: Path) -> None:
     assert run(DOCS / "finetuning.md", tmp_path, {}) == 3
 

@@ -18,7 +18,7 @@ from titan_ckpt.trainer.config.validation import ValidationConfig
 from titan_ckpt.trainer.data.batches import BatchShape, Dataset, open_dataset
 from titan_ckpt.trainer.data.binary_tokens import open_megatron, open_nanogpt
 from titan_ckpt.trainer.data.corpus import DocumentReader, list_files
-from titan_ckpt.trainer.data.records import read_documents
+from titan_ckpt.trainer.data.records import read_documents, read_records
 from titan_ckpt.trainer.data.token_source import TokenSource
 from titan_ckpt.trainer.data.tokenizer import ByteTokenizer
 
@@ -193,6 +193,16 @@ def test_parquet_rows_are_read_or_named(tmp_path: Path) -> None:
     (tmp_path / "part.parquet").write_bytes(data[:-20])
     with pytest.raises(DataError, match=r"part\.parquet: cannot be read as Parquet, at row 0"):
         _documents(tmp_path)
+
+
+def test_nulls_that_arrow_adds_are_left_out(tmp_path: Path) -> None:
+    pyarrow: Any = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"calls": [{"x": 1}], "content": None}, {"calls": [{"y": 2}], "content": "a"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "part.parquet")
+    found = [row for file in list_files(str(tmp_path)) for _, row in read_records(file, DocumentReader())]
+    assert found == rows
 
 
 def test_parquet_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def read_records(file: File | HubSplit, reader: DocumentReader) -> Iterator[tupl
     Lines and members count from 1, rows from 0. DataError for a file that cannot be read to its end.
     """
     if isinstance(file, HubSplit):
-        yield from enumerate(file.records())
+        yield from ((number, without_fillers(row)) for number, row in enumerate(file.records()))
         return
     kind = _kind(file, reader)
     if kind == "parquet":
@@ -123,10 +123,23 @@ def _rows(file: File) -> Iterator[tuple[int, Any]]:
         with parquet.ParquetFile(StoreStream(file), pre_buffer=False) as table:
             for batch in table.iter_batches(batch_size=ROWS):
                 for row in batch.to_pylist():
-                    yield number, row
+                    yield number, without_fillers(row)
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file.where}: cannot be read as Parquet, at row {number}: {error}") from error
+
+
+def without_fillers(value: Any) -> Any:
+    """A row without the nulls with which Arrow fills up objects that have different keys; a message's `content` may be null.
+
+    >>> without_fillers({"role": "assistant", "content": None, "calls": [{"x": 1, "y": None}]})
+    {'role': 'assistant', 'content': None, 'calls': [{'x': 1}]}
+    """
+    if isinstance(value, list):
+        return [without_fillers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_fillers(item) for key, item in value.items() if item is not None or key == "content"}
+    return value
 
 
 def _members(file: File, stream: IO[bytes], text_field: str) -> Iterator[tuple[int, Any]]:
