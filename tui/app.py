@@ -30,6 +30,7 @@ from titan_ckpt.tui.screens.help import HelpScreen
 from titan_ckpt.tui.screens.logs import LogsPane
 from titan_ckpt.tui.session.loading import SessionLoader
 from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.terminal import has_shell
 from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.looks import AsciiFilter, is_ascii_terminal
 from titan_ckpt.tui.widgets.pane import Pane
@@ -87,9 +88,8 @@ class TitanApp(App[None]):
         self._first_screen = first_screen or (
             CheckpointsPane.number if content.has_runs or content.step is not None else 1
         )
-        self._is_interrupted, self._num_ticks = False, 0
+        self._is_interrupted, self._num_ticks, self._status_text = False, 0, ""
         self._working: list[str] = []
-        self._status_text = ""
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Textual's filters, and plain characters on a terminal that has no others."""
@@ -130,7 +130,7 @@ class TitanApp(App[None]):
         self.query_one("#panes", ContentSwitcher).current = f"pane-{number}"
         self.pane.update_rows()
         self.screen.set_focus(self.pane.body)
-        self._paint_tabs()
+        self.query_one(TabBar).show_tabs(self.pane.number)
         self.show_status("")
 
     def action_screen_number(self, number: int) -> None:
@@ -144,8 +144,7 @@ class TitanApp(App[None]):
     def on_verdict_bar_clicked(self) -> None:
         """Show what the verdict is about."""
         incident = self.session.incident.value
-        link = incident.link_of(incident.top) if incident is not None else None
-        if link is not None:
+        if incident is not None and (link := incident.link_of(incident.top)) is not None:
             self.go(link)
 
     def on_pane_go(self, message: Pane.Go) -> None:
@@ -183,8 +182,6 @@ class TitanApp(App[None]):
     def action_forward(self) -> None:
         if (place := self._history.forward(self._here())) is not None:
             self._return_to(place)
-
-    # ----------------------------------------------------------------------------------------- a folder of runs
 
     def on_pane_open(self, message: Pane.Open) -> None:
         what, look = f"opening {redact(message.url)}", partial(find_content, message.url, message.incident)
@@ -290,6 +287,13 @@ class TitanApp(App[None]):
             self._is_interrupted = True
             self.show_status("press ctrl+c again to quit")
 
+    def action_suspend_process(self) -> None:
+        """Suspend if a shell can continue the program: in a container or `ssh host titan-ckpt tui` nobody could."""
+        if has_shell():
+            super().action_suspend_process()
+        else:
+            self.show_status("there is no shell to return to")
+
     def action_go_to(self) -> None:
         self.ask(HINT, "", self.go_to)
 
@@ -368,9 +372,6 @@ class TitanApp(App[None]):
         else:
             bar.show_keys(follow, (*_COMMON_KEYS, *self.pane.keys))
 
-    def _paint_tabs(self) -> None:
-        self.query_one(TabBar).show_tabs(self.pane.number)
-
     def _paint_verdict(self) -> None:
         """The bar on top of every screen; none any more while the program ends."""
         session = self.session
@@ -380,11 +381,11 @@ class TitanApp(App[None]):
             bar.show_verdict(session.incident.value, now_s, looked)
 
     def _repaint(self) -> None:
-        """Paint the bars and the lines anew: the size or the colours have changed."""
-        self._paint_tabs()
+        """Paint all lines anew: the size or the colours have changed, or another program wrote on the terminal."""
+        self.query_one(TabBar).show_tabs(self.pane.number)
         self._paint_verdict()
         self._paint_status()
-        for view in self.query(LineView):
+        for view in self.query("LineView, OneLine"):
             view.refresh()
 
     def on_resize(self) -> None:

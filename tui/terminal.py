@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 import tty
+from pathlib import Path
 
 ANSWER_S = 0.25
 _ASK = b"\x1b]11;?\x1b\\\x1b[c"  # the background, then what every terminal answers: no need to wait for silence
@@ -61,6 +62,20 @@ def _answer(descriptor: int, timeout_s: float) -> bytes:
         if select.select([descriptor], [], [], left)[0]:
             answer += os.read(descriptor, 256)
     return answer
+
+
+def has_shell() -> bool:
+    """Whether a shell with job control started the program: the parent of its process group is in the same session.
+
+    POSIX calls a group without such a parent orphaned: nobody continues it once it has stopped.
+    """
+    leader = os.getpgrp()
+    try:
+        stat = Path(f"/proc/{leader}/stat").read_text() if leader != os.getpid() else ""
+        parent = int(stat.rpartition(")")[2].split()[1]) if stat else os.getppid()
+        return parent > 0 and os.getsid(parent) == os.getsid(0)
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def lightness(answer: bytes) -> float | None:

@@ -88,6 +88,27 @@ async def test_no_screen_is_wider_than_its_terminal(size: tuple[int, int]) -> No
             assert f"[{number} " in lines[0]
 
 
+async def test_a_small_terminal_shows_what_matters() -> None:
+    app = app_of(SKIP)
+    async with app.run_test(size=(40, 12)) as pilot:
+        await settled(app, pilot)
+        assert "culprit: rank 2" in screen_text(app)
+        for number, text in (("2", "# differs"), ("3", "# broadcast 8"), ("4", "2 differs")):
+            await press(app, pilot, number)
+            assert text in screen_text(app)
+
+
+async def test_the_cursor_starts_on_a_rank_where_none_is_at_fault() -> None:
+    app = app_of(DATA / "run", 3)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        for number in "36":
+            await press(app, pilot, number)
+            assert "n0:9271" in screen_text(app), "details of rank 0"
+        await press(app, pilot, "g")
+        assert "nothing more about this line" in screen_text(app)
+
+
 async def test_details_follow_the_cursor_and_tab_moves_the_focus() -> None:
     app = app_of(SKIP, 3)
     async with app.run_test(size=(120, 36)) as pilot:
@@ -283,6 +304,20 @@ def test_goodput_is_what_the_trainer_reports(seed: int) -> None:
     assert mine.seconds["steps"] == pytest.approx(theirs.productive_s)
     assert mine.seconds["data"] == pytest.approx(theirs.data_wait_s)
     assert mine.seconds["redone"] == pytest.approx(theirs.recomputed_s)
+
+
+def test_an_upload_lasts_from_the_stall_to_the_commit() -> None:
+    """Also of a step that is saved again after a resume; not of one that no record calls committed."""
+    lines = [
+        {"event": "save", "step": 4, "time_s": 10.0},
+        {"event": "step", "step": 5, "time_s": 12.0, "committed_step": 4, "commit_age_s": 0.5},
+        {"event": "save", "step": 6, "time_s": 13.0},
+        {"event": "start", "step": 4, "time_s": 20.0},
+        {"event": "save", "step": 4, "time_s": 21.0},
+        {"event": "step", "step": 5, "time_s": 23.0, "committed_step": 4, "commit_age_s": 1.75},
+        {"event": "step", "step": 6, "time_s": 24.0, "committed_step": 4, "commit_age_s": 2.75},
+    ]
+    assert parse_metric_lines("\n".join(map(json.dumps, lines)).encode(), "m").uploads == {4: 0.25}
 
 
 async def test_a_step_is_chosen_smoothed_and_overlaid() -> None:

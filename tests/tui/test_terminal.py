@@ -159,3 +159,13 @@ def test_nothing_is_lost_on_any_terminal(name: str, size: tuple[int, int], tmp_p
     for mode in (b"1049", b"1000", b"2004"):
         assert terminal.raw.rfind(b"\x1b[?" + mode + b"l") > terminal.raw.rfind(b"\x1b[?" + mode + b"h"), mode
     assert b"\x1b[?25h" in terminal.raw
+
+
+def test_ctrl_z_stops_nothing_that_nobody_can_continue(tmp_path: Path) -> None:
+    """As the only program of a container or of `ssh host titan-ckpt tui`."""
+    with opened("pty", INCIDENTS / "skip", tmp_path) as terminal:
+        see(terminal, "[1 Overview]")
+        terminal.press("\x1a")
+        see(terminal, "there is no shell to return to")
+        terminal.press("q")
+        assert terminal.ended_with() == 0

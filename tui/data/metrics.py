@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -49,7 +49,8 @@ class Goodput:
 class Metrics:
     """Columns of numbers by name, NaN where a step has no value; `steps` is the x axis.
 
-    `saves` and `resumes` are the steps of these events; `goodput` is None without times.
+    `saves` and `resumes` are the steps of these events; `uploads` the seconds that training went on beside the upload of a step;
+    `goodput` is None without times.
     """
 
     source: str
@@ -58,6 +59,7 @@ class Metrics:
     num_damaged: int = 0
     saves: tuple[float, ...] = ()
     resumes: tuple[float, ...] = ()
+    uploads: Mapping[int, float] = field(default_factory=dict)
     goodput: Goodput | None = None
 
     def panels(self) -> list[tuple[str, Floats]]:
@@ -125,12 +127,27 @@ def parse_metric_lines(data: bytes, source: str) -> Metrics:
     return Metrics(
         source=source, steps=np.array(steps, np.float64), columns=columns, num_damaged=num_damaged,
         saves=_steps_of(events, "save"), resumes=tuple(step for step in _steps_of(events, "start") if step > 0),
-        goodput=goodput_of(events),
+        uploads=uploads_of(events), goodput=goodput_of(events),
     )  # fmt: skip
 
 
 def _steps_of(events: Sequence[tuple[str, Mapping[str, float]]], kind: str) -> tuple[float, ...]:
     return tuple(values["step"] for event, values in events if event == kind and "step" in values)
+
+
+def uploads_of(events: Sequence[tuple[str, Mapping[str, float]]]) -> dict[int, float]:
+    """Seconds from the end of a save's stall to its commit, by step: of those that a later record calls committed."""
+    begun: dict[float, float] = {}
+    found: dict[int, float] = {}
+    for event, values in events:
+        if "time_s" not in values:
+            continue
+        if event == "save" and "step" in values:
+            begun[values["step"]] = values["time_s"]
+        committed = values.get("committed_step", -1.0)
+        if committed in begun and "commit_age_s" in values:
+            found[int(committed)] = max(values["time_s"] - values["commit_age_s"] - begun.pop(committed), 0.0)
+    return found
 
 
 def goodput_of(events: Sequence[tuple[str, Mapping[str, float]]]) -> Goodput | None:

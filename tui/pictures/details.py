@@ -20,10 +20,17 @@ _MOST_FRAMES = 40
 _AROUND = 3
 
 
-def fact(name: str, text: str, width: int, role: Role = Role.PLAIN, link: RowLink | None = None) -> Iterator[Row]:
+def fact(
+    name: str,
+    text: str,
+    width: int,
+    role: Role = Role.PLAIN,
+    link: RowLink | None = None,
+    at: tuple[str, int] | None = None,
+) -> Iterator[Row]:
     """A name and its text, wrapped beside it."""
     for i, line in enumerate(wrapped(text, max(width - _NAME, 12)) if text else ()):
-        yield row((f"{name if i == 0 else '':<{_NAME}}", Role.DIM), (line, role), link=link)
+        yield row((f"{name if i == 0 else '':<{_NAME}}", Role.DIM), (line, role), link=link, at=at)
 
 
 def rank_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
@@ -37,7 +44,8 @@ def rank_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
     title: list[TextSpan] = [(f"rank {rank}", Role.BOLD)]
     title += [(f" {CULPRIT} culprit", Role.BAD)] if is_culprit else []
     where = " ".join(f"{axis}{place}" for axis, place in record.coordinates.items())
-    yield row(*title, (f"  {where}", Role.DIM), link=link)
+    yield row(*title, link=link)
+    yield from fact("mesh", where, width)
     yield from fact("process", process_text(incident, rank), width)
     detail = f" ({state.detail})" if state.detail else ""
     yield from fact("state", f"{glyph.char} {glyph.label}{detail}", width, glyph.role, link)
@@ -45,7 +53,7 @@ def rank_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
     yield from fact("exit", _exit_text(record), width)
     yield from _wait_rows(incident, rank, width)
     if state.frame is not None:
-        yield row(("line       ", Role.DIM), truncate(str(state.frame), width - _NAME), link=link, at=_at(state.frame))
+        yield from fact("line", str(state.frame), width, link=link, at=_at(state.frame))
     yield from _stack_rows(record, width)
 
 
@@ -122,7 +130,7 @@ def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: i
         yield from fact("timeout", format_duration(op.timeout_ms / 1e3), width)
     frame = user_frame(op.frames, incident.run.wrappers)
     if frame is not None:
-        yield row(("line       ", Role.DIM), truncate(str(frame), width - _NAME), at=_at(frame))
+        yield from fact("line", str(frame), width, at=_at(frame))
 
 
 def _lag_text(incident: Incident, lane: Lane, column: int, op: Operation) -> str:

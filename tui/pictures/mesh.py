@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, row
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, row, truncate
 
 _MOST_RANKS = 4096
 
@@ -32,7 +32,11 @@ def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
         f"{axis} {1 + max(r.coordinates.get(axis, 0) for r in incident.run.ranks.values())}" for axis in axes
     )
     how = f"{axes[-1]} across{f', a block per {axes[-2]}' if len(axes) > 1 else ''}"
-    yield row((sizes, Role.BOLD), (f"  {how}", Role.DIM))
+    if len(sizes) + len(how) + 2 > width:
+        yield row((truncate(sizes, width), Role.BOLD))
+        yield row((truncate(how, width), Role.DIM))
+    else:
+        yield row((sizes, Role.BOLD), (f"  {how}", Role.DIM))
     labels = {key: " ".join(f"{axis}{i}" for axis, i in zip(axes[:-2], key, strict=True)) for key in blocks}
     before = max(map(len, labels.values())) + 2 if any(labels.values()) else 0
     for key, of_key in sorted(blocks.items()):

@@ -17,6 +17,7 @@ from titan_ckpt.tui.pictures.details import fact
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, head, row, truncate
 
 _MOST_SAVES, _LARGEST = 12, 6
+_WITH_SIZES = 62  # narrower, the sizes are in the list alone
 _BAR = "━"
 
 
@@ -45,22 +46,29 @@ def save_rows(found: RunSteps, metrics: Metrics | None, width: int) -> Iterator[
     shown = found.steps[:_MOST_SAVES]
     gaps = _gaps(found)
     longest = max((gap for gap in gaps.values() if gap), default=0.0)
-    room = max(width - 46, 4)
-    yield head(f"{'step':>9}  {'since the last':<{room + 10}}  {'size':>9}  {'stall':>8}")
+    has_size = width >= _WITH_SIZES
+    room = max(width - (57 if has_size else 46), 4)
+    sizes = f"{'size':>9}  " if has_size else ""
+    yield head(f"{'step':>9}  {'since the last':<{room + 10}}  {sizes}{'stall':>8}  {'upload':>8}")
     for step in shown:
         link, gap = RowLink(screen=7, step=step.step), gaps.get(step.step)
         is_bad = any(copy.state in UNUSABLE for copy in step.copies)
         mark = CULPRIT if is_bad else " "
         bar = _BAR * max(round(gap / longest * room), 1) if gap and longest else ""
         stall = value_at(metrics, "save_stall_s", step.step)
-        size = format_size(step.best.size_bytes) if step.best.size_bytes else ""
+        upload = metrics.uploads.get(step.step) if metrics is not None else None
+        size = f"{format_size(step.best.size_bytes) if step.best.size_bytes else '':>9}  " if has_size else ""
         state = "" if step.best.state in (StepState.COMMITTED, StepState.FOREIGN) else str(step.best.state)
-        since, took = format_duration(gap) if gap else state, format_duration(stall) if stall is not None else ""
+        since, took = format_duration(gap) if gap else state, _seconds(stall)
         role = Role.BAD if is_bad else Role.DIM
         yield row((f"{mark}{step.step:>8}  ", Role.BAD if is_bad else Role.PLAIN), (f"{bar:<{room}} ", Role.GOOD),
-                  (f"{since:<9}", role), f"  {size:>9}  {took:>8}", link=link, is_problem=is_bad)  # fmt: skip
+                  (f"{since:<9}", role), f"  {size}{took:>8}  {_seconds(upload):>8}", link=link, is_problem=is_bad)  # fmt: skip
     if len(found.steps) > len(shown):
         yield row((f"  and {len(found.steps) - len(shown)} older", Role.DIM))
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else format_duration(value)
 
 
 def _gaps(found: RunSteps) -> dict[int, float]:
@@ -85,6 +93,7 @@ def checkpoint_rows(opened: Checkpoint, metrics: Metrics | None, width: int) -> 
     stall = value_at(metrics, "save_stall_s", opened.step)
     if stall is not None:
         yield from fact("stall", format_duration(stall), width)
+    yield from fact("upload", _seconds(metrics.uploads.get(opened.step) if metrics is not None else None), width)
     yield row()
     yield head("largest tensors")
     largest = sorted(manifest.tensors, key=lambda tensor: -int(np.prod(tensor.global_shape, dtype=np.int64)))

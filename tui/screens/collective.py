@@ -22,6 +22,8 @@ from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
+_WITH_LAG = 50
+
 
 class CollectivePane(Pane):
     """One operation on all ranks of its group."""
@@ -59,7 +61,7 @@ class CollectivePane(Pane):
         one = next((i for i, code in enumerate(codes.tolist()) if code == usual >= 0), None)
         op = incident.run.operation(lane.members[one], int(at[one])) if one is not None else None
         if incident.is_p2p(lane):
-            return f"group {incident.name_of(lane)} · number {seq} of each rank's sends and receives"
+            return f"group {incident.name_of(lane)} · number {seq} of each rank"
         what = [signature_text(op)] if op is not None else []
         others = int(((codes >= 0) & (codes != usual)).sum())
         facts = [f"group {incident.run.groups[lane.group]}", f"operation #{seq}"]
@@ -186,7 +188,6 @@ class CollectiveRows:
         )
         times = (int(table["created_ns"][at]) for table, at in tables if at >= 0)
         self._first_ns = min((time for time in times if time), default=0)
-        self._head = head(f"{'rank':>6}  {'state':<11}{'lag':>9}    operation, call site")
         self._tail = [row(), head("merged stacks"), *tree]
 
     def __len__(self) -> int:
@@ -195,7 +196,7 @@ class CollectiveRows:
     def row(self, index: int, width: int) -> Row:
         place = index - 1
         if place < 0:
-            return self._head
+            return head(f"{'rank':>6}  {'state':<11}{_lag('lag', width)}    operation, call site")
         if place >= len(self._members):
             return self._tail[place - len(self._members)]
         rank, at = self._members[place], int(self._at[place])
@@ -215,19 +216,20 @@ class CollectiveRows:
         if op is None:
             state = incident.states.get(rank)
             doing = SITUATIONS[state.kind].label if state is not None else "unknown"
-            start = f"{mark}{rank:>5}  absent     {'':>9}  {doing}"
+            gap = f"{_lag('', width)}    "
+            start = f"{mark}{rank:>5}  absent     {gap}{doing}"
             place = _place(state.frame if state is not None else None, width - len(start))
-            return row((f"{mark}{rank:>5}  ", mark_role), ("absent     ", Role.BAD), f"{'':>9}  {doing}", (place, Role.DIM),
+            return row((f"{mark}{rank:>5}  ", mark_role), ("absent     ", Role.BAD), f"{gap}{doing}", (place, Role.DIM),
                        link=link, is_problem=True, at=_at(state.frame if state is not None else None))  # fmt: skip
-        lag = f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else ""
+        lag = _lag(f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else "", width)
         state_text = "done" if op.retired or op.state == "completed" else op.state
         role: Role = Role.BAD if is_other else Role.GOOD if not op.retired else Role.PLAIN
         what, what_role = signature_text(op), role if is_other else Role.PLAIN
         other = "  # " if is_other else "    "
-        start = f"{mark}{rank:>5}  {state_text:<11}{lag:>9}{other}{what}"
+        start = f"{mark}{rank:>5}  {state_text:<11}{lag}{other}{what}"
         frame = user_frame(op.frames, incident.run.wrappers)
         place = _place(frame, width - len(start))
-        return row((f"{mark}{rank:>5}  ", mark_role), (f"{state_text:<11}", role), f"{lag:>9}", (f"{other}{what}", what_role),
+        return row((f"{mark}{rank:>5}  ", mark_role), (f"{state_text:<11}", role), lag, (f"{other}{what}", what_role),
                    (place, Role.DIM), link=link, is_problem=is_other, at=_at(frame))  # fmt: skip
 
     def next_problem(self, index: int, direction: int) -> int | None:
@@ -239,6 +241,11 @@ class CollectiveRows:
     def place_of_rank(self, rank: int) -> int | None:
         """Row index of a rank."""
         return self._members.index(rank) + 1 if rank in self._members else None
+
+
+def _lag(text: str, width: int) -> str:
+    """The column of lags, which a narrow terminal has no room for."""
+    return f"{text:>9}" if width >= _WITH_LAG else ""
 
 
 def _at(frame: Frame | None) -> tuple[str, int] | None:

@@ -122,7 +122,9 @@ class GridPane(Pane):
         before = 0 if grid is None else label_width(grid) + len(MARK)
         axis = "" if grid is None else axis_text(grid, self._first, self._per_cell, self._cell_width(grid))
         self.query_one("#axis", OneLine).show(f"{'':>{before}}{axis}")
-        self.query_one("#legend", OneLine).show("" if grid is None else f" {legend_text(grid)}")
+        self.query_one("#legend", OneLine).show(
+            "" if grid is None else f" {legend_text(grid, self.body.size.width - 1)}"
+        )
 
     def _cell_width(self, grid: Grid) -> int:
         return max(self.body.line_width - label_width(grid), 1)

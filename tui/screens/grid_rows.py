@@ -149,9 +149,10 @@ def axis_text(grid: Grid, first: int, per_cell: int, width: int) -> str:
     return text.rstrip()
 
 
-def legend_text(grid: Grid) -> str:
-    """Glyphs and their labels."""
+def legend_text(grid: Grid, width: int) -> str:
+    """Glyphs and their labels; only those that occur if there is no room for all."""
+    here = [code for code in np.unique(grid.codes).tolist() if code != BLANK]
     if grid.is_time:
-        here = {code: BARS[code] for code in np.unique(grid.codes).tolist() if code != BLANK}
-        return "  ".join(f"{glyph.char} {glyph.label}" for glyph in here.values()) + "  ╎ the last rank begins to wait"
-    return "  ".join(f"{glyph.char} {glyph.label}" for code, glyph in enumerate(GLYPHS) if code != BLANK)
+        return "  ".join(f"{BARS[code].char} {BARS[code].label}" for code in here) + "  ╎ the last rank begins to wait"
+    text = "  ".join(f"{glyph.char} {glyph.label}" for code, glyph in enumerate(GLYPHS) if code != BLANK)
+    return text if len(text) <= width else "  ".join(f"{GLYPHS[code].char} {GLYPHS[code].label}" for code in here)

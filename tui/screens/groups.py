@@ -31,6 +31,7 @@ from titan_ckpt.tui.widgets.part import Part, Space
 MAX_MESH_RANKS = 4096
 MAX_MEMBERS = 256
 NEWEST = 256
+_NARROW = 50
 
 
 class GroupsPane(Pane):
@@ -79,17 +80,18 @@ def collective_lanes(incident: Incident) -> list[Lane]:
 
 def group_rows(incident: Incident, width: int) -> Iterator[Row]:
     """A line per group: progress of its members, ranks that are behind, and ranks that issued something else."""
-    lanes = collective_lanes(incident)
-    longest = min(max([5, *(len(str(incident.run.groups[lane.group])) for lane in lanes)]), 16)
-    yield head(f"{'group':<{longest}} {'ranks':<10} {'all done':>8} {'newest':>8}  outliers")
+    lanes, is_narrow = collective_lanes(incident), width < _NARROW
+    longest = min(max([5, *(len(str(incident.run.groups[lane.group])) for lane in lanes)]), 10 if is_narrow else 16)
+    for_ranks, all_done = (6, "") if is_narrow else (10, f"{'all done':>8} ")
+    yield head(f"{'group':<{longest}} {'ranks':<{for_ranks}} {all_done}{'newest':>7}  outliers")
     for lane in lanes:
         group = incident.run.groups[lane.group]
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
         odd = outliers_text(lane, newest)
-        name, ranks = truncate(str(group), longest), truncate(ranks_text(lane.members, 2), 10)
-        yield row((f"{name:<{longest}} ", Role.BOLD), f"{ranks:<10} ",
-                  f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>8}  ",
+        name, ranks = truncate(str(group), longest), truncate(ranks_text(lane.members, 2), for_ranks)
+        done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} "
+        yield row((f"{name:<{longest}} ", Role.BOLD), f"{ranks:<{for_ranks}} {done}{f'#{newest}':>7}  ",
                   (odd or "none", Role.BAD if odd else Role.DIM),
                   link=RowLink(screen=2, group=str(group)), is_problem=bool(odd))  # fmt: skip
     if collective_lanes(incident):
@@ -133,14 +135,16 @@ def member_rows(incident: Incident, group: str, width: int) -> Iterator[Row]:
     """The members of a group, each with its newest operation and its state."""
     lane = incident.lanes[incident.lane_of(group)]
     yield row((group, Role.BOLD), f"  {counted(len(lane.members), 'rank')}: {ranks_text(lane.members, 6)}")
-    for rank, last, is_done in list(zip(lane.members, lane.last.tolist(), lane.done.tolist(), strict=True))[
-        :MAX_MEMBERS
-    ]:
+    shown = list(zip(lane.members, lane.last.tolist(), lane.done.tolist(), strict=True))[:MAX_MEMBERS]
+    texts = [
+        "nothing recorded" if last < 0 else f"#{last} {'done' if is_done else 'pending'}" for _, last, is_done in shown
+    ]
+    column = max(map(len, texts), default=0) + 2
+    for (rank, _, _), newest in zip(shown, texts, strict=True):
         glyph = SITUATIONS[incident.states[rank].kind]
         link, mark = RowLink(screen=6, rank=rank), CULPRIT if rank in incident.top.culprits else " "
-        newest = "nothing recorded" if last < 0 else f"#{last} {'done' if is_done else 'pending'}"
-        yield row((f"{mark}{rank:>6}  ", Role.BAD if mark == CULPRIT else Role.PLAIN), f"{newest:<16}  ",
-                  (truncate(f"{glyph.char} {glyph.label}", width - 27), glyph.role), link=link)  # fmt: skip
+        yield row((f"{mark}{rank:>6}  ", Role.BAD if mark == CULPRIT else Role.PLAIN), f"{newest:<{column}}",
+                  (truncate(f"{glyph.char} {glyph.label}", width - 9 - column), glyph.role), link=link)  # fmt: skip
     if len(lane.members) > MAX_MEMBERS:
         yield row((f"  and {counted(len(lane.members) - MAX_MEMBERS, 'more rank')}", Role.DIM))
 
@@ -149,7 +153,8 @@ def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
     """The recorded mesh: the last axis horizontal, the others vertical; each rank with the glyph of its state."""
     places = {rank: record.coordinates for rank, record in incident.run.ranks.items() if record.coordinates}
     if not places:
-        yield row(("no mesh coordinates recorded (titan_ckpt.debug.Recorder writes them)", Role.DIM))
+        text = "no mesh coordinates recorded (titan_ckpt.debug.Recorder writes them)"
+        yield from (row((line, Role.DIM)) for line in wrapped(text, width))
         return
     axes = [axis for axis in next(iter(places.values())) if len({place.get(axis, 0) for place in places.values()}) > 1]
     yield head("mesh: " + " x ".join(f"{axis} {1 + max(p.get(axis, 0) for p in places.values())}" for axis in axes))

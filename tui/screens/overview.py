@@ -180,7 +180,12 @@ def _verdict_rows(incident: Incident, width: int) -> Iterator[Row]:
     many = "s" if len(top.culprits) > 1 else ""
     facts += [f"culprit{many}: rank{many} {ranks_text(top.culprits)}"] if top.culprits else []
     at = (top.file, top.line) if top.file else _line_of(incident)
-    yield row((name, role), "   " + " · ".join(facts), link=link, is_problem=role != Role.GOOD, at=at)
+    text = " · ".join(facts)
+    fits = len(name) + 3 + len(text) <= width
+    yield row((name, role), f"   {text}" if fits else "", link=link, is_problem=role != Role.GOOD, at=at)
+    yield from (
+        row(f"  {line}", link=link, at=at) for line in wrapped(" · ".join(reversed(facts)), width - 2) if not fits
+    )
     for line in wrapped(top.headline, width):
         yield row((line, Role.BOLD), link=link, at=at)
 
@@ -203,11 +208,7 @@ def _checkpoint_rows(session: Session) -> Iterator[Row]:
 
 
 def _strip_rows(incident: Incident, width: int) -> Iterator[Row]:
-    yield head(
-        "ranks by state"
-        if incident.top.verdict != VerdictKind.HEALTHY
-        else "ranks by state when their evidence was taken"
-    )
+    yield head("ranks by state" if incident.top.verdict != VerdictKind.HEALTHY else "ranks by state, as last seen")
     yield from ranks_rows(incident, width)
 
 
@@ -289,7 +290,8 @@ def _data_rows(session: Session, width: int) -> Iterator[Row]:
         committed = checkpoints.value.newest()
         newest = f"; newest committed: step {committed}" if committed is not None else ""
         text = checkpoints.value.counts(", ")
-        yield row(f"  checkpoints: {text or 'none'}{newest}", link=RowLink(screen=7))
+        for line in wrapped(f"  checkpoints: {text or 'none'}{newest}", width, "    "):
+            yield row(line, link=RowLink(screen=7))
     else:
         yield row(("  checkpoints: " + checkpoints.text, Role.DIM))
     if logs.value is not None:

@@ -19,6 +19,7 @@ from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.part import Part, PartView, Space
 
 REST_S = 0.05  # longer than a key that is held down takes to come again
+_HEADINGS = 8  # lines before the first rank, at most
 NO_INCIDENT = (
     "An incident is a folder of Flight Recorder dumps, stacks or logs, or a run with a debug/ folder. To create one, run "
     "`titan-ckpt debug collect` on a hung job, or `titan-ckpt debug inject skip` as a drill."
@@ -141,10 +142,13 @@ class Pane(Vertical):
         return self.session.incident.value is not None and self.body.size.height > 0
 
     def begin(self) -> None:
-        """Place the cursor once, when data is shown for the first time: on the rank at fault."""
-        incident = self.session.incident.value
+        """Place the cursor once, when data is shown for the first time: on the rank at fault, else on the first one."""
+        incident, rows, width = self.session.incident.value, self.body.rows, self.body.line_width
         if incident is not None and incident.culprit is not None:
             self.move_to_rank(incident.culprit)
+            return
+        links = ((i, rows.row(i, width).link) for i in range(min(len(rows), _HEADINGS)))
+        self.body.move_to(next((i for i, link in links if link is not None and link.rank is not None), 0))
 
     def open_link(self, link: RowLink) -> None:
         """Select the item that another screen linked to, and no other at first sight."""
@@ -288,11 +292,11 @@ class Pane(Vertical):
             if not view.is_shown:
                 continue
             size = view.scrollable_content_region.size
-            row = self.body.current if view.part.is_of_line else None
-            seen = (self._seen, size, row, self.body.cursor if row is not None else None)
+            line = self.body.current if view.part.is_of_line else None
+            seen = (self._seen, size, line, self.body.cursor if line is not None else None)
             if seen != view.seen or force:
                 view.seen = seen
-                view.show_rows(self.part_rows(view.space))
+                view.show_rows(tuple(self.part_rows(view.space)) or [row(("nothing more about this line", Role.DIM))])
                 view.name_it(self.part_title(view.part.name))
 
     def action_next_part(self, by: int) -> None:
