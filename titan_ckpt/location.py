@@ -22,6 +22,8 @@ _AT_STEP = re.compile(r"@([0-9]+|latest)\Z")
 _STEP_FOLDER = re.compile(r"step-[0-9]{8,}")
 _ATTEMPT_FOLDER = re.compile(r"a-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
 _ONE_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)", re.IGNORECASE)
+_STORES = "s3|s3a|gs|gcs|az|abfss?|https?|memory|file|hf"
+_MISTYPED = re.compile(rf"({_STORES})(//|:(?!//|:))/*", re.IGNORECASE)  # s3//bucket, s3:/bucket, s3:bucket
 # Files and folders that titan-ckpt itself makes in a run.
 _RESERVED = frozenset(
     {"COMMIT.json", "OWNER.json", "manifest.json", "digests.bin", ".metadata", "pins.txt", "unmirrored.txt"}
@@ -58,6 +60,11 @@ def url_text(url: StrPath, name: str = "the URL") -> str:
         raise UsageError(f"{redact(text)}: a path object drops one slash of a URL; give URLs as text")
     if not text.strip():
         raise UsageError(f"empty URL; give {_GIVE}")
+    if (mistyped := _MISTYPED.match(text)) is not None:
+        meant = f"{mistyped[1].lower()}://{'/' if mistyped[1].lower() == 'file' else ''}{text[mistyped.end() :]}"
+        raise UsageError(
+            f"{redact(text)}: did you mean {redact(meant)}? A folder of that name is written ./{redact(text)}"
+        )
     if "\0" in text:
         raise UsageError(f"{name} is {redact(text)[:200]!r}; no URL contains a NUL character")
     return text

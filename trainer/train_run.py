@@ -55,6 +55,7 @@ def run(arguments: Namespace) -> int:
         return export_to_peft(arguments.config, arguments.export_adapter)
     resolved = _resolve(arguments)
     if arguments.print_config:
+        resolve_mesh(resolved.config, num_ranks(resolved.config, arguments.nproc))
         if arguments.json:
             write_json(as_dict(resolved.config), indent=None)
         else:

@@ -40,7 +40,7 @@ def _inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("url", REFUSED)
 def test_what_no_url_can_open_is_refused(url: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"Expected a folder|empty URL"):
+    with pytest.raises(UsageError, match=r"Expected a folder|empty URL|did you mean"):
         save(url, STATE, step=5)
     with pytest.raises(UsageError):
         Saver("runs/good", SaveOptions(mirror=url or " "))

@@ -17,6 +17,7 @@ from titan_ckpt.checkpoint import foreign_formats
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState, OnDamage
+from titan_ckpt.checkpoint.nearby import nearby
 from titan_ckpt.errors import (
     CheckpointError,
     DamagedError,
@@ -197,7 +198,7 @@ def _what_is_there(store: Store) -> str:
     if scheme(store.url) == "file" and os.path.isfile(local_path(store.url)):
         return "it is a file, not the folder of a run; `titan-ckpt convert from-torch` imports a torch file"
     has_something = bool(store.folders()) or next(store.list(), None) is not None
-    return "it has no step folder" if has_something else "the folder is empty or does not exist"
+    return "it has no step folder" if has_something else f"the folder is empty or does not exist{nearby(store.url)}"
 
 
 def _steps(store: Store) -> list[int]:
@@ -233,7 +234,8 @@ def _open_step(store: Store, url: str, step: int) -> Checkpoint:
         if step == 0 and store.exists(HUGGING_FACE):
             return _open_hugging_face(store, url)
         good = [info.step for info in list_checkpoints(store) if info.state == CheckpointState.COMMITTED]
-        hint = f"committed steps: {', '.join(map(str, good[-5:]))}" if good else "no step of this run is committed"
+        none = f"no step of this run is committed{nearby(store.url)}"
+        hint = f"committed steps: {', '.join(map(str, good[-5:]))}" if good else none
         raise NotCommittedError(f"{store}@{step} is not committed; {hint}") from None
 
 

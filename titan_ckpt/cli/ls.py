@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState
+from titan_ckpt.checkpoint.nearby import nearby
 from titan_ckpt.checkpoint.open import HUGGING_FACE, CheckpointInfo, foreign_steps, list_checkpoints, open_checkpoint
 from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.escapes import escape_line
@@ -52,7 +53,8 @@ def run(arguments: Namespace) -> int:
         store, location, now_s
     )
     if not rows:
-        raise NotCommittedError(f"{store}: no checkpoint here; check the URL, or train with save.url={location}")
+        hint = nearby(location.url) or f"; check the URL, or train with save.url={location}"
+        raise NotCommittedError(f"{store}: no checkpoint here{hint}")
     if arguments.json:
         write_json(rows)
     else:

@@ -14,7 +14,7 @@ from types import FrameType
 from titan_ckpt.arguments import check_word, nearest
 from titan_ckpt.cli.failures import nothing_printed_elsewhere, report_failure, write_json_error
 from titan_ckpt.console.command import Command, Parser, ParserExit
-from titan_ckpt.console.output import OutputClosedError, drop_unwritten, flush, open_closed_streams
+from titan_ckpt.console.output import OutputClosedError, drop_unwritten, flush, open_closed_streams, quiet
 from titan_ckpt.console.store_arguments import (
     add_store_arguments,
     check_urls,
@@ -184,6 +184,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     parser.add_argument("-v", "--verbose", action="store_true", help="log at INFO to stderr")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print results and errors alone")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, entry in COMMANDS.items():
         subparser = subparsers.add_parser(
@@ -285,7 +286,9 @@ def _run(arguments: Sequence[str], *, is_program: bool) -> int:
             logging.getLogger().setLevel(logging.INFO)
         if is_program and name != "train":  # training has signal handlers of its own
             signal.signal(signal.SIGTERM, _interrupt)
-        with settings_of_command(_settings(stores, arguments, name)):
+        if namespace.quiet:
+            logging.getLogger().setLevel(logging.ERROR)
+        with settings_of_command(_settings(stores, arguments, name)), quiet(namespace.quiet):
             return int(namespace.run(namespace))
     except ParserExit as ended:
         if ended.wrong and "--json" in arguments:
@@ -300,7 +303,7 @@ def _in_order(arguments: Sequence[str]) -> list[str]:
     """The arguments with the flags of `titan-ckpt` itself in front, wherever they stood, and `--json` after the command."""
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     words, rest = list(arguments[:end]), list(arguments[end:])
-    flags = [word for word in words if word in ("-v", "--verbose", "--traceback")]
+    flags = [word for word in words if word in ("-v", "--verbose", "-q", "--quiet", "--traceback")]
     words = [word for word in words if word not in flags]
     if words[:1] == ["--json"]:
         words = [*words[1:], "--json"]

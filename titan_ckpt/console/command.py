@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from titan_ckpt.arguments import nearest
 from titan_ckpt.console.output import write_text, write_to_stderr
 
 
@@ -33,10 +34,28 @@ class Parser(ArgumentParser):
         else:
             write_to_stderr(message)
 
+    def error(self, message: str) -> NoReturn:
+        """One line that says what is wrong; `--help` shows the rest."""
+        self.exit(2, f"{self.prog}: error: {message}; {self._meant(message)}`{self.prog} --help` shows how\n")
+
+    def _meant(self, message: str) -> str:
+        """The option that an unknown one is most like."""
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        return nearest(unknown[0].partition("=")[0], _options(self)) if unknown and unknown[0].startswith("-") else ""
+
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Print `message` to stderr and end the program."""
         self._print_message(message or "")
         raise ParserExit(status, (message or "").partition(": error: ")[2].strip())
+
+
+def _options(parser: ArgumentParser) -> list[str]:
+    """The options of a parser and of the sub-parsers whose arguments are loaded."""
+    found = list(parser._option_string_actions)
+    for action in parser._actions:
+        for child in action.choices.values() if isinstance(action, _SubParsersAction) else ():
+            found += _options(child)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,9 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -50,12 +51,31 @@ def write_coloured(text: str, out: TextIO | None = None) -> None:
     _write(out or sys.stdout, text if text.endswith("\n") else text + "\n")
 
 
+_IS_QUIET = ContextVar("is_quiet", default=False)
+
+
+@contextmanager
+def quiet(is_quiet: bool) -> Iterator[None]:
+    """No notes and no progress within, if `is_quiet`; errors and results are still written."""
+    token = _IS_QUIET.set(is_quiet)
+    try:
+        yield
+    finally:
+        _IS_QUIET.reset(token)
+
+
+def is_quiet() -> bool:
+    """Whether the user asked for results and errors alone."""
+    return _IS_QUIET.get()
+
+
 def write_note(text: str) -> None:
-    """Write a line about what is done, or is wrong, to stderr. Further lines are indented, to pass for no line of ours.
+    """Write a line about what is done to stderr, unless quiet. Further lines are indented, to pass for no line of ours.
 
     Where stderr cannot be written the note is lost: the exit code stands for what was done, and says the most of it.
     """
-    write_to_stderr(_indented(text))
+    if not is_quiet():
+        write_to_stderr(_indented(text))
 
 
 def write_to_stderr(text: str) -> None:
@@ -68,7 +88,7 @@ def write_to_stderr(text: str) -> None:
 
 def write_error(error: BaseException | str) -> None:
     """Write an error to stderr."""
-    write_note(f"titan-ckpt: error: {error}")
+    write_to_stderr(_indented(f"titan-ckpt: error: {error}"))
 
 
 def flush() -> None:

@@ -8,7 +8,7 @@ import time
 from typing import IO, TYPE_CHECKING, TextIO
 
 from titan_ckpt.console.escapes import escape_line, escape_text
-from titan_ckpt.console.output import write_text
+from titan_ckpt.console.output import is_quiet, write_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -34,7 +34,7 @@ class ProgressLine:
     ) -> None:
         self._label, self._total, self._is_bytes = escape_line(label), total, is_bytes
         self._stream = stream or sys.stderr
-        self._is_shown = is_shown and self._stream.isatty()
+        self._is_shown = is_shown and self._stream.isatty() and not is_quiet()
         self._lock = threading.Lock()
         self._drawn: tuple[Progress, TaskID] | None = None
         self._drawn_at = float("-inf")

@@ -11,6 +11,8 @@ Written by `make docs` from the records of the config. `titan-ckpt init` writes 
 `titan-ckpt config --explain NAME` explains one, and `titan-ckpt config --schema` prints a JSON Schema with which editors complete
 and check the file.
 
+All settings are there since 0.1.0, the first release.
+
 A file may name another as its `base`, which is read first. `--set table.key=value` overrides both.
 """
 

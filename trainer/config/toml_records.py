@@ -91,6 +91,8 @@ def parse_set(text: str) -> tuple[str, Any]:
     key = key.strip()
     if not separator or not all(key.split(".")):
         raise ConfigError(f"--set {text!r}: write section.key=value, for example --set mesh.tp=4")
+    if len(text.splitlines()) > 1:
+        raise ConfigError(f"--set {text!r}: a line break; give each setting its own --set")
     try:
         return key, parse_toml(f"value = {value}", "--set")["value"]
     except ConfigError:

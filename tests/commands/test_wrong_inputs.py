@@ -1,0 +1,133 @@
+"""Wrong command lines: each gives one line on stderr that names the mistake and the mend, and the documented exit code."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from titan_ckpt.cli.main import main
+from titan_ckpt.console.command import ParserExit
+from tools.paths import DATA
+
+RUN = "runs/tiny"
+# The command line, its exit code, and words that the line must have: the mistake, then the mend.
+WRONG: list[tuple[str, int, tuple[str, ...]]] = [
+    ("lss runs", 2, ("'lss'", "did you mean 'ls'?")),
+    ("ls", 2, ("URL", "--help")),
+    ("ls runs/tny", 3, ("runs/tny", "did you mean 'tiny'?")),
+    ("ls rus/tiny", 3, ("there is no folder", "rus")),
+    ("ls s3//bucket/run", 2, ("s3//bucket/run", "did you mean s3://bucket/run?")),
+    ("ls s3:/bucket/run", 2, ("did you mean s3://bucket/run?",)),
+    ("ls s3:bucket/run", 2, ("did you mean s3://bucket/run?",)),
+    ("ls file:/tmp/run", 2, ("did you mean file:///tmp/run?",)),
+    ("ls htp://host/run", 2, ("htp",)),
+    ("ls s3://", 2, ("names no bucket", "s3://bucket/folder")),
+    ("ls runs/tiny@2", 2, ("without a step",)),
+    ("ls afile", 3, ("afile", "check the URL")),
+    ("ls empty", 3, ("empty", "check the URL")),
+    ("ls runs/tiny --chek", 2, ("--chek", "did you mean '--check'?")),
+    ("ls runs/tiny --endpoint-url", 2, ("--endpoint-url", "--help")),
+    ("ls runs/tiny --storage-option anon", 2, ("NAME=VALUE",)),
+    ("inspect runs/tiny@abc", 3, ("'abc' is no step", "@1200")),
+    ("inspect runs/tiny@99", 3, ("@99", "committed steps: 1, 2, 3")),
+    ("inspect runs/tny@1", 3, ("did you mean 'tiny'?",)),
+    ("inspect runs/tiny nope.*", 2, ("no tensor or value matches", "nope.*")),
+    ("inspect runs/tiny@9999999999999999999", 2, ("no step is larger",)),
+    ("inspect afile", 3, ("it is a file", "convert from-torch")),
+    ("inspect runs/tiny --jsno", 2, ("did you mean '--json'?",)),
+    ("verify runs/tiny --dta", 2, ("--dta", "did you mean '--data'?")),
+    ("verify runs/tny", 3, ("did you mean 'tiny'?",)),
+    ("verify empty", 3, ("empty or does not exist",)),
+    ("diff runs/tiny@1", 2, ("required", "--help")),
+    ("diff runs/tiny@1 runs/tny@1", 3, ("did you mean 'tiny'?",)),
+    ("reshard runs/tiny@1 out", 2, ("--mesh",)),
+    ("reshard runs/tiny@1 out --mesh dp_shar=2", 2, ("dp_shar", "the axes are")),
+    ("reshard runs/tiny@1 out --mesh dp_shard=zero", 2, ("axis=degree", "for example")),
+    ("reshard runs/tiny@1 out --mesh dp_shard=0", 2, ("dp_shard",)),
+    ("reshard runs/tiny@1 runs/tiny --mesh dp_shard=2", 3, ("exists already", "give another URL")),
+    ("reshard runs/tny@1 out --mesh dp_shard=2", 3, ("did you mean 'tiny'?",)),
+    ("reshard runs/tiny@1 s3//bucket --mesh dp_shard=2", 2, ("did you mean s3://bucket?",)),
+    ("reshard runs/tiny@1 out --mesh dp_shard=2 --placements nope.toml", 2, ("nope.toml",)),
+    ("cp runs/tiny@1", 2, ("DST", "--help")),
+    ("cp runs/tiny@1 runs/tiny", 2, ("source's own run", "another URL")),
+    ("cp runs/tny@1 out", 3, ("did you mean 'tiny'?",)),
+    ("cp runs/tiny@7 out", 3, ("@7", "committed steps: 1, 2, 3")),
+    ("prune runs/tiny", 2, ("--keep-last", "--help")),
+    ("prune runs/tiny --keep-last -3", 2, ("-3", "whole number from 1 on")),
+    ("prune runs/tiny --keep-last two", 2, ("two", "--help")),
+    ("prune runs/tiny --keep-last 1 --keep 100", 2, ("no step 100", "nearest steps")),
+    ("prune runs/tiny --keep-last 1 --older-than 5x", 2, ("5x", "30m")),
+    ("prune runs/tiny@1 --keep-last 1", 2, ("without a step",)),
+    ("convert to-hff runs/tiny out", 2, ("to-hff", "to-hf")),
+    ("convert to-hf runs/tny out", 3, ("did you mean 'tiny'?",)),
+    ("convert to-hf runs/tiny out --dtype float17", 2, ("float17", "--help")),
+    ("convert from-hf nope out", 3, ("expected a Hugging Face model", "config.json")),
+    ("convert from-torch afile out", 3, ("afile",)),
+    ("debug nope", 3, ("nope", "Give a run's URL")),
+    ("debug empty", 3, ("empty", "Give a run's URL")),
+    ("debug empty --jsn", 2, ("--jsn",)),
+    ("debug inject nope", 2, ("'nope'", "there are")),
+    ("debug inject skip --ranks x", 2, ("--ranks", "--help")),
+    ("debug collect --pid abc", 2, ("--pid", "--help")),
+    ("debug watch nope", 3, ("nope", "no black box")),
+    ("tui runs/tiny", 2, ("needs a terminal", "--screenshot")),
+    ("plot empty", 3, ("metrics.jsonl", "titan-ckpt train")),
+    ("config --explain mesh.tq", 2, ("'mesh.tq'", "did you mean 'mesh.tp'?")),
+    ("init --template huge", 2, ("'huge'", "there are")),
+    ("init afile", 2, ("afile exists", "name another file")),
+    ("doctor s3//bucket", 2, ("did you mean s3://bucket?",)),
+    ("completion tcsh", 2, ("tcsh", "bash")),
+    ("train nope.toml", 2, ("no such config file", "titan-ckpt init")),
+    ("train debugg", 2, ("debugg", "debug")),
+    ("train afile", 2, ("afile", "TOML")),
+    ("train debug --set mesh.tp", 2, ("section.key=value",)),
+    ("train debug --set mesh.tpp=2", 2, ("mesh.tpp", "did you mean mesh.tp?")),
+    ("train debug --set mesh.tp=two", 2, ("mesh.tp", "two")),
+    ("train debug --set save.url=s3//bucket/run --print-config", 2, ("did you mean s3://bucket/run?",)),
+    ("train debug --set mesh.tp=3 --print-config", 2, ("tp",)),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run, an empty folder and a file."""
+    shutil.copytree(DATA / "golden" / "v1", tmp_path / RUN)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "afile").write_text("hello\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _exit_code(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    except ParserExit as ended:
+        return int(ended.code or 0)
+
+
+@pytest.mark.parametrize(("line", "code", "words"), WRONG, ids=[line for line, _, _ in WRONG])
+def test_a_mistake_is_named_in_one_line_with_its_mend(
+    folder: Path, capsys: pytest.CaptureFixture[str], line: str, code: int, words: tuple[str, ...]
+) -> None:
+    before = sorted(folder.rglob("*"))
+    found, printed = _exit_code(line.split()), capsys.readouterr()
+    assert found == code, printed.err
+    assert printed.err.count("\n") == 1, printed.err
+    assert all(word in printed.err for word in words), printed.err
+    assert sorted(folder.rglob("*")) == before, "a wrong command line leaves nothing behind"
+
+
+def test_a_line_break_in_a_setting_sets_no_second_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "debug", "--set", "mesh.tp=1\nvalue = 2", "--print-config"]) == 2
+    assert "give each setting its own --set" in capsys.readouterr().err
+
+
+def test_a_quiet_command_prints_results_and_errors_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(folder / RUN), "--data", "-q"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out
+    assert printed.err == ""
+    assert main(["--quiet", "ls", "nope"]) == 3
+    assert "titan-ckpt: error:" in capsys.readouterr().err
