@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from titan_ckpt.errors import DataError
 from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig
@@ -179,9 +181,6 @@ def test_a_bad_member_is_named_or_skipped(tmp_path: Path) -> None:
 
 
 def test_parquet_rows_are_read_or_named(tmp_path: Path) -> None:
-    pyarrow: Any = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     table = pyarrow.table({"text": ["one", "two", None, "🙂"], "id": [1, 2, 3, 4]})
     parquet.write_table(table, tmp_path / "part.parquet", row_group_size=2)
     with pytest.raises(DataError, match=r"part\.parquet: row 2: no string 'text'"):
@@ -196,9 +195,6 @@ def test_parquet_rows_are_read_or_named(tmp_path: Path) -> None:
 
 
 def test_nulls_that_arrow_adds_are_left_out(tmp_path: Path) -> None:
-    pyarrow: Any = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     rows = [{"calls": [{"x": 1}], "content": None}, {"calls": [{"y": 2}], "content": "a"}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "part.parquet")
     found = [row for file in list_files(str(tmp_path)) for _, row in read_records(file, DocumentReader())]
