@@ -144,7 +144,7 @@ def test_values_that_make_no_sense_together_are_refused(sets: list[str], expecte
             ["save.url=/tmp/run", "save.mirror=s3://b/mir?sig=1"],
             "save.mirror: 's3://b/mir?***': a run's URL has no query",
         ),
-        (["export.url=s3:/bucket"], "export.url: 's3:/bucket': one slash"),
+        (["export.url=s3:/bucket"], "export.url: s3:/bucket: did you mean s3://bucket?"),
     ],
 )
 def test_absurd_values_are_refused_with_their_limit(sets: list[str], expected: str) -> None:
