@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from titan_ckpt.trainer.job.start import run
     from titan_ckpt.trainer.model.attention import Attend, SdpaAttend
     from titan_ckpt.trainer.model.decoder import ModelConfig, decoder
+    from titan_ckpt.trainer.model.experts import Experts, ExpertsConfig, MixtureOfExperts, Router
     from titan_ckpt.trainer.model.head import LmHead
     from titan_ckpt.trainer.parallel.initialize import fill_initial
     from titan_ckpt.trainer.seams.data import DataSource
@@ -50,12 +51,15 @@ __all__ = [
     "Constant",
     "CrossEntropy",
     "DataSource",
+    "Experts",
+    "ExpertsConfig",
     "FrozenModel",
     "Head",
     "Hooks",
     "LmHead",
     "Loss",
     "LossInModel",
+    "MixtureOfExperts",
     "ModelConfig",
     "ModelSpec",
     "Normal",
@@ -63,6 +67,7 @@ __all__ = [
     "Outcome",
     "Prepare",
     "Region",
+    "Router",
     "Rowwise",
     "Schedule",
     "SdpaAttend",
@@ -86,12 +91,15 @@ __getattr__, __dir__ = lazy_names(
         "Constant": "seams.model",
         "CrossEntropy": "seams.loss",
         "DataSource": "seams.data",
+        "Experts": "model.experts",
+        "ExpertsConfig": "model.experts",
         "FrozenModel": "seams.step",
         "Head": "seams.model",
         "Hooks": "seams.step",
         "LmHead": "model.head",
         "Loss": "seams.loss",
         "LossInModel": "seams.loss",
+        "MixtureOfExperts": "model.experts",
         "ModelConfig": "model.decoder",
         "ModelSpec": "seams.model",
         "Normal": "seams.model",
@@ -99,6 +107,7 @@ __getattr__, __dir__ = lazy_names(
         "Outcome": "job.job",
         "Prepare": "seams.step",
         "Region": "seams.model",
+        "Router": "model.experts",
         "Rowwise": "seams.model",
         "Schedule": "seams.optimizer",
         "SdpaAttend": "model.attention",

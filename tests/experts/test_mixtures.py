@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.converters.models.families import check_spec
+from titan_ckpt.converters.models.spec import spec_of
+from titan_ckpt.errors import ConfigError, PlanError
+from titan_ckpt.trainer.config.toml_records import as_dict, resolve
+from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, resolve_mesh
+from titan_ckpt.trainer.launch.estimate import TrainingEstimate, estimate_training
 from titan_ckpt.trainer.model.decoder import decoder
 from titan_ckpt.trainer.model.experts import (
     BIAS,
@@ -26,11 +31,13 @@ from titan_ckpt.trainer.model.experts import (
 )
 from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
+from tools.paths import CONFIGS
 from tools.rank_pool import RankPool
 from tools.training.curves import BALANCED, BALANCING, MIXTURE, SMALL, Curve, CurveCase, relative_error, single, train
 from tools.training.mesh_cases import EXPERT_MESHES, mesh
 
 FP32_BAR = 1e-5
+MOE = ["model.family=qwen3_moe", "model.qk_norm=true", "model.experts={number=8, per_token=2, ffn_dim=32}"]
 EIGHT = ExpertsConfig(number=8, per_token=2, ffn_dim=12)
 
 
@@ -261,3 +268,44 @@ def test_modules_named_as_experts_must_have_one_number_of_them() -> None:
 
     with pytest.raises(ConfigError, match=r"weights must all be \[experts, ...\]; they are .*experts.bias': \(3,\)"):
         plan_of(replace(spec, build=build))
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["experts.z_loss=0.1"], r"\[experts\] is set, but the decoder of family llama has no router"),
+        (MOE + ["experts.bias_rate=0.1"], r"set model.experts.correction_bias = true"),
+        (MOE + ["lora.rank=4", "resume.from=base"], r"adapters of mixtures are not done yet"),
+        (MOE + ["experts.balance_loss=-1.0"], r"experts.balance_loss = -1.0: must be at least 0"),
+    ],
+)
+def test_settings_without_effect_or_not_done_are_refused(sets: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(resolve(TrainConfig, str(CONFIGS / "debug.toml"), sets).config)
+
+
+def test_the_estimate_divides_experts_by_ep_and_not_by_tp() -> None:
+    def estimate(*sets: str) -> TrainingEstimate:
+        config = resolve(TrainConfig, str(CONFIGS / "moe.toml"), sets).config
+        return estimate_training(config, resolve_mesh(config, 4))
+
+    whole, by_ep, by_tp = estimate("mesh.dp_replicate=4"), estimate("mesh.ep=4"), estimate("mesh.tp=4")
+    assert by_ep.memory.parameters == whole.memory.parameters / 4
+    assert by_ep.memory.gathered < estimate().memory.gathered
+    experts = 8 * 3 * 256 * 192 * 8  # layers, matrices, sizes, experts
+    assert by_tp.memory.parameters == 4 * ((whole.num_parameters - experts) / 4 + experts)
+    assert [t.name for t in by_ep.traffic if t.name.startswith("EP")] == ["EP all-to-all"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mixtral", {"scores": "sigmoid"}, r"MixtralForCausalLM has no experts.scores = sigmoid"),
+        ("qwen3_moe", {"shared": 1}, r"Qwen3MoeForCausalLM has no experts.shared = 1"),
+        ("qwen3_moe", {"correction_bias": True}, r"Qwen3MoeForCausalLM has no experts.correction_bias = True"),
+    ],
+)
+def test_an_export_refuses_what_the_family_cannot_express(family: str, changes: dict[str, Any], message: str) -> None:
+    model = replace(MIXTURE, family=family, qk_norm=family != "mixtral", experts=replace(EIGHT, **changes))
+    with pytest.raises(PlanError, match=message):
+        check_spec(spec_of({"model": as_dict(model)}, "test"))
