@@ -306,6 +306,7 @@ def test_the_estimate_divides_experts_by_ep_and_not_by_tp() -> None:
     ],
 )
 def test_an_export_refuses_what_the_family_cannot_express(family: str, changes: dict[str, Any], message: str) -> None:
-    model = replace(MIXTURE, family=family, qk_norm=family != "mixtral", experts=replace(EIGHT, **changes))
+    experts = replace(EIGHT, **changes)
+    model = replace(MIXTURE, family=family, qk_norm=family != "mixtral", ffn_dim=experts.ffn_dim, experts=experts)
     with pytest.raises(PlanError, match=message):
         check_spec(spec_of({"model": as_dict(model)}, "test"))
