@@ -160,6 +160,20 @@ def test_pytorchjob_is_understood_by_torchrun_and_by_us(capsys: pytest.CaptureFi
     assert int(job["spec"]["nprocPerNode"]) == container["resources"]["limits"]["nvidia.com/gpu"]
 
 
+def test_skypilot_task_is_understood_by_torchrun_and_by_us(
+    tools: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
+    nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    environment = tools | task["envs"] | nodes | {"SKYPILOT_TASK_ID": "sky-7"}
+    done = subprocess.run(
+        ["bash", "-e", "-c", task["run"]], env=environment, capture_output=True, text=True, check=True
+    )
+    given, ours = check_torchrun(done.stdout.splitlines())
+    assert (given.nnodes, given.nproc_per_node, given.rdzv_endpoint) == ("2", "8", "10.0.0.1:29400")
+    assert "s3://bucket/run" in check_train(ours, capsys, shutdown_s=given.shutdown_timeout)
+
+
 def test_examples_name_no_rank_by_hand() -> None:
     """Ranks come from the rendezvous: a --node-rank would tie an elastic job to its nodes."""
     for example in (*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch"), *EXAMPLES.glob("*.yaml")):
