@@ -15,10 +15,11 @@ from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Run, Situation, Verdict
 
+_MODULES = ("dist", "distributed", "c10d", "distributed_c10d")
 _SENDS = ("send", "isend", "send_object_list")
 _RECEIVES = ("recv", "irecv", "recv_object_list")
-_RANKS = ("rank", "global_rank", "my_rank", "RANK", "get_rank")
-_SIZES = ("world_size", "world", "WORLD_SIZE", "get_world_size")
+_RANKS = ("rank", "global_rank", "RANK")
+_SIZES = ("world_size", "world", "WORLD_SIZE")
 # How many positional arguments a collective has before its group (torch.distributed's functions).
 _BEFORE_GROUP: Mapping[str, int] = {
     "barrier": 0, "all_reduce": 2, "broadcast": 2, "reduce": 3, "all_gather": 2, "all_gather_into_tensor": 2,
@@ -75,9 +76,12 @@ def _calls(text: str) -> list[ast.Call]:
 
 
 def _name(function: ast.expr) -> str:
-    return (
-        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
-    )
+    """The name of a function of torch.distributed, however it was imported; "" for a method of the program's own."""
+    if isinstance(function, ast.Attribute):
+        owner = function.value
+        module = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
+        return function.attr if module in _MODULES else ""
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def _half(call: ast.Call, rank: int, world_size: int) -> Half | None:
@@ -86,6 +90,8 @@ def _half(call: ast.Call, rank: int, world_size: int) -> Half | None:
         return None
     named = [keyword.value for keyword in call.keywords if keyword.arg in ("src", "dst")]
     value = named[0] if named else call.args[1] if len(call.args) > 1 else None
+    if len(call.args) > 2 or any(keyword.arg == "group" for keyword in call.keywords):
+        value = None  # in a group `rank` may count its members
     peer = _number(value, rank, world_size) if value is not None else None
     return Half(
         is_send=name in _SENDS, peer=peer if peer is not None and 0 <= peer < world_size and peer != rank else None
@@ -96,10 +102,10 @@ def _number(value: ast.expr, rank: int, world_size: int) -> int | None:
     """The value of an expression of the rank, the number of ranks and whole numbers; None for any other."""
     if isinstance(value, ast.Constant):
         return value.value if type(value.value) is int and abs(value.value) <= 1 << 20 else None
-    if isinstance(value, ast.Name | ast.Attribute):
-        return rank if _name(value) in _RANKS[:-1] else world_size if _name(value) in _SIZES[:-1] else None
+    if isinstance(value, ast.Name):
+        return rank if value.id in _RANKS else world_size if value.id in _SIZES else None
     if isinstance(value, ast.Call) and not value.args and not value.keywords:
-        return rank if _name(value.func) == _RANKS[-1] else world_size if _name(value.func) == _SIZES[-1] else None
+        return {"get_rank": rank, "get_world_size": world_size}.get(_name(value.func))
     if not isinstance(value, ast.BinOp):
         return None
     left, right = _number(value.left, rank, world_size), _number(value.right, rank, world_size)

@@ -25,7 +25,11 @@ ABORTED = (
         ("dist.send(tensor=x, dst=(rank + 1) % world_size)", Half(is_send=True, peer=3)),
         ("work = dist.isend(x, rank ^ 1)", Half(is_send=True, peer=3)),
         ("torch.distributed.irecv(x, src=dist.get_rank() // 2)", Half(is_send=False, peer=1)),
-        ("dist.recv_object_list(found, src=self.rank + 1)", Half(is_send=False, peer=3)),
+        ("recv_object_list(found, src=rank + 1)", Half(is_send=False, peer=3)),
+        ("dist.recv(x, self.rank + 1)", Half(is_send=False, peer=None)),  # of which group is it the rank?
+        ("dist.recv(x, rank - 1, pipeline)", Half(is_send=False, peer=None)),
+        ("dist.recv(x, src=rank - 1, group=pipeline)", Half(is_send=False, peer=None)),
+        ("self.comm.recv(x, rank - 1)", None),
         ("if rank > 0: dist.recv(x, dist.get_world_size() - 4)", Half(is_send=False, peer=0)),
         ("dist.recv(x, other)", Half(is_send=False, peer=None)),
         ("dist.recv(x)", Half(is_send=False, peer=None)),
@@ -58,6 +62,7 @@ def test_peer_in_a_source_line(text: str, half: Half | None) -> None:
         ("dist.all_reduce(x, **options)", None),
         ("dist.all_reduce(*args)", None),
         ("reduce_gradients(x)", None),
+        ("self.comm.all_reduce(x)", None),
     ],
 )
 def test_group_in_a_source_line(text: str, found: tuple[str, bool] | None) -> None:
