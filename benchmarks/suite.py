@@ -127,6 +127,7 @@ SUITES = (
     Suite(name="convert_torchtitan", module="conversion.convert_torchtitan", needs_titan=True, runs_in_titan=True),
     Suite(name="reshard_matrix", module="resharding.reshard_matrix", limit_s=2400.0),
     Suite(name="mesh_campaign", module="training.mesh_campaign", arguments=("4", "8", "16", "precision"), limit_s=3600.0),
+    Suite(name="expert_campaign", module="training.expert_campaign", limit_s=3600.0),
 )  # fmt: skip
 
 
