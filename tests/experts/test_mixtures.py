@@ -18,7 +18,7 @@ from titan_ckpt.errors import ConfigError, PlanError
 from titan_ckpt.trainer.config.toml_records import as_dict, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, resolve_mesh
 from titan_ckpt.trainer.launch.estimate import TrainingEstimate, estimate_training
-from titan_ckpt.trainer.model.decoder import decoder
+from titan_ckpt.trainer.model.decoder import Family, decoder
 from titan_ckpt.trainer.model.experts import (
     BIAS,
     BalanceConfig,
@@ -305,7 +305,9 @@ def test_the_estimate_divides_experts_by_ep_and_not_by_tp() -> None:
         ("qwen3_moe", {"correction_bias": True}, r"Qwen3MoeForCausalLM has no experts.correction_bias = True"),
     ],
 )
-def test_an_export_refuses_what_the_family_cannot_express(family: str, changes: dict[str, Any], message: str) -> None:
+def test_an_export_refuses_what_the_family_cannot_express(
+    family: Family, changes: dict[str, Any], message: str
+) -> None:
     experts = replace(EIGHT, **changes)
     model = replace(MIXTURE, family=family, qk_norm=family != "mixtral", ffn_dim=experts.ffn_dim, experts=experts)
     with pytest.raises(PlanError, match=message):
