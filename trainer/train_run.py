@@ -66,13 +66,13 @@ def run(arguments: Namespace) -> int:
     if arguments.export_adapter is not None:
         return _export_newest(resolved.config, arguments.export_adapter)
     if arguments.plan:
-        return print_plan(resolved.config, arguments)
+        return show_plan(resolved.config, arguments)
     if is_rank():
         return run_as_rank(resolved)
     world_size = num_ranks(resolved.config, arguments.nproc)
     mesh = resolve_mesh(resolved.config, world_size)
     if arguments.estimate:
-        return print_estimate(resolved.config, mesh, arguments)
+        return show_estimate(resolved.config, mesh, arguments)
     if not 1 <= world_size <= MAX_LOCAL_RANKS:
         raise ConfigError(
             f"{world_size} ranks to start here: expected 1 to {MAX_LOCAL_RANKS} (--nproc, or the degrees of [mesh])"
@@ -85,7 +85,7 @@ def run(arguments: Namespace) -> int:
     return launch(_again(arguments), resolved.config, folder, nproc=world_size, restarts=arguments.restarts)
 
 
-def print_estimate(config: TrainConfig, mesh: MeshSpec, arguments: Namespace) -> int:
+def show_estimate(config: TrainConfig, mesh: MeshSpec, arguments: Namespace) -> int:
     """Print what `mesh` needs."""
     found = estimate_training(config, mesh)
     rate = upload_rate(arguments)
@@ -100,7 +100,7 @@ def print_estimate(config: TrainConfig, mesh: MeshSpec, arguments: Namespace) ->
     return 0
 
 
-def print_plan(config: TrainConfig, arguments: Namespace) -> int:
+def show_plan(config: TrainConfig, arguments: Namespace) -> int:
     """Search the meshes of a cluster and print the fastest."""
     if arguments.gpus is None or not 1 <= arguments.gpus <= MAX_RANKS:
         given = "is missing" if arguments.gpus is None else f"{arguments.gpus}"
