@@ -74,6 +74,7 @@ WORDS: dict[str, list[list[str]]] = {
     "config": [["--explain", EVIL], ["--json"]],
     "completion": [["bash"], ["zsh"], ["fish"], [EVIL]],
     "doctor": [[f"RUN/bad.toml/{EVIL}"]],
+    "eval": [["RUN@1"], ["RUN@1", "--set", f"train.{EVIL}=1"], [EVIL], ["RUN/bad.toml"]],
     "train": [["RUN/bad.toml"], [EVIL], ["RUN/bad.toml", "--print-config"]],
 }  # fmt: skip
 
