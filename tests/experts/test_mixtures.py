@@ -6,12 +6,14 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from titan_ckpt.cli.main import main
 from titan_ckpt.converters.models.families import check_spec
 from titan_ckpt.converters.models.spec import spec_of
 from titan_ckpt.errors import ConfigError, PlanError
@@ -312,3 +314,12 @@ def test_an_export_refuses_what_the_family_cannot_express(
     model = replace(MIXTURE, family=family, qk_norm=family != "mixtral", ffn_dim=experts.ffn_dim, experts=experts)
     with pytest.raises(PlanError, match=message):
         check_spec(spec_of({"model": as_dict(model)}, "test"))
+
+
+def test_a_run_that_spreads_no_tokens_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = str(CONFIGS / "moe.toml")
+    small = ["train.steps=1", "model.n_layers=1", "data.seq_len=32", "save.every=9"]
+    for number, balance in enumerate(("0.0", "0.01")):
+        sets = [*small, f"experts.balance_loss={balance}", f"save.url={tmp_path / str(number)}"]
+        assert main(["train", config, *(word for text in sets for word in ("--set", text))]) == 0
+        assert ("set experts.balance_loss" in capfd.readouterr().err) is (balance == "0.0")

@@ -314,6 +314,11 @@ def _announce(job: Job, rank: int, start: Start, progress: TrainingProgress) -> 
     )
     log.info("data: %s", _describe_data(job.dataset))
     log.info("batch: %d samples of %d tokens, %s", shape.global_batch_size, config.data.seq_len, _describe_batch(shape))
+    if config.model.experts is not None and not (config.experts.balance_loss or config.experts.bias_rate):
+        log.warning(
+            "nothing spreads tokens over the experts, and routers tend to use few of them: set experts.balance_loss, or "
+            "experts.bias_rate with model.experts.correction_bias"
+        )
     tiers = ", then ".join(map(redact, config.save.tiers))
     log.info("checkpoints: %s", tiers or "none (save.url is empty)")
 
