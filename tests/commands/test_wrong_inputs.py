@@ -79,6 +79,7 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("init afile", 2, ("afile exists", "name another file")),
     ("doctor s3//bucket", 2, ("did you mean s3://bucket?",)),
     ("completion tcsh", 2, ("tcsh", "bash")),
+    ("train sft", 2, ("sft is a template", "init --template sft")),
     ("train nope.toml", 2, ("no such config file", "titan-ckpt init")),
     ("train debugg", 2, ("debugg", "debug")),
     ("train afile", 2, ("afile", "TOML")),

@@ -21,7 +21,7 @@ def recipes() -> dict[str, Path]:
 def templates() -> dict[str, Path]:
     """The files that `init` starts from: the recipes, and those for fine-tuning, whose model and data are to be filled in."""
     tuning = {path.stem: path for path in sorted((FOLDER / "tuning").glob("*.toml"))}
-    return recipes() | tuning
+    return dict(sorted((recipes() | tuning).items()))
 
 
 def published() -> list[str]:
@@ -58,6 +58,8 @@ def find_config(given: str) -> str:
     if not given.endswith(".toml") and given in published():
         return str(FOLDER / f"{given}.toml")
     is_name = os.path.basename(given) == given and not given.endswith(".toml")
+    if is_name and given in templates().keys() - recipes().keys():
+        raise ConfigError(f"{given} is a template whose model and data you fill in: `titan-ckpt init --template {given}`")
     if is_name:
         return str(find_recipe(given))
     stem = os.path.basename(given).removesuffix(".toml")
