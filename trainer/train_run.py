@@ -158,7 +158,10 @@ def export_to_peft(url: str, destination: str) -> int:
 
 
 def pretokenise_all(config: TrainConfig, destination: str) -> int:
-    """Tokenise the source into `destination`; several sources go into numbered folders below it."""
+    """Tokenise the source into `destination`, several into numbered folders below it. ConfigError for other than text."""
+    for source in config.data.sources:
+        if source.format in ("chat", "tokens", "nanogpt", "megatron"):
+            raise ConfigError(f"--pretokenise writes token files of text; {source.url} is read as {source.format!r}")
     tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
     for number, source in enumerate(config.data.sources):
         target = destination if len(config.data.sources) == 1 else join(destination, f"{number:02d}")

@@ -79,6 +79,7 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("init afile", 2, ("afile exists", "name another file")),
     ("doctor s3//bucket", 2, ("did you mean s3://bucket?",)),
     ("completion tcsh", 2, ("tcsh", "bash")),
+    ("train debug --set data.source=afile --set data.format=chat --pretokenise out", 2, ("--pretokenise", "'chat'")),
     ("train sft", 2, ("sft is a template", "init --template sft")),
     ("train nope.toml", 2, ("no such config file", "titan-ckpt init")),
     ("train debugg", 2, ("debugg", "debug")),

@@ -59,7 +59,9 @@ def find_config(given: str) -> str:
         return str(FOLDER / f"{given}.toml")
     is_name = os.path.basename(given) == given and not given.endswith(".toml")
     if is_name and given in templates().keys() - recipes().keys():
-        raise ConfigError(f"{given} is a template whose model and data you fill in: `titan-ckpt init --template {given}`")
+        raise ConfigError(
+            f"{given} is a template whose model and data you fill in: `titan-ckpt init --template {given}`"
+        )
     if is_name:
         return str(find_recipe(given))
     stem = os.path.basename(given).removesuffix(".toml")
