@@ -238,7 +238,7 @@ class TitanApp(App[None]):
         """Look again: while following, and once more when one look at a live job has to be confirmed."""
         incident = self.session.incident.value
         if self.session.is_following or (incident is not None and incident.is_unconfirmed):
-            self._loader.reload()
+            self._loader.reload_if_rested()
 
     def action_follow(self) -> None:
         self.session.is_following = not self.session.is_following

@@ -49,11 +49,6 @@ class SessionLoader:
         parts: tuple[Loadable[Any], ...] = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
         return [part.what for part in parts if part.is_loading]
 
-    @property
-    def is_rested(self) -> bool:
-        """Whether the last look is long enough ago for the next, so that a large job does not take all of the processor."""
-        return time.monotonic() >= self._not_before_s
-
     def load_all(self) -> None:
         """Start loading everything that the content has."""
         s, content = self._session, self._session.content
@@ -69,10 +64,15 @@ class SessionLoader:
             self._load_logs(content)
 
     def reload(self) -> None:
-        """List the content again in a thread and load what has changed, if the last look has ended and is long enough ago."""
-        if self.is_rested and not self.is_busy:
+        """List the content again in a thread and load what has changed, if the last look has ended."""
+        if not self.is_busy:
             url, chosen = self._session.content.url, self._session.content.chosen
             tasks.start(self._app, "looking for changes", lambda: find_content(url, chosen), self._found, self._lost)
+
+    def reload_if_rested(self) -> None:
+        """Reload if the last look is long enough ago, so that a large job does not take all of the processor."""
+        if time.monotonic() >= self._not_before_s:
+            self.reload()
 
     def _found(self, content: Content) -> None:
         s, before = self._session, self._session.content
