@@ -276,6 +276,7 @@ def read_commit(store: Store, step: int) -> Commit:
     content = parse_json(data, store.where(path))
     if not isinstance(content, dict) or content.get("format") != COMMIT_FORMAT:
         raise DamagedError(f"{store.where(path)}: not a commit of titan-ckpt")
+    JsonValue(content, store.where(path)).free()  # what is deep takes quadratic time to encode
     if _encode({key: value for key, value in content.items() if key != DIGEST}) != data:
         raise DamagedError(f"{store.where(path)}: its content does not match its digest")
     check_version(content.get("version"), COMMIT_VERSION, store.where(path))

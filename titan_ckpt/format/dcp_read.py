@@ -258,7 +258,8 @@ def _manifest_of(root: Any, num_bytes: int, sizes: Mapping[str, int], step: int,
             continue
         first = len(table.rows)
         # DCP finds a blob by its box, so a box that is listed twice (replicas that were not merged) is one blob.
-        for box in dict.fromkeys(_box(chunk, fqn) for chunk in _chunks(entry, table)):
+        ndim = len(_sizes(_field(entry, "size")))
+        for box in dict.fromkeys(_box(chunk, fqn, ndim) for chunk in _chunks(entry, table)):
             info = places.get((fqn, box.offsets)) or places[(fqn, None)]
             _check_plain(info, fqn, where)
             table.add(number[_path(info)], info, box)
@@ -308,10 +309,10 @@ def _path(info: Any) -> str:
     return _name(_field(info, "relative_path"))
 
 
-def _box(chunk: Any, fqn: str) -> Box:
+def _box(chunk: Any, fqn: str, ndim: int) -> Box:
     box = Box(_sizes(_field(chunk, "offsets")), _sizes(_field(chunk, "sizes")))
-    if len(box.offsets) != len(box.sizes):
-        raise ValueError(f"{show(fqn)}: a chunk with offsets {box.offsets} and sizes {box.sizes}")
+    if not len(box.offsets) == len(box.sizes) == ndim:
+        raise ValueError(f"{show(fqn)}: {ndim} dimensions, a chunk with offsets {box.offsets} and sizes {box.sizes}")
     return box
 
 
