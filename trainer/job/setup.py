@@ -48,7 +48,7 @@ from titan_ckpt.trainer.job.stop_signals import StopCode, StopRequest
 from titan_ckpt.trainer.job.validation import batches_of, validation_sets
 from titan_ckpt.trainer.launch.launch import StoppedError, is_launched_here, launched_at_s, write_error
 from titan_ckpt.trainer.model.lora import adapters_of, add_adapters, start_adapters
-from titan_ckpt.trainer.model.plan import Plan, plan_of
+from titan_ckpt.trainer.model.plan import Plan, plan_of, routers_of
 from titan_ckpt.trainer.parallel.optimizer import Optimizer, build_optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
@@ -314,7 +314,8 @@ def _announce(job: Job, rank: int, start: Start, progress: TrainingProgress) -> 
     )
     log.info("data: %s", _describe_data(job.dataset))
     log.info("batch: %d samples of %d tokens, %s", shape.global_batch_size, config.data.seq_len, _describe_batch(shape))
-    if config.model.experts is not None and not (config.experts.balance_loss or config.experts.bias_rate):
+    is_spread = config.experts.balance_loss or config.experts.bias_rate
+    if not is_spread and any(routers_of(plan_of(config.spec).module)):
         log.warning(
             "nothing spreads tokens over the experts, and routers tend to use few of them: set experts.balance_loss, or "
             "experts.bias_rate with model.experts.correction_bias"
