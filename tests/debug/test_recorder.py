@@ -236,6 +236,7 @@ def test_crash_evidence_names_the_thread(crash: str, expected: str, tmp_path: Pa
 
 GIL_HELD = """
     import ctypes
+    import sys
     import torch
     import torch.distributed as dist
     from titan_ckpt.debug.record.recorder import Recorder
@@ -245,9 +246,10 @@ GIL_HELD = """
     dist.all_reduce(torch.ones(3))
     while not is_answering(recorder._server.endpoint):
         pass
-    print("ready", flush=True)
     library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    sys.setswitchinterval(1000.0)  # no other thread gets the lock between "ready" and the mutex
     library.pthread_mutex_lock(mutex)
+    library.write(1, b"ready\\n", 6)
     library.pthread_mutex_lock(mutex)
 """
 
