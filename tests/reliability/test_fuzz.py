@@ -124,5 +124,8 @@ def test_a_document_that_shares_its_lists_is_cut_at_the_bound() -> None:
     for _ in range(100):
         shared = [shared, shared, shared]
     assert len(mutate.json_text(shared)) == mutate.MOST_BYTES
+    endless: list[object] = []
+    endless += [endless] * 3000
+    assert len(mutate.json_text(endless)) == mutate.MOST_BYTES
     plain = [[], ["a", 1.5, None, True, [2]], 7]
     assert json.loads(mutate.json_text(plain)) == plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickletools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any, TypeAlias
 
@@ -107,7 +107,7 @@ def mutate_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> byt
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         _change(rng, root, donors[0])
     try:
-        return json_text(root[0]).encode("utf-8", "surrogatepass")[:MOST_BYTES]
+        return json_text(root[0]).encode("utf-8", "surrogatepass")
     except (RecursionError, ValueError):
         return data
 
@@ -227,22 +227,29 @@ _VALUES: tuple[Any, ...] = (
 def json_text(root: Any) -> str:
     """The document, cut after MOST_BYTES: a list that holds the same one many times over stands for more than memory holds."""
     parts: list[str] = []
-    size, rest = 0, [root]
-    while rest and size < MOST_BYTES:
-        value = rest.pop()
-        if isinstance(value, list):
-            rest += reversed(_opened(value))
-        else:
+    size, inside = 0, [iter([root])]
+    while inside and size < MOST_BYTES:
+        for value in inside[-1]:
+            if isinstance(value, list):
+                inside.append(_opened(value))
+                break
             parts.append(_scalar(value))
             size += len(parts[-1])
-    return "".join(parts)
+        else:
+            inside.pop()
+    return "".join(parts)[:MOST_BYTES]
 
 
-def _opened(values: list[Any]) -> list[Any]:
-    if isinstance(values, _Pairs):
-        inner = [part for name, value in values for part in (_Raw(","), _Raw(f"{_scalar(name)}:"), value)]
-        return [_Raw("{"), *inner[1:], _Raw("}")]
-    return [_Raw("["), *[part for value in values for part in (_Raw(","), value)][1:], _Raw("]")]
+def _opened(values: list[Any]) -> Iterator[Any]:
+    is_object = isinstance(values, _Pairs)
+    yield _Raw("{" if is_object else "[")
+    for number, value in enumerate(values):
+        if number:
+            yield _Raw(",")
+        if is_object:
+            yield _Raw(f"{_scalar(value[0])}:")
+        yield value[1] if is_object else value
+    yield _Raw("}" if is_object else "]")
 
 
 def _scalar(value: Any) -> str:
