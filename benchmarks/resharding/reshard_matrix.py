@@ -18,7 +18,7 @@ from titan_ckpt.trainer.parallel.config import ParallelConfig
 from tools.rank_pool import RankPool
 from tools.report import Measurement, write_section
 from tools.training.curves import relative_error
-from tools.training.resume_matrix import STEPS_AFTER, Resumed, reshard, resume, train_and_save
+from tools.training.resume_matrix import STEPS_AFTER, resume_both_ways, train_and_save
 
 MESHES = (
     "1", "dp_shard=2", "dp_shard=4", "dp_replicate=2,dp_shard=2", "tp=2", "dp_shard=2,tp=2", "pp=2", "pp=2,dp_shard=2",
@@ -72,9 +72,7 @@ def source_url(folder: Path, mesh: str) -> str:
 def compare(pool: RankPool, folder: Path, source: str, target: str) -> Pair:
     """Reshard, and resume both ways."""
     out = str(folder / "resharded" / f"{source}-{target}")
-    reshard(source_url(folder, source), out, target)
-    online: list[Resumed] = pool.run(resume, parallel(target), source_url(folder, source))
-    offline: list[Resumed] = pool.run(resume, parallel(target), out)
+    online, offline = resume_both_ways(pool, parallel(target), source_url(folder, source), out, target)
     return Pair(
         source=source,
         target=target,

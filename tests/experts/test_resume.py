@@ -12,7 +12,7 @@ from titan_ckpt.cli.main import main
 from titan_ckpt.sharding.placement import Shard
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from tools.rank_pool import RankPool
-from tools.training.resume_matrix import STEPS_AFTER, STEPS_BEFORE, reshard, resume, train_and_save
+from tools.training.resume_matrix import STEPS_AFTER, STEPS_BEFORE, reshard, resume_both_ways, train_sources
 
 pytestmark = pytest.mark.dist
 MESHES = {
@@ -40,18 +40,14 @@ def pool() -> Iterator[RankPool]:
 def sources(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A trained checkpoint for every source mesh."""
     folder = tmp_path_factory.mktemp("sources")
-    for mesh in dict.fromkeys(mesh for mesh, _ in PAIRS):
-        pool.run(train_and_save, MESHES[mesh], str(folder / mesh), True)
-    return {mesh: str(folder / mesh) for mesh, _ in PAIRS}
+    return train_sources(pool, MESHES, (mesh for mesh, _ in PAIRS), folder, is_mixture=True)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_a_resharded_mixture_resumes_as_an_online_load(
     pool: RankPool, sources: dict[str, str], tmp_path: Path, source: str, target: str
 ) -> None:
-    reshard(sources[source], str(tmp_path), target)
-    online = pool.run(resume, MESHES[target], sources[source], True)
-    offline = pool.run(resume, MESHES[target], str(tmp_path), True)
+    online, offline = resume_both_ways(pool, MESHES[target], sources[source], str(tmp_path), target, is_mixture=True)
     assert offline == online
     assert all(len(rank.losses) == STEPS_AFTER and rank.start.step == STEPS_BEFORE for rank in offline)
 

@@ -12,7 +12,7 @@ import pytest
 
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from tools.rank_pool import RankPool
-from tools.training.resume_matrix import STEPS_AFTER, STEPS_BEFORE, reshard, resume, train_and_save
+from tools.training.resume_matrix import STEPS_AFTER, STEPS_BEFORE, resume_both_ways, train_sources
 
 pytestmark = pytest.mark.dist
 MESHES = {
@@ -44,19 +44,14 @@ def pool() -> Iterator[RankPool]:
 @pytest.fixture(scope="module")
 def sources(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A trained checkpoint for every source mesh."""
-    folder = tmp_path_factory.mktemp("sources")
-    for mesh in dict.fromkeys(mesh for mesh, _ in PAIRS):
-        pool.run(train_and_save, MESHES[mesh], str(folder / mesh))
-    return {mesh: str(folder / mesh) for mesh, _ in PAIRS}
+    return train_sources(pool, MESHES, (mesh for mesh, _ in PAIRS), tmp_path_factory.mktemp("sources"))
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_a_resharded_checkpoint_resumes_as_an_online_load(
     pool: RankPool, sources: dict[str, str], tmp_path: Path, source: str, target: str
 ) -> None:
-    reshard(sources[source], str(tmp_path), target)
-    online = pool.run(resume, MESHES[target], sources[source])
-    offline = pool.run(resume, MESHES[target], str(tmp_path))
+    online, offline = resume_both_ways(pool, MESHES[target], sources[source], str(tmp_path), target)
     assert offline == online
     assert all((len(r.losses), r.losses, r.start.step) == (STEPS_AFTER, online[0].losses, STEPS_BEFORE) for r in online)
     assert online[0].losses[-1] < online[0].losses[0]

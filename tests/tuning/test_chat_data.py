@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.token_rows import rows_of
 from titan_ckpt.errors import ConfigError, DataError
 from titan_ckpt.trainer.config.chat import ChatConfig
 from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig
@@ -268,15 +269,8 @@ def test_every_mesh_and_resume_sees_the_same_samples(folder: Folder) -> None:
     turns = [{"messages": [{**USER, "content": f"{n}?"}, {**ANSWER, "content": f"{n}!"}]} for n in range(40)]
     dataset = folder.open(folder.write(*turns), shuffle=True)
 
-    def stream(ranks: int, start: int, stop: int) -> list[list[int]]:
-        rows = []
-        for position in range(start, stop, 4):
-            for rank in range(ranks):
-                shape = BatchShape(global_batch_size=4, microbatch_size=1, data_rank=rank, data_degree=ranks)
-                rows += [each["tokens"][0].tolist() for each in dataset.batch(position, shape).microbatches]
-        return rows
-
-    assert stream(1, 0, 40) == stream(2, 0, 40) == stream(4, 0, 20) + stream(2, 20, 40)
+    whole = rows_of(dataset, 1, 0, 40)
+    assert whole == rows_of(dataset, 2, 0, 40) == rows_of(dataset, 4, 0, 20) + rows_of(dataset, 2, 20, 40)
 
 
 def test_pairs_share_their_prompt(folder: Folder) -> None:

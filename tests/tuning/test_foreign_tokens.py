@@ -14,10 +14,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from tests.support.token_rows import rows_of
 from titan_ckpt.errors import DataError
 from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig
 from titan_ckpt.trainer.config.validation import ValidationConfig
-from titan_ckpt.trainer.data.batches import BatchShape, Dataset, open_dataset
+from titan_ckpt.trainer.data.batches import Dataset, open_dataset
 from titan_ckpt.trainer.data.binary_tokens import open_megatron, open_nanogpt
 from titan_ckpt.trainer.data.corpus import DocumentReader, list_files
 from titan_ckpt.trainer.data.records import read_documents, read_records
@@ -110,15 +111,6 @@ def test_ids_of_another_tokenizer_or_size_are_named(tmp_path: Path) -> None:
         open_nanogpt(str(tmp_path / "cut.bin"), BYTES)
 
 
-def _stream(dataset: Dataset, ranks: int, start: int, stop: int) -> list[list[int]]:
-    rows = []
-    for position in range(start, stop, 4):
-        for rank in range(ranks):
-            shape = BatchShape(global_batch_size=4, microbatch_size=1, data_rank=rank, data_degree=ranks)
-            rows += [each["tokens"][0].tolist() for each in dataset.batch(position, shape).microbatches]
-    return rows
-
-
 def test_every_mesh_and_resume_reads_the_same_tokens(tmp_path: Path) -> None:
     (tmp_path / "train.bin").write_bytes(IDS.astype("<u2").tobytes())
     prefix = write_megatron(tmp_path, IDS, [500, 500], code=8, dtype="<u2")
@@ -133,7 +125,7 @@ def test_every_mesh_and_resume_reads_the_same_tokens(tmp_path: Path) -> None:
 
     first, again = opened(), opened()
     assert first.fingerprint == again.fingerprint
-    assert _stream(first, 1, 0, 200) == _stream(again, 4, 0, 100) + _stream(first, 2, 100, 200)
+    assert rows_of(first, 1, 0, 200) == rows_of(again, 4, 0, 100) + rows_of(first, 2, 100, 200)
     (tmp_path / "train.bin").write_bytes(np.roll(IDS, 1).astype("<u2").tobytes())
     assert opened().fingerprint != first.fingerprint
     assert isinstance(first.sources[0], TokenSource)

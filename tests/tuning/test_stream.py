@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.token_rows import rows_of
 from tests.support.training_runs import read_losses, train
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import DataError
 from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig
 from titan_ckpt.trainer.config.validation import ValidationConfig
-from titan_ckpt.trainer.data.batches import BatchShape, Dataset, open_dataset
+from titan_ckpt.trainer.data.batches import Dataset, open_dataset
 from titan_ckpt.trainer.data.shard_stream import ASSET, StreamSource, counts_asset, recall_counts
 from titan_ckpt.trainer.data.tokenizer import ByteTokenizer
 
@@ -40,15 +41,6 @@ def opened(corpus: Path, cache: str = "cache", **settings: Any) -> Dataset:
     return open_dataset(DataConfig(**values), ValidationConfig(), ByteTokenizer(), seed=3, is_writer=True)
 
 
-def read(dataset: Dataset, ranks: int, start: int, stop: int) -> list[list[int]]:
-    rows = []
-    for position in range(start, stop, 4):
-        for rank in range(ranks):
-            shape = BatchShape(global_batch_size=4, microbatch_size=1, data_rank=rank, data_degree=ranks)
-            rows += [each["tokens"][0].tolist() for each in dataset.batch(position, shape).microbatches]
-    return rows
-
-
 def tokenised(corpus: Path, cache: str) -> int:
     return len(list((corpus.parent / cache).glob("shard-*/tokens.json")))
 
@@ -61,13 +53,13 @@ def finish(dataset: Dataset) -> None:
 
 
 def test_every_mesh_and_resume_reads_the_same_stream(corpus: Path) -> None:
-    whole = read(opened(corpus), 1, 0, 1600)
-    assert whole == read(opened(corpus), 4, 0, 1600)
+    whole = rows_of(opened(corpus), 1, 0, 1600)
+    assert whole == rows_of(opened(corpus), 4, 0, 1600)
     first = opened(corpus, "other")
-    begun = read(first, 2, 0, 800)
+    begun = rows_of(first, 2, 0, 800)
     again = opened(corpus, "another")
     recall_counts(again.sources, counts_asset(first.sources)[ASSET], "x")
-    assert whole == begun + read(again, 4, 800, 1600)
+    assert whole == begun + rows_of(again, 4, 800, 1600)
     assert first.fingerprint == again.fingerprint
 
 
@@ -87,14 +79,14 @@ def test_an_epoch_has_every_sample_once_in_another_order(corpus: Path) -> None:
 def test_only_shards_that_are_needed_are_tokenised(corpus: Path) -> None:
     first = opened(corpus)
     assert tokenised(corpus, "cache") == 0
-    read(first, 1, 0, 4)
+    rows_of(first, 1, 0, 4)
     finish(first)
     assert tokenised(corpus, "cache") == 2  # the first, and the next one in advance
     far = opened(corpus, shuffle=True)
-    read(far, 1, 600, 604)
+    rows_of(far, 1, 600, 604)
     resumed = opened(corpus, "fresh")
     recall_counts(resumed.sources, counts_asset(far.sources)[ASSET], "x")
-    read(resumed, 1, 600, 604)
+    rows_of(resumed, 1, 600, 604)
     finish(resumed)
     assert tokenised(corpus, "fresh") == 2
 
@@ -102,12 +94,12 @@ def test_only_shards_that_are_needed_are_tokenised(corpus: Path) -> None:
 def test_a_shard_that_fails_is_named(corpus: Path) -> None:
     (corpus / "5.jsonl").write_text('{"text": "fine"}\n{broken\n')
     with pytest.raises(DataError, match=r"5\.jsonl: line 2: not JSON"):
-        read(opened(corpus), 1, 0, 3000)
+        rows_of(opened(corpus), 1, 0, 3000)
 
 
 def test_a_shard_that_changed_since_it_was_counted_is_named(corpus: Path) -> None:
     dataset = opened(corpus)
-    read(dataset, 1, 0, 4)
+    rows_of(dataset, 1, 0, 4)
     (source,) = dataset.sources
     assert isinstance(source, StreamSource)
     again = opened(corpus, "other").sources[0]
@@ -121,12 +113,12 @@ def test_a_rank_that_waits_in_vain_says_for_what(corpus: Path) -> None:
     data = DataConfig(source=str(corpus), seq_len=SEQ_LEN, stream=True, cache=str(corpus.parent / "none"))
     waiting = open_dataset(data, ValidationConfig(), ByteTokenizer(), seed=3, is_writer=False, wait_s=0.0)
     with pytest.raises(DataError, match=r"\.jsonl: not tokenised by local rank 0 within 0 s"):
-        read(waiting, 1, 0, 4)
+        rows_of(waiting, 1, 0, 4)
 
 
 def test_shards_too_short_for_a_sample_are_refused(corpus: Path) -> None:
     with pytest.raises(DataError, match=r"all other shards are shorter than data\.seq_len = 100000"):
-        read(opened(corpus, seq_len=100_000), 1, 0, 4)
+        rows_of(opened(corpus, seq_len=100_000), 1, 0, 4)
 
 
 def test_streams_are_mixed_by_their_weights(corpus: Path) -> None:
@@ -134,7 +126,7 @@ def test_streams_are_mixed_by_their_weights(corpus: Path) -> None:
     dataset = opened(corpus, source="", mixture=mixture)
     places = [dataset.order.at(position).source for position in range(1024)]
     assert places.count(0) == 768
-    assert read(dataset, 1, 0, 200) == read(opened(corpus, "b", source="", mixture=mixture), 4, 0, 200)
+    assert rows_of(dataset, 1, 0, 200) == rows_of(opened(corpus, "b", source="", mixture=mixture), 4, 0, 200)
 
 
 def test_a_run_resumes_its_stream_exactly_without_its_cache(corpus: Path, tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ Each mesh's model is built once per pool; loading overwrites its whole state, so
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -26,6 +28,7 @@ from titan_ckpt.trainer.parallel.optimizer import Optimizer, OptimizerConfig, bu
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
 from titan_ckpt.trainer.seams.model import ModelSpec
+from tools.rank_pool import RankPool
 from tools.training.curves import SMALL
 
 # Sizes not divisible by 4, so that shards are uneven.
@@ -121,6 +124,31 @@ def train_and_save(_rank: int, parallel: ParallelConfig, url: str, is_mixture: b
         training=training_record(progress, fingerprint=_FINGERPRINT, seed=SEED, lr=rate),
         config={"model": as_dict(job.spec.config)},
     )
+
+
+def train_sources(
+    pool: RankPool,
+    meshes: Mapping[str, ParallelConfig],
+    names: Iterable[str],
+    folder: Path,
+    *,
+    is_mixture: bool = False,
+) -> dict[str, str]:
+    """Train and save on each of `names`, once. Returns the checkpoints' paths."""
+    urls = {name: str(folder / name) for name in names}
+    for name, url in urls.items():
+        pool.run(train_and_save, meshes[name], url, is_mixture)
+    return urls
+
+
+def resume_both_ways(
+    pool: RankPool, parallel: ParallelConfig, source: str, url: str, mesh: str, *, is_mixture: bool = False
+) -> tuple[list[Resumed], list[Resumed]]:
+    """Resume from `source` loaded online, and from `url`, to which it is resharded; by rank."""
+    reshard(source, url, mesh)
+    online: list[Resumed] = pool.run(resume, parallel, source, is_mixture)
+    offline: list[Resumed] = pool.run(resume, parallel, url, is_mixture)
+    return online, offline
 
 
 def reshard(source: str, url: str, mesh: str) -> None:
