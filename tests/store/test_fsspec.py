@@ -133,3 +133,12 @@ def test_a_client_without_a_time_limit_is_abandoned_at_deadline(tmp_path: Path, 
     _Hangs.name, _Hangs.let_go = "", threading.Event()
     assert not (tmp_path / "run" / "large").exists()
     assert open_store(f"hangs://{tmp_path}/run").read("there", 0, 3) == b"abc"
+
+
+def test_s3_inside_a_chain_leaves_retries_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 7}})
+    store = open_store("simplecache::s3://bucket/run", storage_options={"s3": {"anon": True}})
+    inner = store._fs.fs  # type: ignore[attr-defined]
+    assert inner.config_kwargs["retries"]["total_max_attempts"] == 1
+    assert (inner.anon, inner.config_kwargs["read_timeout"]) == (True, 7)
+    assert inner is not fsspec.filesystem("s3", anon=True, config_kwargs=inner.config_kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import islice
 
 from titan_ckpt.arguments import nearest
 from titan_ckpt.location import local_path, redact, scheme
@@ -21,7 +22,7 @@ def nearby(url: str) -> str:
     folder, name = os.path.split(path)
     try:
         with os.scandir(folder) as entries:
-            names = [entry.name for entry, _ in zip(entries, range(MOST_NAMES), strict=False) if entry.is_dir()]
+            names = [entry.name for entry in islice(entries, MOST_NAMES) if entry.is_dir()]
     except OSError:
         return "" if os.path.isdir(folder) else f"; there is no folder {folder}"
     return f"; {found}".rstrip() if (found := nearest(name, names)) else ""

@@ -17,6 +17,7 @@ from typing import Self
 
 FIRST_TRY_S, FIRST_ANSWER_S, FIRST_ANSWER_SHARE = 3.0, 20.0, 1 / 6
 SAID_AFTER_S = 3.0
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 30.0  # of S3 clients
 
 
 class TimedCall:

@@ -16,11 +16,10 @@ from botocore.config import Config
 from titan_ckpt.errors import StoreError
 from titan_ckpt.location import redact
 from titan_ckpt.store.clients.options import check_known
+from titan_ckpt.store.deadline import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
 from titan_ckpt.store.s3_errors import translate
 from titan_ckpt.store.s3_wire import ROOTS, guard
 
-CONNECT_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 30.0
 CONNECTIONS = 32
 # How the names of parameters begin that a store sets itself, or that would change what its requests mean.
 OURS = (

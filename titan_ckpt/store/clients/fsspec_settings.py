@@ -12,6 +12,7 @@ from fsspec.core import split_protocol
 from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.store.clients.options import StorageOptions, check_known
 from titan_ckpt.store.clients.s3_names import typed_value
+from titan_ckpt.store.deadline import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
 
 # Options of every file system (fsspec/spec.py, fsspec/asyn.py), and those that a class takes as **kwargs and hands on:
 # to paramiko's SSHClient.connect, to aiohttp's requests.
@@ -31,6 +32,11 @@ _HANDED_ON = {
     ),
 }  # fmt: skip
 _SAME_AS = {"ssh": "sftp", "https": "http"}
+_ONE_TRY = {
+    "connect_timeout": CONNECT_TIMEOUT_S,
+    "read_timeout": READ_TIMEOUT_S,
+    "retries": {"total_max_attempts": 1, "mode": "standard"},
+}
 # Of `self` and of calls that never end: a store is used by several threads, none of which runs an event loop.
 _NOT_OURS = frozenset({"self", "args", "kwargs", "asynchronous", "loop"})
 
@@ -68,7 +74,15 @@ def checked_options(url: str, options: StorageOptions, where: str) -> dict[str, 
         if isinstance(inner, Mapping):
             check_known(inner, known_options(protocol), f"{where}: {protocol}")
             checked[protocol] = _typed(inner, protocol, where)
+    if len(protocols) > 1 and "s3" in protocols:
+        checked["s3"] = _tried_once(checked.get("s3", {}))
     return checked
+
+
+def _tried_once(options: StorageOptions) -> dict[str, Any]:
+    """Options for the s3fs inside a chain: `store.base.retry` repeats its calls, and other programs' instances are not shared."""
+    given = {**configured("s3").get("config_kwargs", {}), **options.get("config_kwargs", {})}
+    return {"skip_instance_cache": True, **options, "config_kwargs": {**_ONE_TRY, **given}}
 
 
 def _typed(options: StorageOptions, protocol: str, where: str) -> dict[str, Any]:

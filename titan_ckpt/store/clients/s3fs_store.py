@@ -15,8 +15,9 @@ import botocore.exceptions
 from titan_ckpt.errors import StoreError, TitanError
 from titan_ckpt.store.any_fsspec import FsspecStore
 from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, conditionally, probe_conditions
+from titan_ckpt.store.deadline import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
 from titan_ckpt.store.s3_answers import check_deleted
-from titan_ckpt.store.s3_client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, check_parameters
+from titan_ckpt.store.s3_client import check_parameters
 from titan_ckpt.store.s3_errors import translate
 from titan_ckpt.store.s3_parts import split_url
 
