@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     )
     from titan_ckpt.trainer.seams.optimizer import OptimizerSpec, Schedule
     from titan_ckpt.trainer.seams.step import FrozenModel, Hooks, Prepare, StepModel, TrainStep
-    from titan_ckpt.trainer.seams.validation import Accuracy
+    from titan_ckpt.trainer.seams.validation import Accuracy, Evaluation, Means, Metric, Validator
 
 __all__ = [
     "Accuracy",
@@ -51,6 +51,7 @@ __all__ = [
     "Constant",
     "CrossEntropy",
     "DataSource",
+    "Evaluation",
     "Experts",
     "ExpertsConfig",
     "FrozenModel",
@@ -59,6 +60,8 @@ __all__ = [
     "LmHead",
     "Loss",
     "LossInModel",
+    "Means",
+    "Metric",
     "MixtureOfExperts",
     "ModelConfig",
     "ModelSpec",
@@ -74,6 +77,7 @@ __all__ = [
     "Shared",
     "StepModel",
     "TrainStep",
+    "Validator",
     "Vocab",
     "Whole",
     "decoder",
@@ -91,6 +95,7 @@ __getattr__, __dir__ = lazy_names(
         "Constant": "seams.model",
         "CrossEntropy": "seams.loss",
         "DataSource": "seams.data",
+        "Evaluation": "seams.validation",
         "Experts": "model.experts",
         "ExpertsConfig": "model.experts",
         "FrozenModel": "seams.step",
@@ -99,6 +104,8 @@ __getattr__, __dir__ = lazy_names(
         "LmHead": "model.head",
         "Loss": "seams.loss",
         "LossInModel": "seams.loss",
+        "Means": "seams.validation",
+        "Metric": "seams.validation",
         "MixtureOfExperts": "model.experts",
         "ModelConfig": "model.decoder",
         "ModelSpec": "seams.model",
@@ -114,6 +121,7 @@ __getattr__, __dir__ = lazy_names(
         "Shared": "seams.model",
         "StepModel": "seams.step",
         "TrainStep": "seams.step",
+        "Validator": "seams.validation",
         "Vocab": "seams.model",
         "Whole": "seams.model",
         "decoder": "model.decoder",

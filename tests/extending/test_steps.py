@@ -23,7 +23,7 @@ from titan_ckpt.trainer.config.toml_records import build_record
 from titan_ckpt.trainer.config.train_config import config_type
 from titan_ckpt.trainer.data.batches import BatchShape, Dataset
 from titan_ckpt.trainer.job.control_group import ControlGroup
-from titan_ckpt.trainer.job.preparation import preparation
+from titan_ckpt.trainer.job.own_parts import preparation
 from titan_ckpt.trainer.parallel.config import mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model

@@ -28,6 +28,7 @@ from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
 from titan_ckpt.trainer.seams.optimizer import OptimizerSpec, Schedule
 from titan_ckpt.trainer.seams.step import FrozenModel, Hooks, Prepare, TrainStep
+from titan_ckpt.trainer.seams.validation import Metric, Validator
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Extension:
     loss: Loss | Callable[[Any], Loss] | None = None  # or a function of the whole config; None: the model's own
     data: Callable[[Any], DataSource] | None = None  # from the whole config; None: the corpora of [data]
     validation: Mapping[str, Callable[[Any], DataSource]] = field(default_factory=dict)  # sets, beside held-out samples
-    metrics: Mapping[str, Loss] = field(default_factory=dict)  # beside the loss, in validation
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # beside the loss, in validation
+    validator: Validator | None = None  # what is computed from each set; None: the means of loss and metrics
     optimizer: OptimizerSpec | None = None  # None: `optimizer.name`
     schedule: Schedule | None = None  # None: `optimizer.schedule`
     frozen: Mapping[str, Callable[[Any], FrozenModel]] = field(default_factory=dict)  # second models, from the config
@@ -56,7 +58,16 @@ class Extension:
     @property
     def is_empty(self) -> bool:
         """Whether everything is the trainer's own."""
-        own = (self.loss, self.data, self.optimizer, self.schedule, self.prepare, self.hooks, self.train_step)
+        own = (
+            self.loss,
+            self.data,
+            self.validator,
+            self.optimizer,
+            self.schedule,
+            self.prepare,
+            self.hooks,
+            self.train_step,
+        )
         return (
             self.model is decoder
             and own == (None,) * len(own)
@@ -97,14 +108,14 @@ def _checked_record(record: Any, what: str) -> type:
     return record
 
 
-RECORDED = ("event", "time_s", "step", "loss", "tokens", "seconds", "set")  # fields of a record of validation
+RECORDED = ("event", "time_s", "step", "seconds", "set")  # fields of a record of validation beside its numbers
 
 
 def check_parts(extension: Extension, taken: tuple[str, ...]) -> None:
     """ConfigError for parts that are no such thing, and for tables and metrics that have names of the trainer's (`taken`)."""
     _check_kinds(extension)
     for name in extension.metrics:
-        if name in RECORDED:
+        if name in (*RECORDED, "loss", "tokens"):
             raise ConfigError(f"metrics: {name!r} is a field of every record of validation; choose another name")
     for name, record in extension.tables.items():
         _checked_record(record, f"tables: {name!r}: expected a record")
@@ -116,7 +127,7 @@ def _check_kinds(extension: Extension) -> None:
     _check_optimizer(extension.optimizer)
     if extension.hooks is not None and not isinstance(extension.hooks, Hooks):
         raise ConfigError(f"hooks is {kind_of(extension.hooks)}, expected an object of a subclass of Hooks")
-    for name in ("model", "loss", "data", "schedule", "prepare", "train_step"):
+    for name in ("model", "loss", "data", "validator", "schedule", "prepare", "train_step"):
         part = getattr(extension, name)
         if part is not None and not callable(part) and not isinstance(part, ModelSpec):
             raise ConfigError(
@@ -129,10 +140,11 @@ def _check_kinds(extension: Extension) -> None:
         for key, part in parts.items():
             if not callable(part):
                 raise ConfigError(f"{name}: {key!r} is {kind_of(part)}, expected a function or an object with __call__")
-    for key, part in (("loss", extension.loss), *((f"metrics[{n!r}]", m) for n, m in extension.metrics.items())):
+    made = {"loss": extension.loss, "validator": extension.validator}
+    for key, part in (*made.items(), *((f"metrics[{n!r}]", m) for n, m in extension.metrics.items())):
         if isinstance(part, type):
             raise ConfigError(f"{key} is the class {part.__name__}, expected an object: {part.__name__}(...)")
-        if key != "loss" and not hasattr(part, "count"):
+        if key not in made and not hasattr(part, "count"):
             raise ConfigError(
                 f"{key}: {part!r:.80} has no method count; titan_ckpt.trainer.Loss shows what a metric has"
             )

@@ -7,11 +7,10 @@ from titan_ckpt.loading.load import load
 from titan_ckpt.loading.policy import LoadPolicy
 from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.job.control_group import ControlGroup
-from titan_ckpt.trainer.job.preparation import preparation
+from titan_ckpt.trainer.job.own_parts import preparation
 from titan_ckpt.trainer.job.rank_process import RankContext, RankProcess, pick_device, process_group
 from titan_ckpt.trainer.job.resume import Start, check_all_taken, check_model, live_state, load_weights, open_for
-from titan_ckpt.trainer.job.setup import build_model, open_data, validation_batches
-from titan_ckpt.trainer.job.validation import evaluate
+from titan_ckpt.trainer.job.setup import build_model, open_data, open_validation
 from titan_ckpt.trainer.model.lora import adapters_of
 from titan_ckpt.trainer.parallel.optimizer import Optimizer, build_optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
@@ -34,16 +33,12 @@ def evaluate_rank(
         start = Start(checkpoint=open_for(config.model, url, step=step), is_own=True)
         model = build_model(context, start)
         optimizer = _load(config, start, model, control, averaged=averaged)
-        batches, loss = validation_batches(config, model, data)(), config.loss
-        if not batches:
+        validation = open_validation(config, model, control, data, preparation(config, model, control))
+        if not validation.batches():
             raise ConfigError("there is nothing to evaluate: give validation.sets, or the run's validation.fraction")
-        prepare = preparation(config, model, control)
 
         def all_sets() -> dict[str, dict[str, float]]:
-            return {
-                name or HELD_OUT: evaluate(config, model, control, loss, prepare, batch)
-                for name, batch in batches.items()
-            }
+            return {name or HELD_OUT: numbers for name, numbers, _ in validation.run(step)}
 
         if optimizer is None:
             return all_sets()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from torch import Tensor
-
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.trainer.config.train_config import TrainConfig
-from titan_ckpt.trainer.data.batches import Batch, BatchShape, Dataset
+from titan_ckpt.trainer.data.batches import BatchShape, Dataset
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.job.export import Exporter
+from titan_ckpt.trainer.job.own_parts import HookCalls
 from titan_ckpt.trainer.job.stop_signals import StopRequest
+from titan_ckpt.trainer.job.validation import Prepared, Validation
 from titan_ckpt.trainer.parallel.optimizer import Optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.report.metrics_log import MetricsLog
@@ -51,7 +51,8 @@ class Job:
     assets: dict[str, bytes]
     parallelized: Parallelized
     loss: Loss
-    prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]  # a microbatch, on the device
+    prepare: Prepared
+    hooks: HookCalls
     optimizer: Optimizer
     dataset: Dataset
     saver: Saver | None
@@ -61,7 +62,7 @@ class Job:
     phases: Phases
     inspection: Inspection
     metrics: MetricsLog
-    validation_batches: Callable[[], Mapping[str, Batch]]  # by the name of the set; the held-out samples have none
+    validation: Validation
     upload_logs: Callable[[], None]
 
     @property

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from numbers import Real
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_ckpt.errors import TitanError
@@ -21,14 +19,11 @@ from titan_ckpt.trainer.data.shard_stream import counts_asset
 from titan_ckpt.trainer.job.gc_at_steps import Collector
 from titan_ckpt.trainer.job.job import EndReason, Job, Outcome
 from titan_ckpt.trainer.job.meter import Meter, StepResult
+from titan_ckpt.trainer.job.own_parts import run_own_step
 from titan_ckpt.trainer.job.resume import TrainingProgress, live_state, training_record
 from titan_ckpt.trainer.job.stop_signals import StopCode
-from titan_ckpt.trainer.job.validation import evaluate
-from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.report.records import Event
-from titan_ckpt.trainer.seams.boundary import calling, kind_of, refuse
 from titan_ckpt.trainer.seams.loss import count_of
-from titan_ckpt.trainer.seams.step import Hooks, StepModel, TrainStep
 
 log = logging.getLogger(__name__)
 END_REASONS = {
@@ -38,59 +33,10 @@ END_REASONS = {
 }
 
 
-class HookCalls:
-    """The hooks of a run; without any, calls do nothing."""
-
-    def __init__(self, hooks: Hooks | None) -> None:
-        self._hooks = hooks
-
-    def before_step(self, step: int) -> None:
-        """Call the hook."""
-        if self._hooks is not None:
-            with calling("Hooks.before_step", self._hooks):
-                self._hooks.before_step(step)
-
-    def after_backward(self, step: int, model: Parallelized) -> None:
-        """Call the hook, with gradients that are summed over all ranks that share a weight."""
-        if self._hooks is not None:
-            model.finish_gradients()
-            with calling("Hooks.after_backward", self._hooks):
-                self._hooks.after_backward(step, model.named_parameters())
-
-    def after_step(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Call the hook; returns the numbers to record."""
-        if self._hooks is None:
-            return {}
-        with calling("Hooks.after_step", self._hooks):
-            found: object = self._hooks.after_step(step, numbers)
-        if not isinstance(found, Mapping):
-            refuse(
-                "Hooks.after_step", self._hooks, f"returned {kind_of(found)}, expected numbers by name; {{}} for none"
-            )
-        for name, value in found.items():
-            if not isinstance(name, str) or not isinstance(value, Real) or name in ("event", "time_s", "step"):
-                refuse(
-                    "Hooks.after_step",
-                    self._hooks,
-                    f"returned {name!r}: {kind_of(value)}, expected a number of another name",
-                )
-        return {name: float(value) for name, value in found.items()}
-
-
-def run_own_step(
-    own: TrainStep, microbatches: Sequence[Mapping[str, Tensor]], model: Parallelized, *, count: int, step: int
-) -> Tensor:
-    """The losses' sum that a user's train step returns."""
-    view = StepModel(
-        forward_backward=lambda batch: model.forward_backward(batch, count=count), weights=model.named_parameters()
-    )
-    with calling("train_step", own):
-        total: object = own(microbatches, view, step=step)
-    if not isinstance(total, Tensor) or total.numel() != 1:
-        refuse(
-            "train_step", own, f"returned {kind_of(total)}, expected the sum of the losses as a tensor of one number"
-        )
-    return total.detach().sum()
+def _line(numbers: Mapping[str, float]) -> str:
+    """The numbers of a set for the log."""
+    shown = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items() if name != "tokens")
+    return f"{shown} over {numbers['tokens']:,.0f} tokens" if "tokens" in numbers else shown
 
 
 class DivergedError(TitanError):
@@ -105,7 +51,7 @@ class Loop:
         self.saved_step = progress.step
         self.loss: float | None = None
         self.meter = Meter(job)
-        self._hooks = HookCalls(job.config.extension.hooks)
+        self._hooks = job.hooks
         self._skipped_in_a_row = 0
         self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-logs")
         self._device = job.parallelized.ranks.device
@@ -234,21 +180,13 @@ class Loop:
             return self.meter.write(done, self.progress, self.loss)
 
     def _validate(self, step: int) -> None:
-        job = self.job
-        for name, batch in job.validation_batches().items():
-            started = time.perf_counter()
-            with job.phases("validation", step):
-                found = evaluate(job.config, job.parallelized, job.control, job.loss, job.prepare, batch)
-            loss, count, seconds = found.pop("loss"), found.pop("tokens"), time.perf_counter() - started
-            more = "".join(f"  {metric} {value:.4f}" for metric, value in found.items())
-            where = f" of {name}" if name else ""
-            log.info(
-                "step %d  validation loss%s %.4f%s over %d tokens (%.1f s)", step, where, loss, more, count, seconds
-            )
-            what = {"set": name} if name else {}
-            job.metrics.event(
-                Event.VALIDATION, step=step, loss=loss, tokens=int(count), seconds=seconds, **found, **what
-            )
+        with self.job.phases("validation", step):
+            for name, numbers, seconds in self.job.validation.run(step):
+                what = {"set": name} if name else {}
+                log.info(
+                    "step %d  validation%s  %s (%.1f s)", step, f" of {name}" if name else "", _line(numbers), seconds
+                )
+                self.job.metrics.event(Event.VALIDATION, step=step, seconds=seconds, **numbers, **what)
 
     def _save(self) -> None:
         """Start saving this step; returns as soon as the tensors may change again."""
@@ -259,7 +197,7 @@ class Loop:
             progress, fingerprint=job.dataset.fingerprint, seed=config.train.seed, lr=lr, rule=job.optimizer.name
         )
         pending = job.saver.save(
-            live_state(job.parallelized, job.optimizer),
+            live_state(job.parallelized, job.optimizer) | job.hooks.kept(),
             step=progress.step, training=record, config=job.config_record,
             assets=job.assets | counts_asset(job.dataset.sources),
         )  # fmt: skip

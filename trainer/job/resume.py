@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from titan_ckpt.checkpoint import foreign_formats
@@ -31,6 +32,8 @@ from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 
 log = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
+HOOKS = "hooks"  # the part of a checkpoint that hooks keep
+NO_HOOKS: Mapping[str, Any] = MappingProxyType({})
 _EXPERTS = as_dict(ExpertsConfig(number=1, per_token=1, ffn_dim=1))
 _OF_ANY_TOKENIZER = re.compile(r"config\.json|README\.md|(?i:LICEN[CS]E|NOTICE|USE_POLICY|COPYING|THIRD_PARTY).*")
 TORCHTITAN = "tok_embeddings.weight"  # identifies checkpoints with torchtitan's names, whoever wrote the files
@@ -196,8 +199,9 @@ def restore(
     control: ControlGroup,
     fingerprint: str,
     other_data: bool,
+    hooks: Mapping[str, Any] = NO_HOOKS,
 ) -> TrainingProgress:
-    """Load the checkpoint of `start` into the live tensors; returns the progress to continue from."""
+    """Load the checkpoint of `start` into the live tensors and `hooks`; returns the progress to continue from."""
     checkpoint = start.checkpoint
     if checkpoint is None:
         return TrainingProgress()
@@ -216,7 +220,7 @@ def restore(
         check_data(checkpoint, fingerprint, other_data=other_data)
     else:
         log.warning("%s has no position in this data; reading starts at the first sample", checkpoint)
-    report = load(checkpoint, state, policy=LoadPolicy(extra="allow"))
+    report = load(checkpoint, {**state, **_stored_hooks(checkpoint, hooks)}, policy=LoadPolicy(extra="allow"))
     check_all_taken(checkpoint, report, tuple(state), control)
     return TrainingProgress(
         step=int(training["step"]),
@@ -224,6 +228,17 @@ def restore(
         tokens=int(training["tokens_seen"]),
         skipped=int(training.get("skipped_steps", 0)),
     )
+
+
+def _stored_hooks(checkpoint: Checkpoint, hooks: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`hooks` if the checkpoint has a state for them; says so where only one of the two has any."""
+    names = (*checkpoint.manifest.by_fqn, *checkpoint.manifest.objects_by_fqn)
+    is_stored = any(name.startswith(f"{HOOKS}.") for name in names)
+    if is_stored and not hooks:
+        log.warning("%s has a state of hooks, which this run does not take: it has no such hooks", checkpoint)
+    if hooks and not is_stored:
+        log.warning("%s has no state of hooks; they start anew", checkpoint)
+    return hooks if is_stored else NO_HOOKS
 
 
 def load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:

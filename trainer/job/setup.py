@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
@@ -19,7 +19,7 @@ from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
-from titan_ckpt.trainer.data.batches import Batch, BatchShape, Dataset, open_dataset, unigram_entropy
+from titan_ckpt.trainer.data.batches import BatchShape, Dataset, open_dataset, unigram_entropy
 from titan_ckpt.trainer.data.chat_source import ChatSource
 from titan_ckpt.trainer.data.chat_template import template_assets
 from titan_ckpt.trainer.data.shard_stream import ASSET, StreamSource, recall_counts
@@ -31,7 +31,7 @@ from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.job.export import Exporter
 from titan_ckpt.trainer.job.job import Job, Outcome
 from titan_ckpt.trainer.job.loop import Loop
-from titan_ckpt.trainer.job.preparation import preparation
+from titan_ckpt.trainer.job.own_parts import HookCalls, preparation
 from titan_ckpt.trainer.job.rank_process import RankContext, RankProcess, pick_device, process_group, start_recorder
 from titan_ckpt.trainer.job.resume import (
     Start,
@@ -45,7 +45,7 @@ from titan_ckpt.trainer.job.resume import (
     restore,
 )
 from titan_ckpt.trainer.job.stop_signals import StopCode, StopRequest
-from titan_ckpt.trainer.job.validation import batches_of, validation_sets
+from titan_ckpt.trainer.job.validation import Prepared, Validation, batches_of, validation_sets
 from titan_ckpt.trainer.launch.launch import StoppedError, is_launched_here, launched_at_s, write_error
 from titan_ckpt.trainer.model.lora import adapters_of, add_adapters, start_adapters
 from titan_ckpt.trainer.model.plan import Plan, plan_of, routers_of
@@ -114,19 +114,20 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         torch.use_deterministic_algorithms(config.train.deterministic)
         parallelized = build_model(context, start)
         freeze(parallelized, config.train.freeze, control)
-        optimizer, progress = _begin(config, parallelized, start, dataset.fingerprint, control)
+        hooks = HookCalls(config.extension.hooks)
+        optimizer, progress = _begin(config, parallelized, start, dataset.fingerprint, control, hooks)
         exporter = saver = None
         if config.export.every and context.rank == 0:
             exporter = stack.enter_context(_exporter(config, metrics))
         if config.save.url:
             options = _save_options(config, mesh, phases, exporter)
             saver = stack.enter_context(Saver(config.save.url, options))
+        prepare = preparation(config, parallelized, control)
         job = Job(
             config=config, config_record=as_dict(config),
             assets=kept_assets(start, tokenizer) | _chat_assets(config) if context.rank == 0 else {},
             parallelized=parallelized, loss=config.loss, optimizer=optimizer,
-            prepare=preparation(config, parallelized, control),
-            validation_batches=validation_batches(config, parallelized, data),
+            prepare=prepare, hooks=hooks, validation=open_validation(config, parallelized, control, data, prepare),
             dataset=dataset, saver=saver, exporter=exporter,
             control=control, stop=stop, phases=phases, inspection=_inspection(context), metrics=metrics,
             upload_logs=lambda: upload_logs(folder, config.save.tiers, names),
@@ -147,14 +148,19 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
 
 
 def _begin(
-    config: TrainConfig, parallelized: Parallelized, start: Start, fingerprint: str, control: ControlGroup
+    config: TrainConfig,
+    parallelized: Parallelized,
+    start: Start,
+    fingerprint: str,
+    control: ControlGroup,
+    hooks: HookCalls,
 ) -> tuple[Optimizer, TrainingProgress]:
     """Build the optimizer and load what `start` has; new adapters on another run's model begin at step 0."""
     adapters = adapters_of(parallelized.named_parameters())
     optimizer = build_optimizer(parallelized, config.optimizer, only=adapters or None, spec=config.extension.optimizer)
     progress = restore(
         Start() if adapters and not start.is_own else start, parallelized, optimizer,
-        control=control, fingerprint=fingerprint, other_data=config.resume.other_data,
+        control=control, fingerprint=fingerprint, other_data=config.resume.other_data, hooks=hooks.kept(),
     )  # fmt: skip
     return optimizer, progress
 
@@ -324,13 +330,18 @@ def _announce(job: Job, rank: int, start: Start, progress: TrainingProgress) -> 
     log.info("checkpoints: %s", tiers or "none (save.url is empty)")
 
 
-def validation_batches(config: TrainConfig, model: Parallelized, data: Data) -> Callable[[], Mapping[str, Batch]]:
-    """This rank's part of what is evaluated, by the name of the set."""
+def open_validation(
+    config: TrainConfig, model: Parallelized, control: ControlGroup, data: Data, prepare: Prepared
+) -> Validation:
+    """What validates on this rank."""
     shape = BatchShape(
         global_batch_size=config.train.global_batch_size, microbatch_size=config.train.microbatch_size,
         data_rank=model.data_rank, data_degree=model.data_degree,
     )  # fmt: skip
-    return lambda: batches_of(data.dataset, data.sets, config.validation.samples, shape)
+    return Validation(
+        config=config, model=model, control=control, loss=config.loss, prepare=prepare,
+        batches=lambda: batches_of(data.dataset, data.sets, config.validation.samples, shape),
+    )  # fmt: skip
 
 
 def _describe_data(dataset: Dataset) -> str:

@@ -22,6 +22,7 @@ from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
 from titan_ckpt.trainer.seams.optimizer import OptimizerSpec, Schedule
 from titan_ckpt.trainer.seams.step import FrozenModel, Hooks, Prepare, TrainStep
+from titan_ckpt.trainer.seams.validation import Metric, Validator
 
 
 def run(
@@ -32,7 +33,8 @@ def run(
     loss: Loss | Callable[[Any], Loss] | None = None,
     data: Callable[[Any], DataSource] | None = None,
     validation: Mapping[str, Callable[[Any], DataSource]] | None = None,
-    metrics: Mapping[str, Loss] | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    validator: Validator | None = None,
     optimizer: OptimizerSpec | None = None,
     schedule: Schedule | None = None,
     frozen: Mapping[str, Callable[[Any], FrozenModel]] | None = None,
@@ -49,7 +51,7 @@ def run(
     for a config or model that cannot be; other TitanErrors as of `titan-ckpt train`.
     """
     extension = Extension(
-        model=model, loss=loss, data=data, validation=validation or {}, metrics=metrics or {},
+        model=model, loss=loss, data=data, validation=validation or {}, metrics=metrics or {}, validator=validator,
         optimizer=optimizer, schedule=schedule, frozen=frozen or {}, prepare=prepare, hooks=hooks, train_step=train_step,
         tables=tables or {},
     )  # fmt: skip

@@ -1,9 +1,12 @@
-"""The means of the loss and the metrics over held-out samples or validation sets."""
+"""Validation: the sets, and the run's validator over held-out samples and each of them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_ckpt.errors import ConfigError, DataError
+from titan_ckpt.trainer.config.extension import RECORDED
 from titan_ckpt.trainer.config.train_config import SourceConfig, TrainConfig
 from titan_ckpt.trainer.config.validation import ValidationConfig, ValidationSet
 from titan_ckpt.trainer.data.batches import Batch, BatchShape, Dataset, open_dataset
@@ -18,8 +22,10 @@ from titan_ckpt.trainer.data.sample_order import SampleRef
 from titan_ckpt.trainer.data.tokenizer import Tokenizer
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
+from titan_ckpt.trainer.seams.boundary import calling, checked_numbers
 from titan_ckpt.trainer.seams.data import checked_source
 from titan_ckpt.trainer.seams.loss import Loss, count_of
+from titan_ckpt.trainer.seams.validation import Evaluation, Means
 
 Prepared: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
@@ -53,20 +59,47 @@ def batches_of(held_out: Dataset, sets: Mapping[str, Dataset], samples: int, sha
     return found
 
 
-def evaluate(
-    config: TrainConfig, model: Parallelized, control: ControlGroup, loss: Loss, prepare: Prepared, batch: Batch
-) -> dict[str, float]:
-    """`loss`, `tokens` (how many losses it is the mean of), and each metric by name; the same on every rank, collective."""
-    metrics, ranks = config.extension.metrics, model.ranks
-    total = torch.zeros(1 + len(metrics), dtype=torch.float64, device=ranks.device)
-    for microbatch in batch.microbatches:
-        part = model.forward_loss(prepare(microbatch))
-        total[: len(part)] += part.double()
-    dist.all_reduce(total)
-    total /= ranks.spec.degree("tp")  # tensor parallel ranks computed the same
-    counted = (loss, *metrics.values())
-    local = [float(sum(count_of(each, microbatch) for microbatch in batch.microbatches)) for each in counted]
-    copies = ranks.spec.world_size // ranks.data_degree
-    counts = [count / copies for count in control.all_reduce_sum(local)]
-    means = {name: float(total[i]) / max(counts[i], 1.0) for i, name in enumerate(("loss", *metrics))}
-    return means | {"tokens": counts[0]}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """What validates on this rank; `batches` are its parts of the sets by name, of the held-out samples under none."""
+
+    config: TrainConfig
+    model: Parallelized
+    control: ControlGroup
+    loss: Loss
+    prepare: Prepared
+    batches: Callable[[], Mapping[str, Batch]]
+
+    def run(self, step: int) -> Iterator[tuple[str, dict[str, float], float]]:
+        """The name of each set, its numbers, and the seconds that they took; collective."""
+        own = self.config.extension.validator or Means()
+        for name, batch in self.batches().items():
+            started = time.perf_counter()
+            evaluation = Evaluation(
+                name=name, step=step, microbatches=batch.microbatches, means=partial(self._means, batch.microbatches),
+                outputs=lambda microbatch: self.model.outputs(self.prepare(microbatch)), total=self._total,
+            )  # fmt: skip
+            with calling("Validator", own), torch.no_grad():
+                found: object = own(evaluation)
+            yield name, checked_numbers(found, "Validator", own, RECORDED), time.perf_counter() - started
+
+    def _means(self, microbatches: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """`loss`, `tokens` (how many losses it is the mean of), and each metric by name; the same on every rank, collective."""
+        metrics, ranks = self.config.extension.metrics, self.model.ranks
+        total = torch.zeros(1 + len(metrics), dtype=torch.float64, device=ranks.device)
+        for microbatch in microbatches:
+            part = self.model.forward_loss(self.prepare(microbatch))
+            total[: len(part)] += part.double()
+        dist.all_reduce(total)
+        total /= ranks.spec.degree("tp")  # tensor parallel ranks computed the same
+        counted = (self.loss, *metrics.values())
+        local = [float(sum(count_of(each, microbatch) for microbatch in microbatches)) for each in counted]
+        copies = ranks.spec.world_size // ranks.data_degree
+        counts = [count / copies for count in self.control.all_reduce_sum(local)]
+        means = {name: float(total[i]) / max(counts[i], 1.0) for i, name in enumerate(("loss", *metrics))}
+        return means | {"tokens": counts[0]}
+
+    def _total(self, numbers: Sequence[float]) -> list[float]:
+        """Sums over all ranks, of which those along tp have counted the same."""
+        copies = self.model.ranks.spec.degree("tp")
+        return [number / copies for number in self.control.all_reduce_sum(numbers)]

@@ -32,6 +32,7 @@ from titan_ckpt.trainer.parallel.context import head_tail_positions
 from titan_ckpt.trainer.parallel.initialize import cut_axes
 from titan_ckpt.trainer.parallel.local_weights import local_tensor
 from titan_ckpt.trainer.parallel.pipeline import Pipeline
+from titan_ckpt.trainer.parallel.stage_forward import returning_outputs
 from titan_ckpt.trainer.seams.boundary import calling
 from titan_ckpt.trainer.seams.model import ModelSpec
 
@@ -128,9 +129,10 @@ class Parallelized:
 
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor]) -> Any:
-        """The output of a model that was built without a loss; None on ranks without the last stage."""
+        """The model's output, of which no loss is computed; None on ranks without the last stage."""
         x, fields = self._shard_sequence(batch)
-        return self.parts[0](x, **fields) if self.pipeline is None else self.pipeline.outputs(x, fields)
+        with returning_outputs(self.parts):
+            return self.parts[0](x, **fields) if self.pipeline is None else self.pipeline.outputs(x, fields)
 
     def reduce_loss(self, local_sum: Tensor) -> Tensor:
         """Sum a loss over all ranks' tokens; collective."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class StageForward:
         self._forward, self._taken, self._losses, self._dtype = forward, frozenset(spec.inputs[1:]), losses, dtype
         self._is_first, self._is_last = ends
         self._spec = spec
+        self.returns_output = not losses  # the model's output as it is
 
     def __call__(self, x: Tensor, **fields: Tensor) -> Any:
         if self._is_first and x.is_floating_point():
@@ -53,7 +55,7 @@ class StageForward:
                 what = f"returned {kind_of(out)} on a pipeline stage, expected the hidden states as they left the last block"
                 refuse(f"{self._spec.name}: forward", self._spec.build, what)
             return out.contiguous()  # it is sent
-        if not self._losses:
+        if self.returns_output:
             return out
         due = self._losses[:1] if torch.is_grad_enabled() else self._losses
         # torch joins it with those of other microbatches; FSDP refuses a view
@@ -61,6 +63,20 @@ class StageForward:
         if torch.is_grad_enabled() and not sums.requires_grad:
             refuse("Loss", due[0], "depends on no weight that is trained: it has no gradient")
         return sums
+
+
+@contextmanager
+def returning_outputs(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Let the last stage return the model's output instead of losses, for as long as the context lasts."""
+    stages = [part.forward for part in parts if isinstance(part.forward, StageForward)]
+    before = [stage.returns_output for stage in stages]
+    for stage in stages:
+        stage.returns_output = True
+    try:
+        yield
+    finally:
+        for stage, was in zip(stages, before, strict=True):
+            stage.returns_output = was
 
 
 def on(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -75,6 +76,16 @@ def refuse(seam: str, owner: object, found: str) -> NoReturn:
 def kind_of(value: object) -> str:
     """A value for an error: its type, and a number or text itself."""
     return f"{value!r:.80}" if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"
+
+
+def checked_numbers(found: object, seam: str, owner: object, taken: Collection[str]) -> dict[str, float]:
+    """Numbers by name, as a user's code returned them; names in `taken` are refused."""
+    if not isinstance(found, Mapping):
+        refuse(seam, owner, f"returned {kind_of(found)}, expected numbers by name; {{}} for none")
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, Real) or name in taken:
+            refuse(seam, owner, f"returned {name!r}: {kind_of(value)}, expected a number of another name")
+    return {name: float(value) for name, value in found.items()}
 
 
 def _place(error: BaseException, owner: object) -> str | None:

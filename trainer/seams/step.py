@@ -38,8 +38,15 @@ class Prepare(Protocol):
 class Hooks:
     """Calls around the steps of a run, on every rank at the same points; override those that are needed.
 
-    They have no state in checkpoints: what they do should depend on the step alone, or may start anew.
+    What they remember over steps belongs in `state_dict`, so that a resumed run does what an uninterrupted one would.
     """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What every checkpoint keeps: values and small tensors by name, the same on every rank; of values, rank 0's are kept."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a checkpoint's state, before the first step; not called for one that has none. Tensors are whole, on the CPU."""
 
     def before_step(self, step: int) -> None:
         """Before the batch of `step` is taken."""
