@@ -110,7 +110,8 @@ def _evaluated(_rank: int, mesh: dict[str, int], start: str, url: str) -> tuple[
     """The numbers of two sets on a mesh, and the norms that hooks have after a load from `start`; then saves at `url`."""
     kind = config_type(Extension(model=vit.model, data=vit.data, validator=_Largest()))
     tables = tomllib.loads((EXAMPLES / "vit.toml").read_text()) | {"mesh": mesh}
-    config, control = build_record(kind, tables, {}), ControlGroup(timeout_s=60)
+    config: Any = build_record(kind, tables, {})
+    control = ControlGroup(timeout_s=60)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     spec = mesh_spec(config.mesh, world_size)
     model = build_parallel_model(config.spec, config.mesh, spec, device=torch.device("cpu"), seed=1, loss=config.loss)

@@ -43,6 +43,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("save.keep_every", 0, MAX_STEPS),
     *((f"save.{name}", 0, MAX_SECONDS) for name in ("timeout_s", "grace_s")),
     ("export.every", 0, MAX_STEPS),
+    ("resume.check_losses", 0, MAX_STEPS),
     ("log.every", 1, MAX_STEPS),
     *((f"optimizer.{name}", 0, MAX_RATE) for name in ("lr", "eps", "weight_decay", "grad_clip", "min_lr_ratio")),
     ("optimizer.max_skipped", 1, MAX_STEPS),

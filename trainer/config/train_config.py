@@ -136,6 +136,7 @@ class ResumeConfig:
     from_: str = ""  # URL[@STEP], used while save.url has no checkpoint
     model_only: bool = False  # of `from`: weights only; step, data and optimizer start anew
     other_data: bool = False  # resume although the data differ from the checkpoint's; keeps the position
+    check_losses: int = 0  # first steps after a resume whose losses must be those recorded before it; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

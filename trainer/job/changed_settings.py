@@ -68,7 +68,9 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAME, "validation.sets", "name url format text_field"),
     **_each(Effect.SAME, "save", "url mirror every at_end keep_last keep_every codec incremental timeout_s grace_s"),
     **_each(Effect.SAME, "export", "every url dtype"),
-    **_each(Effect.SAME, "resume", "auto from model_only other_data"),  # `open_base` compares the base of adapters
+    **_each(
+        Effect.SAME, "resume", "auto from model_only other_data check_losses"
+    ),  # `open_base` compares the base of adapters
     **_each(Effect.SAME, "log", "folder every progress tensorboard wandb trace_steps profile_steps memory_steps"),
     **_each(Effect.SAME, "debug", "recorder stall_s"),
 }
@@ -77,8 +79,8 @@ EFFECTS: dict[str, Effect] = {
 _TABLES = frozenset(name.partition(".")[0] for name in EFFECTS)  # all others are an extension's
 
 
-def check_settings(checkpoint: Checkpoint, config: Mapping[str, Any], *, is_own: bool) -> None:
-    """Compare the settings of the run that saved `checkpoint` with `config`, and log those that change the result.
+def check_settings(checkpoint: Checkpoint, config: Mapping[str, Any], *, is_own: bool) -> list[str]:
+    """Compare the settings of the run that saved `checkpoint` with `config`; logs and returns those that change the result.
 
     ConfigError for settings without which the saved state means something else, if the run goes on (`is_own`).
     """
@@ -91,6 +93,7 @@ def check_settings(checkpoint: Checkpoint, config: Mapping[str, Any], *, is_own:
         )
     if said := _changes(before, config, Effect.SAID):
         log.warning("changed since the checkpoint: %s", ", ".join(said))
+    return said
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], effect: Effect) -> list[str]:

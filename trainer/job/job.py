@@ -17,6 +17,7 @@ from titan_ckpt.trainer.job.stop_signals import StopRequest
 from titan_ckpt.trainer.job.validation import Prepared, Validation
 from titan_ckpt.trainer.parallel.optimizer import Optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
+from titan_ckpt.trainer.report.loss_check import LossCheck
 from titan_ckpt.trainer.report.metrics_log import MetricsLog
 from titan_ckpt.trainer.report.phases import Phases
 from titan_ckpt.trainer.report.profile import Inspection
@@ -53,6 +54,7 @@ class Job:
     loss: Loss
     prepare: Prepared
     hooks: HookCalls
+    loss_check: LossCheck
     optimizer: Optimizer
     dataset: Dataset
     saver: Saver | None

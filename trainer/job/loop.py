@@ -172,8 +172,9 @@ class Loop:
         job = self.job
         is_logged = job.config.is_logged(step)
         with job.phases("metrics", step):
-            if is_logged:
+            if is_logged or step in job.loss_check.steps:
                 self.loss = float(job.parallelized.reduce_loss(done.local_loss)) / done.count
+                job.loss_check.check(step, self.loss)
             self.meter.add_step(time.perf_counter() - started)
             if self.loss is None or not is_logged:
                 return StopCode(int(job.control.all_reduce_max([job.stop.code])[0]))

@@ -55,10 +55,11 @@ from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
 from titan_ckpt.trainer.parallel.precision import describe_precision
 from titan_ckpt.trainer.report.goodput import goodput
 from titan_ckpt.trainer.report.logs import TRACE, RankLogging, describe_rank, run_folder, upload_logs
-from titan_ckpt.trainer.report.metrics_log import MetricsLog, fetch_history, open_metrics_log
+from titan_ckpt.trainer.report.loss_check import EXACT, NARROW, LossCheck, recorded_losses
+from titan_ckpt.trainer.report.metrics_log import MetricsLog, fetch_history, open_metrics_log, read_history
 from titan_ckpt.trainer.report.phases import Phases, trace_events, write_trace
 from titan_ckpt.trainer.report.profile import Inspection
-from titan_ckpt.trainer.report.records import METRICS, Event, read_records
+from titan_ckpt.trainer.report.records import METRICS, Event, parse_records, read_records
 from titan_ckpt.trainer.seams.boundary import blamed
 from titan_ckpt.trainer.seams.data import checked_source
 from titan_ckpt.upkeep.retention import RetentionPolicy
@@ -107,15 +108,13 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         names = [os.path.basename(folder.log(context.rank))] + ([METRICS, TRACE] if context.rank == 0 else [])
         stack.callback(lambda: upload_logs(folder, config.save.tiers, names))
         start = find_start(config.resume, config.save.tiers, control, config.model)
-        if start.checkpoint is not None and not start.model_only:
-            check_settings(start.checkpoint, as_dict(config), is_own=start.is_own)
-        if start.checkpoint is not None and ASSET in start.checkpoint.manifest.assets:
-            recall_counts(dataset.sources, start.checkpoint.asset(ASSET), str(start.checkpoint))
+        changed = _check_start(config, start, dataset)
         torch.use_deterministic_algorithms(config.train.deterministic)
         parallelized = build_model(context, start)
         freeze(parallelized, config.train.freeze, control)
         hooks = HookCalls(config.extension.hooks)
         optimizer, progress = _begin(config, parallelized, start, dataset.fingerprint, control, hooks)
+        losses = _loss_check(context, start, progress.step, is_same_run=start.is_own and not changed)
         exporter = saver = None
         if config.export.every and context.rank == 0:
             exporter = stack.enter_context(_exporter(config, metrics))
@@ -127,7 +126,8 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
             config=config, config_record=as_dict(config),
             assets=kept_assets(start, tokenizer) | _chat_assets(config) if context.rank == 0 else {},
             parallelized=parallelized, loss=config.loss, optimizer=optimizer,
-            prepare=prepare, hooks=hooks, validation=open_validation(config, parallelized, control, data, prepare),
+            prepare=prepare, hooks=hooks, loss_check=control.broadcast(losses),
+            validation=open_validation(config, parallelized, control, data, prepare),
             dataset=dataset, saver=saver, exporter=exporter,
             control=control, stop=stop, phases=phases, inspection=_inspection(context), metrics=metrics,
             upload_logs=lambda: upload_logs(folder, config.save.tiers, names),
@@ -147,6 +147,16 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         return outcome
 
 
+def _check_start(config: TrainConfig, start: Start, dataset: Dataset) -> list[str]:
+    """Compare settings and data with those of the checkpoint; returns the changed settings that change the result."""
+    changed: list[str] = []
+    if start.checkpoint is not None and not start.model_only:
+        changed = check_settings(start.checkpoint, as_dict(config), is_own=start.is_own)
+    if start.checkpoint is not None and ASSET in start.checkpoint.manifest.assets:
+        recall_counts(dataset.sources, start.checkpoint.asset(ASSET), str(start.checkpoint))
+    return changed
+
+
 def _begin(
     config: TrainConfig,
     parallelized: Parallelized,
@@ -163,6 +173,25 @@ def _begin(
         control=control, fingerprint=fingerprint, other_data=config.resume.other_data, hooks=hooks.kept(),
     )  # fmt: skip
     return optimizer, progress
+
+
+def _loss_check(context: RankContext, start: Start, step: int, *, is_same_run: bool) -> LossCheck:
+    """What rank 0 knows of the losses around the checkpoint that is resumed; the other ranks are told."""
+    config, count = context.config, context.config.resume.check_losses
+    if not count or context.rank != 0 or start.checkpoint is None or not step:
+        return LossCheck()
+    is_exact = config.mesh.param_dtype == "float32" and config.mesh.float8 == "none"
+    data = read_history(start.checkpoint.url)
+    path = context.folder.file(METRICS)
+    if start.is_own and os.path.exists(path):
+        with open(path, "rb") as file:
+            data = file.read()
+    found = recorded_losses(
+        parse_records(data.decode("utf-8", "replace")), step=step, count=count, is_same_run=is_same_run,
+        tolerance=EXACT if is_exact else NARROW,
+    )  # fmt: skip
+    log.log(logging.INFO if found.knows_any else logging.WARNING, "resume.check_losses: %s", found.describe())
+    return found
 
 
 def _stop_request(context: RankContext) -> StopRequest:

@@ -156,12 +156,18 @@ def fetch_history(folder: RunFolder, tiers: Sequence[str]) -> None:
 
 
 def _fetch(url: str, path: str) -> None:
+    data = read_history(url)
+    if data:
+        with open(path, "wb") as file:
+            file.write(data)
+
+
+def read_history(url: str) -> bytes:
+    """The records of the run at `url`; empty if there are none, or if they cannot be read, which is said."""
     try:
-        data = open_store(url).read(f"{LOGS}/{METRICS}")
+        return open_store(url).read(f"{LOGS}/{METRICS}")
     except NotFoundError:
-        return
+        return b""
     except StoreError as error:
         log.warning("the history of metrics was not fetched: %s", error)
-        return
-    with open(path, "wb") as file:
-        file.write(data)
+        return b""
