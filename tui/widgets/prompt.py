@@ -16,6 +16,10 @@ class Prompt(Input):
         self.placeholder = "enter to accept, esc to cancel"
         self._then: Callable[[str], None] | None = None
 
+    def on_mount(self) -> None:
+        """In a picture the cursor is always there."""
+        self.cursor_blink = not self.app.is_headless
+
     @property
     def is_open(self) -> bool:
         """Whether it waits for an answer."""
