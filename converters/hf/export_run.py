@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from titan_ckpt.checkpoint import foreign_formats
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import as_checkpoint
 from titan_ckpt.checkpoint.uncompressed import decoded
@@ -14,7 +15,9 @@ from titan_ckpt.converters.hf.digests import DIGESTS, ModelDigests, WeightFile, 
 from titan_ckpt.converters.hf.export_plan import DEFAULT_SHARD_BYTES, ExportPlan, export_source, plan_export
 from titan_ckpt.converters.hf.publish import publish
 from titan_ckpt.converters.hf.stream import OnBytes, stream, tensor_digests
-from titan_ckpt.converters.models.families import EMBEDDING
+from titan_ckpt.converters.models.families import EMBEDDING, expected_tensors
+from titan_ckpt.converters.models.spec import spec_to_config
+from titan_ckpt.converters.models.tensor_names import LAYOUTS, MODEL_PREFIX, TITAN, name_in
 from titan_ckpt.errors import LoadContractError
 from titan_ckpt.format.digest import digest
 from titan_ckpt.location import StrPath, url_text
@@ -76,6 +79,7 @@ def run_export(
     checkpoint = decoded(checkpoint)
     source = export_source(checkpoint, plan)
     _check_tied_head(checkpoint, plan, source)
+    _check_base(checkpoint, plan)
     with publish(dst, size_bytes=plan.size_bytes) as target:
         results = stream(source, checkpoint.store, target, plan.weights, on_progress=on_progress)
         digests = {DIGESTS: encode_digests(_digests(plan, results))}
@@ -88,6 +92,23 @@ def run_export(
         digests={name: value for result in results for name, value in result.digests.items()},
         overflowed=tuple(sorted(plan.overflows.names)),
     )
+
+
+def _check_base(checkpoint: Checkpoint, plan: ExportPlan) -> None:
+    """LoadContractError if an adapter that records which weights it was trained on is merged into others."""
+    if plan.adapter is None or not plan.adapter.base_digest:
+        return
+    from titan_ckpt.loading.values_digest import stored_values_digest  # torch, which an adapter needs anyway
+
+    named = foreign_formats.name_torchtitan(checkpoint, spec_to_config(plan.spec))
+    names = {name_in(LAYOUTS[TITAN], name, plan.spec).ours for name in expected_tensors(plan.spec)}
+    found = stored_values_digest(named, sorted(names), prefix=MODEL_PREFIX)
+    if found != plan.adapter.base_digest:
+        raise LoadContractError(
+            f"{plan.adapter.where}: was trained on weights with the values {plan.adapter.base_digest}, but {checkpoint} has "
+            f"{found}. Merge it into the weights that it was trained on, in whichever format these are; PEFT's merge_and_unload "
+            "merges it into others"
+        )
 
 
 def _digests(plan: ExportPlan, results: Sequence[FileResult]) -> ModelDigests:

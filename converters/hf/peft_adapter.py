@@ -17,7 +17,7 @@ from torch import Tensor
 from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.converters.hf.config import MAX_NUMBER, parse_config
 from titan_ckpt.converters.hf.folder import ADAPTER_CONFIG, read_small
-from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
+from titan_ckpt.converters.hf.safetensors_header import Header, StoredTensor, read_header
 from titan_ckpt.converters.models.transforms import FLOATS
 from titan_ckpt.errors import LoadContractError, PlanError
 from titan_ckpt.location import StrPath
@@ -29,6 +29,9 @@ from titan_ckpt.store.base import Buffer, Store
 from titan_ckpt.store.open import open_store
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE_DIGEST = (
+    "titan_ckpt.base_digest"  # in its metadata, if our trainer made it: `values_digest` of the weights it modifies
+)
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 # Settings that change the merge, with their supported values; null is always supported.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -68,11 +71,15 @@ _UNSET: tuple[Any, ...] = (None, False, {}, [], "")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A LoRA adapter. `factors`: weight name -> (A, B) in fp32; the update is `scale * B @ A`."""
+    """A LoRA adapter. `factors`: weight name -> (A, B) in fp32; the update is `scale * B @ A`.
+
+    `base_digest`: `values_digest` of the model that it was trained on; empty if that is not recorded.
+    """
 
     where: str
     scale: float
     factors: Mapping[str, tuple[Tensor, Tensor]]
+    base_digest: str = ""
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """LoadContractError for a factor whose weight is missing from the model or has another shape."""
@@ -124,12 +131,18 @@ def open_adapter(url: StrPath) -> Adapter:
             f"{store.where(ADAPTER_CONFIG)}: r = {show(rank)}, lora_alpha = {show(alpha)} are not a rank and a scale"
         )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return Adapter(where=str(store), scale=scale, factors=_factors(store, rank))
+    header = read_header(store, ADAPTER_WEIGHTS)
+    return Adapter(
+        where=str(store),
+        scale=scale,
+        factors=_factors(store, header, rank),
+        base_digest=header.metadata.get(BASE_DIGEST, ""),
+    )
 
 
-def _factors(store: Store, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+def _factors(store: Store, header: Header, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
     sides: dict[str, dict[str, Tensor]] = {}
-    for stored in read_header(store, ADAPTER_WEIGHTS).tensors:
+    for stored in header.tensors:
         match = _NAME.fullmatch(stored.name)
         if match is None:
             raise PlanError(f"{store.where(ADAPTER_WEIGHTS)}: {stored.name} is not a LoRA factor of a linear layer")

@@ -24,6 +24,7 @@ from titan_ckpt.trainer.config.train_config import config_type
 from titan_ckpt.trainer.data.batches import BatchShape, Dataset
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.job.own_parts import preparation
+from titan_ckpt.trainer.job.resume import Start
 from titan_ckpt.trainer.parallel.config import mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
@@ -115,7 +116,7 @@ def _parallel(_rank: int, name: str, mesh: dict[str, Any]) -> list[float]:
     model = build_parallel_model(
         config.spec, config.mesh, mesh_spec(config.mesh, 4), device=torch.device("cpu"), seed=1, loss=config.loss
     )
-    prepare = preparation(config, model, ControlGroup(timeout_s=60))
+    prepare = preparation(config, Start(), model, ControlGroup(timeout_s=60)).run
     optimizer, losses = build_optimizer(model, OptimizerConfig(lr=3e-3)), []
     size = BATCH // model.data_degree
     for step in range(STEPS):

@@ -118,7 +118,7 @@ def _evaluated(_rank: int, mesh: dict[str, int], start: str, url: str) -> tuple[
     images = [vit.Images(config.model, num_samples=count) for count in (64, 7)]
     sets = [Dataset([some], [1.0], seq_len=1, seed=0, shuffle=False, held_out=0.1) for some in images]
     data = Data(dataset=sets[0], sets={"few": sets[1]}, tokenizer=None)
-    validation = open_validation(config, model, control, data, preparation(config, model, control))
+    validation = open_validation(config, model, control, data, preparation(config, Start(), model, control).run)
     found = [(name, numbers) for name, numbers, _ in validation.run(3)]
     counting = _Counting()
     hooks, optimizer = HookCalls(counting), build_optimizer(model, config.optimizer)

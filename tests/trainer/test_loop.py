@@ -33,7 +33,7 @@ from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.console import progress
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.store.open import open_store
-from titan_ckpt.trainer.job.gc_at_steps import Collector
+from titan_ckpt.trainer.job.rank_process import Collector
 from titan_ckpt.trainer.job.stop_signals import StopRequest
 from titan_ckpt.trainer.model.decoder import ModelConfig, flops_per_token
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized

@@ -70,7 +70,7 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAME, "export", "every url dtype"),
     **_each(
         Effect.SAME, "resume", "auto from model_only other_data check_losses"
-    ),  # `open_base` compares the base of adapters
+    ),  # `load_base` compares the base of adapters
     **_each(Effect.SAME, "log", "folder every progress tensorboard wandb trace_steps profile_steps memory_steps"),
     **_each(Effect.SAME, "debug", "recorder stall_s"),
 }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from titan_ckpt.errors import TitanError
 
 T = TypeVar("T")
 
@@ -65,6 +67,19 @@ class ControlGroup:
         if self._group is not None:
             dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
+
+    def from_first(self, ask: Callable[[], T]) -> T:
+        """What `ask` returns on rank 0, which alone calls it; its TitanError is raised on every rank."""
+        answer: T | TitanError | None = None
+        if self._group is None or dist.get_rank() == 0:
+            try:
+                answer = ask()
+            except TitanError as error:
+                answer = error
+        answer = self.broadcast(answer)
+        if isinstance(answer, TitanError):
+            raise answer
+        return cast(T, answer)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

@@ -7,6 +7,7 @@ from titan_ckpt.loading.load import load
 from titan_ckpt.loading.policy import LoadPolicy
 from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.job.control_group import ControlGroup
+from titan_ckpt.trainer.job.frozen_weights import load_base
 from titan_ckpt.trainer.job.own_parts import preparation
 from titan_ckpt.trainer.job.rank_process import RankContext, RankProcess, pick_device, process_group
 from titan_ckpt.trainer.job.resume import Start, check_all_taken, check_model, live_state, load_weights, open_for
@@ -30,10 +31,14 @@ def evaluate_rank(
     with process_group(context):
         control = ControlGroup(timeout_s=config.train.init_timeout_s)
         data = open_data(config, control, is_writer=process.local_rank == 0)
+        url, step = control.broadcast((url, step))  # of a run that trains on, ranks may have found different steps
         start = Start(checkpoint=open_for(config.model, url, step=step), is_own=True)
-        model = build_model(context, start)
+        model = build_model(context)
+        if config.lora.rank:
+            load_base(config.resume.from_, start, model, control)
         optimizer = _load(config, start, model, control, averaged=averaged)
-        validation = open_validation(config, model, control, data, preparation(config, model, control))
+        prepare = preparation(config, start, model, control).run
+        validation = open_validation(config, model, control, data, prepare)
         if not validation.batches():
             raise ConfigError("there is nothing to evaluate: give validation.sets, or the run's validation.fraction")
 

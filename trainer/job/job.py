@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -50,6 +50,7 @@ class Job:
     config: TrainConfig
     config_record: dict[str, Any]
     assets: dict[str, bytes]
+    frozen: Mapping[str, Any]  # weights of others, as each checkpoint records them
     parallelized: Parallelized
     loss: Loss
     prepare: Prepared

@@ -16,10 +16,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from titan_ckpt.errors import TitanError
 from titan_ckpt.trainer.data.batches import Batch, BatchLoader
 from titan_ckpt.trainer.data.shard_stream import counts_asset
-from titan_ckpt.trainer.job.gc_at_steps import Collector
 from titan_ckpt.trainer.job.job import EndReason, Job, Outcome
 from titan_ckpt.trainer.job.meter import Meter, StepResult
 from titan_ckpt.trainer.job.own_parts import run_own_step
+from titan_ckpt.trainer.job.rank_process import Collector
 from titan_ckpt.trainer.job.resume import TrainingProgress, live_state, training_record
 from titan_ckpt.trainer.job.stop_signals import StopCode
 from titan_ckpt.trainer.report.records import Event
@@ -195,8 +195,9 @@ class Loop:
         assert job.saver is not None
         lr = config.rate(progress.step)
         record = training_record(
-            progress, fingerprint=job.dataset.fingerprint, seed=config.train.seed, lr=lr, rule=job.optimizer.name
-        )
+            progress, fingerprint=job.dataset.fingerprint, seed=config.train.seed, lr=lr, rule=job.optimizer.name,
+            frozen=job.frozen,
+        )  # fmt: skip
         pending = job.saver.save(
             live_state(job.parallelized, job.optimizer) | job.hooks.kept(),
             step=progress.step, training=record, config=job.config_record,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.job.control_group import ControlGroup
-from titan_ckpt.trainer.job.resume import HOOKS, check_all_taken, load_weights, open_for
+from titan_ckpt.trainer.job.frozen_weights import FrozenWeights, load_model
+from titan_ckpt.trainer.job.resume import HOOKS, Start
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.parallelize import build_frozen_model
 from titan_ckpt.trainer.parallel.stage_forward import on
@@ -22,16 +24,29 @@ from titan_ckpt.trainer.seams.step import FrozenModel, Hooks, StepModel, TrainSt
 log = logging.getLogger(__name__)
 
 
-def preparation(
-    config: TrainConfig, model: Parallelized, control: ControlGroup
-) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
-    """The function that every microbatch goes through; builds the frozen models, so it is collective."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What every microbatch goes through, and where the frozen models in it were read."""
+
+    run: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    read: Mapping[str, FrozenWeights] = field(default_factory=dict)
+
+
+def preparation(config: TrainConfig, start: Start, model: Parallelized, control: ControlGroup) -> Preparation:
+    """Build and load the frozen models; collective. ConfigError for one whose values are not those of the run's checkpoint."""
     device, prepare = model.ranks.device, config.extension.prepare
     if prepare is None:
-        return lambda batch: on(device, batch)
+        return Preparation(run=lambda batch: on(device, batch))
     wanted = {name: _made(name, make, config) for name, make in config.extension.frozen.items()}
-    made = {name: _build(name, second, config, model, control) for name, second in wanted.items()}
-    frozen = {name: second.outputs for name, second in made.items()}
+    read: dict[str, FrozenWeights] = {}
+    frozen = {}
+    for name, second in wanted.items():
+        built = build_frozen_model(second.spec, config.mesh, model.ranks, seed=config.train.seed)
+        if second.start:
+            read[name] = load_model(name, second.start, start, built, control)
+        else:
+            log.info("%s: %s, with the initial weights of train.seed", name, second.spec.name)
+        frozen[name] = built.outputs
 
     @torch.no_grad()
     def run(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -39,7 +54,7 @@ def preparation(
             made: object = prepare(on(device, batch), frozen)
         return checked_fields(made, "prepare", prepare)
 
-    return run
+    return Preparation(run=run, read=read)
 
 
 def _made(name: str, make: Callable[[TrainConfig], FrozenModel], config: TrainConfig) -> FrozenModel:
@@ -49,20 +64,6 @@ def _made(name: str, make: Callable[[TrainConfig], FrozenModel], config: TrainCo
     if not isinstance(found, FrozenModel):
         refuse(seam, make, f"returned {kind_of(found)}, expected a FrozenModel")
     return found
-
-
-def _build(
-    name: str, frozen: FrozenModel, config: TrainConfig, model: Parallelized, control: ControlGroup
-) -> Parallelized:
-    second = build_frozen_model(frozen.spec, config.mesh, model.ranks, seed=config.train.seed)
-    if not frozen.start:
-        log.info("%s: %s, with the initial weights of train.seed", name, frozen.spec.name)
-        return second
-    checkpoint = open_for(frozen.spec.config, frozen.start)
-    state = {"model": second.model_state()}
-    check_all_taken(checkpoint, load_weights(checkpoint, state), tuple(state), control)
-    log.info("%s: %s, from %s", name, frozen.spec.name, checkpoint)
-    return second
 
 
 class HookCalls:

@@ -24,7 +24,7 @@ from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import ResumeConfig
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.model.experts import ExpertsConfig
-from titan_ckpt.trainer.model.lora import adapters_of, check_whole, is_adapter
+from titan_ckpt.trainer.model.lora import adapters_of, check_whole
 from titan_ckpt.trainer.model.plan import Plan
 from titan_ckpt.trainer.parallel.config import ParallelConfig, num_stages, pipeline_style
 from titan_ckpt.trainer.parallel.optimizer import Optimizer
@@ -74,9 +74,15 @@ class Start:
 
 
 def training_record(
-    progress: TrainingProgress, *, fingerprint: str, seed: int, lr: float, rule: str = "adamw"
+    progress: TrainingProgress,
+    *,
+    fingerprint: str,
+    seed: int,
+    lr: float,
+    rule: str = "adamw",
+    frozen: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The mesh-independent training state, as recorded in the manifest."""
+    """The mesh-independent training state, as recorded in the manifest; `frozen` as of `frozen_record`."""
     return {
         "step": progress.step,
         "tokens_seen": progress.tokens,
@@ -85,6 +91,7 @@ def training_record(
         "optimizer": rule,
         "data": {"position": progress.samples, "fingerprint": fingerprint},
         "rng": {"seed": seed, "policy": "stateless: after initialisation nothing draws random numbers"},
+        **(frozen or {}),
     }
 
 
@@ -125,9 +132,7 @@ def find_start(resume: ResumeConfig, tiers: Sequence[str], control: ControlGroup
         if nearest is not None and nearest.manifest.kind == CheckpointKind.FULL:
             return Start(checkpoint=nearest, is_own=True)
         tiers = ()
-    answer = control.broadcast(_search(resume, tiers[0] if tiers else ""))
-    if isinstance(answer, TitanError):
-        raise answer
+    answer = control.from_first(lambda: _search(resume, tiers[0] if tiers else ""))
     if answer is None:
         return Start()
     checkpoint = open_for(model, answer.url, step=answer.step)
@@ -174,20 +179,17 @@ class _Found:
     is_own: bool
 
 
-def _search(resume: ResumeConfig, save_url: str) -> _Found | TitanError | None:
-    try:
-        if resume.auto and save_url:
-            try:
-                found = open_checkpoint(save_url)
-                if found.manifest.kind == CheckpointKind.FULL:
-                    return _Found(url=save_url, step=found.step, is_own=True)
-            except NotCommittedError:
-                pass
-        if resume.from_:
-            found = open_checkpoint(resume.from_)
-            return _Found(url=found.url, step=found.step, is_own=False)
-    except TitanError as error:
-        return error
+def _search(resume: ResumeConfig, save_url: str) -> _Found | None:
+    if resume.auto and save_url:
+        try:
+            found = open_checkpoint(save_url)
+            if found.manifest.kind == CheckpointKind.FULL:
+                return _Found(url=save_url, step=found.step, is_own=True)
+        except NotCommittedError:
+            pass
+    if resume.from_:
+        found = open_checkpoint(resume.from_)
+        return _Found(url=found.url, step=found.step, is_own=False)
     return None
 
 
@@ -247,28 +249,6 @@ def load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:
     for cast in sorted(set(report.cast.values())):
         log.info("%s: weights are cast: %s, without loss", checkpoint, cast)
     return report
-
-
-def load_base(checkpoint: Checkpoint, parallelized: Parallelized) -> None:
-    """Load the frozen weights that the adapters modify."""
-    check_model(checkpoint, parallelized.spec.config)
-    weights = parallelized.model_state()
-    base = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
-    load_weights(checkpoint, {"model": base})
-    log.info(
-        "adapters on %s: %d of %d tensors of this rank are trained", checkpoint, len(weights) - len(base), len(weights)
-    )
-
-
-def open_base(url: str, start: Start, model: Any) -> Checkpoint:
-    """The base model of a run with adapters; warns if the adapters were trained on another one."""
-    if start.checkpoint is not None and not start.is_own:
-        return start.checkpoint
-    base = open_for(model, url)
-    saved = start.checkpoint.manifest.config.get("resume", {}).get("from") if start.checkpoint is not None else url
-    if saved != url:
-        log.warning("the adapters were trained on %s, but resume.from is now %s", saved, url)
-    return base
 
 
 def check_all_taken(checkpoint: Checkpoint, report: LoadReport, parts: Sequence[str], control: ControlGroup) -> None:

@@ -29,6 +29,7 @@ from titan_ckpt.trainer.device_mesh import RankMesh
 from titan_ckpt.trainer.job.changed_settings import check_settings
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.job.export import Exporter
+from titan_ckpt.trainer.job.frozen_weights import frozen_record, load_base
 from titan_ckpt.trainer.job.job import Job, Outcome
 from titan_ckpt.trainer.job.loop import Loop
 from titan_ckpt.trainer.job.own_parts import HookCalls, preparation
@@ -39,8 +40,6 @@ from titan_ckpt.trainer.job.resume import (
     describe_start,
     find_start,
     kept_assets,
-    load_base,
-    open_base,
     pipeline_record,
     restore,
 )
@@ -110,7 +109,8 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         start = find_start(config.resume, config.save.tiers, control, config.model)
         changed = _check_start(config, start, dataset)
         torch.use_deterministic_algorithms(config.train.deterministic)
-        parallelized = build_model(context, start)
+        parallelized = build_model(context)
+        base = load_base(config.resume.from_, start, parallelized, control) if config.lora.rank else None
         freeze(parallelized, config.train.freeze, control)
         hooks = HookCalls(config.extension.hooks)
         optimizer, progress = _begin(config, parallelized, start, dataset.fingerprint, control, hooks)
@@ -121,13 +121,14 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         if config.save.url:
             options = _save_options(config, mesh, phases, exporter)
             saver = stack.enter_context(Saver(config.save.url, options))
-        prepare = preparation(config, parallelized, control)
+        prepare = preparation(config, start, parallelized, control)
         job = Job(
             config=config, config_record=as_dict(config),
             assets=kept_assets(start, tokenizer) | _chat_assets(config) if context.rank == 0 else {},
             parallelized=parallelized, loss=config.loss, optimizer=optimizer,
-            prepare=prepare, hooks=hooks, loss_check=control.broadcast(losses),
-            validation=open_validation(config, parallelized, control, data, prepare),
+            frozen=frozen_record(base, prepare.read), prepare=prepare.run, hooks=hooks,
+            loss_check=control.broadcast(losses),
+            validation=open_validation(config, parallelized, control, data, prepare.run),
             dataset=dataset, saver=saver, exporter=exporter,
             control=control, stop=stop, phases=phases, inspection=_inspection(context), metrics=metrics,
             upload_logs=lambda: upload_logs(folder, config.save.tiers, names),
@@ -217,8 +218,8 @@ def _exporter(config: TrainConfig, metrics: MetricsLog) -> Exporter:
     )  # fmt: skip
 
 
-def build_model(context: RankContext, start: Start) -> Parallelized:
-    """The model; adapters come with the weights that they adapt."""
+def build_model(context: RankContext) -> Parallelized:
+    """The model, with its adapters."""
     config = context.config
     lora, seed = config.lora, config.train.seed
 
@@ -230,10 +231,8 @@ def build_model(context: RankContext, start: Start) -> Parallelized:
         metrics=tuple(config.extension.metrics.values()), balance=config.experts,
         extend=extend if lora.rank else None,
     )  # fmt: skip
-    if not lora.rank:
-        return parallelized
-    start_adapters(parallelized.named_parameters())
-    load_base(open_base(config.resume.from_, start, config.model), parallelized)
+    if lora.rank:
+        start_adapters(parallelized.named_parameters())
     return parallelized
 
 

@@ -27,6 +27,8 @@ from titan_ckpt.trainer.model.plan import Plan
 
 _OF_TOKENIZER = re.compile(r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|chat_template\.jinja")
 FACTORS = ("lora_A", "lora_B")
+BASE = "base"  # in the training record: url, step and digest of the values that the adapters modify
+BASE_DIGEST = "titan_ckpt.base_digest"  # the same digest in the metadata of an exported adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,8 @@ def check_whole(checkpoint: Checkpoint) -> None:
 def export_adapter(checkpoint: Checkpoint, target: str) -> int:
     """Write a checkpoint's adapters as a PEFT folder, for PEFT or `convert to-hf --merge-lora`; returns the number of factors.
 
-    The tokenizer and its chat template, which were trained with, come with them.
+    The tokenizer and its chat template, which were trained with, come with them; the digest of the base's values too, so that
+    `convert to-hf` merges them into no other base.
     AlreadyExistsError if there is something at `target`.
     """
     lora = checkpoint.manifest.config.get("lora", {})
@@ -146,19 +149,21 @@ def export_adapter(checkpoint: Checkpoint, target: str) -> int:
     found = next(store.list(), None)
     if found is not None:
         raise AlreadyExistsError(f"{store}: holds {found.path} already; give another name or remove it first")
-    store.write_if("adapter_model.safetensors", _safetensors(tensors), version=None)
+    base = checkpoint.manifest.training.get(BASE)
+    metadata = {"format": "pt"} | ({BASE_DIGEST: str(base["digest"])} if base else {})
+    store.write_if("adapter_model.safetensors", _safetensors(tensors, metadata), version=None)
     for name in filter(_OF_TOKENIZER.fullmatch, checkpoint.manifest.assets):
         store.write_if(name, checkpoint.asset(name), version=None)
     store.write_if("adapter_config.json", json.dumps(_peft_config(checkpoint), indent=1).encode(), version=None)
     return len(names)
 
 
-def _safetensors(tensors: dict[str, Tensor]) -> bytes:
+def _safetensors(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
     try:
         from safetensors.torch import save  # an extra
     except ImportError as error:
         raise MissingExtraError("safetensors", "hf", "writing a PEFT adapter") from error
-    data: bytes = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    data: bytes = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
     return data
 
 
