@@ -77,7 +77,7 @@ def test_a_base_that_was_replaced_in_place_is_refused(
     assert go("run", *ON_BASE, "train.steps=2") == 2
     error = capsys.readouterr().err
     assert (
-        f"run@1: its adapters were trained on base@1 (values {digest}), but resume.from gives base@1 (values " in error
+        f"its adapters were trained on {work}/base@1 (values {digest}), but resume.from gives {work}/base@1 (" in error
     )
     assert "Set resume.from to the weights that they were trained on" in error
     assert main(["eval", "run", "--set", "validation.fraction=0.1"]) == 2

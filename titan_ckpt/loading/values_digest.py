@@ -56,7 +56,7 @@ def _sum(values: Tensor, weights: list[Tensor]) -> Tensor:
             total += _sum(row, weights[1:]) * weight
         return total
     rows = AT_ONCE // max(1, width)
-    for some, first in zip(values.split(rows), weights[0].split(rows), strict=True):
+    for some, first in zip(torch.split(values, rows), torch.split(weights[0], rows), strict=True):
         bits = some.float().contiguous().view(torch.int32).to(torch.int64)
         for weight in reversed(weights[1:]):
             bits = (bits * weight).sum(-1)
