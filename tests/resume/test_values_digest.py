@@ -80,17 +80,16 @@ def test_the_digest_of_a_release_is_pinned() -> None:
 
 @pytest.mark.parametrize("codec", ["raw", "planes-zstd"])
 def test_a_stored_model_has_the_digest_of_its_values(tmp_path: Path, codec: str) -> None:
-    state = {"model": {"a": torch.randn(300, 50), "b": torch.tensor(2.5), "c": torch.randn(0, 3)}, "n": torch.ones(2)}
+    model = {"a": torch.randn(300, 50), "b": torch.tensor(2.5), "c": torch.randn(0, 3)}
+    state = {"model": model, "n": torch.ones(2)}
     save(str(tmp_path / "run"), state, step=1, options=SaveOptions(codec=codec))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(values_digest, "READ_AT_ONCE", 1000)
         found = stored_values_digest(
             open_checkpoint(str(tmp_path / "run")), [f"model.{n}" for n in "cab"], prefix="model."
         )
-    parts = {
-        name: Part(name, tuple(value.shape), Box.whole(tuple(value.shape))) for name, value in state["model"].items()
-    }
-    assert found == combine({part: sum_of(state["model"][name], part) for name, part in parts.items()})
+    parts = {name: Part(name, tuple(value.shape), Box.whole(tuple(value.shape))) for name, value in model.items()}
+    assert found == combine({part: sum_of(model[name], part) for name, part in parts.items()})
 
 
 @pytest.fixture(scope="module")
