@@ -59,6 +59,13 @@ class RankPool:
             raise AssertionError(f"rank {rank} did not answer in {self._timeout_s} s")
         return self._pipes[rank].recv()
 
+    def kill(self) -> None:
+        """SIGKILL every rank, whatever it does; a `run` under way on another thread raises EOFError."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
     def close(self) -> None:
         """End the ranks."""
         for pipe in self._pipes:

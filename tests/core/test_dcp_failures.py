@@ -161,11 +161,17 @@ def test_a_damaged_chunk_ends_a_dcp_load(tmp_path: Path) -> None:
     assert isinstance(error, DamagedError)
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_a_dtype_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
-    state = {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}
-    with pytest.raises(CheckpointException, match=r"w: tensors of torch.qint8 cannot be stored"):
-        dcp.save(state, storage_writer=StorageWriter(f"{tmp_path}@1"), no_dist=True)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage is deprecated")
+def test_a_quantised_tensor_is_filled_in_place(tmp_path: Path) -> None:
+    old, new = [torch.quantize_per_tensor(torch.full((2,), n), 0.1, 0, torch.qint8) for n in (1.0, 2.0)]
+    dcp.save({"w": old, "v": torch.ones(2)}, storage_writer=StorageWriter(f"{tmp_path}@1"), no_dist=True)
+    state = {"w": new, "v": torch.zeros(2)}
+    dcp.load(state, storage_reader=StorageReader(str(tmp_path)))
+    assert state["w"] is new
+    assert torch.equal(new.int_repr(), old.int_repr())
+    plain = {"w": torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8), "v": torch.zeros(2)}
+    dcp.load(plain, checkpoint_id=tmp_path / "step-00000001")
+    assert torch.equal(plain["w"].int_repr(), old.int_repr())
 
 
 @pytest.mark.parametrize("how", ["saver", "dcp"])

@@ -12,13 +12,16 @@ from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 from tests.integrations.fsdp2 import fresh_accelerator, shard
+from tests.integrations.killed import kill_while_writing
+from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import UsageError
 from titan_ckpt.integrations.accelerate import AcceleratorCheckpoints
 from titan_ckpt.saving.saver import save
 from tools.rank_pool import RankPool
+from tools.s3_server import Server
 
-pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 BATCHES = 3  # of an epoch, on each rank
 
 
@@ -90,6 +93,7 @@ def _stopped_and_resumed(_rank: int, url: str, kind: str, at: int) -> tuple[dict
     return {step: whole[step] for step in rest}, rest, job.seen.samples
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize(("kind", "at"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2)])
 def test_a_resumed_job_goes_on_bit_for_bit(pair: RankPool, tmp_path: Path, kind: str, at: int) -> None:
     for whole, rest, samples in pair.run(_stopped_and_resumed, str(tmp_path / "run"), kind, at):
@@ -98,6 +102,36 @@ def test_a_resumed_job_goes_on_bit_for_bit(pair: RankPool, tmp_path: Path, kind:
         assert samples == 5 * 2
 
 
+def _trained(_rank: int, url: str) -> dict[int, float]:
+    """The losses of a job of five steps that resumes if it can, and saves every step."""
+    job = Job(url)
+    with job.checkpoints:
+        losses = {}
+        for step, loss in job.steps(job.checkpoints.load_state() or 0, 5):
+            losses[step] = loss
+            job.checkpoints.check()
+            job.checkpoints.save_state(step)
+    return losses
+
+
+@pytest.mark.dist
+@pytest.mark.s3
+@pytest.mark.parametrize(("name", "last"), [(r"step-0*3/.*distcp", 2), (r"step-0*4/COMMIT", 3)])
+def test_a_job_killed_in_a_save_goes_on(s3_server: Server, s3_url: str, name: str, last: int) -> None:
+    kill_while_writing(s3_server, name, _trained, s3_url)
+    rest, whole = _trained(0, s3_url), _trained(0, f"{s3_url}-whole")
+    assert rest == {step: whole[step] for step in range(last + 1, 6)}
+    assert verify(s3_url, read_data=True) == []
+
+
+def test_one_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole, rest, samples = _stopped_and_resumed(0, str(tmp_path / "run"), "one", 2)
+    assert whole == rest
+    assert sorted(rest) == [3, 4, 5]
+    assert samples == 5 * 4
+
+
+@pytest.mark.dist
 def test_one_rank_takes_over_from_two(pair: RankPool, tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     pair.run(_stopped_and_resumed, url, "fsdp2", 2)
@@ -112,6 +146,7 @@ def test_one_rank_takes_over_from_two(pair: RankPool, tmp_path: Path) -> None:
     assert job.schedule.scheduler.last_epoch == 5
 
 
+@pytest.mark.dist
 def test_a_schedule_stepped_for_each_rank_stays_on_its_ranks(pair: RankPool, tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     pair.run(_saved_with_a_schedule_of_ranks, url)
@@ -188,6 +223,7 @@ def _would_lose_something(_rank: int, url: str) -> list[str]:
     return problems
 
 
+@pytest.mark.dist
 def test_what_a_resume_would_lose_is_refused(pair: RankPool, tmp_path: Path) -> None:
     for between, dropped in pair.run(_would_lose_something, str(tmp_path / "run")):
         assert "between the micro-batches of an optimizer step" in between

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.integrations.killed import kill_while_writing
+from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import UsageError
 from titan_ckpt.saving.saver import save
 from tools.rank_pool import RankPool
+from tools.s3_server import Server
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed: make loops")
 
@@ -97,6 +101,20 @@ def test_ranks_go_on_bit_for_bit(pair: RankPool, tmp_path: Path, kind: str, at: 
     for whole, rest in pair.run(_whole_and_rest, str(tmp_path), kind, at):
         assert whole == rest
         assert sorted(rest) == list(range(at + 1, LAST + 1))
+
+
+def _trained_on_s3(_rank: int, url: str, environment: dict[str, str]) -> dict[int, Any]:
+    os.environ.update(environment)
+    return _fit(url, "ddp", ranks=2).seen
+
+
+@pytest.mark.s3
+def test_a_job_killed_in_a_save_goes_on(pair: RankPool, s3_server: Server, s3_url: str) -> None:
+    kill_while_writing(s3_server, r"step-0*3/.*distcp", _trained_on_s3, s3_url, {}, num_ranks=2)
+    rest = pair.run(_trained_on_s3, s3_url, s3_server.environment)
+    whole = pair.run(_trained_on_s3, f"{s3_url}-whole", s3_server.environment)
+    assert rest == [{step: each[step] for step in range(3, LAST + 1)} for each in whole]
+    assert verify(s3_url, read_data=True) == []
 
 
 @pytest.mark.parametrize("validation", [{}, {"val_check_interval": 2}], ids=["plain", "validated"])

@@ -12,6 +12,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.integrations.fsdp2 import shard
+from tests.integrations.killed import kill_while_writing
+from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import UsageError
 from titan_ckpt.integrations.libraries import not_importable
@@ -19,6 +21,7 @@ from titan_ckpt.integrations.transformers import TrainerCheckpoints
 from titan_ckpt.saving.options import SaveOptions
 from titan_ckpt.saving.saver import save
 from tools.rank_pool import RankPool
+from tools.s3_server import Server
 
 pytestmark = [pytest.mark.dist, pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
 
@@ -65,7 +68,7 @@ class Job:
 
     def __init__(
         self, folder: str, kind: str = "ddp", *, dropout: float = 0.3, batch: int = 2,
-        options: SaveOptions | None = None, **settings: Any,
+        options: SaveOptions | None = None, url: str | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         AcceleratorState._reset_state(reset_partial_state=True)
         arguments: dict[str, Any] = {
@@ -83,7 +86,7 @@ class Job:
             eval_dataset=Samples(),
             callbacks=[self.losses],
         )
-        self.checkpoints = TrainerCheckpoints(self.trainer, f"{folder}/run", options=options)
+        self.checkpoints = TrainerCheckpoints(self.trainer, url or f"{folder}/run", options=options)
 
     def train(self, at: Any = None) -> dict[int, float]:
         self.trainer.train(resume_from_checkpoint=at)
@@ -136,6 +139,19 @@ def test_limit_best_model_and_history_are_kept(tmp_path: Path) -> None:
     evaluations = [entry["step"] for entry in resumed.trainer.state.log_history if "eval_loss" in entry]
     assert evaluations == [1, 2, 3, 4, 5, 6, 7]
     assert [info.step for info in list_checkpoints(tmp_path / "run")] == [1, 7]
+
+
+def _trained_on_s3(_rank: int, folder: str, url: str) -> dict[int, float]:
+    job = Job(folder, url=url)
+    return job.train(job.checkpoints.newest())
+
+
+@pytest.mark.s3
+def test_a_trainer_killed_in_a_save_goes_on(s3_server: Server, s3_url: str, tmp_path: Path) -> None:
+    kill_while_writing(s3_server, r"step-0*3/.*distcp", _trained_on_s3, str(tmp_path), s3_url)
+    rest, whole = [_trained_on_s3(0, str(tmp_path), url) for url in (s3_url, f"{s3_url}-whole")]
+    assert rest == {step: whole[step] for step in (3, 4, 5, 6)}
+    assert verify(s3_url, read_data=True) == []
 
 
 def test_newest_is_none_in_a_new_run_and_true_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -38,14 +37,15 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.commit_proved import commit_checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.nesting import nesting
-from titan_ckpt.checkpoint.objects import read_object_bytes
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.dcp.written import entry_of, placements_of, result_of, shard_to_write, table_of
+from titan_ckpt.dcp.items import pieces_of
+from titan_ckpt.dcp.wholes import WithWholes, add_wholes, load_value
+from titan_ckpt.dcp.written import Written, objects_of, paths_of, result_of, table_of, tensors_of
 from titan_ckpt.errors import AlreadyExistsError, CheckpointError, UsageError
 from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, decode_blob
 from titan_ckpt.format.commit import found_before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
-from titan_ckpt.format.manifest import Manifest, ObjectEntry, TensorEntry
+from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import check_step, new_attempt
 from titan_ckpt.format.structure import of_paths
 from titan_ckpt.loading.casts import holds_every_value
@@ -59,7 +59,7 @@ from titan_ckpt.saving.upload import RankContents, RankFile, upload
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.state.state_dict import DTYPE_NAME, TORCH_DTYPE
-from titan_ckpt.state.subclasses import check_whole
+from titan_ckpt.state.values import Encoder
 from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import can_open, open_store
 
@@ -186,24 +186,29 @@ class StorageWriter(TorchStorageWriter):
         """Stream this rank's file, without copying the tensors first."""
         assignment: _Assignment = plan.storage_data
         target = RankFile(step=self._at, attempt=assignment.next_attempt(), rank=assignment.rank)
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        pieces = [
+            piece for item in plan.items if item.type != WriteItemType.BYTE_IO for piece in pieces_of(planner, item)
+        ]
         values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        tensors = [(piece, piece.shard) for piece in pieces if piece.shard is not None]
+        others = [piece for piece in pieces if piece.shard is None]
+        encoder = Encoder()
         objects = {item.index.fqn: cast(io.BytesIO, planner.resolve_data(item)).getvalue() for item in values}
-        values_of = [cast(torch.Tensor, planner.resolve_data(item)) for item in tensors]
-        for item, value in zip(tensors, values_of, strict=True):
-            check_whole(item.index.fqn, value)
-        warn_expanded(zip((item.index.fqn for item in tensors), values_of, strict=True), self._said)
+        objects |= {piece.name: encoder.encode(piece.name, piece.value) for piece in others}
+        warn_expanded(((piece.name, piece.value) for piece, _ in tensors), self._said)
         contents = RankContents(
-            items=[shard_to_write(item) for item in tensors],
-            source=Direct(values_of),
+            items=[shard for _, shard in tensors],
+            source=Direct([piece.value for piece, _ in tensors]),
             objects=objects,
             own_objects=list(objects),
         )
         part = upload(self._store, contents, target)
         results = [
-            *(result_of(item, part, row, placements_of(planner, item)) for row, item in enumerate(tensors)),
-            *(result_of(item, part, -1, None) for item in values),
+            result_of(piece.item, Written(part=part, name=piece.name, row=row, shard=shard, below=piece.below))
+            for row, (piece, shard) in enumerate(tensors)
         ]
+        results += [result_of(piece.item, Written(part=part, name=piece.name, below=piece.below)) for piece in others]
+        results += [result_of(item, Written(part=part, name=item.index.fqn)) for item in values]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -232,23 +237,11 @@ class StorageWriter(TorchStorageWriter):
             self.save_id, self._is_planned = new_attempt(), False
 
     def _manifest(self, metadata: Metadata, results: list[WriteResult]) -> Manifest:
-        stored: dict[str, list[WriteResult]] = {}
-        for result in results:
-            stored.setdefault(result.index.fqn, []).append(result)
-        parts = {part.files[0].path: part for result in results for part in [result.storage_data.part]}
+        written: list[Written] = [result.storage_data for result in results]
+        parts = {each.part.files[0].path: each.part for each in written}
         files = [parts[path].files[0] for path in sorted(parts)]
-        names = [fqn for fqn in sorted(stored) if stored[fqn][0].storage_data.row >= 0]
-        entries: list[TensorEntry] = []
-        rows: list[WriteResult] = []
-        for fqn in names:
-            chunks = sorted(stored[fqn], key=lambda result: tuple(result.index.offset or ()))
-            entries.append(entry_of(metadata, fqn, chunks, first_chunk=len(rows)))
-            rows.extend(chunks)
-        objects = [
-            ObjectEntry(fqn=o.fqn, file=path, offset=o.offset, length=o.length, digest=o.digest)
-            for path, part in parts.items()
-            for o in part.objects
-        ]
+        tensors = tensors_of(written)
+        paths = paths_of(metadata.planner_data or {}, ((result.index.fqn, result.storage_data) for result in results))
         return Manifest(
             step=self._at,
             attempt=self.save_id,
@@ -257,15 +250,15 @@ class StorageWriter(TorchStorageWriter):
             versions=versions(),
             mesh=self._mesh,
             pipeline=None,
-            tensors=tuple(entries),
-            chunks=table_of(metadata, rows, {file.path: n for n, file in enumerate(files)}),
+            tensors=tuple(entry for entry, _ in tensors),
+            chunks=table_of([row for _, rows in tensors for row in rows], {file.path: n for n, file in enumerate(files)}),
             codecs=CODECS,
-            objects=tuple(sorted(objects, key=lambda entry: entry.fqn)),
+            objects=objects_of(parts.values()),
             files=tuple(files),
             training=self._request.training or {},
             config=self._request.config or {},
             user=self._request.user or {},
-            structure=of_paths(metadata.planner_data) if metadata.planner_data else None,
+            structure=of_paths(paths) if paths else None,
         )  # fmt: skip
 
 
@@ -308,6 +301,7 @@ class StorageReader(TorchStorageReader):
         # The bytes come from dcp_metadata and a checked manifest; nothing from a store is unpickled here.
         manifest = replace(self.checkpoint.manifest, structure=nesting(self.checkpoint))
         metadata: Metadata = pickle.loads(dcp_metadata(manifest))  # noqa: S301
+        metadata.state_dict_metadata = WithWholes(metadata.state_dict_metadata, self.checkpoint, self._policy.allow)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id, save_id=manifest.attempt, load_id=self.load_id
         )
@@ -331,10 +325,13 @@ class StorageReader(TorchStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read ranges straight into the planner's tensors, checking digests as the policy asks."""
         reads = ReadPlan(self.checkpoint, self._policy, self.report)
+        add_wholes(reads, plan, planner)
         targets, lossy = [], dict[str, str]()
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(read_object_bytes(self.checkpoint, item.storage_index.fqn)))
+                load_value(self.checkpoint, item, planner, self._policy)
+                continue
+            if item.storage_index.fqn not in self.checkpoint.manifest.by_fqn:
                 continue
             target = planner.resolve_tensor(item).detach()
             origin = item.storage_index.offset or (0,) * len(item.lengths)

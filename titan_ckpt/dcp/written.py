@@ -1,60 +1,108 @@
-"""Between DCP's planner and our manifest: what to write of a plan, and what the ranks wrote as entries and chunk table."""
+"""What the ranks wrote of a plan of DCP's, as the entries and the chunk table of our manifest."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
-from titan_ckpt.errors import UsageError
-from titan_ckpt.format.manifest import DIGEST_BYTES, ChunkTable, TensorEntry
+from titan_ckpt.errors import CheckpointError
+from titan_ckpt.format.manifest import DIGEST_BYTES, ChunkTable, ObjectEntry, TensorEntry
 from titan_ckpt.saving.upload import RankPart
-from titan_ckpt.sharding.placement import Box, Placements
-from titan_ckpt.state.state_dict import DTYPE_NAME, LocalShard, cut_order
+from titan_ckpt.sharding.placement import Shard
+from titan_ckpt.state.state_dict import LocalShard
+
+Paths = Mapping[str, Sequence[str | int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """One item of a rank's file; `row` is its index among the tensors of `part`, -1 for a non-tensor value."""
+    """A tensor or a value of a rank's file: row `row` of the tensors of `part`, or, without a `shard`, the value `name`.
+
+    `below` are the keys that lead to it from the place of DCP's item in the state.
+    """
 
     part: RankPart
-    row: int
-    placements: Placements | None
+    name: str
+    row: int = -1
+    shard: LocalShard | None = None
+    below: tuple[str | int, ...] = ()
+
+    @property
+    def digest(self) -> bytes:
+        """Of a tensor's bytes."""
+        return self.part.digests[self.row * DIGEST_BYTES :][:DIGEST_BYTES]
 
 
-def entry_of(metadata: Metadata, fqn: str, chunks: list[WriteResult], *, first_chunk: int) -> TensorEntry:
-    """A tensor of which `chunks` were written, by DCP's `metadata`."""
-    described = cast(TensorStorageMetadata, metadata.state_dict_metadata[fqn])
-    placements = chunks[0].storage_data.placements
-    is_whole = len(chunks) == 1 and placements is None
+def result_of(item: WriteItem, written: Written) -> WriteResult:
+    """What DCP sends to the coordinator about one thing that was stored of an item."""
+    size_bytes = int(written.part.columns[written.row][2]) if written.shard is not None else 0
+    return WriteResult(index=item.index, size_in_bytes=size_bytes, storage_data=written)
+
+
+def tensors_of(written: Iterable[Written]) -> list[tuple[TensorEntry, list[Written]]]:
+    """Each tensor with what was written of it, by name. CheckpointError if two ranks wrote other bytes for the same part of one.
+
+    Ranks that hold different shards of a tensor made of others may hold the same of one of its parts: one of them counts.
+    """
+    chunks: dict[str, dict[tuple[int, ...], Written]] = {}
+    for each in written:
+        if each.shard is None:
+            continue
+        first = chunks.setdefault(each.name, {}).setdefault(each.shard.offsets, each)
+        if first.digest != each.digest:
+            raise CheckpointError(
+                f"{each.name}: two ranks hold other values at {each.shard.offsets} of it, and one would be stored: the ranks "
+                "have drifted apart"
+            )
+    found: list[tuple[TensorEntry, list[Written]]] = []
+    count = 0
+    for name in sorted(chunks):
+        parts = [chunks[name][offsets] for offsets in sorted(chunks[name])]
+        found.append((_entry_of(parts, first_chunk=count), parts))
+        count += len(parts)
+    return found
+
+
+def _entry_of(chunks: Sequence[Written], *, first_chunk: int) -> TensorEntry:
+    shard = chunks[0].shard
+    assert shard is not None
+    is_whole = len(chunks) == 1 and shard.placements is None
     return TensorEntry(
-        fqn=fqn,
-        dtype=DTYPE_NAME[described.properties.dtype],
-        global_shape=tuple(described.size),
-        placements={} if is_whole else placements,
+        fqn=shard.fqn,
+        dtype=shard.dtype,
+        global_shape=shard.global_shape,
+        placements={} if is_whole else _by_axis(shard),
         stages=None,
         first_chunk=first_chunk,
         num_chunks=len(chunks),
     )
 
 
-def table_of(metadata: Metadata, rows: list[WriteResult], number: dict[str, int]) -> ChunkTable:
+def _by_axis(shard: LocalShard) -> dict[str, Shard] | None:
+    return None if shard.placements is None else {axis: Shard(dim) for axis, dim in shard.placements}
+
+
+def objects_of(parts: Iterable[RankPart]) -> tuple[ObjectEntry, ...]:
+    """The values by name. CheckpointError if two ranks wrote other bytes for one."""
+    found: dict[str, ObjectEntry] = {}
+    for part in parts:
+        for o in part.objects:
+            entry = ObjectEntry(fqn=o.fqn, file=part.files[0].path, offset=o.offset, length=o.length, digest=o.digest)
+            if found.setdefault(o.fqn, entry).digest != o.digest:
+                raise CheckpointError(f"{o.fqn}: two ranks hold tensors of other settings, and one of them would be stored")
+    return tuple(found[name] for name in sorted(found))
+
+
+def table_of(rows: Sequence[Written], number: Mapping[str, int]) -> ChunkTable:
     """The chunk table of `rows`; `number` is the index of each file by its path."""
-    sizes = {
-        (fqn, tuple(chunk.offsets)): tuple(chunk.sizes)
-        for fqn, entry in metadata.state_dict_metadata.items()
-        for chunk in getattr(entry, "chunks", ())
-    }
-    boxes = [Box(offset, sizes[(r.index.fqn, offset)]) for r in rows for offset in [tuple(r.index.offset or ())]]
-    written: list[Written] = [result.storage_data for result in rows]
-    columns = np.array([w.part.columns[w.row] for w in written], dtype=np.int64).reshape(-1, 6).T
+    boxes = [row.shard.box for row in rows if row.shard is not None]
+    columns = np.array([row.part.columns[row.row] for row in rows], dtype=np.int64).reshape(-1, 6).T
     return ChunkTable(
-        file=np.array([number[w.part.files[0].path] for w in written], dtype=np.int64),
+        file=np.array([number[row.part.files[0].path] for row in rows], dtype=np.int64),
         offset=columns[1],
         length=columns[2],
         payload_offset=columns[3],
@@ -62,34 +110,17 @@ def table_of(metadata: Metadata, rows: list[WriteResult], number: dict[str, int]
         codec=columns[5],
         box_offsets=np.array([n for box in boxes for n in box.offsets], dtype=np.int64),
         box_sizes=np.array([n for box in boxes for n in box.sizes], dtype=np.int64),
-        digests=b"".join(w.part.digests[w.row * DIGEST_BYTES :][:DIGEST_BYTES] for w in written),
+        digests=b"".join(row.digest for row in rows),
     )
 
 
-def shard_to_write(write: WriteItem) -> LocalShard:
-    """The box of a tensor that the planner wants written. UsageError for a dtype that cannot be stored."""
-    data = write.tensor_data
-    assert data is not None
-    dtype = DTYPE_NAME.get(data.properties.dtype)
-    if dtype is None:
-        raise UsageError(f"{write.index.fqn}: tensors of {data.properties.dtype} cannot be stored; convert it first")
-    return LocalShard(
-        fqn=write.index.fqn,
-        dtype=dtype,
-        global_shape=tuple(data.size),
-        placements=None,
-        offsets=tuple(data.chunk.offsets),
-        sizes=tuple(data.chunk.sizes),
-    )
-
-
-def placements_of(planner: SavePlanner, write: WriteItem) -> Placements | None:
-    """The tensor's placements, if the planner still has the DTensor (torch's default planner does)."""
-    value = getattr(planner, "state_dict", {}).get(write.index.fqn)
-    return cut_order(value.device_mesh, tuple(value.placements)) if isinstance(value, DTensor) else None
-
-
-def result_of(write: WriteItem, part: RankPart, row: int, placements: Placements | None) -> WriteResult:
-    """What DCP sends to the coordinator about one item."""
-    size_bytes = int(part.columns[row][2]) if row >= 0 else 0
-    return WriteResult(index=write.index, size_in_bytes=size_bytes, storage_data=Written(part, row, placements))
+def paths_of(planned: Paths, written: Iterable[tuple[str, Written]]) -> dict[str, Sequence[str | int]]:
+    """DCP's paths, where an entry that is stored in pieces has theirs; `written` are pairs of an entry and a piece."""
+    below: dict[str, dict[str, Sequence[str | int]]] = {}
+    for entry, each in written:
+        if each.below and entry in planned:
+            below.setdefault(entry, {})[each.name] = (*planned[entry], *each.below)
+    found: dict[str, Sequence[str | int]] = {}
+    for name, path in planned.items():
+        found |= below.get(name, {name: path})
+    return found

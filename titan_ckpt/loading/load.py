@@ -115,17 +115,26 @@ def _names(checkpoint: Checkpoint) -> Names:
 def _planned(checkpoint: Checkpoint, flat: FlatState, policy: LoadPolicy) -> tuple[LoadReport, ReadPlan]:
     """Check everything that can be checked without the tensors' bytes, and plan this rank's reads."""
     report = LoadReport()
+    plan = ReadPlan(checkpoint, policy, report)
+    add_state(plan, flat, policy, report)
+    return report, plan
+
+
+def add_state(plan: ReadPlan, flat: FlatState, policy: LoadPolicy, report: LoadReport) -> None:
+    """Check `flat` against the checkpoint of `plan`, into `report`, then add the reads that fill its tensors.
+
+    LoadContractError for differences that the policy forbids.
+    """
+    checkpoint = plan.checkpoint
     marks = stored_marks(checkpoint, flat, policy)
     copies, problems = spread(checkpoint, flat, marks)
     _apply_contract(checkpoint, flat, policy, report, [*mark_problems(checkpoint, flat, marks), *problems], copies)
-    plan = ReadPlan(checkpoint, policy, report)
     for fqn in report.loaded:
         tensor = flat.tensors.get(fqn)
         if tensor is not None and fqn in copies:
             plan.add_copy(fqn, copies[fqn], detached_shard(tensor))
         elif tensor is not None and has_part_of(tensor):
             plan.add(checkpoint.manifest.by_fqn[fqn], tensor)
-    return report, plan
 
 
 def read_tensor(checkpoint: Checkpoint, fqn: str, box: Box | None = None) -> torch.Tensor:
@@ -216,4 +225,4 @@ def _have_equal_values(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tenso
     return bytes(as_bytes(found[0])) == bytes(as_bytes(found[1]))
 
 
-__all__ = ["LoadPolicy", "LoadReport", "ReadPlan", "load", "open_checkpoint", "read_tensor"]
+__all__ = ["LoadPolicy", "LoadReport", "ReadPlan", "add_state", "load", "open_checkpoint", "read_tensor"]

@@ -75,14 +75,6 @@ def parts_of(name: str, tensor: torch.Tensor) -> Parts | None:
     return Parts(tensors=found, mark=mark)
 
 
-def check_whole(name: str, tensor: torch.Tensor) -> None:
-    """UsageError for a tensor that is made of others."""
-    if parts_of(name, tensor) is not None:
-        raise UsageError(
-            f"{name}: a {type(tensor).__name__} is made of others: titan_ckpt.save stores it, StorageWriter does not"
-        )
-
-
 def _is_made_of_others(tensor: object) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
