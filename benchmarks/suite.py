@@ -89,6 +89,7 @@ SUITES = (
     Suite(name="core_s3", module="checkpoints.core_s3", missing=_s3_peers),
     Suite(name="core_load_s3", module="checkpoints.core_load_s3", missing=lambda: _is_installed("s3fs")),
     Suite(name="core_scale", module="checkpoints.core_scale"),
+    Suite(name="core_planning", module="checkpoints.core_planning"),
     Suite(name="core_codec", module="checkpoints.core_codec"),
     Suite(name="core_torchtitan", module="checkpoints.core_torchtitan", needs_titan=True),
     Suite(name="store_s3", module="checkpoints.store_s3", missing=lambda: _is_installed("obstore", "s3fs")),

