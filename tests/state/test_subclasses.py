@@ -350,7 +350,7 @@ def test_shards_come_back_through_other_meshes(pool: RankPool, tmp_path: Path) -
 
 @pytest.mark.dist
 def test_dcp_moves_shards_to_other_meshes(pool: RankPool, tmp_path: Path) -> None:
-    kinds = ["8 bits", "fp8"]  # whose shards know `view_as`, as DCP's planner asks
+    kinds = ["8 bits", "float8"]  # a shard of "int8" does not know `view_as`, as the planner asks
     assert pool.run(_through_dcp, str(tmp_path), ["4", "2 of 2"], kinds) == [[]] * 4
     found = open_checkpoint(str(tmp_path / "0")).read_all()["m"]
     assert {kind: _bits(value) for kind, value in found.items()} == {kind: _bits(KINDS[kind](1)) for kind in kinds}
