@@ -93,6 +93,7 @@ PROMISES = (
     _save("opening 1,024 ranks x 873 tensors", "<= 0.3 s", "core-scale", "opening"),
     _save("its manifest", "<= 10 MB", "core-scale", "manifest"),
     _save("committing it on the coordinator", "<= 2 s", "core-scale", "commit on"),
+    _save("planning a save of 10,000 values on one rank", "<= 50 ms", "core-planning", "planning"),
     Promise(
         room="save and load", what="a checkpoint that torchtitan saved, through every tool", bar="all read", rows=".",
         section="core-torchtitan", needs=TITAN,

@@ -117,7 +117,7 @@ PLANNED_BY_DCP = [
 def test_dcp_saves_and_loads_it_through_our_storage(kind: str, tmp_path: Path) -> None:
     old, new, newer = (KINDS[kind](seed) for seed in (1, 2, 3))
     dcp.save({"m": {"w": old, "v": torch.ones(3)}, "n": 5}, storage_writer=StorageWriter(f"{tmp_path}@1"))
-    state = {"m": {"w": new, "v": torch.zeros(3)}, "n": 0}
+    state: Any = {"m": {"w": new, "v": torch.zeros(3)}, "n": 0}
     dcp.load(state, storage_reader=StorageReader(str(tmp_path)))
     opened = open_checkpoint(str(tmp_path))
     load(opened, {"m": {"w": newer, "v": torch.zeros(3)}})

@@ -54,17 +54,17 @@ def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:
     if dtype is None or tensor.layout is not torch.strided:
         raise UsageError(f"{fqn}: tensors of {tensor.dtype}, {tensor.layout} cannot be stored in a checkpoint")
     global_shape = tuple(tensor.shape)
-    if isinstance(tensor, ShardedTensor):
-        return _shard_of_fsdp1(fqn, tensor, dtype)
-    if not isinstance(tensor, DTensor):
+    if type(tensor) is torch.Tensor or not isinstance(tensor, ShardedTensor | DTensor):
         return LocalShard(
             fqn=fqn,
             dtype=dtype,
             global_shape=global_shape,
             placements=(),
-            offsets=(0,) * tensor.dim(),
+            offsets=(0,) * len(global_shape),
             sizes=global_shape,
         )
+    if isinstance(tensor, ShardedTensor):
+        return _shard_of_fsdp1(fqn, tensor, dtype)
     if any(placement.is_partial() for placement in tensor.placements):
         raise UsageError(f"{fqn}: placement {tensor.placements} holds partial sums; reduce it before saving")
     cuts = _cuts(tensor.device_mesh, tuple(tensor.placements))
@@ -99,6 +99,8 @@ def _shard_of_fsdp1(fqn: str, tensor: ShardedTensor, dtype: str) -> LocalShard:
 
 def has_part_of(tensor: torch.Tensor) -> bool:
     """Whether this rank holds some of the tensor: not of a DTensor on a mesh of other ranks, or if FSDP1 left none for it."""
+    if type(tensor) is torch.Tensor:
+        return True
     if isinstance(tensor, ShardedTensor):
         return bool(tensor.local_shards())
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
