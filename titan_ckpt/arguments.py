@@ -23,11 +23,17 @@ def check_word(value: object, words: Iterable[str], name: str) -> None:
     raise UsageError(f"{name} is {_shown(value)}; {nearest(value, known)}use one of {', '.join(known)}")
 
 
-def nearest(value: object, known: Iterable[str]) -> str:
-    """`did you mean 'x'? ` with the word that is most like `value`; "" if none is."""
+def nearest(value: object, known: Iterable[str], *, section: str = "") -> str:
+    """`did you mean 'x'? ` with the word that is most like `value`, behind `section`; "" if none is.
+
+    A name without its section means all that end with it: `tp` is 'mesh.tp'.
+    """
+    if not isinstance(value, str):
+        return ""
     in_lower = {word.lower(): word for word in known}
-    near = get_close_matches(value.lower(), list(in_lower), n=1) if isinstance(value, str) else []
-    return f"did you mean {in_lower[near[0]]!r}? " if near else ""
+    found = [word for word in in_lower if value and word.endswith(f".{value.lower()}")]
+    found = found or get_close_matches(value.lower(), list(in_lower), n=1)
+    return f"did you mean {' or '.join(repr(section + in_lower[word]) for word in found)}? " if found else ""
 
 
 def check_flag(value: object, name: str) -> None:

@@ -119,7 +119,7 @@ def test_comments_are_found_wherever_the_formatter_puts_them() -> None:
         ("save", 0, "save.keep_last"),
         ("data.mixture.weight", 0, "share of the samples"),
         ("model.dim", 0, "must be set"),
-        ("tp", 2, "did you mean mesh.tp?"),
+        ("tp", 2, "did you mean 'mesh.tp'?"),
         ("mesh.ttp", 2, "did you mean 'mesh.tp'?"),
     ],
 )

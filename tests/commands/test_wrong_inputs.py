@@ -85,7 +85,7 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("train debugg", 2, ("debugg", "debug")),
     ("train afile", 2, ("afile", "TOML")),
     ("train debug --set mesh.tp", 2, ("section.key=value",)),
-    ("train debug --set mesh.tpp=2", 2, ("mesh.tpp", "did you mean mesh.tp?")),
+    ("train debug --set mesh.tpp=2", 2, ("mesh.tpp", "did you mean 'mesh.tp'?")),
     ("train debug --set mesh.tp=two", 2, ("mesh.tp", "two")),
     ("train debug --set save.url=s3//bucket/run --print-config", 2, ("did you mean s3://bucket/run?",)),
     ("train debug --set mesh.tp=3 --print-config", 2, ("tp",)),

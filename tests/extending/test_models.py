@@ -123,7 +123,7 @@ def test_a_module_trains_from_the_command_line_and_goes_on(tmp_path: Path, cache
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("model.n_head=2", "unknown key model.n_head; did you mean model.n_heads?"),
+        ("model.n_head=2", "unknown key model.n_head; did you mean 'model.n_heads'?"),
         ("mesh.pp=5", "4 layers over 5 stages leaves a stage without a layer"),
         ("mesh.tp=3", "embed.wte.weight: vocab_size 320 / tp 3 = 106.67: must be whole"),
         ("export.every=1", "has no Hugging Face layout"),

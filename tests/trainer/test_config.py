@@ -79,8 +79,8 @@ def test_recorded_config_is_json_with_the_toml_keys() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("mesh.tpp=2", "unknown key mesh.tpp; did you mean mesh.tp?"),
-        ("modell.dim=2", "unknown key modell; did you mean model?"),
+        ("mesh.tpp=2", "unknown key mesh.tpp; did you mean 'mesh.tp'?"),
+        ("modell.dim=2", "unknown key modell; did you mean 'model'?"),
         ("train.steps=1.5", "train.steps: expected a whole number, found 1.5"),
         ("train.steps=true", "train.steps: expected a whole number, found true"),
         ("save.url=5", "save.url: expected a string, found 5"),
@@ -230,7 +230,7 @@ def test_print_config_writes_toml_and_starts_nothing(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("sets", "exit_code", "expected"),
     [
-        (["trian.steps=3"], 2, "did you mean train?"),
+        (["trian.steps=3"], 2, "did you mean 'train'?"),
         (["mesh.dp_shard=2", "mesh.tp=3"], 2, "tp"),
         (["data.tokenizer=/nowhere/tokenizer.json"], 2, "/nowhere/tokenizer.json"),
         (["model.vocab_size=200"], 2, "set model.vocab_size to at least 257"),

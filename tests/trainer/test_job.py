@@ -202,7 +202,7 @@ def test_torchrun_shows_a_ranks_error_in_its_summary(tmp_path: Path) -> None:
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
-    text = "unknown key train.stepz; did you mean train.steps?"
+    text = "unknown key train.stepz; did you mean 'train.steps'?"
     root_cause = done.stderr.partition("Root Cause")[2]
     assert re.search(r"exitcode\s*: 2 ", root_cause)
     assert text in root_cause

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace, _SubParsersAction
+from argparse import Action, ArgumentError, ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -33,6 +33,11 @@ class Parser(ArgumentParser):
             write_text(message)
         else:
             write_to_stderr(message)
+
+    def _check_value(self, action: Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            raise ArgumentError(action, f"no choice {value!r}; {nearest(value, known)}use one of {', '.join(known)}")
 
     def error(self, message: str) -> NoReturn:
         """One line that says what is wrong; `--help` shows the rest."""

@@ -63,9 +63,7 @@ def explain(name: str) -> Setting | Table:
         known |= {table.name: table} | {setting.name: setting for setting in table.settings}
     if name in known:
         return known[name]
-    same_end = [other for other in known if other.endswith(f".{name}")]
-    hint = f"did you mean {' or '.join(same_end)}? " if same_end else nearest(name, known)
-    raise UsageError(f"no setting {name!r}; {hint}`titan-ckpt config` lists all")
+    raise UsageError(f"no setting {name!r}; {nearest(name, known)}`titan-ckpt config` lists all")
 
 
 def schema() -> dict[str, Any]:

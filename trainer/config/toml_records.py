@@ -6,7 +6,6 @@ Works for any tree of dataclasses, also those of users. A field named `from_` is
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 import types
@@ -14,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from titan_ckpt.arguments import nearest
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.location import redact_values
 from titan_ckpt.toml_text import MAX_TEXT, parse_toml
@@ -142,11 +142,9 @@ def _record_of(prefix: str) -> str:
 
 
 def _unknown(name: str, key: str, known: list[str], origins: Mapping[str, str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    prefix = name.removesuffix(key)
-    hint = (
-        f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(prefix + k for k in sorted(known))}"
-    )
+    section = name.removesuffix(key)
+    hint = nearest(key, known, section=section).strip()
+    hint = hint or f"known here: {', '.join(section + other for other in sorted(known))}"
     return f"{_origin(name, origins)}: unknown key {name}; {hint}"
 
 
