@@ -11,7 +11,7 @@ QUICK := not dist and not s3 and not hf and not e2e
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix experts site fuzz chat zoo peer-tests faults faults-debug hangs healthy hostile stores loops soak arena bench demo docs screens wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix experts site fuzz chat zoo peer-tests faults faults-debug hangs healthy hostile stores wrong-inputs loops soak arena bench demo docs screens wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ hostile: $(READY) ## campaigns against hostile files, links, servers and process
 stores: $(READY) ## the contract of a store on Azurite (AZURITE=PATH of azurite-blob)
 	$(BIN)/python -m tools.cloud_servers -- $(BIN)/python -m pytest tests/store/test_contract.py -k az $(ARGS)
 
+wrong-inputs: $(READY) ## some 1,300 wrong command lines: one line that names the mistake, and the exit code (ARGS="--only reshard")
+	$(BIN)/python -m tools.wrong_inputs.campaign $(ARGS)
+
 loops: $(READY) ## the tests of loops whose libraries are installed for this alone: torchtitan, Lightning (ARGS="-k random")
 	$(BIN)/python -m tools.loops $(ARGS)
 
@@ -112,8 +115,8 @@ arena: $(READY) ## score this and other tools on recorded incidents: docs/arena.
 bench: $(READY) ## run all benchmarks that fit this machine, with peers: docs/performance.md (ARGS="--quick" or "--only core_local")
 	$(BIN)/python -m benchmarks.suite $(ARGS)
 
-demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug on real text (ARGS=--json for results as JSON)
-	$(BIN)/python -m scripts.demo $(ARGS)
+demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug (ARGS=--json for results as JSON)
+	$(BIN)/python -m titan_ckpt demo --dir .demo $(ARGS)
 
 docs: $(READY) ## write docs/cli.md, settings.md, api.md, the reports of docs/verdicts and the picture of the rooms
 	$(BIN)/python -m scripts.write_docs

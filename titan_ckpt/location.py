@@ -80,6 +80,8 @@ def parse_location(url: StrPath) -> Location:
     """
     text = url_text(url)
     match = _AT_STEP.search(text)
+    if match is not None and not match.start():
+        raise UsageError(f"{redact(text)!r} names a step of no run; give {_GIVE}, before the @")
     found = normalise(text[: match.start()] if match else text)
     if match is not None:
         return Location(url=found, step=None if match.group(1) == "latest" else _step(match.group(1), text))

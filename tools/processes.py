@@ -1,50 +1,11 @@
-"""Find all processes of a job and signal them. Ranks may be in sessions of their own, so a process group is not enough."""
+"""Processes of a job that has lost its launcher."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-PROC = Path("/proc")
-
-
-def send_signal(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
-    """Signal each process; skip those that have ended."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def process_tree(process: subprocess.Popen[Any]) -> list[int]:
-    """The process and its descendants; empty if it has ended."""
-    if process.poll() is not None:
-        return []
-    children: dict[int, list[int]] = {}
-    for pid, parent in _parents():
-        children.setdefault(parent, []).append(pid)
-    found = [process.pid]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    """(pid, parent's pid) of every process of this machine."""
-    if not (PROC / "self" / "stat").exists():
-        listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-        for line in listed.splitlines():
-            pid, parent = line.split()
-            yield int(pid), int(parent)
-        return
-    for folder in _folders():
-        with contextlib.suppress(OSError):  # the process ended meanwhile
-            yield int(folder.name), _stat(folder).parent
+from titan_ckpt.demo.processes import folders, stat_of
 
 
 def marked_processes(mark: str, session: int) -> dict[int, bool]:
@@ -54,7 +15,7 @@ def marked_processes(mark: str, session: int) -> dict[int, bool]:
     it is then found by its session.
     """
     found = {}
-    for folder in _folders():
+    for folder in folders():
         with contextlib.suppress(OSError):  # the process ended meanwhile
             variables = (folder / "environ").read_bytes().split(b"\0")
             if mark.encode() in variables or (variables == [b""] and _is_starting(folder, session)):
@@ -63,22 +24,5 @@ def marked_processes(mark: str, session: int) -> dict[int, bool]:
 
 
 def _is_starting(folder: Path, session: int) -> bool:
-    stat = _stat(folder)
+    stat = stat_of(folder)
     return stat.state != "Z" and stat.session == session
-
-
-def _folders() -> Iterator[Path]:
-    return (folder for folder in PROC.iterdir() if folder.name.isdigit())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stat:
-    state: str
-    parent: int
-    session: int
-
-
-def _stat(folder: Path) -> _Stat:
-    """Fields of proc_pid_stat(5) behind the command's name, which may hold spaces and parentheses."""
-    state, parent, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-    return _Stat(state=state, parent=int(parent), session=int(session))

@@ -37,7 +37,7 @@ def run(arguments: Namespace) -> int:
     if arguments.schema:
         write_json(schema())
         return 0
-    found: Sequence[Setting | Table] = [explain(arguments.explain)] if arguments.explain else tables()
+    found: Sequence[Setting | Table] = tables() if arguments.explain is None else [explain(arguments.explain)]
     if arguments.json:
         write_json([asdict(item) for item in found])
     else:

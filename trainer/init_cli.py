@@ -36,7 +36,7 @@ def run(arguments: Namespace) -> int:
     from titan_ckpt.trainer.config.starter import starter  # needs torch, which `--help` does not
 
     recipe = find_template(arguments.template)
-    target = arguments.file or f"{recipe.stem}.toml"
+    target = f"{recipe.stem}.toml" if arguments.file is None else arguments.file
     text = starter(recipe)
     try:
         with open(target, "x", encoding="utf-8") as file:

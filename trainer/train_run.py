@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import NoReturn
 
+from titan_ckpt.arguments import check_number, check_whole
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.console.output import OutputClosedError, flush, write_json, write_note, write_text
+from titan_ckpt.console.output import OutputClosedError, are_events_wanted, flush, write_json, write_note, write_text
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.errors import INTERNAL, ConfigError, TitanError, UsageError
@@ -32,6 +33,8 @@ from titan_ckpt.trainer.job.setup import run_rank
 from titan_ckpt.trainer.launch.estimate import estimate_training, format_estimate
 from titan_ckpt.trainer.launch.gpus import GPUS
 from titan_ckpt.trainer.launch.launch import (
+    MAX_LOCAL_RANKS,
+    check_ranks,
     end_with_launcher,
     is_launched_here,
     is_rank,
@@ -46,11 +49,10 @@ from titan_ckpt.trainer.launch.save_schedule import save_schedule
 from titan_ckpt.trainer.model.lora import export_adapter
 from titan_ckpt.trainer.report.logs import RunFolder, run_folder
 
-MAX_LOCAL_RANKS = 1024  # processes on one machine
-
 
 def run(arguments: Namespace) -> int:
     """Print the config, an estimate or a plan, run as a rank, or start ranks."""
+    _check_numbers(arguments)
     if arguments.export_adapter is not None and _is_checkpoint(arguments.config):
         return export_to_peft(arguments.config, arguments.export_adapter)
     resolved = _resolve(arguments)
@@ -85,6 +87,14 @@ def run(arguments: Namespace) -> int:
     return launch(_again(arguments), resolved.config, folder, nproc=world_size, restarts=arguments.restarts)
 
 
+def _check_numbers(arguments: Namespace) -> None:
+    check_ranks("--nproc", arguments.nproc, MAX_RANKS)
+    check_ranks("--gpus", arguments.gpus, MAX_RANKS)
+    check_whole(arguments.restarts, "--restarts", at_least=0)
+    check_number(arguments.rank_mtbf_hours, "--rank-mtbf-hours", above=0)
+    upload_rate(arguments)
+
+
 def show_estimate(config: TrainConfig, mesh: MeshSpec, arguments: Namespace) -> int:
     """Print what `mesh` needs."""
     found = estimate_training(config, mesh)
@@ -102,9 +112,8 @@ def show_estimate(config: TrainConfig, mesh: MeshSpec, arguments: Namespace) -> 
 
 def show_plan(config: TrainConfig, arguments: Namespace) -> int:
     """Search the meshes of a cluster and print the fastest."""
-    if arguments.gpus is None or not 1 <= arguments.gpus <= MAX_RANKS:
-        given = "is missing" if arguments.gpus is None else f"{arguments.gpus}"
-        raise UsageError(f"--plan: --gpus {given}: give the number of GPUs, 1 to {MAX_RANKS}")
+    if arguments.gpus is None:
+        raise UsageError(f"--plan: --gpus is missing: give the number of GPUs, 1 to {MAX_RANKS}")
     gpu, rate = GPUS[arguments.gpu], upload_rate(arguments)
     found = search(config, arguments.gpus, gpu)
     if arguments.json:
@@ -176,7 +185,7 @@ class _TokeniseProgress:
 
     def __init__(self, what: str) -> None:
         self._what, self._tenths = what, 0
-        self._line = ProgressLine(what) if sys.stderr.isatty() else None
+        self._line = ProgressLine(what) if sys.stderr.isatty() or are_events_wanted() else None
 
     def __call__(self, done: int, total: int) -> None:
         """Show that `done` of `total` bytes are done."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from titan_ckpt.arguments import check_number
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.output import write_note, write_text
 from titan_ckpt.debug.live.attach import Attached, attach, find_training
@@ -98,6 +99,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    check_number(arguments.wait, "--wait", at_least=0)
     if arguments.folder is None or arguments.pid:
         return _attach(arguments)
     folder = Path(arguments.folder)

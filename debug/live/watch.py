@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+from titan_ckpt.arguments import check_number
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.output import flush, write_json, write_text
 from titan_ckpt.console.units import format_duration
@@ -15,7 +16,7 @@ from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.records import Heartbeat
 from titan_ckpt.debug.read.discovery import evidence_files, find_incident_folders
 from titan_ckpt.debug.read.reader import read_box_heartbeat
-from titan_ckpt.errors import NotFoundError, UsageError
+from titan_ckpt.errors import NotFoundError
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
@@ -140,8 +141,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.after <= 0 or arguments.every <= 0:
-        raise UsageError("--after and --every are seconds greater than 0")
+    check_number(arguments.after, "--after", above=0)
+    check_number(arguments.every, "--every", above=0)
     store = open_store(arguments.url)
     return watch(store, after_s=arguments.after, every_s=arguments.every, once=arguments.once, as_json=arguments.json)
 

@@ -281,4 +281,4 @@ def test_help_of_every_command_needs_no_torch() -> None:
     assert ended.stderr.strip().endswith(
         "`titan-ckpt train` needs torch, which is not installed: pip install 'titan-ckpt[train]'"
     )
-    assert ended.stdout.count("usage: titan-ckpt") == 17
+    assert ended.stdout.count("usage: titan-ckpt") == 18

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 
-from titan_ckpt.cli.main import main
+from titan_ckpt.cli.main import COMMANDS, main
 from titan_ckpt.console.command import ParserExit
 from tools.paths import DATA
+from tools.wrong_inputs.campaign import Answer, all_lines, ask, faults, working_folder
+from tools.wrong_inputs.lines import WrongLine, commands
 
 RUN = "runs/tiny"
 # The command line, its exit code, and words that the line must have: the mistake, then the mend.
@@ -133,3 +136,28 @@ def test_a_quiet_command_prints_results_and_errors_alone(folder: Path, capsys: p
     assert printed.err == ""
     assert main(["--quiet", "ls", "nope"]) == 3
     assert "titan-ckpt: error:" in capsys.readouterr().err
+
+
+def test_a_sample_of_wrong_lines_is_answered_in_one_line() -> None:
+    """`make wrong-inputs` asks all of them; `train` and `eval` import torch for each, and are among WRONG above."""
+    lines = [line for line in all_lines() if line.words[0] not in ("train", "eval", "doctor")]
+    assert {name.split()[0] for name in commands()} == set(COMMANDS)
+    assert len(lines) > 800
+    with working_folder() as folder:
+        answers = {line: faults(line, ask(line, folder)) for line in random.Random(23).sample(lines, 80)}
+    assert {line.words: found for line, found in answers.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (Answer(exit_code=0, out="", err="no 'x'\n", has_changed=False), "exit code 0"),
+        (Answer(exit_code=2, out="", err="no 'y'\n", has_changed=False), "does not name 'x'"),
+        (Answer(exit_code=2, out="", err="no 'x'\nhelp\n", has_changed=False), "2 lines on stderr"),
+        (Answer(exit_code=2, out="", err="internal error: 'x'\n", has_changed=False), "says that it is a bug"),
+        (Answer(exit_code=3, out="1\n", err="no 'x'\n", has_changed=False), "prints to stdout"),
+        (Answer(exit_code=3, out="", err="no 'x'\n", has_changed=True), "changes files"),
+    ],
+)
+def test_the_judge_of_wrong_lines_sees_each_fault(answer: Answer, fault: str) -> None:
+    assert faults(WrongLine(words=("ls", "x"), wrong="x"), answer) == [fault]

@@ -25,7 +25,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     command = [
         sys.executable,
         "-m",
-        "scripts.demo",
+        "titan_ckpt",
+        "demo",
         "--dir",
         str(folder),
         "--steps",

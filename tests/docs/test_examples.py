@@ -17,11 +17,11 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.demo.processes import process_tree, send_signal
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Shard
 from tools.paths import EXAMPLES
-from tools.processes import process_tree, send_signal
 
 FSDP2 = EXAMPLES / "fsdp2.py"
 LINE = re.compile(r"step (\d+) loss (\S+) committed (\S+)\n")

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from titan_ckpt.console.escapes import escape_text
-from titan_ckpt.console.output import LogFormatter, OutputClosedError, write_error, write_json, write_note
+from titan_ckpt.console.output import ConsoleFormatter, OutputClosedError, write_error, write_json, write_note
 from titan_ckpt.errors import FAILED, INTERNAL, TitanError
 from titan_ckpt.location import redact_text
 from titan_ckpt.version import __version__
@@ -26,10 +26,10 @@ def report_failure(error: BaseException, arguments: Sequence[str], *, show_trace
     if is_known and not show_traceback:
         write_error(error if isinstance(error, TitanError) else f"{error.filename}: {error.strerror}")  # type: ignore[attr-defined]
     elif show_traceback:
-        write_note("".join(traceback.format_exception(error)))
+        write_error("".join(traceback.format_exception(error)), head="")
     else:
         what = f"{type(error).__name__}: {error}".rstrip(": ")
-        write_note(f"titan-ckpt: internal error: {what}\n{_kept(error, arguments)}")
+        write_error(f"{what}\n{_kept(error, arguments)}", head="titan-ckpt: internal error: ")
     code = (error.exit_code if isinstance(error, TitanError) else FAILED) if is_known else INTERNAL
     if "--json" in arguments:
         write_json_error(type(error).__name__, str(error), code)
@@ -59,7 +59,7 @@ def _kept(error: BaseException, arguments: Sequence[str]) -> str:
 def nothing_printed_elsewhere(found: list[BaseException]) -> Iterator[None]:
     """Log records, warnings and errors of threads go through the console; the latter are added to `found`."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogFormatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(ConsoleFormatter("%(levelname)s %(name)s: %(message)s"))
     root, level = logging.getLogger(), logging.getLogger().level
     is_ours = not root.handlers
     if is_ours:

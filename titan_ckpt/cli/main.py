@@ -14,7 +14,14 @@ from types import FrameType
 from titan_ckpt.arguments import check_word, nearest
 from titan_ckpt.cli.failures import nothing_printed_elsewhere, report_failure, write_json_error
 from titan_ckpt.console.command import Command, Parser, ParserExit
-from titan_ckpt.console.output import OutputClosedError, drop_unwritten, flush, open_closed_streams, quiet
+from titan_ckpt.console.output import (
+    OutputClosedError,
+    drop_unwritten,
+    events_on_stderr,
+    flush,
+    open_closed_streams,
+    quiet,
+)
 from titan_ckpt.console.store_arguments import (
     add_store_arguments,
     check_urls,
@@ -126,6 +133,12 @@ def _tui() -> Command:
     return TUI
 
 
+def _demo() -> Command:
+    from titan_ckpt.demo.cli import DEMO
+
+    return DEMO
+
+
 def _completion() -> Command:
     from titan_ckpt.cli.completion import COMPLETION
 
@@ -157,6 +170,7 @@ COMMANDS = {
     "debug": CommandEntry(_debug, "name the rank and line at fault in a hung or dead job"),
     "tui": CommandEntry(_tui, "browse hangs, checkpoints and training in the terminal"),
     "doctor": CommandEntry(_doctor, "check this machine: Python, torch, devices, network, memory, stores"),
+    "demo": CommandEntry(_demo, "train, kill, resume, reshard, export and debug, on this machine alone"),
     "completion": CommandEntry(_completion, "print what makes a shell complete commands, options and steps"),
 }
 
@@ -185,6 +199,10 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     parser.add_argument("-v", "--verbose", action="store_true", help="log at INFO to stderr")
     parser.add_argument("-q", "--quiet", action="store_true", help="print results and errors alone")
+    parser.add_argument(
+        "--progress", choices=["auto", "json"], default="auto",
+        help="json: everything on stderr as events, one JSON object per line (docs/bots.md); auto: a line on a terminal",
+    )  # fmt: skip
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, entry in COMMANDS.items():
         subparser = subparsers.add_parser(
@@ -225,8 +243,9 @@ _EXTRA_OF = {
 }  # fmt: skip
 
 
-# Commands that need a whole extra, whichever of its libraries is missed first.
-_EXTRA_OF_COMMAND = {"train": "train", "eval": "train", "init": "train", "config": "train"}
+# Commands that need a whole extra, whichever of its libraries is missed first: all of them, or torch.
+_EXTRA_OF_COMMAND = {"demo": "demo"}
+_TORCH_OF_COMMAND = {"train": "train", "eval": "train", "init": "train", "config": "train"}
 
 
 def missing_extra(error: ModuleNotFoundError, command: str) -> Exception:
@@ -234,9 +253,9 @@ def missing_extra(error: ModuleNotFoundError, command: str) -> Exception:
     library = (error.name or "").partition(".")[0]
     if library not in _EXTRA_OF:
         return error
-    extra = _EXTRA_OF[library]
+    extra = _EXTRA_OF_COMMAND.get(command, _EXTRA_OF[library])
     if extra == "torch":
-        extra = _EXTRA_OF_COMMAND.get(command, extra)
+        extra = _TORCH_OF_COMMAND.get(command, extra)
     return MissingExtraError(library, extra, f"`titan-ckpt {command}`")
 
 
@@ -257,6 +276,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(arguments: Sequence[str], *, is_program: bool) -> int:
+    words = _in_order(arguments)
+    with events_on_stderr("--progress=json" in words):
+        return _reported(words, is_program=is_program)
+
+
+def _reported(arguments: Sequence[str], *, is_program: bool) -> int:
     show_traceback = "--traceback" in arguments
     in_threads: list[BaseException] = []
     try:
@@ -277,7 +302,7 @@ def _exit_code(arguments: Sequence[str], *, is_program: bool) -> int:
 
 
 def _run(arguments: Sequence[str], *, is_program: bool) -> int:
-    stores, arguments = split_store_arguments(_in_order(arguments))
+    stores, arguments = split_store_arguments(arguments)
     name = _command(arguments)
     check_urls(arguments)
     try:
@@ -299,12 +324,21 @@ def _run(arguments: Sequence[str], *, is_program: bool) -> int:
         raise missing_extra(error, name) from error
 
 
+_FLAGS = ("-v", "--verbose", "-q", "--quiet", "--traceback")
+
+
 def _in_order(arguments: Sequence[str]) -> list[str]:
     """The arguments with the flags of `titan-ckpt` itself in front, wherever they stood, and `--json` after the command."""
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
-    words, rest = list(arguments[:end]), list(arguments[end:])
-    flags = [word for word in words if word in ("-v", "--verbose", "-q", "--quiet", "--traceback")]
-    words = [word for word in words if word not in flags]
+    given, rest = iter(arguments[:end]), list(arguments[end:])
+    flags, words = [], []
+    for word in given:
+        if word == "--progress":
+            flags.append(f"{word}={next(given, '')}")
+        elif word in _FLAGS or word.startswith("--progress="):
+            flags.append(word)
+        else:
+            words.append(word)
     if words[:1] == ["--json"]:
         words = [*words[1:], "--json"]
     return [*flags, *words, *rest]
@@ -320,7 +354,11 @@ def _command(arguments: Sequence[str]) -> str:
 
 def _settings(stores: argparse.Namespace, arguments: Sequence[str], command: str) -> StoreSettings:
     """What the command's stores are opened with. UsageError if it is given and no argument is the URL of a store."""
-    settings = StoreSettings(options=store_options(stores), client=stores.client or "auto", words=store_words(stores))
+    settings = StoreSettings(
+        options=store_options(stores),
+        client="auto" if stores.client is None else stores.client,
+        words=store_words(stores),
+    )
     check_word(settings.client, CLIENTS, "--client")
     is_elsewhere = command in ("train", "tui")  # the URLs are in a config, or chosen on the screen
     if settings.words and not is_elsewhere and all(scheme(word) == "file" for word in arguments):

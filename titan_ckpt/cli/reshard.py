@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from titan_ckpt.arguments import check_number
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.cut_picture import CutBoxes, draw_cut
@@ -71,6 +72,10 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Plan the reshard, then show or run it."""
+    check_number(arguments.latency, "--latency", at_least=0)
+    check_number(arguments.bandwidth, "--bandwidth", above=0)
+    if not arguments.mesh:
+        raise UsageError("--mesh is empty; give axes and degrees, such as pp=2,dp_shard=8, or 1 for a single rank")
     mesh, rules = MeshSpec.parse(arguments.mesh), _rules(arguments.placements)
     location = parse_location(arguments.destination)
     if location.step is not None:

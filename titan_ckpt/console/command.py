@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from titan_ckpt.arguments import nearest
-from titan_ckpt.console.output import write_text, write_to_stderr
+from titan_ckpt.console.output import are_events_wanted, write_coloured, write_error, write_to_stderr
 
 
 class ParserExit(SystemExit):
@@ -30,7 +30,7 @@ class Parser(ArgumentParser):
         if not message:
             return
         if file is sys.stdout:
-            write_text(message)
+            write_coloured(message)  # our own words, in which nothing is secret
         else:
             write_to_stderr(message)
 
@@ -50,8 +50,12 @@ class Parser(ArgumentParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Print `message` to stderr and end the program."""
-        self._print_message(message or "")
-        raise ParserExit(status, (message or "").partition(": error: ")[2].strip())
+        wrong = (message or "").partition(": error: ")[2].strip()
+        if wrong and are_events_wanted():
+            write_error(wrong)
+        else:
+            self._print_message(message or "")
+        raise ParserExit(status, wrong)
 
 
 def _options(parser: ArgumentParser) -> list[str]:

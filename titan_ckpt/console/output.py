@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -26,7 +27,11 @@ class OutputClosedError(Exception):
 
 def write_json(value: Any, out: TextIO | None = None, *, indent: int | None = 1) -> None:
     """Write `value` as JSON in ASCII to stdout, without secrets; infinity and NaN become null."""
-    _write(out or sys.stdout, json.dumps(_finite(redact_values(value)), indent=indent, allow_nan=False) + "\n")
+    _write(out or sys.stdout, _json_text(value, indent) + "\n")
+
+
+def _json_text(value: Any, indent: int | None) -> str:
+    return json.dumps(_finite(redact_values(value)), indent=indent, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
@@ -69,12 +74,48 @@ def is_quiet() -> bool:
     return _IS_QUIET.get()
 
 
+_stderr_is_events = False
+
+
+@contextmanager
+def events_on_stderr(is_on: bool) -> Iterator[None]:
+    """Within, if `is_on`, what goes to stderr are events: one JSON object per line, listed in docs/bots.md. For all threads."""
+    global _stderr_is_events
+    before, _stderr_is_events = _stderr_is_events, is_on
+    try:
+        yield
+    finally:
+        _stderr_is_events = before
+
+
+def are_events_wanted() -> bool:
+    """Whether the user asked for `--progress json`."""
+    return _stderr_is_events
+
+
+def output_words() -> list[str]:
+    """The arguments that make a child process write as this one does."""
+    return ["--progress=json"] * are_events_wanted() + ["--quiet"] * is_quiet()
+
+
+def event_line(event: str, **facts: Any) -> str:
+    """An event of this moment as one line of JSON; `facts` may give another `time_s`, in seconds since the epoch."""
+    return _json_text({"event": event, "time_s": time.time()} | facts, indent=None)
+
+
+def write_event(event: str, **facts: Any) -> None:
+    """Write an event to stderr; lost, without an error, where stderr cannot be written."""
+    write_to_stderr(event_line(event, **facts))
+
+
 def write_note(text: str) -> None:
     """Write a line about what is done to stderr, unless quiet. Further lines are indented, to pass for no line of ours.
 
     Where stderr cannot be written the note is lost: the exit code stands for what was done, and says the most of it.
     """
-    if not is_quiet():
+    if are_events_wanted() and not is_quiet():
+        write_event("note", text=text)
+    elif not is_quiet():
         write_to_stderr(_indented(text))
 
 
@@ -86,9 +127,12 @@ def write_to_stderr(text: str) -> None:
         discard(sys.stderr)
 
 
-def write_error(error: BaseException | str) -> None:
-    """Write an error to stderr."""
-    write_to_stderr(_indented(f"titan-ckpt: error: {error}"))
+def write_error(error: BaseException | str, *, head: str = "titan-ckpt: error: ") -> None:
+    """Write an error to stderr, behind `head`."""
+    if are_events_wanted():
+        write_event("error", text=str(error))
+    else:
+        write_to_stderr(_indented(f"{head}{error}"))
 
 
 def flush() -> None:
@@ -165,6 +209,16 @@ class LogFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The lines of `record`."""
         return escape_text(redact_text(super().format(record)))
+
+
+class ConsoleFormatter(LogFormatter):
+    """Log lines for stderr: events where these are wanted."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The lines of `record`, or one event."""
+        if are_events_wanted():
+            return event_line("log", level=record.levelname, text=record.getMessage())
+        return super().format(record)
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Sequence[str] = ()) -> str:

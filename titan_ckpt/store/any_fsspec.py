@@ -25,6 +25,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 import fsspec
 from fsspec.core import url_to_fs
 
+from titan_ckpt.arguments import nearest
 from titan_ckpt.errors import (
     ConditionFailedError,
     NotFoundError,
@@ -83,7 +84,7 @@ class FsspecStore(Store):
         except ImportError as error:
             raise missing_library(name, str(self), error) from error
         except ValueError as error:
-            known = "" if name in schemes() else f"; fsspec knows {', '.join(schemes())}"
+            known = "" if name in schemes() else f"; {nearest(name, schemes())}fsspec knows {len(schemes())} others"
             raise UsageError(f"{self}: {redact_text(str(error))}{known}") from error
         except TitanError:
             raise

@@ -15,7 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from tools.processes import marked_processes, send_signal
+from titan_ckpt.demo.processes import send_signal
+from tools.processes import marked_processes
 
 JOB = "TITAN_CKPT_SOAK_JOB"
 LIMIT_S = 420.0

@@ -27,8 +27,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from titan_ckpt.console.output import write_note
-from titan_ckpt.errors import FAILED, DamagedError, TitanError
+from titan_ckpt.console.output import output_words, write_note
+from titan_ckpt.errors import FAILED, DamagedError, TitanError, UsageError
 from titan_ckpt.location import redact_text
 from titan_ckpt.parsing.json_values import JsonValue, parse_json_line
 from titan_ckpt.state.exchange import exit_code_of
@@ -38,6 +38,7 @@ from titan_ckpt.trainer.report.logs import RunFolder
 from titan_ckpt.trainer.report.records import METRICS, Event, read_records
 
 LAUNCHED = "TITAN_CKPT_LAUNCHED"
+MAX_LOCAL_RANKS = 1024  # processes on one machine
 LAST_WORDS_S = 5.0  # a rank reports and exits when save.grace_s is over; if it does not, it is killed this much later
 _SYMPTOMS = (
     "closed by peer",
@@ -117,6 +118,12 @@ def num_ranks(config: TrainConfig, nproc: int | None) -> int:
     return fixed_world_size(config) or max(others, torch.cuda.device_count() // others * others)
 
 
+def check_ranks(option: str, value: int | None, most: int) -> None:
+    """UsageError unless `value`, if it is given, is a number of ranks from 1 to `most`."""
+    if value is not None and not 1 <= value <= most:
+        raise UsageError(f"{option} {value}: give a whole number from 1 to {most}")
+
+
 def launch(
     arguments: Sequence[str],
     config: TrainConfig,
@@ -135,7 +142,7 @@ def launch(
         logging.getLogger(name).setLevel(logging.CRITICAL)  # its report blames the wrong rank; ours follows
     launcher = elastic_launch(_launch_config(nproc, restarts, config.save.grace_s), sys.executable)
     try:
-        launcher("-m", "titan_ckpt", command, *current_settings().words, *arguments)
+        launcher("-m", "titan_ckpt", *output_words(), command, *current_settings().words, *arguments)
     except ChildFailedError as error:
         raise _explain(error, folder) from error
     except SignalException as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import IO, TextIO
 
 from titan_ckpt.console.escapes import escape_text
-from titan_ckpt.console.output import LogFormatter
+from titan_ckpt.console.output import ConsoleFormatter, LogFormatter, are_events_wanted, is_quiet
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.errors import StoreError
 from titan_ckpt.format.names import DEBUG, LOGS
@@ -83,12 +83,12 @@ class RankLogging:
         self._file = logging.FileHandler(path, encoding="utf-8")
         self._file.setFormatter(LogFormatter(f"%(asctime)s %(levelname)s [{who}] %(name)s: %(message)s"))
         stream = console or sys.stderr
-        has_line = has_bar and rank == 0 and stream.isatty()
-        self.bar = ProgressLine("step", is_bytes=False, stream=stream) if has_line else None
+        has_line = has_bar and rank == 0 and (stream.isatty() or are_events_wanted())
+        self.bar = ProgressLine("train", unit="steps", stream=stream) if has_line else None
         self._console = _ConsoleHandler(stream, self.bar)
-        self._console.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+        self._console.setLevel(logging.INFO if rank == 0 and not is_quiet() else logging.ERROR)
         prefix = "" if rank == 0 else f"[{who}] "
-        self._console.setFormatter(_ConsoleFormatter(prefix))
+        self._console.setFormatter(_ShortFormatter(prefix))
         self._console.addFilter(lambda record: record.exc_info is None)  # tracebacks go to the file only
         self._ours = logging.getLogger("titan_ckpt")
         self._warnings = logging.getLogger("py.warnings")
@@ -103,11 +103,11 @@ class RankLogging:
         logging.captureWarnings(True)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Restore the loggers and close the file."""
         logging.captureWarnings(False)
         if self.bar is not None:
-            self.bar.close()
+            self.bar.close(is_finished=kind is None)
         for logger in (self._ours, self._warnings):
             logger.handlers, logger.propagate = [], True
         self._file.close()
@@ -128,7 +128,7 @@ class _ConsoleHandler(logging.StreamHandler[IO[str]]):
         self._bar.print(self.format(record))
 
 
-class _ConsoleFormatter(logging.Formatter):
+class _ShortFormatter(ConsoleFormatter):
     """Short lines without tracebacks, which are in the file."""
 
     def __init__(self, prefix: str) -> None:
@@ -136,6 +136,8 @@ class _ConsoleFormatter(logging.Formatter):
         self._prefix = prefix
 
     def format(self, record: logging.LogRecord) -> str:
+        if are_events_wanted():
+            return super().format(record)
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         return escape_text(redact_text(f"{self._prefix}{level}{record.getMessage()}"))
 

