@@ -9,7 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from titan_ckpt.demo.s3_server import Server, running_server
+from tools.s3_server import Server, running_server
 
 # The same cases in every run: campaigns search for new ones (`make hostile`, `make fuzz`).
 hypothesis.settings.register_profile("any machine", deadline=None, derandomize=True)
