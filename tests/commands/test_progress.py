@@ -161,7 +161,14 @@ def test_child_processes_write_as_their_parent_does() -> None:
 
 
 def test_a_training_run_tells_its_steps_and_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sets = {"train.steps": "2", "save.url": str(tmp_path / "run"), "data.cache": str(tmp_path / "tokens")}
+    text = tmp_path / "text.txt"
+    text.write_text("a line of text\n" * 500)
+    sets = {
+        "data.source": str(text),
+        "train.steps": "2",
+        "save.url": str(tmp_path / "run"),
+        "data.cache": str(tmp_path / "tokens"),
+    }
     words = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
     before = logging.getLogger("titan_ckpt").level
     assert main(["train", DEBUG_CONFIG, *words, "--progress", "json"]) == 0
