@@ -148,6 +148,18 @@ def test_a_misspelt_command_gets_the_nearest(capsys: pytest.CaptureFixture[str])
     assert "no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
 
 
+def test_help_shows_how_a_secret_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["ls", "--help"])
+    assert "secret=@FILE" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_bug_is_told_to_the_quiet_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command_line, "build_parser", lambda **_: 1 / 0)
+    assert main(["ls", "runs", "--quiet"]) == 70
+    assert "internal error: ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_every_command_shows_examples() -> None:
     for name in COMMANDS:
         (shown,) = [
