@@ -17,8 +17,9 @@ from tools.paths import ROOT
 
 DRAWING = read_drawing()
 CORE = {room for room in DRAWING.arrows if "." not in room} - {
-    "integrations"
-}  # which uses the core, as the trainer does
+    "integrations",
+    "demo",
+}  # which use the core, as the trainer does
 
 
 @cache

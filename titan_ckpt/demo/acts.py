@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import linecache
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from titan_ckpt.demo.processes import process_tree, send_signal
 from titan_ckpt.demo.s3_server import Server
 from titan_ckpt.demo.shell import WATCH_S, DemoError, Shell, wait_for
 from titan_ckpt.demo.story import Act, Facts, StoryLog
+from titan_ckpt.parsing.json_values import parse_json, parse_json_line
 
 RUN, RESHARDED = "s3://demo/run", "s3://demo/run-pp"
 # Derived in docs/design.md: on another mesh only the order of float32 sums differs.
@@ -51,7 +51,7 @@ class DemoContext:
         """The metrics so far of a job with `log.folder=DIR/name`."""
         path = self.folder / name / "logs" / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [parse_json_line(line) for line in lines if line.endswith("\n")]
 
     def losses(self, name: str) -> dict[int, float]:
         """The latest loss of each step."""
@@ -193,7 +193,8 @@ def convert(demo: DemoContext) -> Act:
     """Export to Hugging Face; transformers computes the trainer's logits and, after a whole run, writes the page as it is."""
     folder, page = demo.folder / "hf", demo.page
     report = demo.shell.json("convert", "to-hf", RUN, str(folder), "--verify")
-    compared = json.loads(demo.shell.python("titan_ckpt.demo.exported", RUN, str(folder), str(page.file), page.prompt))
+    printed = demo.shell.python("titan_ckpt.demo.exported", RUN, str(folder), str(page.file), page.prompt)
+    compared = parse_json(printed, "what compared the logits")
     largest, written = compared["max_logit_difference"], compared["text"]
     expect(
         compared["tokens"] >= NUM_TOKENS, f"the page has {compared['tokens']} tokens, at least {NUM_TOKENS} are needed"
@@ -214,7 +215,7 @@ def hang(demo: DemoContext) -> Act:
     """Hang a small real job and diagnose it."""
     folder = demo.folder / "incident"
     demo.shell.run("debug", "inject", "skip", "--ranks", "2", "--out", str(folder))
-    truth = json.loads((folder / "truth.json").read_text())
+    truth = parse_json((folder / "truth.json").read_bytes(), "truth.json")
     verdict = demo.shell.json("debug", str(folder), expected=1)["verdicts"][0]
     expect(verdict["verdict"] == truth["verdict"], f"debug found {verdict['verdict']}, the truth is {truth['verdict']}")
     expect(

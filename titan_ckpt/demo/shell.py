@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 
 from titan_ckpt.demo.processes import process_tree, send_signal
 from titan_ckpt.errors import TitanError
+from titan_ckpt.parsing.json_values import parse_json
 
 POLL_S = 0.05
 WATCH_S = 0.002
@@ -30,12 +30,12 @@ class Shell:
     def __init__(self, environment: dict[str, str], log: Path, show: Callable[[str], None]) -> None:
         self._environment, self._log, self._show = {**os.environ, **environment}, log, show
 
-    def run(self, *arguments: str, expected: int = 0) -> str:
+    def run(self, *arguments: str, expected: int = 0) -> bytes:
         """Return the command's stdout; DemoError if its exit code is not `expected`."""
         self._announce(arguments)
         return self.python("titan_ckpt", *arguments, expected=expected)
 
-    def python(self, module: str, *arguments: str, expected: int = 0) -> str:
+    def python(self, module: str, *arguments: str, expected: int = 0) -> bytes:
         """Run a module as a program and return its stdout."""
         with open(self._log, "ab") as log:
             done = subprocess.run(
@@ -46,11 +46,11 @@ class Shell:
             raise DemoError(
                 f"{module} {shlex.join(arguments)}: exit code {done.returncode}, see {self._log}\n{tail(self._log)}"
             )
-        return done.stdout.decode()
+        return done.stdout
 
     def json(self, *arguments: str, expected: int = 0) -> Any:
         """Return the JSON that a command prints with `--json`."""
-        return json.loads(self.run(*arguments, "--json", expected=expected))
+        return parse_json(self.run(*arguments, "--json", expected=expected), arguments[0])
 
     @contextmanager
     def job(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
