@@ -11,7 +11,7 @@ QUICK := not dist and not s3 and not hf and not e2e
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix experts site fuzz chat zoo peer-tests faults faults-debug hangs healthy hostile stores wrong-inputs loops soak arena bench demo docs screens wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix experts site fuzz chat zoo peer-tests faults faults-debug hangs healthy hostile stores wrong-inputs loops phones soak arena bench demo docs screens wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,6 +106,11 @@ wrong-inputs: $(READY) ## some 1,300 wrong command lines: one line that names th
 loops: $(READY) ## the tests of loops whose libraries are installed for this alone: torchtitan, Lightning (ARGS="-k random")
 	$(BIN)/python -m tools.loops $(ARGS)
 
+phones: $(READY) ## install the extra `examples`, cluster 1,000 photographs on simulated phones: docs/phones.md (root, 40 minutes)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[examples]'
+	$(BIN)/python -m examples.phones.pictures .phones
+	$(BIN)/python -m examples.phones.measure .phones --out .phones/results.jsonl --runs all:4,unmodified:4,all:1,unmodified:1 --faults
+
 soak: $(READY) ## an hour of training, kills, reshards and prunes over a faulty network (ARGS="--minutes 5 --seed 1")
 	$(BIN)/python -m scripts.soak $(ARGS)
 
@@ -132,4 +137,4 @@ wheel: $(READY) ## build the wheel and the source archive in dist/
 	$(BIN)/python -m build --quiet --outdir dist
 
 clean: ## remove build products and caches, keep .venv
-	rm -rf build dist .demo .screens .site .loops .matrix .mutants .release .coverage *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .demo .screens .site .loops .phones .matrix .mutants .release .coverage *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,150 @@
+"""What a peer answers to others: how it is, calls to a new crew, the result, and its files. Trusts everyone on its network."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from titan_ckpt import Store, TitanError
+
+WAITING, WORKING, FINISHED = "waiting", "working", "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call to a new crew: who belongs to it, in order of rank, and where rank 0 opens its key-value store."""
+
+    generation: int
+    members: tuple[str, ...]
+    rendezvous_port: int
+
+
+@dataclass(slots=True)
+class Status:
+    """How a peer is; `leader` is rank 0 of the crew that it works in."""
+
+    state: str = WAITING
+    generation: int = 0
+    leader: str = ""
+
+
+@dataclass(slots=True)
+class Desk:
+    """Answers on `address` (host:port) in threads of its own, from the files in `store`; a context manager."""
+
+    address: str
+    store: Store
+    status: Status = field(default_factory=Status)
+    calls: queue.Queue[Call] = field(default_factory=queue.Queue)
+    labels: list[int] | None = None
+    _server: ThreadingHTTPServer | None = None
+
+    def __enter__(self) -> Desk:
+        host, port = _parts(self.address)
+        self._server = ThreadingHTTPServer((host, port), lambda *arguments: _Answers(self, *arguments))
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._server is not None
+        self._server.shutdown()
+        self._server.server_close()
+
+    def take(self, call: Call) -> bool:
+        """Accept a call if this peer waits for one."""
+        if self.status.state != WAITING or call.generation <= self.status.generation:
+            return False
+        self.calls.put(call)
+        return True
+
+
+class _Answers(BaseHTTPRequestHandler):
+    """One request: GET /hello, /list/PREFIX, /files/PATH?start=&length=; PUT and DELETE /files/PATH; POST /call, /labels."""
+
+    def __init__(self, desk: Desk, *arguments: Any) -> None:
+        self.desk = desk
+        super().__init__(*arguments)
+
+    def log_message(self, format: str, *values: Any) -> None:
+        """Nothing: a peer asks often."""
+
+    def do_GET(self) -> None:
+        kind, path, query = self._parts()
+        if kind == "hello":
+            self._answer(asdict(self.desk.status))
+        elif kind == "list":
+            entries = self.desk.store.list(path)
+            self._answer([[each.path, each.size_bytes, each.modified_s] for each in entries])
+        else:
+            start = int(query.get("start", ["0"])[0])
+            length = int(query["length"][0]) if "length" in query else None
+            self._stored(lambda: self.desk.store.read(path, start, length))
+
+    def do_PUT(self) -> None:
+        _, path, _ = self._parts()
+        data = self._body()
+        self._stored(lambda: self.desk.store.write(path, [data]).path.encode())
+
+    def do_DELETE(self) -> None:
+        _, path, _ = self._parts()
+        self._stored(lambda: self.desk.store.delete([path]) or b"")
+
+    def do_POST(self) -> None:
+        kind, _, _ = self._parts()
+        value = json.loads(self._body())
+        if kind == "labels":
+            self.desk.labels = value
+            self._answer(True)
+        else:
+            self._answer(self.desk.take(Call(**{**value, "members": tuple(value["members"])})))
+
+    def _parts(self) -> tuple[str, str, dict[str, list[str]]]:
+        url = urlsplit(self.path)
+        kind, _, path = unquote(url.path).lstrip("/").partition("/")
+        return kind, path, parse_qs(url.query)
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"]))
+
+    def _stored(self, action: Callable[[], bytes]) -> None:
+        """The bytes that `action` returns; 404 if the store refuses, for whatever reason: others have copies."""
+        try:
+            self._send(200, action())
+        except TitanError as error:
+            self._send(404, str(error).encode())
+
+    def _answer(self, value: Any) -> None:
+        self._send(200, json.dumps(value).encode())
+
+    def _send(self, code: int, data: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def ask(address: str, method: str, path: str, body: Any = None, *, timeout_s: float = 5.0) -> bytes | None:
+    """A peer's answer; None if it has no such file. OSError if it cannot be reached, breaks off, or is no peer."""
+    connection = http.client.HTTPConnection(*_parts(address), timeout=timeout_s)
+    try:
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        connection.request(method, quote(path, safe="/?=&"), data)
+        answer = connection.getresponse()
+        content = answer.read()
+    except http.client.HTTPException as error:
+        raise OSError(f"{address}: {error}") from error
+    finally:
+        connection.close()
+    return content if answer.status == 200 else None
+
+
+def _parts(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)

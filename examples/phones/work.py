@@ -1,0 +1,70 @@
+"""What a peer does in one crew: meet, go through the pipeline, leave. Imports torch, so it runs in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from datetime import timedelta
+from multiprocessing.synchronize import Event
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from examples.phones.desk import Call
+from examples.phones.pictures import read_truth
+from examples.phones.progress import AXIS, Crew, Regroup
+from examples.phones.settings import AGAIN, DONE, FAILED, FILES, LABELS, Settings
+from examples.phones.stages import Album, run_pipeline
+from examples.phones.store import PeersStore
+from titan_ckpt import TitanError, open_store
+
+log = logging.getLogger(__name__)
+
+
+def work(settings: Settings, call: Call, knock: Event) -> None:
+    """The life of a crew on this peer; ends the process. A lost peer shows as an error of gloo or of titan-ckpt."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    rank = call.members.index(settings.address)
+    try:
+        crew = _meet(settings, call, rank, knock)
+        album = Album(folder=settings.album, size=len(read_truth(settings.album)), block=settings.choices.block)
+        labels = run_pipeline(crew, album, settings.choices)
+        (settings.home / LABELS).write_text(json.dumps(labels))
+        crew.report("done")
+        code = DONE
+    except Regroup:
+        code = AGAIN
+    except (RuntimeError, TitanError) as error:
+        log.warning("generation %d, rank %d: the crew has failed: %s", call.generation, rank, error, exc_info=True)
+        code = FAILED
+    sys.stderr.flush()
+    os._exit(code)  # no farewell to peers that may be gone
+
+
+def _meet(settings: Settings, call: Call, rank: int, knock: Event) -> Crew:
+    """Join the process group; RuntimeError if not all members come."""
+    torch.set_num_threads(1)
+    host = call.members[0].rpartition(":")[0]
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{host}:{call.rendezvous_port}", rank=rank, world_size=len(call.members),
+        timeout=timedelta(seconds=settings.timeout_s),
+    )  # fmt: skip
+    own = open_store(str(settings.home / FILES))
+    others = [call.members[(rank + step) % len(call.members)] for step in range(1, len(call.members))]
+    started = time.process_time()
+
+    def report(event: str, **details: Any) -> None:
+        entry = {"event": event, "time": time.time(), "cpu_s": time.process_time() - started, **details}
+        print(json.dumps(entry | {"generation": call.generation, "rank": rank, "size": len(call.members)}), flush=True)  # noqa: T201
+
+    report("met")
+    return Crew(
+        mesh=init_device_mesh("cpu", (len(call.members),), mesh_dim_names=(AXIS,)),
+        open_store=lambda stage: PeersStore(own, others, stage), is_knocked=knock.is_set, report=report,
+        save_every_s=settings.save_every_s, timeout_s=settings.timeout_s,
+    )  # fmt: skip
