@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
 SETTLED_LOOKS = 3  # equal looks in a row before the first peer calls
 HELLO_S = 2.0
-STALE_S = 20.0  # how long a working peer may hold up those that wait
 
 
 def look(book: Sequence[str]) -> dict[str, Status]:

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from titan_ckpt import Store, TitanError
 
+SLOWEST_BYTES_PER_S = 250e3
 WAITING, WORKING, FINISHED = "waiting", "working", "finished"
 
 
@@ -90,6 +91,8 @@ class _Answers(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         _, path, _ = self._parts()
         data = self._body()
+        if len(data) < int(self.headers["Content-Length"]):
+            return  # the sender has gone; half a file is none
         self._stored(lambda: self.desk.store.write(path, [data]).path.encode())
 
     def do_DELETE(self) -> None:
@@ -131,10 +134,15 @@ class _Answers(BaseHTTPRequestHandler):
 
 
 def ask(address: str, method: str, path: str, body: Any = None, *, timeout_s: float = 5.0) -> bytes | None:
-    """A peer's answer; None if it has no such file. OSError if it cannot be reached, breaks off, or is no peer."""
-    connection = http.client.HTTPConnection(*_parts(address), timeout=timeout_s)
+    """A peer's answer; None if it has no such file. OSError if it cannot be reached, breaks off, or is no peer.
+
+    `timeout_s` is for an answer that is short; a body may take longer, on the slowest link that is of use.
+    """
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    connection = http.client.HTTPConnection(
+        *_parts(address), timeout=timeout_s + len(data or b"") / SLOWEST_BYTES_PER_S
+    )
     try:
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body)
         connection.request(method, quote(path, safe="/?=&"), data)
         answer = connection.getresponse()
         content = answer.read()

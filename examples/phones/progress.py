@@ -146,7 +146,9 @@ class Stage:
     def _options(self) -> titan_ckpt.SaveOptions:
         retention = None if self._keep is None else titan_ckpt.RetentionPolicy(keep_last=self._keep)
         mesh = titan_ckpt.MeshSpec.of({AXIS: self.crew.size})
-        return titan_ckpt.SaveOptions(mesh=mesh, retention=retention, timeout_s=self.crew.timeout_s, is_exclusive=False)
+        return titan_ckpt.SaveOptions(
+            mesh=mesh, retention=retention, timeout_s=self.crew.timeout_s, is_exclusive=False, codec="planes-zstd"
+        )  # fmt: skip
 
     def _policy(self) -> titan_ckpt.LoadPolicy:
         return titan_ckpt.LoadPolicy(timeout_s=self.crew.timeout_s, threads=2)

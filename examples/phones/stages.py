@@ -70,7 +70,7 @@ def describe_pictures(crew: Crew, album: Album, choices: Choices) -> Words:
     words: Words = {}
     for block, tensors in _by_blocks(crew, "descriptors", album, compute):
         pairs = zip(album.mine(block, crew), tensors["descriptors"], tensors["counts"].tolist(), strict=True)
-        words.update({number: rows[:count] for number, rows, count in pairs})
+        words.update({number: rows[:count].clone() for number, rows, count in pairs})
     return words
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -66,6 +67,15 @@ def test_a_lost_peer_takes_only_files_without_a_copy(desks: list[Desk]) -> None:
         stores[0].read("large")
     for desk in desks[1:]:
         desk.__enter__()
+
+
+def test_half_a_file_is_not_kept(desks: list[Desk]) -> None:
+    host, _, port = desks[0].address.rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"PUT /files/stage/half HTTP/1.1\r\nContent-Length: 10\r\n\r\nhalf")
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""  # the peer has read it all, and closes
+    assert not desks[0].store.exists("stage/half")
 
 
 def test_conditional_writes_see_the_files_of_others(desks: list[Desk]) -> None:
