@@ -56,7 +56,11 @@ class Phone:
 
     def has(self, event: str, **details: Any) -> bool:
         """Whether it has printed such an event."""
-        return any({"event": event, **details}.items() <= each.items() for each in self.read())
+        return self.count(event, **details) > 0
+
+    def count(self, event: str, **details: Any) -> int:
+        """How many such events it has printed."""
+        return sum({"event": event, **details}.items() <= each.items() for each in self.read())
 
 
 class Phones:

@@ -151,10 +151,11 @@ def _by_blocks(crew: Crew, name: str, album: Album, compute: Callable[[int], Blo
         loaded = _load_blocks(stage, album)
         yield from loaded.items()
         pending: dict[int, Blocks] = {}
-        for block in (number for number in range(album.num_blocks) if number not in loaded):
+        missing = [block for block in range(album.num_blocks) if block not in loaded]
+        for block in missing:
             pending[block] = compute(block)
             yield block, pending[block]
-            is_last = block == max(set(range(album.num_blocks)) - loaded.keys())
+            is_last = block == missing[-1]
             if stage.is_due(is_last=is_last):
                 state = {str(key): _sharded(crew, album.length(key), part) for key, part in pending.items()}
                 stage.save(state, first=min(pending), step=block + 1, is_last=is_last)
@@ -162,13 +163,15 @@ def _by_blocks(crew: Crew, name: str, album: Album, compute: Callable[[int], Blo
 
 
 def _load_blocks(stage: Stage, album: Album) -> dict[int, Blocks]:
-    """The committed blocks. Those whose peers are all gone must be computed again."""
+    """The committed blocks. Those that some rank cannot read, since their holders are gone, must be computed again."""
     loaded: dict[int, Blocks] = {}
     for saved in stage.saved:
+        tensors: Blocks = {}
         try:
             tensors = stage.load_sharded(saved.step, DTYPES)
         except TitanError as error:
             log.warning("%s %d to %d: computed again: %s", stage.name, saved.first, saved.step, error)
+        if any(stage.crew.any(not tensors)):
             continue
         for fqn, tensor in tensors.items():
             block, _, name = fqn.partition(".")

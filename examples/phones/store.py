@@ -22,13 +22,26 @@ SMALL_BYTES = 256 << 10
 
 
 class PeersStore(Store):
-    """The files under `prefix` of all peers; `own` is this peer's, `others` are addresses, the next rank's first."""
+    """The files under `prefix` of all peers; `own` is the one at `address`, `others` are addresses, the next rank's first."""
 
-    def __init__(self, own: Store, others: Sequence[str], prefix: str, *, copies: int = 2) -> None:
+    def __init__(self, own: Store, address: str, others: Sequence[str], prefix: str, *, copies: int = 2) -> None:
         super().__init__(f"{own.url}/{prefix}")
         self._own = open_store(self.url)
         self._prefix, self._copies = prefix, copies
-        self._others = list(others)
+        self._address, self._others = address, list(others)
+
+    def spread(self) -> None:
+        """Copy this peer's files to those who lack them, as when they were written; for a crew with new members."""
+        files = list(self._own.list())
+        if not files:
+            return
+        answers = self._ask_others("GET", "list", "")
+        have = {address: self._paths(answer or b"[]") for address, answer in answers}
+        for info in files:
+            holders = {address for address in self._others if info.path in have[address]}
+            wanted = self._num_copies(info.size_bytes) - len(holders)
+            if wanted > 0 and min([self._address, *holders]) == self._address:
+                self._send(info.path, [address for address in self._others if address not in holders], wanted)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         view = buffer.cast("B")
@@ -39,7 +52,7 @@ class PeersStore(Store):
 
     def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
         info = self._own.write(path, parts)
-        self._copy(path, info.size_bytes)
+        self._send(path, self._others, self._num_copies(info.size_bytes))
         return self.stat(path)
 
     def write_if(self, path: str, data: Buffer, *, version: str | None) -> ObjectInfo:
@@ -93,22 +106,35 @@ class PeersStore(Store):
             raise NotFoundError(f"{self.where(path)}: no reachable peer has it")
         return data
 
-    def _copy(self, path: str, size_bytes: int) -> None:
-        """Send a file that was written here to as many others as its size asks for."""
-        wanted = len(self._others) if size_bytes <= SMALL_BYTES else min(self._copies - 1, len(self._others))
-        if not wanted:
+    def _num_copies(self, size_bytes: int) -> int:
+        """How many others should have a file."""
+        return len(self._others) if size_bytes <= SMALL_BYTES else min(self._copies - 1, len(self._others))
+
+    def _send(self, path: str, addresses: Sequence[str], wanted: int) -> None:
+        """Send a file of this peer to the first `wanted` of `addresses` that can be reached."""
+        if wanted <= 0:
             return
-        sent = self._ask_others("PUT", "files", path, body=self._own.read(path))
+        sent = self._ask_others("PUT", "files", path, body=self._own.read(path), addresses=addresses)
         if sum(1 for _ in itertools.islice(sent, wanted)) < wanted:
-            log.warning("%s has fewer than %d copies: peers are gone", self.where(path), wanted + 1)
+            log.warning("%s has fewer copies than it should: peers are gone", self.where(path))
+
+    def _paths(self, answer: bytes) -> set[str]:
+        return {path.removeprefix(f"{self._prefix}/") for path, _, _ in json.loads(answer)}
 
     def _ask_others(
-        self, method: str, kind: str, path: str, query: str = "", body: bytes | None = None
+        self,
+        method: str,
+        kind: str,
+        path: str,
+        query: str = "",
+        body: bytes | None = None,
+        addresses: Sequence[str] | None = None,
     ) -> Iterator[tuple[str, bytes | None]]:
         """The answers of those that can be reached; a peer that cannot is not asked again by this crew."""
-        for address in list(self._others):
+        target = f"/{kind}/{self._prefix}/{path}".rstrip("/") + query
+        for address in list(self._others if addresses is None else addresses):
             try:
-                yield address, ask(address, method, f"/{kind}/{self._prefix}/{path}".rstrip("/") + query, body)
+                yield address, ask(address, method, target, body)
             except OSError as error:
                 log.warning("%s is gone: %s", address, error)
                 if address in self._others:

@@ -58,6 +58,11 @@ def _meet(settings: Settings, call: Call, rank: int, knock: Event) -> Crew:
     others = [call.members[(rank + step) % len(call.members)] for step in range(1, len(call.members))]
     started = time.process_time()
 
+    def open_stage(name: str) -> PeersStore:
+        store = PeersStore(own, settings.address, others, name)
+        store.spread()
+        return store
+
     def report(event: str, **details: Any) -> None:
         entry = {"event": event, "time": time.time(), "cpu_s": time.process_time() - started, **details}
         print(json.dumps(entry | {"generation": call.generation, "rank": rank, "size": len(call.members)}), flush=True)  # noqa: T201
@@ -65,6 +70,6 @@ def _meet(settings: Settings, call: Call, rank: int, knock: Event) -> Crew:
     report("met")
     return Crew(
         mesh=init_device_mesh("cpu", (len(call.members),), mesh_dim_names=(AXIS,)),
-        open_store=lambda stage: PeersStore(own, others, stage), is_knocked=knock.is_set, report=report,
+        open_store=open_stage, is_knocked=knock.is_set, report=report,
         save_every_s=settings.save_every_s, timeout_s=settings.timeout_s,
     )  # fmt: skip

@@ -33,7 +33,7 @@ def desks(tmp_path: Path) -> Iterator[list[Desk]]:
 def _stores(desks: list[Desk]) -> list[PeersStore]:
     addresses = [desk.address for desk in desks]
     return [
-        PeersStore(desk.store, [*addresses[number + 1 :], *addresses[:number]], "stage")
+        PeersStore(desk.store, desk.address, [*addresses[number + 1 :], *addresses[:number]], "stage")
         for number, desk in enumerate(desks)
     ]
 
@@ -85,6 +85,15 @@ def test_conditional_writes_see_the_files_of_others(desks: list[Desk]) -> None:
         stores[1].write_if("COMMIT", b"second", version=None)
     assert stores[1].write_if("COMMIT", b"second", version=first.version).version != first.version
     assert stores[2].read("COMMIT") == b"second"
+
+
+def test_a_peer_that_joins_gets_its_copies(desks: list[Desk]) -> None:
+    PeersStore(desks[0].store, desks[0].address, [], "stage").write("large", [LARGE])
+    PeersStore(desks[0].store, desks[0].address, [], "stage").write("small", [b"x"])
+    for store in _stores(desks):
+        store.spread()
+    assert [desk.store.exists("stage/large") for desk in desks] == [True, True, False]
+    assert [desk.store.exists("stage/small") for desk in desks] == [True] * 3
 
 
 def test_deleted_files_are_gone_everywhere(desks: list[Desk]) -> None:
