@@ -119,3 +119,17 @@ def test_lora_alpha_is_compared_by_a_run(tmp_path: Path, cache: str, capsys: pyt
     assert train(cache, tmp_path / "run", *lora, "train.steps=2", "lora.alpha=1.0") == 2
     assert "lora.alpha: 16.0 -> 1.0" in capsys.readouterr().err
     assert train(cache, tmp_path / "run", *lora, "train.steps=2") == 0
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_averages_do_not_begin_or_end_within_a_run(
+    tmp_path: Path, cache: str, decay: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(cache, tmp_path, "train.steps=1", f"optimizer.ema_decay={decay}") == 0
+    capsys.readouterr()
+    assert train(cache, tmp_path, "train.steps=2", f"optimizer.ema_decay={0.9 - decay}") == 2
+    error = capsys.readouterr().err
+    assert (
+        f"has {'' if decay else 'no '}averages of the weights, but optimizer.ema_decay is {0.9 - decay} here" in error
+    )
+    assert "missing from the checkpoint" not in error

@@ -27,7 +27,7 @@ from titan_ckpt.trainer.model.experts import ExpertsConfig
 from titan_ckpt.trainer.model.lora import adapters_of, check_whole
 from titan_ckpt.trainer.model.plan import Plan
 from titan_ckpt.trainer.parallel.config import ParallelConfig, num_stages, pipeline_style
-from titan_ckpt.trainer.parallel.optimizer import Optimizer
+from titan_ckpt.trainer.parallel.optimizer import AVERAGE, Optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 
 log = logging.getLogger(__name__)
@@ -212,12 +212,8 @@ def restore(
     if start.model_only:
         check_all_taken(checkpoint, load_weights(checkpoint, state), tuple(state), control)
         return TrainingProgress()
+    _check_optimizer(checkpoint, optimizer)
     training = checkpoint.manifest.training
-    if training.get("optimizer", optimizer.name) != optimizer.name:
-        raise ConfigError(
-            f"{checkpoint} has the state of the optimizer {training['optimizer']!r}, this run has {optimizer.name!r}; set it "
-            "back, or take the weights alone with resume.from and resume.model_only = true"
-        )
     if "data" in training:
         check_data(checkpoint, fingerprint, other_data=other_data)
     else:
@@ -241,6 +237,21 @@ def _stored_hooks(checkpoint: Checkpoint, hooks: Mapping[str, Any]) -> Mapping[s
     if hooks and not is_stored:
         log.warning("%s has no state of hooks; they start anew", checkpoint)
     return hooks if is_stored else NO_HOOKS
+
+
+def _check_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
+    """Refuse the state of another rule, and averages of the weights on one side alone: they cannot begin or end within a run."""
+    remedy = "set it back, or take the weights alone with resume.from and resume.model_only = true"
+    name = checkpoint.manifest.training.get("optimizer", optimizer.name)
+    if name != optimizer.name:
+        raise ConfigError(
+            f"{checkpoint} has the state of the optimizer {name!r}, this run has {optimizer.name!r}; {remedy}"
+        )
+    states = [fqn for fqn in checkpoint.manifest.by_fqn if fqn.startswith("optimizer.")]
+    has_averages, decay = any(fqn.endswith(f".{AVERAGE}") for fqn in states), optimizer.config.ema_decay
+    if has_averages != bool(decay):
+        what = "averages" if has_averages else "no averages"
+        raise ConfigError(f"{checkpoint} has {what} of the weights, but optimizer.ema_decay is {decay} here; {remedy}")
 
 
 def load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:
